@@ -95,7 +95,7 @@ class NullEngine(MegatronEngine):
         with self.watch.part("batches"):
             return [evaluate(batch, torch.zeros(()))[1] for batch in self._batches(share)]
 
-    def score_logits(self, logits: torch.Tensor, batch: Any, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def score_rows(self, rows: torch.Tensor, batch: Any, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(len(batch.targets)), torch.zeros(len(batch.targets))
 
     def _sum_reports(self, reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:

@@ -62,6 +62,8 @@ KEYS: dict[str, dict[str, str]] = {
         "trainer.recompute_layers": "recompute_num_layers",
         "trainer.recompute_modules": "recompute_modules",
         "trainer.moe_aux_loss": "moe_aux_loss_coeff moe_router_load_balancing_type",
+        "trainer.fp8": "fp8 fp8_recipe",
+        "trainer.gradient_accumulation_fusion": "gradient_accumulation_fusion",
         "trainer.moe_permute_fusion": "moe_permute_fusion",
         "trainer.moe_shared_expert_overlap": "moe_shared_expert_overlap",
         "model.dtype": "params_dtype pipeline_dtype bf16 fp16 enable_autocast autocast_dtype fp32_residual_connection",
@@ -95,7 +97,9 @@ _PACKED = "megasync places the tokens of a packed sequence itself"
 _LOSS = "megasync computes the loss, and normalises it by the tokens of a whole step"
 _INFERENCE = "SGLang generates; this is for generation by Megatron"
 _PLACES = "megasync builds the model and writes its weights"
-_EIGHT_BITS = "microbatches are not padded to the multiples of tokens that 8-bit and 4-bit matrix products need"
+_EIGHT_BITS = (
+    "of 8-bit and 4-bit products megasync supports what trainer.fp8 names: linear layers, scales without a history"
+)
 _DISPATCHER = "the dispatcher of experts is all-to-all on GPUs, and another has not been tested"
 _FSDP = "megasync does not use Megatron's FSDP"
 _LAYERS = "megasync's layers do not use it"
@@ -170,9 +174,8 @@ REASONS: dict[str, dict[str, str]] = {
             "nccl_all_reduce_for_prefill mlp_chunks_for_prefill moe_pad_experts_for_cuda_graph_inference"
         ),
         _EIGHT_BITS: (
-            "fp8 fp8_recipe fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len "
-            "fp8_amax_compute_algo fp8_wgrad fp8_dot_product_attention fp8_multi_head_attention fp8_output_proj "
-            "tp_only_amax_red first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp4 "
+            "fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad "
+            "fp8_dot_product_attention fp8_multi_head_attention fp8_output_proj fp4 "
             "fp4_recipe fp4_quantizer_factory activation_func_fp8_input_store moe_router_padding_for_fp8 "
             "moe_router_padding_for_quantization"
         ),

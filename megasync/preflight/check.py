@@ -32,7 +32,7 @@ from megasync.layout.topology import Topology
 from megasync.preflight.check_evaluation import check_evaluation
 from megasync.preflight.check_frozen_models import check_frozen_models
 from megasync.preflight.check_rollout import check_agent, check_chat, check_environment, check_groups, check_rewards
-from megasync.trainer.architecture import check_architecture, check_context, check_experts
+from megasync.trainer.architecture import check_architecture, check_context, check_experts, check_fp8
 
 
 def check_config(
@@ -245,7 +245,7 @@ def _check_trainer(config: Config) -> None:
             "set it to false"
         )
     if config.cluster.device == "cpu":
-        for key in ("moe_permute_fusion", "moe_shared_expert_overlap"):
+        for key in ("moe_permute_fusion", "moe_shared_expert_overlap", "gradient_accumulation_fusion"):
             if getattr(trainer, key):
                 raise ConfigError(f"trainer.{key}=true needs a GPU, but cluster.device=cpu; set it to false")
 
@@ -370,6 +370,7 @@ def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Pat
         check_architecture(values)
         check_experts(layout, config.trainer)
         check_context(layout, config.trainer, config.model.dtype)
+        check_fp8(layout, config.trainer, config.model.dtype)
         return layout, source
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None

@@ -25,10 +25,13 @@ GRAD_BYTES = 4
 ADAM_BYTES = 8
 # float32 master copy of parameters in a shorter dtype.
 MASTER_BYTES = 4
-# The loss holds logits once in the compute dtype and twice in float32 (shifted logits, their softmax).
-LOSS_FLOAT_COPIES = 2
-# A float32 number of an output head that computes in float32.
-HEAD_BYTES = 4
+# Logits that a rank holds at one time, those of them that are converted to float32 at a time, and the number of float32
+# copies (`trainer.logprobs`).
+LOGITS_PART = 2**26
+LOGITS_CHUNK = 2**24
+LOGITS_FLOAT_COPIES = 3
+# A float32 number of an output head that computes in float32, or of a sum.
+FLOAT32_BYTES = 4
 # Buckets in memory: one is packed while the other is on the wire.
 BUCKETS = 2
 # Blocks of the reference policy on the device, and the alignment of each tensor in them (`trainer.reference`).
@@ -173,8 +176,7 @@ def _activations(config: Config, layout: Layout, stage: int, item: int) -> int:
 def saved_activations(config: Config, layout: Layout, stage: int) -> int:
     """Bytes that the chunks of a stage save for their backward passes, for all microbatches in flight.
 
-    What is recomputed counts once, for the layer at work. The last stage also saves the input of the final norm, and
-    that of the output layer for each response token.
+    What is recomputed counts once, for the layer at work. The last stage also saves the input of the final norm.
     """
     saved = {sparse: _saved_by_layer(config, layout, sparse) for sparse in (False, True)}
     chunks = [[layer in layout.sizes.sparse_layers for layer in chunk] for chunk in layout.stages[stage]]
@@ -187,13 +189,7 @@ def saved_activations(config: Config, layout: Layout, stage: int) -> int:
     elements = (per_token + _recompute_peak(config, layout, stage)) * microbatch_tokens(config)
     if stage == config.trainer.pipeline_parallel - 1:
         elements += counts[-1] * hidden * microbatch_tokens(config)
-    item, head = ITEM_BYTES[config.model.dtype], 0
-    if stage == config.trainer.pipeline_parallel - 1:
-        rows, head_item = _response_tokens(config), HEAD_BYTES if config.trainer.float32_head else item
-        # A head in another dtype has a copy of its weight.
-        copied = layout.padded_vocab // config.trainer.tensor_parallel if head_item != item else 0
-        head = counts[-1] * (rows + copied) * layout.sizes.hidden * head_item
-    return int(elements * item) + head
+    return int(elements * ITEM_BYTES[config.model.dtype])
 
 
 def recompute_peak(config: Config, layout: Layout, stage: int) -> int:
@@ -335,13 +331,19 @@ def _response_tokens(config: Config) -> int:
 
 
 def _logits(config: Config, layout: Layout, item: int) -> int:
-    """Bytes of logits. Only response tokens have any: prompt rows never reach the output layer."""
-    rows = _response_tokens(config)
+    """Bytes of the output layer's work: its input, the logits of a part of it, and the gradient of its weight.
+
+    Only response tokens have logits: prompt rows never reach the output layer.
+    """
+    rows, hidden = _response_tokens(config), layout.sizes.hidden
     columns = layout.padded_vocab // config.trainer.tensor_parallel
-    if not config.trainer.float32_head or item == HEAD_BYTES:
-        return rows * columns * (item + 4 * LOSS_FLOAT_COPIES)
-    # And the gradient of the copied weight; see `saved_activations`.
-    return rows * columns * (HEAD_BYTES + 4 * LOSS_FLOAT_COPIES) + columns * layout.sizes.hidden * HEAD_BYTES
+    computed = FLOAT32_BYTES if config.trainer.float32_head else item
+    logits, parts = min(rows * columns, LOGITS_PART), -(-rows * columns // LOGITS_PART)
+    floats = LOGITS_FLOAT_COPIES * min(logits, LOGITS_CHUNK) * FLOAT32_BYTES
+    summed = computed if parts == 1 else FLOAT32_BYTES
+    # A head in another dtype has a copy of its weight; a gradient that is summed in another one is converted.
+    weights = summed + (item if summed != item else 0) + (computed if computed != item else 0)
+    return rows * hidden * item + logits * computed + floats + columns * hidden * weights
 
 
 def server_memory(config: Config, layout: Layout, device_bytes: int | None) -> ServerMemory:

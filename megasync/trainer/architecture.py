@@ -120,6 +120,32 @@ def check_context(layout: Layout, trainer: TrainerConfig, dtype: str) -> None:
             )
 
 
+# Linear layers in FP8 take numbers of tokens and features that are multiples of these.
+FP8_MULTIPLES = {"tensorwise": 16, "blockwise": 128}
+
+
+def check_fp8(layout: Layout, trainer: TrainerConfig, dtype: str) -> None:
+    """Raises ConfigError if this model, or its split over tensor ranks, cannot be computed with `trainer.fp8`."""
+    if trainer.fp8 is None:
+        return
+    named = f"trainer.fp8={trainer.fp8}"
+    if layout.spec != "te":
+        raise ConfigError(f"{named} needs a GPU; set it to null")
+    if dtype != "bfloat16":
+        raise ConfigError(f"{named} needs weights in bfloat16, but model.dtype={dtype}; set model.dtype=bfloat16")
+    if layout.sizes.experts:
+        raise ConfigError(f"{named} is not supported for models with experts; set it to null")
+    multiple = FP8_MULTIPLES[trainer.fp8]
+    stages = (layout.topology.rank(0, 0, stage) for stage in range(layout.topology.pipeline))
+    for rank in stages:
+        for name, shape in layout.params(rank).items():
+            if ".layers." in name and len(shape) == 2 and any(size % multiple for size in shape):
+                raise ConfigError(
+                    f"{named} needs multiples of {multiple}, but {name} is {shape[0]} x {shape[1]} on a rank with "
+                    f"trainer.tensor_parallel={trainer.tensor_parallel}; lower that, or set fp8 to null"
+                )
+
+
 def check_experts(layout: Layout, trainer: TrainerConfig) -> None:
     """Raises ConfigError for a parallelism of expert layers that Megatron cannot train."""
     if layout.sizes.experts and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:

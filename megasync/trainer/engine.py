@@ -40,12 +40,17 @@ from megasync.layout.model_files import read_hf_config
 from megasync.layout.shards import load_shards
 from megasync.layout.topology import Topology
 from megasync.trainer import checkpoint
-from megasync.trainer.architecture import check_architecture, check_context, check_experts
+from megasync.trainer.architecture import (
+    FP8_MULTIPLES,
+    check_architecture,
+    check_context,
+    check_experts,
+    check_fp8,
+)
 from megasync.trainer.batch import Batch, Sample, Samples, lengths_of, make_batch
 from megasync.trainer.collectives import broadcast_json
 from megasync.trainer.context import from_all_ranks
 from megasync.trainer.loading import load_once
-from megasync.trainer.logprobs import token_logprobs
 from megasync.trainer.model import PolicyModel, build_chunks, fresh_value_head, named_weights, set_step_tokens
 from megasync.trainer.offload import Memory, memory_of
 from megasync.trainer.optimizer import Optimizer, Update
@@ -58,7 +63,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # (batch, log-probs [targets], entropies [targets]) -> (loss, sums to report); called on the last pipeline stage.
 LossFunction = Callable[[Batch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-# (batch, this rank's logits [targets, columns], or a critic's values [targets, 1]) -> (loss, report); called on the
+# (batch, hidden states [own targets, hidden], or a critic's values [own targets, 1]) -> (loss, report); called on the
 # last pipeline stage.
 Evaluate = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Any]]
 
@@ -87,7 +92,8 @@ class MegatronEngine:
         seed: for Megatron's random states, and for a value head that the model folder does not contain.
         trains: false for an engine that only scores; it has no gradients and no optimizer.
         collective_seconds: deadline of one collective in Megatron's process groups.
-        value_head: builds a critic. `run` passes values instead of logits to ``evaluate``; log-probs are unavailable.
+        value_head: builds a critic. `run` passes values instead of hidden states to ``evaluate``; log-probs are
+            unavailable.
     """
 
     def __init__(
@@ -117,6 +123,7 @@ class MegatronEngine:
         check_experts(self.layout, trainer)
         check_megatron(vars(trainer.megatron), latent=self.layout.family.latent)
         check_context(self.layout, trainer, model.dtype)
+        check_fp8(self.layout, trainer, model.dtype)
         self.total_steps = total_steps
         self._seed = seed
         self._collective_seconds = collective_seconds
@@ -225,8 +232,8 @@ class MegatronEngine:
         """
         self.zero_grad()
 
-        def evaluate(batch: Batch, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            value, sums = loss(batch, *self.score_logits(logits, batch, temperature))
+        def evaluate(batch: Batch, rows: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            value, sums = loss(batch, *self.score_rows(rows, batch, temperature))
             return value, {"loss": value.detach(), **sums}
 
         return self._sum_reports(self.run(share, evaluate, forward_only=False))
@@ -250,8 +257,8 @@ class MegatronEngine:
         TrainingError for ``reference`` without `keep_reference`.
         """
 
-        def collect(batch: Batch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            logprobs, _ = self.score_logits(logits, batch, temperature)
+        def collect(batch: Batch, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logprobs, _ = self.score_rows(rows, batch, temperature)
             return logprobs.sum(), logprobs
 
         if not reference:
@@ -310,32 +317,39 @@ class MegatronEngine:
         )
 
     def _batches(self, share: Share) -> Iterator[Batch]:
-        parallel = self.trainer_config.sequence_parallel
+        config = self.trainer_config
+        multiple = FP8_MULTIPLES[config.fp8] if config.fp8 else 1
         for index, microbatch in enumerate(share.microbatches):
             yield make_batch(
                 microbatch,
                 share.samples,
                 index=index,
-                multiple=self.topology.tensor if parallel else 1,
+                multiple=multiple * (self.topology.tensor if config.sequence_parallel else 1),
                 device=self.device.torch_device,
                 flavour=self.device.spec,
                 context=(self.topology.context, self.coords.cp),
             )
 
-    def score_logits(self, logits: torch.Tensor, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob and entropy of each target, float32 [targets], from the logits that `run` passes to ``evaluate``.
+    def score_rows(
+        self, rows: torch.Tensor, batch: Batch, temperature: float | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-prob and entropy of each target, float32 [targets], from what `run` passes to ``evaluate``.
 
-        Context-parallel ranks return the same, and must compute the same loss of it: each has the logits of its own
-        targets, and gets their gradients. Raises TrainingError if the engine has a value head.
+        ``temperature`` is one number, or one of each target. Context-parallel ranks return the same, and must compute
+        the same loss of it: each has the rows of its own targets, and gets their gradients. Raises TrainingError if the
+        engine has a value head.
         """
         if self.layout.value_head:
             raise TrainingError("an engine with a value head has no log-probs; create one without value_head")
-        own = token_logprobs(
-            logits,
+        if isinstance(temperature, torch.Tensor) and batch.kept is not None:
+            temperature = temperature[batch.kept]
+        own = self.chunks[-1].score(
+            rows,
             batch.own_targets,
             vocab_size=self.layout.sizes.vocab,
             temperature=temperature,
             group=self._tensor_group,
+            dtype=torch.float32 if self.trainer_config.float32_head else None,
         )
         if batch.kept is None:
             return own
@@ -480,7 +494,7 @@ def open_process_groups(topology: Topology, seconds: float = 1800.0) -> None:
 def forward_step(
     evaluate: Evaluate, balanced: bool, batches: Iterator[Batch], model: PolicyModel
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Any]]]:
-    """Megatron's forward step: this stage's output, and the function that turns the last stage's logits into a loss.
+    """Megatron's forward step: this stage's output, and the function that turns the last stage's into a loss.
 
     ``balanced``: the model has a load-balancing loss, which needs to know which tokens count.
     """
@@ -488,10 +502,10 @@ def forward_step(
     uncounted = batch.uncounted if balanced else None
     output = model(batch.ids, None, None, packed_seq_params=batch.packed, padding_mask=uncounted)
 
-    def finish(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        loss, report = evaluate(batch, logits)
+    def finish(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        loss, report = evaluate(batch, rows)
         # Megatron sums these counts for a division that `finalize_summed_grads` skips.
-        return loss, torch.ones((), dtype=torch.int, device=logits.device), report
+        return loss, torch.ones((), dtype=torch.int, device=rows.device), report
 
     return output, finish
 

@@ -1,23 +1,36 @@
-"""Log-probs and entropy from logits that are sharded over the vocabulary.
+"""Log-probs and entropies of target tokens from hidden states, without the logits of a whole microbatch.
 
-No rank ever holds a row of the whole vocabulary. The backward pass keeps nothing of the size of the logits except the
-logits. Padded vocabulary columns count as -inf: they have no probability and no gradient.
+The output layer is sharded over the vocabulary, and no rank ever holds a row of the whole vocabulary. Rows are
+projected a part at a time, so a rank never holds more than `PART_ELEMENTS` logits. A microbatch of a single part keeps
+its logits for the backward pass; one of several projects them again there. Padded vocabulary columns count as -inf:
+they have no probability and no gradient.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import linear
 
+# Logits of a rank that exist at one time: 128 MiB in bfloat16, or 447 rows of 150,000 columns. With much fewer rows the
+# product would be slow.
+PART_ELEMENTS = 2**26
 # Number of logits converted to float32 at a time; bounds temporary memory to 64 MiB per tensor.
 CHUNK_ELEMENTS = 2**24
 # On a CPU, 1 MiB stays in a core's cache through all operations on it, which makes them two to three times faster.
 CPU_CHUNK_ELEMENTS = 2**18
 
 
-class _VocabularyParallel(torch.autograd.Function):
+class _Columns(NamedTuple):
+    """The vocabulary columns of this tensor rank: the first one's token id, and the number that is not padding."""
+
+    first: int
+    count: int
+
+
+class _Scores(torch.autograd.Function):
     """With z the logits over the temperature, p = softmax(z), H = -sum(p log p), and t the target:
 
     d log p_t / d z_j = [j = t] - p_j   and   d H / d z_j = -p_j (log p_j + H)
@@ -26,102 +39,151 @@ class _VocabularyParallel(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits: torch.Tensor,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
         targets: torch.Tensor,
-        first: int,
-        columns: int,
-        temperature: float,
+        columns: _Columns,
+        temperature: float | torch.Tensor,
         group: dist.ProcessGroup | None,
+        dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        local = (targets - first).clamp(0, max(columns - 1, 0))
-        owned = (targets >= first) & (targets < first + columns)
-        rows = len(targets)
-        peak = logits.new_full((rows,), -torch.inf, dtype=torch.float32)
-        if columns and rows:
-            peak = logits[:, :columns].amax(dim=-1).float() / temperature
-        _reduce(peak, dist.ReduceOp.MAX, group)
-
-        # Sums over the vocabulary: exp(z), exp(z) z and z_t, all with the row's peak subtracted from z.
-        sums = torch.zeros(3, rows, dtype=torch.float32, device=logits.device)
-        for part in _chunks(logits, columns):
-            z = _scaled(logits[part, :columns], temperature, peak[part])
-            sums[2, part] = z.gather(1, local[part, None]).squeeze(1).mul_(owned[part])
-            weights = z.exp()
-            sums[0, part] = weights.sum(dim=-1)
-            sums[1, part] = weights.mul_(z).sum(dim=-1)
-        _reduce(sums, dist.ReduceOp.SUM, group)
+        local = (targets - columns.first).clamp(0, max(columns.count - 1, 0))
+        owned = (targets >= columns.first) & (targets < columns.first + columns.count)
+        own_weight = weight[: columns.count].to(dtype)
+        count = len(targets)
+        # The largest z of each row, and sums over the vocabulary: exp(z), exp(z) z and z_t, with it subtracted from z.
+        peak = torch.full((count,), -torch.inf, dtype=torch.float32, device=rows.device)
+        sums = torch.zeros(3, count, dtype=torch.float32, device=rows.device)
+        parts = _ranges(count, columns.count, PART_ELEMENTS)
+        logits = None
+        for part in parts:
+            logits = linear(rows[part].to(dtype), own_weight)
+            for chunk, of in _chunks(logits, part):
+                z = _scaled(chunk, temperature, of)
+                peak[of] = z.amax(dim=-1)
+                z.sub_(peak[of, None])
+                sums[2, of] = z.gather(1, local[of, None]).squeeze(1).mul_(owned[of])
+                weights = z.exp()
+                sums[0, of] = weights.sum(dim=-1)
+                sums[1, of] = weights.mul_(z).sum(dim=-1)
+        if group is not None and group.size() > 1:
+            _combine(peak, sums, owned, group)
 
         log_total = sums[0].log()
         entropy = log_total - sums[1] / sums[0]
-        ctx.save_for_backward(logits, peak + log_total, entropy, local, owned)
-        ctx.columns, ctx.temperature = columns, temperature
+        kept = logits if len(parts) == 1 else None
+        ctx.save_for_backward(rows, weight, kept, peak + log_total, entropy, local, owned)
+        ctx.columns, ctx.temperature, ctx.dtype = columns, temperature, dtype
         ctx.set_materialize_grads(False)
         return sums[2] - log_total, entropy
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - autograd passes one gradient per output
         ctx: Any, of_logprob: torch.Tensor | None, of_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor, None, None, None, None, None]:
-        logits, log_normaliser, entropy, local, owned = ctx.saved_tensors
-        columns, grad = ctx.columns, torch.zeros_like(logits)
-        for part in _chunks(logits, columns):
-            log_p = _scaled(logits[part, :columns], ctx.temperature, log_normaliser[part])
-            p = log_p.exp_() if of_entropy is None else log_p.exp()
-            if of_entropy is not None:
-                slope = log_p.add_(entropy[part, None]).mul_(of_entropy[part, None])
+    ) -> tuple[torch.Tensor | None, ...]:
+        rows, weight, kept, log_normaliser, entropy, local, owned = ctx.saved_tensors
+        count, dtype = ctx.columns.count, ctx.dtype
+        own_weight = weight[:count].to(dtype)
+        parts = _ranges(len(rows), count, PART_ELEMENTS)
+        of_rows = torch.zeros_like(rows)
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            # Parts are summed in float32, whatever the dtype of the weights.
+            of_weight = torch.zeros_like(weight, dtype=dtype if len(parts) == 1 else torch.float32)
+        for part in parts:
+            own_rows = rows[part].to(dtype)
+            # Becomes its own gradient.
+            logits = linear(own_rows, own_weight) if kept is None else kept
+            for chunk, of in _chunks(logits, part):
+                log_p = _scaled(chunk, ctx.temperature, of).sub_(log_normaliser[of, None])
+                p = log_p.exp_() if of_entropy is None else log_p.exp()
+                if of_entropy is not None:
+                    slope = log_p.add_(entropy[of, None]).mul_(of_entropy[of, None])
+                    if of_logprob is not None:
+                        slope.add_(of_logprob[of, None])
+                    total = p.mul_(slope.neg_())
+                elif of_logprob is not None:
+                    total = p.mul_(-of_logprob[of, None])
+                else:
+                    total = p.zero_()
                 if of_logprob is not None:
-                    slope.add_(of_logprob[part, None])
-                total = p.mul_(slope.neg_())
-            elif of_logprob is not None:
-                total = p.mul_(-of_logprob[part, None])
-            else:
+                    total.scatter_add_(1, local[of, None], (of_logprob[of] * owned[of])[:, None])
+                chunk.copy_(_divided(total, ctx.temperature, of))
+            of_rows[part] = logits @ own_weight
+            if of_weight is None:
                 continue
-            if of_logprob is not None:
-                total.scatter_add_(1, local[part, None], (of_logprob[part] * owned[part])[:, None])
-            grad[part, :columns] = total if ctx.temperature == 1.0 else total.div_(ctx.temperature)
-        return grad, None, None, None, None, None
+            if len(parts) == 1:
+                torch.mm(logits.T, own_rows, out=of_weight[:count])
+            else:
+                of_weight[:count] += logits.T @ own_rows
+        if of_weight is not None:
+            of_weight = of_weight.to(weight.dtype)
+        return of_rows, of_weight, None, None, None, None, None
 
 
-def _scaled(logits: torch.Tensor, temperature: float, shift: torch.Tensor) -> torch.Tensor:
-    """A float32 copy of ``logits / temperature - shift``, with one shift per row."""
-    scaled = logits.to(torch.float32, copy=True)
-    return (scaled if temperature == 1.0 else scaled.div_(temperature)).sub_(shift[:, None])
+def _combine(peak: torch.Tensor, sums: torch.Tensor, owned: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Makes peaks and sums of each rank's columns those of the whole vocabulary, in place."""
+    own = peak.clone()
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    # A rank with only padding has no peak, and its sums stay zero.
+    shift = torch.where(own == -torch.inf, 0.0, own - peak)
+    sums[1].add_(sums[0] * shift)
+    sums[:2].mul_(shift.exp())
+    sums[2].add_(shift * owned)
+    dist.all_reduce(sums, group=group)
 
 
-def _chunks(logits: torch.Tensor, columns: int) -> list[slice]:
-    """Ranges of rows."""
+def _scaled(logits: torch.Tensor, temperature: float | torch.Tensor, rows: slice) -> torch.Tensor:
+    """A float32 copy of the logits of these rows over the temperature."""
+    return _divided(logits.to(torch.float32, copy=True), temperature, rows)
+
+
+def _divided(values: torch.Tensor, temperature: float | torch.Tensor, rows: slice) -> torch.Tensor:
+    if isinstance(temperature, torch.Tensor):
+        return values.div_(temperature[rows, None])
+    return values if temperature == 1.0 else values.div_(temperature)
+
+
+def _chunks(logits: torch.Tensor, part: slice) -> list[tuple[torch.Tensor, slice]]:
+    """Views of logits, and the ranges of rows that they belong to; ``logits`` are those of ``part``."""
+    elements = CPU_CHUNK_ELEMENTS if logits.device.type == "cpu" else CHUNK_ELEMENTS
+    ranges = _ranges(len(logits), logits.shape[1], elements)
+    return [(logits[range_], slice(part.start + range_.start, part.start + range_.stop)) for range_ in ranges]
+
+
+def _ranges(rows: int, columns: int, elements: int) -> list[slice]:
+    """Ranges of rows with at most so many elements, or of one row; none without columns."""
     if not columns:
         return []
-    elements = CPU_CHUNK_ELEMENTS if logits.device.type == "cpu" else CHUNK_ELEMENTS
     step = max(1, elements // columns)
-    return [slice(start, start + step) for start in range(0, len(logits), step)]
-
-
-def _reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
-    if group is not None and group.size() > 1:
-        dist.all_reduce(tensor, op=op, group=group)
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def token_logprobs(
-    logits: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
     targets: torch.Tensor,
     *,
     vocab_size: int,
-    temperature: float = 1.0,
+    temperature: float | torch.Tensor = 1.0,
     group: dist.ProcessGroup | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each target and entropy of its distribution, differentiable and equal on all ranks of ``group``.
 
+    The gradient of ``rows`` is this rank's part of a sum over ``group``.
+
     Args:
-        logits: [targets, columns of this tensor rank], any floating dtype; ranks hold equal shards in rank order.
+        rows: hidden states [targets, hidden], any floating dtype, the same on all ranks of ``group``.
+        weight: the output layer's [columns of this tensor rank, hidden]; ranks hold equal shards in rank order.
         targets: int64 [targets], each below ``vocab_size``.
         vocab_size: number of real columns over all ranks; the columns after them are padding.
-        temperature: divides the logits, as the sampler does.
+        temperature: divides the logits, as the sampler does; one number, or one of each target.
+        dtype: that of the logits; by default that of ``weight``.
 
     Returns:
         (log-probs, entropies), float32 [targets].
     """
-    rank = group.rank() if group is not None else 0
-    first = rank * logits.shape[1]
-    columns = min(max(vocab_size - first, 0), logits.shape[1])
-    return _VocabularyParallel.apply(logits, targets, first, columns, temperature, group)
+    first = (group.rank() if group is not None else 0) * len(weight)
+    columns = _Columns(first, min(max(vocab_size - first, 0), len(weight)))
+    return _Scores.apply(rows, weight, targets, columns, temperature, group, dtype or weight.dtype)

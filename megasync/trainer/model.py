@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 from megasync.config.megatron_options import converted
 from megasync.config.schema import TrainerConfig
@@ -29,6 +29,7 @@ from megasync.trainer.architecture import rope_parameters
 from megasync.trainer.batch import PackedTokens
 from megasync.trainer.latent_attention import latent_options
 from megasync.trainer.layer_specs import chunk_specs
+from megasync.trainer.logprobs import token_logprobs
 from megasync.trainer.param_attributes import set_param_attributes
 from megasync.trainer.rotary import PackedRotary
 from megasync.trainer.routing import PolicyRouter, score_options
@@ -37,25 +38,41 @@ from megasync.trainer.routing import PolicyRouter, score_options
 INITIALIZER_RANGE = 0.02
 
 
+class TargetHead(torch.nn.Module):
+    """The output layer of a policy: scores targets without the logits of all rows; see `logprobs.token_logprobs`.
+
+    A module of its own, so that hooks see when the weight is read. It has none if it is the embedding's.
+    """
+
+    def __init__(self, weight: torch.nn.Parameter | None) -> None:
+        super().__init__()
+        self.register_parameter("weight", weight)
+
+    def forward(
+        self, rows: torch.Tensor, tied: torch.Tensor | None, targets: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = self.weight if tied is None else tied
+        assert weight is not None
+        return token_logprobs(rows, weight, targets, **options)
+
+
 class PolicyModel(GPTModel):
-    """A GPTModel whose last stage computes logits only for the requested rows of the hidden states.
+    """A GPTModel whose last stage returns the requested rows of the hidden states; `score` turns them into log-probs.
 
     A response of 8 tokens after a prompt of 150 needs 8 rows of logits, not 158, and the output layer is a large part
-    of a small model. Under sequence parallelism rows are scattered over tensor ranks, so they are gathered first; the
-    backward pass of the gather then performs the reduction that the output layer would otherwise do.
+    of a small model. Under sequence parallelism rows are scattered over tensor ranks, so they are gathered first.
     """
 
     # Each tensor rank has a shard of the output layer, and so computes a partial gradient of the hidden states.
     splits_output = True
-    # Whether logits are computed in float32, whatever the dtype of the weights.
-    float32_head = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.post_process and self.config.sequence_parallel:
-            self.output_layer.sequence_parallel = False
-            self.output_layer.allreduce_dgrad = False
-            self.output_layer.disable_grad_reduce = True
+        if self.post_process:
+            self._replace_output()
+
+    def _replace_output(self) -> None:
+        self.output_layer = TargetHead(self.output_layer.weight)
 
     def forward(self, *args: Any, padding_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
         """``padding_mask`` [1, tokens] is true for tokens that do not count for load balancing."""
@@ -68,35 +85,34 @@ class PolicyModel(GPTModel):
     def _postprocess(  # pyright: ignore[reportIncompatibleMethodOverride] - Megatron passes all arguments by name
         self, hidden_states: torch.Tensor, *, packed_seq_params: PackedTokens, **_: Any
     ) -> torch.Tensor:
-        """Logits [requested rows, padded vocabulary / tensor ranks], or the hidden states before the last stage."""
+        """Hidden states [requested rows, hidden] on the last stage, all of them [tokens, 1, hidden] before it."""
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, self.splits_output)
         assert packed_seq_params.rows is not None
-        return self._output(hidden_states.index_select(0, packed_seq_params.rows)).squeeze(1)
+        rows = hidden_states.index_select(0, packed_seq_params.rows).squeeze(1)
+        if self.splits_output and not self.config.sequence_parallel:
+            # The backward pass adds the partial gradients, as that of the gather above does.
+            rows = copy_to_tensor_model_parallel_region(rows)
+        return self._output(rows)
 
     def _output(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    def score(self, rows: torch.Tensor, targets: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies of targets from the rows of `forward`, on the last stage; see `token_logprobs`."""
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        if not self.float32_head:
-            return self.output_layer(rows, weight=tied)[0]
-        if not self.config.sequence_parallel:
-            rows = copy_to_tensor_model_parallel_region(rows)
-        # A pipeline's last stage has its own copy of a tied weight, so one of the two exists.
-        weight = self.output_layer.weight if tied is None else tied
-        assert weight is not None
-        return linear(rows.float(), weight.float())
+        return self.output_layer(rows, tied, targets, **options)
 
 
 class ValueModel(PolicyModel):
-    """A critic: values [requested rows, 1] instead of logits. Every tensor rank has the whole head."""
+    """A critic: values [requested rows, 1]. Every tensor rank has the whole head."""
 
     splits_output = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.post_process:
-            self.output_layer = torch.nn.Linear(self.config.hidden_size, 1, dtype=self.config.params_dtype)
+    def _replace_output(self) -> None:
+        self.output_layer = torch.nn.Linear(self.config.hidden_size, 1, dtype=self.config.params_dtype)
 
     def _output(self, rows: torch.Tensor) -> torch.Tensor:
         return self.output_layer(rows)
@@ -131,7 +147,10 @@ def build_chunks(layout: Layout, trainer: TrainerConfig, device: Device, dtype: 
             model.rotary_pos_emb = PackedRotary(  # pyright: ignore[reportAttributeAccessIssue]
                 rope, layout.sizes.head_dim, device.torch_device, interleaved=layout.family.interleaved_rotary
             )
-        model.float32_head = trainer.float32_head
+        for module in model.modules():
+            # Transformer Engine's layers.
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = trainer.gradient_accumulation_fusion
         # Megatron creates the gates of routers and shared experts on the CPU and moves them at their first use.
         chunks.append(model.to(device.torch_device))
     if layout.family.norms_all_heads:
@@ -212,6 +231,7 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
         calculate_per_token_loss=True,
         use_cpu_initialization=not fused,
         perform_initialization=False,
+        # Megatron's own output layer, which is replaced, would refuse it without Apex; see `build_chunks`.
         gradient_accumulation_fusion=False,
         bias_activation_fusion=fused,
         apply_rope_fusion=fused and not latent and not layout.family.interleaved_rotary,
@@ -220,6 +240,7 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
         bias_dropout_fusion=False,
         persist_layer_norm=False,
         **_recompute_options(trainer),
+        **_fp8_options(trainer),
         **_expert_options(layout, trainer, device),
         **(latent_options(layout, rope_parameters(layout.hf_config)) if latent else {}),
     )
@@ -248,6 +269,13 @@ def _recompute_options(trainer: TrainerConfig) -> dict[str, Any]:
         "recompute_method": "block",
         "recompute_num_layers": trainer.recompute_layers,
     }
+
+
+def _fp8_options(trainer: TrainerConfig) -> dict[str, Any]:
+    if trainer.fp8 is None:
+        return {}
+    # Blocks have scales fine enough for gradients in the more exact format.
+    return {"fp8": "e4m3" if trainer.fp8 == "blockwise" else "hybrid", "fp8_recipe": trainer.fp8}
 
 
 def _expert_options(layout: Layout, trainer: TrainerConfig, device: Device) -> dict[str, Any]:

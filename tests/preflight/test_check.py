@@ -42,6 +42,19 @@ CONTRADICTIONS = [
     ),
     (["trainer.overlap_grad_reduce=true"], ["overlap_grad_reduce=true", "trainer.data_parallel=1"]),
     (["trainer.moe_permute_fusion=true", "cluster.device=cpu"], ["moe_permute_fusion=true needs a GPU"]),
+    (["trainer.fp8=blockwise", "cluster.device=cpu"], ["trainer.fp8=blockwise needs a GPU", "set it to null"]),
+    (
+        ["trainer.fp8=tensorwise", "cluster.device=cuda", "model.dtype=float32"],
+        ["trainer.fp8=tensorwise", "set model.dtype=bfloat16"],
+    ),
+    (
+        ["trainer.fp8=blockwise", "cluster.device=cuda", "model.dtype=bfloat16"],
+        ["trainer.fp8=blockwise needs multiples of 128", "linear_qkv.weight"],
+    ),
+    (
+        ["trainer.gradient_accumulation_fusion=true", "cluster.device=cpu"],
+        ["gradient_accumulation_fusion=true needs a"],
+    ),
     (["trainer.moe_permute_fusion=true", "cluster.device=cuda"], ["moe_permute_fusion=true", "no experts"]),
     (["trainer.moe_shared_expert_overlap=true", "cluster.device=cuda"], ["no shared expert"]),
     (["trainer.megatron.model.tensor_model_parallel_size=2"], ["set trainer.tensor_parallel instead"]),

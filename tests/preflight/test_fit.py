@@ -52,16 +52,16 @@ def test_a_configuration_that_fits_is_not_changed():
             "qwen3_8b_math",
             80,
             ["trainer.tokens_per_microbatch=65536"],
-            "pipeline stage 0 needs about 143 GB",
+            "pipeline stage 0 needs about 122 GB",
             ("trainer.recompute=full",),
         ),
         # Where everything is recomputed already, smaller microbatches.
         (
             "qwen3_8b_math",
             80,
-            ["trainer.recompute=full", "trainer.tokens_per_microbatch=131072"],
-            "pipeline stage 0 needs about 99 GB",
-            ("trainer.tokens_per_microbatch=65536",),
+            ["trainer.recompute=full", "trainer.tokens_per_microbatch=524288"],
+            "pipeline stage 0 needs about 101 GB",
+            ("trainer.tokens_per_microbatch=262144",),
         ),
         # The optimizer's state, spread over the copies that are there already.
         (
@@ -73,7 +73,7 @@ def test_a_configuration_that_fits_is_not_changed():
                 "trainer.data_parallel=2",
                 "trainer.distributed_optimizer=false",
             ],
-            "pipeline stage 0 needs about 91 GB",
+            "pipeline stage 0 needs about 82 GB",
             ("trainer.distributed_optimizer=true",),
         ),
         # Nothing helps four ranks: more of them, on more nodes.
@@ -81,7 +81,7 @@ def test_a_configuration_that_fits_is_not_changed():
             "qwen3_8b_math",
             24,
             ["trainer.recompute=full"],
-            "pipeline stage 0 needs about 47 GB",
+            "pipeline stage 0 needs about 43 GB",
             ("trainer.tensor_parallel=8", "trainer.data_parallel=2", "cluster.address=auto", "cluster.host=auto"),
         ),
         # More of each device for its server, while the trainer, which fits, is left alone.
@@ -133,7 +133,7 @@ def test_the_command_refuses_and_proposes_a_configuration(monkeypatch, capsys):
 
     status, out = call("--device-memory", "40")
     assert status == cli.REFUSED
-    assert "does not fit: pipeline stage 0 needs about 47 GB" in out
+    assert "does not fit: pipeline stage 0 needs about 43 GB" in out
     assert "nearest configuration that fits: trainer." in out
     status, out = call("--device-memory", "1")
     assert status == cli.REFUSED and "no other split that was tried fits" in out

@@ -6,6 +6,7 @@ import pytest
 import torch
 from family_layouts import INTERLEAVED, WHOLE, biases, layout_of, norm, reference
 from random_models import MORE_MODELS, write_model
+from tiny_models import make_tiny_model
 
 from megasync.layout.shards import assemble
 
@@ -153,6 +154,58 @@ def test_layers_compute_in_fp8(run_ranks):
             assert error < 0.06, (recipe, name)
             # Gradients of a bias are sums of what is not quantised.
             assert name == "bias" or error > 1e-3, (recipe, name)
+
+
+# Split over two ranks, every product has multiples of 128.
+WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "head_dim": 64,
+    "num_key_value_heads": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def products(run_ranks, rows, tmp_path_factory):
+    """(dtype, how linear layers compute) -> result of both ranks; and what Hugging Face computes in float32."""
+    folder = tmp_path_factory.mktemp("products")
+    model = str(make_tiny_model(folder / "model", "qwen3", tokenizer=False, **WIDE))
+    options = {**SEQUENCE_PARALLEL, "tokens_per_microbatch": 64}
+    ways = {
+        "float32": {"plain": options, "fused": {**options, "gradient_accumulation_fusion": True}},
+        "bfloat16": {"plain": options, "fused": {**options, "gradient_accumulation_fusion": True}},
+    }
+    ways["bfloat16"] |= {recipe: {**options, "fp8": recipe} for recipe in ("tensorwise", "blockwise")}
+    found = {}
+    for dtype, layouts in ways.items():
+        arguments = {"models": {"model": model}, "rows": rows, "layouts": layouts, "folder": str(folder / dtype)}
+        ranks = run_ranks("layouts", 2, flavour="te", dtype=dtype, **arguments)
+        found |= {(dtype, way): [rank["model", way] for rank in ranks] for way in layouts}
+    return found, reference(model, rows)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_a_model_trains_with_linear_layers_in_fp8(products, recipe):
+    found, (logprobs, loss, gradients) = products
+    errors = {way: (found["bfloat16", way][0]["scores"] - logprobs).abs().mean() for way in ("plain", recipe)}
+    assert 1.5 * errors["plain"] < errors[recipe] < 0.1
+    first = found["bfloat16", recipe][0]
+    assert first["loss"] == pytest.approx(loss, abs=0.02)
+    assert first["grad_norm"] == pytest.approx(norm(gradients), rel=0.1)
+
+
+def test_gradients_are_added_up_within_the_product(products):
+    """In float32 they are the same; in bfloat16 each microbatch's would otherwise be rounded first."""
+    found, _ = products
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    for rank in range(2):
+        plain, fused = (found["float32", way][rank]["gradients"] for way in ("plain", "fused"))
+        for each, gradient in plain.items():
+            torch.testing.assert_close(fused[each], gradient, atol=1e-6, rtol=1e-4)
+        plain, fused = (found["bfloat16", way][rank]["gradients"][name] for way in ("plain", "fused"))
+        assert not torch.equal(fused, plain)
+        torch.testing.assert_close(fused, plain, atol=1e-3, rtol=0.05)
 
 
 @pytest.mark.matrix

@@ -90,7 +90,7 @@ class Computation:
     def _evaluate(
         self, batch: VerlBatch, loss: Callable | None, forward_only: bool, packed: Batch, result: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Computes the loss and verl's report of a microbatch from its logits or values."""
+        """Computes the loss and verl's report of a microbatch from its hidden states or values."""
         part = batch.part(packed)
         output = {name: batch.jagged(tokens, packed) for name, tokens in self._outputs(part, packed, result).items()}
         value, metrics = torch.ones((), device=result.device), {}
@@ -101,11 +101,11 @@ class Computation:
             report["model_output"] = detach_tree(output)
         return value / self._ranks, report
 
-    def _scores(self, part: TensorDict, packed: Batch, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _scores(self, part: TensorDict, packed: Batch, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         temperature = temperatures(part)
         if isinstance(temperature, torch.Tensor):
-            logits, temperature = logits / temperature[packed.segments, None], 1.0
-        logprobs, entropy = self._engine.score_logits(logits, packed, temperature)
+            temperature = temperature[packed.segments]
+        logprobs, entropy = self._engine.score_rows(rows, packed, temperature)
         if tu.get_non_tensor_data(part, key="calculate_entropy", default=False):
             return {"log_probs": logprobs, "entropy": entropy}
         return {"log_probs": logprobs}
