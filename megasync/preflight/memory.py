@@ -82,28 +82,67 @@ class ServerMemory:
         return self.weights + (self.kv_room or 0) + self.arena
 
 
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Bytes of host memory on the fullest node, at most: what processes allocate besides their code and datasets.
+
+    ``checkpoint`` is the copy that is written in the background, ``reference`` the reference policy's weights,
+    ``staging`` the next version at the servers.
+    """
+
+    checkpoint: int
+    reference: int
+    staging: int
+
+    @property
+    def total(self) -> int:
+        return self.checkpoint + self.reference + self.staging
+
+
+def host_memory(config: Config, layout: Layout, ranks: int, servers: int) -> HostMemory:
+    """``ranks`` and ``servers`` are the most trainer ranks and server ranks on one node."""
+    item, topology = ITEM_BYTES[config.model.dtype], layout.topology
+    copies, references = [], []
+    for rank in (topology.rank(0, 0, stage) for stage in range(topology.pipeline)):
+        shapes = {name: prod(shape) for name, shape in layout.params(rank).items()}
+        written = sum(shapes[name] for name, writer in layout.writers(rank).items() if writer == rank)
+        copies.append(written * item + _optimizer_elements(config, layout, rank) * state_bytes(item))
+        references.append(sum(shapes.values()) * item if config.algorithm.kl_coef else 0)
+    sync, weights = config.sync, _server_weights(config, layout, item)
+    staged = 0
+    if sync.arena == "host" and sync.transport in ("auto", "p2p"):
+        staged = weights if sync.arena_mb is None else sync.arena_mb * 2**20
+    return HostMemory(ranks * max(copies), ranks * max(references), servers * staged)
+
+
 def stage_memory(config: Config, layout: Layout, bucket: int, stage: int) -> RankMemory:
     """Memory of the fullest rank of a pipeline stage, which also sends weights in buckets of `bucket` bytes."""
     trainer, item = config.trainer, ITEM_BYTES[config.model.dtype]
     topology = layout.topology
     rank = topology.rank(0, 0, stage)
-    shapes = layout.params(rank)
-    experts = sum(prod(shapes[item.param]) for item in layout.of_rank(rank) if item.ep is not None)
-    elements = sum(prod(shape) for shape in shapes.values())
-    # Elements whose optimizer state this rank keeps; of experts there are fewer copies to spread it over.
-    kept = elements
-    if trainer.distributed_optimizer and (copies := topology.data * topology.context) > 1:
-        kept = -(-(elements - experts) // copies) - (-experts // topology.expert_data)
+    elements = sum(prod(shape) for shape in layout.params(rank).values())
     last = stage == trainer.pipeline_parallel - 1
     return RankMemory(
         weights=elements * item,
         gradients=elements * GRAD_BYTES,
-        optimizer=kept * state_bytes(item),
+        optimizer=_optimizer_elements(config, layout, rank) * state_bytes(item),
         activations=_activations(config, layout, stage, item),
         logits=_logits(config, layout, item) if last else 0,
         reference=reference_bytes(config, layout, rank),
         sync_buckets=BUCKETS * bucket,
     )
+
+
+def _optimizer_elements(config: Config, layout: Layout, rank: int) -> int:
+    """Elements of which a rank keeps the optimizer's state."""
+    topology, shapes = layout.topology, layout.params(rank)
+    elements = sum(prod(shape) for shape in shapes.values())
+    copies = topology.data * topology.context
+    if not config.trainer.distributed_optimizer or copies == 1:
+        return elements
+    # Of experts there are fewer copies to spread it over.
+    experts = sum(prod(shapes[item.param]) for item in layout.of_rank(rank) if item.ep is not None)
+    return -(-(elements - experts) // copies) - (-experts // topology.expert_data)
 
 
 def state_bytes(item: int) -> int:
@@ -352,12 +391,17 @@ def server_memory(config: Config, layout: Layout, device_bytes: int | None) -> S
     """
     rollout, sizes, item = config.rollout, layout.sizes, ITEM_BYTES[config.model.dtype]
     tensor = rollout.tensor_parallel
-    total = sum(prod(shape) for shape in layout.hf_tensors.values()) * item
     # Every rank keeps the whole latent, which all heads share; otherwise keys and values of its own groups.
     channels = sizes.kv_a_rows or 2 * max(1, sizes.groups // tensor) * sizes.head_dim
     per_token = sizes.layers * channels * item
-    weights = -(-total // tensor)
+    weights = _server_weights(config, layout, item)
     return _kv_cache("rollout", rollout, weights, per_token, device_bytes, _arena(config.sync, weights))
+
+
+def _server_weights(config: Config, layout: Layout, item: int) -> int:
+    """Bytes of weights on one rank of a server."""
+    total = sum(prod(shape) for shape in layout.hf_tensors.values()) * item
+    return -(-total // config.rollout.tensor_parallel)
 
 
 def _arena(sync: SyncConfig, weights: int) -> int:

@@ -19,9 +19,11 @@ from megasync.layout.topology import Coords, ExpertCoords
 from megasync.preflight.check import model_layout
 from megasync.preflight.fit import context_needed, nearest_fit, refusals
 from megasync.preflight.memory import (
+    HostMemory,
     RankMemory,
     ServerMemory,
     frozen_memory,
+    host_memory,
     longest_sequence,
     server_memory,
     stage_memory,
@@ -89,6 +91,7 @@ class Plan:
     # Memory of a trainer rank in each pipeline stage, and of a server rank.
     stages: tuple[RankMemory, ...]
     server: ServerMemory
+    host: HostMemory
     device_bytes: int | None
     # What does not fit, and overrides to the nearest configuration that does; None if none was found.
     refusals: tuple[str, ...]
@@ -167,10 +170,20 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
         broadcast=broadcast,
         stages=memory,
         server=server,
+        host=_host_memory(config, layout, nodes, pools),
         device_bytes=device_bytes,
         refusals=refused,
         nearest=nearest,
     )
+
+
+def _host_memory(config: Config, layout: Layout, nodes: int, pools: dict[str, PlannedPool]) -> HostMemory:
+    ranks, servers = (min(spec.slots, spec.slots_per_node) for spec in (pools["trainer"].spec, pools["rollout"].spec))
+    servers *= config.rollout.tensor_parallel
+    if nodes == 1:
+        return host_memory(config, layout, ranks, servers)
+    either = host_memory(config, layout, ranks, 0), host_memory(config, layout, 0, servers)
+    return max(either, key=lambda memory: memory.total)
 
 
 def _place(config: Config) -> tuple[int, dict[str, PlannedPool]]:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from megasync.config.access import describe_access
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, bytes_text
-from megasync.preflight.memory import ServerMemory, microbatch_tokens
+from megasync.preflight.memory import HostMemory, ServerMemory, microbatch_tokens
 from megasync.preflight.plan import Plan, PlannedPool, PlannedRank
 
 # Nodes with more devices than this show them in runs.
@@ -69,6 +69,7 @@ def _summary(plan: Plan) -> Table:
         "fleet": f"continues with at least {config.rollout.min_servers} of {plan.rollout.spec.slots} server(s); each "
         f"restarts up to {health.restarts} time(s) in {health.restart_window:g} s; a server that dies loses {lost} of "
         "each request it runs",
+        "host memory": _host_memory(plan.host),
         "access": describe_access(config.cluster),
     }
     if any(stage.reference for stage in plan.stages):
@@ -77,6 +78,16 @@ def _summary(plan: Plan) -> Table:
             f"initial weights in host memory, at most {kept} a rank; scoring copies them to the device in blocks"
         )
     return facts(rows)
+
+
+def _host_memory(memory: HostMemory) -> str:
+    parts = {
+        "the copy of a checkpoint that is being written": memory.checkpoint,
+        "the reference's weights": memory.reference,
+        "the next weights of servers": memory.staging,
+    }
+    listed = ", ".join(f"{bytes_text(nbytes)} for {what}" for what, nbytes in parts.items() if nbytes)
+    return f"at most {bytes_text(memory.total)} on a node besides programs and data: {listed}"
 
 
 def _transport(plan: Plan) -> str:

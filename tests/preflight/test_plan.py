@@ -13,7 +13,7 @@ from megasync.errors import ConfigError
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
 from megasync.preflight.check import check_config, model_layout
-from megasync.preflight.memory import server_memory, stage_memory
+from megasync.preflight.memory import checkpoint_bytes, server_memory, stage_memory
 from megasync.preflight.plan import resolve_plan
 from megasync.preflight.render import plan_tables
 
@@ -237,6 +237,20 @@ def test_a_staging_area_on_the_device_takes_server_memory():
     assert kept.arena == kept.weights
     assert arena("sync.arena=device", "sync.arena_mb=100").arena == 100 * 2**20
     assert arena("sync.transport=broadcast").arena == 0
+
+
+def test_host_memory_of_a_node_has_the_copy_of_a_checkpoint_and_what_servers_stage():
+    config = load("qwen3_8b_math")
+    host = resolve_plan(config).host
+    assert host.checkpoint == pytest.approx(checkpoint_bytes(config, layout_of(config)), rel=0.001)
+    assert (host.reference, host.staging) == (0, 4 * server_memory(config, layout_of(config), None).weights)
+    kept = resolve_plan(load("qwen3_8b_math", "algorithm.kl_coef=0.1", "sync.arena=device"), 100 * 10**9).host
+    assert kept.reference == 4 * stage_memory(config, layout_of(config), BUCKET, 0).weights
+    assert kept.staging == 0
+    # Trainer ranks and servers have nodes of their own: the larger sum counts. Data-parallel ranks share the state.
+    apart = resolve_plan(load("qwen3_32b_math", "sync.transport=broadcast"))
+    assert 0 < apart.host.checkpoint < checkpoint_bytes(apart.config, apart.layout)
+    assert apart.host.staging == 0
 
 
 def test_each_device_is_shown_on_its_node():
