@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megasync.cluster.actors import AgentActor
 from megasync.cluster.node_agents import NodeAgents
+from megasync.concurrency.tasks import within
 from megasync.config.pools import PoolSpec, node_resource
 from megasync.errors import MegasyncError
 from megasync.serving.process_watch import ProcessId
@@ -46,7 +47,7 @@ class Pools:
             self._groups[name] = placement_group(bundles, strategy=strategy, name=f"megasync-{name}")
         for name, group in self._groups.items():
             try:
-                await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), timeout)
+                await within(asyncio.wrap_future(group.ready().future()), timeout)
             except TimeoutError:
                 spec = self.specs[name]
                 raise MegasyncError(
@@ -67,7 +68,7 @@ class Pools:
         (bundle,) = (self._bundle(spec, bundle) for bundle in replace(spec, slots=1).bundles(self._kind))
         group = placement_group([bundle], strategy="PACK", name=f"megasync-{pool}-{slot}")
         try:
-            await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), timeout)
+            await within(asyncio.wrap_future(group.ready().future()), timeout)
         except BaseException as error:
             remove_placement_group(group)
             if isinstance(error, TimeoutError):

@@ -6,7 +6,7 @@ import asyncio
 import random
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -34,6 +34,15 @@ class Backoff:
     def reset(self) -> None:
         """Returns to the first delay, after a successful attempt."""
         self._delay = self._first
+
+
+async def within(awaitable: Awaitable[T], seconds: float | None) -> T:
+    """The result of ``awaitable``. Raises TimeoutError if there is none after ``seconds``; None waits for ever.
+
+    `asyncio.wait_for` of Python 3.11 loses a cancellation, and so a Ctrl-C, that arrives together with the result.
+    """
+    async with asyncio.timeout(seconds):
+        return await awaitable
 
 
 async def gather_or_cancel(*coroutines: Coroutine[Any, Any, T]) -> list[T]:

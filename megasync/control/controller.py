@@ -33,7 +33,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from megasync.buffer.payload import LeasedGroup
-from megasync.concurrency.tasks import cancel_and_wait
+from megasync.concurrency.tasks import cancel_and_wait, within
 from megasync.config import Config
 from megasync.control.interfaces import ControlledParts
 from megasync.control.progress import Progress
@@ -151,7 +151,7 @@ class Controller:
     async def dump(self) -> str:
         """Describes what every task awaits, who waits in the buffer, and the state of the rollout."""
         try:
-            waiting = await asyncio.wait_for(self._buffer.waiting(), DUMP_SECONDS)
+            waiting = await within(self._buffer.waiting(), DUMP_SECONDS)
         except (MegasyncError, TimeoutError) as error:
             waiting = f"unknown: {type(error).__name__} {error}"
         return "\n".join(

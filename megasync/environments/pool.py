@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from megasync.concurrency.tasks import within
 from megasync.environments.protocol import Step
 from megasync.environments.worker import Factory, Worker, worker_kind
 from megasync.errors import DataError
@@ -87,7 +88,7 @@ class EnvironmentPool:
 
     async def _close(self, worker: Worker) -> None:
         try:
-            await asyncio.wait_for(worker.call("close"), self._deadline)
+            await within(worker.call("close"), self._deadline)
         except Exception as error:  # whatever a user's environment raises; it is no longer needed
             log.warning("An environment %s could not be closed", self._name, exc_info=error)
         self._discard(worker)
@@ -123,7 +124,7 @@ class Episode:
     async def _call(self, method: str, *arguments: Any) -> Any:
         self.sound = False
         try:
-            answer = await asyncio.wait_for(self._worker.call(method, *arguments), self._deadline)
+            answer = await within(self._worker.call(method, *arguments), self._deadline)
         except TimeoutError as error:
             raise self._error(
                 f"{method} did not answer within {self._deadline:g} s; raise timeouts.environment, or make it faster"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Self
 
+from megasync.concurrency.tasks import within
 from megasync.errors import ConfigError
 from megasync.launch.control_pipe import HEARTBEAT_SECONDS
 
@@ -82,7 +83,7 @@ class Remote:
         """The exit status, once all output was delivered."""
         code = await self._process.wait()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._reader), DRAIN_SECONDS)
+            await within(asyncio.shield(self._reader), DRAIN_SECONDS)
         return code
 
     async def end(self, timeout: float) -> None:
@@ -90,7 +91,7 @@ class Remote:
         self._heartbeats.cancel()
         self._pipe.close()
         try:
-            await asyncio.wait_for(self.wait(), timeout)
+            await within(self.wait(), timeout)
         except TimeoutError:
             log.warning(
                 "%s did not shut down within %.0f s; it will once it notices the lost connection", self.host, timeout

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from megasync.concurrency.tasks import gather_or_cancel
+from megasync.concurrency.tasks import gather_or_cancel, within
 from megasync.config import CONFIG_FILE, save_config
 from megasync.config.schema import Config
 from megasync.errors import ConfigError, TrainingError
@@ -162,7 +162,7 @@ async def _answer(child: asyncio.subprocess.Process, seconds: float) -> dict[str
     """The child's next answer, or in words why there is none."""
     assert child.stdout is not None
     try:
-        line = await asyncio.wait_for(child.stdout.readline(), seconds)
+        line = await within(child.stdout.readline(), seconds)
     except TimeoutError:
         return f"did not answer within {seconds:g} s"
     if line:

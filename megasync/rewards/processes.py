@@ -16,7 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from megasync.concurrency.orphans import end_with_parent
-from megasync.concurrency.tasks import kill_pool
+from megasync.concurrency.tasks import kill_pool, within
 from megasync.errors import ConfigError
 from megasync.importing import name_of
 
@@ -61,7 +61,7 @@ class RewardProcesses:
         self._busy.add(pool)
         try:
             call = pool.submit(_invoke, function, completions, arguments)
-            return await asyncio.wait_for(asyncio.wrap_future(call), seconds)
+            return await within(asyncio.wrap_future(call), seconds)
         finally:
             self._busy.discard(pool)
             if call is not None and _process_is_idle(call):

@@ -16,6 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any
 
+from megasync.concurrency.tasks import within
 from megasync.errors import DataError, ServerError
 from megasync.failures import cancellation_requested
 from megasync.importing import name_of
@@ -130,7 +131,7 @@ class RewardRunner:
         started = time.monotonic()
         answer = function.call(completions, **arguments)
         if inspect.isawaitable(answer):
-            return await (answer if function.keeps_own_deadlines else asyncio.wait_for(answer, self._timeout))
+            return await (answer if function.keeps_own_deadlines else within(answer, self._timeout))
         if (seconds := time.monotonic() - started) > SLOW_SECONDS and not self._warned:
             self._warned = True
             log.warning(

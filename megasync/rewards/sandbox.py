@@ -112,7 +112,8 @@ async def run_program(source: str, stdin: str = "", limits: Limits | None = None
     order = {"files": {"program.py": source, "stdin": stdin}, "command": [_PYTHON, *_OPTIONS, "{root}/program.py"]}
     async with _Sandbox(order, limits) as sandbox:
         try:
-            return await asyncio.wait_for(sandbox.result(), limits.wall_seconds)
+            async with asyncio.timeout(limits.wall_seconds):
+                return await sandbox.result()
         except TimeoutError:
             return ProgramResult(None, "", "")
 
@@ -140,13 +141,15 @@ async def run_check(source: str, check: str, limits: Limits | None = None) -> bo
             ours.close()
             theirs.close()
             try:
-                result = await asyncio.wait_for(check_sandbox.result(), limits.wall_seconds)
+                async with asyncio.timeout(limits.wall_seconds):
+                    result = await check_sandbox.result()
                 if not (passed := result.code == _PASSED):
                     log.debug("Check failed: %s", result.stderr)
                     # The program exits after its check. If it never started, `result` raises OSError, because the
                     # program is not at fault.
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(program_sandbox.result(), _PROGRAM_SECONDS)
+                        async with asyncio.timeout(_PROGRAM_SECONDS):
+                            await program_sandbox.result()
             except TimeoutError:
                 return False
             return passed
@@ -253,7 +256,8 @@ class _Sandbox:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGTERM)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(process.wait(), _END_SECONDS)
+                    async with asyncio.timeout(_END_SECONDS):
+                        await process.wait()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
@@ -274,7 +278,8 @@ async def _remove(folder: Path) -> None:
         stderr=subprocess.DEVNULL,
     )
     try:
-        await asyncio.wait_for(remover.wait(), _REMOVE_SECONDS)
+        async with asyncio.timeout(_REMOVE_SECONDS):
+            await remover.wait()
     except TimeoutError:
         remover.kill()
         await remover.wait()

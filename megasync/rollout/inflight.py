@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from megasync.concurrency.tasks import within
 from megasync.errors import ServerError
 from megasync.serving.answers import parse_as
 
@@ -75,7 +76,7 @@ class RequestGate:
         """Admits no further request and waits up to `timeout` seconds for the running ones, then raises ServerError."""
         self.shut()
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
+            await within(self._idle.wait(), timeout)
         except TimeoutError:
             raise ServerError(
                 f"{self.inflight} requests still ran {timeout:.0f} s after the rollout was paused for a weight sync; "

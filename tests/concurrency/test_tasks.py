@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megasync.concurrency.tasks import Backoff, gather_or_cancel, set_within
+from megasync.concurrency.tasks import Backoff, gather_or_cancel, set_within, within
 
 
 def test_a_delay_doubles_up_to_the_longest_until_it_is_reset():
@@ -33,6 +33,25 @@ async def test_the_first_error_cancels_the_others_and_is_raised_once_they_have_e
     with pytest.raises(OSError, match="no device"):
         await gather_or_cancel(endless(), fails())
     assert ended == ["endless"]
+
+
+async def test_a_cancellation_that_arrives_together_with_the_result_is_not_lost():
+    async def waits(result):
+        await within(result, 60)
+        return "not cancelled"
+
+    result = asyncio.get_running_loop().create_future()
+    waiting = asyncio.create_task(waits(result))
+    await asyncio.sleep(0)
+    result.set_result(None)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_a_result_that_does_not_arrive_is_a_timeout():
+    with pytest.raises(TimeoutError):
+        await within(asyncio.Event().wait(), 0.01)
 
 
 async def test_an_event_is_awaited_at_most_so_long():

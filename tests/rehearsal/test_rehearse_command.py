@@ -114,7 +114,9 @@ def test_a_process_is_replaced_after_some_ranks(monkeypatch):
 
 @pytest.mark.processes
 def test_ctrl_c_leaves_no_process_behind():
-    arguments = [sys.executable, "-m", "megasync", "rehearse", str(CONFIG), *GPUS, "--rank", "all"]
+    # So many ranks that it cannot end before the signal.
+    many = ["trainer.data_parallel=64", "cluster.address=auto", "cluster.host=auto"]
+    arguments = [sys.executable, "-m", "megasync", "rehearse", str(CONFIG), *GPUS, *many, "--rank", "all"]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             session = _child_of(process.pid)

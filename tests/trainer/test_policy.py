@@ -150,7 +150,7 @@ def test_counts_and_staleness_are_of_all_trajectories(runs):
 def test_leaving_out_sequences_without_advantage_changes_nothing(runs, hand):
     """Against the plain gradient of all trajectories, computed by hand."""
     assert runs["uniform"]["metrics"][0]["train/grad_norm"] == pytest.approx(hand["grad_norm"], rel=1e-5)
-    assert largest_difference(runs["uniform"]["weights"], hand["after_one"]) < 1e-6
+    assert largest_difference(runs["uniform"]["weights"], hand["after_one"]) < 1e-5
     assert largest_difference(runs["uniform-kl"]["weights"], hand["after_one"]) < 1e-4
 
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from megasync.concurrency.tasks import within
 from megasync.errors import ServerError, SyncError
 from megasync.serving.answers import parse_as
 from megasync.sync.attempt import Attempt, PhaseFailed
@@ -205,7 +206,7 @@ class DiskSync(WeightSync[DiskServer]):
             files = {name: written for report in reports for name, written in report.files.items()}
             with attempt.during("seal"):
                 sealing = asyncio.to_thread(self._folders.seal, draft, attempt.version, files)
-                path = await asyncio.wait_for(sealing, self._seconds)
+                path = await within(sealing, self._seconds)
         except BaseException:
             await asyncio.to_thread(self._folders.discard, draft)
             raise
