@@ -27,7 +27,7 @@ class _Columns(NamedTuple):
     """The vocabulary columns of this tensor rank: the first one's token id, and the number that is not padding."""
 
     first: int
-    count: int
+    number: int
 
 
 class _Scores(torch.autograd.Function):
@@ -47,14 +47,14 @@ class _Scores(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        local = (targets - columns.first).clamp(0, max(columns.count - 1, 0))
-        owned = (targets >= columns.first) & (targets < columns.first + columns.count)
-        own_weight = weight[: columns.count].to(dtype)
+        local = (targets - columns.first).clamp(0, max(columns.number - 1, 0))
+        owned = (targets >= columns.first) & (targets < columns.first + columns.number)
+        own_weight = weight[: columns.number].to(dtype)
         count = len(targets)
         # The largest z of each row, and sums over the vocabulary: exp(z), exp(z) z and z_t, with it subtracted from z.
         peak = torch.full((count,), -torch.inf, dtype=torch.float32, device=rows.device)
         sums = torch.zeros(3, count, dtype=torch.float32, device=rows.device)
-        parts = _ranges(count, columns.count, PART_ELEMENTS)
+        parts = _ranges(count, columns.number, PART_ELEMENTS)
         logits = None
         for part in parts:
             logits = linear(rows[part].to(dtype), own_weight)
@@ -82,7 +82,7 @@ class _Scores(torch.autograd.Function):
         ctx: Any, of_logprob: torch.Tensor | None, of_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         rows, weight, kept, log_normaliser, entropy, local, owned = ctx.saved_tensors
-        count, dtype = ctx.columns.count, ctx.dtype
+        count, dtype = ctx.columns.number, ctx.dtype
         own_weight = weight[:count].to(dtype)
         parts = _ranges(len(rows), count, PART_ELEMENTS)
         of_rows = torch.zeros_like(rows)

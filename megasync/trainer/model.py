@@ -7,7 +7,7 @@ a model can neither miss a weight nor keep a random one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -46,7 +46,7 @@ class TargetHead(torch.nn.Module):
 
     def __init__(self, weight: torch.nn.Parameter | None) -> None:
         super().__init__()
-        self.register_parameter("weight", weight)
+        self.weight = weight
 
     def forward(
         self, rows: torch.Tensor, tied: torch.Tensor | None, targets: torch.Tensor, **options: Any
@@ -72,7 +72,7 @@ class PolicyModel(GPTModel):
             self._replace_output()
 
     def _replace_output(self) -> None:
-        self.output_layer = TargetHead(self.output_layer.weight)
+        self.output_layer = TargetHead(cast("torch.nn.Parameter | None", self.output_layer.weight))
 
     def forward(self, *args: Any, padding_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
         """``padding_mask`` [1, tokens] is true for tokens that do not count for load balancing."""
@@ -150,7 +150,7 @@ def build_chunks(layout: Layout, trainer: TrainerConfig, device: Device, dtype: 
         for module in model.modules():
             # Transformer Engine's layers.
             if hasattr(module, "fuse_wgrad_accumulation"):
-                module.fuse_wgrad_accumulation = trainer.gradient_accumulation_fusion
+                vars(module)["fuse_wgrad_accumulation"] = trainer.gradient_accumulation_fusion
         # Megatron creates the gates of routers and shared experts on the CPU and moves them at their first use.
         chunks.append(model.to(device.torch_device))
     if layout.family.norms_all_heads:
