@@ -3,10 +3,13 @@
 NCCL's all-gather and reduce-scatter of lists accept tensors of different sizes, which torch turns into broadcasts and
 reductions. Megatron's dispatcher uses them when several ranks share an expert and got different numbers of tokens.
 NCCL's messages may be waited for twice, as Transformer Engine's ring attention does; gloo's second wait never ends.
+NCCL launches several collectives as one, which Transformer Engine asks for to gather values and scales in FP8.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from torch.distributed import distributed_c10d
 
 _all_gather = dist.all_gather
 _reduce_scatter = dist.reduce_scatter
+_coalescing_manager = distributed_c10d._coalescing_manager
 _isend = dist.isend
 _irecv = dist.irecv
 
@@ -23,9 +27,26 @@ def install() -> None:
     """Replaces these functions of torch.distributed in this process; equal sizes go to the original ones."""
     dist.all_gather = all_gather
     dist.reduce_scatter = reduce_scatter
+    dist._coalescing_manager = coalescing_manager  # pyright: ignore[reportPrivateImportUsage]
     # `P2POp` compares with those of its own module.
     for module in (dist, distributed_c10d):
         vars(module).update(isend=isend, irecv=irecv)
+
+
+class _Ended:
+    """Collectives that ended one by one."""
+
+    def wait(self) -> None: ...
+
+
+@contextmanager
+def coalescing_manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
+    """`torch.distributed._coalescing_manager`; with a device, each collective runs at once."""
+    if device is not None:
+        yield _Ended()
+        return
+    with _coalescing_manager(group, device, async_ops) as manager:
+        yield manager
 
 
 class _Message:

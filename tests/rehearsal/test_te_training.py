@@ -189,10 +189,11 @@ def products(run_ranks, rows, tmp_path_factory):
 def test_a_model_trains_with_linear_layers_in_fp8(products, recipe):
     found, (logprobs, loss, gradients) = products
     errors = {way: (found["bfloat16", way][0]["scores"] - logprobs).abs().mean() for way in ("plain", recipe)}
-    assert 1.5 * errors["plain"] < errors[recipe] < 0.1
+    # The log-probs of this random model spread by 2.4.
+    assert 4 * errors["plain"] < errors[recipe] < 0.5
     first = found["bfloat16", recipe][0]
-    assert first["loss"] == pytest.approx(loss, abs=0.02)
-    assert first["grad_norm"] == pytest.approx(norm(gradients), rel=0.1)
+    assert first["loss"] == pytest.approx(loss, abs=0.1)
+    assert first["grad_norm"] == pytest.approx(norm(gradients), rel=0.03)
 
 
 def test_gradients_are_added_up_within_the_product(products):

@@ -49,6 +49,7 @@ from megasync.rehearsal.te_extension.fp8 import (
     fused_amax_and_scale_update_after_reduction,
     quantize,
     split_quantize,
+    swap_first_dims,
 )
 from megasync.rehearsal.te_extension.gemm import generic_gemm, te_general_grouped_gemm
 from megasync.rehearsal.te_extension.norms import layernorm_bwd, layernorm_fwd, rmsnorm_bwd, rmsnorm_fwd

@@ -87,6 +87,12 @@ def fp8_transpose(data: torch.Tensor, dtype: Any, out: torch.Tensor | None = Non
     return across if out is None else out.copy_(across)
 
 
+def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``tensor`` [a, b, ...] as [b, a, ...]."""
+    swapped = tensor.transpose(0, 1)
+    return swapped.contiguous() if out is None else out.copy_(swapped)
+
+
 def fused_amax_and_scale_update_after_reduction(
     reduced: torch.Tensor,
     histories: Sequence[torch.Tensor],
