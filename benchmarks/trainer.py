@@ -139,7 +139,7 @@ class PlainMegatron:
         )
         self._engine = engine
         self._model = DistributedDataParallel(config, options, model)
-        self._optimizer = Optimizer([self._model], trainer.optimizer, 10, engine.dtype, device.torch_device)
+        self._optimizer = Optimizer([self._model], trainer, 10, engine.dtype, device.torch_device)
 
     def step(self, share: Share, number: int) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func

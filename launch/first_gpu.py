@@ -296,7 +296,7 @@ def ladder(machine: Machine, out: Path, models: Path) -> list[Stage]:
                 "3",
             ],
             judge_sync,
-            # NCCL refuses two processes on one GPU unless it is told.
+            # NCCL refuses two processes on one GPU without it.
             {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if machine.shared and not cpu else {},
         ),
         Stage("run", f"does {real.name} train?", [*cli, "train", *task], judge_run("*", not cpu)),

@@ -76,14 +76,9 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
 
 
 async def set_within(event: asyncio.Event, seconds: float) -> bool:
-    """Waits until the event is set; returns False if it is not within `seconds`.
-
-    `asyncio.wait_for` of Python 3.11 ignores a cancellation that arrives together with the event, so a loop over it may
-    never end.
-    """
+    """Waits until the event is set; returns False if it is not within `seconds`."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
+        await within(event.wait(), seconds)
     return event.is_set()
 
 

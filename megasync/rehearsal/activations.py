@@ -102,12 +102,11 @@ def _largest_batch(engine: MegatronEngine, config: Config) -> Batch:
         for first, length in zip(prompts, lengths, strict=True)
     ]
     microbatch = Microbatch(tuple((index,) for index in range(len(samples))), tokens, room=tokens)
-    parallel = config.trainer.sequence_parallel
     batch = make_batch(
         microbatch,
         samples,
         index=0,
-        multiple=engine.topology.tensor if parallel else 1,
+        multiple=engine.token_multiple,
         device=engine.device.torch_device,
         flavour=engine.device.spec,
         context=(context, engine.coords.cp),

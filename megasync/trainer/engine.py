@@ -212,6 +212,13 @@ class MegatronEngine:
             chunks=2 * context if context > 1 else 1,
         )
 
+    @property
+    def token_multiple(self) -> int:
+        """A multiple of this many tokens makes a microbatch: sequence parallelism splits it, FP8 takes whole blocks."""
+        config = self.trainer_config
+        blocks = FP8_MULTIPLES[config.fp8] if config.fp8 else 1
+        return blocks * (self.topology.tensor if config.sequence_parallel else 1)
+
     def own_microbatches(self, packing: Packing) -> list[Microbatch]:
         """Those of this rank, padded to the lengths of its expert-parallel peers if the dispatcher requires it."""
         dp = self.coords.dp
@@ -317,14 +324,12 @@ class MegatronEngine:
         )
 
     def _batches(self, share: Share) -> Iterator[Batch]:
-        config = self.trainer_config
-        multiple = FP8_MULTIPLES[config.fp8] if config.fp8 else 1
         for index, microbatch in enumerate(share.microbatches):
             yield make_batch(
                 microbatch,
                 share.samples,
                 index=index,
-                multiple=multiple * (self.topology.tensor if config.sequence_parallel else 1),
+                multiple=self.token_multiple,
                 device=self.device.torch_device,
                 flavour=self.device.spec,
                 context=(self.topology.context, self.coords.cp),

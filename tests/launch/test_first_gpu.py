@@ -124,7 +124,7 @@ def test_one_gpu_is_shared_and_several_are_divided(tmp_path):
         {stage.name: stage for stage in first_gpu.ladder(machine, tmp_path, tmp_path)} for machine in (ONE, EIGHT)
     )
     assert not [word for word in one["run"].command if "share_device" in word]
-    # NCCL refuses a second process on a GPU unless it is told.
+    # NCCL refuses a second process on a GPU without it.
     assert one["sync"].environment == {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} and eight["sync"].environment == {}
     assert {"cluster.share_device=false", "trainer.data_parallel=4", "rollout.servers=4"} <= set(eight["run"].command)
     assert "989" in one["trainer"].command and "312" in eight["trainer"].command

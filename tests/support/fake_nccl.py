@@ -278,7 +278,7 @@ class Machine:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Time stands still inside, while threads are being started."""
+        """Virtual time does not advance in this context, in which threads are started."""
         with self._lock:
             self._threads_running += 1
         try:

@@ -11,7 +11,8 @@ time to make it depends on data parallelism. Engines that other replicas feed us
 
 Messages form rounds, one of each pair of ranks in each. A rank sends by round, then by engine rank; an engine rank
 receives by round, in any order of its sources. So the ranks of an engine and its sources may handle all their messages
-in one queue: whoever has the lowest (round, engine rank) left always meets its partner.
+in one queue: of the messages left, both ends of the one with the lowest (round, engine rank) have it at the head of
+their queues, so it can always be sent.
 
 Trainer ranks and driver derive the same plan from the same inputs without communication.
 """
