@@ -4,18 +4,22 @@ Megatron's local attention does not support packed tokens. Here, segments of sim
 and computed by one call of torch's scaled dot product attention. Padding follows each segment, where the causal mask
 hides it. Moving tokens into rectangles and back is a gather in both directions of autograd, because every token has
 exactly one place in one rectangle (`AttentionPlan.place`, `AttentionPlan.token`).
+
+A layer may have a sliding window, which ends as many tokens before a query, and sinks (`attention_sinks`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from megasync.trainer.attention_sinks import with_sinks
 from megasync.trainer.context import ContextPlan, context_attention
 
 if TYPE_CHECKING:
@@ -42,13 +46,13 @@ class Segment(NamedTuple):
 class Prefixes:
     """The prompts that the segments of a rectangle continue.
 
-    ``source`` is the rectangle of the prompts, ``rows`` [batch] the row of each prompt in it, and ``mask`` [batch, 1,
-    length, prompt length + length] is true where a query may attend.
+    ``source`` is the rectangle of the prompts, ``rows`` [batch] the row of each prompt in it, and ``lengths`` [batch]
+    are those of the prompts.
     """
 
     source: int
     rows: torch.Tensor
-    mask: torch.Tensor
+    lengths: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,29 @@ class AttentionPlan:
     rectangles: tuple[Rectangle, ...]
     token: torch.Tensor
     place: torch.Tensor
+    _masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, index: int, window: int | None) -> torch.Tensor:
+        """Where the queries of a rectangle may attend, bool [batch or 1, 1, length, prompt length + length].
+
+        A query attends to itself and what precedes it in its prompt and its segment; with a window, to the last
+        ``window`` of these tokens. Computed at the first call, for all layers.
+        """
+        if (index, window) not in self._masks:
+            self._masks[index, window] = self._mask(self.rectangles[index], window)
+        return self._masks[index, window]
+
+    def _mask(self, rectangle: Rectangle, window: int | None) -> torch.Tensor:
+        steps = torch.arange(rectangle.length, device=self.token.device)
+        # [batch or 1, length, keys]: how far a key is behind a query, negative if the query must not see it.
+        behind = (steps[:, None] - steps)[None]
+        if prefixes := rectangle.prefixes:
+            prompt = torch.arange(self.rectangles[prefixes.source].length, device=steps.device)
+            lengths = prefixes.lengths[:, None, None]
+            before = (lengths + steps[:, None] - prompt).masked_fill(prompt >= lengths, -1)
+            behind = torch.cat((before, behind.expand(rectangle.batch, -1, -1)), dim=-1)
+        seen = behind >= 0
+        return (seen if window is None else seen & (behind < window))[:, None]
 
 
 def plan_attention(segments: Sequence[Segment], device: torch.device) -> AttentionPlan:
@@ -101,9 +128,9 @@ def plan_attention(segments: Sequence[Segment], device: torch.device) -> Attenti
             continue
         source = order.index((-1, kind[0]))
         roots = [root for index in members if (root := segments[index].prefix) is not None]
-        rows = torch.tensor([row_of[root] for root in roots])
-        mask = _mask([segments[root].length for root in roots], rectangles[source].length, length)
-        rectangles.append(Rectangle(len(members), length, Prefixes(source, rows.to(device), mask.to(device))))
+        rows = torch.tensor([row_of[root] for root in roots], device=device)
+        prompts = torch.tensor([segments[root].length for root in roots], device=device)
+        rectangles.append(Rectangle(len(members), length, Prefixes(source, rows, prompts)))
     token = torch.cat(places)
     place = torch.empty(tokens + 1, dtype=torch.int64)
     place[token] = torch.arange(len(token))
@@ -113,14 +140,6 @@ def plan_attention(segments: Sequence[Segment], device: torch.device) -> Attenti
 def _rung(length: int) -> int:
     """The class of similar lengths that a length belongs to."""
     return 0 if length <= SHORT else math.ceil(math.log(length / SHORT, RATIO))
-
-
-def _mask(prefix_lengths: list[int], prefix: int, length: int) -> torch.Tensor:
-    """[batch, 1, length, prefix + length]: a query attends to its whole prompt and to its segment up to itself."""
-    prompt = torch.arange(prefix) < torch.tensor(prefix_lengths)[:, None]
-    own = torch.ones(length, length, dtype=torch.bool).tril()
-    rows = len(prefix_lengths)
-    return torch.cat((prompt[:, None, :].expand(rows, length, prefix), own.expand(rows, -1, -1)), dim=-1)[:, None]
 
 
 class _Take(torch.autograd.Function):
@@ -148,7 +167,13 @@ def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def packed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan, scale: float | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of packed tokens.
 
@@ -157,6 +182,8 @@ def packed_attention(
         key: [tokens, groups, dim].
         value: [tokens, groups, value dim].
         scale: of the scores; dim ** -0.5 by default.
+        window: the number of tokens that a query attends to, its own included; None for all.
+        sinks: [heads].
 
     Returns:
         [tokens, heads, value dim].
@@ -173,12 +200,16 @@ def packed_attention(
 
     queries, keys, values = place(query), place(key), place(value)
     outputs = []
-    for rectangle, q, k, v in zip(plan.rectangles, queries, keys, values, strict=True):
-        mask = None
+    for index, (rectangle, q, k, v) in enumerate(zip(plan.rectangles, queries, keys, values, strict=True)):
         if prefixes := rectangle.prefixes:
             k = torch.cat((keys[prefixes.source].index_select(0, prefixes.rows), k), dim=2)
             v = torch.cat((values[prefixes.source].index_select(0, prefixes.rows), v), dim=2)
-            mask = prefixes.mask
+        needed = window if window is not None and window < k.shape[2] else None
+        mask = None
+        if sinks is not None:
+            q, k, v, mask = with_sinks(q, k, v, plan.mask(index, needed), sinks / softmax_scale)
+        elif prefixes or needed:
+            mask = plan.mask(index, needed)
         plain = q.device.type == "cpu" and q.dtype != torch.float32 and q.shape[2] * k.shape[2] <= FEW_SCORES
         if plain:
             out = _plain_attention(q, k, v, mask, softmax_scale)
@@ -186,6 +217,7 @@ def packed_attention(
             out = scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=softmax_scale, enable_gqa=True
             )
+        out = out[..., : value.shape[2]]
         outputs.append(out.transpose(1, 2).reshape(rectangle.places, query.shape[1], value.shape[2]))
     return _Take.apply(torch.cat(outputs), plan.place, plan.token)
 
@@ -205,12 +237,33 @@ def _plain_attention(
 
 
 class TreeAttention(torch.nn.Module):
-    """The ``core_attention`` of a Megatron layer spec; `PackedTokens.plan` determines which tokens attend to which."""
+    """The ``core_attention`` of a Megatron layer spec; `PackedTokens.plan` determines which tokens attend to which.
+
+    A layer's window and sinks are those of Megatron's configuration; each tensor rank has the sinks of its own heads.
+    """
 
     def __init__(
-        self, config: TransformerConfig, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any
+        self,
+        config: TransformerConfig,
+        layer_number: int = 1,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
     ) -> None:
         super().__init__()
+        self._window = None
+        if config.window_size and is_layer_window_attention(
+            config.window_size,
+            config.window_attn_skip_freq,  # pyright: ignore[reportArgumentType] - None means every layer
+            layer_number,
+        ):
+            # Megatron counts the tokens before the query.
+            self._window = config.window_size[0] + 1
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            device = torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device())
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
         self._scale = softmax_scale
         self._context = pg_collection.cp if pg_collection else None
 
@@ -226,5 +279,7 @@ class TreeAttention(torch.nn.Module):
     ) -> torch.Tensor:
         plan = packed_seq_params.plan
         if isinstance(plan, ContextPlan):
-            return context_attention(query, key, value, plan, self._scale, self._context)
-        return packed_attention(query, key, value, plan, self._scale)
+            return context_attention(
+                query, key, value, plan, self._scale, self._context, self._window, self.softmax_offset
+            )
+        return packed_attention(query, key, value, plan, self._scale, self._window, self.softmax_offset)

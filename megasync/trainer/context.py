@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch.nn.functional import scaled_dot_product_attention
 
+from megasync.trainer.attention_sinks import with_sinks
 from megasync.trainer.packing import Ints
 
 
@@ -62,6 +63,8 @@ def context_attention(
     plan: ContextPlan,
     scale: float | None,
     group: dist.ProcessGroup | None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of this rank's queries to the keys of all ranks; a collective, also in the backward pass.
 
@@ -71,10 +74,13 @@ def context_attention(
         value: [tokens of this rank, groups, value dim].
         scale: of the scores; dim ** -0.5 by default.
         group: the context-parallel ranks.
+        window: the number of tokens that a query attends to, its own included; None for all.
+        sinks: [heads]; see `attention_sinks`.
 
     Returns:
         [tokens of this rank, heads, value dim].
     """
+    softmax_scale = query.shape[-1] ** -0.5 if scale is None else scale
     both = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=group)
     keys, values = _Reorder.apply(both, plan.place, plan.order).split([key.shape[-1], value.shape[-1]], dim=-1)
     queries = query.split([length // plan.ranks for length in plan.lengths])
@@ -82,11 +88,17 @@ def context_attention(
     for length, mine in zip(plan.lengths, queries, strict=True):
         size = length // (2 * plan.ranks)
         for chunk, part in zip((plan.rank, 2 * plan.ranks - 1 - plan.rank), mine.split(size), strict=True):
-            seen = slice(start, start + (chunk + 1) * size)
+            first = 0 if window is None else max(0, chunk * size - window + 1)
+            seen = slice(start + first, start + (chunk + 1) * size)
             q, k, v = (each.transpose(0, 1)[None] for each in (part, keys[seen], values[seen]))
-            mask = torch.ones(size, k.shape[2], dtype=torch.bool, device=q.device).tril(chunk * size)
-            out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-            parts.append(out[0].transpose(0, 1))
+            # The diagonal on which a query meets its own key.
+            own = chunk * size - first
+            mask = torch.ones(size, k.shape[2], dtype=torch.bool, device=q.device).tril(own)
+            mask = mask if window is None else mask.triu(own - window + 1)
+            if sinks is not None:
+                q, k, v, mask = with_sinks(q, k, v, mask, sinks / softmax_scale)
+            out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=softmax_scale, enable_gqa=True)
+            parts.append(out[0, ..., : value.shape[-1]].transpose(0, 1))
         start += length
     return torch.cat(parts)
 

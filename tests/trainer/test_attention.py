@@ -1,20 +1,30 @@
 """Packed attention is dense attention under the tree's mask, in value and in gradient."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megasync.trainer.attention import Segment, packed_attention, plan_attention
-from megasync.trainer.batch import Sample, lengths_of, make_batch
+from megasync.trainer import context
+from megasync.trainer.attention import Segment, TreeAttention, packed_attention, plan_attention
+from megasync.trainer.batch import PackedTokens, Sample, lengths_of, make_batch
+from megasync.trainer.context import split_tokens
 from megasync.trainer.packing import Microbatch, plan_packing
 
 CPU = torch.device("cpu")
 
 
-def dense(query, key, value, segments):
-    """The plain formula with a [tokens, tokens] mask."""
+def dense(query, key, value, sinks, segments, window):
+    """The plain formula with a [tokens, tokens] mask, and without sinks if they are None."""
     tokens, heads, dim = query.shape
+    positions = torch.cat(
+        [
+            torch.arange(segment.length) + (0 if segment.prefix is None else segments[segment.prefix].length)
+            for segment in segments
+        ]
+    )
     mask = torch.zeros(tokens, tokens, dtype=torch.bool)
     for segment in segments:
         own = slice(segment.start, segment.start + segment.length)
@@ -22,9 +32,12 @@ def dense(query, key, value, segments):
         if segment.prefix is not None:
             root = segments[segment.prefix]
             mask[own, root.start : root.start + root.length] = True
+    if window is not None:
+        mask &= positions[:, None] - positions < window
     repeat = heads // key.shape[1]
     scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(repeat, 1)) * dim**-0.5
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    weights = scores.masked_fill(~mask, -torch.inf).exp()
+    weights = weights / (weights.sum(-1, keepdim=True) + (0.0 if sinks is None else sinks.exp()[:, None, None]))
     return torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(repeat, 1))
 
 
@@ -45,18 +58,20 @@ def forests(draw):
 def inputs(segments, dtype):
     tokens = sum(segment.length for segment in segments)
     generator = torch.Generator().manual_seed(tokens)
-    return [
-        torch.randn(tokens, heads, 8, generator=generator).to(dtype).requires_grad_() for heads in (6, 2, 2)
-    ], torch.randn(tokens, 6, 8, generator=generator)
+    shapes = [(tokens, 6, 8), (tokens, 2, 8), (tokens, 2, 8), (6,)]
+    tensors = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    return tensors, torch.randn(tokens, 6, 8, generator=generator)
 
 
-def differences(segments, dtype):
+def differences(segments, dtype, window=None, with_sinks=False):
     """Largest difference of the outputs, and of each input's gradient."""
     tensors, weight = inputs(segments, dtype)
-    out = packed_attention(*tensors, plan_attention(segments, CPU))
-    grads = torch.autograd.grad((out * weight).sum(), tensors)
-    wide = [tensor.detach().float().requires_grad_() for tensor in tensors]
-    expected = dense(*wide, segments)
+    inner = tensors if with_sinks else tensors[:3]
+    sinks = tensors[3] if with_sinks else None
+    out = packed_attention(*tensors[:3], plan_attention(segments, CPU), window=window, sinks=sinks)
+    grads = torch.autograd.grad((out * weight).sum(), inner)
+    wide = [tensor.detach().float().requires_grad_() for tensor in inner]
+    expected = dense(*wide, *(() if with_sinks else (None,)), segments, window)
     expected_grads = torch.autograd.grad((expected * weight).sum(), wide)
     pairs = zip((out, *grads), (expected, *expected_grads), strict=True)
     return [((a.float() - b).abs().max() / b.abs().max().clamp(min=1.0)).item() for a, b in pairs]
@@ -72,6 +87,80 @@ def test_float32_equals_dense_attention(segments):
 @settings(max_examples=20)
 def test_bfloat16_equals_dense_attention_to_its_precision(segments):
     assert max(differences(segments, torch.bfloat16)) < 0.03
+
+
+@given(forests(), st.sampled_from([None, 1, 2, 7, 40, 200]), st.booleans())
+@settings(max_examples=30)
+def test_windows_and_sinks_are_those_of_dense_attention(segments, window, with_sinks):
+    assert max(differences(segments, torch.float32, window, with_sinks)) < 1e-5
+
+
+@given(forests(), st.sampled_from([None, 7, 40]))
+@settings(max_examples=20)
+def test_windows_and_sinks_in_bfloat16_are_those_of_dense_attention_to_its_precision(segments, window):
+    assert max(differences(segments, torch.bfloat16, window, with_sinks=True)) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("window_size", "skip", "windows"),
+    [
+        (None, None, [None] * 4),
+        ((6, 0), None, [7] * 4),
+        ((6, 0), [1, 0, 1, 0], [7, None, 7, None]),
+        ((6, 0), 2, [7, None, 7, None]),
+    ],
+)
+def test_layers_have_the_windows_and_sinks_of_megatrons_configuration(window_size, skip, windows):
+    """A query of Megatron's attends to as many tokens before itself as its window has."""
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=48,
+        num_attention_heads=6,
+        num_query_groups=2,
+        use_cpu_initialization=True,
+        window_size=window_size,
+        window_attn_skip_freq=skip,
+        softmax_type="learnable",
+    )
+    segments = [Segment(0, 50, None), Segment(50, 20, 0)]
+    (*tensors, sinks), _ = inputs(segments, torch.float32)
+    packed = PackedTokens("thd", plan=plan_attention(segments, CPU))
+    for layer, window in enumerate(windows, 1):
+        attention = TreeAttention(config, layer_number=layer)
+        with torch.no_grad():
+            attention.softmax_offset.copy_(sinks)
+        out = attention(*tensors, None, packed_seq_params=packed)
+        torch.testing.assert_close(out, dense(*tensors, sinks, segments, window), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 100])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_ranks_that_share_sequences_have_the_windows_and_sinks_of_dense_attention(
+    monkeypatch, ranks, window, with_sinks
+):
+    """All ranks in one process, which have gathered the keys and values of all."""
+    lengths = [2 * ranks * size for size in (1, 7, 3)]
+    starts = np.cumsum([0, *lengths[:-1]])
+    segments = [Segment(int(start), length, None) for start, length in zip(starts, lengths, strict=True)]
+    (query, key, value, sinks), weight = inputs(segments, torch.float32)
+    own = torch.from_numpy(split_tokens(lengths, ranks))
+    everything = torch.cat((key, value), dim=-1)[own.flatten()]
+    monkeypatch.setattr(context, "gather_from_sequence_parallel_region", lambda mine, group: everything)
+    parts = []
+    for rank, mine in enumerate(own):
+        plan = context.plan_context(lengths, ranks, rank, CPU)
+        scores = sinks if with_sinks else None
+        parts.append(context.context_attention(query[mine], key[mine], value[mine], plan, None, None, window, scores))
+    out = torch.cat(parts)[own.flatten().argsort()]
+    expected = dense(query, key, value, sinks if with_sinks else None, segments, window)
+    leaves = [query, key, value, *([sinks] if with_sinks else [])]
+    for found, wanted in zip(
+        (out, *torch.autograd.grad((out * weight).sum(), leaves)),
+        (expected, *torch.autograd.grad((expected * weight).sum(), leaves)),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("count", [2000])
