@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -46,15 +46,15 @@ class ActorGroup:
         self.handles = list(handles)
 
     @classmethod
-    def create(cls, role: str, arguments: Sequence[tuple[Any, ...]], pools: Pools) -> ActorGroup:
-        """Starts one actor per entry of `arguments`, placed in the role's pool from slot 0 on."""
+    def create(cls, role: str, arguments: Sequence[tuple[Any, ...]], pools: Pools, slots: Sequence[int]) -> ActorGroup:
+        """Starts one actor per entry of `arguments`, in these slots of the role's pool."""
         spec = ROLES[role]
         if spec.pool is None:
             raise ValueError(f"role {role!r} has no pool")
         remote = ray.remote(spec.actor)
         handles = [
             remote.options(**pools.options(spec.pool, slot), max_restarts=0).remote(*args)
-            for slot, args in enumerate(arguments)
+            for slot, args in zip(slots, arguments, strict=True)
         ]
         return cls(role, handles)
 
@@ -202,8 +202,8 @@ class AgentActor:
         self._group.kill()
 
 
-async def kill_unresponsive(pools: Pools, role: str, pids: Sequence[int], timeout: float) -> None:
-    """Kills the processes of actors that may no longer respond to Ray; `pids` are in slot order.
+async def kill_unresponsive(pools: Pools, role: str, pids: Mapping[int, int], timeout: float) -> None:
+    """Kills the processes of actors that may no longer respond to Ray; `pids` are by slot.
 
     A stopped process responds to nothing and keeps its device. The kill comes from a task on the process's own node,
     because a process id is valid only there. Returns once none is left, or logs those that remain after `timeout`
@@ -212,7 +212,7 @@ async def kill_unresponsive(pools: Pools, role: str, pids: Sequence[int], timeou
     kill = ray.remote(max_retries=0)(kill_process)
     title = ROLES[role].actor.__name__
     refs: list[Any] = [
-        kill.options(**pools.same_node_options(role, slot)).remote(pid, title) for slot, pid in enumerate(pids)
+        kill.options(**pools.same_node_options(role, slot)).remote(pid, title) for slot, pid in pids.items()
     ]
     kills = [asyncio.wrap_future(ref.future()) for ref in refs]
     if not kills:

@@ -99,6 +99,16 @@ class Pools:
         table = await asyncio.to_thread(placement_group_table, group)
         await self._agents.ended(table["bundles_to_node_id"][bundle], process)
 
+    async def living_slots(self, pool: str) -> list[int]:
+        """The initial slots of a pool on nodes that Ray does not know to be lost, ascending.
+
+        Ray moves the slots of a lost node to the next node that joins and has room for them.
+        """
+        spec = self.specs[pool]
+        table = await asyncio.to_thread(placement_group_table, self._groups[pool])
+        nodes = table["bundles_to_node_id"]
+        return [slot for slot in range(spec.slots) if nodes[slot // spec.slots_per_node]]
+
     def _place(self, pool: str, slot: int) -> tuple[PlacementGroup, int]:
         """The placement group of a slot, and its bundle there."""
         group = self._added.get((pool, slot))

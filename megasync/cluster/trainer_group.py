@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ from megasync.cluster.actors import ActorGroup, kill_unresponsive
 from megasync.cluster.pools import Pools
 from megasync.config import Config
 from megasync.errors import CheckpointError, MegasyncError, ProcessLost, RankLost
+from megasync.layout.topology import Topology
 from megasync.trainer import checkpoint
 
 log = logging.getLogger(__name__)
 
 # Seconds for an idle rank to answer a liveness check.
 ANSWER_SECONDS = 60.0
+# Seconds between two looks for a lost node: while nothing can go on without it, and while training does.
+POLL_SECONDS = 1.0
+GROW_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +46,24 @@ class TrainerGroup:
         self._timeouts = config.timeouts
         self._run_dir = run_dir
         self._pools = pools
+        # Of the present ranks, which may be fewer than configured: see `trainer.min_data_parallel`.
+        self._topology = Topology.from_config(config.trainer)
+        self._slots = list(range(self._topology.world))
+        self._ask_again = 0.0
         self._pids: list[int] = []
         # The checkpoint that was begun last.
         self._saving = run_dir
         self._actors = self._create()
 
+    @property
+    def data_parallel(self) -> int:
+        """The data-parallel size of the present ranks."""
+        return self._topology.data
+
     def _create(self) -> ActorGroup:
-        world = self._pools.specs["trainer"].slots
-        arguments = [(self._config, rank, world, str(self._run_dir)) for rank in range(world)]
-        return ActorGroup.create("trainer", arguments, self._pools)
+        config = replace(self._config, trainer=replace(self._config.trainer, data_parallel=self.data_parallel))
+        arguments = [(config, rank, self._topology.world, str(self._run_dir)) for rank in range(self._topology.world)]
+        return ActorGroup.create("trainer", arguments, self._pools, self._slots)
 
     async def start(self, path: Path | None) -> None:
         """Builds the ranks' process group and models, from the checkpoint at `path` if given."""
@@ -61,16 +75,49 @@ class TrainerGroup:
             await self.call("load", str(path), timeout=limit)
 
     async def restart(self) -> dict[str, Any] | None:
-        """Kills the remaining ranks and starts new ones in their slots from the run's newest complete checkpoint.
+        """Kills the remaining ranks and starts new ones from the run's newest complete checkpoint.
 
-        Returns the state saved with that checkpoint, or None when there is none and the ranks hold the initial weights.
+        They are fewer if a lost node does not return within `timeouts.lost_node` seconds and
+        `trainer.min_data_parallel` allows it, and as many as configured once all nodes are back. Returns the state
+        saved with that checkpoint, or None when there is none and the ranks hold the initial weights.
         """
         self._actors.kill()
-        await kill_unresponsive(self._pools, "trainer", self._pids, ANSWER_SECONDS)
+        pids = dict(zip(self._slots, self._pids, strict=False))
+        living = await self._pools.living_slots("trainer")
+        await kill_unresponsive(
+            self._pools, "trainer", {slot: pid for slot, pid in pids.items() if slot in living}, ANSWER_SECONDS
+        )
+        self._pids = []
+        if self._config.trainer.min_data_parallel is not None:
+            await self._place(self._config.trainer.min_data_parallel)
         self._actors = self._create()
         newest = checkpoint.latest(self._run_dir)
         await self.start(newest)
         return None if newest is None else checkpoint.read_state(newest)
+
+    async def _place(self, least: int) -> None:
+        """Chooses the slots of new ranks: all, or those of the nodes that are left if the others do not return."""
+        whole, deadline = Topology.from_config(self._config.trainer), time.monotonic() + self._timeouts.lost_node
+        slots = await self._pools.living_slots("trainer")
+        while len(slots) < whole.world and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_SECONDS)
+            slots = await self._pools.living_slots("trainer")
+        topology = whole.largest_on(len(slots), least)
+        if topology is None:
+            raise RankLost(
+                f"the nodes that are left have room for {len(slots)} of {whole.world} trainer ranks, fewer than "
+                f"trainer.min_data_parallel={least} needs"
+            )
+        self._topology, self._slots = topology, slots[: topology.world]
+
+    async def can_grow(self) -> bool:
+        """Whether `restart` would find room for more ranks, because nodes are back. Asks Ray every `GROW_SECONDS`."""
+        whole, now = Topology.from_config(self._config.trainer), time.monotonic()
+        if self._topology == whole or now < self._ask_again:
+            return False
+        self._ask_again = now + GROW_SECONDS
+        room = len(await self._pools.living_slots("trainer"))
+        return whole.largest_on(room, self.data_parallel + 1) is not None
 
     async def check(self) -> None:
         """Raises RankLost when a rank is dead or does not answer. Call it only while the ranks are idle."""

@@ -56,7 +56,7 @@ FREE = frozenset(
         # Checkpoints fit any topology.
         *(f"trainer.{key}_parallel" for key in ("tensor", "pipeline", "data", "context")),
         *(f"trainer.{key}_parallel" for key in ("expert", "expert_tensor", "sequence")),
-        "trainer.context_parallel_comm",
+        *(f"trainer.{key}" for key in ("min_data_parallel", "context_parallel_comm")),
         *(f"trainer.{key}" for key in ("virtual_pipeline", "first_stage_layers", "last_stage_layers")),
         "trainer.distributed_optimizer",
         # Optimizer state contains moments, not hyperparameters.

@@ -186,6 +186,8 @@ class Controller:
             await self._fleet_sync.sync_joiners_during(self._evaluate_now())
             self._begun.set()
         while self.progress.step != self.config.schedule.total_steps and not self._stop.is_set():
+            if await self._trainer.can_grow():
+                await self._grow()
             if (groups := await self._next_batch()) is not None:
                 await self._train_step(groups)
         await self._save_unsaved()
@@ -194,6 +196,12 @@ class Controller:
         self._rollouter.stop()
         if self._target_reached or not self._stop.is_set():
             await self._fleet_sync.sync_joiners_during(self._evaluate_now())
+
+    async def _grow(self) -> None:
+        """Restarts the ranks where there is room for more of them, from a checkpoint of this step."""
+        await self._save_unsaved()
+        await self._recovery.grow_trainer()
+        self._saved_step = self.progress.step
 
     async def _next_batch(self) -> list[LeasedGroup] | None:
         """Waits for the next step's groups and syncs joiners meanwhile. None when a stop was requested."""
@@ -264,6 +272,7 @@ class Controller:
             key: counts[key] for key in ("admitted", "trained", "live", "regenerated", "damaged", "masked_tokens")
         }
         totals["dropped"] = sum(counts["dropped"].values())
+        metrics["trainer/data_parallel"] = float(self._trainer.data_parallel)
         metrics |= {f"groups/{key}": float(number) for key, number in totals.items()}
         if self._frozen_models is not None:
             metrics |= self._frozen_models.metrics()
@@ -292,8 +301,13 @@ class Controller:
         if not wait and self._exporting is not None and not self._exporting.done():
             return
         await self._exported()
-        with self._watchdog.bounded():
-            saved = await self._trainer.finish_save(wait)
+        try:
+            with self._watchdog.bounded():
+                saved = await self._trainer.finish_save(wait)
+        except CheckpointError:
+            # Nothing is left of it, so the step may be saved again.
+            self._saving = None
+            raise
         if saved is not None:
             self._saved_step, self._saving = self._saving, None
             await self._buffer.checkpointed(self._saved_step, saved.oldest_step)

@@ -44,6 +44,15 @@ class Trainer(Protocol):
         """Starts new ranks from the newest checkpoint. Returns its state; None when they hold the initial weights."""
         ...
 
+    @property
+    def data_parallel(self) -> int:
+        """The data-parallel size of the present ranks. A restart may change it."""
+        ...
+
+    async def can_grow(self) -> bool:
+        """Whether a restart would find room for more ranks than there are."""
+        ...
+
 
 class WeightPublisher(Protocol):
     """Moves the trainer's weights into the servers, verified, as one version."""
@@ -56,8 +65,8 @@ class WeightPublisher(Protocol):
         """
         ...
 
-    def forget_ranks(self) -> None:
-        """Tells the transport that the trainer ranks were restarted."""
+    def forget_ranks(self, data_parallel: int) -> None:
+        """Tells the transport that the trainer ranks were restarted, and their data-parallel size."""
 
 
 class Addressed(Protocol):

@@ -4,6 +4,8 @@
     ---------------------  -----------------------------------------------------------------------  -------------------
     a trainer rank, at     new ranks load the newest checkpoint; the buffer takes back the groups   trainer.max_restarts
     any point              trained since; the weights are published under an unused version         in a row
+    a node, for good       as above, on the nodes that are left, once `timeouts.lost_node` is over;  trainer.
+                           on all of them when the node is back, from a checkpoint of that moment   min_data_parallel
     a step that raised     as above, and the step is retried; after `trainer.step_attempts` on the  trainer.
     an error               same groups they are set aside: recorded, dropped, replaced by others    max_failed_steps
 
@@ -84,7 +86,7 @@ class TrainerRecovery:
         `incomplete` is the step that the loss interrupted, if any. Raises TrainingError when the restart budget is used
         up, and RankLost when a new rank is lost.
         """
-        progress, limit = self._progress, self._config.max_restarts
+        limit = self._config.max_restarts
         used_up = self._restarts_in_a_row >= limit
         counts_as_failed = used_up or isinstance(loss, StepFailed)
         if incomplete is not None and counts_as_failed and await self._record_attempt(*incomplete, loss):
@@ -97,6 +99,15 @@ class TrainerRecovery:
         self._restarts_in_a_row += 1
         self._faults["trainer_restarts"] += 1
         self._observer.message(f"restarting the trainer ranks, attempt {self._restarts_in_a_row} of {limit}: {loss}")
+        await self._restart()
+
+    async def grow_trainer(self) -> None:
+        """Restarts the ranks on all nodes, from the newest checkpoint. Raises RankLost when a new rank is lost."""
+        self._observer.message("restarting the trainer ranks: there is room for more of them again")
+        await self._restart()
+
+    async def _restart(self) -> None:
+        progress = self._progress
         self._observer.activity("trainer", "restarting")
         with self._watchdog.bounded():
             state = await self._trainer.restart()
@@ -105,10 +116,12 @@ class TrainerRecovery:
         progress.rewind(step)
         self._observer.rewind(step)
         await self._buffer.rollback(step, progress.version)
-        self._publisher.forget_ranks()
+        self._publisher.forget_ranks(self._trainer.data_parallel)
         await self._fleet_sync.publish()
         self._faults["steps_trained_again"] += repeated
-        self._observer.message(f"resuming training after step {step}; {repeated} steps are trained again")
+        size, usual = self._trainer.data_parallel, self._config.data_parallel
+        ranks = "" if size == usual else f" with trainer.data_parallel={size} instead of {usual}"
+        self._observer.message(f"resuming training after step {step}{ranks}; {repeated} steps are trained again")
 
     async def _record_attempt(self, step: int, groups: list[LeasedGroup], error: TrainingError) -> bool:
         """Records and counts a failed attempt of a step. Returns whether its groups were set aside, so others follow.

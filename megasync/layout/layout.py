@@ -121,7 +121,11 @@ class Layout:
 
     def with_replicas(self, count: int) -> Layout:
         """The layout of as many replicas (`Topology.with_replicas`) of the same model."""
-        return Layout(self.hf_config, self.topology.with_replicas(count), self.spec, self.value_head)
+        return self.on(self.topology.with_replicas(count))
+
+    def on(self, topology: Topology) -> Layout:
+        """The layout of the same model on another topology."""
+        return Layout(self.hf_config, topology, self.spec, self.value_head)
 
     @property
     def tied(self) -> bool:

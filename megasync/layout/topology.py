@@ -9,6 +9,7 @@ of the topology, so every process computes the same without communication.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
@@ -89,6 +90,14 @@ class Topology:
             virtual=trainer.virtual_pipeline,
             context=trainer.context_parallel,
         )
+
+    def largest_on(self, ranks: int, least: int = 1) -> Topology | None:
+        """The same topology with as many data ranks as fit on ``ranks``; None if that is fewer than ``least``."""
+        for data in range(min(self.data, ranks * self.data // self.world), least - 1, -1):
+            # Experts may need a number of data ranks that is a multiple of something.
+            with suppress(ConfigError):
+                return replace(self, data=data)
+        return None
 
     @property
     def world(self) -> int:

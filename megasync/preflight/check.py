@@ -7,6 +7,7 @@ one function. Its error names all keys involved, their values, and a change that
 from __future__ import annotations
 
 import string
+from dataclasses import replace
 from pathlib import Path
 
 from megasync.config.access import check_access
@@ -239,6 +240,7 @@ def _check_trainer(config: Config) -> None:
             )
 
     _check_recompute(trainer)
+    _check_smallest(trainer)
     if trainer.overlap_grad_reduce and trainer.data_parallel * trainer.context_parallel == 1:
         raise ConfigError(
             "trainer.overlap_grad_reduce=true reduces gradients over data-parallel ranks, but trainer.data_parallel=1; "
@@ -248,6 +250,21 @@ def _check_trainer(config: Config) -> None:
         for key in ("moe_permute_fusion", "moe_shared_expert_overlap", "gradient_accumulation_fusion"):
             if getattr(trainer, key):
                 raise ConfigError(f"trainer.{key}=true needs a GPU, but cluster.device=cpu; set it to false")
+
+
+def _check_smallest(trainer: TrainerConfig) -> None:
+    least = trainer.min_data_parallel
+    if least is None:
+        return
+    if least > trainer.data_parallel:
+        raise ConfigError(
+            f"trainer.min_data_parallel={least} exceeds trainer.data_parallel={trainer.data_parallel}; lower it, or "
+            f"set it to null"
+        )
+    try:
+        replace(Topology.from_config(trainer), data=least)
+    except ConfigError as error:
+        raise ConfigError(f"trainer.min_data_parallel={least} as trainer.data_parallel: {error}") from None
 
 
 # Megatron's names of the modules that selective recomputation may recompute.

@@ -38,6 +38,19 @@ KEYS = (
 )
 
 
+def rank_refusals(config: Config, stages: tuple[RankMemory, ...], server: ServerMemory, device_bytes: int) -> list[str]:
+    """The pipeline stages whose ranks do not fit."""
+    room = _trainer_room(config, server, device_bytes)
+    beside = f" beside a server of {server.total / 1e9:.1f} GB" if room < device_bytes else ""
+    return [
+        f"pipeline stage {stage} needs about {memory.total / 1e9:.0f} GB a rank, more than a device's "
+        f"{device_bytes / 1e9:.0f} GB{beside}; raise trainer.tensor_parallel, pipeline_parallel or "
+        f"data_parallel, set trainer.recompute=full, or lower trainer.tokens_per_microbatch"
+        for stage, memory in enumerate(stages)
+        if memory.total > room
+    ]
+
+
 def refusals(
     config: Config,
     stages: tuple[RankMemory, ...],
@@ -46,16 +59,7 @@ def refusals(
     device_bytes: int,
 ) -> tuple[str, ...]:
     """What does not fit, with the keys that determine it."""
-    found = []
-    room = _trainer_room(config, server, device_bytes)
-    beside = f" beside a server of {server.total / 1e9:.1f} GB" if room < device_bytes else ""
-    for stage, memory in enumerate(stages):
-        if memory.total > room:
-            found.append(
-                f"pipeline stage {stage} needs about {memory.total / 1e9:.0f} GB a rank, more than a device's "
-                f"{device_bytes / 1e9:.0f} GB{beside}; raise trainer.tensor_parallel, pipeline_parallel or "
-                f"data_parallel, set trainer.recompute=full, or lower trainer.tokens_per_microbatch"
-            )
+    found = rank_refusals(config, stages, server, device_bytes)
     if not _server_fits(config, server):
         found.append(
             f"a server's KV cache holds {server.kv_tokens} tokens, less than one longest sequence "

@@ -15,9 +15,9 @@ from megasync.config.pools import PoolSpec, frozen_models, frozen_pool, nodes_ne
 from megasync.config.schema import Config, RewardModelConfig
 from megasync.errors import ConfigError
 from megasync.layout.layout import Layout
-from megasync.layout.topology import Coords, ExpertCoords
+from megasync.layout.topology import Coords, ExpertCoords, Topology
 from megasync.preflight.check import model_layout
-from megasync.preflight.fit import context_needed, nearest_fit, refusals
+from megasync.preflight.fit import context_needed, nearest_fit, rank_refusals, refusals
 from megasync.preflight.memory import (
     HostMemory,
     RankMemory,
@@ -158,6 +158,14 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
             nearest = nearest_fit(config, max(largest), device_bytes)
             needed = context_needed(config, max(largest), device_bytes)
             refused += (needed,) if needed else ()
+        elif (least := config.trainer.min_data_parallel) is not None:
+            fewer = replace(config, trainer=replace(config.trainer, data_parallel=least))
+            smallest = layout.on(Topology.from_config(fewer.trainer))
+            memory_of_fewer = tuple(stage_memory(fewer, smallest, largest[stage], stage) for stage in stages)
+            refused = tuple(
+                f"with trainer.min_data_parallel={least} as data_parallel, {refusal}"
+                for refusal in rank_refusals(fewer, memory_of_fewer, server, device_bytes)
+            )
     return Plan(
         config=config,
         layout=layout,

@@ -30,6 +30,8 @@ FAULTS = {
     "reward fails": 0.03,
     "parsing fails": 0.1,
     "slow": 0.05,
+    "node is lost": 0.2,
+    "node is back": 0.3,
 }
 
 

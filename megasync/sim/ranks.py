@@ -18,6 +18,7 @@ from megasync.trainer import checkpoint
 
 TRAIN_SECONDS, SAVE_SECONDS, START_SECONDS = 0.2, 0.1, 1.0
 WEIGHTS = "weights.json"
+DATA_PARALLEL = 2
 
 
 class SimRanks:
@@ -37,6 +38,7 @@ class SimRanks:
         self.weights: Weights = INITIAL
         # The checkpoint that is being written: its step, state and weights, and when it is.
         self._saving: tuple[int, dict[str, Any], Weights, float] | None = None
+        self.data_parallel = DATA_PARALLEL
         # How many times the ranks were started. A transport's connections are valid for one start only.
         self.starts = 1
         self.load()
@@ -123,9 +125,13 @@ class SimRanks:
         if self._chance.happens("rank dies while it starts", about):
             self.kill()
         await self.work(about, self._chance.seconds("train", START_SECONDS, about))
+        self.data_parallel = 1 if self._chance.happens("node is lost", about) else DATA_PARALLEL
         newest = self.load()
         self._laws.note(f"ranks have started again from {newest.name if newest else 'the start'}")
         return None if newest is None else checkpoint.read_state(newest)
+
+    async def can_grow(self) -> bool:
+        return self.data_parallel < DATA_PARALLEL and self._chance.happens("node is back", f"start {self.starts}")
 
     async def work(self, what: str, seconds: float) -> None:
         """Spend `seconds`, during which a rank may die. Raises RankLost as soon as one does."""

@@ -25,7 +25,7 @@ class SimPublisher:
         self._chance, self._laws = network.chance, network.laws
         self._deadline = deadline
         self._urls: set[str] = set()
-        self._linked_to = ranks.starts
+        self._linked_to = ranks.starts, ranks.data_parallel
 
     def add(self, control: ServerControl) -> None:
         self._urls.add(control.url)
@@ -33,11 +33,12 @@ class SimPublisher:
     def remove(self, url: str) -> None:
         self._urls.discard(url)
 
-    def forget_ranks(self) -> None:
-        self._linked_to = self._ranks.starts
+    def forget_ranks(self, data_parallel: int) -> None:
+        self._linked_to = self._ranks.starts, data_parallel
 
     async def publish(self, version: int, only: Collection[str] | None = None) -> dict[str, float]:
-        self._laws.need(self._linked_to == self._ranks.starts, "the transport knows the ranks that it asks")
+        ranks = self._ranks.starts, self._ranks.data_parallel
+        self._laws.need(self._linked_to == ranks, "the transport knows the ranks that it asks")
         weights = self._ranks.weights
         self._laws.publish_begins(version, weights)
         targets = {url: self._network.servers[url] for url in sorted(self._urls) if only is None or url in only}

@@ -77,9 +77,9 @@ class VersionPublisher:
         self._agree.discard(url)
         self._sync.remove(url)
 
-    def forget_ranks(self) -> None:
-        """The trainer ranks were restarted."""
-        self._sync.forget_ranks()
+    def forget_ranks(self, data_parallel: int) -> None:
+        """The trainer ranks were restarted, with this data-parallel size."""
+        self._sync.forget_ranks(data_parallel)
 
     async def publish(self, version: int, only: Collection[str] | None = None) -> dict[str, float]:
         """Brings every server, or those that `only` names, to the version; metrics of sync and parity check."""

@@ -80,8 +80,8 @@ class WeightSync(ABC, Generic[S]):
         self._quarantined.pop(url, None)
 
     @abstractmethod
-    def forget_ranks(self) -> None:
-        """Forgets groups and links, because the trainer ranks were restarted."""
+    def forget_ranks(self, data_parallel: int) -> None:
+        """Forgets groups and links, because the trainer ranks were restarted, perhaps in another number."""
 
     async def connect(self) -> None:
         """Does the work that needs no pause ahead of the first publish; `publish` does it when needed.

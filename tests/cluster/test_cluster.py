@@ -108,7 +108,7 @@ async def workers(cluster: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(actors_module.ROLES, "fake", FAKE)
     pools = Pools({"rollout": PoolSpec("rollout", slots=2, devices=1, slots_per_node=8)}, "cpu")
     await pools.create(timeout=60)
-    found = ActorGroup.create("fake", [(0,), (1,)], pools)
+    found = ActorGroup.create("fake", [(0,), (1,)], pools, range(2))
     yield found
     found.kill()
     pools.remove()

@@ -30,6 +30,20 @@ async def test_a_lost_rank_takes_training_back_to_the_checkpoint_and_every_group
     assert [state["step"] for state in rig.trainer.saved] == [2, 4, 6]
 
 
+async def test_training_goes_on_with_fewer_ranks_and_grows_back_without_training_a_step_again() -> None:
+    trainer = FakeTrainer(lose={"step 4": 1})
+    trainer.room_after = {5}
+    rig = Rig(trainer=trainer, checkpoint_every=2)
+    await rig.run()
+    assert trainer.restarts == 2 and trainer.data_parallel == rig.publisher.data_parallel == 2
+    trained_once(rig, 6)
+    # The step before the ranks grow is saved for them.
+    assert [state["step"] for state in trainer.saved] == [2, 4, 5, 6]
+    assert [step for step, _, _ in trainer.steps] == [1, 2, 3, 3, 4, 5, 6]
+    sizes = [metrics["trainer/data_parallel"] for metrics in rig.observer.metrics if "trainer/data_parallel" in metrics]
+    assert sizes == [2, 2, 2, 1, 1, 1, 2]
+
+
 @pytest.mark.parametrize(("call", "again_from"), [("step 3", 0), ("step 5", 2), ("finish 4", 2)])
 async def test_a_rank_lost_while_a_checkpoint_is_written_takes_training_back_to_the_one_before(
     call, again_from

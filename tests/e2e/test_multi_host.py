@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHosts]:
-    made = FakeHosts(tmp_path_factory.mktemp("hosts"), 2)
+    made = FakeHosts(tmp_path_factory.mktemp("hosts"), 3)
     yield made
     made.close()
 
@@ -158,6 +158,31 @@ def test_a_network_cut_longer_than_all_deadlines_counts_as_a_lost_host(
     run.signal(signal.SIGINT)
     assert run.wait() == 0, run.output
     assert hosts.processes("host0") == hosts.processes("host1") == []
+
+
+@pytest.mark.hosts
+def test_training_goes_on_without_a_host_and_takes_it_back(
+    hosts: FakeHosts, miniature: Callable[..., Path], execute
+) -> None:
+    config = miniature(
+        schedule=ENDLESS,
+        rollout={"servers": 1},
+        trainer={"tensor_parallel": 1, "data_parallel": 2, "min_data_parallel": 1},
+        cluster={"devices_per_node": 1},
+        checkpoint={"every_steps": 5},
+        timeouts={"lost_node": 5},
+    )
+    run = execute(
+        "bash", SCRIPT, config, "--hosts", "host0=trainer,host1=trainer,host2=rollout", "--shell", hosts.shell
+    )
+    run.wait_for("step 6/")
+    after(run, lambda: hosts.crash("host1"), "with trainer.data_parallel=1 instead of 2; ")
+    wait_for_progress(run)
+    after(run, lambda: hosts.switch_on("host1"), "there is room for more of them again", "; 0 steps are trained again")
+    wait_for_progress(run)
+    run.signal(signal.SIGINT)
+    assert run.wait() == 0, run.output
+    assert all(hosts.processes(name) == [] for name in hosts.names)
 
 
 @pytest.mark.parametrize("way", ["namespaces", "ssh"])

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -162,3 +164,16 @@ def test_expert_peers_are_closed_under_sharing_experts_and_under_tensor_parallel
                 peers = topology.expert_peers(dp)
                 assert together <= set(peers)
                 assert all(topology.expert_peers(peer) == peers for peer in peers)
+
+
+def test_the_largest_topology_on_fewer_ranks_keeps_all_but_its_data_parallel_size() -> None:
+    whole = Topology(tensor=2, pipeline=2, data=4, context=2)
+    assert whole.largest_on(100) == whole.largest_on(32) == whole
+    assert whole.largest_on(31) == replace(whole, data=3)
+    assert whole.largest_on(8) == replace(whole, data=1)
+    assert whole.largest_on(31, least=3) == replace(whole, data=3)
+    assert whole.largest_on(23, least=3) is None and whole.largest_on(7) is None
+    # Eight expert-parallel ranks take two or four data ranks.
+    assert Topology(tensor=2, data=4, expert=4, expert_tensor=1).largest_on(7) == Topology(
+        tensor=2, data=2, expert=4, expert_tensor=1
+    )

@@ -41,6 +41,11 @@ CONTRADICTIONS = [
         ["names layernorm"],
     ),
     (["trainer.overlap_grad_reduce=true"], ["overlap_grad_reduce=true", "trainer.data_parallel=1"]),
+    (["trainer.min_data_parallel=2"], ["min_data_parallel=2", "data_parallel=1", "null"]),
+    (
+        [f"trainer.{key}" for key in ("data_parallel=4", "expert_parallel=4", "min_data_parallel=2")],
+        ["min_data_parallel=2 as trainer.data_parallel", "expert_parallel=4"],
+    ),
     (["trainer.moe_permute_fusion=true", "cluster.device=cpu"], ["moe_permute_fusion=true needs a GPU"]),
     (["trainer.fp8=blockwise", "cluster.device=cpu"], ["trainer.fp8=blockwise needs a GPU", "set it to null"]),
     (

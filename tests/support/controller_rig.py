@@ -126,6 +126,9 @@ class FakeTrainer:
         # Uids that the current weights were trained on, and those in the last checkpoint.
         self.weights: list[str] = []
         self._kept: list[str] = []
+        self.data_parallel = 2
+        # Steps after which there is room for all ranks again.
+        self.room_after: set[int] = set()
         self._lose = lose or {}
         self._fail_at = fail_at
         self._disk_full = disk_full
@@ -164,6 +167,12 @@ class FakeTrainer:
         self._kept = weights
         return FakeSaved(Path(f"step-{step}"), step)
 
+    def _room(self) -> bool:
+        return bool(self.steps) and self.steps[-1][0] in self.room_after
+
+    async def can_grow(self) -> bool:
+        return self.data_parallel == 1 and self._room()
+
     async def check(self) -> None:
         self._maybe_lose("check")
 
@@ -172,6 +181,7 @@ class FakeTrainer:
         await asyncio.sleep(0)
         self._maybe_lose("restart")
         self.weights = list(self._kept)
+        self.data_parallel = 1 if self.room_after and not self._room() else 2
         return self.saved[-1] if self.saved else None
 
 
@@ -285,7 +295,8 @@ class FakePublisher:
             raise ServerParityError(dict.fromkeys(wrong, "off by 3 nats"), metrics)
         return metrics
 
-    def forget_ranks(self) -> None:
+    def forget_ranks(self, data_parallel: int) -> None:
+        self.data_parallel = data_parallel
         self.forgotten += 1
 
 

@@ -146,6 +146,15 @@ def test_a_whole_model_fits_one_bucket_per_stage():
     assert len(plan_broadcast(Layout(CONFIG, Topology(pipeline=2)), 2**30, "bfloat16").buckets) == 2
 
 
+def test_another_data_parallel_size_changes_the_ranks_of_the_buckets_alone():
+    plan = plan_broadcast(Layout(CONFIG, Topology(tensor=2, pipeline=2, data=3)), 1500, "bfloat16")
+    smaller = plan.with_data_parallel(1)
+    assert smaller == plan_broadcast(smaller.layout, 1500, "bfloat16") and plan.with_data_parallel(3) is plan
+    assert (plan.senders, smaller.senders) == ((0, 6), (0, 2))
+    assert [bucket.tensors for bucket in smaller.buckets] == [bucket.tensors for bucket in plan.buckets]
+    assert max(max(bucket.contributions) for bucket in smaller.buckets) < 4
+
+
 def test_unknown_dtypes_and_empty_buckets_are_refused():
     layout = Layout(CONFIG, Topology())
     with pytest.raises(ValueError, match="float64"):

@@ -352,7 +352,7 @@ async def test_a_removed_server_no_longer_gets_versions(world):
 async def test_new_ranks_get_new_groups(world):
     sync, servers, ranks = world()
     await sync.publish(1)
-    sync.forget_ranks()
+    sync.forget_ranks(1)
     await sync.publish(2)
     assert ranks.calls.count("sync_join") == 2
     assert paths(servers[0]).count("/destroy_weights_update_group") == 2

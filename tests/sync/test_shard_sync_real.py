@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 from processes import family, living, with_word
@@ -36,12 +37,12 @@ async def world(models, urls, local_ranks):
     servers = [ServerControl(url) for url in urls]
     syncs = []
 
-    async def make(seconds=20.0, stall=5.0, **config):
-        ranks = await local_ranks(models[0][0][0], TOPOLOGY, BUCKET_BYTES)
+    async def make(seconds=20.0, stall=5.0, topology=TOPOLOGY, **config):
+        ranks = await local_ranks(models[0][0][0], topology, BUCKET_BYTES)
         sync = ShardSync(
             servers,
             ranks,
-            Layout(models[1], TOPOLOGY),
+            Layout(models[1], topology),
             "float32",
             "gloo",
             SyncConfig(bucket_mb=1, **config),
@@ -271,9 +272,22 @@ async def test_restarted_ranks_continue_with_the_same_servers(world, models, loc
     assert failure.value.failed == ()
     await check_serves(servers, models[0][0][1], 80)
     sync._ranks = await local_ranks(models[0][1][0], TOPOLOGY, BUCKET_BYTES)
-    sync.forget_ranks()
+    sync.forget_ranks(TOPOLOGY.data)
     await sync.publish(82)
     await check_serves(servers, models[0][1][1], 82)
+
+
+async def test_restarted_ranks_may_be_fewer_and_more_again(world, models, local_ranks):
+    whole = Topology(tensor=2, data=2)
+    sync, ranks, servers = await world(topology=whole)
+    await sync.publish(85)
+    for version, data, seed in ((86, 1, 1), (87, 2, 2)):
+        await ranks.stop()
+        ranks = sync._ranks = await local_ranks(models[0][seed][0], replace(whole, data=data), BUCKET_BYTES)
+        sync.forget_ranks(data)
+        await sync.publish(version)
+        assert {replica for engine in sync._servers.values() for replica in engine.feed.replicas} == set(range(data))
+        await check_serves(servers, models[0][seed][1], version)
 
 
 async def test_a_server_that_is_killed_inside_a_commit_harms_no_other(world, models, tmp_path, monkeypatch):

@@ -76,6 +76,8 @@ class TimeoutConfig:
     server_start: float = limited(300.0, POSITIVE)
     # Start of the trainer, until every rank has loaded its weights.
     trainer_start: float = limited(300.0, POSITIVE)
+    # Return of a lost node, before training goes on without it (`trainer.min_data_parallel`).
+    lost_node: float = limited(120.0, POSITIVE)
     # One generation request, or one request to a reward model.
     request: float = limited(600.0, POSITIVE)
     # Each phase of a weight sync.

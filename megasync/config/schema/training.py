@@ -119,6 +119,9 @@ class TrainerConfig:
     pipeline_parallel: int = limited(1, PROCESSES)
     # Data-parallel size: replicas of the model that share the batch.
     data_parallel: int = limited(1, PROCESSES)
+    # Smallest data-parallel size with which training goes on while nodes of the trainer are lost, on the same batches;
+    # it grows back when they return. null waits for the nodes, until `max_restarts` is used up.
+    min_data_parallel: int | None = limited(None, PROCESSES)
     # Context-parallel size: ranks that share the tokens of each sequence, for long contexts.
     context_parallel: int = limited(1, PROCESSES)
     # How context-parallel ranks on GPUs exchange keys and values: in a ring (p2p), all at once (all_gather), or by

@@ -9,7 +9,7 @@ transmits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from math import prod
 
@@ -45,10 +45,15 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class BroadcastPlan:
-    """All buckets in wire order. ``dtype`` is the served dtype's torch name; `Layout.hf_dtype` knows the exceptions."""
+    """All buckets in wire order. ``dtype`` is the served dtype's torch name; `Layout.hf_dtype` knows the exceptions.
+
+    ``layout`` and ``bucket_bytes`` are what it was made from.
+    """
 
     buckets: tuple[Bucket, ...]
     dtype: str
+    layout: Layout = field(compare=False)
+    bucket_bytes: int
 
     @property
     def nbytes(self) -> int:
@@ -59,6 +64,13 @@ class BroadcastPlan:
     def senders(self) -> tuple[int, ...]:
         """The sending rank of each pipeline stage."""
         return tuple(dict(sorted((bucket.stage, bucket.sender) for bucket in self.buckets)).values())
+
+    def with_data_parallel(self, size: int) -> BroadcastPlan:
+        """The plan for another number of data-parallel ranks. It has the same tensors in the same buckets."""
+        topology = self.layout.topology
+        if size == topology.data:
+            return self
+        return plan_broadcast(self.layout.on(replace(topology, data=size)), self.bucket_bytes, self.dtype)
 
     def members(self, stage: int) -> tuple[int, ...]:
         """The ranks that take part in sending a pipeline stage, ascending; the sender is the first."""
@@ -81,7 +93,8 @@ def plan_broadcast(layout: Layout, bucket_bytes: int, dtype: str) -> BroadcastPl
         raise ValueError(f"bucket_bytes is {bucket_bytes}; it must be positive")
     stages = [_stage_buckets(layout, stage, bucket_bytes, dtype) for stage in range(layout.topology.pipeline)]
     rounds = zip_longest(*stages)
-    return BroadcastPlan(tuple(bucket for turn in rounds for bucket in turn if bucket is not None), dtype)
+    buckets = tuple(bucket for turn in rounds for bucket in turn if bucket is not None)
+    return BroadcastPlan(buckets, dtype, layout, bucket_bytes)
 
 
 def group_name(name: str, stage: int) -> str:

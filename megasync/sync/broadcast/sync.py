@@ -63,7 +63,8 @@ class BroadcastSync(WeightSync[ServerUpdate]):
         # Prefix of the groups' names; None while there are none.
         self._name: str | None = None
 
-    def forget_ranks(self) -> None:
+    def forget_ranks(self, data_parallel: int) -> None:
+        self._plan = self._plan.with_data_parallel(data_parallel)
         self._groups_are_stale = True
 
     async def close(self) -> None:

@@ -157,7 +157,9 @@ class DiskSync(WeightSync[DiskServer]):
             self._left_reading.add(gone.reading)
         super().remove(url)
 
-    def forget_ranks(self) -> None:
+    def forget_ranks(self, data_parallel: int) -> None:
+        # The folders' plan stays: it has the same buckets, of other ranks.
+        self._plan = self._plan.with_data_parallel(data_parallel)
         self._joined = False
 
     async def close(self) -> None:

@@ -23,6 +23,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
@@ -95,8 +96,12 @@ class ShardSync(WeightSync[Engine]):
         self._attempts = 0
         self._links_made = 0
 
-    def forget_ranks(self) -> None:
+    def forget_ranks(self, data_parallel: int) -> None:
         """The trainer ranks are new processes: they learn about every engine again, and new links are made."""
+        if data_parallel != self._layout.topology.data:
+            self._layout = self._layout.on(replace(self._layout.topology, data=data_parallel))
+            for engine in self._servers.values():
+                engine.feed = None
         self._meeting_point = None
         self._plans.clear()
         self._bases.clear()

@@ -1,0 +1,101 @@
+"""The size and the slots of restarted trainer ranks while nodes are lost; Ray is replaced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megasync.cluster import trainer_group
+from megasync.cluster.trainer_group import TrainerGroup
+from megasync.config import Config
+from megasync.errors import RankLost
+
+
+@dataclass
+class FakePools:
+    """Two ranks on each of four nodes; `lost` are the nodes that Ray knows to be gone."""
+
+    lost: set[int] = field(default_factory=set)
+    asked: int = 0
+
+    async def living_slots(self, pool: str) -> list[int]:
+        self.asked += 1
+        return [slot for slot in range(8) if slot // 2 not in self.lost]
+
+
+class FakeActors:
+    """What the ranks were created with."""
+
+    def __init__(self, arguments: list[tuple], slots: list[int]) -> None:
+        self.sizes = {(config.trainer.data_parallel, world) for config, _, world, _ in arguments}
+        self.ranks = [rank for _, rank, _, _ in arguments]
+        self.slots = slots
+
+    @classmethod
+    def create(cls, role: str, arguments: list[tuple], pools: FakePools, slots: list[int]) -> FakeActors:
+        return cls(arguments, slots)
+
+    async def call(self, method: str, *args: Any, timeout: float) -> list[Any]:
+        return [("localhost", 1)] * len(self.ranks)
+
+    def kill(self) -> None: ...
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> TrainerGroup:
+    async def nothing(*_: object) -> None: ...
+
+    monkeypatch.setattr(trainer_group, "ActorGroup", FakeActors)
+    monkeypatch.setattr(trainer_group, "kill_unresponsive", nothing)
+    monkeypatch.setattr(trainer_group, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(trainer_group, "GROW_SECONDS", 0.0)
+    config = Config()
+    config.trainer.tensor_parallel, config.trainer.data_parallel = 2, 4
+    config.trainer.min_data_parallel = 2
+    config.timeouts.lost_node = 0.05
+    return TrainerGroup(config, tmp_path, FakePools())
+
+
+async def test_ranks_fill_the_nodes_that_are_left_and_return_to_all(group: TrainerGroup) -> None:
+    pools, actors = group._pools, lambda: group._actors
+    assert (actors().sizes, actors().slots) == ({(4, 8)}, [*range(8)])
+    assert not await group.can_grow() and pools.asked == 0, "all ranks are there"
+
+    pools.lost = {1}
+    await group.restart()
+    assert (actors().sizes, actors().slots) == ({(3, 6)}, [0, 1, 4, 5, 6, 7])
+    assert actors().ranks == [*range(6)]
+    assert not await group.can_grow()
+
+    pools.lost = {0, 3}
+    await group.restart()
+    assert (actors().sizes, actors().slots, group.data_parallel) == ({(2, 4)}, [2, 3, 4, 5], 2)
+    pools.lost = {3}
+    assert await group.can_grow()
+    pools.lost = set()
+    await group.restart()
+    assert (actors().sizes, actors().slots) == ({(4, 8)}, [*range(8)])
+
+
+async def test_a_node_that_returns_in_time_is_waited_for(group: TrainerGroup) -> None:
+    group._timeouts.lost_node = 60.0
+
+    async def returns(pool: str) -> list[int]:
+        group._pools.asked += 1
+        return [*range(8 if group._pools.asked > 3 else 6)]
+
+    group._pools.living_slots = returns
+    await group.restart()
+    assert group.data_parallel == 4
+
+
+async def test_fewer_ranks_than_allowed_are_a_lost_rank_and_without_a_bound_the_size_stays(group: TrainerGroup) -> None:
+    group._pools.lost = {0, 1, 2}
+    with pytest.raises(RankLost, match=r"room for 2 of 8 trainer ranks, fewer than trainer\.min_data_parallel=2 needs"):
+        await group.restart()
+    group._config.trainer.min_data_parallel = None
+    await group.restart()
+    assert group.data_parallel == 4
