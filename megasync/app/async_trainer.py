@@ -23,6 +23,7 @@ from megasync.errors import CheckpointError, ConfigError
 from megasync.files import atomic_write
 from megasync.observe.result import RunResult
 from megasync.preflight.check import check_config
+from megasync.serving.external_server import check_external_servers
 
 
 class AsyncTrainer:
@@ -130,6 +131,8 @@ class AsyncTrainer:
         workload = await asyncio.to_thread(prepare_workload, self.config, self._custom)
         if self.config.rollout.workers:
             await asyncio.to_thread(check_workload_travels, workload, self._custom)
+        if self.config.rollout.external:
+            await check_external_servers(self.config)
         run_dir = self._run_dir or self._new_run_dir()
         if self._resume_file is not None:
             await asyncio.to_thread(write_resume_file, self._resume_file, run_dir)

@@ -127,6 +127,8 @@ def run_evaluation(
     check_config(config, training=False)
     if config.cluster.address is None:
         check_machine(config.cluster.device, trains=False)
+    # They hold the weights of a run.
+    config.rollout.external = []
     task = prepare_task(config, only)
     save_config(config, out / CONFIG_FILE)
     with closing(log_to_file(out / "logs" / "evaluation.log")):

@@ -251,13 +251,14 @@ class Run:
     ) -> None:
         """Makes trainer and servers agree before the first prompt.
 
-        In a new run both loaded the same folder; in a resumed one the weights are published.
+        In a new run both loaded the same folder; in a resumed one, and to external servers, the weights are published.
         """
         try:
-            if self._checkpoint is None and progress.version == 0:
+            if self._checkpoint is not None or progress.version:
+                observer.message(f"resuming after step {progress.step} from {self._checkpoint or 'the start'}")
+            elif not self.config.rollout.external:
                 await publisher.check_parity(progress.version)
                 return
-            observer.message(f"resuming after step {progress.step} from {self._checkpoint or 'the start'}")
             await publisher.publish(progress.version)
         except ServerParityError as error:
             observer.message(f"restarting servers that alone disagree with the trainer: {error}")

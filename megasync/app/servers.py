@@ -75,7 +75,7 @@ class InferenceServers:
         custom: Custom | None = None,
     ) -> InferenceServers:
         """Starts nothing yet. The stack shuts down whatever is started later. `custom` is for the workers."""
-        keys = Keys.draw(config.cluster)
+        keys = Keys.draw(config.cluster, external=bool(config.rollout.external))
         fleet = Fleet(config, run_dir, device, pools, keys, task.vocab_size)
         stack.push_async_callback(fleet.stop)
         health = config.rollout.health

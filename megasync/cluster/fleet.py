@@ -38,6 +38,7 @@ from megasync.errors import MegasyncError, ServerError
 from megasync.rollout.inflight import ServerLoad
 from megasync.serving.answers import AnswerLimits
 from megasync.serving.control import ServerControl
+from megasync.serving.external_server import ExternalServer
 from megasync.serving.health import ServerState
 from megasync.serving.outliers import OutlierDetector
 from megasync.serving.router import RouterMembers
@@ -212,6 +213,8 @@ class Fleet:
         stay.
         """
         least = self._config.rollout.min_servers
+        if self._config.rollout.external:
+            raise ServerError("the servers of this run are those of rollout.external; a running run cannot change them")
         if servers < least:
             raise ServerError(f"rollout={servers} is below rollout.min_servers={least}; ask for {least} or more")
         async with self._resizing:
@@ -430,6 +433,8 @@ class Fleet:
 
     def _server_process(self, index: int) -> ServerProcess:
         config = self._config
+        if config.rollout.external:
+            return ExternalServer(config.rollout.external[index], config, self._keys.admin)
         spec = ServerSpec(
             config.model.path,
             config.rollout,

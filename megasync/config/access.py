@@ -14,6 +14,8 @@ from megasync.errors import ConfigError
 
 # Environment variable with the user's own key, which must not be in a file. Without it, the run generates a key.
 GENERATION_KEY_VARIABLE = "MEGASYNC_GENERATION_KEY"
+# The key of servers that somebody else runs.
+EXTERNAL_KEY_VARIABLE = "MEGASYNC_EXTERNAL_KEY"
 # Minimum length in characters. 16 random hexadecimal digits are 64 bits.
 SHORTEST_KEY = 16
 # Length of a generated key, in random bytes.
@@ -34,6 +36,22 @@ def given_generation_key() -> str | None:
             "printable ASCII characters and no spaces. Generate one with `openssl rand -hex 24`, or unset the variable"
         )
     return key
+
+
+def given_external_key() -> str | None:
+    """The key of external servers (`rollout.external`), or None if the variable is unset or empty.
+
+    Raises ConfigError if it cannot be sent in an HTTP header, or contradicts the user's own generation key.
+    """
+    key = os.environ.get(EXTERNAL_KEY_VARIABLE, "")
+    if not all("!" <= letter <= "~" for letter in key):
+        raise ConfigError(f"the key in {EXTERNAL_KEY_VARIABLE} must be printable ASCII characters without spaces")
+    if key and given_generation_key() not in (None, key):
+        raise ConfigError(
+            f"{EXTERNAL_KEY_VARIABLE} and {GENERATION_KEY_VARIABLE} differ, but generation on external servers needs "
+            f"their key; unset {GENERATION_KEY_VARIABLE}"
+        )
+    return key or None
 
 
 def generation_needs_key(cluster: ClusterConfig) -> bool:
@@ -139,7 +157,12 @@ class Keys:
     generation: str | None = field(default=None, repr=False)
 
     @classmethod
-    def draw(cls, cluster: ClusterConfig) -> Keys:
-        """Generates new keys. Raises ConfigError if the user's own generation key cannot be used."""
+    def draw(cls, cluster: ClusterConfig, external: bool = False) -> Keys:
+        """Generates new keys; `external` servers have a key already, or none.
+
+        Raises ConfigError if the user's own key cannot be used.
+        """
         admin, router, generation = (secrets.token_hex(KEY_BYTES) for _ in range(3))
+        if external and (given := given_external_key()) is not None:
+            return cls(given, router, given)
         return cls(admin, router, (given_generation_key() or generation) if generation_needs_key(cluster) else None)

@@ -17,6 +17,8 @@ from megasync.errors import ConfigError
 # bundle takes one unit of it, and the amount exceeds any number of bundles.
 NODE_POOLS = ("trainer", "rollout")
 NODE_RESOURCE_AMOUNT = 10_000
+# CPUs that a pool without devices reserves.
+NO_DEVICE_CPUS = 0.01
 
 
 def node_resource(pool: str) -> str:
@@ -53,6 +55,9 @@ class PoolSpec:
     def bundles(self, kind: str) -> list[dict[str, float]]:
         """Ray resource bundles, one per node. A device is a GPU if `kind` is "cuda", otherwise a logical CPU."""
         per_node = min(self.slots, self.slots_per_node) * self.devices_reserved
+        if not per_node:
+            # A bundle must reserve something.
+            return [{"CPU": NO_DEVICE_CPUS}]
         if kind == "cuda":
             return [{"GPU": per_node, "CPU": per_node} for _ in range(self.nodes)]
         return [{"CPU": per_node} for _ in range(self.nodes)]
@@ -78,7 +83,11 @@ def pool_specs(config: Config, *, training: bool = True) -> dict[str, PoolSpec]:
     """
     rollout, per_node = config.rollout, config.cluster.devices_per_node
     pools = [_trainer_pool(config)] if training else []
-    pools.append(_server_pool("rollout", "rollout", rollout.servers, rollout.tensor_parallel, per_node))
+    if rollout.external:
+        # The place of the router and of the rollout workers.
+        pools.append(PoolSpec("rollout", slots=rollout.servers, devices=0, slots_per_node=rollout.servers))
+    else:
+        pools.append(_server_pool("rollout", "rollout", rollout.servers, rollout.tensor_parallel, per_node))
     if training and config.cluster.share_device:
         pools = _on_one_device(*pools)
     pools += [

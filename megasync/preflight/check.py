@@ -9,14 +9,15 @@ from __future__ import annotations
 import string
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from megasync.config.access import check_access
+from megasync.config.access import EXTERNAL_KEY_VARIABLE, check_access, given_external_key
 from megasync.config.deadlines import check_deadlines
 from megasync.config.host import is_loopback, is_wildcard
 from megasync.config.limits import as_typed, check_limits, refuse_unused
 from megasync.config.megatron_options import check_megatron
 from megasync.config.pacing import Pacing
-from megasync.config.pools import nodes_needed, pool_specs
+from megasync.config.pools import frozen_models, nodes_needed, pool_specs
 from megasync.config.schema import Config, DatasetConfig, TrainerConfig
 from megasync.config.server_args import OF_ROLLOUT, check_server_args, check_trained_args
 from megasync.errors import CheckpointError, ConfigError
@@ -189,8 +190,48 @@ def _check_prompt(config: Config) -> None:
         )
 
 
+def _check_external(config: Config) -> None:
+    urls, servers = config.rollout.external, config.rollout.servers
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
+            raise ConfigError(f"rollout.external names {url!r}, which is not of the form http://host:port")
+    if doubled := {url for url in urls if urls.count(url) > 1}:
+        raise ConfigError(f"rollout.external names {', '.join(sorted(doubled))} more than once; name each server once")
+    if servers != len(urls):
+        raise ConfigError(f"rollout.external names {len(urls)} servers, but rollout.servers={servers}; make them equal")
+    if is_loopback(config.cluster.host) and (
+        far := [url for url in urls if not is_loopback(urlsplit(url).hostname or "")]
+    ):
+        raise ConfigError(
+            f"rollout.external names {far[0]}, which cannot reach the trainer ranks at cluster.host="
+            f"{config.cluster.host}; set cluster.host=auto"
+        )
+    if config.cluster.share_device:
+        raise ConfigError(
+            "cluster.share_device=true puts a trainer rank and a server on one device, but rollout.external names "
+            "servers that run already; set it to false"
+        )
+    for key, model in frozen_models(config).items():
+        if model.pool != "own":
+            raise ConfigError(
+                f"{key}.pool={model.pool} takes devices of the rollout servers, which others have started "
+                f"(rollout.external); set it to own"
+            )
+    if config.rollout.server_args:
+        raise ConfigError(
+            "rollout.server_args are for servers that the run starts, not for rollout.external; drop them"
+        )
+    if config.cluster.generation_key == "never" and given_external_key() is not None:
+        raise ConfigError(
+            f"cluster.generation_key=never, but {EXTERNAL_KEY_VARIABLE} is set; unset it, or set generation_key=auto"
+        )
+
+
 def _check_servers(config: Config) -> None:
     rollout = config.rollout
+    if rollout.external:
+        _check_external(config)
     if rollout.min_servers > rollout.servers:
         raise ConfigError(
             f"rollout.min_servers={rollout.min_servers} exceeds rollout.servers={rollout.servers}, so the run could "

@@ -220,11 +220,11 @@ def _trainer_room(config: Config, server: ServerMemory, device_bytes: int) -> in
 
 
 def _server_fits(config: Config, server: ServerMemory) -> bool:
-    return server.kv_tokens is None or server.kv_tokens >= longest_sequence(config)
+    return bool(config.rollout.external) or server.kv_tokens is None or server.kv_tokens >= longest_sequence(config)
 
 
 def _arena_fits(rollout: RolloutConfig, server: ServerMemory, device_bytes: int) -> bool:
-    return server.arena <= (1 - rollout.mem_fraction) * device_bytes
+    return bool(rollout.external) or server.arena <= (1 - rollout.mem_fraction) * device_bytes
 
 
 def _admitted(config: Config) -> Config | None:

@@ -187,7 +187,7 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
 
 def _host_memory(config: Config, layout: Layout, nodes: int, pools: dict[str, PlannedPool]) -> HostMemory:
     ranks, servers = (min(spec.slots, spec.slots_per_node) for spec in (pools["trainer"].spec, pools["rollout"].spec))
-    servers *= config.rollout.tensor_parallel
+    servers *= 0 if config.rollout.external else config.rollout.tensor_parallel
     if nodes == 1:
         return host_memory(config, layout, ranks, servers)
     either = host_memory(config, layout, ranks, 0), host_memory(config, layout, 0, servers)

@@ -35,7 +35,9 @@ def findings_table(findings: Sequence[Finding]) -> Table:
 
 def plan_tables(plan: Plan) -> RenderableType:
     """All tables and messages about a plan, separated by empty lines."""
-    parts = [_summary(plan), _pools(plan), _nodes(plan), _ranks(plan), _memory(plan), _server(plan)]
+    parts = [_summary(plan), _pools(plan), _nodes(plan), _ranks(plan), _memory(plan)]
+    if plan.frozen_models or not plan.config.rollout.external:
+        parts.append(_server(plan))
     parts += [Text(f"warning: {warning}", style="yellow") for warning in plan.warnings]
     parts += [Text(f"does not fit: {refusal}", style="bold red") for refusal in plan.refusals]
     if plan.refusals and plan.nearest is None:
@@ -47,9 +49,9 @@ def plan_tables(plan: Plan) -> RenderableType:
 
 def _summary(plan: Plan) -> Table:
     config, sizes, pacing = plan.config, plan.layout.sizes, plan.pacing
-    schedule, health = config.schedule, config.rollout.health
+    schedule, rollout, health = config.schedule, config.rollout, config.rollout.health
     path = config.model.path
-    lost = f"at most {tokens} token(s)" if (tokens := config.rollout.stream_interval) else "all tokens"
+    lost = f"at most {tokens} token(s)" if (tokens := rollout.stream_interval) else "all tokens"
     workers, nodes = config.rollout.workers, plan.rollout.spec.nodes
     shared = f"{workers} processes on {min(workers, nodes)} node(s) of the rollout pool"
     rows = {
@@ -66,9 +68,9 @@ def _summary(plan: Plan) -> Table:
         f"them due to the look-ahead window; staler groups: {schedule.stale}",
         "weight sync": f"every {schedule.weight_sync_steps} step(s): {bytes_text(plan.broadcast.nbytes)} "
         f"{_transport(plan)}",
-        "fleet": f"continues with at least {config.rollout.min_servers} of {plan.rollout.spec.slots} server(s); each "
-        f"restarts up to {health.restarts} time(s) in {health.restart_window:g} s; a server that dies loses {lost} of "
-        "each request it runs",
+        "fleet": f"continues with at least {rollout.min_servers} of {plan.rollout.spec.slots} server(s); each "
+        f"{'is waited for' if rollout.external else 'restarts'} up to {health.restarts} time(s) in "
+        f"{health.restart_window:g} s; a server that dies loses {lost} of each request it runs",
         "host memory": _host_memory(plan.host),
         "access": describe_access(config.cluster),
     }
@@ -206,7 +208,8 @@ def _memory(plan: Plan) -> Table:
 def _server(plan: Plan) -> Table:
     table = Table(title="Memory of a server rank", title_justify="left")
     # The owner is obvious if there is only one kind of server.
-    of = [("rollout", plan.server), *((model.name, model.memory) for model in plan.frozen_models)]
+    own = [] if plan.config.rollout.external else [("rollout", plan.server)]
+    of = [*own, *((model.name, model.memory) for model in plan.frozen_models)]
     if len(of) > 1:
         table.add_column("of")
     for column in ("weights", "arena", "KV per token", "KV room", "KV tokens", "from"):

@@ -41,6 +41,17 @@ CONTRADICTIONS = [
         ["names layernorm"],
     ),
     (["trainer.overlap_grad_reduce=true"], ["overlap_grad_reduce=true", "trainer.data_parallel=1"]),
+    (["rollout.external=[host:1]", "rollout.servers=1"], ["rollout.external names 'host:1'", "http://host:port"]),
+    (["rollout.external=[http://a:1,http://a:1]"], ["http://a:1 more than once"]),
+    (
+        ["rollout.external=[http://10.0.0.5:1]", "rollout.servers=1"],
+        ["http://10.0.0.5:1, which cannot reach", "cluster.host=auto"],
+    ),
+    (["rollout.external=[http://a:1]"], ["names 1 servers, but rollout.servers=2"]),
+    (
+        ["rollout.external=[http://localhost:1]", "rollout.servers=1", "rollout.server_args.--foo=1"],
+        ["rollout.server_args", "rollout.external"],
+    ),
     (["trainer.min_data_parallel=2"], ["min_data_parallel=2", "data_parallel=1", "null"]),
     (
         [f"trainer.{key}" for key in ("data_parallel=4", "expert_parallel=4", "min_data_parallel=2")],

@@ -142,6 +142,9 @@ class RolloutConfig:
 
     # Number of SGLang servers at the start; `megasync scale` adds and removes servers during the run.
     servers: int = limited(2, PROCESSES)
+    # URLs of servers that somebody else has started for this run alone, instead of servers of its own; `servers` is
+    # their number. docs/fleet.md#external-servers
+    external: list[str] = field(default_factory=list)
     # Minimum number of available servers. The run continues while other servers restart, and ends below this number.
     min_servers: int = limited(1, AT_LEAST_ONE)
     # Tensor-parallel ranks (GPUs) of each server.

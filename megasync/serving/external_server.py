@@ -1,0 +1,121 @@
+"""Servers that somebody else has started for a run: asked whether they fit it, never started and never ended.
+
+Whoever starts them chooses their options; what a run relies on is asked for before it begins and after each loss. The
+first version that is published brings them the trainer's weights, whatever they held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from typing import Any
+
+from megasync.concurrency.tasks import gather_or_cancel
+from megasync.config import Config
+from megasync.config.access import EXTERNAL_KEY_VARIABLE, given_external_key
+from megasync.errors import ConfigError, HttpStatusError, ServerError
+from megasync.layout.model_files import read_hf_config
+from megasync.serving.control import ServerControl
+
+# Seconds for one answer, and between two attempts to reach a server that was lost.
+ANSWER_SECONDS = 15.0
+POLL_SECONDS = 2.0
+
+
+class ExternalServer:
+    """One such server, in the place of a process of the run (`server_slot.ServerProcess`)."""
+
+    def __init__(self, url: str, config: Config, key: str) -> None:
+        self._url = url.rstrip("/")
+        self._config = config
+        self._key = key
+
+    async def start(self, timeout: float) -> str:
+        """Waits until the server answers and fits the run; returns its URL.
+
+        Raises ServerError, with the last reason, after `timeout` seconds.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while True:
+            try:
+                await check_external_server(self._url, self._config, self._key)
+                return self._url
+            except ServerError as error:
+                if loop.time() + POLL_SECONDS > deadline:
+                    raise ServerError(f"{error}; waited {timeout:g} s (timeouts.server_start)") from error
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def ended(self) -> None:
+        """Never returns: only unanswered calls show that the server is gone."""
+        await asyncio.Event().wait()
+
+    async def tail(self, lines: int) -> str:
+        return "(its log is with whoever has started it)"
+
+    async def visible_devices(self) -> str:
+        raise ServerError(f"{self._url} is an external server; its devices are not known here")
+
+    async def stop(self, timeout: float) -> None:
+        """It goes on."""
+
+
+async def check_external_servers(config: Config) -> None:
+    """Raises ConfigError, with the first reason, unless all servers of `rollout.external` answer and fit the run."""
+    try:
+        await gather_or_cancel(*(check_external_server(url, config) for url in config.rollout.external))
+    except ServerError as error:
+        raise ConfigError(f"rollout.external: {error}") from error
+
+
+async def check_external_server(url: str, config: Config, key: str | None = None) -> None:
+    """Raises ServerError unless the server answers and fits the run."""
+    control = ServerControl(url, key or given_external_key())
+    try:
+        info = await control.get("/server_info", ANSWER_SECONDS)
+        model = await control.get("/model_info", ANSWER_SECONDS)
+    except HttpStatusError as error:
+        if error.status in (401, 403):
+            raise ServerError(f"{url} refuses the key in {EXTERNAL_KEY_VARIABLE}, or needs one") from error
+        raise ServerError(f"{url} is no SGLang server that can be used: {error}") from error
+    finally:
+        await control.close()
+    if not isinstance(info, dict) or not isinstance(model, dict):
+        raise ServerError(f"{url} is no SGLang server: /server_info and /model_info do not answer with objects")
+    if problem := next(misfits(info, model, config), None):
+        raise ServerError(f"{url} {problem}")
+
+
+def misfits(info: Mapping[str, Any], model: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Why a server does not fit the run, from its `/server_info` and `/model_info`, each with the fix."""
+    rollout, own = config.rollout, version("sglang")
+    if info.get("version") != own:
+        yield f"runs SGLang {info.get('version')}, but this run needs {own}; install that version there"
+    kind = read_hf_config(config.model.path).get("model_type")
+    if model.get("model_type") != kind:
+        yield (
+            f"serves a model of type {model.get('model_type')} ({model.get('model_path')}), but model.path="
+            f"{config.model.path} is of type {kind}; start it with a copy of that folder"
+        )
+    if info.get("dtype") not in (config.model.dtype, "auto"):
+        yield (
+            f"computes in {info.get('dtype')}, but model.dtype={config.model.dtype}; start it with --dtype "
+            f"{config.model.dtype}"
+        )
+    if info.get("tp_size") != rollout.tensor_parallel:
+        yield f"has {info.get('tp_size')} tensor-parallel ranks, but rollout.tensor_parallel={rollout.tensor_parallel}"
+    for name, option in (("pp_size", "--pp-size"), ("dp_size", "--dp-size")):
+        if info.get(name) != 1:
+            yield f"runs with {option} {info.get(name)}, which weight syncs do not support; start it with {option} 1"
+    if rollout.stream_interval and not info.get("incremental_streaming_output"):
+        yield (
+            f"streams whole responses; start it with --incremental-streaming-output --stream-interval "
+            f"{rollout.stream_interval}, or set rollout.stream_interval=0"
+        )
+    if rollout.deterministic and not info.get("enable_deterministic_inference"):
+        yield "does not compute deterministically; start it with --enable-deterministic-inference"
+    longest = config.data.prompt.max_tokens + rollout.sampling.max_new_tokens
+    room = info.get("context_length")
+    if isinstance(room, int) and room < longest:
+        yield f"accepts {room} tokens, but a sequence may have {longest}; start it with --context-length {longest}"

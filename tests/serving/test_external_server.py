@@ -1,0 +1,63 @@
+"""What is refused of a server that somebody else has started; its answers are written by hand."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import pytest
+
+from megasync.config import Config
+from megasync.models import fetch
+from megasync.serving.external_server import misfits
+
+INFO = {
+    "version": version("sglang"),
+    "dtype": "float32",
+    "tp_size": 1,
+    "pp_size": 1,
+    "dp_size": 1,
+    "incremental_streaming_output": True,
+    "enable_deterministic_inference": False,
+    "context_length": None,
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    config = Config()
+    config.model.path = str(fetch("digits", tmp_path_factory.mktemp("model") / "digits"))
+    config.model.dtype = "float32"
+    return config
+
+
+@pytest.fixture(scope="module")
+def model(config: Config) -> dict[str, str]:
+    return {"model_type": "qwen3", "model_path": config.model.path}
+
+
+def test_a_server_that_was_started_for_the_run_fits(config: Config, model: dict) -> None:
+    assert [*misfits(INFO, model, config)] == []
+    assert [*misfits(INFO | {"dtype": "auto", "context_length": 10**6}, model, config)] == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"version": "0.1.0"}, "runs SGLang 0.1.0, but this run needs"),
+        ({"dtype": "bfloat16"}, "start it with --dtype float32"),
+        ({"tp_size": 2}, "has 2 tensor-parallel ranks, but rollout.tensor_parallel=1"),
+        ({"pp_size": 2}, "start it with --pp-size 1"),
+        ({"dp_size": 4}, "start it with --dp-size 1"),
+        ({"incremental_streaming_output": False}, "--incremental-streaming-output --stream-interval 16"),
+        ({"context_length": 10}, "accepts 10 tokens"),
+        ({}, ""),
+    ],
+)
+def test_each_misfit_is_named_with_its_fix(config: Config, model: dict, changed: dict, words: str) -> None:
+    found = [*misfits(INFO | changed, model, config)]
+    assert len(found) == len(changed) and all(words in problem for problem in found)
+
+
+def test_another_model_is_named_with_both_folders(config: Config, model: dict) -> None:
+    (problem,) = misfits(INFO, {"model_type": "llama", "model_path": "/elsewhere"}, config)
+    assert "a model of type llama (/elsewhere)" in problem and f"model.path={config.model.path} is of type" in problem
