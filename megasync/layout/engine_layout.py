@@ -1,7 +1,6 @@
 """Which rectangle of which Hugging Face tensor a serving rank keeps, and where: the engine's side of the plan.
 
-Slots come from tracing the engine's own loader (`layout.trace`), so nothing here knows a model family. A tensor of more
-than two dimensions counts as the matrix of its first dimension by all the others.
+Slots come from tracing the engine's own loader (`layout.trace`), so nothing here knows a model family.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 from megasync.errors import ConfigError
@@ -26,7 +27,11 @@ T = TypeVar("T")
 
 
 class Box(NamedTuple):
-    """A rectangle: first row, rows, first column, columns. A vector of n elements is n rows of one column."""
+    """A rectangle: first row, rows, first column, columns.
+
+    A vector of n elements is n rows of one column. A tensor of more than two dimensions counts as the matrix of all but
+    its last dimension by the last.
+    """
 
     row: int
     rows: int
@@ -46,12 +51,16 @@ def intersect(one: Box, other: Box) -> Box | None:
 
 
 class Piece(NamedTuple):
-    """The same values in two places; both boxes have the same size."""
+    """The same values in two places; both boxes have the same size.
+
+    If ``turned``, ``param_box`` is a box of the transposed parameter. A vector transposed is a single row.
+    """
 
     hf_name: str
     hf_box: Box
     param: str
     param_box: Box
+    turned: bool = False
 
 
 class Holder(NamedTuple):
@@ -68,6 +77,7 @@ class Placed:
     ``dtype`` is what an export stores them in, None for the model's own. ``joined`` and ``all_tokens``: see `Rule`.
     ``ep`` is the expert-parallel coordinate of the ranks that hold it; None, outside experts: every rank of the stage.
     ``copy`` marks the last stage's copy of a tied embedding: loaded there, but exported and sent by the first stage.
+    ``stacked``: the parameter is that of this expert, transposed, in a tensor of all experts.
     """
 
     split: Split
@@ -78,6 +88,12 @@ class Placed:
     all_tokens: bool = False
     ep: int | None = None
     copy: bool = False
+    stacked: int | None = None
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of each tensor the shape that it has in the parameter, when that is not split."""
+        return tuple(shape if self.stacked is None else shape[:0:-1] for _, shape in self.tensors)
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
@@ -115,6 +131,12 @@ class Layout:
             raise ConfigError(
                 f"trainer.tensor_parallel={topology.tensor} is not a divisor of num_key_value_heads="
                 f"{self.sizes.groups}, over which {hf_config['model_type']} normalises keys; lower it"
+            )
+        if self.family.has_expert_biases and topology.expert_tensor_size > 1:
+            raise ConfigError(
+                f"experts of {hf_config['model_type']} have biases, which Megatron does not split: set "
+                f"trainer.expert_tensor_parallel=1, not {topology.expert_tensor_size}"
+                + ("" if topology.expert_tensor else " (as trainer.tensor_parallel)")
             )
         self.stages = topology.stage_layers(self.sizes.layers)
         self._placed: dict[int, list[Placed]] = {}
@@ -190,7 +212,7 @@ class Layout:
         share = self.sizes.experts // self.topology.expert
         for expert in range(self.sizes.experts):
             item = self._place(rule, prefix, layer, local, expert, expert % share)
-            yield replace(item, ep=expert // share)
+            yield replace(item, ep=expert // share, stacked=expert if rule.stacked else None)
 
     def _place(
         self, rule: Rule, prefix: str, layer: int = 0, local: int = 0, expert: int = 0, local_expert: int = 0
@@ -219,8 +241,8 @@ class Layout:
 
     def _local_shape(self, item: Placed) -> tuple[int, ...]:
         parts = self._parts(item)
-        first = item.tensors[0][1]
-        rows = sum(shape[0] for _, shape in item.tensors)
+        first = item.shapes[0]
+        rows = sum(shape[0] for shape in item.shapes)
         match item.split:
             case Split.REPLICATED:
                 return first
@@ -274,12 +296,18 @@ class Layout:
 
     def _pieces(self, item: Placed, part: int) -> Iterator[Piece]:
         for index, hf, local in self._rectangles(item, part):
-            yield Piece(item.tensors[index][0], hf, item.param, local)
+            name, shape = item.tensors[index]
+            if item.stacked is None:
+                yield Piece(name, hf, item.param, local)
+                continue
+            turned = hf.transposed()
+            above = item.stacked * prod(shape[1:-1])
+            yield Piece(name, turned._replace(row=turned.row + above), item.param, local.transposed(), turned=True)
 
     def _rectangles(self, item: Placed, part: int) -> Iterator[tuple[int, Box, Box]]:
         """(index of the Hugging Face tensor, its box, the local box) of one part of one parameter."""
         parts = self._parts(item)
-        shape = item.tensors[0][1]
+        shape = item.shapes[0]
         rows, cols = shape[0], (*shape, 1)[1]
         match item.split:
             case Split.REPLICATED:

@@ -63,9 +63,19 @@ ReadPart = Callable[[int, str, Box], torch.Tensor]
 
 
 def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The view of ``tensor`` ([rows, cols], or [n] taken as n rows) that a box names; no copy."""
-    rows = tensor[box.row : box.row + box.rows]
+    """The view of a contiguous tensor, or of a matrix, that a box names; no copy."""
+    matrix = tensor.view(-1, tensor.shape[-1]) if tensor.dim() > 2 else tensor
+    rows = matrix[box.row : box.row + box.rows]
     return rows if tensor.dim() == 1 else rows[:, box.col : box.col + box.cols]
+
+
+def piece_of(param: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The view of a parameter that a piece names, as the Hugging Face tensor has it; no copy."""
+    return box_of(_turned(param) if piece.turned else param, piece.param_box)
+
+
+def _turned(param: torch.Tensor) -> torch.Tensor:
+    return param.t() if param.dim() == 2 else param[None]
 
 
 class TensorFiles:
@@ -101,8 +111,18 @@ class TensorFiles:
 
 def _part(stored: Any, box: Box) -> torch.Tensor:
     """A box of a slice of a safetensors file."""
-    rows = slice(box.row, box.row + box.rows)
-    return stored[rows] if len(stored.get_shape()) == 1 else stored[rows, box.col : box.col + box.cols]
+    rows, cols = slice(box.row, box.row + box.rows), slice(box.col, box.col + box.cols)
+    match len(stored.get_shape()):
+        case 1:
+            return stored[rows]
+        case 2:
+            return stored[rows, cols]
+        case _:
+            # Reads the whole of each matrix along the first dimension that the box touches.
+            height = stored.get_shape()[1]
+            first, last = box.row // height, (box.row + box.rows - 1) // height
+            whole = stored[first : last + 1, :, cols].flatten(0, 1)
+            return whole[box.row - first * height :][: box.rows]
 
 
 class HfFolder(TensorFiles):
@@ -243,7 +263,7 @@ def fill_param(shape: tuple[int, ...], pieces: Iterable[Piece], read: Read, dtyp
     param = torch.empty(shape, dtype=dtype)
     filled = 0
     for piece in pieces:
-        target = box_of(param, piece.param_box)
+        target = piece_of(param, piece)
         target.copy_(read(piece.hf_name, piece.hf_box))
         filled += target.numel()
     if filled < param.numel():
@@ -256,12 +276,13 @@ def fill_rows(
     shape: tuple[int, ...], pieces: Iterable[Piece], rows: range, read: Read, dtype: torch.dtype
 ) -> torch.Tensor:
     """Some rows of a local parameter; reads nothing else. See `fill_param`."""
-    window = Box(rows.start, len(rows), 0, (*shape, 1)[1])
-    inside = [
-        Piece(piece.hf_name, moved(common, piece.param_box, piece.hf_box), piece.param, moved(common, window, CORNER))
-        for piece in pieces
-        if (common := intersect(piece.param_box, window))
-    ]
+    straight = Box(rows.start, len(rows), 0, (*shape, 1)[1])
+    inside: list[Piece] = []
+    for piece in pieces:
+        window = straight.transposed() if piece.turned else straight
+        if common := intersect(piece.param_box, window):
+            hf_box, param_box = moved(common, piece.param_box, piece.hf_box), moved(common, window, CORNER)
+            inside.append(piece._replace(hf_box=hf_box, param_box=param_box))
     return fill_param((len(rows), *shape[1:]), inside, read, dtype)
 
 
@@ -279,12 +300,15 @@ def reading_parts(layout: Layout, read: ReadPart) -> Read:
     # One replica holds everything, and the first ranks are those of the first one.
     one = layout.with_replicas(1)
 
+    def read_piece(piece: Piece, rank: int, common: Box) -> torch.Tensor:
+        place = moved(common, piece.hf_box, piece.param_box)
+        if not piece.turned:
+            return read(rank, piece.param, place)
+        return _turned(read(rank, piece.param, place.transposed()))
+
     def read_box(name: str, box: Box) -> torch.Tensor:
         parts = [
-            (
-                common,
-                read(layout.topology.rank_of([0], ranks[0]), piece.param, moved(common, piece.hf_box, piece.param_box)),
-            )
+            (common, read_piece(piece, layout.topology.rank_of([0], ranks[0]), common))
             for piece, ranks in one.holders[name]
             if (common := intersect(piece.hf_box, box))
         ]
@@ -304,7 +328,7 @@ def assemble(hf_name: str, layout: Layout, read: ReadParam) -> torch.Tensor:
     holders = layout.holders[hf_name]
     whole = torch.empty(layout.hf_tensors[hf_name], dtype=read(holders[0].ranks[0], holders[0].piece.param).dtype)
     for piece, ranks in holders:
-        box_of(whole, piece.hf_box).copy_(box_of(read(ranks[0], piece.param), piece.param_box))
+        box_of(whole, piece.hf_box).copy_(piece_of(read(ranks[0], piece.param), piece))
     return whole
 
 

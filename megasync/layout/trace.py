@@ -64,6 +64,12 @@ class _Made(NamedTuple):
     tensor: torch.Tensor
 
 
+class _Filled(NamedTuple):
+    """The storage of a stand-in that the loader overwrote with a constant."""
+
+    value: float
+
+
 class _Target(NamedTuple):
     """The storage of a parameter or buffer."""
 
@@ -111,7 +117,7 @@ class _Recorder(TorchDispatchMode):
         self._slots: dict[str, list[Slot]] = {}
         self._fills: list[Fill] = []
         self._checkpoint: list[_Source] = []
-        self._sources: dict[int, _Source | _Made] = {}
+        self._sources: dict[int, _Source | _Made | _Filled] = {}
         self._targets: dict[int, list[_Target]] = {}
         for name, tensor in targets.items():
             self._targets.setdefault(_storage(tensor), []).append(_Target(name, tensor))
@@ -176,7 +182,7 @@ class _Recorder(TorchDispatchMode):
             f"{self.loader} uses {func} on {self._describe(tracked[0])}: only copies and fills can be traced"
         )
 
-    def _origin(self, tensor: torch.Tensor) -> _Source | _Made | _Target | None:
+    def _origin(self, tensor: torch.Tensor) -> _Source | _Made | _Filled | _Target | None:
         storage = _storage(tensor)
         if storage in self._sources:
             return self._sources[storage]
@@ -193,7 +199,7 @@ class _Recorder(TorchDispatchMode):
                 return f"parameter {name!r}"
             case _Made(_, parts):
                 return self._describe(parts[0][2])
-            case None:
+            case _Filled() | None:
                 pass
         return f"a tensor of shape {list(tensor.shape)} made while loading {self.loading!r}"
 
@@ -250,7 +256,11 @@ class _Recorder(TorchDispatchMode):
     def _fill(self, to: torch.Tensor, value: torch.Tensor | float = 0) -> torch.Tensor:
         if isinstance(value, torch.Tensor) and self._origin(value):
             return self._copy(to, value)
-        if to.numel():
+        origin = self._origin(to)
+        if isinstance(origin, _Source | _Made) and to.numel() == origin.tensor.numel():
+            # A tensor that this rank does not need.
+            self._sources[_storage(to)] = _Filled(float(value))
+        elif to.numel():
             target, loops, at = self._place(to, to)
             self._record_fill(target.name, at, loops, float(value))
         return to
@@ -268,8 +278,9 @@ class _Recorder(TorchDispatchMode):
     def _write(self, param: str, at: int, loops: list[Loop], source: torch.Tensor, offset: int) -> None:
         """Records a copy from ``offset`` of ``source``'s storage to element ``at`` of ``param``."""
         origin = self._origin(source)
-        if origin is None:
-            self._record_fill(param, at, loops, self._constant(source, param))
+        if origin is None or isinstance(origin, _Filled):
+            constant = self._constant(source, param) if origin is None else origin.value
+            self._record_fill(param, at, loops, constant)
             return
         repeated = [loop for loop in loops if loop.source == 0 and loop.steps > 1]
         loops = [loop for loop in loops if loop.source]
@@ -277,7 +288,8 @@ class _Recorder(TorchDispatchMode):
             try:
                 match origin:
                     case _Source(name, tensor):
-                        shape = (tensor.shape[0], prod(tensor.shape[1:])) if tensor.dim() else (1, 1)
+                        rows = prod(tensor.shape[:-1]) if tensor.dim() > 1 else tensor.numel()
+                        shape = (rows, tensor.numel() // rows)
                         slots = rectangles(loops, offset, shape, name, param, at + further)
                         self._slots.setdefault(param, []).extend(slots)
                     case _Made():

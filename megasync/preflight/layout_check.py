@@ -21,7 +21,7 @@ from megasync.errors import ConfigError
 from megasync.layout.engine_layout import EngineRank
 from megasync.layout.layout import Box, Layout
 from megasync.layout.model_files import read_hf_config
-from megasync.layout.shards import HfFolder, Read
+from megasync.layout.shards import HfFolder, Read, box_of
 from megasync.layout.topology import Topology
 from megasync.sync.broadcast.plan import ITEM_BYTES
 from megasync.sync.shard.plan import ShardPlan, plan_shards
@@ -194,8 +194,7 @@ def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int = SEED) -> R
         return torch.randn(shapes[name], generator=generator)
 
     def read(name: str, box: Box) -> torch.Tensor:
-        rows = tensor(name)[box.row : box.row + box.rows]
-        return rows if rows.dim() == 1 else rows[:, box.col : box.col + box.cols]
+        return box_of(tensor(name), box)
 
     return read
 

@@ -15,7 +15,7 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,22 +38,33 @@ _GROUPS = ("tp", "pp", "attn_tp", "attn_cp", "moe_ep", "moe_tp", "moe_dp")
 SECONDS = 600.0
 
 
-def engine_ranks(model: Path, tensor_parallel: int, dtype: str, device: str, specs: Specs) -> list[EngineRank]:
+def engine_ranks(
+    model: Path,
+    tensor_parallel: int,
+    dtype: str,
+    device: str,
+    specs: Specs,
+    server_args: Mapping[str, Any] | None = None,
+) -> list[EngineRank]:
     """What each rank of a server of this model folder keeps, computed in a separate process from its config.json.
 
     Args:
         dtype: the dtype that the server uses.
         device: cpu or cuda; SGLang pads and packs differently on them.
+        server_args: further arguments of the server, as in `rollout.server_args`.
 
     Raises:
         TraceError: the loader does something that cannot be repeated, or refuses the specs.
         ServerError: SGLang cannot build the model; with its last log lines.
     """
-    return asyncio.run(_ask(model, tensor_parallel, dtype, device, specs))
+    return asyncio.run(_ask(model, tensor_parallel, dtype, device, specs, server_args or {}))
 
 
-async def _ask(model: Path, tensor_parallel: int, dtype: str, device: str, specs: Specs) -> list[EngineRank]:
-    rollout = RolloutConfig(tensor_parallel=tensor_parallel, server_args={"--skip-tokenizer-init": True})
+async def _ask(
+    model: Path, tensor_parallel: int, dtype: str, device: str, specs: Specs, server_args: Mapping[str, Any]
+) -> list[EngineRank]:
+    arguments = {"--skip-tokenizer-init": True, **server_args}
+    rollout = RolloutConfig(tensor_parallel=tensor_parallel, server_args=arguments)
     with tempfile.TemporaryDirectory(prefix="megasync-blueprint-") as folder:
         request, answer, log = (Path(folder) / name for name in ("request.json", "answer.json", "log"))
         # Nothing listens on the port.
@@ -95,13 +106,13 @@ def trace_ranks(arguments: Sequence[str], specs: Specs) -> list[EngineRank]:
     settings: Any = prepare_server_args(list(arguments))
     ranks = []
     for tp in range(settings.tp_size):
-        with _rank_context(settings, tp):
-            ranks.append(trace_load(_build(settings), specs))
+        with rank_context(settings, tp):
+            ranks.append(trace_load(build(settings), specs))
     return ranks
 
 
 @contextmanager
-def _rank_context(settings: Any, tp: int) -> Iterator[None]:
+def rank_context(settings: Any, tp: int) -> Iterator[None]:
     """Applies SGLang's runtime context of one rank's scheduler, with groups that only have a rank and a size."""
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe.utils import initialize_moe_config
@@ -126,7 +137,8 @@ def _rank_context(settings: Any, tp: int) -> Iterator[None]:
         yield
 
 
-def _build(settings: Any) -> Any:
+def build(settings: Any, device: str = "meta") -> Any:
+    """SGLang's model without weights, on a rank whose context applies (`rank_context`)."""
     import torch
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -139,7 +151,7 @@ def _build(settings: Any) -> Any:
     config = ModelConfig.from_server_args(settings)
     if get_device().device == "cpu":
         config = adjust_config_with_unaligned_cpu_tp(config, load, get_parallel().tp_size)
-    with set_default_torch_dtype(config.dtype), torch.device("meta"):
+    with set_default_torch_dtype(config.dtype), torch.device(device):
         return _initialize_model(config, load)
 
 

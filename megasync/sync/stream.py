@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megasync.layout.layout import Layout, Piece
-from megasync.layout.shards import box_of
+from megasync.layout.shards import box_of, piece_of
 from megasync.sync.broadcast.plan import BroadcastPlan, Bucket, plan_broadcast
 
 
@@ -80,7 +80,7 @@ def place_part(bucket: Bucket, rank: int, part: torch.Tensor, whole: Mapping[str
 
 def held_piece(piece: Piece, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The part of a parameter that a piece names; a view, detached."""
-    return box_of(params[piece.param].detach(), piece.param_box)
+    return piece_of(params[piece.param].detach(), piece)
 
 
 def piece_elements(bucket: Bucket, rank: int) -> list[int]:

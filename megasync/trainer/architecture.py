@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Options that change the computation, and the only implemented value, which is also the default.
 FIXED = {"hidden_act": "silu", "use_sliding_window": False}
+# Kinds of attention layers in ``layer_types``.
+WINDOWED, FULL = "sliding_attention", "full_attention"
 # Kinds of rotary scaling, and the constants that each requires.
 ROPE_TYPES = {
     "default": (),
@@ -34,6 +36,11 @@ def check_architecture(hf_config: Mapping[str, Any]) -> None:
     if hf_config.get("rms_norm_eps") is None:
         raise ConfigError("config.json has no 'rms_norm_eps'")
     rope_parameters(hf_config)
+    window_options(hf_config)
+    family = family_of(hf_config)
+    limit = {**family.defaults, **hf_config}.get("swiglu_limit")
+    if family.clamped and not (isinstance(limit, int | float) and limit > 0):
+        raise ConfigError(f"swiglu_limit={limit!r} in config.json must be a number above 0")
     _check_routing(hf_config)
 
 
@@ -53,6 +60,31 @@ def _check_routing(hf_config: Mapping[str, Any]) -> None:
             f"num_experts_per_tok={topk} with topk_group={chosen} in config.json is not supported: Megatron ranks "
             f"groups of experts by their best {topk // chosen}, Hugging Face and SGLang by their best 2"
         )
+
+
+def window_options(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of Megatron's ``TransformerConfig`` for layers with a sliding window; none if no layer has one.
+
+    Raises ConfigError for other kinds of layers, and for a list that does not have one for each layer.
+    """
+    family = family_of(hf_config)
+    if not family.windows:
+        return {}
+    config = {**family.defaults, **hf_config}
+    layers, window = config["num_hidden_layers"], config["sliding_window"]
+    alternating = [WINDOWED if layer % 2 == 0 else FULL for layer in range(layers)]
+    kinds: list[str] = config.get("layer_types") or alternating
+    if len(kinds) != layers or not set(kinds) <= {WINDOWED, FULL}:
+        raise ConfigError(
+            f"layer_types in config.json must have {WINDOWED!r} or {FULL!r} for each of num_hidden_layers={layers} "
+            f"layers; it has {len(kinds)}: {', '.join(sorted(set(map(str, kinds))))}"
+        )
+    if WINDOWED not in kinds:
+        return {}
+    if type(window) is not int or window < 1:
+        raise ConfigError(f"sliding_window={window!r} in config.json must be a whole number from 1")
+    # Megatron counts the tokens before the query, config.json counts its own as well.
+    return {"window_size": (window - 1, 0), "window_attn_skip_freq": [int(kind == WINDOWED) for kind in kinds]}
 
 
 def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,6 +139,11 @@ def check_context(layout: Layout, trainer: TrainerConfig, dtype: str) -> None:
         raise ConfigError(
             f"trainer.context_parallel={ranks} on GPUs requires model.dtype=bfloat16: Transformer Engine has no "
             f"attention in float32 for it"
+        )
+    if layout.family.windows and trainer.context_parallel_comm != "a2a":
+        raise ConfigError(
+            f"trainer.context_parallel_comm={trainer.context_parallel_comm} does not compute the windows and sinks of "
+            f"{layout.hf_config['model_type']}; set it to a2a"
         )
     heads = {"num_attention_heads": sizes.heads}
     if not layout.family.latent:

@@ -47,6 +47,34 @@ class _NormedOutput(torch.nn.Module):
         return self.output_layernorm(output), bias
 
 
+class _Alternating(torch.nn.Module):
+    """Mixin for a linear layer whose output channels alternate between gate and up (gpt-oss): returns gate, then up."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(*args, **kwargs)
+        return _apart(output), None if bias is None else _bias_apart(bias)
+
+
+def _bias_apart(bias: torch.Tensor | list[torch.Tensor]) -> Any:
+    return [_apart(each) for each in bias] if isinstance(bias, list) else _apart(bias)
+
+
+def _apart(channels: torch.Tensor) -> torch.Tensor:
+    """[..., channels], first those at even places, then those at odd ones."""
+    return channels.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+class _Copied(torch.nn.Module):
+    """Mixin for an expert's last linear layer: Megatron's local experts add the bias to its output in place.
+
+    Autograd refuses that for a view that a function of Megatron returned.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(*args, **kwargs)
+        return output.clone(), bias
+
+
 def chunk_specs(
     config: TransformerConfig, layout: Layout, layers: range, flavour: str, rope: Mapping[str, Any]
 ) -> ModuleSpec | TransformerBlockSubmodules:
@@ -83,6 +111,11 @@ def _layer_spec(
         attention.q_layernorm, attention.k_layernorm = AllQueriesNorm, AllKeysNorm
     if sparse:
         _submodules(layer.mlp).router = PolicyRouter
+        if layout.family.clamped:
+            experts = _submodules(_submodules(layer.mlp).experts)
+            experts.linear_fc1 = type("AlternatingProjection", (_Alternating, experts.linear_fc1), {})
+            if flavour == "local":
+                experts.linear_fc2 = type("CopiedProjection", (_Copied, experts.linear_fc2), {})
     if any(rule.local.endswith(".output_layernorm.weight") for rule in layout.family.layer):
         attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
         attention.linear_proj = type("NormedProjection", (_NormedOutput, attention.linear_proj), {})

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu as fused_quick_gelu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -25,13 +26,13 @@ from megasync.device import Device
 from megasync.errors import ConfigError
 from megasync.layout.families.value_head import BIAS, WEIGHT
 from megasync.layout.layout import Layout
-from megasync.trainer.architecture import rope_parameters
+from megasync.trainer.architecture import rope_parameters, window_options
 from megasync.trainer.batch import PackedTokens
 from megasync.trainer.latent_attention import latent_options
 from megasync.trainer.layer_specs import chunk_specs
 from megasync.trainer.logprobs import token_logprobs
 from megasync.trainer.param_attributes import set_param_attributes
-from megasync.trainer.rotary import PackedRotary
+from megasync.trainer.rotary import PackedRotary, attention_factor
 from megasync.trainer.routing import PolicyRouter, score_options
 
 # Standard deviation of a new value head if config.json gives none; that of Hugging Face.
@@ -147,6 +148,10 @@ def build_chunks(layout: Layout, trainer: TrainerConfig, device: Device, dtype: 
             model.rotary_pos_emb = PackedRotary(  # pyright: ignore[reportAttributeAccessIssue]
                 rope, layout.sizes.head_dim, device.torch_device, interleaved=layout.family.interleaved_rotary
             )
+        for name, param in model.named_parameters():
+            if name.endswith(".softmax_offset"):
+                # Transformer Engine makes it in float32.
+                param.data = param.data.to(dtype)
         for module in model.modules():
             # Transformer Engine's layers.
             if hasattr(module, "fuse_wgrad_accumulation"):
@@ -207,8 +212,11 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
         normalization="RMSNorm",
         layernorm_epsilon=layout.hf_config["rms_norm_eps"],
         gated_linear_unit=True,
-        activation_func=silu,
-        add_bias_linear=False,
+        **_activation_options(layout, fused=fused),
+        **window_options(layout.hf_config),
+        softmax_type="learnable" if layout.family.has_sinks else "vanilla",
+        softmax_scale=_softmax_scale(layout),
+        add_bias_linear=any(name.endswith("linear_proj.bias") for name in params),
         add_qkv_bias=any(name.endswith("linear_qkv.bias") for name in params),
         qk_layernorm=latent or any(name.endswith("q_layernorm.weight") for name in params),
         hidden_dropout=0.0,
@@ -255,6 +263,31 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
     # differ in length, but those that meet in a dispatcher are padded to the same length (`packing.pad_alike`).
     config.variable_seq_lengths = True
     return config
+
+
+def _activation_options(layout: Layout, *, fused: bool) -> dict[str, Any]:
+    if not layout.family.clamped:
+        return {"activation_func": silu}
+    # The fused activation exists for Megatron's own function, which is compiled.
+    return {
+        "activation_func": fused_quick_gelu if fused else _quick_gelu,
+        "activation_func_clamp_value": {**layout.family.defaults, **layout.hf_config}["swiglu_limit"],
+        "glu_linear_offset": 1.0,
+    }
+
+
+def _quick_gelu(gate: torch.Tensor) -> torch.Tensor:
+    return gate * torch.sigmoid(1.702 * gate)
+
+
+def _softmax_scale(layout: Layout) -> float | None:
+    """The scale of attention scores if it is not the usual one.
+
+    yarn's factor of rotated queries and of rotated keys is one of their products, because all channels are rotated.
+    """
+    if layout.family.latent or "yarn" not in layout.family.rope_types:
+        return None
+    return attention_factor(rope_parameters(layout.hf_config)) ** 2 * layout.sizes.head_dim**-0.5
 
 
 def _recompute_options(trainer: TrainerConfig) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from megasync.layout.layout import Layout
 
 def score_options(layout: Layout) -> dict[str, Any]:
     """Fields of Megatron's ``TransformerConfig`` that define how logits become chosen experts and their weights."""
+    config = {**layout.family.defaults, **layout.hf_config}
     if not layout.family.has_router_bias:
         # A softmax over all experts, renormalised over the chosen ones, is a softmax over the chosen ones.
-        return {"moe_router_pre_softmax": not layout.hf_config.get("norm_topk_prob", False)}
-    config = {**layout.family.defaults, **layout.hf_config}
+        return {"moe_router_pre_softmax": not config.get("norm_topk_prob", False)}
     limited = config["topk_group"] < config["n_group"]
     return {
         "moe_router_score_function": "sigmoid",

@@ -48,7 +48,8 @@ def assert_loads(folders, topology, dtype, spec="local"):
             assert torch.equal(ours[name], theirs[name]), name
 
 
-@pytest.mark.parametrize("family", [*MODELS, *MORE_MODELS])
+# Blocks are parts of matrices; the tensors of gpt-oss's experts have three dimensions.
+@pytest.mark.parametrize("family", sorted({*MODELS, *MORE_MODELS} - {"gpt_oss"}))
 @pytest.mark.parametrize("spec", ["local", "te"])
 def test_every_family_loads_exactly(make, family, spec):
     config = (MODELS | MORE_MODELS)[family] | {"num_hidden_layers": 4}

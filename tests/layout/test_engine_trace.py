@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from oracle import engine_oracle
 
 from megasync.config.schema import RolloutConfig
 from megasync.errors import ServerError
+from megasync.layout.topology import Topology
+from megasync.preflight.layout_check import check_layout
 from megasync.serving.control import ServerControl
 from megasync.serving.engine_blueprint import engine_ranks
 from megasync.serving.engine_control import EngineControl
@@ -87,7 +91,7 @@ async def commit(control: ServerControl, request: dict) -> None:
     ("family", "tensor_parallel"),
     [
         pytest.param(family, tp, marks=[] if (family, tp) in LEAN else pytest.mark.matrix)
-        for family in FAMILIES
+        for family in sorted(FAMILIES.keys() - {"gpt_oss"})
         for tp in (1, 2)
     ],
 )
@@ -121,6 +125,35 @@ async def test_a_server_computes_what_hugging_face_does_and_loads_what_its_trace
         loaded = sum(box.rows * box.cols for rank in ranks for _, box, *_ in rank.slots)
         assert sum(answer["loaded"] for answer in answers) == loaded
         assert loaded >= sum(torch.Size(shape).numel() for _, shape in specs)
+
+
+# SGLang serves it on CPUs with AMX only. A kernel that is there has to be named, although none runs.
+KERNEL = {"--attention-backend": "triton"}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_a_model_that_is_not_served_here_loads_what_its_trace_says(tensor_parallel, tmp_path):
+    path = tmp_path / "model"
+    make_model(path, "gpt_oss")
+    specs = checkpoint_specs(path)
+    ranks = engine_ranks(path, tensor_parallel, "float32", "cpu", specs, KERNEL)
+    assert all(rank.unwritten == () for rank in ranks)
+    loaded = sum(box.rows * box.cols for rank in ranks for _, box, *_ in rank.slots)
+    assert loaded >= sum(torch.Size(shape).numel() for _, shape in specs)
+    rollout = RolloutConfig(tensor_parallel=tensor_parallel, server_args={"--skip-tokenizer-init": True, **KERNEL})
+    server = SGLangServer(ServerSpec(path, rollout, "float32", "cpu"), "127.0.0.1", 30000, tmp_path / "log")
+    program = Path(engine_oracle.__file__).parents[1] / "real_loads.py"
+    command = [sys.executable, str(program), json.dumps(server.command()[3:]), json.dumps(specs)]
+    done = subprocess.run(command, env=server.environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers = json.loads(done.stdout.splitlines()[-1])
+    assert [answer["different"] for answer in answers] == [[]] * tensor_parallel
+    assert sum(answer["loaded"] for answer in answers) == loaded
+    # What trainer ranks send is what a load keeps, with experts over two ranks.
+    topology = Topology(tensor=2, pipeline=2, expert=2, expert_tensor=1)
+    report = check_layout(path, topology, "te", "float32", 1, False, lambda dtype, specs: ranks)
+    assert report.problems == () and report.wire_bytes == report.minimum_bytes
 
 
 async def test_a_commit_succeeds_on_all_ranks_or_is_refused_by_all(tmp_path, monkeypatch):

@@ -94,11 +94,21 @@ def test_experts_fused_in_one_tensor_of_three_dimensions():
             m.w13.data[expert, 2:].copy_(up[2:])
 
     rank = check(Module({"w": load}, w13=(3, 4, 5)), [("w", (3, 8, 5))])
-    # As a matrix of the first dimension by the rest, one expert's two rows are ten neighbouring columns.
-    assert rank.slots[0] == Slot("w", Box(0, 3, 10, 10), "w13", 0, 20, 1)
-    assert len(rank.slots) == 2
+    # The matrix has the rows of one expert after those of another.
+    assert rank.slots[0] == Slot("w", Box(2, 2, 0, 5), "w13", 0, 5, 1)
+    assert len(rank.slots) == 6
     whole = check(Module({"w": lambda m, w: m.w.data.copy_(w)}, w=(3, 8, 5)), [("w", (3, 8, 5))])
-    assert whole.slots == (Slot("w", Box(0, 3, 0, 40), "w", 0, 40, 1),)
+    assert whole.slots == (Slot("w", Box(0, 24, 0, 5), "w", 0, 5, 1),)
+
+
+def test_a_tensor_that_the_loader_overwrites_is_a_fill():
+    """As SGLang does with the bias of gpt-oss's experts on all tensor-parallel ranks but the first."""
+
+    def load(m, w):
+        m.w.data.copy_(w.zero_())
+
+    rank = check(Module({"w": load}, w=(3, 4)), [("w", (3, 4))])
+    assert (rank.slots, rank.fills) == ((), (Fill("w", 0, 1, 12, 1, 1, 0.0),))
 
 
 def test_vocabulary_padding_is_a_fill():

@@ -50,6 +50,7 @@ LEAN = [
     (NEWEST, "deepseek_v3", "tp2-ep2-etp1"),
     (NEWEST, "glm4_moe", "tp2-ep2-etp1"),
     (NEWEST, "minimax_m2", "tp2-sp"),
+    (NEWEST, "gpt_oss", "tp2-ep2-etp1"),
 ]
 MATRIX = [case for flavour in ("te", NEWEST) for each in WORLDS if (case := (flavour, *each)) not in LEAN]
 EVERY = [*LEAN, *(pytest.param(*case, marks=pytest.mark.matrix) for case in MATRIX)]

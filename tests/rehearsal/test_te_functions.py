@@ -162,24 +162,30 @@ def test_rope_leaves_tokens_after_the_last_sequence_unwritten():
     assert out[2].isnan().all()
 
 
-def attention(q, k, v, starts_q, starts_kv, layout, mask, window=(-1, -1), bottom_right=False, grad=None, padded=None):
-    """Output, and gradients of q, k and v if ``grad`` is given; ``padded`` are offsets other than the starts."""
+def attention(
+    q, k, v, starts_q, starts_kv, layout, mask, window=(-1, -1), bottom_right=False, grad=None, padded=None, offset=None
+):  # fmt: skip
+    """Output, and gradients of q, k and v if ``grad`` is given; ``padded`` are offsets other than the starts.
+
+    With a softmax ``offset``, its gradient is the last.
+    """
     sizes = (int(starts_q.diff().max()), int(starts_kv.diff().max()))
     kind, form = tex.NVTE_QKV_Layout[f"NVTE_{layout}"], tex.NVTE_QKV_Format.NVTE_THD
     common = (tex.NVTE_Bias_Type.NVTE_NO_BIAS, tex.NVTE_Mask_Type[f"NVTE_{mask}"])
-    common += (tex.NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX, window, bottom_right)
+    softmax = tex.NVTE_Softmax_Type[f"NVTE_{'VANILLA' if offset is None else 'LEARNABLE'}_SOFTMAX"]
+    common += (softmax, window, bottom_right)
     scale, padding = 0.3, padded or (None, None)
-    out, stats, state = tex.fused_attn_fwd(
+    out, *saved = tex.fused_attn_fwd(
         *sizes, True, scale, 0.0, True, kind, form, form, *common, starts_q, starts_kv, q, k, v, q.dtype, *padding,
-        None, None, None, None, None, None, None, 16, False, False,
+        None, None, None, None, None, offset, None, 16, False, False,
     )  # fmt: skip
     if grad is None:
         return out
-    *grads, _, _ = tex.fused_attn_bwd(
+    *grads, _, d_offset = tex.fused_attn_bwd(
         *sizes, scale, 0.0, True, kind, form, form, kind, form, form, *common, False, starts_q, starts_kv, q, k, v,
-        out, grad, q.dtype, [stats, state], *padding, None, None, None, False,
+        out, grad, q.dtype, saved, *padding, None, None, None, False,
     )  # fmt: skip
-    return out, *grads
+    return (out, *grads) if offset is None else (out, *grads, d_offset)
 
 
 def by_torch(q, k, v, mask):
@@ -212,6 +218,25 @@ def test_attention_of_packed_sequences_and_its_gradients_are_torchs(lengths, gro
     whole.backward(grad.float())
     for tensor, expected in zip(found, (whole.detach(), *(each.grad for each in wide)), strict=True):
         assert tensor.dtype == dtype
+        close(tensor, expected, dtype)
+
+
+@given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=3), per_group=st.integers(1, 3), dtype=FLOATS)
+def test_a_softmax_offset_is_a_score_without_a_value(lengths, per_group, dtype):
+    tokens, heads = sum(lengths), 2 * per_group
+    q, k, v = (random(tokens, n, 8, dtype=dtype, seed=seed) for seed, n in enumerate((heads, 2, 2)))
+    grad, offset = random(tokens, heads, 8, dtype=dtype, seed=5), random(1, heads, 1, 1, seed=6)
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    found = attention(q, k, v, starts, starts, "THD_THD_THD", "PADDING_CAUSAL_MASK", grad=grad, offset=offset)
+    wide = [leaf(tensor) for tensor in (q, k, v, offset)]
+    parts = []
+    for one, key, value in zip(*(tensor.split(lengths) for tensor in wide[:3]), strict=True):
+        scores = torch.einsum("qhd,khd->hqk", one, key.repeat_interleave(per_group, 1)) * 0.3
+        scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
+        weights = torch.cat((scores, wide[3][0].expand(-1, len(one), -1)), dim=-1).softmax(-1)[..., :-1]
+        parts.append(torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(per_group, 1)))
+    torch.cat(parts).backward(grad.float())
+    for tensor, expected in zip(found, (torch.cat(parts).detach(), *(each.grad for each in wide)), strict=True):
         close(tensor, expected, dtype)
 
 

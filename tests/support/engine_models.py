@@ -97,6 +97,21 @@ FAMILIES |= {
         "use_routing_bias": True,
         "scoring_func": "sigmoid",
     },
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 4,
+        "swiglu_limit": 1.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 256,
+            "truncate": False,
+        },
+    },
 }
 
 

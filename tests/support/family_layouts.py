@@ -63,6 +63,14 @@ LATENT_LAYOUTS = {
         "pp2-vpp2": INTERLEAVED,
     },
 }
+# Biases of experts are not split.
+WHOLE_EXPERT_LAYOUTS = {
+    1: LATENT_LAYOUTS[1],
+    2: {
+        "tp2-etp1": {**SPARSE_LAYOUTS[2]["tp2-etp1"], "recompute": "full"},
+        **{label: LATENT_LAYOUTS[2][label] for label in ("tp2-ep2-etp1", "ep2", "ep2-distributed", "pp2-vpp2")},
+    },
+}
 # For what differs from another family in nothing that is split.
 ONE_RANK = {1: {"one": {}}}
 FAMILIES = {
@@ -76,6 +84,7 @@ FAMILIES = {
     "glm4_moe": LATENT_LAYOUTS,
     "glm4_moe_plain": ONE_RANK,
     "minimax_m2": LATENT_LAYOUTS,
+    "gpt_oss": WHOLE_EXPERT_LAYOUTS,
 }
 CASES = {
     (family, label): options for family, w in FAMILIES.items() for ls in w.values() for label, options in ls.items()
@@ -131,7 +140,9 @@ def gradients(model):
 
 def _split_experts(model):
     for name, parameter in model.named_parameters():
-        if name.endswith("experts.gate_up_proj"):
+        if model.config.model_type == "gpt_oss":
+            yield name, parameter.grad
+        elif name.endswith("experts.gate_up_proj"):
             for expert, grad in enumerate(parameter.grad):
                 for half, part in zip(("gate", "up"), grad.chunk(2), strict=True):
                     yield name.replace("gate_up_proj", f"{expert}.{half}_proj.weight"), part

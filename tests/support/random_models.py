@@ -209,6 +209,31 @@ MORE_MODELS["minimax_m2"] = {
     "use_routing_bias": True,
     "scoring_func": "sigmoid",
 }
+# Windows in every other layer, sinks, biases everywhere, and values on both sides of the clamps.
+MORE_MODELS["gpt_oss"] = {
+    **BASE,
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "num_hidden_layers": 4,
+    "intermediate_size": 32,
+    "head_dim": 16,
+    "attention_bias": True,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "swiglu_limit": 0.5,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 4.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 64,
+        "truncate": False,
+    },
+}
 
 
 def write_model(folder: Path, config: dict, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:

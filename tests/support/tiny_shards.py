@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megasync.layout.layout import Layout
-from megasync.layout.shards import box_of
+from megasync.layout.shards import box_of, piece_of
 
 
 def random_weights(layout: Layout) -> dict[str, torch.Tensor]:
@@ -16,5 +16,5 @@ def shards_of(layout: Layout, rank: int, whole: dict[str, torch.Tensor]) -> dict
     """A trainer rank's shards of the given Hugging Face tensors. Vocabulary padding is NaN, to reveal its use."""
     shards = {name: torch.full(shape, torch.nan) for name, shape in layout.params(rank).items()}
     for piece in layout.pieces(rank):
-        box_of(shards[piece.param], piece.param_box).copy_(box_of(whole[piece.hf_name], piece.hf_box))
+        piece_of(shards[piece.param], piece).copy_(box_of(whole[piece.hf_name], piece.hf_box))
     return shards

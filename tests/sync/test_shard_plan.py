@@ -18,7 +18,7 @@ from tiny_shards import random_weights, shards_of
 from megasync.errors import SyncError
 from megasync.layout.engine_layout import EngineRank
 from megasync.layout.layout import Box, Layout, intersect
-from megasync.layout.shards import box_of
+from megasync.layout.shards import box_of, piece_of
 from megasync.layout.topology import Topology
 from megasync.sync.shard import plan as shard_plan
 from megasync.sync.shard.feeds import assign_feeds
@@ -67,7 +67,7 @@ def execute(plan, shards, engine) -> list[dict[str, torch.Tensor]]:
             box = region.slot.hf_box
             message = torch.full((box.rows, box.cols), torch.nan)
             for piece in region.sources:
-                source = box_of(shards[bucket.source][piece.param], piece.param_box)
+                source = piece_of(shards[bucket.source][piece.param], piece)
                 assert not bucket.direct or source.is_contiguous()
                 inside = piece.hf_box._replace(row=piece.hf_box.row - box.row, col=piece.hf_box.col - box.col)
                 target = box_of(message, inside)

@@ -6,7 +6,7 @@ import torch
 from family_layouts import INTERLEAVED, WHOLE, biases, layout_of, norm, reference
 from hypothesis import given
 from hypothesis import strategies as st
-from random_models import MODELS
+from random_models import MODELS, MORE_MODELS
 
 from megasync.config.schema import TrainerConfig
 from megasync.errors import ConfigError
@@ -42,7 +42,7 @@ SPARSE = {
 }
 FAMILIES = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "glm4"), DENSE),
-    **dict.fromkeys(("qwen3_moe", "qwen2_moe", "deepseek_v3", "deepseek_v3_plain", "minimax_m2"), SPARSE),
+    **dict.fromkeys(("qwen3_moe", "qwen2_moe", "deepseek_v3", "deepseek_v3_plain", "minimax_m2", "gpt_oss"), SPARSE),
 }
 LEAN = [("qwen3", 2), ("deepseek_v3", 2)]
 EVERY = [
@@ -148,6 +148,13 @@ def test_each_target_is_read_once_from_the_token_before_it(flavour, multiple):
     assert sorted(kept) == list(range(5))
     expected = {0: [(3, 10), (11, 12)], 1: [(7, 40), (40, 41)], 2: [(5, 50)]}
     assert [found[place] for place in range(5)] == [pair for index in microbatch.sequences for pair in expected[index]]
+
+
+def test_windows_and_sinks_over_ranks_on_gpus_need_the_exchange_of_heads():
+    trainer = TrainerConfig(context_parallel=2)
+    layout = Layout(MORE_MODELS["gpt_oss"], Topology.from_config(trainer), "te")
+    with pytest.raises(ConfigError, match="context_parallel_comm=p2p does not compute .* of gpt_oss"):
+        check_context(layout, trainer, "bfloat16")
 
 
 @pytest.mark.parametrize(

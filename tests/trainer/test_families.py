@@ -14,6 +14,7 @@ from family_layouts import (
     ONE_RANK,
     SPARSE_LAYOUTS,
     WHOLE,
+    WHOLE_EXPERT_LAYOUTS,
     WHOLE_GRADIENTS,
     biases,
     layout_of,
@@ -30,7 +31,7 @@ def results(run_ranks, models, rows, tmp_path_factory):
     """(family, layout) -> one result per rank, and where the checkpoints lie."""
     folder = tmp_path_factory.mktemp("checkpoints")
     found = {}
-    for layouts in (SPARSE_LAYOUTS, DENSE_LAYOUTS, LATENT_LAYOUTS, ONE_RANK):
+    for layouts in (SPARSE_LAYOUTS, DENSE_LAYOUTS, LATENT_LAYOUTS, WHOLE_EXPERT_LAYOUTS, ONE_RANK):
         mine = {family: models[family] for family, own in FAMILIES.items() if own is layouts}
         for world, part in layouts.items():
             ranks = run_ranks("layouts", world, models=mine, rows=rows, layouts=part, folder=str(folder))

@@ -13,7 +13,7 @@ from megasync.errors import ConfigError
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
-from megasync.trainer.architecture import rope_parameters
+from megasync.trainer.architecture import check_architecture, rope_parameters, window_options
 from megasync.trainer.engine import MegatronEngine
 from megasync.trainer.optimizer import learning_rate
 from megasync.trainer.rotary import attention_factor, inverse_frequencies
@@ -75,6 +75,44 @@ def test_a_switch_that_servers_need_must_be_stated(switch):
 def test_norms_over_all_heads_need_whole_groups_on_each_tensor_rank():
     with pytest.raises(ConfigError, match="tensor_parallel=4 is not a divisor of num_key_value_heads=2"):
         Layout(MORE_MODELS["minimax_m2"], Topology(tensor=4))
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types in config.json must have .* for each of .*=4 layers"),
+        ({"layer_types": ["chunked_attention"] * 4}, "layer_types in config.json .* chunked_attention"),
+        ({"sliding_window": None}, "sliding_window=None in config.json must be a whole number"),
+        ({"swiglu_limit": None}, "swiglu_limit=None in config.json must be a number above 0"),
+        ({"swiglu_alpha": 1.5}, "swiglu_alpha=1.5 .* is not supported for gpt_oss"),
+        ({"rope_scaling": None}, "rope_type 'default' .* supported for gpt_oss are yarn"),
+    ],
+)
+def test_what_gpt_oss_cannot_have_is_refused(stated, words):
+    check_architecture(MORE_MODELS["gpt_oss"])
+    with pytest.raises(ConfigError, match=words):
+        check_architecture({**MORE_MODELS["gpt_oss"], **stated})
+
+
+@pytest.mark.parametrize(
+    ("kinds", "options"),
+    [
+        (None, {"window_size": (4, 0), "window_attn_skip_freq": [1, 0, 1, 0]}),
+        (["full_attention"] * 4, {}),
+        (
+            ["full_attention"] * 3 + ["sliding_attention"],
+            {"window_size": (4, 0), "window_attn_skip_freq": [0, 0, 0, 1]},
+        ),
+    ],
+)
+def test_layers_have_the_windows_that_config_json_states(kinds, options):
+    """Without a list, as in Hugging Face, every other layer from the first on."""
+    assert window_options({**MORE_MODELS["gpt_oss"], "layer_types": kinds}) == options
+
+
+def test_experts_with_biases_are_not_split():
+    with pytest.raises(ConfigError, match=r"set trainer.expert_tensor_parallel=1, not 2 \(as trainer.tensor"):
+        Layout(MORE_MODELS["gpt_oss"], Topology(tensor=2))
 
 
 @pytest.mark.parametrize(

@@ -44,11 +44,12 @@ def marked(layout, rank, sequence_parallel=True):
 @pytest.mark.parametrize("spec", ["local", "te"])
 @pytest.mark.parametrize("value_head", [False, True], ids=["logits", "values"])
 @pytest.mark.parametrize(
-    "family", ["qwen3", "glm4", "llama", "qwen2_moe", "deepseek_v3", "deepseek_v3_plain", "glm4_moe", "minimax_m2"]
+    "family",
+    ["qwen3", "glm4", "llama", "qwen2_moe", "deepseek_v3", "deepseek_v3_plain", "glm4_moe", "minimax_m2", "gpt_oss"],
 )
 def test_the_gradient_norm_counts_each_element_once(models, family, spec, value_head):
     """Over all tensor and pipeline ranks and all expert ranks; embeddings are counted with their padding."""
-    expert = {"expert": 2, "expert_tensor": 1} if "moe" in family or "deepseek" in family else {}
+    expert = {"expert": 2, "expert_tensor": 1} if any(x in family for x in ("moe", "deepseek", "gpt")) else {}
     layout = layout_of(models[family], spec, value_head, tensor=TENSOR, pipeline=2, first_stage_layers=1, **expert)
     counted = 0
     for rank in range(layout.topology.world):

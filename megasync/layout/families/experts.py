@@ -1,7 +1,7 @@
 """Families whose layers, or some of them, have a router and experts instead of one MLP.
 
-Experts are named per expert in a checkpoint. In Megatron the local layers have a module for each expert of the rank,
-and Transformer Engine's have one module with a numbered weight for each.
+Experts are named per expert in a checkpoint, except gpt-oss's. In Megatron the local layers have a module for each
+expert of the rank, and Transformer Engine's have one module with a numbered weight for each.
 """
 
 from __future__ import annotations
@@ -71,6 +71,32 @@ ALL_HEADS_NORMS = tuple(
     for x, rows in (("q", "q_rows"), ("k", "kv_rows"))
 )
 MINIMAX_MOE = "model.layers.{layer}.block_sparse_moe"
+
+
+def stacked_experts(x: str, fc: str, rows: str, columns: str) -> tuple[Rule, Rule]:
+    """A projection of gpt-oss's experts and its bias, each in one tensor of all experts.
+
+    In the columns of ``gate_up_proj``, gate and up alternate. Megatron's parameters keep that order.
+    """
+    hf, megatron = "model.layers.{layer}.mlp.experts", "decoder.layers.{layer}.mlp.experts"
+    local, te = f"{megatron}.local_experts.{{expert}}.linear_{fc}", f"{megatron}.linear_{fc}"
+    weight, bias = Tensor(f"{hf}.{x}", ("experts", columns, rows)), Tensor(f"{hf}.{x}_bias", ("experts", rows))
+    return (
+        Rule(Split.COLUMN, (weight,), f"{local}.weight", f"{te}.weight{{expert}}", stacked=True),
+        Rule(Split.COLUMN, (bias,), f"{local}.bias", f"{te}.bias{{expert}}", stacked=True),
+    )
+
+
+SINKS = Rule(
+    Split.COLUMN,
+    (Tensor("model.layers.{layer}.self_attn.sinks", ("heads",)),),
+    "decoder.layers.{layer}.self_attention.core_attention.softmax_offset",
+)
+OUTPUT_BIAS = Rule(
+    Split.REPLICATED,
+    (Tensor("model.layers.{layer}.self_attn.o_proj.bias", ("hidden",)),),
+    "decoder.layers.{layer}.self_attention.linear_proj.bias",
+)
 
 SPARSE: dict[str, Family] = {
     "qwen2_moe": Family(
@@ -143,5 +169,34 @@ SPARSE: dict[str, Family] = {
         },
         spelling={"moe_intermediate_size": "intermediate_size"},
         partial_rotary="rotary_dim",
+    ),
+    "gpt_oss": Family(
+        layer=(INPUT_NORM, QKV_WEIGHT, QKV_BIAS, SINKS, OUTPUT, OUTPUT_BIAS),
+        dense=MLP,
+        sparse=(
+            PRE_MLP_NORM,
+            replace(ROUTER, tensors=(Tensor("model.layers.{layer}.mlp.router.weight", ("experts", "hidden")),)),
+            Rule(
+                Split.REPLICATED,
+                (Tensor("model.layers.{layer}.mlp.router.bias", ("experts",)),),
+                "decoder.layers.{layer}.mlp.router.bias",
+            ),
+            *stacked_experts("gate_up_proj", "fc1", "moe_gate_up", "hidden"),
+            *stacked_experts("down_proj", "fc2", "hidden", "moe_intermediate"),
+        ),
+        # Megatron's SwiGLU has this gain.
+        fixed={"attention_bias": True, "swiglu_alpha": 1.702},
+        defaults={
+            "attention_bias": True,
+            "swiglu_limit": 7.0,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "norm_topk_prob": True,
+        },
+        spelling={"moe_intermediate_size": "intermediate_size"},
+        rope_types=("yarn",),
+        windows=True,
+        clamped=True,
     ),
 }

@@ -39,7 +39,8 @@ class Rule:
     ``unless`` name switches in config.json: the rule applies only if the first is true and the second false. ``dtype``
     is what an export always stores, if that is not the model's own. ``joined``: the engine fuses these tensors with
     those of the previous rule, and must receive all of them together. ``all_tokens``: each tensor rank computes a
-    replicated parameter's gradient from all tokens, even under sequence parallelism.
+    replicated parameter's gradient from all tokens, even under sequence parallelism. ``stacked``: the Hugging Face
+    tensor has those of all experts along its first dimension, each transposed.
     """
 
     split: Split
@@ -52,6 +53,7 @@ class Rule:
     dtype: str | None = None
     joined: bool = False
     all_tokens: bool = False
+    stacked: bool = False
 
     def param(self, spec: str) -> str:
         return self.te if spec == "te" and self.te else self.local
@@ -88,7 +90,9 @@ class Family:
     the option of config.json that may leave some of the channels unrotated; it gives a share of them
     (``partial_rotary_factor``) or a number (``rotary_dim``). ``rope_types``: the supported kinds of rotary scaling.
     ``latent``: queries, keys and values pass through latents. ``spelling``: this family's names, by the names that
-    `Sizes` are read from, of options that it calls something else.
+    `Sizes` are read from, of options that it calls something else. ``windows``: layers may have a sliding window, of
+    which config.json tells (``sliding_window``, ``layer_types``). ``clamped``: experts clamp the inputs of a SwiGLU
+    that differs from the others' (``swiglu_limit``; gpt-oss), and their gate and up rows alternate.
     """
 
     layer: tuple[Rule, ...]
@@ -102,6 +106,18 @@ class Family:
     rope_types: tuple[str, ...] = ("default", "llama3")
     latent: bool = False
     spelling: Mapping[str, str] = field(default_factory=dict[str, str])
+    windows: bool = False
+    clamped: bool = False
+
+    @property
+    def has_sinks(self) -> bool:
+        """Attention has a learnable sink per head."""
+        return any(rule.local.endswith(".softmax_offset") for rule in self.layer)
+
+    @property
+    def has_expert_biases(self) -> bool:
+        """Linear layers of experts have biases, which Megatron supports where experts are not split."""
+        return any(rule.per_expert and rule.local.endswith(".bias") for rule in self.sparse)
 
     @property
     def norms_all_heads(self) -> bool:

@@ -80,6 +80,11 @@ class Sizes:
         """Rows of a dense layer's gate and up projections together."""
         return 2 * self.intermediate
 
+    @property
+    def moe_gate_up(self) -> int:
+        """Rows of an expert's gate and up projections together."""
+        return 2 * self.moe_intermediate
+
     def shape(self, names: tuple[str | int, ...]) -> tuple[int, ...]:
         return tuple(name if isinstance(name, int) else getattr(self, name) for name in names)
 

@@ -1,6 +1,7 @@
 """Fused attention, as cuDNN computes it: forward and backward, without dropout, bias or quantised inputs.
 
-Scores and probabilities are float32; no matrix of scores is kept for the backward pass, only its log-sum-exp.
+With a softmax offset, each head has one more score, which takes part in the softmax and has no value. Scores and
+probabilities are float32; no matrix of scores is kept for the backward pass, only its log-sum-exp.
 """
 
 from __future__ import annotations
@@ -155,16 +156,18 @@ def fused_attn_fwd(
     return_max_logit: bool,
     cuda_graph: bool,
 ) -> list[torch.Tensor]:
-    """Attention of each sequence, its log-sum-exp of scaled scores, and a random state [2].
+    """Attention of each sequence, its log-sum-exp of scaled scores, a random state [2], and the softmax offset if any.
 
     ``q`` is [tokens, heads, dim], [length, batch, heads, dim] or [batch, length, heads, dim], ``k`` and ``v`` likewise
     with fewer heads; the head sizes of ``k`` and ``v`` may differ. The output has the format of ``q`` and is zero where
-    there is no query. The log-sum-exp is float32, [tokens, heads, 1] if packed and else [batch, heads, length, 1].
+    there is no query. The log-sum-exp is float32, [tokens, heads, 1] if packed and else [batch, heads, length, 1], and
+    includes the softmax offset, float32 [1, heads, 1, 1].
     """
+    offset = None if int(softmax_type) == NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX else softmax_offset
     _refuse(
         dropout=dropout != 0.0,
         bias=int(bias_type) != NVTE_Bias_Type.NVTE_NO_BIAS,
-        softmax_offset=int(softmax_type) != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX,
+        off_by_one_softmax=int(softmax_type) == NVTE_Softmax_Type.NVTE_OFF_BY_ONE_SOFTMAX,
         paged_keys=page_table_k is not None,
         quantised_output=o_quantizer is not None,
         max_logit=return_max_logit,
@@ -188,12 +191,15 @@ def fused_attn_fwd(
         batch = q.shape[format_q.index("b")]
         stats = torch.zeros(batch, q.shape[-2], max_seqlen_q, 1, dtype=torch.float32, device=q.device)
     state = torch.zeros(2, dtype=torch.int64, device=q.device)
+    results = [out, stats, state] if offset is None else [out, stats, state, offset]
     if q.device.type == "meta":
-        return [out, stats, state]
+        return results
     for index, queries, keys in problem.sequences():
         mine = _of(q, format_q, index, queries)
         scores, value = _scores(problem, mine, _of(k, format_kv, index, keys)), _of(v, format_kv, index, keys)
         total = scores.logsumexp(-1)
+        if offset is not None:
+            total = torch.logaddexp(total, offset.view(-1, 1))
         # A query that sees no key has a log-sum-exp of minus infinity, and an output of zero.
         probs = (scores - total[..., None]).exp().nan_to_num(0.0)
         _of(out, format_q, index, queries).copy_((probs @ _heads(value, mine.shape[1])).transpose(0, 1))
@@ -201,7 +207,7 @@ def fused_attn_fwd(
             stats[queries, :, 0] = total.t()
         else:
             stats[index, :, queries, 0] = total
-    return [out, stats, state]
+    return results
 
 
 def fused_attn_bwd(
@@ -238,7 +244,9 @@ def fused_attn_bwd(
     dqkv_quantizer: Any,
     cuda_graph: bool,
 ) -> list[torch.Tensor | None]:
-    """Gradients of ``q``, ``k`` and ``v``, and None for bias and softmax offset."""
+    """Gradients of ``q``, ``k`` and ``v``, None for bias, and the gradient of the softmax offset or None."""
+    offset = None if int(softmax_type) == NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX else aux_ctx_tensors[-1]
+    d_offset = None if offset is None else torch.zeros_like(offset)
     _refuse(dropout=dropout != 0.0, quantised_gradients=dqkv_quantizer is not None)
     problem = _problem(
         qkv_layout,
@@ -254,7 +262,7 @@ def fused_attn_bwd(
     format_q, format_kv = problem.formats
     grads = tuple(torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))
     if q.device.type == "meta":
-        return [*grads, None, None]
+        return [*grads, None, d_offset]
     stats, groups = aux_ctx_tensors[0], k.shape[-2]
     for index, queries, keys in problem.sequences():
         mine, key = _of(q, format_q, index, queries), _of(k, format_kv, index, keys)
@@ -264,7 +272,11 @@ def fused_attn_bwd(
         value = _heads(_of(v, format_kv, index, keys), heads)
         grad_out, out = (_of(each, format_q, index, queries).transpose(0, 1).float() for each in (d_o, o))
         d_probs = grad_out @ value.transpose(1, 2)
-        d_scores = probs * (d_probs - (grad_out * out).sum(-1, keepdim=True)) * problem.scale
+        expected = (grad_out * out).sum(-1, keepdim=True)
+        d_scores = probs * (d_probs - expected) * problem.scale
+        if offset is not None and d_offset is not None:
+            weight = (offset.view(-1, 1) - total).exp()
+            d_offset -= (weight * expected[..., 0]).sum(-1).view_as(d_offset)
         d_query = d_scores @ _heads(key, heads)
         d_key = d_scores.transpose(1, 2) @ mine.transpose(0, 1).float()
         d_value = probs.transpose(1, 2) @ grad_out
@@ -272,7 +284,7 @@ def fused_attn_bwd(
         for target, whole in ((grads[1], d_key), (grads[2], d_value)):
             shared = whole.view(groups, heads // groups, *whole.shape[1:]).sum(1)
             _of(target, format_kv, index, keys).copy_(shared.transpose(0, 1))
-    return [*grads, None, None]
+    return [*grads, None, d_offset]
 
 
 def convert_thd_to_bshd(packed: torch.Tensor, cu_seqlens: torch.Tensor, batch: int, length: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ MODULES = (
     "deepseek_v2",
     "glm4",
     "glm4_moe",
+    "gpt_oss",
     "llama",
     "minimax_m2",
     "mistral",

@@ -117,11 +117,14 @@ def _stage_buckets(layout: Layout, stage: int, limit: int, dtype: str) -> Iterat
 def _groups(items: list[Placed]) -> list[list[str]]:
     """Names of the tensors that must travel together."""
     groups: list[list[str]] = []
+    seen: set[str] = set()
     for item in items:
         if not (item.joined and groups):
             groups.append([])
-        groups[-1] += [name for name, _ in item.tensors]
-    return groups
+        # The parameters of all experts may be in one tensor.
+        groups[-1] += [name for name, _ in item.tensors if name not in seen]
+        seen.update(name for name, _ in item.tensors)
+    return [group for group in groups if group]
 
 
 def _bucket(layout: Layout, stage: int, names: list[str], dtype: str) -> Bucket:

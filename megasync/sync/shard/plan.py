@@ -362,7 +362,7 @@ def _buckets(
 def _contiguous(region: Region, shapes: Mapping[str, tuple[int, ...]], item_bytes: int) -> bool:
     """Whether a region is a contiguous range of whole words in its only source's memory."""
     piece, *others = region.sources
-    if others:
+    if others or piece.turned:
         return False
     box, width = piece.param_box, prod(shapes[piece.param][1:])
     start = (box.row * width + box.col) * item_bytes

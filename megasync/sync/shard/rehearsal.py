@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple, TypeVar
 
 import torch
 
 from megasync.layout.engine_layout import EngineRank, Fill, Slot
 from megasync.layout.layout import Box, Layout
-from megasync.layout.shards import Read, assemble, box_of, fill_param, pieces_by_param
+from megasync.layout.shards import Read, assemble, fill_param, piece_of, pieces_by_param
 from megasync.sync.messages import ReceivePlan
 from megasync.sync.shard.plan import ShardBucket, ShardPlan, receive_plan
 from megasync.sync.shard.receiver import rectangles
@@ -99,7 +100,7 @@ def _misfits(bucket: ShardBucket, shards: Mapping[str, torch.Tensor]) -> Iterato
     """Pieces of a bucket that its sender does not hold."""
     for region in bucket.regions:
         for piece in region.sources:
-            held = box_of(shards[piece.param], piece.param_box).numel()
+            held = piece_of(shards[piece.param], piece).numel()
             if held != piece.hf_box.rows * piece.hf_box.cols:
                 what = f"{piece.param} has no box {tuple(piece.param_box)}"
                 yield Problem(piece.hf_name, f"trainer rank {bucket.source}", what)
@@ -145,7 +146,8 @@ class _Checkpoint:
 
     def whole(self, name: str) -> torch.Tensor:
         shape = self.layout.hf_tensors[name]
-        return self.sent(name, Box(0, shape[0], 0, (*shape, 1)[1])).view(shape)
+        rows, cols = (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (prod(shape), 1)
+        return self.sent(name, Box(0, rows, 0, cols)).view(shape)
 
     def _wire_dtype(self, name: str) -> torch.dtype:
         return getattr(torch, self.layout.hf_dtype(name, self.dtype))
@@ -257,8 +259,12 @@ class _EngineSide:
 def _compare_assembled(checkpoint: _Checkpoint, report: RehearsalReport) -> None:
     """Assembles each Hugging Face tensor from the trainer's shards, as an export does, and compares it."""
     layout, trainer = checkpoint.layout, checkpoint.trainer()
+    compared: set[str] = set()
     for item in (item for pp in range(layout.topology.pipeline) for item in layout.placed(pp) if not item.copy):
         for name, _ in item.tensors:
+            if name in compared:
+                continue
+            compared.add(name)
             whole = assemble(name, layout, lambda rank, param: trainer[rank][param])
             report.peak_bytes = max(report.peak_bytes, whole.nbytes + _nbytes(trainer))
             if different := _different(whole, checkpoint.whole(name)):

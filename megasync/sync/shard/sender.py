@@ -26,7 +26,7 @@ import torch
 from megasync.errors import SyncError
 from megasync.layout.digest import MASK, combine, digest, signed
 from megasync.layout.engine_layout import EngineRank
-from megasync.layout.shards import box_of
+from megasync.layout.shards import box_of, piece_of
 from megasync.sync.attempt import timed
 from megasync.sync.groups import Deadline, Links, Transfer, join_store, open_store
 from megasync.sync.messages import (
@@ -243,7 +243,7 @@ class ShardSender:
     def _part(self, bucket: ShardBucket) -> torch.Tensor:
         """The message of a direct bucket, [nbytes] uint8, where its parameter keeps it."""
         piece = bucket.regions[0].sources[0]
-        return box_of(self._params[piece.param].detach(), piece.param_box).view(-1).view(torch.uint8)
+        return piece_of(self._params[piece.param].detach(), piece).view(-1).view(torch.uint8)
 
     def leave(self, names: Iterable[str] | None = None) -> None:
         """Leaves the links of these names, or all links and the meeting point. May be called at any time."""
@@ -271,7 +271,7 @@ def packing(
         box = region.slot.hf_box
         whole = values[start : start + region.elements].view(box.rows, box.cols)
         for piece in region.sources:
-            source = box_of(params[piece.param], piece.param_box)
+            source = piece_of(params[piece.param], piece)
             inside = piece.hf_box._replace(row=piece.hf_box.row - box.row, col=piece.hf_box.col - box.col)
             targets.append(box_of(whole, inside).view_as(source))
             sources.append(source)

@@ -46,7 +46,7 @@ def replay(rank: EngineRank, tensors: dict[str, torch.Tensor], model: nn.Module)
         place(held[fill.param], fill.offset, fill[2:6]).fill_(fill.value)
     for slot in rank.slots:
         tensor, box = tensors[slot.hf_name], slot.hf_box
-        matrix = tensor.reshape(len(tensor) if tensor.dim() else 1, -1)
+        matrix = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() > 1 else 1)
         part = matrix[box.row : box.row + box.rows, box.col : box.col + box.cols]
         place(held[slot.param], slot.offset, (box.rows, box.cols, slot.row_stride, slot.col_stride)).copy_(part)
 
