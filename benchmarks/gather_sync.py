@@ -20,7 +20,8 @@ from megasync.device import Device
 from megasync.layout.layout import Layout
 from megasync.layout.shards import assemble
 from megasync.serving.control import ServerControl
-from megasync.sync.groups import Deadline, SyncGroup, join_store, open_store
+from megasync.store import join_store, open_store
+from megasync.sync.groups import Deadline, SyncGroup
 
 GROUP = "gather"
 SECONDS = 300.0

@@ -145,9 +145,18 @@ class ServiceActor:
         self._group: ActorGroup | None = None
         self._process: ProcessId | None = None
 
+    def _create(self) -> None:
+        if self._group is None:
+            remote = ray.remote(ROLES[self._role].actor).options(**self._options, max_restarts=0)
+            self._group = ActorGroup(self._role, [remote.remote(*self._arguments)])
+
+    async def meet(self, timeout: float) -> tuple[str, int]:
+        """See `SGLangServer.meet`; creates the actor."""
+        self._create()
+        return await self._call("meet", timeout, timeout=timeout + ANSWER_SECONDS)
+
     async def start(self, timeout: float) -> str:
-        remote = ray.remote(ROLES[self._role].actor).options(**self._options, max_restarts=0)
-        self._group = ActorGroup(self._role, [remote.remote(*self._arguments)])
+        self._create()
         url = await self._call("start", timeout, timeout=timeout + ANSWER_SECONDS)
         self._process = await self._call("process_id", timeout=ANSWER_SECONDS)
         return url

@@ -30,9 +30,11 @@ from megasync.cluster.actors import ServiceActor
 from megasync.cluster.pools import Pools
 from megasync.cluster.router_slot import Members, RouterSlot
 from megasync.cluster.server_slot import CHECK, ServerProcess, ServerSlot, ServiceProcess, raise_supervision_error
+from megasync.cluster.spread_server import SpreadServer
 from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
 from megasync.config import Config
 from megasync.config.access import Keys, router_trust
+from megasync.config.pools import engine_nodes
 from megasync.device import Device
 from megasync.errors import MegasyncError, ServerError
 from megasync.rollout.inflight import ServerLoad
@@ -72,6 +74,7 @@ class Fleet:
         self._config = config
         self._clock = clock
         self._logs = run_dir / "logs"
+        self._nodes = engine_nodes(config)
         self._device = device
         self._pools = pools
         self._keys = keys
@@ -333,7 +336,7 @@ class Fleet:
         async def run() -> None:
             await slot.run()
             # It has retired, and its process has ended.
-            self._pools.remove_slot("rollout", slot.index)
+            self._release_slots(slot.index)
             del self._tasks[slot]
 
         self._tasks[slot] = asyncio.create_task(run(), name=f"server {slot.index}")
@@ -397,15 +400,28 @@ class Fleet:
             raise ServerError(f"{count - len(errors)} of {count} servers were added; {errors[0]}")
 
     async def _add(self, index: int) -> None:
-        await self._pools.add_slot("rollout", index, PLACE_SECONDS)
+        try:
+            for place in self._pool_slots(index):
+                await self._pools.add_slot("rollout", place, PLACE_SECONDS)
+        except BaseException:
+            self._release_slots(index)
+            raise
         slot = self._new_slot(index)
         try:
             await slot.start()
         except BaseException:
             self._forget(slot)
-            self._pools.remove_slot("rollout", index)
+            self._release_slots(index)
             raise
         self._supervise(slot)
+
+    def _pool_slots(self, index: int) -> range:
+        """The slots of the pool that a server takes, one on each of its nodes."""
+        return range(index * self._nodes, (index + 1) * self._nodes)
+
+    def _release_slots(self, index: int) -> None:
+        for place in self._pool_slots(index):
+            self._pools.remove_slot("rollout", place)
 
     def _least_useful(self, count: int) -> list[ServerSlot]:
         """Servers to remove: those that do not serve first, then the latest."""
@@ -420,7 +436,7 @@ class Fleet:
         await self._settle()
         await slot.drain(DRAIN_SECONDS)
         await slot.close()
-        self._pools.remove_slot("rollout", slot.index)
+        self._release_slots(slot.index)
 
     # Processes and clients; the simulator overrides these
 
@@ -442,11 +458,18 @@ class Fleet:
             self._device.kind,
             config.seed + index,
             config.rollout.deterministic,
+            self._nodes,
         )
-        log_path = str(self._logs / f"server-{index}.log")
-        arguments = (spec, config.cluster.host, 0, log_path, self._keys.admin, self._keys.generation)
-        options = self._pools.options("rollout", index)
-        return ServiceActor("server", index, options, arguments, partial(self._pools.ended, "rollout", index))
+        slots = self._pool_slots(index)
+
+        def part(node: int, meeting_point: tuple[str, int] | None = None) -> ServiceActor:
+            log_path = str(self._logs / (f"server-{index}.log" if node == 0 else f"server-{index}-node-{node}.log"))
+            keys = self._keys.admin, self._keys.generation
+            arguments = (spec, config.cluster.host, 0, log_path, *keys, node, meeting_point)
+            ended = partial(self._pools.ended, "rollout", slots[node])
+            return ServiceActor("server", index, self._pools.options("rollout", slots[node]), arguments, ended)
+
+        return part(0) if self._nodes == 1 else SpreadServer(part, self._nodes)
 
     def _router_process(self, servers: Collection[str], port: int) -> ServiceProcess:
         config = self._config

@@ -86,6 +86,8 @@ def pool_specs(config: Config, *, training: bool = True) -> dict[str, PoolSpec]:
     if rollout.external:
         # The place of the router and of the rollout workers.
         pools.append(PoolSpec("rollout", slots=rollout.servers, devices=0, slots_per_node=rollout.servers))
+    elif rollout.tensor_parallel > per_node:
+        pools.append(_spread_pool(config))
     else:
         pools.append(_server_pool("rollout", "rollout", rollout.servers, rollout.tensor_parallel, per_node))
     if training and config.cluster.share_device:
@@ -110,6 +112,21 @@ def _trainer_pool(config: Config) -> PoolSpec:
             f"that the product is a multiple of {per_node}"
         )
     return PoolSpec("trainer", slots=world, devices=1, slots_per_node=per_node)
+
+
+def engine_nodes(config: Config) -> int:
+    """Nodes that a rollout server takes; each then has a slot in the pool for each of them."""
+    return 1 if config.rollout.external else max(1, config.rollout.tensor_parallel // config.cluster.devices_per_node)
+
+
+def _spread_pool(config: Config) -> PoolSpec:
+    rollout, per_node, nodes = config.rollout, config.cluster.devices_per_node, engine_nodes(config)
+    if rollout.tensor_parallel % per_node:
+        raise ConfigError(
+            f"rollout.tensor_parallel={rollout.tensor_parallel} is more than a node has (cluster.devices_per_node="
+            f"{per_node}) and not whole nodes; make it a multiple of {per_node}"
+        )
+    return PoolSpec("rollout", rollout.servers * nodes, per_node, slots_per_node=1)
 
 
 def _server_pool(name: str, key: str, servers: int, tensor_parallel: int, per_node: int) -> PoolSpec:

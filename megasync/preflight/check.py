@@ -17,7 +17,7 @@ from megasync.config.host import is_loopback, is_wildcard
 from megasync.config.limits import as_typed, check_limits, refuse_unused
 from megasync.config.megatron_options import check_megatron
 from megasync.config.pacing import Pacing
-from megasync.config.pools import frozen_models, nodes_needed, pool_specs
+from megasync.config.pools import engine_nodes, frozen_models, nodes_needed, pool_specs
 from megasync.config.schema import Config, DatasetConfig, TrainerConfig
 from megasync.config.server_args import OF_ROLLOUT, check_server_args, check_trained_args
 from megasync.errors import CheckpointError, ConfigError
@@ -232,6 +232,14 @@ def _check_servers(config: Config) -> None:
     rollout = config.rollout
     if rollout.external:
         _check_external(config)
+    elif (nodes := engine_nodes(config)) > 1:
+        for key, model in frozen_models(config).items():
+            if model.pool != "own":
+                raise ConfigError(
+                    f"{key}.pool={model.pool} takes devices of a rollout server, but those are on {nodes} nodes each "
+                    f"(rollout.tensor_parallel={rollout.tensor_parallel}, cluster.devices_per_node="
+                    f"{config.cluster.devices_per_node}); set it to own"
+                )
     if rollout.min_servers > rollout.servers:
         raise ConfigError(
             f"rollout.min_servers={rollout.min_servers} exceeds rollout.servers={rollout.servers}, so the run could "

@@ -186,8 +186,9 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
 
 
 def _host_memory(config: Config, layout: Layout, nodes: int, pools: dict[str, PlannedPool]) -> HostMemory:
-    ranks, servers = (min(spec.slots, spec.slots_per_node) for spec in (pools["trainer"].spec, pools["rollout"].spec))
-    servers *= 0 if config.rollout.external else config.rollout.tensor_parallel
+    trainer, rollout = pools["trainer"].spec, pools["rollout"].spec
+    ranks, servers = min(trainer.slots, trainer.slots_per_node), min(rollout.slots, rollout.slots_per_node)
+    servers *= rollout.devices
     if nodes == 1:
         return host_memory(config, layout, ranks, servers)
     either = host_memory(config, layout, ranks, 0), host_memory(config, layout, 0, servers)

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megasync.config.access import describe_access
+from megasync.config.pools import engine_nodes
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, bytes_text
 from megasync.preflight.memory import HostMemory, ServerMemory, microbatch_tokens
 from megasync.preflight.plan import Plan, PlannedPool, PlannedRank
@@ -68,7 +69,7 @@ def _summary(plan: Plan) -> Table:
         f"them due to the look-ahead window; staler groups: {schedule.stale}",
         "weight sync": f"every {schedule.weight_sync_steps} step(s): {bytes_text(plan.broadcast.nbytes)} "
         f"{_transport(plan)}",
-        "fleet": f"continues with at least {rollout.min_servers} of {plan.rollout.spec.slots} server(s); each "
+        "fleet": f"continues with at least {rollout.min_servers} of {rollout.servers} server(s); each "
         f"{'is waited for' if rollout.external else 'restarts'} up to {health.restarts} time(s) in "
         f"{health.restart_window:g} s; a server that dies loses {lost} of each request it runs",
         "host memory": _host_memory(plan.host),
@@ -120,7 +121,8 @@ def _pools(plan: Plan) -> Table:
     for column in ("pool", "processes", "devices each", "devices", "nodes"):
         table.add_column(column)
     table.add_row(*_pool_row("trainer", "rank(s)", plan.trainer))
-    table.add_row(*_pool_row("rollout", "server(s)", plan.rollout))
+    what = "server(s)" if engine_nodes(plan.config) == 1 else "server process(es)"
+    table.add_row(*_pool_row("rollout", what, plan.rollout))
     for model in plan.frozen_models:
         name = f"rollout, for {model.name}" if model.shared else model.pool.spec.name
         table.add_row(*_pool_row(name, f"{model.kind} server(s)", model.pool, shared=model.shared))

@@ -21,7 +21,9 @@ import tempfile
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megasync.config.host import resolve_host
 from megasync.config.schema import FrozenModelConfig, RewardModelConfig, RolloutConfig
 from megasync.config.server_args import OVERRIDES
 from megasync.device import compiler_environment
@@ -29,9 +31,12 @@ from megasync.errors import HttpStatusError, ServerError
 from megasync.layout.block_fp8 import Block
 from megasync.layout.model_files import read_stored_block
 from megasync.serving.control import ServerControl
-from megasync.serving.engine_protocol import BLOCK_FP8_VARIABLE, CLASSIFIER_VARIABLE
+from megasync.serving.engine_protocol import BLOCK_FP8_VARIABLE, CLASSIFIER_VARIABLE, HOST_VARIABLE, STORE_SCHEME
 from megasync.serving.process import Service
 from megasync.serving.server_guard import CLOSED_ROUTE, KEYS_VARIABLE
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 # Used unless the environment names another package.
 MODEL_PACKAGE = "megasync.serving.sglang_models"
@@ -103,6 +108,8 @@ class ServerSpec:
     seed: int = 0
     # Each request samples from its own seed, whatever else is in the batch.
     deterministic: bool = False
+    # Nodes that share its tensor-parallel ranks evenly, with a process on each.
+    nodes: int = 1
 
 
 class SGLangServer(Service):
@@ -111,6 +118,8 @@ class SGLangServer(Service):
     Args:
         api_key: the admin key. Without one every route is open, which suits tests and benchmarks.
         generation_key: with it, generation requires this key or the admin key.
+        node: of several nodes, the number of this one. Only the process on node 0 answers requests.
+        meeting_point: on other nodes, what `meet` returned on node 0.
     """
 
     name = "SGLang server"
@@ -123,8 +132,13 @@ class SGLangServer(Service):
         log_path: str | Path,
         api_key: str | None = None,
         generation_key: str | None = None,
+        node: int = 0,
+        meeting_point: tuple[str, int] | None = None,
     ) -> None:
         super().__init__(host, port, log_path)
+        self._node = node
+        self._meeting_point = meeting_point
+        self._store: TCPStore | None = None
         self.spec = spec
         self.model_path = Path(spec.model_path)
         self.api_key = api_key
@@ -154,6 +168,8 @@ class SGLangServer(Service):
             "--max-running-requests": rollout.max_running_requests,
         }
         options |= {name: value for name, value in optional.items() if value is not None}
+        if spec.nodes > 1:
+            options |= {"--nnodes": spec.nodes, "--node-rank": self._node, "--dist-init-addr": self._meeting_address()}
         if rollout.server_args.get("--schedule-policy", "fcfs") in _PRIORITY_POLICIES:
             options |= _PRIORITY_ARGUMENTS
         if rollout.stream_interval:
@@ -169,6 +185,24 @@ class SGLangServer(Service):
             # On Blackwell, SGLang otherwise decides by what the files hold, not by the configuration.
             options["--quantization"] = "unquant"
         return options
+
+    def meet(self, timeout: float) -> tuple[str, int]:
+        """Opens the store in which the processes of all nodes meet, on node 0; its address.
+
+        The one that SGLang would open listens on all interfaces. Call it before `start`.
+        """
+        from megasync.store import open_store
+
+        host = resolve_host(self.host)
+        self._store = open_store(host, timeout)
+        self._meeting_point = host, self._store.port
+        return self._meeting_point
+
+    def _meeting_address(self) -> str:
+        if self._meeting_point is None:
+            raise ServerError("a server on several nodes needs a meeting point; call `meet` on the first one")
+        host, port = self._meeting_point
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def _dequantized(self) -> Block | None:
         """The block of a folder in block FP8 whose weights are dequantized as the server reads them."""
@@ -193,6 +227,9 @@ class SGLangServer(Service):
             # SGLang leaves sockets and empty files in the temporary folder, and a file in /dev/shm.
             env["TMPDIR"] = self._folder
             env["MEGASYNC_INSTANCE"] = Path(self._folder).name
+        if self.spec.nodes > 1:
+            env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"{STORE_SCHEME}://{self._meeting_address()}"
+            env[HOST_VARIABLE] = self.host
         if (block := self._dequantized()) is not None:
             env[BLOCK_FP8_VARIABLE] = json.dumps(block)
         if self.spec.device != "cpu":
@@ -203,7 +240,7 @@ class SGLangServer(Service):
         if self._folder is not None:
             env["HOME"] = env["XDG_CACHE_HOME"] = self._folder
             # A rendezvous file instead of a TCP store, which would listen on all interfaces.
-            env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{self._folder}/rendezvous"
+            env.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{self._folder}/rendezvous")
         if self.spec.rollout.tensor_parallel > 1:
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(_cores(self.spec.rollout.tensor_parallel))
         if any(find_spec(name) is None for name in _STAND_INS):
@@ -260,6 +297,8 @@ class SGLangServer(Service):
             await control.close()
 
     async def _after_start(self) -> None:
+        if self._node:
+            return
         if self.api_key is not None:
             await self._check_guard()
         control = ServerControl(self.url, self.api_key)

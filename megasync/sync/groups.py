@@ -14,7 +14,6 @@ members must start theirs in an order that agrees.
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import (
     Backend,
     GroupName,
@@ -60,28 +58,6 @@ class Deadline:
         if left <= 0:
             raise SyncError(f"no time left of {self._seconds:g} s")
         return timedelta(seconds=left)
-
-
-def open_store(host: str, timeout: float) -> TCPStore:
-    """A store that listens only on ``host``, on a free port (``store.port``)."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.bind((host, 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        return TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout),
-            master_listen_fd=listener.detach(),
-        )
-
-
-def join_store(host: str, port: int, timeout: float) -> TCPStore:
-    """A client of the store that listens there; ``timeout`` is in seconds."""
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
 
 
 @contextmanager

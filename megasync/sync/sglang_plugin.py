@@ -25,11 +25,14 @@ import multiprocessing
 import os
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 from megasync_patches.sglang_score_bias import PATCH as SCORE_BIAS  # pyright: ignore[reportMissingImports] - the folder patches/
@@ -43,6 +46,7 @@ from megasync.serving.engine_protocol import (
     LOAD_FORMAT,
     PROTOCOL,
     REFUSED,
+    STORE_SCHEME,
     Hello,
     RankAnswer,
     TraceRequest,
@@ -52,9 +56,12 @@ from megasync.serving.engine_protocol import (
 from megasync.serving.server_guard import KEYS_VARIABLE, ServerGuard
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
     from megasync.layout.block_fp8 import Block
     from megasync.layout.engine_layout import EngineRank
 
+_INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 _ADD_MIDDLEWARE = "sglang.srt.utils.auth.add_api_key_middleware"
 _SERVE = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
@@ -252,6 +259,15 @@ def dequantize_weights(block: Block, stock: Stock, *arguments: Any, **options: A
     return dequantized(stock(*arguments, **options), block)
 
 
+def meet(url: str, timeout: timedelta, **_: object) -> Iterator[tuple[TCPStore, int, int]]:
+    """Torch's rendezvous in the store of a server on several nodes (`SGLangServer.meet`)."""
+    from megasync.store import join_store
+
+    parts, query = urlsplit(url), parse_qs(urlsplit(url).query)
+    store = join_store(str(parts.hostname), cast(int, parts.port), timeout.total_seconds())
+    yield store, int(query["rank"][0]), int(query["world_size"][0])
+
+
 def register() -> None:
     """The entry point that SGLang calls."""
     Plugin().register()
@@ -259,6 +275,12 @@ def register() -> None:
         from megasync.layout.block_fp8 import Block
 
         _hook("AROUND", _WEIGHTS, partial(dequantize_weights, Block(*json.loads(stored))))
+    if os.environ.get(_INIT_METHOD, "").startswith(f"{STORE_SCHEME}://"):
+        from torch.distributed.rendezvous import register_rendezvous_handler
+
+        # A forked process has its parent's handlers.
+        with suppress(RuntimeError):
+            register_rendezvous_handler(STORE_SCHEME, meet)
     # Only in the HTTP server's own process: the pipe is empty for those that it starts.
     if KEYS_VARIABLE in os.environ and multiprocessing.parent_process() is None:
         GuardedServer(**json.loads(sys.stdin.buffer.read())).register()

@@ -57,7 +57,7 @@ class TrainerRank:
         """
         if self._rank:
             return None
-        from megasync.sync.groups import open_store
+        from megasync.store import open_store
 
         host = resolve_host(self._config.cluster.host)
         self._store = open_store(host, self._config.timeouts.trainer_start)
@@ -78,9 +78,9 @@ class TrainerRank:
             self._device = resolve_device(config.cluster.device)
             self._device.prepare_process(local_rank=self._rank)
             # Imported after `prepare_process`, which may patch Megatron.
+            from megasync.store import join_store
             from megasync.sync.broadcast.sender import BroadcastSender
             from megasync.sync.disk.writer import DiskWriter
-            from megasync.sync.groups import join_store
             from megasync.sync.shard.sender import ShardSender
             from megasync.sync.stream import Shards
             from megasync.trainer.engine import MegatronEngine

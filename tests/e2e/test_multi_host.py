@@ -185,6 +185,29 @@ def test_training_goes_on_without_a_host_and_takes_it_back(
     assert all(hosts.processes(name) == [] for name in hosts.names)
 
 
+@pytest.mark.hosts
+def test_an_engine_over_two_hosts_is_started_again_after_losing_the_second_one(
+    hosts: FakeHosts, miniature: Callable[..., Path], execute
+) -> None:
+    config = miniature(
+        schedule=ENDLESS,
+        rollout={"servers": 1, "tensor_parallel": 2},
+        trainer={"tensor_parallel": 1},
+        cluster={"devices_per_node": 1},
+        sync={"transport": "p2p"},
+    )
+    roles = "host0=trainer,host1=rollout,host2=rollout"
+    run = execute("bash", SCRIPT, config, "--hosts", roles, "--shell", hosts.shell)
+    run.wait_for("step 2/")
+    assert beyond(hosts) == set()
+    # The engine's ranks are on both, whichever of them is its first.
+    after(run, lambda: power_cycle(hosts, "host2"), "[host2] Ray node exited", "joined at version")
+    wait_for_progress(run)
+    run.signal(signal.SIGINT)
+    assert run.wait() == 0, run.output
+    assert all(hosts.processes(name) == [] for name in hosts.names)
+
+
 @pytest.mark.parametrize("way", ["namespaces", "ssh"])
 def test_hosts_that_are_not_ready_are_named_and_everything_is_cleaned_up(
     hosts: FakeHosts, way: str, small: Path, execute, request: pytest.FixtureRequest

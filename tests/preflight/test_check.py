@@ -138,7 +138,7 @@ CONTRADICTIONS = [
     (["trainer.sequence_parallel=true"], ["sequence_parallel=true", "tensor_parallel=1"]),
     (["trainer.first_stage_layers=2"], ["first_stage_layers=2", "pipeline_parallel=1"]),
     (["trainer.last_stage_layers=2"], ["last_stage_layers=2", "pipeline_parallel=1"]),
-    (["rollout.tensor_parallel=16"], ["rollout.tensor_parallel=16", "cluster.devices_per_node=8"]),
+    (["rollout.tensor_parallel=12"], ["rollout.tensor_parallel=12", "cluster.devices_per_node=8", "multiple of 8"]),
     (["trainer.tensor_parallel=16"], ["trainer.tensor_parallel=16", "cluster.devices_per_node=8"]),
     (["trainer.data_parallel=12"], ["12 ranks", "cluster.devices_per_node=8", "trainer.data_parallel"]),
     (["rollout.servers=12"], ["rollout.servers=12", "multiple of 8"]),

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megasync.store import join_store, open_store
 from megasync.sync import groups
-from megasync.sync.groups import BLOCKING_WAIT, LINK_BLOCKS, Links, Transfer, join_store, open_store
+from megasync.sync.groups import BLOCKING_WAIT, LINK_BLOCKS, Links, Transfer
 
 DEVICE = torch.device("cuda", 1)
 

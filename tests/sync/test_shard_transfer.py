@@ -17,7 +17,8 @@ from wires import KIND, Wires, check, handle
 
 from megasync.errors import SyncError
 from megasync.layout.digest import MASK
-from megasync.sync.groups import Links, join_store
+from megasync.store import join_store
+from megasync.sync.groups import Links
 from megasync.sync.messages import (
     CommitRequest,
     EngineLinks,

@@ -147,7 +147,7 @@ class RolloutConfig:
     external: list[str] = field(default_factory=list)
     # Minimum number of available servers. The run continues while other servers restart, and ends below this number.
     min_servers: int = limited(1, AT_LEAST_ONE)
-    # Tensor-parallel ranks (GPUs) of each server.
+    # Tensor-parallel ranks (GPUs) of each server. More than a node has take whole nodes, and must fill them.
     tensor_parallel: int = limited(1, PROCESSES)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     # `package.module:function` with the signature `async def rollout(client, sample)`; null is a single turn, or the

@@ -26,8 +26,9 @@ from megasync.errors import ConfigError, SyncError
 from megasync.integrations.verl.weights import Weights
 from megasync.layout.digest import digest, signed
 from megasync.layout.shards import describe, layout_of
+from megasync.store import join_store, open_store
 from megasync.sync.broadcast.plan import BroadcastPlan, plan_broadcast
-from megasync.sync.groups import Deadline, SyncGroup, join_store, open_store
+from megasync.sync.groups import Deadline, SyncGroup
 from megasync.sync.stream import Shards, empty_part, empty_tensors, pack_part, place_part
 
 # Store key under which the first trainer rank publishes the inputs of the plan.

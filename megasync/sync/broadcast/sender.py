@@ -26,9 +26,10 @@ import torch
 
 from megasync.errors import SyncError
 from megasync.layout.shards import box_of
+from megasync.store import join_store, open_store
 from megasync.sync.attempt import timed
 from megasync.sync.broadcast.plan import ITEM_BYTES, BroadcastPlan, Bucket, group_name
-from megasync.sync.groups import Deadline, SyncGroup, join_store, open_store
+from megasync.sync.groups import Deadline, SyncGroup
 from megasync.sync.stream import Shards, held_piece, pack_part, piece_elements, place_part
 
 if TYPE_CHECKING:

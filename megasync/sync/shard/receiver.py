@@ -11,6 +11,7 @@ leaves it with parts of two versions.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import defaultdict, deque
@@ -25,8 +26,10 @@ import torch
 from megasync.device import pin, side_stream, synchronize, unpin
 from megasync.errors import SyncError
 from megasync.layout.digest import MASK, combine, digest, signed
+from megasync.serving.engine_protocol import HOST_VARIABLE
+from megasync.store import join_store
 from megasync.sync.attempt import timed
-from megasync.sync.groups import Deadline, Links, Transfer, join_store
+from megasync.sync.groups import Deadline, Links, Transfer
 from megasync.sync.messages import (
     CONFIRMED,
     DELTA,
@@ -224,7 +227,9 @@ class ShardReceiver:
                 store = join_store(meet.host, meet.port, timeout)
                 first = len(meet.sources)
                 rank, size = first + self._tp, first + meet.engine_ranks
-                self._links = Links(store, meet.name, rank, size, meet.backend, meet.own_host, timeout, self._wire)
+                # The URL is that of the engine's first node.
+                host = os.environ.get(HOST_VARIABLE, meet.own_host)
+                self._links = Links(store, meet.name, rank, size, meet.backend, host, timeout, self._wire)
                 self._link_name = meet.name
         return Incoming(plan, request, staging, self._links, deadline)
 

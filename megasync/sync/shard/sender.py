@@ -27,8 +27,9 @@ from megasync.errors import SyncError
 from megasync.layout.digest import MASK, combine, digest, signed
 from megasync.layout.engine_layout import EngineRank
 from megasync.layout.shards import box_of, piece_of
+from megasync.store import join_store, open_store
 from megasync.sync.attempt import timed
-from megasync.sync.groups import Deadline, Links, Transfer, join_store, open_store
+from megasync.sync.groups import Deadline, Links, Transfer
 from megasync.sync.messages import (
     CONFIRMED,
     CONFIRMED_WORDS,
