@@ -285,6 +285,7 @@ def check_layout(
     etp: Annotated[int | None, typer.Option(min=1, help="Trainer expert-tensor-parallel size. Default: --tp.")] = None,
     vpp: Annotated[int, typer.Option(min=1, help="Virtual pipeline stages per pipeline stage.")] = 1,
     engine_tp: Annotated[int, typer.Option(min=1, help="SGLang tensor-parallel size.")] = 1,
+    engine_ep: Annotated[int, typer.Option(min=1, help="SGLang expert-parallel size.")] = 1,
     dtype: Annotated[str | None, typer.Option(help="Dtype of both sides. Default: that of config.json.")] = None,
     bucket_mb: Annotated[int, typer.Option(min=1, help="Bucket size in MiB (sync.bucket_mb).")] = 256,
     random: Annotated[
@@ -319,7 +320,9 @@ def check_layout(
                 dtype,
                 bucket_mb,
                 random,
-                lambda served, specs: engine_ranks(model, engine_tp, served, place.kind, specs),
+                lambda served, specs: engine_ranks(
+                    model, engine_tp, served, place.kind, specs, {"--ep-size": engine_ep}
+                ),
             )
     except SyncError as error:
         # The two layouts are incompatible: a negative result, not a usage error.

@@ -54,6 +54,9 @@ _DISTRIBUTION: dict[str, float | None] = {
     "--watermark-config": None,
 }
 OF_ROLLOUT: dict[str, str | None] = {
+    "--ep": "rollout.expert_parallel",
+    "--ep-size": "rollout.expert_parallel",
+    "--expert-parallel-size": "rollout.expert_parallel",
     "--model-path": "model.path",
     "--model": "model.path",
     "--dtype": "model.dtype",

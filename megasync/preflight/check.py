@@ -18,7 +18,7 @@ from megasync.config.limits import as_typed, check_limits, refuse_unused
 from megasync.config.megatron_options import check_megatron
 from megasync.config.pacing import Pacing
 from megasync.config.pools import engine_nodes, frozen_models, nodes_needed, pool_specs
-from megasync.config.schema import Config, DatasetConfig, TrainerConfig
+from megasync.config.schema import Config, DatasetConfig, RolloutConfig, TrainerConfig
 from megasync.config.server_args import OF_ROLLOUT, check_server_args, check_trained_args
 from megasync.errors import CheckpointError, ConfigError
 from megasync.layout.families import Sizes
@@ -399,11 +399,26 @@ def _check_model(config: Config, planning: bool) -> None:
     check_megatron(vars(config.trainer.megatron), latent=layout.family.latent)
     _check_experts(config.trainer, layout)
     _check_context(config, layout.hf_config.get("max_position_embeddings"), source)
-    _check_server_split(config.rollout.tensor_parallel, layout.sizes, source)
+    _check_server_experts(config, layout.sizes.experts)
+    _check_server_split(config.rollout, layout.sizes, source)
     if not planning:
         check_model_folder(config.model)
     if read_stored_block(source) is not None:
         _check_scales(source.parent, layout)
+
+
+def _check_server_experts(config: Config, experts: int) -> None:
+    tensor, expert = config.rollout.tensor_parallel, config.rollout.expert_parallel
+    if expert == 1:
+        return
+    given = f"rollout.expert_parallel={expert}"
+    if not experts:
+        raise ConfigError(f"{given} distributes experts, but the model has none; set it to 1")
+    for name, size in (("rollout.tensor_parallel", tensor), ("the model's experts", experts)):
+        if size % expert:
+            raise ConfigError(f"{given} does not divide {name}={size}; choose a divisor of both")
+    if config.cluster.device == "cpu":
+        raise ConfigError(f"{given} needs GPUs: SGLang computes distributed experts on no CPU; set it to 1")
 
 
 def _check_scales(folder: Path, layout: Layout) -> None:
@@ -458,10 +473,15 @@ def _check_context(config: Config, limit: int | None, source: Path) -> None:
         )
 
 
-def _check_server_split(tensor: int, sizes: Sizes, source: Path) -> None:
+def _check_server_split(rollout: RolloutConfig, sizes: Sizes, source: Path) -> None:
     """Applies SGLang's rules for splitting a decoder over the tensor-parallel ranks of one server."""
-    experts = {"moe_intermediate_size": sizes.moe_intermediate} if sizes.sparse_layers else {}
-    for name, count in {"num_attention_heads": sizes.heads, **sizes.widths, **experts}.items():
+    tensor, sharing = rollout.tensor_parallel, rollout.tensor_parallel // rollout.expert_parallel
+    if sizes.sparse_layers and sizes.moe_intermediate % sharing:
+        raise ConfigError(
+            f"rollout.tensor_parallel={tensor} / expert_parallel={rollout.expert_parallel} does not divide the model's "
+            f"moe_intermediate_size={sizes.moe_intermediate} ({source}); choose a quotient that does"
+        )
+    for name, count in {"num_attention_heads": sizes.heads, **sizes.widths}.items():
         if count % tensor:
             raise ConfigError(
                 f"rollout.tensor_parallel={tensor} does not divide the model's {name}={count} ({source}); choose a "

@@ -51,7 +51,7 @@ def engine_ranks(
     Args:
         dtype: the dtype that the server uses.
         device: cpu or cuda; SGLang pads and packs differently on them.
-        server_args: further arguments of the server, as in `rollout.server_args`.
+        server_args: further arguments of the server, without the checks of `rollout.server_args`.
 
     Raises:
         TraceError: the loader does something that cannot be repeated, or refuses the specs.

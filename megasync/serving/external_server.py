@@ -105,6 +105,8 @@ def misfits(info: Mapping[str, Any], model: Mapping[str, Any], config: Config) -
         )
     if info.get("tp_size") != rollout.tensor_parallel:
         yield f"has {info.get('tp_size')} tensor-parallel ranks, but rollout.tensor_parallel={rollout.tensor_parallel}"
+    if info.get("ep_size") != rollout.expert_parallel:
+        yield f"has {info.get('ep_size')} expert-parallel ranks, but rollout.expert_parallel={rollout.expert_parallel}"
     for name, option in (("pp_size", "--pp-size"), ("dp_size", "--dp-size")):
         if info.get(name) != 1:
             yield f"runs with {option} {info.get(name)}, which weight syncs do not support; start it with {option} 1"

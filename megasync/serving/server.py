@@ -168,6 +168,8 @@ class SGLangServer(Service):
             "--max-running-requests": rollout.max_running_requests,
         }
         options |= {name: value for name, value in optional.items() if value is not None}
+        if rollout.expert_parallel > 1:
+            options["--ep-size"] = rollout.expert_parallel
         if spec.nodes > 1:
             options |= {"--nnodes": spec.nodes, "--node-rank": self._node, "--dist-init-addr": self._meeting_address()}
         if rollout.server_args.get("--schedule-policy", "fcfs") in _PRIORITY_POLICIES:

@@ -141,6 +141,7 @@ CONTRADICTIONS = [
     (["rollout.tensor_parallel=12"], ["rollout.tensor_parallel=12", "cluster.devices_per_node=8", "multiple of 8"]),
     (["trainer.tensor_parallel=16"], ["trainer.tensor_parallel=16", "cluster.devices_per_node=8"]),
     (["trainer.data_parallel=12"], ["12 ranks", "cluster.devices_per_node=8", "trainer.data_parallel"]),
+    (["rollout.expert_parallel=2"], ["rollout.expert_parallel=2", "the model has none"]),
     (["rollout.servers=12"], ["rollout.servers=12", "multiple of 8"]),
     (["trainer.data_parallel=8"], ["8 for the trainer + 2 for the rollout", "cluster.address=null", "auto"]),
     (["trainer.data_parallel=8", "cluster.address=auto"], ["cluster.host=127.0.0.1", "cluster.host=auto"]),

@@ -64,7 +64,7 @@ def no_sglang(monkeypatch):
 def in_miniature(monkeypatch):
     """Replaces SGLang with the miniature engine."""
 
-    def ranks(model, size, dtype, device, specs):
+    def ranks(model, size, dtype, device, specs, server_args):
         layout = Layout(json.loads((model / "config.json").read_text()), Topology())
         return traced(fake_engine(layout.hf_config, size), layout)
 
@@ -161,6 +161,8 @@ def test_real_layouts_of_dense_and_expert_models(call, tmp_path):
     make_model(tmp_path / "experts", "qwen3_moe")
     (tmp_path / "experts" / "model.safetensors").unlink()
     options = ("--tp", 2, "--pp", 2, "--ep", 2, "--etp", 1, "--engine-tp", 2, "--random", "--json", "--device", "cpu")
+    status, out, err = call(tmp_path / "experts", *options, "--engine-ep", 2)
+    assert status == 0 and json.loads(out)["ok"], err
     status, out, err = call(tmp_path / "experts", *options)
     assert status == 0, err
     found = json.loads(out)

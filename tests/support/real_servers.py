@@ -39,9 +39,11 @@ def make_server(folder: Path, log: Path, tensor_parallel: int, port: int = 0, *,
 
 
 @contextmanager
-def serving(folder: Path, logs: Path, tensor_parallel: Sequence[int]) -> Iterator[list[str]]:
+def serving(folder: Path, logs: Path, tensor_parallel: Sequence[int], expert_parallel: int = 1) -> Iterator[list[str]]:
     """URLs of servers of ``folder``, one for each tensor-parallel size."""
     servers = [make_server(folder, logs / f"{index}.log", tp) for index, tp in enumerate(tensor_parallel)]
+    for server in servers:
+        server.spec.rollout.expert_parallel = min(expert_parallel, server.spec.rollout.tensor_parallel)
 
     async def start():
         return await asyncio.gather(*(server.start(180) for server in servers))

@@ -3,6 +3,8 @@
 Ranks only hold shards here; that a Megatron engine's parameters are these shards is tested in `tests/trainer`.
 """
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
@@ -52,6 +54,38 @@ def served(request, make_model, save_model, tmp_path_factory):
         models.append((folder, model))
     with serving(models[0][0], tmp_path_factory.mktemp("logs"), (1, 2)) as urls:
         yield models, config, urls
+
+
+@pytest.mark.matrix
+async def test_ranks_of_an_engine_that_hold_different_experts_get_the_bits_of_a_load(
+    make_model, save_model, tmp_path, local_ranks
+):
+    folders = []
+    for seed in range(2):
+        folders.append(tmp_path / f"model{seed}")
+        config = save_model(make_model(seed, **FAMILIES["experts"]), folders[-1])
+    topology = Topology(tensor=2, data=2, expert=4, expert_tensor=1)
+    ranks = await local_ranks(folders[0], topology, 2**20)
+    with ThreadPoolExecutor(1) as thread:
+        # It has an event loop of its own.
+        serve = serving(folders[0], tmp_path / "logs", (2,), expert_parallel=2)
+        (url,) = await asyncio.wrap_future(thread.submit(serve.__enter__))
+        server = ServerControl(url)
+        sync = ShardSync(
+            [server], ranks, Layout(config, topology), "float32", "gloo", SyncConfig(bucket_mb=1), TimeoutConfig()
+        )
+        try:
+            await ranks.call("load", str(folders[1]), timeout=20)
+            await sync.publish(1)
+            assert await server.weight_version() == 1
+            published = await checksums(server)
+            # Nothing is generated: SGLang computes distributed experts on GPUs only.
+            await server.post("/update_weights_from_disk", {"model_path": str(folders[1])}, timeout=60)
+            assert await checksums(server) == published
+        finally:
+            await sync.close()
+            await server.close()
+            await asyncio.wrap_future(thread.submit(serve.__exit__, None, None, None))
 
 
 @pytest.mark.parametrize(("served", "sizes"), list(cases()), indirect=["served"])

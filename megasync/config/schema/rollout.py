@@ -149,6 +149,9 @@ class RolloutConfig:
     min_servers: int = limited(1, AT_LEAST_ONE)
     # Tensor-parallel ranks (GPUs) of each server. More than a node has take whole nodes, and must fill them.
     tensor_parallel: int = limited(1, PROCESSES)
+    # Expert-parallel ranks of each server: into how many of its tensor-parallel ranks the experts are distributed; the
+    # others share each expert. SGLang computes this on GPUs only.
+    expert_parallel: int = limited(1, PROCESSES)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     # `package.module:function` with the signature `async def rollout(client, sample)`; null is a single turn, or the
     # tool agent if `rollout.tools` has functions.
