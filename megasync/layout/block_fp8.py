@@ -48,7 +48,10 @@ def stored_block(config: Mapping[str, Any]) -> Block | None:
     if not stated:
         return None
     values = cast(Mapping[str, Any], stated if isinstance(stated, Mapping) else {})
-    fix = "use the model in block FP8 (quant_method 'fp8' with a weight_block_size) or unquantized"
+    fix = (
+        "use the model in block FP8 (quant_method 'fp8' with a weight_block_size), gpt-oss in MXFP4 ('mxfp4'), or "
+        "unquantized"
+    )
     if (method := values.get("quant_method")) != "fp8":
         raise ConfigError(f"quantization_config.quant_method={method!r} in config.json cannot be loaded; {fix}")
     if (form := values.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):

@@ -10,8 +10,8 @@ from typing import Any, cast
 from megasync.config.limits import path_problem
 from megasync.config.schema import ModelConfig
 from megasync.errors import ConfigError
-from megasync.layout.block_fp8 import Block, stored_block
 from megasync.layout.families.sizes import EXPERT_KEYS
+from megasync.layout.storage import Storage, storage_of
 
 # Names that `megasync fetch` can make: the error for a missing folder of one of these gives the command.
 FETCHABLE = ("digits", "smollm2")
@@ -43,18 +43,18 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     """The model that a config.json describes, without how its weights are quantized.
 
     `path` is the file or the Hugging Face model folder that holds it. Raises ConfigError for a missing folder or file,
-    a file that holds no JSON object, and weights that are quantized in another way than block FP8.
+    a file that holds no JSON object, and weights that are quantized in another way than `storage` supports.
     """
     values, _ = _read(path)
     return {key: value for key, value in values.items() if key not in ("quantization_config", "compression_config")}
 
 
-def read_stored_block(path: str | Path) -> Block | None:
-    """The block of weights in block FP8, None for unquantized ones. `path` and errors as of `read_hf_config`."""
+def read_storage(path: str | Path) -> Storage | None:
+    """How weights are quantized, None for unquantized ones. `path` and errors as of `read_hf_config`."""
     return _read(path)[1]
 
 
-def _read(path: str | Path) -> tuple[dict[str, Any], Block | None]:
+def _read(path: str | Path) -> tuple[dict[str, Any], Storage | None]:
     path = Path(path).expanduser()
     if not path.is_file():
         path = find_hf_config(ModelConfig(path=str(path)))
@@ -66,7 +66,7 @@ def _read(path: str | Path) -> tuple[dict[str, Any], Block | None]:
         raise ConfigError(f"{path} must hold one JSON object")
     values = cast(dict[str, Any], content)
     try:
-        return values, stored_block(values)
+        return values, storage_of(values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 

@@ -26,10 +26,12 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 
 from megasync.errors import CheckpointError, ConfigError
 from megasync.files import atomic_write, durable_rename, fsync, fsync_tree
-from megasync.layout.block_fp8 import SCALE_DTYPES, SCALES, VALUES, Block, dequantize, stored_block
+from megasync.layout import mxfp4
+from megasync.layout.block_fp8 import SCALE_DTYPES, SCALES, VALUES, Block, dequantize
 from megasync.layout.families import family_of
 from megasync.layout.families.value_head import value_model_options
 from megasync.layout.layout import Box, Layout, Piece, intersect, split_by_bytes
+from megasync.layout.storage import storage_of
 from megasync.layout.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -137,7 +139,7 @@ class HfFolder(TensorFiles):
         super().__init__(path)
         config = self.path / "config.json"
         try:
-            self._block = stored_block(read_json(config)) if config.is_file() else None
+            self._storage = storage_of(read_json(config)) if config.is_file() else None
         except ConfigError as error:
             raise CheckpointError(f"{config}: {error}") from None
         self._where = self._index()
@@ -152,10 +154,12 @@ class HfFolder(TensorFiles):
         raise CheckpointError(f"{self.path} has neither {WEIGHTS} nor {INDEX}; only safetensors folders can be loaded")
 
     def reader(self, name: str, shape: tuple[int, ...]) -> Callable[[Box], torch.Tensor]:
-        """A function that reads a box of one tensor; one in block FP8 becomes float32.
+        """A function that reads a box of one tensor; one in block FP8 or MXFP4 becomes float32.
 
         Raises CheckpointError for a missing tensor, another shape, another quantization, and missing or wrong scales.
         """
+        if self._storage == mxfp4.MXFP4 and name + mxfp4.BLOCKS in self._where:
+            return self._mxfp4_reader(name, shape)
         if name not in self._where:
             raise CheckpointError(f"{self.path} has no tensor {name!r}, which its config.json requires")
         tensor = self._slice(name)
@@ -166,17 +170,34 @@ class HfFolder(TensorFiles):
             )
         if dtype in PLAIN_DTYPES:
             return partial(_part, tensor)
-        if dtype != VALUES or self._block is None or len(shape) != 2:
+        if dtype != VALUES or not isinstance(self._storage, Block) or len(shape) != 2:
             raise CheckpointError(
                 f"{name!r} in {self.path} is stored as {dtype}, which its config.json does not explain; give a folder "
                 f"whose matrices are unquantized or in block FP8 (quantization_config.weight_block_size)"
             )
-        block, scales = self._block, self._scales(name, shape, self._block)
+        block, scales = self._storage, self._scales(name, shape, self._storage)
 
         def read(box: Box) -> torch.Tensor:
             return dequantize(_part(tensor, box), _part(scales, block.covering(box)), box, block)
 
         return read
+
+    def _mxfp4_reader(self, name: str, shape: tuple[int, ...]) -> Callable[[Box], torch.Tensor]:
+        if name + mxfp4.SCALES not in self._where:
+            raise CheckpointError(
+                f"{self.path} has {name!r} in MXFP4 without its scales {name + mxfp4.SCALES!r}; copy the model again"
+            )
+        stored = [self._slice(name + ending) for ending in (mxfp4.BLOCKS, mxfp4.SCALES)]
+        for ending, tensor, wanted in zip(
+            (mxfp4.BLOCKS, mxfp4.SCALES), stored, mxfp4.stored_shapes(shape), strict=True
+        ):
+            found, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+            if (found, dtype) != (wanted, mxfp4.BYTES):
+                raise CheckpointError(
+                    f"{name + ending!r} in {self.path} has shape {list(found)} and dtype {dtype}, but its config.json "
+                    f"requires {list(wanted)} and {mxfp4.BYTES}"
+                )
+        return partial(mxfp4.read_box, *stored, shape[1])
 
     def _slice(self, name: str) -> Any:
         try:

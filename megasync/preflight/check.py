@@ -28,7 +28,7 @@ from megasync.layout.model_files import (
     check_values,
     find_hf_config,
     read_hf_config,
-    read_stored_block,
+    read_storage,
 )
 from megasync.layout.topology import Topology
 from megasync.preflight.check_evaluation import check_evaluation
@@ -403,7 +403,7 @@ def _check_model(config: Config, planning: bool) -> None:
     _check_server_split(config.rollout, layout.sizes, source)
     if not planning:
         check_model_folder(config.model)
-    if read_stored_block(source) is not None:
+    if read_storage(source) is not None:
         _check_scales(source.parent, layout)
 
 
@@ -422,7 +422,7 @@ def _check_server_experts(config: Config, experts: int) -> None:
 
 
 def _check_scales(folder: Path, layout: Layout) -> None:
-    """Refuses a folder in block FP8 with missing or wrong scales. Reads the headers of the files, if there are any."""
+    """Refuses a quantized folder with missing or wrong scales. Reads the headers of the files, if there are any."""
     from megasync.layout.shards import HfFolder
 
     if not any(folder.glob("*.safetensors")):

@@ -19,12 +19,13 @@ PROTOCOL = 3
 
 # "1" in the environment of a server that scores texts instead of generating.
 CLASSIFIER_VARIABLE = "MEGASYNC_CLASSIFIER"
-# In the environment of a server that serves a folder in block FP8 unquantized: the block as JSON, [rows, columns].
 # The address that a server's process is bound to, where an engine has processes on several nodes.
 HOST_VARIABLE = "MEGASYNC_HOST"
 # Scheme of the URL by which such processes join their `store`, which listens on one address only.
 STORE_SCHEME = "megasync"
-BLOCK_FP8_VARIABLE = "MEGASYNC_BLOCK_FP8"
+# In the environment of a server that serves a quantized folder unquantized, as JSON: "mxfp4", or [rows, columns] of a
+# block of block FP8.
+STORAGE_VARIABLE = "MEGASYNC_STORAGE"
 
 ACTION = "megasync:"
 ANSWER = "megasync"

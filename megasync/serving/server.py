@@ -7,8 +7,8 @@ its start succeeds only after it has refused a call without a key (`_check_guard
 The server keeps its tokenizer although requests are token ids in and out: leaving it out (`--skip-tokenizer-init`)
 saves 0.03 ms of 1.6 ms CPU per request, and stop strings need it.
 
-A folder in block FP8 is served unquantized in the policy's dtype, as the trainer holds it: `sglang_plugin` dequantizes
-the tensors that SGLang reads. Frozen models are served as they are stored.
+A folder in block FP8 or MXFP4 is served unquantized in the policy's dtype, as the trainer holds it: `sglang_plugin`
+dequantizes the tensors that SGLang reads. Frozen models are served as they are stored.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from megasync.config.schema import FrozenModelConfig, RewardModelConfig, Rollout
 from megasync.config.server_args import OVERRIDES
 from megasync.device import compiler_environment
 from megasync.errors import HttpStatusError, ServerError
-from megasync.layout.block_fp8 import Block
-from megasync.layout.model_files import read_stored_block
+from megasync.layout.model_files import read_storage
+from megasync.layout.storage import Storage
 from megasync.serving.control import ServerControl
-from megasync.serving.engine_protocol import BLOCK_FP8_VARIABLE, CLASSIFIER_VARIABLE, HOST_VARIABLE, STORE_SCHEME
+from megasync.serving.engine_protocol import CLASSIFIER_VARIABLE, HOST_VARIABLE, STORAGE_VARIABLE, STORE_SCHEME
 from megasync.serving.process import Service
 from megasync.serving.server_guard import CLOSED_ROUTE, KEYS_VARIABLE
 
@@ -206,9 +206,9 @@ class SGLangServer(Service):
         host, port = self._meeting_point
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    def _dequantized(self) -> Block | None:
-        """The block of a folder in block FP8 whose weights are dequantized as the server reads them."""
-        return read_stored_block(self.model_path) if (self.model_path / "config.json").is_file() else None
+    def _dequantized(self) -> Storage | None:
+        """The storage of a folder whose weights are dequantized as the server reads them."""
+        return read_storage(self.model_path) if (self.model_path / "config.json").is_file() else None
 
     def command(self) -> list[str]:
         launcher = "megasync_patches.sglang_cpu_launch" if self.spec.device == "cpu" else "sglang.launch_server"
@@ -232,8 +232,8 @@ class SGLangServer(Service):
         if self.spec.nodes > 1:
             env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"{STORE_SCHEME}://{self._meeting_address()}"
             env[HOST_VARIABLE] = self.host
-        if (block := self._dequantized()) is not None:
-            env[BLOCK_FP8_VARIABLE] = json.dumps(block)
+        if (storage := self._dequantized()) is not None:
+            env[STORAGE_VARIABLE] = json.dumps(storage)
         if self.spec.device != "cpu":
             # The default is the temporary folder, which is removed: every start would compile again.
             env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor"))
@@ -360,7 +360,7 @@ class FrozenModelServer(SGLangServer):
     def arguments(self) -> dict[str, object]:
         return {"--is-embedding": self._classifier} | super().arguments()
 
-    def _dequantized(self) -> Block | None:
+    def _dequantized(self) -> Storage | None:
         return None
 
     def environment(self) -> dict[str, str]:

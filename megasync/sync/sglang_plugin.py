@@ -9,7 +9,7 @@ alone would keep other weights than its peers. Guaranteed by `_all_succeed`, whi
 anything is written (then the old weights keep serving everywhere), and after. A command never raises, because the other
 ranks already wait for this one's answer; errors come back as data.
 
-`dequantize_weights` is for servers of a folder in block FP8, which they serve unquantized.
+`dequantize_weights` is for servers of a folder in block FP8 or MXFP4, which they serve unquantized.
 
 `GuardedServer` closes all but a few HTTP routes of a server that megasync started with keys.
 
@@ -41,11 +41,11 @@ from megasync.errors import ServerError
 from megasync.serving.engine_protocol import (
     ACTION,
     ANSWER,
-    BLOCK_FP8_VARIABLE,
     CLASSIFIER_VARIABLE,
     LOAD_FORMAT,
     PROTOCOL,
     REFUSED,
+    STORAGE_VARIABLE,
     STORE_SCHEME,
     Hello,
     RankAnswer,
@@ -58,8 +58,8 @@ from megasync.serving.server_guard import KEYS_VARIABLE, ServerGuard
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-    from megasync.layout.block_fp8 import Block
     from megasync.layout.engine_layout import EngineRank
+    from megasync.layout.storage import Storage
 
 _INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
@@ -252,11 +252,12 @@ class GuardedServer:
         app.add_middleware(ServerGuard, admin=self.admin, generation=self.generation)
 
 
-def dequantize_weights(block: Block, stock: Stock, *arguments: Any, **options: Any) -> Any:
+def dequantize_weights(storage: Storage, stock: Stock, *arguments: Any, **options: Any) -> Any:
     """The tensors that SGLang reads from a folder, unquantized; those of a version that was synced pass through."""
-    from megasync.layout.block_fp8 import dequantized
+    from megasync.layout import block_fp8, mxfp4
 
-    return dequantized(stock(*arguments, **options), block)
+    weights = stock(*arguments, **options)
+    return mxfp4.dequantized(weights) if storage == mxfp4.MXFP4 else block_fp8.dequantized(weights, storage)
 
 
 def meet(url: str, timeout: timedelta, **_: object) -> Iterator[tuple[TCPStore, int, int]]:
@@ -271,10 +272,12 @@ def meet(url: str, timeout: timedelta, **_: object) -> Iterator[tuple[TCPStore, 
 def register() -> None:
     """The entry point that SGLang calls."""
     Plugin().register()
-    if stored := os.environ.get(BLOCK_FP8_VARIABLE):
+    if stored := os.environ.get(STORAGE_VARIABLE):
         from megasync.layout.block_fp8 import Block
 
-        _hook("AROUND", _WEIGHTS, partial(dequantize_weights, Block(*json.loads(stored))))
+        storage = json.loads(stored)
+        storage = Block(*storage) if isinstance(storage, list) else storage
+        _hook("AROUND", _WEIGHTS, partial(dequantize_weights, storage))
     if os.environ.get(_INIT_METHOD, "").startswith(f"{STORE_SCHEME}://"):
         from torch.distributed.rendezvous import register_rendezvous_handler
 

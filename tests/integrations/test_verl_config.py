@@ -168,5 +168,5 @@ def test_a_model_in_fp8_is_refused_because_verls_servers_would_keep_it_quantized
     path = Path(shutil.copytree(model, tmp_path / "fp8")) / "config.json"
     stated = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stated}))
-    with pytest.raises(ConfigError, match=r"is stored in FP8, and verl's servers would keep it quantized"):
+    with pytest.raises(ConfigError, match=r"is stored quantized, and verl's servers would keep it quantized"):
         to_model(hf_model(str(path.parent)), MegasyncEngineConfig())

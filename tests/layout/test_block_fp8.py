@@ -13,7 +13,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from megasync.errors import CheckpointError, ConfigError
 from megasync.layout.block_fp8 import Block, dequantize, dequantized, stored_block
 from megasync.layout.layout import Box, Layout
-from megasync.layout.model_files import read_hf_config, read_stored_block
+from megasync.layout.model_files import read_hf_config, read_storage
 from megasync.layout.shards import HfFolder, describe, export_checkpoint, load_shards, save_written
 from megasync.layout.topology import Topology
 
@@ -59,7 +59,7 @@ def test_every_family_loads_exactly(make, family, spec):
 @pytest.mark.parametrize("scales_dtype", [torch.float32, torch.bfloat16])
 def test_blocks_of_128_that_ranks_cut_load_exactly_in_bfloat16(make, scales_dtype):
     folders = make(MODELS["qwen3"] | WIDE, LARGE, scales_dtype=scales_dtype)
-    assert read_stored_block(folders[0]) == LARGE
+    assert read_storage(folders[0]) == LARGE
     assert_loads(folders, Topology(tensor=4), torch.bfloat16)
 
 

@@ -150,6 +150,11 @@ def test_a_model_that_is_not_served_here_loads_what_its_trace_says(tensor_parall
     answers = json.loads(done.stdout.splitlines()[-1])
     assert [answer["different"] for answer in answers] == [[]] * tensor_parallel
     assert sum(answer["loaded"] for answer in answers) == loaded
+    # A folder in MXFP4 is served unquantized.
+    (tmp_path / "mxfp4").mkdir()
+    config = json.loads((path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "mxfp4" / "config.json").write_text(json.dumps(config))
+    assert ranks == engine_ranks(tmp_path / "mxfp4", tensor_parallel, "float32", "cpu", specs, KERNEL)
     # What trainer ranks send is what a load keeps, with experts over two ranks.
     topology = Topology(tensor=2, pipeline=2, expert=2, expert_tensor=1)
     report = check_layout(path, topology, "te", "float32", 1, False, lambda dtype, specs: ranks)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megasync.config.schema import RewardModelConfig, RolloutConfig
-from megasync.serving.engine_protocol import BLOCK_FP8_VARIABLE
+from megasync.serving.engine_protocol import STORAGE_VARIABLE
 from megasync.serving.server import (
     MODEL_PACKAGE,
     FrozenModelServer,
@@ -44,21 +44,27 @@ def test_what_both_devices_share(device):
     assert server.environment()["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
 
 
-def test_a_policy_in_block_fp8_is_served_unquantized_and_a_frozen_model_as_it_is(tmp_path):
-    stated = {"quant_method": "fp8", "weight_block_size": [128, 64]}
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": stated}))
+@pytest.mark.parametrize(
+    ("stated", "given"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 64]}, "[128, 64]"),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, '"mxfp4"'),
+    ],
+)
+def test_a_quantized_policy_is_served_unquantized_and_a_frozen_model_as_it_is(tmp_path, stated, given):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "quantization_config": stated}))
     own = {"--json-model-override-args": '{"rope_theta": 5}'}
     spec = ServerSpec(tmp_path, RolloutConfig(server_args=own), "bfloat16", "cpu")
     server = SGLangServer(spec, "127.0.0.1", 30001, "log")
     overrides = json.loads(value(server, "--json-model-override-args"))
     assert overrides == {"rope_theta": 5, "quantization_config": None}
     assert value(server, "--quantization") == "unquant"
-    assert server.environment()[BLOCK_FP8_VARIABLE] == "[128, 64]"
+    assert server.environment()[STORAGE_VARIABLE] == given
     judge = RewardModelConfig(path=str(tmp_path), kind="judge")
     frozen = frozen_server_spec(judge, "bfloat16", "cpu", mem_fraction=0.3)
     server = FrozenModelServer(judge, frozen, "127.0.0.1", 30001, "log")
     assert not {"--json-model-override-args", "--quantization"}.intersection(server.command())
-    assert BLOCK_FP8_VARIABLE not in server.environment()
+    assert STORAGE_VARIABLE not in server.environment()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -14,8 +14,8 @@ from megasync.config.limits import AT_LEAST_ONE, DATASET, DTYPE, NOT_NEGATIVE, P
 class ModelConfig:
     """The model that is trained and served."""
 
-    # Folder with a Hugging Face config.json, safetensors (unquantized or block FP8) and tokenizer (`megasync fetch`
-    # makes two small ones).
+    # Folder with a Hugging Face config.json, safetensors (unquantized, block FP8, or MXFP4 of gpt-oss) and tokenizer
+    # (`megasync fetch` makes two small ones).
     path: str = limited(MISSING, PATH)
     # config.json that `megasync plan` reads if the model folder is not on this machine.
     config: str | None = limited(None, PATH)

@@ -19,7 +19,7 @@ from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizer
 
 from megasync.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
 from megasync.errors import ConfigError
-from megasync.layout.model_files import read_stored_block
+from megasync.layout.model_files import read_storage
 
 STRATEGY = "megasync"
 DTYPES = ("bfloat16", "float32")
@@ -185,9 +185,9 @@ def to_model(model: HFModelConfig, engine: McoreEngineConfig) -> ModelConfig:
     changed = {key: value for key, value in model.override_config.items() if key != "attn_implementation" and value}
     _allow("model.override_config", changed, {})
     path = model.local_path or model.path
-    if (Path(path) / "config.json").is_file() and read_stored_block(path) is not None:
+    if (Path(path) / "config.json").is_file() and read_storage(path) is not None:
         raise ConfigError(
-            f"model.path={path!r} is stored in FP8, and verl's servers would keep it quantized while megasync sends "
+            f"model.path={path!r} is stored quantized, and verl's servers would keep it quantized while megasync sends "
             f"weights in {engine.dtype}; use an unquantized model"
         )
     return ModelConfig(path=path, dtype=engine.dtype)
