@@ -270,10 +270,10 @@ def _recomputed_in_layer(config: Config, layout: Layout, sparse: bool) -> float:
     shared = wide * sizes.shared_intermediate / trainer.tensor_parallel
     width = sizes.moe_intermediate / layout.topology.expert_tensor_size
     if sparse and "moe" in modules:
-        less += shared + _received(config, layout) * (sizes.hidden + wide * width)
+        less += shared + _received(config, layout) * (sizes.hidden + (wide + _clamped(layout)) * width)
     elif sparse:
         less += shared * ("shared_experts" in modules)
-        less += _received(config, layout) * width * ("moe_act" in modules)
+        less += _received(config, layout) * (1 + _clamped(layout)) * width * ("moe_act" in modules)
     if "layernorm" in modules:
         less += hidden * (2 * (not fused) or sparse)
     return less
@@ -290,8 +290,8 @@ def _saved_by_layer(config: Config, layout: Layout, sparse: bool) -> float:
     Four hidden-sized tensors: inputs and outputs of both norms; GLM-4 also saves the inputs of norms of outputs.
     Of a gated MLP of width w, Transformer Engine saves the fused projections (2 w) and their product (w), as inputs of
     the next operations; Megatron's own layers also save the activated gate. An expert layer saves them for each copy of
-    a token that its experts receive, and the copy itself. What is left out, such as routing and statistics of norms, is
-    below 1.5 % (`rehearsal.activations` measures it).
+    a token that its experts receive, and the copy itself; of a clamped SwiGLU, what `_clamped` says too. What is left
+    out, such as routing and statistics of norms, is below 1.5 % (`rehearsal.activations` measures it).
     """
     sizes, tensor = layout.sizes, config.trainer.tensor_parallel
     wide = 3 if layout.spec == "te" else 4
@@ -300,11 +300,22 @@ def _saved_by_layer(config: Config, layout: Layout, sparse: bool) -> float:
     if not sparse:
         return common + wide * sizes.intermediate / tensor
     width = sizes.moe_intermediate / layout.topology.expert_tensor_size
-    received = _received(config, layout) * (sizes.hidden + wide * width)
+    received = _received(config, layout) * (sizes.hidden + (wide + _clamped(layout)) * width)
     if config.trainer.moe_shared_expert_overlap and config.trainer.sequence_parallel:
         # Megatron itself gathers the tokens for the shared experts, and keeps them; a linear layer gathers them again.
         common += sizes.hidden
     return common + wide * sizes.shared_intermediate / tensor + received
+
+
+def _clamped(layout: Layout) -> int:
+    """What a clamped SwiGLU of experts saves for each of their channels, beside what others do.
+
+    Gate and up after the clamps. Megatron's own layers also save the sigmoid and the product before the weight of the
+    expert.
+    """
+    if not layout.family.clamped:
+        return 0
+    return 2 if layout.spec == "te" else 4
 
 
 def _saved_by_attention(config: Config, layout: Layout) -> float:

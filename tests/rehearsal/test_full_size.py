@@ -80,6 +80,17 @@ RUNS = {
         },
         "0.16.1",
     ),
+    "gpt-oss-120b": (
+        "gpt_oss_120b",
+        {
+            "tensor_parallel": 4,
+            "pipeline_parallel": 2,
+            "data_parallel": 16,
+            "expert_parallel": 32,
+            "expert_tensor_parallel": 1,
+        },
+        "0.16.1",
+    ),
     # Experts that two ranks share.
     "kimi-k2": (
         "kimi_k2",
@@ -134,7 +145,7 @@ def test_shipped_configurations(path):
 
 # The shipped configurations have these models.
 EVERYWHERE = [
-    pytest.param(name, marks=pytest.mark.matrix if name == "minimax-m2" else ())
+    pytest.param(name, marks=pytest.mark.matrix if name in ("minimax-m2", "gpt-oss-120b") else ())
     for name in RUNS
     if name not in ("qwen3-8b", "qwen3-32b")
 ]

@@ -25,6 +25,9 @@ CASES = [
     ("te", "latent", 2, {"ring": CP2, "gathered": GATHERED}),
     ("te 0.19.2", "latent", 2, {"ring": CP2, "gathered": GATHERED}),
     ("te", "glm4", 2, {"ring": CP2, "gathered": GATHERED}),
+    # Windows and sinks.
+    ("te", "gpt_oss", 2, {"heads": {**EXPERTS["heads"], "expert_parallel": 2}}),
+    ("te 0.19.2", "gpt_oss", 2, {"heads": EXPERTS["heads"]}),
     ("te", "qwen3", 4, {"cp4": {"context_parallel": 4}, "tp2": {**CP2, **TP2}, "pp2": PP2}),
 ]
 EVERY = [pytest.param(*case, marks=() if index == 0 else pytest.mark.matrix) for index, case in enumerate(CASES)]
