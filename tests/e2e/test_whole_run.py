@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp8_folders import write_fp8
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import megasync
@@ -52,3 +54,20 @@ def test_a_run_trains_asynchronously_and_resumes(miniature) -> None:
     steps = [row for row in rows_of(result.run_dir) if "time/step" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
     assert steps[-1]["groups/trained"] == 24
+
+
+@pytest.mark.matrix
+def test_a_run_begins_with_a_folder_in_block_fp8_and_ends_with_a_plain_one(
+    miniature, digits_model: Path, tmp_path: Path
+) -> None:
+    fp8, plain = tmp_path / "fp8", tmp_path / "plain"
+    write_fp8(digits_model, fp8, plain, (32, 32))
+    result = megasync.AsyncTrainer(miniature(model={"path": str(fp8)}), ["schedule.total_steps=2"]).train()
+    steps = [row for row in rows_of(result.run_dir) if "time/step" in row]
+    assert [row["step"] for row in steps] == [1, 2] and max(row["sync/parity"] for row in steps) < 1e-4
+    trained, dequantized = (load_file(folder / "model.safetensors") for folder in (result.export_dir, plain))
+    assert trained.keys() == dequantized.keys()
+    assert "quantization_config" not in json.loads((result.export_dir / "config.json").read_text())
+    # Two steps of Adam away from what the folder held.
+    moved = [(trained[name] - dequantized[name].float()).abs().max().item() for name in trained]
+    assert 0 < max(moved) < 0.01
