@@ -32,6 +32,8 @@ from megasync.rehearsal.report import RankReport
 from megasync.trainer.engine import MegatronEngine
 
 META = torch.device("meta")
+# Ends of the names of parameters with a row for each token of the vocabulary.
+VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 
 
@@ -242,10 +244,15 @@ def _whole_shapes(engine: MegatronEngine) -> dict[str, tuple[int, ...]]:
     layout, topology = engine.layout, engine.topology
     undivided = replace(topology, tensor=1, expert_tensor=1, data=topology.tensor * topology.data)
     whole = Layout(layout.hf_config, undivided, layout.spec, layout.value_head)
-    return {
+    shapes = {
         name: shape
         for ep in range(topology.expert)
         for name, shape in whole.params(topology.rank(0, 0, engine.coords.pp) + ep).items()
+    }
+    # Tensor ranks pad the vocabulary to a multiple of their own.
+    return {
+        name: (layout.padded_vocab, *shape[1:]) if name.endswith(VOCABULARY) else shape
+        for name, shape in shapes.items()
     }
 
 
