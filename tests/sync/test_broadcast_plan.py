@@ -1,10 +1,15 @@
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_shards import random_weights, shards_of
 
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
 from megasync.sync.broadcast.plan import ITEM_BYTES, plan_broadcast
+from megasync.sync.stream import Shards, empty_part, empty_tensors, pack_part, place_part
+
+CPU = torch.device("cpu")
 
 CONFIG = {
     "model_type": "qwen2",
@@ -161,3 +166,32 @@ def test_unknown_dtypes_and_empty_buckets_are_refused():
         plan_broadcast(layout, 1, "float64")
     with pytest.raises(ValueError, match="bucket_bytes is 0"):
         plan_broadcast(layout, 0, "float32")
+
+
+GPT_OSS = CONFIG | {
+    "model_type": "gpt_oss",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 4,
+    "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+}
+
+
+@given(
+    topology=st.sampled_from([Topology(), Topology(tensor=2, pipeline=2, data=2, expert=4, expert_tensor=1)]),
+    limit=limits,
+)
+def test_tensors_of_all_experts_are_put_together_from_the_ranks_that_hold_them(topology, limit):
+    layout = Layout(GPT_OSS, topology)
+    tensors = random_weights(layout)
+    shards = [Shards(layout, "float32", rank, shards_of(layout, rank, tensors)) for rank in range(topology.world)]
+    found = {}
+    for bucket in plan_broadcast(layout, limit, "float32").buckets:
+        whole = empty_tensors(bucket, CPU)
+        for rank in bucket.contributions:
+            part = empty_part(bucket, rank, CPU)
+            pack_part(bucket, shards[rank], part)
+            place_part(bucket, rank, part, whole)
+        found |= whole
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
