@@ -92,16 +92,18 @@ class AttentionPlan:
         return self._masks[index, window]
 
     def _mask(self, rectangle: Rectangle, window: int | None) -> torch.Tensor:
-        steps = torch.arange(rectangle.length, device=self.token.device)
-        # [batch or 1, length, keys]: how far a key is behind a query, negative if the query must not see it.
-        behind = (steps[:, None] - steps)[None]
-        if prefixes := rectangle.prefixes:
-            prompt = torch.arange(self.rectangles[prefixes.source].length, device=steps.device)
-            lengths = prefixes.lengths[:, None, None]
-            before = (lengths + steps[:, None] - prompt).masked_fill(prompt >= lengths, -1)
-            behind = torch.cat((before, behind.expand(rectangle.batch, -1, -1)), dim=-1)
-        seen = behind >= 0
-        return (seen if window is None else seen & (behind < window))[:, None]
+        length, device = rectangle.length, self.token.device
+        own = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        own = own if window is None else own.triu(1 - window)
+        prefixes = rectangle.prefixes
+        if prefixes is None:
+            return own[None, None]
+        prompt = torch.arange(self.rectangles[prefixes.source].length, device=device)
+        lengths = prefixes.lengths[:, None, None]
+        seen = (prompt < lengths).expand(-1, length, -1)
+        if window is not None:
+            seen = seen & (lengths + torch.arange(length, device=device)[:, None] - prompt < window)
+        return torch.cat((seen, own.expand(rectangle.batch, -1, -1)), dim=-1)[:, None]
 
 
 def plan_attention(segments: Sequence[Segment], device: torch.device) -> AttentionPlan:
