@@ -12,6 +12,7 @@ from typing import Any
 from megasync.buffer.payload import LeasedGroup
 from megasync.cluster.actors import ActorGroup, kill_unresponsive
 from megasync.cluster.pools import Pools
+from megasync.concurrency.tasks import wait_for_first
 from megasync.config import Config
 from megasync.errors import CheckpointError, MegasyncError, ProcessLost, RankLost
 from megasync.layout.topology import Topology
@@ -68,7 +69,12 @@ class TrainerGroup:
     async def start(self, path: Path | None) -> None:
         """Builds the ranks' process group and models, from the checkpoint at `path` if given."""
         limit = self._timeouts.trainer_start
-        self._pids = await self.call("pid", timeout=limit)
+        placed = asyncio.ensure_future(self.call("pid", timeout=limit))
+        if self._config.trainer.min_data_parallel is None:
+            self._pids = await placed
+        else:
+            await wait_for_first(placed, asyncio.ensure_future(self._node_lost()))
+            self._pids = placed.result()
         host, port = (await self.call("rendezvous", timeout=limit))[0]
         await self.call("start", host, port, timeout=limit)
         if path is not None:
@@ -109,6 +115,12 @@ class TrainerGroup:
                 f"trainer.min_data_parallel={least} needs"
             )
         self._topology, self._slots = topology, slots[: topology.world]
+
+    async def _node_lost(self) -> None:
+        """Raises RankLost when a node of the ranks is lost. A rank that was placed on it would wait for its return."""
+        while set(self._slots) <= set(await self._pools.living_slots("trainer")):  # noqa: ASYNC110 - Ray has no event
+            await asyncio.sleep(POLL_SECONDS)
+        raise RankLost("a node was lost while trainer ranks were started on it")
 
     async def can_grow(self) -> bool:
         """Whether `restart` would find room for more ranks, because nodes are back. Asks Ray every `GROW_SECONDS`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ class FakePools:
 class FakeActors:
     """What the ranks were created with."""
 
+    unplaced: frozenset[int] = frozenset()
+
     def __init__(self, arguments: list[tuple], slots: list[int]) -> None:
         self.sizes = {(config.trainer.data_parallel, world) for config, _, world, _ in arguments}
         self.ranks = [rank for _, rank, _, _ in arguments]
@@ -39,6 +42,9 @@ class FakeActors:
         return cls(arguments, slots)
 
     async def call(self, method: str, *args: Any, timeout: float) -> list[Any]:
+        if method == "pid" and self.slots[-1] in self.unplaced:
+            # As Ray does until the node is back.
+            await asyncio.sleep(timeout)
         return [("localhost", 1)] * len(self.ranks)
 
     def kill(self) -> None: ...
@@ -78,6 +84,20 @@ async def test_ranks_fill_the_nodes_that_are_left_and_return_to_all(group: Train
     pools.lost = set()
     await group.restart()
     assert (actors().sizes, actors().slots) == ({(4, 8)}, [*range(8)])
+
+
+async def test_a_node_that_ray_finds_lost_only_while_ranks_start_on_it_is_not_waited_for(
+    group: TrainerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeActors, "unplaced", frozenset({7}))
+    restart = asyncio.create_task(group.restart())
+    await asyncio.sleep(0.05)
+    assert not restart.done()
+    group._pools.lost = {3}
+    with pytest.raises(RankLost, match="a node was lost while trainer ranks were started on it"):
+        await asyncio.wait_for(restart, 5.0)
+    await group.restart()
+    assert group.data_parallel == 3
 
 
 async def test_a_node_that_returns_in_time_is_waited_for(group: TrainerGroup) -> None:
