@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megasync.app.async_trainer import AsyncTrainer
+    from megasync.config.schema import ModelConfig
 
 DEBUG_VARIABLE = "MEGASYNC_DEBUG"
 REFUSED, INTERRUPTED, UNHEALTHY = 2, 130, 1
@@ -54,6 +55,11 @@ ConfigFile = Annotated[
 ]
 RunDirectory = Annotated[
     Path, typer.Argument(metavar="RUN", help="Run directory, such as runs/quickstart-20260101-120000.")
+]
+HfFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="Hugging Face model folder.")]
+OutFolder = Annotated[Path, typer.Argument(metavar="OUT", help="Output folder; must be empty or not exist yet.")]
+ConvertedDtype = Annotated[
+    str | None, typer.Option("--dtype", help="Dtype of the weights written. Default: that of config.json.")
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -249,7 +255,7 @@ def evaluate(
 )
 def export(
     run: RunDirectory,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Output folder; must be empty or not exist yet.")],
+    out: OutFolder,
 ) -> None:
     """Export the newest checkpoint of RUN as a Hugging Face model folder (safetensors, config, tokenizer)."""
     from megasync.config import CONFIG_FILE, load_config
@@ -272,12 +278,55 @@ def export(
 
 
 @app.command(
+    epilog="[bold]Example[/]\n\nmegasync to-megatron models/digits-trained checkpoints/digits", rich_help_panel=MODELS
+)
+def to_megatron(model: HfFolder, out: OutFolder, dtype: ConvertedDtype = None) -> None:
+    """Write the weights of MODEL as a checkpoint of Megatron's own format (torch_dist), without an optimizer."""
+    from megasync.device import Device
+
+    Device("cpu").prepare_process(0)
+    from megasync.trainer.dist_checkpoint import write_dist_checkpoint
+
+    write_dist_checkpoint(_converted_model(model, dtype), out)
+    _console().print(f"wrote {out}", highlight=False, soft_wrap=True)
+
+
+@app.command(
+    epilog="[bold]Example[/]\n\nmegasync from-megatron checkpoints/digits models/digits models/digits-imported",
+    rich_help_panel=MODELS,
+)
+def from_megatron(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint of Megatron's own format.")],
+    model: HfFolder,
+    out: OutFolder,
+    dtype: ConvertedDtype = None,
+) -> None:
+    """Write the weights of CHECKPOINT as a Hugging Face folder, with config.json and tokenizer of MODEL."""
+    from megasync.device import Device
+
+    Device("cpu").prepare_process(0)
+    from megasync.trainer.dist_checkpoint import read_dist_checkpoint
+
+    read_dist_checkpoint(checkpoint, _converted_model(model, dtype), out)
+    _console().print(f"wrote {out}", highlight=False, soft_wrap=True)
+
+
+def _converted_model(path: Path, dtype: str | None) -> ModelConfig:
+    from megasync.config.schema import ModelConfig
+    from megasync.layout.model_files import read_hf_config
+
+    config = read_hf_config(path)
+    stored = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    return ModelConfig(path=str(path), dtype=dtype or str(stored))
+
+
+@app.command(
     epilog="[bold]Examples[/]\n\nmegasync check-layout models/smollm2 --tp 3 --pp 2 --engine-tp 2\n\n"
     "megasync check-layout models/qwen3-30b-a3b --tp 2 --pp 2 --dp 2 --ep 4 --etp 1 --engine-tp 4 --random",
     rich_help_panel=CHECKS,
 )
 def check_layout(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Hugging Face model folder.")],
+    model: HfFolder,
     tp: Annotated[int, typer.Option(min=1, help="Trainer tensor-parallel size.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Trainer pipeline-parallel size.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Trainer data-parallel size.")] = 1,

@@ -438,18 +438,27 @@ def export_checkpoint(checkpoint_dir: str | Path, hf_source_dir: str | Path, out
     folder, or a failed write.
     """
     source, out = Path(hf_source_dir), Path(out_dir)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is not empty; choose another output folder")
     if not (source / "config.json").is_file():
         raise CheckpointError(f"{source} has no config.json to export with")
     layout, dtype = read_layout(checkpoint_dir)
+    with ShardFiles(checkpoint_dir) as files:
+        write_folder(source, out, layout, dtype, files.read)
+    log.info("Exported %s to %s", checkpoint_dir, out)
+
+
+def write_folder(source: Path, out: Path, layout: Layout, dtype: str, read: ReadParam) -> None:
+    """Writes the parameters of a layout's ranks as a Hugging Face folder; the other files are those of ``source``.
+
+    Raises CheckpointError for a non-empty output folder, or a failed write.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is not empty; choose another output folder")
     draft = out.with_name(out.name + ".incomplete")
     shutil.rmtree(draft, ignore_errors=True)
     try:
         draft.mkdir(parents=True)
         write_companions(source, draft, dtype, layout.value_head)
-        with ShardFiles(checkpoint_dir) as files:
-            _write_weights(draft, layout, files.read, dtype)
+        _write_weights(draft, layout, read, dtype)
         if out.exists():
             out.rmdir()
         fsync_tree(draft)
@@ -458,7 +467,6 @@ def export_checkpoint(checkpoint_dir: str | Path, hf_source_dir: str | Path, out
         raise CheckpointError(f"export to {out} failed: {error}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    log.info("Exported %s to %s", checkpoint_dir, out)
 
 
 def _write_weights(out: Path, layout: Layout, read: ReadParam, dtype: str) -> None:

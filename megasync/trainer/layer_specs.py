@@ -116,7 +116,7 @@ def _layer_spec(
             experts.linear_fc1 = type("AlternatingProjection", (_Alternating, experts.linear_fc1), {})
             if flavour == "local":
                 experts.linear_fc2 = type("CopiedProjection", (_Copied, experts.linear_fc2), {})
-    if any(rule.local.endswith(".output_layernorm.weight") for rule in layout.family.layer):
+    if layout.family.norms_outputs:
         attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
         attention.linear_proj = type("NormedProjection", (_NormedOutput, attention.linear_proj), {})
         mlp.linear_fc2 = type("NormedProjection", (_NormedOutput, mlp.linear_fc2), {})

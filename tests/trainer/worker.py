@@ -48,10 +48,11 @@ from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
 
 from megasync.errors import CheckpointError, ConfigError, TrainingError  # noqa: E402
 from megasync.trainer import checkpoint  # noqa: E402
+from megasync.trainer.architecture import rope_parameters  # noqa: E402
 from megasync.trainer.batch import Sample  # noqa: E402
 from megasync.trainer.engine import MegatronEngine  # noqa: E402
 from megasync.trainer.layer_specs import chunk_specs  # noqa: E402
-from megasync.trainer.model import transformer_config  # noqa: E402
+from megasync.trainer.model import named_weights, transformer_config  # noqa: E402
 from megasync.trainer.param_attributes import set_param_attributes  # noqa: E402
 from megasync.trainer.policy import PolicyTrainer  # noqa: E402
 from megasync.trainer.reference import SLOTS  # noqa: E402
@@ -670,6 +671,39 @@ def read_files(model, trainers, folder):
         found[name] = {"reads": [sorted(folder_reads), sorted(checkpoint_reads)], "all": sorted(exact), "equal": equal}
         close(engine)
     shards.fill_params = checkpoint.fill_params = fill
+    return found
+
+
+def megatron_reads(models, checkpoints, trainer):
+    """The parameters that Megatron's own GPTModel in this layout reads from a checkpoint of Megatron's format, with
+    other values than an engine reads from the Hugging Face folder.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    found = {}
+    for name, path in models.items():
+        engine = make_engine(path, trainer)
+        layout = engine.layout
+        config = transformer_config(layout, engine.trainer_config, DEVICE, torch.float32)
+        rope = rope_parameters(layout.hf_config)
+        model = GPTModel(
+            config,
+            chunk_specs(config, layout, range(layout.sizes.layers), DEVICE.spec, rope),
+            vocab_size=layout.padded_vocab,
+            max_sequence_length=64,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=layout.tied,
+        )
+        for param in model.parameters():
+            param.data.fill_(7.0)
+        # Without Transformer Engine's extra state.
+        state = {"model": model.sharded_state_dict()}
+        loaded = dist_checkpointing.load(state, checkpoints[name], strict="log_unexpected")
+        model.load_state_dict(loaded["model"], strict=False)
+        own = named_weights([model])
+        found[name] = [param for param, weight in engine.weights.items() if not torch.equal(own[param], weight)]
+        close(engine)
     return found
 
 

@@ -120,6 +120,11 @@ class Family:
         return any(rule.per_expert and rule.local.endswith(".bias") for rule in self.sparse)
 
     @property
+    def norms_outputs(self) -> bool:
+        """Attention and MLP normalise their output before it is added to the residual."""
+        return any(rule.local.endswith(".output_layernorm.weight") for rule in self.layer)
+
+    @property
     def norms_all_heads(self) -> bool:
         """Queries and keys are normalised over all heads together, not head by head."""
         return any(rule.local.endswith(".k_layernorm.weight") and rule.split is Split.COLUMN for rule in self.layer)
