@@ -13,13 +13,14 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch._C._distributed_c10d import HashStore
 
 from megasync.config.schema import ModelConfig, TrainerConfig
 from megasync.device import Device
@@ -67,7 +68,8 @@ def read_dist_checkpoint(source: Path, model: ModelConfig, out: Path) -> None:
         state = _state(engine)
         _check_names(source, state)
         try:
-            loaded = dist_checkpointing.load(state, str(source))
+            # Without further arguments it returns the state alone.
+            loaded = cast("dict[str, Any]", dist_checkpointing.load(state, str(source)))
             engine.chunks[0].load_state_dict(loaded["model"], strict=False)
         except (OSError, RuntimeError, ValueError, dist_checkpointing.core.CheckpointingException) as error:
             raise CheckpointError(f"{source} cannot be read as {model.path}: {error}") from error
@@ -81,7 +83,7 @@ def _whole_model(model: ModelConfig, load: bool) -> Iterator[MegatronEngine]:
     """The model on one rank, in a process group of its own."""
     engine = MegatronEngine(model, TrainerConfig(), Device("cpu"), 0, trains=False)
     _check_family(engine.layout)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         engine.initialize(None if load else _zeros)
         yield engine

@@ -22,6 +22,8 @@ COMMANDS = (
     "scale",
     "eval",
     "export",
+    "to-megatron",
+    "from-megatron",
     "check-layout",
     "doctor",
     "fetch",
