@@ -264,6 +264,9 @@ def ladder(machine: Machine, out: Path, models: Path) -> list[Stage]:
         # Fits beside a server into 24 GB: `megasync plan` shows the sum.
         size += ["trainer.recompute=full", "rollout.max_total_tokens=32768", "schedule.total_steps=15"]
         size += ["rollout.sampling.max_new_tokens=256", "rollout.sampling.stop=[]"]
+    turns = [*task, "name=first-gpu-in-turns", "cluster.share_device=false", "cluster.colocate=true"]
+    turns += ["schedule.max_staleness=0", "sync.transport=p2p", "schedule.total_steps=3", "eval.every_steps=0"]
+    turns += [f"rollout.servers={max(1, len(machine.gpus) // 2)}"]
     peak = [] if cpu or machine.peak is None else ["--peak", f"{machine.peak:g}"]
     trained = [*size, "schedule.groups_per_step=2", "schedule.samples_per_group=4"] if cpu else size
     create = [*cli, "fetch", real.name, "--out", str(real)]
@@ -301,6 +304,12 @@ def ladder(machine: Machine, out: Path, models: Path) -> list[Stage]:
         ),
         Stage("run", f"does {real.name} train?", [*cli, "train", *task], judge_run("*", not cpu)),
         Stage("run-0.6b", f"does {shape.name} train?", [*cli, "train", *size], judge_run("first-gpu-0.6b", False)),
+        Stage(
+            "run-in-turns",
+            "can ranks and servers use the same devices in turns?",
+            [*cli, "train", *turns],
+            judge_run("first-gpu-in-turns", False),
+        ),
         Stage(
             "trainer",
             "how fast is a training step?",

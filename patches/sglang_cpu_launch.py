@@ -105,11 +105,12 @@ def attend_together(
     longest = int(lengths.max())
     if longest * len(lengths) > 2 * int(lengths.sum()) + _PADDED:
         return None
-    slots = req_to_token[requests, :longest]
     # Query heads that share a key head are rows of one product, [requests, key heads, rows, head size].
     rows = query.view(len(lengths), keys.shape[1], -1, query.shape[-1])
     position = torch.arange(longest, device=lengths.device)
     visible = position < lengths[:, None]
+    # Past the end of a request the table may hold anything: memory that was released and resumed is not cleared.
+    slots = req_to_token[requests, :longest].masked_fill(~visible, 0)
     if sliding_window_size is not None:
         visible &= position >= lengths[:, None] - 1 - sliding_window_size
     attended = torch.nn.functional.scaled_dot_product_attention(

@@ -170,7 +170,7 @@ class Run:
     async def _start_processes(
         self, stack: AsyncExitStack, config: Config, device: Device, ledger: Path, observer: RunObserver
     ) -> StartedRun:
-        """Starts trainer ranks and servers at the same time."""
+        """Starts trainer ranks and servers at the same time; where they share devices, first the ranks."""
         workload, schedule = self._workload, config.schedule
         stack.push_async_callback(workload.close)
         if not config.rollout.workers:
@@ -184,7 +184,13 @@ class Run:
         stack.callback(buffer.kill)
         if servers.workers is not None:
             buffer.follow(partial(servers.workers.tell, "use_buffer", ""))
-        await gather_or_cancel(trainer.start(self._checkpoint), servers.start())
+        if config.cluster.colocate:
+            await trainer.start(self._checkpoint)
+            await trainer.offload()
+            servers.fleet.shared_gpus = await trainer.gpus()
+            await servers.start()
+        else:
+            await gather_or_cancel(trainer.start(self._checkpoint), servers.start())
         controls = servers.fleet.joiners()
         return StartedRun(trainer, servers, buffer, controls, servers.client(stack, config, workload, controls))
 

@@ -21,7 +21,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -54,6 +54,8 @@ SETTLE_SECONDS = 30.0
 DRAIN_SECONDS = 10.0
 # Checks of answers per second, when all servers are to be checked at once.
 CHECKS_PER_SECOND = 50.0
+# Seconds between two looks whether servers still hold memory that they were to release.
+RELEASE_POLL_SECONDS = 0.05
 # Seconds to wait for Ray to place an added server; where there is room it answers immediately.
 PLACE_SECONDS = 15.0
 
@@ -99,6 +101,10 @@ class Fleet:
         self._on_departures: list[Callable[[int, bool, bool], None]] = []
         self._gray: Counter[str] = Counter()
         self._followers: list[tuple[Callable[[ServerControl], None], Callable[[str], None]]] = []
+        # The GPUs of the trainer ranks, if the servers share them.
+        self.shared_gpus: Sequence[str] = ()
+        self._may_start = asyncio.Event()
+        self._may_start.set()
 
     @property
     def router_url(self) -> str:
@@ -201,6 +207,30 @@ class Fleet:
                 reason = f"it did not abort its requests after a failed sync. Last lines of its log:\n{tail}"
                 slot.note(slot.health.died, reason)
 
+    # Devices that the trainer ranks use in turns with the servers
+
+    async def release_memory(self) -> None:
+        """Frees the devices: no server computes, and none starts, until `resume_memory`. Requests wait.
+
+        Servers that start must be up first. Raises ServerError if one still holds memory after the time for that.
+        """
+        self._may_start.clear()
+        timeouts = self._config.timeouts
+        deadline = self._clock() + timeouts.server_start + timeouts.weight_sync + timeouts.shutdown
+        while holders := [slot for slot in self._slots.values() if slot.holds_memory]:
+            if self._clock() > deadline:
+                raise ServerError(
+                    f"servers {', '.join(str(slot.index) for slot in holders)} neither released their memory nor ended"
+                )
+            await asyncio.gather(*(slot.release_memory(timeouts.weight_sync) for slot in holders))
+            await asyncio.sleep(RELEASE_POLL_SECONDS)
+
+    async def resume_memory(self) -> None:
+        """Lets the servers compute and start again: they hold what they held before."""
+        seconds = self._config.timeouts.weight_sync
+        await asyncio.gather(*(slot.resume_memory(seconds) for slot in self._slots.values()))
+        self._may_start.set()
+
     async def watch(self) -> None:
         """Raises ServerError when the fleet cannot recover: too few servers are left, or the router stays down."""
         raise_supervision_error(self._tasks.values())
@@ -218,6 +248,11 @@ class Fleet:
         least = self._config.rollout.min_servers
         if self._config.rollout.external:
             raise ServerError("the servers of this run are those of rollout.external; a running run cannot change them")
+        width = self._config.rollout.tensor_parallel
+        if self._config.cluster.colocate and servers * width > (room := self._pools.specs["trainer"].slots):
+            raise ServerError(
+                f"rollout={servers}: the devices of the trainer ranks (cluster.colocate) have room for {room // width}"
+            )
         if servers < least:
             raise ServerError(f"rollout={servers} is below rollout.min_servers={least}; ask for {least} or more")
         async with self._resizing:
@@ -323,6 +358,7 @@ class Fleet:
             self._on_change,
             self._clock,
             judge=self,
+            may_start=self._may_start,
         )
         self._by_state[slot.health.state].add(slot)
         return slot
@@ -459,6 +495,8 @@ class Fleet:
             config.seed + index,
             config.rollout.deterministic,
             self._nodes,
+            gpus=self._shared_gpus_of(index),
+            releases_memory=config.cluster.colocate,
         )
         slots = self._pool_slots(index)
 
@@ -470,6 +508,10 @@ class Fleet:
             return ServiceActor("server", index, self._pools.options("rollout", slots[node]), arguments, ended)
 
         return part(0) if self._nodes == 1 else SpreadServer(part, self._nodes)
+
+    def _shared_gpus_of(self, index: int) -> str:
+        width = self._config.rollout.tensor_parallel
+        return ",".join(self.shared_gpus[index * width : (index + 1) * width])
 
     def _router_process(self, servers: Collection[str], port: int) -> ServiceProcess:
         config = self._config

@@ -163,10 +163,10 @@ class FrozenServers:
         shared = model.pool == "rollout"
         mem_fraction = self._free_share(key) if shared else model.mem_fraction
         dtype = model.dtype or config.model.dtype
-        spec = frozen_server_spec(model, dtype, self._device.kind, mem_fraction, config.seed + index)
+        spec = frozen_server_spec(model, dtype, self._device.kind, mem_fraction, config.seed + index, gpus)
         log_path = str(self._logs / f"{frozen_pool(key)}-{index}.log")
         keys = (self._keys.admin, self._keys.generation)
-        arguments = (model, spec, config.cluster.host, 0, log_path, *keys, gpus)
+        arguments = (model, spec, config.cluster.host, 0, log_path, *keys)
         pool = "rollout" if shared else frozen_pool(key)
         options = self._pools.same_node_options(pool, index) if shared else self._pools.options(pool, index)
         return ServiceActor("frozen_model", index, options, arguments, partial(self._pools.ended, pool, index))

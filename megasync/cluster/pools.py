@@ -42,6 +42,8 @@ class Pools:
     async def create(self, timeout: float) -> None:
         """Reserves every pool. Raises MegasyncError when one is not free within `timeout` seconds."""
         for name, spec in self.specs.items():
+            if spec.within:
+                continue
             strategy = "STRICT_SPREAD" if spec.nodes > 1 else "STRICT_PACK"
             bundles = [self._bundle(spec, bundle) for bundle in spec.bundles(self._kind)]
             self._groups[name] = placement_group(bundles, strategy=strategy, name=f"megasync-{name}")
@@ -63,7 +65,7 @@ class Pools:
         Raises MegasyncError when the cluster has no room for it within `timeout` seconds; nothing is reserved then.
         """
         spec = self.specs[pool]
-        if slot < spec.slots or (pool, slot) in self._added:
+        if slot < spec.slots or spec.within or (pool, slot) in self._added:
             return
         (bundle,) = (self._bundle(spec, bundle) for bundle in replace(spec, slots=1).bundles(self._kind))
         group = placement_group([bundle], strategy="PACK", name=f"megasync-{pool}-{slot}")
@@ -111,8 +113,10 @@ class Pools:
 
     def _place(self, pool: str, slot: int) -> tuple[PlacementGroup, int]:
         """The placement group of a slot, and its bundle there."""
-        group = self._added.get((pool, slot))
-        return (self._groups[pool], slot // self.specs[pool].slots_per_node) if group is None else (group, 0)
+        if (group := self._added.get((pool, slot))) is not None:
+            return group, 0
+        spec = self.specs[pool]
+        return (self._groups[spec.within], 0) if spec.within else (self._groups[pool], slot // spec.slots_per_node)
 
     def options(self, pool: str, slot: int) -> dict[str, Any]:
         """Ray options for the process of a slot, with its devices."""
@@ -124,8 +128,9 @@ class Pools:
 
     def node_options(self, pool: str, node: int = 0) -> dict[str, Any]:
         """Ray options for a process without devices on a node of the pool, counted around from 0."""
-        bundle = node % self.specs[pool].nodes
-        strategy = PlacementGroupSchedulingStrategy(self._groups[pool], placement_group_bundle_index=bundle)
+        spec = self.specs[pool]
+        group, bundle = self._place(pool, node % spec.nodes * spec.slots_per_node)
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         return {"scheduling_strategy": strategy, "num_cpus": 0}
 
     def same_node_options(self, pool: str, slot: int) -> dict[str, Any]:

@@ -36,6 +36,7 @@ ROLES = {
             TrainerRank,
             (
                 *("pid", "rendezvous", "start", "step", "logprobs", "begin_save", "finish_save", "load", "stop"),
+                *("offload", "restore", "visible_devices"),
                 *("sync_listen", "sync_join", "sync_send", "sync_leave"),
                 *("shard_listen", "shard_prepare", "shard_send", "shard_leave"),
                 *("disk_listen", "disk_join", "disk_write", "disk_leave"),

@@ -100,6 +100,7 @@ class ServerSlot:
         clock: Callable[[], float] = time.monotonic,
         name: str = "server",
         judge: Judge | None = None,
+        may_start: asyncio.Event | None = None,
     ) -> None:
         """Stores the parts; `start` starts the server.
 
@@ -108,6 +109,7 @@ class ServerSlot:
             on_change: called after each transition with the slot and the previous state, while `control` is unchanged.
             name: of this slot in the log.
             judge: compares the server with its peers. Without one its answers are not checked.
+            may_start: no process starts while it is not set, because its devices are in use.
         """
         self.index = index
         self.health = ServerHealth(config.rollout.health, clock)
@@ -123,6 +125,10 @@ class ServerSlot:
         self._reported = self.health.state
         self._name = f"{name} {index}"
         self._judge = judge
+        self._may_start = may_start
+        self._ending = False
+        # The control of the server that has released its memory.
+        self._released: ServerControl | None = None
         self._check_due = asyncio.Event()
         self._check_timer: asyncio.TimerHandle | None = None
         self._phase = (index + 1) * _GOLDEN % 1
@@ -152,6 +158,8 @@ class ServerSlot:
 
     async def start(self) -> None:
         """Starts the process. Raises MegasyncError, and leaves nothing running, when it does not become ready."""
+        if self._may_start is not None:
+            await self._may_start.wait()
         self.starts += 1
         self._process = self._make_process()
         try:
@@ -214,6 +222,44 @@ class ServerSlot:
             if load.running + load.waiting == 0:
                 return True
         return False
+
+    # Memory that others use meanwhile
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether there is a process, also one that starts or ends, that has not released its memory."""
+        released = self.control is not None and self.control is self._released
+        return self._ending or (self._process is not None and not released)
+
+    async def release_memory(self, timeout: float) -> None:
+        """Frees the device memory of the server; its requests wait. Ends a server that fails to.
+
+        Weights are kept on the host, the cache is lost. Has no effect on a server that has done so already.
+        """
+        if (control := self.control) is None or control is self._released or not self.health.up:
+            return
+        self.health.sync_began()
+        try:
+            # SGLang ends when it is told to release memory while a request runs. Retracted ones are computed again.
+            await control.post("/pause_generation", {"mode": "retract"}, timeout)
+            await control.post("/release_memory_occupation", {}, timeout)
+        except ServerError as error:
+            self.note(self.health.mark_dead, f"it did not release its memory: {error}")
+        else:
+            self._released = control
+
+    async def resume_memory(self, timeout: float) -> None:
+        """Undoes `release_memory`; the server generates again. Ends a server that fails to."""
+        control, self._released = self._released, None
+        if control is None or control is not self.control or not self.health.up:
+            return
+        try:
+            await control.post("/resume_memory_occupation", {}, timeout)
+            await control.post("/continue_generation", {"torch_empty_cache": False}, timeout)
+        except ServerError as error:
+            self.note(self.health.mark_dead, f"it did not get its memory back: {error}")
+        finally:
+            self.health.sync_ended()
 
     async def _watch(self) -> None:
         """Returns when the server no longer counts as up."""
@@ -364,7 +410,11 @@ class ServerSlot:
     async def _end_process(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            await process.stop(self._timeouts.shutdown)
+            self._ending = True
+            try:
+                await process.stop(self._timeouts.shutdown)
+            finally:
+                self._ending = False
 
 
 def raise_supervision_error(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -149,6 +149,19 @@ class TrainerGroup:
         """Log-prob of each token but the first of each sequence."""
         return (await self.call("logprobs", sequences, timeout=self._timeouts.train_step))[0]
 
+    async def offload(self) -> None:
+        """Leaves only weights on the devices, so that others can use the rest. No step or save until `restore`."""
+        await self.call("offload", timeout=self._timeouts.train_step)
+
+    async def restore(self) -> None:
+        """Undoes `offload`; has no effect on ranks that are not offloaded."""
+        await self.call("restore", timeout=self._timeouts.train_step)
+
+    async def gpus(self) -> list[str]:
+        """The GPUs of all ranks, in the format of CUDA_VISIBLE_DEVICES; none on a CPU."""
+        visible = await self.call("visible_devices", timeout=ANSWER_SECONDS)
+        return sorted({gpu for gpus in visible for gpu in gpus.split(",") if gpu})
+
     async def begin_save(self, step: int, state: dict[str, Any]) -> None:
         """Begins to write the checkpoint of a step; ranks may train meanwhile. Raises CheckpointError as `finish_save`.
 

@@ -30,7 +30,8 @@ def node_resource(pool: str) -> str:
 class PoolSpec:
     """The request of a pool: `slots` processes with `devices` devices each, at most `slots_per_node` per node.
 
-    A pool with a `share` below 1 leaves the rest of each device to another pool.
+    A pool with a `share` below 1 leaves the rest of each device to another pool. One that is `within` another, of a
+    single node, reserves nothing: its processes use the devices of the other pool.
     """
 
     name: str
@@ -38,6 +39,7 @@ class PoolSpec:
     devices: int
     slots_per_node: int
     share: float = 1
+    within: str = ""
 
     @property
     def nodes(self) -> int:
@@ -92,6 +94,8 @@ def pool_specs(config: Config, *, training: bool = True) -> dict[str, PoolSpec]:
         pools.append(_server_pool("rollout", "rollout", rollout.servers, rollout.tensor_parallel, per_node))
     if training and config.cluster.share_device:
         pools = _on_one_device(*pools)
+    elif training and config.cluster.colocate:
+        pools = _colocated(*pools)
     pools += [
         _server_pool(frozen_pool(key), key, model.servers, model.tensor_parallel, per_node)
         for key, model in frozen_models(config).items()
@@ -152,6 +156,23 @@ def _on_one_device(trainer: PoolSpec, rollout: PoolSpec) -> list[PoolSpec]:
             f"1, or share_device=false"
         )
     return [replace(pool, share=0.5) for pool in (trainer, rollout)]
+
+
+def _colocated(trainer: PoolSpec, rollout: PoolSpec) -> list[PoolSpec]:
+    """The servers on the devices of the trainer ranks."""
+    if trainer.nodes > 1:
+        raise ConfigError(
+            f"cluster.colocate=true is for one node, but the trainer's {trainer.slots} ranks take {trainer.nodes} "
+            f"(cluster.devices_per_node={trainer.slots_per_node}); lower trainer.data_parallel, or set it to false"
+        )
+    devices = rollout.slots * rollout.devices
+    if devices > trainer.slots:
+        raise ConfigError(
+            f"cluster.colocate=true puts the servers on the devices of the trainer ranks, but {rollout.slots} servers "
+            f"of {rollout.devices} devices each take {devices}, and there are {trainer.slots} ranks; lower "
+            f"rollout.servers to {trainer.slots // rollout.devices}"
+        )
+    return [trainer, replace(rollout, slots_per_node=rollout.slots, share=0, within=trainer.name)]
 
 
 def _check_fits(key: str, tensor_parallel: int, per_node: int) -> None:

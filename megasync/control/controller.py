@@ -20,8 +20,9 @@ servers, while the other loops wait. Any other error of a loop ends the run: the
 saved, and `run()` raises the error.
 
 Everything else relies on the order within a step: train, acknowledge to the buffer, publish the weights, free the
-slots, checkpoint. So the buffer's ledger knows every step that a checkpoint contains, and a resumed run takes it back
-to that step. The cursor, live uids and counters in a checkpoint serve a run whose ledger was lost.
+slots, checkpoint; with turns on shared devices (`turns`), checkpoint before publishing. So the buffer's ledger knows
+every step that a checkpoint contains, and a resumed run takes it back to that step. The cursor, live uids and counters
+in a checkpoint serve a run whose ledger was lost.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from megasync.control.interfaces import ControlledParts
 from megasync.control.progress import Progress
 from megasync.control.publishing import FleetSync
 from megasync.control.recovery import TrainerRecovery
+from megasync.control.turns import Turns
 from megasync.control.watchdog import Watchdog
 from megasync.errors import (
     CheckpointError,
@@ -93,9 +95,10 @@ class Controller:
         self._observer = parts.observer
         self._clock = clock
         self._watchdog = Watchdog(clock)
-        self._fleet_sync = FleetSync(config, parts, progress, self._watchdog)
+        self._turns = Turns(config.cluster.colocate, parts.trainer, parts.fleet, parts.observer, self._watchdog, clock)
+        self._fleet_sync = FleetSync(config, parts, progress, self._watchdog, self._turns)
         self._recovery = TrainerRecovery(
-            config.trainer, parts, self._fleet_sync, progress, self._watchdog, failed_steps
+            config.trainer, parts, self._fleet_sync, progress, self._watchdog, self._turns, failed_steps
         )
         self._stop = asyncio.Event()
         # Why `request_stop` was called.
@@ -195,6 +198,7 @@ class Controller:
         self._finishing = True
         self._rollouter.stop()
         if self._target_reached or not self._stop.is_set():
+            await self._turns.of_servers()
             await self._fleet_sync.sync_joiners_during(self._evaluate_now())
 
     async def _grow(self) -> None:
@@ -233,27 +237,35 @@ class Controller:
         trained = self._clock()
         await self._buffer.ack(step)
         last = step == schedule.total_steps or self._stop.is_set()
+        if self._turns.taken:
+            # As long as it is the turn of the ranks.
+            await self._save_if_due(last)
+        saved = self._clock()
         if progress.unpublished >= schedule.weight_sync_steps or last:
             metrics |= await self._fleet_sync.publish()
         end = self._clock()
         metrics |= {
             "time/wait_for_groups": start - self._idle_since,
             "time/train": trained - start,
-            "time/sync": end - trained,
+            "time/sync": end - saved,
             "time/step": end - self._idle_since,
         }
-        metrics |= await self._part_metrics()
+        metrics |= self._turns.metrics() | await self._part_metrics()
         self._observer.step(step, progress.version, metrics)
         if self._due(self.config.eval.every_steps):
-            self._evaluation_due.set()
-        await self._finish_save(wait=False)
-        if self._due(self.config.checkpoint.every_steps):
-            await self._save()
+            if self._turns.taken:
+                await self._fleet_sync.sync_joiners_during(self._evaluate_now())
+            else:
+                self._evaluation_due.set()
+        if not self._turns.taken:
+            await self._save_if_due()
 
     async def _train_on(self, groups: list[LeasedGroup], step: int) -> dict[str, float]:
         """Raises RankLost, NonFiniteError, and StepFailed for any other error of the ranks."""
+        self._incomplete = step, groups
+        await self._turns.of_ranks()
         self._observer.activity("trainer", "training")
-        self._trainer_fit, self._incomplete = False, (step, groups)
+        self._trainer_fit = False
         try:
             with self._watchdog.bounded():
                 metrics = await self._trainer.step(groups, step, self.progress.version)
@@ -283,9 +295,15 @@ class Controller:
 
     # Saving
 
+    async def _save_if_due(self, last: bool = False) -> None:
+        await self._finish_save(wait=False)
+        if last or self._due(self.config.checkpoint.every_steps):
+            await self._save()
+
     async def _save(self) -> None:
         """Begins the checkpoint of this step; with `checkpoint.background` ranks write it while they train."""
         await self._finish_save(wait=True)
+        await self._turns.of_ranks()
         self._observer.activity("trainer", "saving a checkpoint")
         state = self.progress.state() | {"cursor": self._cursor(), **await self._buffer.before_checkpoint()}
         with self._watchdog.bounded():

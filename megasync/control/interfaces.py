@@ -53,6 +53,12 @@ class Trainer(Protocol):
         """Whether a restart would find room for more ranks than there are."""
         ...
 
+    async def offload(self) -> None:
+        """Leaves only weights on the devices: no step and no `begin_save` until `restore`."""
+
+    async def restore(self) -> None:
+        """Undoes `offload`."""
+
 
 class WeightPublisher(Protocol):
     """Moves the trainer's weights into the servers, verified, as one version."""
@@ -105,6 +111,12 @@ class ServerFleet(Protocol):
 
     async def watch(self) -> None:
         """Raises when too few servers are left and none can be restarted."""
+
+    async def release_memory(self) -> None:
+        """Frees the devices of all servers: none computes or starts until `resume_memory`, and requests wait."""
+
+    async def resume_memory(self) -> None:
+        """Lets the servers compute and start again; they hold the weights that they held before."""
 
 
 class RolloutLoop(Protocol):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megasync.config import Config
     from megasync.control.interfaces import ControlledParts
     from megasync.control.progress import Progress
+    from megasync.control.turns import Turns
     from megasync.control.watchdog import Watchdog
 
 # Publishes in a row that may fail on the trainer's side although all ranks are alive, such as by a broken link.
@@ -35,7 +36,9 @@ TURN_PARTS = 3
 class FleetSync:
     """Publishes new versions and syncs joiners; every failed attempt is retried with the servers that are left."""
 
-    def __init__(self, config: Config, parts: ControlledParts, progress: Progress, watchdog: Watchdog) -> None:
+    def __init__(
+        self, config: Config, parts: ControlledParts, progress: Progress, watchdog: Watchdog, turns: Turns
+    ) -> None:
         self._partial_rollout = config.schedule.partial_rollout
         self._gate_timeout = TURN_PARTS * config.timeouts.request
         self._trainer = parts.trainer
@@ -47,6 +50,7 @@ class FleetSync:
         self._observer = parts.observer
         self._progress = progress
         self._watchdog = watchdog
+        self._turns = turns
         self._link_failures = 0
         self._faults: Counter[str] = Counter()
 
@@ -60,6 +64,7 @@ class FleetSync:
 
         Returns metrics. Raises RankLost when a dead rank made the publish fail.
         """
+        await self._turns.of_servers()
         self._observer.activity("trainer", "syncing weights")
         version = self._progress.next_version()
         # Before any server can hold it: a worker refuses answers of versions that it does not know.
@@ -77,6 +82,7 @@ class FleetSync:
 
     async def sync_joiners(self) -> None:
         """Brings joiners the published version, so that they serve. The fleet gives up on one that fails too often."""
+        await self._turns.of_servers()
         while joiners := {server.url for server in self._fleet.joiners()}:
             if self._progress.unpublished:
                 # The trainer no longer holds the published weights; its current ones get a version of their own.

@@ -370,6 +370,8 @@ def _check_cluster(config: Config, training: bool) -> None:
             f"cluster.host={cluster.host} binds to every interface, but other nodes need an address to connect to; "
             f"name one, or set auto for each node's own"
         )
+    if training and cluster.colocate:
+        _check_colocated(config)
     specs = pool_specs(config, training=training)
     if training and cluster.share_device and config.sync.transport != "disk":
         raise ConfigError(
@@ -392,6 +394,27 @@ def _check_cluster(config: Config, training: bool) -> None:
             f"the pools span {nodes} nodes, but cluster.host={cluster.host} is {only}; set cluster.host=auto, and "
             f"every process binds to its own node's address"
         )
+
+
+def _check_colocated(config: Config) -> None:
+    """Refuses what needs ranks and servers to compute at the same time, or memory that is not given back."""
+    needs = "cluster.colocate=true lets trainer ranks and servers compute in turns"
+    for name, value in (("max_staleness", 0), ("weight_sync_steps", 1)):
+        if (given := getattr(config.schedule, name)) != value:
+            raise ConfigError(f"{needs}, but schedule.{name}={given} is for both at once; set it to {value}")
+    if config.cluster.share_device:
+        raise ConfigError(f"{needs}, and cluster.share_device=true side by side; set one of them to false")
+    if config.rollout.external:
+        raise ConfigError(f"{needs}, but rollout.external names servers that run already; set it to false")
+    if config.sync.transport == "broadcast":
+        raise ConfigError(
+            f"{needs} on the same devices, between which broadcast has no links; set sync.transport=p2p or auto"
+        )
+    reason = "with cluster.colocate=true, whose syncs are copies on the device; set colocate=false"
+    refuse_unused(config.sync, "sync", ("arena", "arena_mb", "wave", "delta", "delta_full_every"), reason)
+    for key, model in frozen_models(config).items():
+        if model.pool != "own":
+            raise ConfigError(f"{needs}, but {key}.pool={model.pool} would keep its memory; set it to own")
 
 
 def _check_model(config: Config, planning: bool) -> None:

@@ -16,7 +16,14 @@ from megasync.config.pools import frozen_models, nodes_needed, pool_specs
 from megasync.config.schema import Config, RolloutConfig, TrainerConfig
 from megasync.errors import ConfigError
 from megasync.preflight.check import check_config, model_layout
-from megasync.preflight.memory import RankMemory, ServerMemory, longest_sequence, server_memory, stage_memory
+from megasync.preflight.memory import (
+    RankMemory,
+    ServerMemory,
+    free_for_servers,
+    longest_sequence,
+    server_memory,
+    stage_memory,
+)
 
 # Fraction of a device's memory that a proposed configuration may fill: activations are estimates, and CUDA, NCCL and
 # fragmentation take memory too.
@@ -106,7 +113,11 @@ def nearest_fit(config: Config, bucket: int, device_bytes: int) -> tuple[str, ..
 
     `bucket` is the largest message of a weight sync, in bytes. Frozen models are not changed.
     """
-    servers = [fleet for fleet in _server_pools(config) if _servers_fit(config, *fleet, device_bytes)]
+    now = config.trainer
+    layout, _ = model_layout(config, planning=True)
+    stages = [stage_memory(config, layout, bucket, stage) for stage in range(now.pipeline_parallel)]
+    free = free_for_servers(config, stages, device_bytes) or 0
+    servers = [fleet for fleet in _server_pools(config) if _servers_fit(config, *fleet, free)]
     if not servers:
         return None
     for trainer in _splits(config):
@@ -179,8 +190,9 @@ def _split_fits(config: Config, trainer: TrainerConfig, bucket: int, device_byte
         layout, _ = model_layout(candidate, planning=True)
     except ConfigError:
         return False
-    stages = (stage_memory(candidate, layout, bucket, stage) for stage in range(trainer.pipeline_parallel))
-    room = _trainer_room(config, server_memory(candidate, layout, device_bytes), device_bytes)
+    stages = [stage_memory(candidate, layout, bucket, stage) for stage in range(trainer.pipeline_parallel)]
+    free = free_for_servers(candidate, stages, device_bytes)
+    room = _trainer_room(config, server_memory(candidate, layout, free), device_bytes)
     # The given split may fill the device completely.
     limit = room if trainer == config.trainer else FILL * room
     return all(memory.total <= limit for memory in stages)

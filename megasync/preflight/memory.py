@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
@@ -87,29 +88,34 @@ class HostMemory:
     """Bytes of host memory on the fullest node, at most: what processes allocate besides their code and datasets.
 
     ``checkpoint`` is the copy that is written in the background, ``reference`` the reference policy's weights,
-    ``staging`` the next version at the servers.
+    ``staging`` the next version at the servers. ``offloaded`` is what ranks and servers that share devices move to the
+    host in the other's turn: the optimizer's state, and weights.
     """
 
     checkpoint: int
     reference: int
     staging: int
+    offloaded: int = 0
 
     @property
     def total(self) -> int:
-        return self.checkpoint + self.reference + self.staging
+        return self.checkpoint + self.reference + self.staging + self.offloaded
 
 
 def host_memory(config: Config, layout: Layout, ranks: int, servers: int) -> HostMemory:
     """``ranks`` and ``servers`` are the most trainer ranks and server ranks on one node."""
     item, topology = ITEM_BYTES[config.model.dtype], layout.topology
-    copies, references = [], []
+    copies, references, states = [], [], []
     for rank in (topology.rank(0, 0, stage) for stage in range(topology.pipeline)):
         shapes = {name: prod(shape) for name, shape in layout.params(rank).items()}
         written = sum(shapes[name] for name, writer in layout.writers(rank).items() if writer == rank)
         copies.append(written * item + _optimizer_elements(config, layout, rank) * state_bytes(item))
         references.append(sum(shapes.values()) * item if config.algorithm.kl_coef else 0)
+        states.append(_optimizer_elements(config, layout, rank) * state_bytes(item))
     sync, weights = config.sync, _server_weights(config, layout, item)
     staged = 0
+    if config.cluster.colocate:
+        return HostMemory(ranks * max(copies), ranks * max(references), 0, ranks * max(states) + servers * weights)
     if sync.arena == "host" and sync.transport in ("auto", "p2p"):
         staged = weights if sync.arena_mb is None else sync.arena_mb * 2**20
     return HostMemory(ranks * max(copies), ranks * max(references), servers * staged)
@@ -396,9 +402,16 @@ def _logits(config: Config, layout: Layout, item: int) -> int:
     return rows * hidden * item + logits * computed + floats + columns * hidden * weights
 
 
+def free_for_servers(config: Config, stages: Sequence[RankMemory], device_bytes: int | None) -> int | None:
+    """Bytes of a device that servers share out: all of it, or what the weights of a rank on the same device leave."""
+    if device_bytes is None or not config.cluster.colocate:
+        return device_bytes
+    return device_bytes - max(stage.weights for stage in stages)
+
+
 def server_memory(config: Config, layout: Layout, device_bytes: int | None) -> ServerMemory:
-    """Memory of a rollout server. `device_bytes` is that of one device; None (a CPU) leaves the KV cache unknown unless
-    `rollout.max_total_tokens` sets it.
+    """Memory of a rollout server. `device_bytes` is that of one device which is free as it starts; None (a CPU) leaves
+    the KV cache unknown unless `rollout.max_total_tokens` sets it.
     """
     rollout, sizes, item = config.rollout, layout.sizes, ITEM_BYTES[config.model.dtype]
     tensor = rollout.tensor_parallel

@@ -22,6 +22,7 @@ from megasync.preflight.memory import (
     HostMemory,
     RankMemory,
     ServerMemory,
+    free_for_servers,
     frozen_memory,
     host_memory,
     longest_sequence,
@@ -148,7 +149,7 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
     stages = range(layout.topology.pipeline)
     largest = [max(bucket.nbytes for bucket in broadcast.of_stage(stage)) for stage in stages]
     memory = tuple(stage_memory(config, layout, largest[stage], stage) for stage in stages)
-    server = server_memory(config, layout, device_bytes)
+    server = server_memory(config, layout, free_for_servers(config, memory, device_bytes))
     refused: tuple[str, ...] = ()
     nearest = None
     if device_bytes is not None:
@@ -201,6 +202,9 @@ def _place(config: Config) -> tuple[int, dict[str, PlannedPool]]:
     nodes = nodes_needed(specs, config.cluster.devices_per_node)
     first, pools = 0, {}
     for name, spec in specs.items():
+        if spec.within:
+            pools[name] = PlannedPool(spec, pools[spec.within].nodes)
+            continue
         pools[name] = PlannedPool(spec, tuple(range(first, first + spec.nodes)))
         first += 0 if nodes == 1 else spec.nodes
     return nodes, pools

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -20,6 +20,9 @@ from megasync.preflight.plan import Plan, PlannedPool, PlannedRank
 # Nodes with more devices than this show them in runs.
 CELLS = 16
 MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "logits", "reference", "sync buckets", "total")
+
+
+TURNS = "ranks and servers use them in turns: for each step the servers free theirs, and for generation the ranks"
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
@@ -72,6 +75,7 @@ def _summary(plan: Plan) -> Table:
         "fleet": f"continues with at least {rollout.min_servers} of {rollout.servers} server(s); each "
         f"{'is waited for' if rollout.external else 'restarts'} up to {health.restarts} time(s) in "
         f"{health.restart_window:g} s; a server that dies loses {lost} of each request it runs",
+        **({"devices": TURNS} if config.cluster.colocate else {}),
         "host memory": _host_memory(plan.host),
         "access": describe_access(config.cluster),
     }
@@ -88,6 +92,7 @@ def _host_memory(memory: HostMemory) -> str:
         "the copy of a checkpoint that is being written": memory.checkpoint,
         "the reference's weights": memory.reference,
         "the next weights of servers": memory.staging,
+        "what is offloaded in turns": memory.offloaded,
     }
     listed = ", ".join(f"{bytes_text(nbytes)} for {what}" for what, nbytes in parts.items() if nbytes)
     return f"at most {bytes_text(memory.total)} on a node besides programs and data: {listed}"
@@ -98,6 +103,8 @@ def _transport(plan: Plan) -> str:
     ranks = f"rank(s) {', '.join(map(str, plan.broadcast.senders))}"
     largest = max(bucket.nbytes for bucket in plan.broadcast.buckets)
     buckets = f"in {len(plan.broadcast.buckets)} bucket(s) of at most {bytes_text(largest)}"
+    if plan.config.cluster.colocate and plan.config.sync.transport != "disk":
+        return "shard to shard, copied from the ranks' memory to the servers'"
     return {
         "p2p": "shard to shard, from all ranks",
         "broadcast": f"by broadcast {buckets}, sent by {ranks}",
@@ -122,7 +129,7 @@ def _pools(plan: Plan) -> Table:
         table.add_column(column)
     table.add_row(*_pool_row("trainer", "rank(s)", plan.trainer))
     what = "server(s)" if engine_nodes(plan.config) == 1 else "server process(es)"
-    table.add_row(*_pool_row("rollout", what, plan.rollout))
+    table.add_row(*_pool_row("rollout", what, plan.rollout, shared=bool(plan.rollout.spec.within)))
     for model in plan.frozen_models:
         name = f"rollout, for {model.name}" if model.shared else model.pool.spec.name
         table.add_row(*_pool_row(name, f"{model.kind} server(s)", model.pool, shared=model.shared))
@@ -144,8 +151,11 @@ def _nodes(plan: Plan) -> Table:
     table = Table(title=f"Devices of each node: {title}, . free", title_justify="left", show_header=False)
     for node in range(plan.nodes):
         held = [cell for sign, _, pool in owners for cell in _held(sign, pool, node)]
-        if plan.config.cluster.share_device:
-            held = ["+".join(held[:2]), *held[2:]]
+        cluster, ranks = plan.config.cluster, len(_held("t", plan.trainer, node))
+        if cluster.share_device or cluster.colocate:
+            servers = _held("s", plan.rollout, node)
+            both = zip_longest(held[:ranks], servers, fillvalue="")
+            held = ["+".join(filter(None, pair)) for pair in both] + held[ranks + len(servers) :]
         held += ["."] * (plan.config.cluster.devices_per_node - len(held))
         table.add_row(f"node {node}", *_cells(held))
     return table

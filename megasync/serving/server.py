@@ -110,6 +110,10 @@ class ServerSpec:
     deterministic: bool = False
     # Nodes that share its tensor-parallel ranks evenly, with a process on each.
     nodes: int = 1
+    # In the format of CUDA_VISIBLE_DEVICES, GPUs that other processes use too; empty where it has devices of its own.
+    gpus: str = ""
+    # Whether it can free its device memory and get it back: `server_slot.ServerSlot.release_memory`.
+    releases_memory: bool = False
 
 
 class SGLangServer(Service):
@@ -179,6 +183,9 @@ class SGLangServer(Service):
             options |= {"--stream-interval": rollout.stream_interval, "--incremental-streaming-output": True}
         if spec.deterministic:
             options["--enable-deterministic-inference"] = True
+        if spec.releases_memory and spec.device == "cuda":
+            # With a copy of the weights on the host: a server that has its memory back holds what it held before.
+            options |= {"--enable-memory-saver": True, "--enable-weights-cpu-backup": True}
         if spec.device == "cpu":
             options |= _CPU_ARGUMENTS
         options |= rollout.server_args
@@ -237,6 +244,8 @@ class SGLangServer(Service):
         if self.spec.device != "cpu":
             # The default is the temporary folder, which is removed: every start would compile again.
             env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor"))
+            if self.spec.gpus:
+                env["CUDA_VISIBLE_DEVICES"] = self.spec.gpus
             return env | compiler_environment(env)
         env |= _CPU_ENVIRONMENT
         if self._folder is not None:
@@ -336,8 +345,6 @@ class FrozenModelServer(SGLangServer):
 
     Args:
         spec: from `frozen_server_spec`.
-        gpus: in the format of CUDA_VISIBLE_DEVICES, those of the rollout server that it shares devices with; empty
-            where it has devices of its own.
     """
 
     name = "frozen model server"
@@ -351,11 +358,9 @@ class FrozenModelServer(SGLangServer):
         log_path: str | Path,
         api_key: str | None = None,
         generation_key: str | None = None,
-        gpus: str = "",
     ) -> None:
         super().__init__(spec, host, port, log_path, api_key, generation_key)
         self._classifier = isinstance(model, RewardModelConfig) and model.kind == "classifier"
-        self._gpus = gpus
 
     def arguments(self) -> dict[str, object]:
         return {"--is-embedding": self._classifier} | super().arguments()
@@ -367,15 +372,16 @@ class FrozenModelServer(SGLangServer):
         env = super().environment()
         if self._classifier:
             env[CLASSIFIER_VARIABLE] = "1"
-        if self._gpus:
-            env["CUDA_VISIBLE_DEVICES"] = self._gpus
         return env
 
 
 def frozen_server_spec(
-    model: FrozenModelConfig, dtype: str, device: str, mem_fraction: float, seed: int = 0
+    model: FrozenModelConfig, dtype: str, device: str, mem_fraction: float, seed: int = 0, gpus: str = ""
 ) -> ServerSpec:
-    """How a frozen model is served. `mem_fraction` is a share of the memory that is free when the server starts."""
+    """How a frozen model is served. `mem_fraction` is a share of the memory that is free when the server starts.
+
+    `gpus` are those of the rollout server that it shares devices with.
+    """
     serving = RolloutConfig(
         tensor_parallel=model.tensor_parallel,
         mem_fraction=mem_fraction,
@@ -386,7 +392,7 @@ def frozen_server_spec(
         stream_interval=0,
         server_args=model.server_args,
     )
-    return ServerSpec(model.path, serving, dtype, device, seed)
+    return ServerSpec(model.path, serving, dtype, device, seed, gpus=gpus)
 
 
 def stand_ins_path() -> str:

@@ -25,6 +25,7 @@ FAULTS = {
     "server hangs in a sync": 0.05,
     "link breaks in a sync": 0.05,
     "server dies while it starts": 0.2,
+    "server dies as its memory changes": 0.1,
     "answer is lost": 0.05,
     "buffer dies": 0.01,
     "reward fails": 0.03,

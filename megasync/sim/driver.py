@@ -94,6 +94,7 @@ class Driver:
             self._orphan,
         )
         self._network = Network(self._chance, self._laws)
+        self._laws.new_devices(config.cluster.colocate)
         self.ranks = SimRanks(self._chance, self._laws, world.run_dir, config.checkpoint.keep, timeouts.train_step)
         poison = None if world.poison is None else ROW_TOKEN + world.poison
         self.fleet = SimFleet(world, number, self._network, poison)
@@ -225,6 +226,8 @@ class Driver:
 
     async def _start_and_run(self) -> None:
         """Start as `Run` does: publish the weights with their version to the servers before the first prompt."""
+        if self._config.cluster.colocate:
+            await self.ranks.offload()
         await self.fleet.start()
         version = self.progress.version
         if self._workers is not None:

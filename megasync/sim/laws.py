@@ -68,6 +68,9 @@ class Laws:
         # Steps that raised an error, counted by the group that caused it; the number of drivers so far.
         self._raised: Counter[str] = Counter()
         self._drivers = 0
+        # Whether ranks and servers share their devices, and who is on them whole now: "ranks", and URLs of servers.
+        self.shared_devices = False
+        self._on_devices: set[str] = set()
         # The event log, for debugging a failing seed.
         self.history: list[str] = []
 
@@ -125,6 +128,20 @@ class Laws:
         self.need(min(counts["slots"].values()) >= 0 and counts["live"] >= 0, f"no count is negative: {counts}")
 
     # Weights
+
+    def new_devices(self, shared: bool) -> None:
+        """A driver begins, with processes of its own."""
+        self.shared_devices = shared
+        self._on_devices.clear()
+
+    def takes_device(self, name: str) -> None:
+        """Ranks and servers are never both whole on devices that they share."""
+        self._on_devices.add(name)
+        both = "ranks" in self._on_devices and len(self._on_devices) > 1
+        self.need(not (self.shared_devices and both), f"the devices have room for one of {sorted(self._on_devices)}")
+
+    def leaves_device(self, name: str) -> None:
+        self._on_devices.discard(name)
 
     def driver_died(self, newest: int | None) -> None:
         """Forget the versions that only the dead driver knew; all its servers died with it.

@@ -16,7 +16,7 @@ from megasync.sim.chance import Chance
 from megasync.sim.laws import INITIAL, Laws, Weights
 from megasync.trainer import checkpoint
 
-TRAIN_SECONDS, SAVE_SECONDS, START_SECONDS = 0.2, 0.1, 1.0
+TRAIN_SECONDS, SAVE_SECONDS, START_SECONDS, TURN_SECONDS = 0.2, 0.1, 1.0, 0.05
 WEIGHTS = "weights.json"
 DATA_PARALLEL = 2
 
@@ -41,6 +41,8 @@ class SimRanks:
         self.data_parallel = DATA_PARALLEL
         # How many times the ranks were started. A transport's connections are valid for one start only.
         self.starts = 1
+        self._whole = True
+        laws.takes_device("ranks")
         self.load()
 
     def load(self) -> Path | None:
@@ -52,8 +54,19 @@ class SimRanks:
     def kill(self) -> None:
         self._dead.set()
 
+    async def offload(self) -> None:
+        await self.work("offload", self._chance.seconds("train", TURN_SECONDS, f"offload {self.starts}"))
+        self._whole = False
+        self._laws.leaves_device("ranks")
+
+    async def restore(self) -> None:
+        self._laws.takes_device("ranks")
+        await self.work("restore", self._chance.seconds("train", TURN_SECONDS, f"restore {self.starts}"))
+        self._whole = True
+
     async def step(self, groups: Sequence[LeasedGroup], step: int, version: int) -> dict[str, float]:
         about = f"step {step}"
+        self._laws.need(self._whole, f"{about} begins on ranks that are not offloaded")
         self._laws.trains(self.weights, step, version, groups)
         self._laws.note(f"ranks train {about} on {', '.join(group.uid for group in groups)}")
         if self._chance.happens("rank hangs in a step", about):
@@ -72,6 +85,7 @@ class SimRanks:
 
     async def begin_save(self, step: int, state: dict[str, Any]) -> None:
         about = f"save {step}"
+        self._laws.need(self._whole, f"{about} begins on ranks that are not offloaded")
         self._laws.need(self._saving is None, f"step {step} is saved before the save of another one ended")
         if self._chance.happens("rank dies before a save", about):
             self.kill()
@@ -121,6 +135,8 @@ class SimRanks:
         self._dead = asyncio.Event()
         self._saving = None
         self.starts += 1
+        self._whole = True
+        self._laws.takes_device("ranks")
         about = f"start {self.starts}"
         if self._chance.happens("rank dies while it starts", about):
             self.kill()

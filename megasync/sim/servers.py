@@ -18,7 +18,7 @@ from megasync.sim.language import END, VOCABULARY, logprob, next_token
 from megasync.sim.laws import INITIAL, Laws, Weights
 from megasync.sim.network import ROUTER_URL, Answer, failed_answer, json_answer
 
-START_SECONDS, ROUTER_SECONDS, ANSWER_SECONDS, TOKEN_SECONDS = 0.6, 0.2, 0.005, 0.04
+START_SECONDS, ROUTER_SECONDS, ANSWER_SECONDS, TOKEN_SECONDS, MEMORY_SECONDS = 0.6, 0.2, 0.005, 0.04, 0.03
 # The longest time from the end of a process to the report of its node's agent.
 REPORT_SECONDS = 0.5
 # Number of requests that fill a server's KV cache.
@@ -58,6 +58,7 @@ class SimServer:
         self._laws = laws
         self._stream = max(1, stream)
         self._wedged = False
+        self._has_memory = True
         self._begun = 0
         self._requests: dict[str, _Request] = {}
         self._running = asyncio.Event()
@@ -66,9 +67,10 @@ class SimServer:
     # Process interface, used by the fleet
 
     async def start(self, timeout: float) -> str:
+        self._laws.takes_device(self.url)
         await asyncio.sleep(self._chance.seconds("generate", START_SECONDS, self.url))
         if self._chance.happens("server dies while it starts", self.url):
-            self.gone.set()
+            self.kill()
             raise ServerError(f"{self.url} died while it started")
         self._laws.note(f"{self.url} is up")
         return self.url
@@ -92,6 +94,7 @@ class SimServer:
         if self.gone.is_set():
             return
         self._laws.note(f"{self.url} is gone")
+        self._laws.leaves_device(self.url)
         self.gone.set()
         for request in list(self._requests.values()):
             request.cut()
@@ -192,6 +195,13 @@ class SimServer:
         await asyncio.sleep(ANSWER_SECONDS)
         if self._wedged and path == "/server_info":
             await asyncio.Event().wait()
+        if path in ("/release_memory_occupation", "/resume_memory_occupation"):
+            return await self._change_memory(path)
+        if path == "/pause_generation":
+            self.pause()
+        if path == "/continue_generation":
+            self._laws.need(self._has_memory, f"{self.url} has its memory when it generates again")
+            self.resume()
         if path == "/abort_request":
             self._abort(body)
         if path == "/parse_function_call":
@@ -202,6 +212,21 @@ class SimServer:
         load = {"token_usage": min(1.0, running / ROOM), "num_running_reqs": running, "num_waiting_reqs": 0}
         speed = running / (self.slowness * TOKEN_SECONDS)
         return json_answer({"loads": [load], "internal_states": [{"last_gen_throughput": speed}]})
+
+    async def _change_memory(self, path: str) -> Answer:
+        if self._wedged:
+            await asyncio.Event().wait()
+        await asyncio.sleep(self._chance.seconds("sync", MEMORY_SECONDS, self.url))
+        if self._chance.happens("server dies as its memory changes", self.url):
+            self.kill()
+        if self.gone.is_set():
+            return failed_answer(503, "gone")
+        resumes = path == "/resume_memory_occupation"
+        self._laws.need(resumes != self._has_memory, f"{self.url} releases and resumes its memory in turns")
+        self._laws.need(resumes or not self._running.is_set(), f"{self.url} is paused when it releases its memory")
+        self._has_memory = resumes
+        (self._laws.takes_device if resumes else self._laws.leaves_device)(self.url)
+        return json_answer({})
 
 
 class _Request:

@@ -28,8 +28,10 @@ ROWS = 7
 # Maximum drivers of a run. Once the faults have ceased, the remaining drivers must finish it.
 MAX_DRIVERS = 20
 DEFAULT_TIMEOUTS = "default timeouts"
-# Seeds from this one on have rollout workers in processes of their own.
+# Seeds from this one on have rollout workers in processes of their own, and from the second on ranks and servers that
+# share their devices.
 FIRST_WITH_WORKERS = 1_000_000
+FIRST_COLOCATED = 2_000_000
 # Settings that may change when a run is resumed.
 RESUMABLE = (
     "schedule.total_steps",
@@ -132,8 +134,10 @@ class World:
         self.config = _config(choice)
         if choice.random() < 0.8 and likely != DEFAULT_TIMEOUTS:
             _shorten_timeouts(self.config)
-        if seed >= FIRST_WITH_WORKERS:
+        if FIRST_WITH_WORKERS <= seed < FIRST_COLOCATED:
             self.config.rollout.workers = choice.randint(1, 3)
+        if seed >= FIRST_COLOCATED:
+            _colocate(self.config)
         self.chats = choice.random() < 0.3
         row = choice.randrange(ROWS)
         self.poison = row if choice.random() < 0.1 else None
@@ -194,6 +198,8 @@ class World:
                 self.laws.note(f"resumed with {key}={value}")
                 self.chance.met[f"resumed with another {key}"] += 1
                 setattr(current, name, value)
+        if self.config.cluster.colocate:
+            _colocate(self.config)
 
     def _change_disk(self, choice: random.Random, driver: int) -> None:
         """Free the disk before a driver starts, or, rarely, fill it."""
@@ -228,6 +234,11 @@ def _config(choice: random.Random) -> Config:
     config.checkpoint.keep = choice.randint(1, 2)
     config.eval.every_steps = choice.randint(0, 3)
     return config
+
+
+def _colocate(config: Config) -> None:
+    config.cluster.colocate = True
+    config.schedule.max_staleness, config.schedule.weight_sync_steps = 0, 1
 
 
 def _shorten_timeouts(config: Config) -> None:

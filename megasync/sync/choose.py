@@ -19,6 +19,7 @@ from megasync.sync.broadcast.sync import BroadcastSync
 from megasync.sync.disk.sync import DiskSync
 from megasync.sync.disk.version_folders import VersionFolders
 from megasync.sync.shard.sync import ShardSync
+from megasync.sync.shared_memory import link_backend
 from megasync.sync.weight_sync import TrainerRanks, WeightSync
 
 if TYPE_CHECKING:
@@ -46,12 +47,17 @@ async def choose_sync(
         await disk.connect()
         return disk, f"weights go through {folders.root}: {why}"
     if wanted != "broadcast":
-        shards = ShardSync(servers, ranks, layout, config.model.dtype, device.backend, config.sync, config.timeouts)
+        shared = config.cluster.colocate
+        backend = link_backend(shared, device)
+        shards = ShardSync(
+            servers, ranks, layout, config.model.dtype, backend, config.sync, config.timeouts, stages=not shared
+        )
         try:
             await shards.connect()
         except SyncError as error:
             await shards.close()
-            if wanted == "p2p" or _rank_lost(error):
+            # NCCL makes no broadcast group of processes that share their devices.
+            if wanted == "p2p" or shared or _rank_lost(error):
                 raise
             why = f"the servers cannot take shards: {error}"
             log.warning("Falling back to broadcast: %s", why)

@@ -82,8 +82,10 @@ class TrainerRank:
             from megasync.sync.broadcast.sender import BroadcastSender
             from megasync.sync.disk.writer import DiskWriter
             from megasync.sync.shard.sender import ShardSender
+            from megasync.sync.shared_memory import link_backend
             from megasync.sync.stream import Shards
             from megasync.trainer.engine import MegatronEngine
+            from megasync.trainer.offload import Offload
             from megasync.trainer.policy import PolicyTrainer
 
         torch.manual_seed(config.seed)
@@ -105,6 +107,7 @@ class TrainerRank:
             collective_seconds=2 * config.timeouts.train_step,
         )
         self._engine.initialize()
+        self._offload = Offload(self._engine.memory, self._device)
         self._policy = PolicyTrainer(
             self._engine,
             config.algorithm,
@@ -116,8 +119,25 @@ class TrainerRank:
         plan = shards.plan(bucket_bytes)
         self._broadcast = BroadcastSender(plan, shards, self._device, host)
         self._disk = DiskWriter(plan, shards, self._device, host)
-        self._shards = ShardSender(shards, bucket_bytes, self._device, host)
+        links = link_backend(config.cluster.colocate, self._device)
+        self._shards = ShardSender(shards, bucket_bytes, self._device, host, links)
         log.info("Trainer rank %d of %d is ready, pid %d", self._rank, self._world, os.getpid())
+
+    def visible_devices(self) -> str:
+        """The GPUs assigned to this process, in the format of CUDA_VISIBLE_DEVICES; empty for all, or on a CPU."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def offload(self) -> None:
+        """Moves the optimizer's state to the host and drops gradients. Scoring and weight syncs still work."""
+        from megasync.trainer.offload import GRADIENTS, OPTIMIZER
+
+        self._offload.offload(GRADIENTS, OPTIMIZER)
+
+    def restore(self) -> None:
+        """Undoes `offload`, which training and checkpoints need; has no effect where nothing is offloaded."""
+        from megasync.trainer.offload import GRADIENTS, OPTIMIZER
+
+        self._offload.restore(GRADIENTS, OPTIMIZER)
 
     def step(self, groups: list[LeasedGroup], step: int, version: int) -> dict[str, float]:
         """Runs one training step; returns the same metrics on every rank."""

@@ -39,6 +39,11 @@ GOOD = answer()
 BAD = answer(scores=[[None, 1, None], [None, 2, None], [-2.0, 3, None]])
 
 
+RELEASE = ["/pause_generation", "/release_memory_occupation"]
+RESUME = ["/resume_memory_occupation", "/continue_generation"]
+MEMORY_CALLS = RELEASE + RESUME
+
+
 def event(body: Any) -> bytes:
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
@@ -54,8 +59,13 @@ class FakeServer:
         self.silent, self.endless, self.waiting = False, False, 0
         self.asked: list[str] = []
         self.aborts = 0
+        self.start_seconds = 0.0
+        # Calls about memory, and the one that it refuses.
+        self.memory: list[str] = []
+        self.refuses = ""
 
     async def start(self, timeout: float) -> str:
+        await asyncio.sleep(self.start_seconds)
         return self.url
 
     @property
@@ -89,6 +99,11 @@ class FakeServer:
         if path == "/abort_request":
             self.aborts += 1
             self.running = 0
+            return ""
+        if path in MEMORY_CALLS:
+            self.memory.append(path)
+            if path == self.refuses:
+                raise ServerError("CUDA out of memory")
             return ""
         self.asked.append(path)
         if self.silent:
@@ -188,6 +203,64 @@ def in_virtual_time(test: Callable[..., Coroutine]) -> Callable[..., None]:
     run.__name__ = test.__name__
     run.__doc__ = test.__doc__
     return run
+
+
+# Memory that the trainer ranks use in turns with the servers
+
+
+@in_virtual_time
+async def test_servers_release_their_memory_once_and_serve_again_with_it(fleet):
+    for _ in range(2):
+        await fleet.release_memory()
+    assert [server.memory for server in fleet.made] == [RELEASE] * 3
+    # Checks of answers find nothing, and nothing is held against a server that waits.
+    await asyncio.sleep(300)
+    assert [server.asked for server in fleet.made] == [[]] * 3
+    for _ in range(2):
+        await fleet.resume_memory()
+    assert [server.memory for server in fleet.made] == [RELEASE + RESUME] * 3
+    assert len(fleet.serving()) == 3
+    await asyncio.sleep(100)
+    assert all(server.asked for server in fleet.made)
+
+
+@in_virtual_time
+async def test_a_server_that_does_not_release_its_memory_ends_before_others_use_it(fleet):
+    fleet.made[1].refuses = "/release_memory_occupation"
+    await fleet.release_memory()
+    assert [server.living for server in fleet.made] == [True, False, True]
+    await asyncio.sleep(100)
+    assert len(fleet.made) == 3, "no server starts on devices that others use"
+    await fleet.resume_memory()
+    await fleet.until(lambda: len(fleet.joiners()) == 1)
+    assert len(fleet.made) == 4
+
+
+@in_virtual_time
+async def test_a_server_that_starts_is_up_before_the_memory_is_released(fleet):
+    make = fleet._server_process
+
+    def slow(index):
+        server = make(index)
+        server.start_seconds = 30.0
+        return server
+
+    fleet._server_process = slow
+    fleet.made[0].living = False
+    await fleet.until(lambda: len(fleet.made) == 4)
+    await fleet.release_memory()
+    assert fleet.made[3].memory == RELEASE
+
+
+@in_virtual_time
+async def test_a_server_that_does_not_get_its_memory_back_is_replaced(fleet):
+    await fleet.release_memory()
+    fleet.made[2].refuses = "/resume_memory_occupation"
+    fleet.made[0].living = False
+    await fleet.until(lambda: len(fleet.serving()) == 2)
+    await fleet.resume_memory()
+    await fleet.until(lambda: len(fleet.joiners()) == 2)
+    assert fleet.made[1].memory == RELEASE + RESUME and len(fleet.serving()) == 1
 
 
 # A server for suspects

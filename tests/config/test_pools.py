@@ -78,3 +78,31 @@ def test_only_one_rank_and_one_server_share_a_device(data, servers):
     config.cluster.devices_per_node = 8
     with pytest.raises(ConfigError, match=rf"{data} rank\(s\), and there are {servers} server\(s\)"):
         pool_specs(config)
+
+
+def colocated(**rollout) -> Config:
+    return Config(
+        trainer=TrainerConfig(tensor_parallel=4, data_parallel=2),
+        rollout=RolloutConfig(**rollout),
+        cluster=ClusterConfig(devices_per_node=8, colocate=True),
+    )
+
+
+def test_colocated_servers_use_the_devices_of_the_ranks():
+    specs = pool_specs(colocated(servers=4, tensor_parallel=2))
+    assert specs["rollout"].within == "trainer" and specs["rollout"].devices == 2
+    assert devices_needed(specs) == 8 and nodes_needed(specs, 8) == 1
+    # An evaluation starts no ranks, so servers have devices of their own.
+    (alone,) = pool_specs(colocated(servers=4, tensor_parallel=2), training=False).values()
+    assert alone.bundles("cuda") == [{"GPU": 8.0, "CPU": 8.0}]
+
+
+def test_colocated_servers_need_a_rank_each_device_on_one_node():
+    with pytest.raises(
+        ConfigError, match=r"4 servers of 4 devices each take 16, and there are 8 .* rollout.servers to 2"
+    ):
+        pool_specs(colocated(servers=4, tensor_parallel=4))
+    config = colocated(servers=4)
+    config.trainer.data_parallel = 4
+    with pytest.raises(ConfigError, match=r"colocate=true is for one node, but the trainer's 16 ranks take 2"):
+        pool_specs(config)

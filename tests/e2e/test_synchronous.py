@@ -19,9 +19,20 @@ PLAIN_LOOP = Path(__file__).parents[2] / "benchmarks" / "plain_loop.py"
 STEPS, GROUPS, SAMPLES = 4, 4, 4
 
 
+MEMORY_SAVER = Path(__file__).parents[1] / "support" / "memory_saver"
+# Ranks and servers in turns. The stand-in in `MEMORY_SAVER` really frees what a server releases.
+IN_TURNS = [
+    "cluster.colocate=true",
+    "rollout.servers=1",
+    "rollout.server_args={--enable-memory-saver: true, --enable-weights-cpu-backup: true}",
+]
+
+
 # Rollouts inside of the driver, in one process beside it, and in more processes than servers.
 @pytest.mark.parametrize("workers", [(0, 3), pytest.param((1,), marks=pytest.mark.matrix)], ids=str)
-def test_zero_staleness_equals_a_sequential_loop(miniature, tmp_path: Path, workers: tuple[int, ...]) -> None:
+def test_zero_staleness_equals_a_sequential_loop(
+    miniature, tmp_path: Path, workers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = miniature(
         schedule={"total_steps": STEPS, "groups_per_step": GROUPS, "samples_per_group": SAMPLES, "max_staleness": 0},
         trainer={"tensor_parallel": 1, "optimizer": {"lr": 1.0e-2}},
@@ -32,8 +43,12 @@ def test_zero_staleness_equals_a_sequential_loop(miniature, tmp_path: Path, work
     out = tmp_path / "sequential.json"
     subprocess.run([sys.executable, str(PLAIN_LOOP), str(config), str(out), "--one-by-one"], check=True, timeout=300)
     sequential = json.loads(out.read_text())
-    for number in workers:
-        groups, steps = played(config, number, tmp_path / f"groups-{number}.jsonl")
+    freed = tmp_path / "freed"
+    monkeypatch.setenv("PYTHONPATH", str(MEMORY_SAVER))
+    monkeypatch.setenv("MEMORY_SAVER_LOG", str(freed))
+    kinds = [[f"rollout.workers={number}"] for number in workers] + ([IN_TURNS] if 0 in workers else [])
+    for number, overrides in enumerate(kinds):
+        groups, steps = played(config, overrides, tmp_path / f"groups-{number}.jsonl")
         for step in range(STEPS):
             # Groups of one step finish in any order; the next step's cannot begin before it is published.
             batch = slice(step * GROUPS, (step + 1) * GROUPS)
@@ -42,9 +57,22 @@ def test_zero_staleness_equals_a_sequential_loop(miniature, tmp_path: Path, work
         losses = [row.get("train/loss") for row in steps]
         assert any(loss for loss in losses), "a test of losses needs some that are not zero"
         assert losses == pytest.approx(sequential["losses"], abs=1e-6)
+    if 0 in workers:
+        for sizes in released(freed):
+            assert sizes["weights"][1:] == [0, sizes["weights"][0]] * STEPS, "freed for each step, then as before"
+            assert sizes["kv_cache"][-1] > 0 and sizes["kv_cache"].count(0) == STEPS
 
 
-def played(config: Path, workers: int, record: Path) -> tuple[list[list], list[dict]]:
+def released(log: Path) -> list[dict[str, list[int]]]:
+    """For each server process, the bytes that it held after each change, by tag."""
+    servers: dict[str, dict[str, list[int]]] = {}
+    for line in log.read_text().splitlines():
+        process, tag, size = line.split()
+        servers.setdefault(process, {}).setdefault(tag, []).append(int(size))
+    return [*servers.values()]
+
+
+def played(config: Path, overrides: list[str], record: Path) -> tuple[list[list], list[dict]]:
     """Prompt and responses of each group in the order of scoring, and the metrics of each step."""
 
     def recording_reward(completions: list[str], **columns: list) -> list[float | None]:
@@ -55,6 +83,6 @@ def played(config: Path, workers: int, record: Path) -> tuple[list[list], list[d
         os.close(file)
         return digit_reward(completions, **columns)
 
-    run = megasync.AsyncTrainer(config, [f"rollout.workers={workers}"], reward=recording_reward).train()
+    run = megasync.AsyncTrainer(config, overrides, reward=recording_reward).train()
     rows = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     return [json.loads(line) for line in record.read_text().splitlines()], [row for row in rows if "time/step" in row]

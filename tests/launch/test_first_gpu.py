@@ -51,7 +51,7 @@ class Machine:
         self.ran.append((name, dict(environment)))
         status, text = self.planted.get(name, (0, self.logs.get(name, "")))
         if name.startswith("run"):
-            steps(self.out, "first-gpu-0.6b" if name == "run-0.6b" else "first-gpu")
+            steps(self.out, name.replace("run", "first-gpu"))
         log.write_text(text)
         return status
 
@@ -137,14 +137,16 @@ def test_every_run_of_the_ladder_is_a_valid_configuration_that_fits(machine, tmp
     from megasync.preflight.plan import resolve_plan
 
     monkeypatch.chdir(ROOT)
-    shapes = {"run": "smollm2_135m", "run-0.6b": "qwen3_0_6b"}
+    shapes = {"run": "smollm2_135m", "run-0.6b": "qwen3_0_6b", "run-in-turns": "smollm2_135m"}
     for stage in first_gpu.ladder(machine, tmp_path / "out", tmp_path / "models"):
         if stage.name not in shapes:
             continue
         path, *overrides = stage.command[stage.command.index("train") + 1 :]
         config = load_config(path, [*overrides, f"model.config=configs/models/{shapes[stage.name]}.json"])
         check_config(config, planning=True)
-        assert config.cluster.device == machine.device and config.cluster.share_device == machine.shared
+        in_turns = stage.name == "run-in-turns"
+        assert config.cluster.device == machine.device and config.cluster.colocate == in_turns
+        assert config.cluster.share_device == (machine.shared and not in_turns)
         if machine.device == "cuda":
             assert resolve_plan(config, 24 * 10**9).refusals == ()
 
@@ -159,7 +161,7 @@ def test_the_shape_of_the_rehearsal_is_a_small_version_of_the_real_one():
 @pytest.mark.parametrize(
     "left_out",
     [
-        pytest.param(["doctor", "rehearse", "sync", "run-0.6b", "trainer", "generation"], id="short"),
+        pytest.param(["doctor", "rehearse", "sync", "run-0.6b", "run-in-turns", "trainer", "generation"], id="short"),
         pytest.param(["rehearse"], id="whole", marks=pytest.mark.matrix),
     ],
 )

@@ -16,6 +16,7 @@ from megasync.layout.model_files import FETCHABLE
 from megasync.preflight.check import check_config, model_layout
 
 # overrides -> what the message must name
+COLOCATED = ["cluster.colocate=true", "schedule.max_staleness=0"]
 CONTRADICTIONS = [
     (["schedule.max_inflight_groups=33"], ["max_inflight_groups=33", "32 = (", "null"]),
     (
@@ -84,6 +85,12 @@ CONTRADICTIONS = [
     (["sync.disk_dir=/tmp/shared"], ["sync.disk_dir='/tmp/shared'", "sync.transport=auto", "transport=disk"]),
     (["sync.transport=broadcast", "sync.delta=true"], ["sync.delta=true has no effect", "transport=p2p or auto"]),
     (["sync.delta=true", "sync.wave=1"], ["sync.delta=true and sync.wave=1 exclude each other", "wave to null"]),
+    (["cluster.colocate=true"], ["schedule.max_staleness=1 is for both at once", "set it to 0"]),
+    ([*COLOCATED, "schedule.weight_sync_steps=2"], ["schedule.weight_sync_steps=2", "set it to 1"]),
+    ([*COLOCATED, "cluster.share_device=true"], ["cluster.share_device=true", "set one of them to false"]),
+    ([*COLOCATED, "sync.transport=broadcast"], ["broadcast has no links", "sync.transport=p2p or auto"]),
+    ([*COLOCATED, "sync.arena=device"], ["sync.arena=device has no effect with cluster.colocate=true"]),
+    ([*COLOCATED, "rollout.external=[http://127.0.0.1:1]", "rollout.servers=1"], ["rollout.external", "already"]),
     (["sync.transport=disk", "sync.wave=2"], ["sync.wave=2 has no effect with sync.transport=disk"]),
     (["sync.transport=disk", "sync.disk_dir=/dev/null/v"], ["sync.disk_dir='/dev/null/v'", "/dev/null is a file"]),
     (["data.eval=null", "schedule.stop_at_score=0.9"], ["stop_at_score=0.9", "data.eval is null"]),

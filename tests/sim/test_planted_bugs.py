@@ -14,9 +14,11 @@ import megasync.control.restore
 from megasync.buffer import AsyncBuffer
 from megasync.buffer.ledger import Ledger
 from megasync.buffer.state import BufferStatus, FailedStep, TrajectoryBuffer
+from megasync.cluster.fleet import Fleet
 from megasync.control.controller import Controller
 from megasync.control.progress import Progress
 from megasync.control.publishing import FleetSync
+from megasync.control.turns import Turns
 from megasync.control.watchdog import Watchdog
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.partials import PartialResponse, PartialResponses
@@ -27,15 +29,19 @@ from megasync.serving.health import ServerHealth, ServerState
 from megasync.sim import simulate
 from megasync.sim.transport import SimPublisher
 from megasync.sim.workers import DEADLY_ROW
-from megasync.sim.world import FIRST_WITH_WORKERS
+from megasync.sim.world import FIRST_COLOCATED, FIRST_WITH_WORKERS
 from megasync.trajectory import Partial
 
 # Schedules within which each bug is found.
 SEEDS = 300
 
 
+# The fault that only schedules with shared devices have.
+OF_TURNS = "server dies as its memory changes"
+
+
 def first_failure(likely: str) -> BaseException:
-    first = FIRST_WITH_WORKERS if likely == DEADLY_ROW else 0
+    first = {DEADLY_ROW: FIRST_WITH_WORKERS, OF_TURNS: FIRST_COLOCATED}.get(likely, 0)
     for seed in range(first, first + SEEDS):
         try:
             simulate(seed, likely)
@@ -87,6 +93,32 @@ async def counts_no_failure(self: AsyncBuffer, step: int, attempts: int, most_in
 def counts_recovery(self: Watchdog) -> Iterator[None]:
     """A step, a restart or a publish within its own deadline counts as silence."""
     yield
+
+
+# Devices that ranks and servers share
+
+
+async def takes_what_others_hold(self: Turns) -> None:
+    self._servers_left = True
+
+
+async def restarts_in_any_turn(self: Turns) -> None:
+    self._ranks_left = False
+
+
+async def leaves_after_the_servers_came(self: Turns) -> None:
+    ranks_left, self._ranks_left = self._ranks_left, True
+    await OF_SERVERS(self)
+    self._ranks_left = ranks_left
+    await OF_SERVERS(self)
+
+
+OF_SERVERS = Turns.of_servers
+
+
+async def waits_for_no_start(self: Fleet) -> None:
+    for slot in list(self._slots.values()):
+        await slot.release_memory(10.0)
 
 
 # Responses
@@ -206,6 +238,11 @@ BUGS = [
         "schedule.groups_per_step",
     ),
     (Placement, "remove", isolates_nothing, "all workers are lost", DEADLY_ROW),
+    (Turns, "_take_from_servers", takes_what_others_hold, "have room for one", OF_TURNS),
+    (Turns, "of_new_ranks", restarts_in_any_turn, "have room for one", OF_TURNS),
+    (Turns, "of_servers", leaves_after_the_servers_came, "have room for one", OF_TURNS),
+    (Turns, "of_ranks", restarts_in_any_turn, "not offloaded", OF_TURNS),
+    (Fleet, "release_memory", waits_for_no_start, "have room for one", OF_TURNS),
 ]
 
 

@@ -70,9 +70,13 @@ class Wires:
         place: Callable[[torch.Tensor], object] = lambda tensor: None,
         replicas: int = 1,
         feed: Feed = ONE,
+        backend: str = "",
     ) -> None:
-        """``place`` is called with every parameter of trainer and engine, to put it on the ``device``."""
-        self.dtype, self.device = dtype, device
+        """``place`` is called with every parameter of trainer and engine, to put it on the ``device``.
+
+        ``backend`` is that of the links, by default the device's.
+        """
+        self.dtype, self.backend = dtype, backend or device.backend
         name = str(dtype).removeprefix("torch.")
         self.layout, self.feed = Layout(CONFIG, Topology(tensor=2, data=replicas)), feed
         world = range(self.layout.topology.world)
@@ -84,7 +88,7 @@ class Wires:
             for tensor in tensors.values():
                 place(tensor)
         self.senders = [
-            ShardSender(Shards(self.layout, name, rank, self.params[rank]), BUCKET_BYTES, device, "127.0.0.1")
+            ShardSender(Shards(self.layout, name, rank, self.params[rank]), BUCKET_BYTES, device, "127.0.0.1", backend)
             for rank in world
         ]
         self.receivers = [ShardReceiver(rank.tp, rank.tensors) for rank in self.engine]
@@ -129,7 +133,7 @@ class Wires:
         )
         host, port = self.meeting_point
         sources = tuple(self.world_rank(source) for source in self.plan.sources)
-        rendezvous = Rendezvous(self.links, host, port, "127.0.0.1", sources, 2, self.device.backend, 10.0)
+        rendezvous = Rendezvous(self.links, host, port, "127.0.0.1", sources, 2, self.backend, 10.0)
         return to_send, ReceiveRequest(attempt, KIND, rendezvous, base, stream or bool(base), 10.0, stall, 0.0)
 
     def stage(self, attempt: str, base: str = "", stall: float = 10.0) -> tuple[list, list]:

@@ -31,6 +31,7 @@ from megasync.sync.shard.feeds import WHOLE, Feed
 from megasync.sync.shard.plan import ShardPlan, receive_plan
 from megasync.sync.shard.receiver import Incoming, ShardReceiver
 from megasync.sync.shard.sender import _Lane
+from megasync.sync.shared_memory import HANDLES
 
 
 @pytest.fixture(params=[10**9, 1000], ids=["packed", "direct"])
@@ -49,13 +50,18 @@ def wires(request, monkeypatch):
         each.close()
 
 
+# What the links go over, as both ends name it.
+over = pytest.mark.parametrize("backend", ["gloo", HANDLES])
+
+
 def weights(found: Wires, seed: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
     return {name: tensor.to(found.dtype) for name, tensor in random_weights(found.layout).items()}
 
 
-def test_versions_arrive_one_after_another_over_the_same_links(wires):
-    w = wires()
+@over
+def test_versions_arrive_one_after_another_over_the_same_links(wires, backend):
+    w = wires(backend=backend)
     for version in range(3):
         whole = weights(w, version)
         w.weights(whole)
@@ -220,8 +226,9 @@ def test_a_delta_needs_the_same_base_on_both_sides(wires):
     assert all("deltas build on attempt 'other', which this rank has not kept" in str(error) for error in sent)
 
 
-def test_without_an_arena_the_commit_itself_receives(wires):
-    w = wires(arena_bytes=1000)
+@over
+def test_without_an_arena_the_commit_itself_receives(wires, backend):
+    w = wires(arena_bytes=1000, backend=backend)
     assert w.stages == [False, False]
     whole = weights(w, 1)
     w.weights(whole)
@@ -274,8 +281,11 @@ def stall_in_the_middle(payload: torch.Tensor) -> torch.Tensor:
         (stall_in_the_middle, "Timed out|timed out|closed"),
     ],
 )
-def test_after_a_fault_the_old_version_serves_and_the_next_sync_succeeds(wires, monkeypatch, fault: Callable, words):
-    w = wires()
+@over
+def test_after_a_fault_the_old_version_serves_and_the_next_sync_succeeds(
+    wires, monkeypatch, fault: Callable, words, backend
+):
+    w = wires(backend=backend)
     old = weights(w, 0)
     w.weights(old)
     w.stage("a")

@@ -19,6 +19,8 @@ class ClusterConfig:
     devices_per_node: int = limited(8, Range(1, 1024))
     # Whether the only trainer rank and the only server share one device, to try a run on a single GPU: docs/install.md.
     share_device: bool = False
+    # Whether trainer ranks and servers share all devices of one node and compute in turns: docs/colocation.md.
+    colocate: bool = False
     # Address that servers and collectives bind to; auto is each node's own, which pools that span nodes require.
     host: str = limited("127.0.0.1", HOST)
     # Whether generation requests must carry a key: always, never, or auto (if `host` is not a loopback address or the

@@ -87,7 +87,7 @@ class Engine(ServerUpdate):
         answers = await self.control.call("receive_plan", request, ReceivePlanAnswer, self._seconds)
         self.stages = all(answer.stages for answer in answers)
         self.plan = plan
-        if not self.stages:
+        if not self.stages and request.arena_bytes != 0:
             log.warning(
                 "%s has no room to stage a version, which takes %.0f MiB on a rank (sync.arena_mb); pausing it during "
                 "the whole transfer",

@@ -47,6 +47,7 @@ from megasync.sync.messages import (
     SyncMessage,
 )
 from megasync.sync.shard import delta
+from megasync.sync.shared_memory import make_links
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +230,7 @@ class ShardReceiver:
                 rank, size = first + self._tp, first + meet.engine_ranks
                 # The URL is that of the engine's first node.
                 host = os.environ.get(HOST_VARIABLE, meet.own_host)
-                self._links = Links(store, meet.name, rank, size, meet.backend, host, timeout, self._wire)
+                self._links = make_links(store, meet.name, rank, size, meet.backend, host, timeout, self._wire)
                 self._link_name = meet.name
         return Incoming(plan, request, staging, self._links, deadline)
 

@@ -45,6 +45,7 @@ from megasync.sync.messages import (
 )
 from megasync.sync.shard import delta
 from megasync.sync.shard.plan import ShardBucket, ShardPlan, plan_shards
+from megasync.sync.shared_memory import make_links
 from megasync.sync.stream import Shards
 
 if TYPE_CHECKING:
@@ -62,15 +63,17 @@ class ShardSender:
         shards: read at each `send`.
         bucket_bytes: largest message.
         host: address of this rank; it listens there and nowhere else.
+        backend: of the links; that of the device by default.
     """
 
-    def __init__(self, shards: Shards, bucket_bytes: int, device: Device, host: str) -> None:
+    def __init__(self, shards: Shards, bucket_bytes: int, device: Device, host: str, backend: str = "") -> None:
         self._shards = shards
         self._rank = shards.rank
         self._topology = shards.layout.topology
         self._params = shards.params
         self._device = device
         self._host = host
+        self._backend = backend or device.backend
         self._bucket_bytes = bucket_bytes
         self._plans: dict[str, ShardPlan] = {}
         # The meeting point, on rank 0 only.
@@ -165,8 +168,8 @@ class ShardSender:
             timeout = min(request.join, sending.deadline.left().total_seconds())
             # A store of its own, because a wait in one blocks every other use of it.
             store = join_store(*request.meeting_point, timeout)
-            self._links[engine.name] = Links(
-                store, engine.name, index, size, self._device.backend, self._host, timeout, sending.device
+            self._links[engine.name] = make_links(
+                store, engine.name, index, size, self._backend, self._host, timeout, sending.device
             )
         except (RuntimeError, SyncError) as error:
             raise _LinkError(f"no links to {engine.url}: {error}") from error

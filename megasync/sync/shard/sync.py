@@ -78,7 +78,9 @@ class ShardSync(WeightSync[Engine]):
         backend: str,
         config: SyncConfig,
         timeouts: TimeoutConfig,
+        stages: bool = True,
     ) -> None:
+        """Without ``stages`` servers are paused during the whole transfer, and need no memory for it."""
         super().__init__(servers, ranks, config, timeouts)
         self._layout = layout
         self._dtype = dtype
@@ -88,6 +90,8 @@ class ShardSync(WeightSync[Engine]):
         self._join = max(self._stall, min(self._seconds, JOIN_SECONDS))
         self._bucket_bytes = config.bucket_mb * 2**20
         self._arena_bytes = None if config.arena_mb is None else config.arena_mb * 2**20
+        if not stages:
+            self._arena_bytes = 0
         self._plans: dict[str, ShardPlan] = {}
         # By plan, the attempt against which the ranks can send deltas.
         self._bases: dict[str, str] = {}
