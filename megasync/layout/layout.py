@@ -63,6 +63,19 @@ class Piece(NamedTuple):
     turned: bool = False
 
 
+class Section(NamedTuple):
+    """A section of a parameter: for each of ``heads`` key heads in turn, ``rows`` rows of the tensor number ``tensor``.
+
+    Those of the first key head begin at row ``first``, those of the next ``stride`` rows later.
+    """
+
+    tensor: int
+    first: int
+    rows: int
+    stride: int
+    heads: int
+
+
 class Holder(NamedTuple):
     """A piece, and all global ranks that hold it in the same box of a parameter of the same name, ascending."""
 
@@ -77,7 +90,8 @@ class Placed:
     ``dtype`` is what an export stores them in, None for the model's own. ``joined`` and ``all_tokens``: see `Rule`.
     ``ep`` is the expert-parallel coordinate of the ranks that hold it; None, outside experts: every rank of the stage.
     ``copy`` marks the last stage's copy of a tied embedding: loaded there, but exported and sent by the first stage.
-    ``stacked``: the parameter is that of this expert, transposed, in a tensor of all experts.
+    ``stacked``: the parameter is that of this expert, transposed, in a tensor of all experts. ``sections`` are those of
+    a parameter that is cut by sections.
     """
 
     split: Split
@@ -89,6 +103,7 @@ class Placed:
     ep: int | None = None
     copy: bool = False
     stacked: int | None = None
+    sections: tuple[Section, ...] = ()
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -193,7 +208,8 @@ class Layout:
                 yield self._place(EMBEDDING, prefix)
             for local, layer in enumerate(layers):
                 sparse = layer in self.sizes.sparse_layers
-                for rule in (*self.family.layer, *(self.family.sparse if sparse else self.family.dense)):
+                attention = self.family.delta if layer in self.sizes.delta_layers else self.family.layer
+                for rule in (*attention, *(self.family.sparse if sparse else self.family.dense)):
                     yield from self._place_in_layer(rule, prefix, layer, local)
             if pp == last and chunk == chunks - 1:
                 yield self._place(FINAL_NORM, prefix)
@@ -221,7 +237,15 @@ class Layout:
             (tensor.name.format(layer=layer, expert=expert), self.sizes.shape(tensor.shape)) for tensor in rule.tensors
         )
         param = rule.param(self.spec).format(layer=local, expert=local_expert)
-        return Placed(rule.cut(self.spec), prefix + param, tensors, rule.dtype, rule.joined, rule.all_tokens)
+        return Placed(
+            rule.cut(self.spec),
+            prefix + param,
+            tensors,
+            rule.dtype,
+            rule.joined,
+            rule.all_tokens,
+            sections=_sections(rule, self.sizes),
+        )
 
     def of_rank(self, rank: int) -> list[Placed]:
         """The parameters of one rank."""
@@ -250,7 +274,7 @@ class Layout:
                 return (rows, first[1] // parts)
             case Split.VOCAB:
                 return (self.padded_vocab // parts, *first[1:])
-            case Split.COLUMN | Split.GATED | Split.QKV:
+            case Split.COLUMN | Split.GATED | Split.QKV | Split.GATED_QKV | Split.SECTIONS:
                 return (rows // parts, *first[1:])
 
     # Which ranks hold what
@@ -308,7 +332,7 @@ class Layout:
         """(index of the Hugging Face tensor, its box, the local box) of one part of one parameter."""
         parts = self._parts(item)
         shape = item.shapes[0]
-        rows, cols = shape[0], (*shape, 1)[1]
+        rows, cols = shape[0], shape[-1] if len(shape) > 1 else 1
         match item.split:
             case Split.REPLICATED:
                 yield 0, Box(0, rows, 0, cols), Box(0, rows, 0, cols)
@@ -330,9 +354,13 @@ class Layout:
                 for turn in range(2):
                     index, first = (0, turn * half) if fused else (turn, 0)
                     yield index, Box(first + part * share, share, 0, cols), Box(turn * share, share, 0, cols)
-            case Split.QKV:
+            case Split.QKV | Split.GATED_QKV:
                 share = self._local_shape(item)[0]
-                for index, hf_row, local_row, count in _qkv_rows(self.sizes, part * share, share):
+                gated = item.split is Split.GATED_QKV
+                for index, hf_row, local_row, count in _qkv_rows(self.sizes, part * share, share, gated):
+                    yield index, Box(hf_row, count, 0, cols), Box(local_row, count, 0, cols)
+            case Split.SECTIONS:
+                for index, hf_row, local_row, count in _section_rows(item.sections, part, parts):
                     yield index, Box(hf_row, count, 0, cols), Box(local_row, count, 0, cols)
 
 
@@ -363,22 +391,55 @@ def _replicas(topology: Topology, pp: int, ep: int | None, replicated: bool) -> 
 
 
 @lru_cache(maxsize=64)
-def _qkv_rows(sizes: Sizes, start: int, count: int) -> tuple[tuple[int, int, int, int], ...]:
+def _qkv_rows(sizes: Sizes, start: int, count: int, gated: bool) -> tuple[tuple[int, int, int, int], ...]:
     """Rows ``start .. start + count`` of the fused q..q k v parameter: (tensor, its row, local row, rows) each.
 
+    ``gated``: gates follow a group's queries, and its first tensor has them after the query of each head.
     The split is contiguous whatever the number of groups, so with fewer groups than tensor ranks it falls inside a
     group: Megatron then gathers the projection's output and takes each rank's heads from it.
     """
-    per_group = sizes.heads // sizes.groups * sizes.head_dim
-    lengths = (per_group, sizes.head_dim, sizes.head_dim)
+    heads, dim = sizes.heads // sizes.groups, sizes.head_dim
     pieces: list[tuple[int, int, int, int]] = []
     fused = 0
     for group in range(sizes.groups):
-        for index, length in enumerate(lengths):
+        queries = [(0, group * heads * dim, heads * dim)]
+        if gated:
+            own = range(group * heads, (group + 1) * heads)
+            queries = [(0, (2 * head + gate) * dim, dim) for gate in range(2) for head in own]
+        for index, row, length in (*queries, (1, group * dim, dim), (2, group * dim, dim)):
             begin, end = max(fused, start), min(fused + length, start + count)
             if begin < end:
-                pieces.append((index, group * length + begin - fused, begin - start, end - begin))
+                pieces.append((index, row + begin - fused, begin - start, end - begin))
             fused += length
+    return tuple(pieces)
+
+
+def _sections(rule: Rule, sizes: Sizes) -> tuple[Section, ...]:
+    """The sections of a rule, in the order of its parameter's rows."""
+    found: list[Section] = []
+    for tensor, names in enumerate(rule.sections):
+        assert sizes.delta is not None
+        count, first = sizes.delta.keys, 0
+        lengths = sizes.shape(names)
+        for rows in lengths:
+            found.append(Section(tensor, first, rows, sum(lengths) if rule.grouped else rows, count))
+            first += rows if rule.grouped else rows * count
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _section_rows(sections: tuple[Section, ...], part: int, parts: int) -> tuple[tuple[int, int, int, int], ...]:
+    """Rows of one part of the sections, as those of `_qkv_rows`."""
+    pieces: list[tuple[int, int, int, int]] = []
+    local = 0
+    for section in sections:
+        share = section.heads // parts
+        first = section.first + part * share * section.stride
+        # Adjacent heads are one piece.
+        runs, rows = (1, share * section.rows) if section.stride == section.rows else (share, section.rows)
+        for run in range(runs):
+            pieces.append((section.tensor, first + run * section.stride, local, rows))
+            local += rows
     return tuple(pieces)
 
 
@@ -393,6 +454,10 @@ def _check_divisible(sizes: Sizes, tensor: int) -> None:
         raise ConfigError(
             f"num_key_value_heads={sizes.groups} is neither a multiple nor a divisor of "
             f"trainer.tensor_parallel={tensor}; Megatron cannot split the key-value groups"
+        )
+    if sizes.delta and sizes.delta.keys % tensor:
+        raise ConfigError(
+            f"linear_num_key_heads={sizes.delta.keys} is not divisible by trainer.tensor_parallel={tensor}"
         )
     fused = sizes.q_rows + 2 * sizes.kv_rows
     if fused % tensor:

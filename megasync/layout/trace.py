@@ -6,8 +6,9 @@ that needs values is refused. So nothing is allocated for the tensors, no parame
 (`_Recorder.__torch_dispatch__` has no branch that executes a write), and the placement (fused projections, experts,
 padding) becomes known without any knowledge of the model.
 
-A trace does not contain values that a model derives after loading (`post_load_weights`, as DeepSeek's split of
-kv_b_proj). Whoever writes the slots calls that hook afterwards, as SGLang's own loaders do.
+A trace does not contain values that a model derives from loaded ones, as DeepSeek's split of kv_b_proj
+(`post_load_weights`) or the 1 + w of Qwen3-Next's norms (`REFRESHING`). Whoever writes the slots calls the model's hook
+afterwards, as SGLang's own loaders do, and `refresh_derived`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ from megasync.layout.strided import (
     rectangles,
     unrolled,
 )
+
+# Methods of modules that derive values from their parameters.
+REFRESHING = ("refresh_gemma_weight",)
 
 # Any callable of the traced model or of torch; its arguments are passed through.
 AnyCallable = Callable[..., Any]
@@ -88,7 +92,7 @@ def trace_load(model: torch.nn.Module, specs: Iterable[tuple[str, Sequence[int]]
     recorder = _Recorder(held | buffers, type(model).__name__)
     dtype = next((tensor.dtype for tensor in held.values() if tensor.is_floating_point()), torch.float32)
     recorder.add(specs, dtype)
-    with torch.no_grad(), _unreplaced(model, held | buffers), _work_in_place(), _without_post_load(model), recorder:
+    with torch.no_grad(), _unreplaced(model, held | buffers), _work_in_place(), _without_deriving(model), recorder:
         try:
             cast(Loader, model).load_weights(recorder.checkpoint())
         except TraceError:
@@ -98,6 +102,14 @@ def trace_load(model: torch.nn.Module, specs: Iterable[tuple[str, Sequence[int]]
                 f"{recorder.loader}: {type(error).__name__} while it loaded {recorder.loading}: {error}"
             ) from error
     return recorder.result(held, buffers)
+
+
+def refresh_derived(model: torch.nn.Module) -> None:
+    """Derives the values of modules again that loading would derive."""
+    for module in model.modules():
+        for name in REFRESHING:
+            if refresh := getattr(module, name, None):
+                refresh()
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -392,20 +404,21 @@ def _work_in_place() -> Generator[None]:
 
 
 @contextmanager
-def _without_post_load(model: torch.nn.Module) -> Generator[None]:
-    """Disables the model's post-load hook, which some loaders call themselves."""
-    if not hasattr(model, "post_load_weights"):
-        yield
-        return
+def _without_deriving(model: torch.nn.Module) -> Generator[None]:
+    """Disables the model's post-load hook, which some loaders call themselves, and those of its modules."""
+    hooks = [(model, "post_load_weights"), *((module, name) for module in model.modules() for name in REFRESHING)]
+    hooks = [(owner, name) for owner, name in hooks if hasattr(owner, name)]
 
     def skip(*args: Any, **kwargs: Any) -> None:
         pass
 
-    vars(model)["post_load_weights"] = skip
+    for owner, name in hooks:
+        vars(owner)[name] = skip
     try:
         yield
     finally:
-        del vars(model)["post_load_weights"]
+        for owner, name in hooks:
+            del vars(owner)[name]
 
 
 @contextmanager

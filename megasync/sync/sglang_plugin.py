@@ -173,10 +173,13 @@ class Plugin:
         def commit() -> None:
             from sglang.srt.model_loader.loader import post_load_weights
 
+            from megasync.layout.trace import refresh_derived
+
             receiver, request, model = checked
             receiver.commit(request)
             # SGLang calls this at the end of an update only when nothing was loaded in it.
             post_load_weights(model)
+            refresh_derived(model)
 
         checked = _all_succeed(check, f"{REFUSED}, the weights are as before")
         _all_succeed(commit, "the commit failed, the weights are mixed")

@@ -131,6 +131,11 @@ def check_context(layout: Layout, trainer: TrainerConfig, dtype: str) -> None:
     ranks, sizes = trainer.context_parallel, layout.sizes
     if ranks == 1:
         return
+    if sizes.delta:
+        raise ConfigError(
+            f"trainer.context_parallel={ranks} is not implemented for the gated delta net of "
+            f"{layout.hf_config['model_type']}; set it to 1"
+        )
     if layout.value_head:
         raise ConfigError(f"trainer.context_parallel={ranks} is not implemented for a critic; set it to 1")
     if layout.spec != "te":

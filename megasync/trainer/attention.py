@@ -81,6 +81,16 @@ class AttentionPlan:
     place: torch.Tensor
     _masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
+    def spread(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """From [tokens, ...], one [batch, length, ...] per rectangle, with zeros at padding."""
+        flat = _Take.apply(packed, self.token, self.place)
+        parts = zip(flat.split([rectangle.places for rectangle in self.rectangles]), self.rectangles, strict=True)
+        return [part.view(rectangle.batch, rectangle.length, *packed.shape[1:]) for part, rectangle in parts]
+
+    def gather(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The inverse of `spread`."""
+        return _Take.apply(torch.cat([part.flatten(0, 1) for part in parts]), self.place, self.token)
+
     def mask(self, index: int, window: int | None) -> torch.Tensor:
         """Where the queries of a rectangle may attend, bool [batch or 1, 1, length, prompt length + length].
 
@@ -191,16 +201,8 @@ def packed_attention(
         [tokens, heads, value dim].
     """
     softmax_scale: float = query.shape[-1] ** -0.5 if scale is None else scale
-    shapes = [(rectangle.batch, rectangle.length) for rectangle in plan.rectangles]
-    sizes = [rectangle.places for rectangle in plan.rectangles]
-
-    def place(packed: torch.Tensor) -> list[torch.Tensor]:
-        """One [batch, heads, length, dim] per rectangle."""
-        flat = _Take.apply(packed, plan.token, plan.place)
-        parts = zip(flat.split(sizes), shapes, strict=True)
-        return [part.view(*shape, *packed.shape[1:]).transpose(1, 2) for part, shape in parts]
-
-    queries, keys, values = place(query), place(key), place(value)
+    # One [batch, heads, length, dim] per rectangle.
+    queries, keys, values = ([part.transpose(1, 2) for part in plan.spread(each)] for each in (query, key, value))
     outputs = []
     for index, (rectangle, q, k, v) in enumerate(zip(plan.rectangles, queries, keys, values, strict=True)):
         if prefixes := rectangle.prefixes:
@@ -219,9 +221,8 @@ def packed_attention(
             out = scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=softmax_scale, enable_gqa=True
             )
-        out = out[..., : value.shape[2]]
-        outputs.append(out.transpose(1, 2).reshape(rectangle.places, query.shape[1], value.shape[2]))
-    return _Take.apply(torch.cat(outputs), plan.place, plan.token)
+        outputs.append(out[..., : value.shape[2]].transpose(1, 2))
+    return plan.gather(outputs)
 
 
 def _plain_attention(

@@ -22,17 +22,30 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megasync.layout.layout import Layout
 from megasync.trainer.attention import TreeAttention
+from megasync.trainer.gated_attention import GatedAttention
+from megasync.trainer.gated_delta_net import DeltaNetSubmodules, GatedDeltaNet
 from megasync.trainer.head_norms import AllKeysNorm, AllQueriesNorm
 from megasync.trainer.latent_attention import LatentAttention
 from megasync.trainer.routing import PolicyRouter
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with Megatron's constructor. Megatron's own wrapper does not support sequence parallelism."""
+    """torch's RMSNorm with Megatron's constructor. Megatron's own wrapper does not support sequence parallelism.
+
+    With Megatron's ``layernorm_zero_centered_gamma`` it multiplies by 1 plus the weight, in float32.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         device = torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device())
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        self._zero_centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._zero_centered:
+            return super().forward(x)
+        return torch.nn.functional.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(
+            x.dtype
+        )
 
 
 class _NormedOutput(torch.nn.Module):
@@ -79,8 +92,8 @@ def chunk_specs(
     config: TransformerConfig, layout: Layout, layers: range, flavour: str, rope: Mapping[str, Any]
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """The specs of a chunk's ``layers`` (global indices); ``rope`` comes from `architecture.rope_parameters`."""
-    kinds = [layer in layout.sizes.sparse_layers for layer in layers]
-    specs = {sparse: _layer_spec(config, layout, sparse, flavour, rope) for sparse in set(kinds)}
+    kinds = [(layer in layout.sizes.sparse_layers, layer in layout.sizes.delta_layers) for layer in layers]
+    specs = {kind: _layer_spec(config, layout, *kind, flavour, rope) for kind in set(kinds)}
     if flavour == "te":
         from megatron.core.extensions.transformer_engine import TENorm as final_norm
     else:
@@ -90,7 +103,7 @@ def chunk_specs(
 
 
 def _layer_spec(
-    config: TransformerConfig, layout: Layout, sparse: bool, flavour: str, rope: Mapping[str, Any]
+    config: TransformerConfig, layout: Layout, sparse: bool, delta: bool, flavour: str, rope: Mapping[str, Any]
 ) -> ModuleSpec:
     experts = config.num_moe_experts if sparse else None
     if flavour == "te":
@@ -106,6 +119,13 @@ def _layer_spec(
     if config.multi_latent_attention:
         layer.self_attention.module = LatentAttention
         layer.self_attention.params["rope"] = rope
+    elif delta:
+        projections = layer.self_attention.submodules
+        own = DeltaNetSubmodules(projections.linear_qkv, projections.linear_proj)
+        net: Any = ModuleSpec(GatedDeltaNet, params={"heads": layout.sizes.delta}, submodules=own)
+        layer.self_attention = net
+    elif layout.family.gates_attention:
+        layer.self_attention.module = GatedAttention
     elif layout.family.norms_all_heads:
         attention = layer.self_attention.submodules
         attention.q_layernorm, attention.k_layernorm = AllQueriesNorm, AllKeysNorm

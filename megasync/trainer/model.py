@@ -198,7 +198,7 @@ def set_step_tokens(chunks: Sequence[PolicyModel], tokens: int) -> None:
 
 def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, dtype: torch.dtype) -> TransformerConfig:
     """Megatron's configuration of the model and its parallelism."""
-    sizes, params = layout.sizes, layout.params(0)
+    sizes, rules = layout.sizes, [rule.local for rule in layout.family.layer]
     fused = device.spec == "te"
     virtual = layout.topology.virtual
     latent = layout.family.latent
@@ -216,9 +216,11 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
         **window_options(layout.hf_config),
         softmax_type="learnable" if layout.family.has_sinks else "vanilla",
         softmax_scale=_softmax_scale(layout),
-        add_bias_linear=any(name.endswith("linear_proj.bias") for name in params),
-        add_qkv_bias=any(name.endswith("linear_qkv.bias") for name in params),
-        qk_layernorm=latent or any(name.endswith("q_layernorm.weight") for name in params),
+        add_bias_linear=any(name.endswith("linear_proj.bias") for name in rules),
+        add_qkv_bias=any(name.endswith("linear_qkv.bias") for name in rules),
+        qk_layernorm=latent or any(name.endswith("q_layernorm.weight") for name in rules),
+        attention_output_gate=layout.family.gates_attention,
+        layernorm_zero_centered_gamma=layout.family.zero_centered_norms,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from megasync.errors import ConfigError
 from megasync.layout import shards as shards_module
 from megasync.layout.families import FAMILIES, Split
+from megasync.layout.families.delta_net import DELTA
 from megasync.layout.families.experts import SPARSE
 from megasync.layout.families.latent import LATENT
 from megasync.layout.layout import Layout, padded_vocab
@@ -75,7 +76,7 @@ def cases(draw):
     elif kind == "gpt_oss":
         yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
         config |= {"num_local_experts": 4, "rope_scaling": yarn, "rope_theta": 10000.0}
-    elif kind in SPARSE:
+    elif kind in SPARSE or kind in DELTA:
         config |= {
             "num_experts": 4,
             "shared_expert_intermediate_size": 12,
@@ -99,6 +100,18 @@ def cases(draw):
         }
     elif kind == "mistral":
         config["sliding_window"] = None
+    if kind in DELTA:
+        layers = config["num_hidden_layers"]
+        keys, group, interval = draw(st.tuples(st.sampled_from([4, 8]), st.sampled_from([1, 2]), st.integers(2, 4)))
+        config |= {
+            "full_attention_interval": interval,
+            "layer_types": ["linear_attention" if n % interval else "full_attention" for n in range(1, layers + 1)],
+            "linear_num_key_heads": keys,
+            "linear_key_head_dim": 3,
+            "linear_num_value_heads": keys * group,
+            "linear_value_head_dim": 5,
+            "linear_conv_kernel_dim": 4,
+        }
     elif kind == "glm4":
         config |= {"attention_bias": draw(st.booleans()), "pad_token_id": None}
     if kind.startswith("qwen2") or kind in LATENT:
@@ -135,6 +148,22 @@ def expected_shard(item, whole, layout, rank):
         case Split.QKV:
             q, k, v = (tensor.reshape(sizes.groups, -1, *tensor.shape[1:]) for tensor in tensors)
             return torch.cat([q, k, v], dim=1).flatten(0, 1).chunk(parts)[part]
+        case Split.GATED_QKV:
+            both = tensors[0].reshape(sizes.groups, -1, 2, sizes.head_dim, sizes.hidden)
+            q, gate = (both[:, :, half].flatten(1, 2) for half in range(2))
+            k, v = (tensor.reshape(sizes.groups, -1, sizes.hidden) for tensor in tensors[1:])
+            return torch.cat([q, gate, k, v], dim=1).flatten(0, 1).chunk(parts)[part]
+        case Split.SECTIONS:
+            heads = sizes.delta
+            channels = [heads.key_dim, heads.key_dim, heads.group * heads.value_dim]
+            if item.param.endswith("conv1d.weight"):
+                sections = tensors[0].split([heads.keys * rows for rows in channels])
+            else:
+                sections = []
+                for tensor, rows in zip(tensors, ([*channels, channels[-1]], [heads.group] * 2), strict=True):
+                    by_head = tensor.reshape(heads.keys, -1, sizes.hidden)
+                    sections += [section.flatten(0, 1) for section in by_head.split(rows, dim=1)]
+            return torch.cat([section.chunk(parts)[part] for section in sections])
 
 
 @SLOW_OK
@@ -269,6 +298,13 @@ MOE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 9,
 }
+NEXT = {
+    **MOE,
+    "model_type": "qwen3_next",
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+}
 LLAMA = """{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 12,
  "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 65}"""
 
@@ -314,6 +350,13 @@ DEEPSEEK = {
         ),
         (DEEPSEEK | {"rms_norm_eps": 1e-5}, {}, "rms_norm_eps=1e-05"),
         (MOE | {"model_type": "qwen2_moe", "qkv_bias": False}, {}, "qkv_bias=False"),
+        (NEXT | {"attention_bias": True}, {}, "attention_bias=True in config.json is not supported for qwen3_next"),
+        (NEXT | {"linear_num_key_heads": 3}, {"tensor": 2}, "linear_num_key_heads=3 is not divisible by trainer.tens"),
+        (NEXT | {"linear_num_value_heads": 3}, {}, "linear_num_value_heads=3 is not a multiple of linear_num_key_h"),
+        (NEXT | {"layer_types": ["full_attention"] * 2}, {}, "layer_types .*full_attention_interval=4 .*it has full_"),
+        (NEXT | {"linear_key_head_dim": 0}, {}, "linear_key_head_dim=0 in config.json must be a whole number from 1"),
+        (NEXT | {"full_attention_interval": None}, {}, "config.json has no 'full_attention_interval'"),
+        (NEXT | {"full_attention_interval": 0}, {}, "full_attention_interval=0 in config.json must be a whole number"),
     ],
 )
 def test_what_cannot_be_split_is_refused_by_name(change, topology, words):

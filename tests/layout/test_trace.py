@@ -227,6 +227,29 @@ def test_values_derived_after_loading_are_left_to_the_hook():
     assert model.doubled.max() == 8
 
 
+def test_values_that_a_norm_derives_while_loading_are_left_to_its_own_hook():
+    """As SGLang's norms do that multiply by 1 + w."""
+
+    class Norm(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(3))
+            self.register_buffer("gemma_weight", torch.ones(3), persistent=False)
+
+        def load(self, weight) -> None:
+            self.weight.data.copy_(weight)
+            self.refresh_gemma_weight()
+
+        def refresh_gemma_weight(self) -> None:
+            self.gemma_weight.copy_(self.weight.data).add_(1.0)
+
+    model = Module({"norm": lambda m, w: m.norm.load(w)})
+    model.norm = Norm()
+    rank = check(model, [("norm", (3,))])
+    assert [slot.param for slot in rank.slots] == ["norm.weight"]
+    assert torch.equal(model.norm.gemma_weight, model.norm.weight + 1)
+
+
 def test_a_trace_in_inference_mode_sees_through_composite_operations():
     """SGLang's scheduler lives in inference mode, where reshape, to and narrow arrive undecomposed."""
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -128,12 +129,8 @@ def assert_as_planned(config: Config, ranks: list[int], megatron: str) -> None:
     assert [rank.rank for rank in found.ranks] == ranks
     layout = layout_of(config)
     for rank in found.ranks:
-        assert rank.parameters == sum(map(_elements, layout.params(rank.rank).values()))
+        assert rank.parameters == sum(map(prod, layout.params(rank.rank).values()))
         assert rank.held.keys() == rank.planned.keys() == {"weights", "gradients", "optimizer", "activations"}
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    return shape[0] * (shape[1] if len(shape) > 1 else 1)
 
 
 @pytest.mark.processes

@@ -97,6 +97,20 @@ FAMILIES |= {
         "use_routing_bias": True,
         "scoring_func": "sigmoid",
     },
+    "qwen3_next": {
+        "num_hidden_layers": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        # Hugging Face saves the interval only beside the kinds.
+        "full_attention_interval": 4,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_key_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_num_value_heads": 8,
+        "linear_value_head_dim": 12,
+    },
     "gpt_oss": {
         "num_local_experts": 8,
         "num_experts_per_tok": 3,

@@ -85,6 +85,7 @@ FAMILIES = {
     "glm4_moe_plain": ONE_RANK,
     "minimax_m2": LATENT_LAYOUTS,
     "gpt_oss": WHOLE_EXPERT_LAYOUTS,
+    "qwen3_next": LATENT_LAYOUTS,
 }
 CASES = {
     (family, label): options for family, w in FAMILIES.items() for ls in w.values() for label, options in ls.items()

@@ -235,6 +235,27 @@ MORE_MODELS["gpt_oss"] = {
     },
 }
 
+# Three layers with a gated delta net, one with gated attention; two value heads for each key head, and experts. Where a
+# head reads next to nothing from its state, its norm with a smaller epsilon would enlarge rounding errors.
+MORE_MODELS["qwen3_next"] = {
+    **BASE,
+    **EXPERTS,
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "rms_norm_eps": 1e-3,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "shared_expert_intermediate_size": 40,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+
 
 def write_model(folder: Path, config: dict, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """A Hugging Face folder with random weights, without a tokenizer."""
@@ -243,10 +264,11 @@ def write_model(folder: Path, config: dict, seed: int = 0, dtype: torch.dtype = 
     tensors = {}
     layout = Layout(config, Topology())
     for name, shape in layout.hf_tensors.items():
-        noise = torch.randn(shape, generator=generator) * 0.1
-        tensors[name] = (noise + 1.0 if "norm" in name else noise).to(
-            getattr(torch, layout.hf_dtype(name, _name(dtype)))
-        )
+        # A delta net normalises its small queries and keys, and so enlarges their rounding errors.
+        noise = torch.randn(shape, generator=generator) * (0.5 if "conv1d" in name else 0.1)
+        # Norms multiply by about 1. That of a delta net's output has no 1 of its own.
+        stored = "norm" in name and (not layout.family.zero_centered_norms or "linear_attn" in name)
+        tensors[name] = (noise + 1.0 if stored else noise).to(getattr(torch, layout.hf_dtype(name, _name(dtype))))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps({**config, "dtype": _name(dtype)}))
     return folder

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from megasync.errors import ConfigError
+from megasync.layout.families.delta_net import DELTA
 from megasync.layout.families.dense import DENSE
 from megasync.layout.families.experts import SPARSE
 from megasync.layout.families.latent import LATENT
@@ -19,7 +20,7 @@ from megasync.layout.families.sizes import Sizes, read_sizes
 
 __all__ = ["FAMILIES", "Family", "Rule", "Sizes", "Split", "Tensor", "family_of", "sizes_of"]
 
-FAMILIES: dict[str, Family] = {**DENSE, **SPARSE, **LATENT}
+FAMILIES: dict[str, Family] = {**DENSE, **SPARSE, **LATENT, **DELTA}
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:
@@ -48,4 +49,4 @@ def sizes_of(hf_config: Mapping[str, Any]) -> Sizes:
     given = {key: value for key, value in hf_config.items() if value is not None}
     config = {**family.defaults, **given}
     config |= {key: config[own] for key, own in family.spelling.items() if own in config}
-    return read_sizes(config, bool(family.sparse), family.latent)
+    return read_sizes(config, bool(family.sparse), family.latent, bool(family.delta))

@@ -20,6 +20,8 @@ class Split(Enum):
     COLUMN = "output features (rows of the matrix) are cut contiguously"
     GATED = "gate rows, then up rows, in two tensors or one; each half is cut, a rank holds its gate and its up rows"
     QKV = "rows run q..q k v per key-value group; the whole is cut contiguously"
+    GATED_QKV = "rows run q..q gate..gate k v per group; the first tensor has query, then gate, of each head in turn"
+    SECTIONS = "sections of several sizes follow one another; each is cut, a rank holds its part of each"
     VOCAB = "rows are cut after padding the vocabulary"
 
 
@@ -40,7 +42,9 @@ class Rule:
     is what an export always stores, if that is not the model's own. ``joined``: the engine fuses these tensors with
     those of the previous rule, and must receive all of them together. ``all_tokens``: each tensor rank computes a
     replicated parameter's gradient from all tokens, even under sequence parallelism. ``stacked``: the Hugging Face
-    tensor has those of all experts along its first dimension, each transposed.
+    tensor has those of all experts along its first dimension, each transposed. ``sections`` of a parameter that is cut
+    by sections are, for each tensor, the rows that each of its sections has for one key head of a gated delta net.
+    ``grouped``: a tensor has them key head by key head, not section by section.
     """
 
     split: Split
@@ -54,6 +58,8 @@ class Rule:
     joined: bool = False
     all_tokens: bool = False
     stacked: bool = False
+    sections: tuple[tuple[str, ...], ...] = ()
+    grouped: bool = False
 
     def param(self, spec: str) -> str:
         return self.te if spec == "te" and self.te else self.local
@@ -92,7 +98,9 @@ class Family:
     ``latent``: queries, keys and values pass through latents. ``spelling``: this family's names, by the names that
     `Sizes` are read from, of options that it calls something else. ``windows``: layers may have a sliding window, of
     which config.json tells (``sliding_window``, ``layer_types``). ``clamped``: experts clamp the inputs of a SwiGLU
-    that differs from the others' (``swiglu_limit``; gpt-oss), and their gate and up rows alternate.
+    that differs from the others' (``swiglu_limit``; gpt-oss), and their gate and up rows alternate. ``delta``: rules of
+    layers with a gated delta net, which replace ``layer`` there; `Sizes.delta_layers` says where.
+    ``zero_centered_norms``: norms multiply by 1 plus their weight.
     """
 
     layer: tuple[Rule, ...]
@@ -108,6 +116,13 @@ class Family:
     spelling: Mapping[str, str] = field(default_factory=dict[str, str])
     windows: bool = False
     clamped: bool = False
+    delta: tuple[Rule, ...] = ()
+    zero_centered_norms: bool = False
+
+    @property
+    def gates_attention(self) -> bool:
+        """The output of attention is multiplied by the sigmoid of a gate."""
+        return any(rule.split is Split.GATED_QKV for rule in self.layer)
 
     @property
     def has_sinks(self) -> bool:

@@ -3,13 +3,85 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from megasync.errors import ConfigError
 
 # Spellings of the number of experts; a family may use several.
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Kinds of layers in ``layer_types``.
+DELTA_LAYER, FULL_LAYER = "linear_attention", "full_attention"
+# Of a gated delta net, in the order of the fields of `DeltaHeads`.
+DELTA_KEYS = (
+    "linear_num_key_heads",
+    "linear_key_head_dim",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+
+
+@dataclass(frozen=True)
+class DeltaHeads:
+    """The heads of a gated delta net, and the ``taps`` of its convolution.
+
+    There are ``keys`` key heads of ``key_dim`` channels, and as many query heads. Each is shared by a `group` of value
+    heads, ``values`` in all, of ``value_dim`` channels.
+    """
+
+    keys: int
+    key_dim: int
+    values: int
+    value_dim: int
+    taps: int
+
+    def over(self, ranks: int) -> DeltaHeads:
+        """The heads of each of ``ranks`` ranks."""
+        return replace(self, keys=self.keys // ranks, values=self.values // ranks)
+
+    @property
+    def group(self) -> int:
+        """Value heads of a key head."""
+        return self.values // self.keys
+
+    @property
+    def group_rows(self) -> int:
+        """Value channels of a key head."""
+        return self.group * self.value_dim
+
+    @property
+    def key_rows(self) -> int:
+        return self.keys * self.key_dim
+
+    @property
+    def value_rows(self) -> int:
+        return self.values * self.value_dim
+
+    @property
+    def conv_rows(self) -> int:
+        """Queries, keys and values."""
+        return 2 * self.key_rows + self.value_rows
+
+    @property
+    def qkvz_rows(self) -> int:
+        """Queries, keys, values and gates of the output."""
+        return self.conv_rows + self.value_rows
+
+    @property
+    def ba_rows(self) -> int:
+        """A rate and a step of the decay for each value head."""
+        return 2 * self.values
+
+    @property
+    def in_rows(self) -> int:
+        return self.qkvz_rows + self.ba_rows
+
+    @property
+    def sections(self) -> tuple[int, int, int, int]:
+        """Of `in_rows`: the channels that are convolved, gates, rates and steps."""
+        return self.conv_rows, self.value_rows, self.values, self.values
 
 
 @dataclass(frozen=True)
@@ -17,7 +89,8 @@ class Sizes:
     """A model's dimensions. ``sparse_layers`` are the global layers with experts, ``topk`` of which process each token.
 
     With latent attention ``q_lora`` (0: none) and ``kv_lora`` are the widths of the latents. Then ``rope_dim`` of a
-    head's ``head_dim`` query and key channels are rotated, and its values have ``value_dim``.
+    head's ``head_dim`` query and key channels are rotated, and its values have ``value_dim``. ``delta_layers`` are the
+    global layers with a gated delta net, which has ``delta`` heads.
     """
 
     layers: int
@@ -37,10 +110,17 @@ class Sizes:
     kv_lora: int = 0
     rope_dim: int = 0
     value_dim: int = 0
+    delta: DeltaHeads | None = None
+    delta_layers: frozenset[int] = frozenset()
 
     @property
     def q_rows(self) -> int:
         return self.heads * self.head_dim
+
+    @property
+    def gated_q_rows(self) -> int:
+        """Of each head in turn: its query channels, then as many gates."""
+        return 2 * self.q_rows
 
     @property
     def kv_rows(self) -> int:
@@ -86,13 +166,14 @@ class Sizes:
         return 2 * self.moe_intermediate
 
     def shape(self, names: tuple[str | int, ...]) -> tuple[int, ...]:
-        return tuple(name if isinstance(name, int) else getattr(self, name) for name in names)
+        return tuple(name if isinstance(name, int) else attrgetter(name)(self) for name in names)
 
 
-def read_sizes(config: Mapping[str, Any], sparse: bool, latent: bool = False) -> Sizes:
-    """Dimensions of the model in a config.json whose family has experts (``sparse``) or latent attention (``latent``).
+def read_sizes(config: Mapping[str, Any], sparse: bool, latent: bool = False, delta: bool = False) -> Sizes:
+    """Dimensions of the model in a config.json.
 
-    Raises ConfigError when a size is missing.
+    Its family may have experts (``sparse``), latent attention (``latent``) or gated delta nets (``delta``). Raises
+    ConfigError when a size is missing, or contradicts another.
     """
     try:
         heads, hidden, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
@@ -109,6 +190,7 @@ def read_sizes(config: Mapping[str, Any], sparse: bool, latent: bool = False) ->
             tied=bool(config.get("tie_word_embeddings", False)),
             **(_latents(config, heads) if latent else attention),
             **(_experts(config, layers) if sparse else {}),
+            **(_delta(config, layers) if delta else {}),
         )
     except KeyError as error:
         raise ConfigError(f"config.json has no {error.args[0]!r}") from None
@@ -140,6 +222,31 @@ def _latents(config: Mapping[str, Any], heads: int) -> dict[str, int]:
         "kv_lora": config["kv_lora_rank"],
         "rope_dim": config["qk_rope_head_dim"],
         "value_dim": config["v_head_dim"],
+    }
+
+
+def _delta(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    for key in (*DELTA_KEYS, "full_attention_interval"):
+        if type(config[key]) is not int or config[key] < 1:
+            raise ConfigError(f"{key}={config[key]!r} in config.json must be a whole number from 1")
+    heads = DeltaHeads(*(config[key] for key in DELTA_KEYS))
+    if heads.values % heads.keys:
+        raise ConfigError(
+            f"linear_num_value_heads={heads.values} is not a multiple of linear_num_key_heads={heads.keys}"
+        )
+    # Hugging Face assumes 4 where it is missing, SGLang fails.
+    interval = config["full_attention_interval"]
+    regular = [FULL_LAYER if (layer + 1) % interval == 0 else DELTA_LAYER for layer in range(layers)]
+    kinds = config.get("layer_types") or regular
+    if kinds != regular:
+        raise ConfigError(
+            f"layer_types in config.json must have {FULL_LAYER!r} in every layer whose number is a multiple of "
+            f"full_attention_interval={interval} and {DELTA_LAYER!r} in the others, as SGLang assumes; it has "
+            f"{', '.join(map(str, kinds))}"
+        )
+    return {
+        "delta": heads,
+        "delta_layers": frozenset(layer for layer, kind in enumerate(kinds) if kind == DELTA_LAYER),
     }
 
 

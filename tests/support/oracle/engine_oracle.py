@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from megasync.layout.engine_layout import EngineRank
-from megasync.layout.trace import trace_load
+from megasync.layout.trace import refresh_derived, trace_load
 from megasync.sync.sglang_plugin import Plugin, ServingRank
 
 log = logging.getLogger(__name__)
@@ -67,9 +67,11 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
 def compare(model: nn.Module, specs, rank: EngineRank, post_load=lambda model: None) -> dict[str, Any]:
     """Names of tensors that differ between a real load and a replay, and the number of compared elements."""
 
+    buffers = {name for name, tensor in model.named_buffers() if tensor.is_floating_point()}
+
     def after(load) -> dict[str, torch.Tensor]:
         for name, tensor in state(model).items():
-            if name in rank.sizes or name.endswith("(derived)"):
+            if name in rank.sizes or name in buffers or name.endswith("(derived)"):
                 tensor.fill_(UNTOUCHED)
         load()
         return {name: tensor.clone() for name, tensor in state(model).items()}
@@ -77,6 +79,7 @@ def compare(model: nn.Module, specs, rank: EngineRank, post_load=lambda model: N
     def replayed() -> None:
         replay(rank, painted(specs), model)
         post_load(model)
+        refresh_derived(model)
 
     with torch.no_grad():
         real = after(lambda: model.load_weights(iter(painted(specs).items())))

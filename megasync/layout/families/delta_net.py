@@ -1,0 +1,88 @@
+"""Families whose layers mostly have a gated delta net in place of attention, with full attention in every few.
+
+Full attention has a gate for its output, whose projection shares a tensor with that of the queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megasync.layout.families.dense import INPUT_NORM, MLP, OUTPUT, QK_NORMS, QKV_WEIGHT
+from megasync.layout.families.experts import EXPERTS, PRE_MLP_NORM, ROUTER, SHARED_EXPERT_GATE, shared_expert
+from megasync.layout.families.rules import Family, Rule, Split, Tensor
+
+HF, MEGATRON = "model.layers.{layer}.linear_attn", "decoder.layers.{layer}.self_attention"
+
+GATED_QKV_WEIGHT = replace(
+    QKV_WEIGHT,
+    split=Split.GATED_QKV,
+    tensors=(Tensor(QKV_WEIGHT.tensors[0].name, ("gated_q_rows", "hidden")), *QKV_WEIGHT.tensors[1:]),
+)
+# Query, key, value and output gate of each key head in turn; likewise rate and step of the decay.
+IN_PROJECTION = Rule(
+    Split.SECTIONS,
+    (
+        Tensor(f"{HF}.in_proj_qkvz.weight", ("delta.qkvz_rows", "hidden")),
+        Tensor(f"{HF}.in_proj_ba.weight", ("delta.ba_rows", "hidden")),
+    ),
+    f"{MEGATRON}.in_proj.weight",
+    sections=(("delta.key_dim",) * 2 + ("delta.group_rows",) * 2, ("delta.group",) * 2),
+    grouped=True,
+)
+CONVOLUTION = Rule(
+    Split.SECTIONS,
+    (Tensor(f"{HF}.conv1d.weight", ("delta.conv_rows", 1, "delta.taps")),),
+    f"{MEGATRON}.conv1d.weight",
+    sections=(("delta.key_dim", "delta.key_dim", "delta.group_rows"),),
+)
+
+
+def per_head(name: str) -> Rule:
+    return Rule(Split.COLUMN, (Tensor(f"{HF}.{name}", ("delta.values",)),), f"{MEGATRON}.{name}")
+
+
+DELTA_NET = (
+    replace(INPUT_NORM, te=f"{MEGATRON}.in_proj.layer_norm_weight"),
+    IN_PROJECTION,
+    CONVOLUTION,
+    per_head("A_log"),
+    per_head("dt_bias"),
+    Rule(
+        Split.REPLICATED,
+        (Tensor(f"{HF}.norm.weight", ("delta.value_dim",)),),
+        f"{MEGATRON}.out_norm.weight",
+        all_tokens=True,
+    ),
+    Rule(
+        Split.ROW,
+        (Tensor(f"{HF}.out_proj.weight", ("hidden", "delta.value_rows")),),
+        f"{MEGATRON}.out_proj.weight",
+    ),
+)
+
+DELTA: dict[str, Family] = {
+    "qwen3_next": Family(
+        layer=(INPUT_NORM, GATED_QKV_WEIGHT, *QK_NORMS, OUTPUT),
+        delta=DELTA_NET,
+        dense=MLP,
+        sparse=(PRE_MLP_NORM, ROUTER, *EXPERTS, *shared_expert("shared_expert"), SHARED_EXPERT_GATE),
+        fixed={"attention_bias": False},
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+            "norm_topk_prob": True,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "linear_num_key_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_num_value_heads": 32,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+        },
+        partial_rotary="partial_rotary_factor",
+        zero_centered_norms=True,
+    ),
+}

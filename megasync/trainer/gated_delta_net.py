@@ -1,0 +1,184 @@
+"""The gated delta net: a layer with a state per head in place of attention (Qwen3-Next).
+
+Megatron's own layer needs GPUs, and its version 0.16.1 supports no packed tokens. This one has Megatron's parameters
+(`in_proj` with the sections q, k, v, z, b and a of this tensor rank's heads, `conv1d`, `A_log`, `dt_bias`, `out_norm`,
+`out_proj`) except that the weight of `out_norm` is not stored minus 1. flash-linear-attention computes it on GPUs where
+it is installed, otherwise plain torch does (`gated_delta_rule`).
+
+Each sequence starts with an empty state and an empty convolution. A response that shares its prompt with others starts
+with those that the prompt ends with, so a tree is computed once here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import conv1d, pad, silu, softplus
+
+from megasync.layout.families.sizes import DeltaHeads
+from megasync.trainer.attention import AttentionPlan, Segment, plan_attention
+from megasync.trainer.gated_delta_rule import gated_delta_rule, unit
+
+if TYPE_CHECKING:
+    from megasync.trainer.batch import PackedTokens
+
+
+class DeltaNetSubmodules(NamedTuple):
+    """The classes of both projections."""
+
+    in_proj: Callable[..., torch.nn.Module]
+    out_proj: Callable[..., torch.nn.Module]
+
+
+class _Weighted(torch.nn.Module):
+    """A submodule that only has a weight."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+class GatedDeltaNet(MegatronModule):
+    """The ``self_attention`` of a Megatron layer spec. ``heads`` are those of all tensor ranks, which share them."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: DeltaNetSubmodules, heads: DeltaHeads, pg_collection: Any, **_: Any
+    ) -> None:
+        super().__init__(config)
+        self._heads = heads.over(config.tensor_model_parallel_size)
+        device = torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device())
+        linear: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
+        self.in_proj = submodules.in_proj(
+            config.hidden_size,
+            heads.in_rows,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            **linear,
+        )
+        self.out_proj = submodules.out_proj(
+            heads.value_rows,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **linear,
+        )
+
+        def parameter(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+
+        self.conv1d = _Weighted(parameter(self._heads.conv_rows, 1, heads.taps))
+        self.A_log, self.dt_bias = parameter(self._heads.values), parameter(self._heads.values)
+        self.out_norm = _Weighted(parameter(heads.value_dim))
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: None = None, *, packed_seq_params: PackedTokens, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states [tokens, 1, hidden], or the rank's own tokens under sequence parallelism; the same returned."""
+        heads = self._heads
+        mixed, gate, rate, step = self.in_proj(hidden_states)[0].squeeze(1).split(heads.sections, dim=-1)
+        decay = -self.A_log.float().exp() * softplus(step.float() + self.dt_bias.float())
+        rate = rate.float().sigmoid()
+        if mixed.is_cuda and _has_kernels():
+            values = self._kernels(mixed, decay, rate, packed_seq_params.cu_seqlens_q)
+        else:
+            values = self._plain(mixed, decay, rate, _plan(packed_seq_params, mixed.device))
+        normed = self._normed(values, gate.unflatten(-1, (heads.values, heads.value_dim)))
+        return self.out_proj(normed.flatten(1).unsqueeze(1))
+
+    def _plain(self, mixed: torch.Tensor, decay: torch.Tensor, rate: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        """Of all tokens [tokens, value heads, value channels]."""
+        weight = self.conv1d.weight
+        taps = weight.shape[-1]
+        tails: list[torch.Tensor] = []
+        states: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
+        spread = (plan.spread(each) for each in (mixed, decay, rate))
+        for rectangle, before, decays, rates in zip(plan.rectangles, *spread, strict=True):
+            prefixes, state = rectangle.prefixes, None
+            before = pad(before, (0, 0, taps - 1, 0))
+            if prefixes:
+                # The prompts' last tokens precede those of the responses in the convolution.
+                prompts, state = tails[prefixes.source], states[prefixes.source].index_select(0, prefixes.rows)
+                last = prefixes.lengths[:, None] + torch.arange(taps - 1, device=mixed.device)
+                tail = prompts[prefixes.rows[:, None], last]
+                before = torch.cat((tail, before[:, taps - 1 :]), dim=1)
+            convolved = silu(conv1d(before.mT, weight, groups=len(weight))).mT
+            query, key, value = (part.transpose(1, 2).float() for part in self._split(convolved))
+            query = unit(query) * query.shape[-1] ** -0.5
+            output, state = gated_delta_rule(query, unit(key), value, decays.mT, rates.mT, state)
+            tails.append(before)
+            states.append(state)
+            outputs.append(output.transpose(1, 2).to(mixed.dtype))
+        return plan.gather(outputs)
+
+    def _kernels(
+        self, mixed: torch.Tensor, decay: torch.Tensor, rate: torch.Tensor, starts: torch.Tensor
+    ) -> torch.Tensor:
+        """The same by flash-linear-attention. ``starts`` [sequences + 1] are those of sequences, and the end."""
+        from fla.modules.convolution import (  # pyright: ignore[reportMissingImports] - an extra of GPU environments
+            causal_conv1d,
+        )
+        from fla.ops.gated_delta_rule import (  # pyright: ignore[reportMissingImports]
+            chunk_gated_delta_rule,
+        )
+
+        starts = starts.long()
+        weight = self.conv1d.weight.squeeze(1)
+        convolved, _ = causal_conv1d(mixed[None].contiguous(), weight, activation="silu", cu_seqlens=starts)
+        query, key, value = (part.contiguous() for part in self._split(convolved))
+        output, _ = chunk_gated_delta_rule(
+            query,
+            key,
+            value,
+            g=decay[None],
+            beta=rate[None].to(value.dtype),
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=starts,
+        )
+        return output[0]
+
+    def _split(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value [..., value heads, channels] of convolved channels [..., channels]."""
+        heads = self._heads
+        query, key, value = convolved.split((heads.key_rows, heads.key_rows, heads.value_rows), dim=-1)
+        query, key = (part.unflatten(-1, (heads.keys, heads.key_dim)) for part in (query, key))
+        query, key = (part.repeat_interleave(heads.values // heads.keys, dim=-2) for part in (query, key))
+        return query, key, value.unflatten(-1, (heads.values, heads.value_dim))
+
+    def _normed(self, values: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """``values`` normalised head by head and gated, both [tokens, value heads, value channels].
+
+        All heads share the weight, so its gradient is the sum of all tensor ranks', which have different heads.
+        """
+        wide = values.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon)
+        weight: torch.Tensor = self.out_norm.weight
+        if self.config.tensor_model_parallel_size > 1:
+            weight = copy_to_tensor_model_parallel_region(weight)
+        return (weight * wide.to(values.dtype) * silu(gate.float())).to(values.dtype)
+
+
+@cache
+def _has_kernels() -> bool:
+    return find_spec("fla") is not None
+
+
+def _plan(packed: PackedTokens, device: torch.device) -> AttentionPlan:
+    """The plan of a microbatch, made from the starts of its sequences if Transformer Engine computes its attention."""
+    if isinstance(packed.plan, AttentionPlan):
+        return packed.plan
+    if packed.sequences is None:
+        starts: list[int] = packed.cu_seqlens_q.tolist()
+        segments = [Segment(start, end - start, None) for start, end in pairwise(starts) if end > start]
+        packed.sequences = plan_attention(segments, device)
+    return packed.sequences
