@@ -80,6 +80,9 @@ KEYS: dict[str, dict[str, str]] = {
         "trainer.optimizer.betas": "adam_beta1 adam_beta2",
         "trainer.optimizer.eps": "adam_eps",
         "trainer.optimizer.clip_grad": "clip_grad",
+        "trainer.optimizer.exp_avg_dtype": "exp_avg_dtype use_precision_aware_optimizer",
+        "trainer.optimizer.exp_avg_sq_dtype": "exp_avg_sq_dtype",
+        "trainer.optimizer.store_param_remainders": "store_param_remainders",
         "trainer.distributed_optimizer": "use_distributed_optimizer",
         "trainer.max_skipped_steps": "grad_norm_skip_threshold",
         "model.dtype": (
@@ -92,7 +95,7 @@ _ARCHITECTURE = "config.json of the model decides the architecture, and the weig
 _SHAPES = "microbatches differ in length, and this needs one length for all"
 _WEIGHTS = "weight sync and checkpoints read parameters in model.dtype, under their names"
 _READ_AT_ONCE = "the weight sync reads all parameters right after an update"
-_STATE = "checkpoints hold Adam's moments and main weights in float32 on the device"
+_STATE = "megasync keeps Adam's moments and float32 main weights on the device, and gradients in float32"
 _PACKED = "megasync places the tokens of a packed sequence itself"
 _LOSS = "megasync computes the loss, and normalises it by the tokens of a whole step"
 _INFERENCE = "SGLang generates; this is for generation by Megatron"
@@ -212,8 +215,7 @@ REASONS: dict[str, dict[str, str]] = {
     "optimizer": {
         _READ_AT_ONCE: "overlap_param_gather overlap_param_gather_with_optimizer_step",
         _STATE: (
-            "use_precision_aware_optimizer store_param_remainders main_grads_dtype main_params_dtype "
-            "exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload optimizer_offload_fraction "
+            "main_grads_dtype main_params_dtype optimizer_cpu_offload optimizer_offload_fraction "
             "use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params "
             "use_layer_wise_distributed_optimizer optimizer_cuda_graph"
         ),

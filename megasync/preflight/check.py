@@ -18,7 +18,7 @@ from megasync.config.limits import as_typed, check_limits, refuse_unused
 from megasync.config.megatron_options import check_megatron
 from megasync.config.pacing import Pacing
 from megasync.config.pools import engine_nodes, frozen_models, nodes_needed, pool_specs
-from megasync.config.schema import Config, DatasetConfig, RolloutConfig, TrainerConfig
+from megasync.config.schema import Config, DatasetConfig, OptimizerConfig, RolloutConfig, TrainerConfig
 from megasync.config.server_args import OF_ROLLOUT, check_server_args, check_trained_args
 from megasync.errors import CheckpointError, ConfigError
 from megasync.layout.families import Sizes
@@ -295,10 +295,37 @@ def _check_trainer(config: Config) -> None:
             "trainer.overlap_grad_reduce=true reduces gradients over data-parallel ranks, but trainer.data_parallel=1; "
             "set it to false"
         )
+    _check_precision(config)
     if config.cluster.device == "cpu":
         for key in ("moe_permute_fusion", "moe_shared_expert_overlap", "gradient_accumulation_fusion"):
             if getattr(trainer, key):
                 raise ConfigError(f"trainer.{key}=true needs a GPU, but cluster.device=cpu; set it to false")
+
+
+def _check_precision(config: Config) -> None:
+    """Raises ConfigError for states of the optimizer that Transformer Engine's Adam would not hold in their dtypes."""
+    optimizer, default = config.trainer.optimizer, OptimizerConfig()
+    names = ("exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders")
+    for name in names:
+        value, usual = getattr(optimizer, name), getattr(default, name)
+        if value == usual:
+            continue
+        key = f"trainer.optimizer.{name}={as_typed(value)}"
+        for refused, needed, fix in (
+            (config.cluster.device == "cpu", "a GPU, but cluster.device=cpu", f"set it to {as_typed(usual)}"),
+            (
+                config.model.dtype != "bfloat16",
+                f"a bfloat16 model, but model.dtype={config.model.dtype}",
+                "set model.dtype=bfloat16",
+            ),
+            (
+                not config.trainer.distributed_optimizer,
+                "Megatron's distributed optimizer, but trainer.distributed_optimizer=false",
+                "set distributed_optimizer to true",
+            ),
+        ):
+            if refused:
+                raise ConfigError(f"{key} needs {needed}; {fix}")
 
 
 def _check_smallest(trainer: TrainerConfig) -> None:

@@ -21,9 +21,8 @@ from megasync.layout.layout import Layout
 from megasync.serving.frozen_folder import read_frozen_model
 from megasync.sync.broadcast.plan import ITEM_BYTES
 
-# Megatron always keeps gradients in float32, and Adam keeps two float32 moments per parameter.
+# Megatron always keeps gradients in float32.
 GRAD_BYTES = 4
-ADAM_BYTES = 8
 # float32 master copy of parameters in a shorter dtype.
 MASTER_BYTES = 4
 # Logits that a rank holds at one time, those of them that are converted to float32 at a time, and the number of float32
@@ -109,7 +108,7 @@ def host_memory(config: Config, layout: Layout, ranks: int, servers: int) -> Hos
     for rank in (topology.rank(0, 0, stage) for stage in range(topology.pipeline)):
         shapes = {name: prod(shape) for name, shape in layout.params(rank).items()}
         written = sum(shapes[name] for name, writer in layout.writers(rank).items() if writer == rank)
-        copies.append(written * item + _optimizer_elements(config, layout, rank) * state_bytes(item))
+        copies.append(written * item + _optimizer_elements(config, layout, rank) * _stored_bytes(config))
         references.append(sum(shapes.values()) * item if config.algorithm.kl_coef else 0)
         states.append(_optimizer_elements(config, layout, rank) * state_bytes(item))
     sync, weights = config.sync, _server_weights(config, layout, item)
@@ -131,7 +130,7 @@ def stage_memory(config: Config, layout: Layout, bucket: int, stage: int) -> Ran
     return RankMemory(
         weights=elements * item,
         gradients=elements * GRAD_BYTES,
-        optimizer=_optimizer_elements(config, layout, rank) * state_bytes(item),
+        optimizer=_optimizer_elements(config, layout, rank) * state_bytes(config),
         activations=_activations(config, layout, stage, item),
         logits=_logits(config, layout, item) if last else 0,
         reference=reference_bytes(config, layout, rank),
@@ -151,9 +150,18 @@ def _optimizer_elements(config: Config, layout: Layout, rank: int) -> int:
     return -(-(elements - experts) // copies) - (-experts // topology.expert_data)
 
 
-def state_bytes(item: int) -> int:
-    """Bytes of optimizer state for an element of weights of ``item`` bytes."""
-    return ADAM_BYTES + (MASTER_BYTES if item < MASTER_BYTES else 0)
+def state_bytes(config: Config) -> int:
+    """Bytes of optimizer state for an element of weights: main weight and two moments."""
+    item = ITEM_BYTES[config.model.dtype]
+    # A main weight of which the weight has the other bytes.
+    return _stored_bytes(config) - (item if config.trainer.optimizer.store_param_remainders else 0)
+
+
+def _stored_bytes(config: Config) -> int:
+    """Bytes of the same in a checkpoint, which stores whole main weights."""
+    optimizer = config.trainer.optimizer
+    moments = ITEM_BYTES[optimizer.exp_avg_dtype] + ITEM_BYTES[optimizer.exp_avg_sq_dtype]
+    return moments + (MASTER_BYTES if ITEM_BYTES[config.model.dtype] < MASTER_BYTES else 0)
 
 
 def checkpoint_bytes(config: Config, layout: Layout) -> int:
@@ -161,7 +169,7 @@ def checkpoint_bytes(config: Config, layout: Layout) -> int:
     item, sizes = ITEM_BYTES[config.model.dtype], layout.sizes
     vocabularies = 1 if layout.tied or layout.value_head else 2
     padding = vocabularies * (layout.padded_vocab - sizes.vocab) * sizes.hidden
-    return (sum(prod(shape) for shape in layout.hf_tensors.values()) + padding) * (item + state_bytes(item))
+    return (sum(prod(shape) for shape in layout.hf_tensors.values()) + padding) * (item + _stored_bytes(config))
 
 
 def microbatch_tokens(config: Config) -> int:

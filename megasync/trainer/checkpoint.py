@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -68,13 +69,16 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Slice(NamedTuple):
-    """What a rank's optimizer holds of a parameter: from element ``start`` on, float32 vectors of one length by kind.
+    """What a rank's optimizer holds of a parameter: from element ``start`` on, vectors of one length by kind.
 
-    Kinds are the `MOMENTS` after the first step, and with a bfloat16 model the `MAIN_WEIGHT`.
+    Kinds are the `MOMENTS` after the first step, and with a bfloat16 model the `MAIN_WEIGHT`. To be saved, moments may
+    be in another dtype than float32; loaded, all are float32. ``made`` are functions that make such a vector, so that
+    only one of them is in memory at a time.
     """
 
     start: int
     tensors: dict[str, torch.Tensor]
+    made: Mapping[str, Callable[[], torch.Tensor]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class Shard:
     """One rank's part of a checkpoint.
 
     ``sharded``: data-parallel ranks hold different slices of a parameter, not the whole. ``updates``: optimizer steps.
+    ``moments``: their dtypes by name.
     """
 
     layout: Layout
@@ -91,6 +96,7 @@ class Shard:
     optimizer: dict[str, Slice]
     sharded: bool
     updates: int
+    moments: dict[str, str] = field(default_factory=lambda: dict.fromkeys(MOMENTS, "float32"))
     random_state: torch.Tensor = field(default_factory=torch.get_rng_state)
 
 
@@ -239,8 +245,12 @@ def _copied(shard: Shard) -> Shard:
         shard,
         params={name: _copy(shard.params[name]) for name, writer in writers.items() if writer == rank},
         optimizer={
-            name: Slice(start, {kind: _copy(tensor) for kind, tensor in tensors.items()})
-            for name, (start, tensors) in shard.optimizer.items()
+            name: Slice(
+                start,
+                {kind: _copy(tensor) for kind, tensor in tensors.items()}
+                | {kind: make().cpu() for kind, make in made.items()},
+            )
+            for name, (start, tensors, made) in shard.optimizer.items()
             if name in writers and rank in peers(writers[name], name)
         },
     )
@@ -293,6 +303,7 @@ def _optimizer_file(rank: int) -> str:
 def _finish(path: Path, partial: Path, shard: Shard, state: dict[str, Any]) -> None:
     described = describe(shard.layout, shard.dtype)
     described |= {"format": FORMAT, "sharded_optimizer": shard.sharded, "updates": shard.updates}
+    described |= {"moments": shard.moments}
     atomic_write(partial / LAYOUT, json.dumps(described, indent=1))
     atomic_write(partial / STATE, json.dumps(state, indent=1))
     atomic_write(partial / MARKER, "")
@@ -303,9 +314,13 @@ def _finish(path: Path, partial: Path, shard: Shard, state: dict[str, Any]) -> N
 
 @dataclass
 class Loaded:
-    """What a rank holds of a checkpoint besides weights: slices of the optimizer, and its number of steps."""
+    """What a rank holds of a checkpoint besides weights: slices of the optimizer, and its number of steps.
+
+    ``moments`` are the dtypes that these were saved in.
+    """
 
     optimizer: dict[str, Slice]
+    moments: dict[str, str]
     updates: int
     state: dict[str, Any]
 
@@ -344,7 +359,8 @@ def _read(path: Path, layout: Layout, dtype: str, rank: int, held: Mapping[str, 
             )
         if written.topology == layout.topology:
             torch.set_rng_state(slices.random_state(rank))
-    return Loaded(optimizer, described["updates"], state)
+    moments = described.get("moments", dict.fromkeys(MOMENTS, "float32"))
+    return Loaded(optimizer, moments, described["updates"], state)
 
 
 def read_weights(

@@ -164,7 +164,9 @@ class MegatronEngine:
         config = self.trainer_config
         options = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            use_distributed_optimizer=config.distributed_optimizer and self.topology.data * self.topology.context > 1,
+            # Megatron keeps other dtypes of optimizer states in its distributed optimizer only.
+            use_distributed_optimizer=config.distributed_optimizer
+            and (self.topology.data * self.topology.context > 1 or config.optimizer.precision_aware),
             overlap_grad_reduce=config.overlap_grad_reduce,
             **converted("ddp", config.megatron.ddp),
         )
@@ -403,6 +405,7 @@ class MegatronEngine:
             optimizer=self.optimizer.slices(self.weights),
             sharded=self.optimizer.sharded,
             updates=self.optimizer.updates,
+            moments=self.optimizer.moment_dtypes,
         )
         self._saving = checkpoint.begin(Path(path), shard, dict(state), self.device.torch_device)
 
@@ -436,6 +439,9 @@ class MegatronEngine:
         self._write(load_once(read, Path(path), self.layout, self.rank, self.dtype, self.device.torch_device))
         self.optimizer.reload_weights()
         self.optimizer.restore(self.weights, found.optimizer, found.updates)
+        for kind, dtype in self.optimizer.moment_dtypes.items():
+            if found.updates and found.moments[kind] != dtype:
+                log.info("Converted %s of %s from %s to %s", kind, path, found.moments[kind], dtype)
         return found.state
 
     def close(self) -> None:

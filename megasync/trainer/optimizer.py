@@ -7,7 +7,8 @@ and gradient norm are finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -56,7 +57,9 @@ class Optimizer:
     """The optimizer of one rank's shard.
 
     In float32 it updates the model's weights directly. In bfloat16 it updates float32 main weights and rounds the
-    model's weights from them, so that small updates are not lost.
+    model's weights from them, so that small updates are not lost. Megatron holds these main weights, or Transformer
+    Engine's Adam among its states, if it is precision-aware: then the inner parameters are the model's weights, and
+    of a main weight there may be only the bits that the model's weight lacks (`joined`).
     """
 
     def __init__(
@@ -71,6 +74,10 @@ class Optimizer:
         self._total_steps = total_steps
         self._device = device
         self._keeps_main_weights = dtype != torch.float32
+        self._precision_aware = config.precision_aware
+        self.moment_dtypes: dict[str, str] = dict(
+            zip(MOMENTS, (config.exp_avg_dtype, config.exp_avg_sq_dtype), strict=True)
+        )
         # Updates so far, which Adam's bias correction needs.
         self.updates = 0
         # Annotated as the base class, but Megatron always returns a chain: dense parameters and experts.
@@ -87,6 +94,10 @@ class Optimizer:
                 bf16=dtype == torch.bfloat16,
                 params_dtype=dtype,
                 use_distributed_optimizer=models[0].ddp_config.use_distributed_optimizer,
+                use_precision_aware_optimizer=config.precision_aware,
+                store_param_remainders=config.store_param_remainders,
+                exp_avg_dtype=getattr(torch, config.exp_avg_dtype),
+                exp_avg_sq_dtype=getattr(torch, config.exp_avg_sq_dtype),
                 **converted("optimizer", trainer.megatron.optimizer),
             ),
             list(models),
@@ -100,6 +111,11 @@ class Optimizer:
                 if isinstance(inner, torch.optim.AdamW):
                     # One pass over the weights instead of eight; torch reads the flag from the group at each step.
                     group["fused"] = True
+            if self._precision_aware:
+                # Otherwise it makes the main weights at the first step, from the model's weights.
+                adam: Any = inner
+                for param in self._parameters_of(inner):
+                    adam.initialize_state(param, adam.store_param_remainders and param.dtype == torch.bfloat16)
 
     def _inner(self) -> list[torch.optim.Optimizer]:
         """The torch optimizers inside; none on a rank with an empty shard."""
@@ -121,7 +137,7 @@ class Optimizer:
         if self._config.clip_grad > 0:
             for part in self._optimizer.chained_optimizers:
                 params: list[torch.Tensor] = [*part.get_parameters()]
-                clip_grad_by_total_norm_fp32(params, self._config.clip_grad, norm)
+                clip_grad_by_total_norm_fp32(params, self._config.clip_grad, norm, self._precision_aware)
         self._optimizer.step_with_ready_grads()
         self.updates += 1
         return Update(True, norm, lr)
@@ -149,7 +165,7 @@ class Optimizer:
             return
         for name, (main, start) in self._held(params).items():
             exact = weights[name].to(main.device).view(-1)[start : start + main.numel()]
-            main.data.copy_(exact.view(main.shape))
+            self._write_main_weight(main, exact.view(main.shape))
 
     def _held(self, params: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, int]]:
         """For each parameter, the inner optimizers' tensor of it, and the element at which that begins.
@@ -192,16 +208,44 @@ class Optimizer:
         slices: dict[str, Slice] = {}
         for name, (held, start) in self._held(params).items():
             tensors = {kind: states[id(held)][kind].view(-1) for kind in MOMENTS if self.updates}
+            made: dict[str, Callable[[], torch.Tensor]] = {}
             if self._keeps_main_weights:
-                tensors[MAIN_WEIGHT] = held.data.view(-1)
-            slices[name] = Slice(start, tensors)
+                main = self._main_weight(held)
+                if main.dtype == torch.int16:
+                    made[MAIN_WEIGHT] = partial(joined, held.data.view(-1), main.view(-1))
+                else:
+                    tensors[MAIN_WEIGHT] = main.view(-1)
+            slices[name] = Slice(start, tensors, made)
         return slices
+
+    def _main_weight(self, held: torch.Tensor) -> torch.Tensor:
+        """The float32 main weight of an inner parameter, or the int16 bits that a bfloat16 weight lacks of it."""
+        if not self._precision_aware or held.dtype == torch.float32:
+            return held.data
+        (state,) = (inner.state[held] for inner in self._inner() if held in inner.state)
+        return state["master_param"]
+
+    def _write_main_weight(self, held: torch.Tensor, values: torch.Tensor) -> None:
+        """``values`` are float32, of the shape of ``held``, which is these values if rounded."""
+        main = self._main_weight(held)
+        main.copy_(remainders(values.to(held.device), held.data) if main.dtype == torch.int16 else values)
 
     def restore(self, params: Mapping[str, torch.Tensor], slices: Mapping[str, Slice], updates: int) -> None:
         """Restores what `slices` returned, after as many updates. Hyperparameters stay those of the configuration."""
         self.updates = updates
         saved = {id(held): (held, slices[name].tensors) for name, (held, _) in self._held(params).items()}
         for inner in self._inner():
+            if self._precision_aware:
+                for param in self._parameters_of(inner):
+                    for kind in MOMENTS:
+                        moment, tensors = inner.state[param][kind], saved[id(param)][1]
+                        if updates:
+                            moment.copy_(tensors[kind].view(param.shape))
+                        else:
+                            moment.zero_()
+                for group in inner.param_groups:
+                    group["step"] = updates
+                continue
             own = [param for group in inner.param_groups for param in group["params"]]
             # Frees the moments first: torch would otherwise hold old and new ones at the same time.
             inner.state.clear()
@@ -217,7 +261,30 @@ class Optimizer:
                 group["step"] = updates
         if self._keeps_main_weights:
             for held, tensors in saved.values():
-                held.data.copy_(tensors[MAIN_WEIGHT].view(held.shape))
+                self._write_main_weight(held, tensors[MAIN_WEIGHT].view(held.shape))
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [param for inner in self._inner() for group in inner.param_groups for param in group["params"]]
+        return [param for inner in self._inner() for param in self._parameters_of(inner)]
+
+    @staticmethod
+    def _parameters_of(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
+        return [param for group in inner.param_groups for param in group["params"]]
+
+
+def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The float32 values of bfloat16 weights and the int16 bits that these lack, as Transformer Engine's Adam splits
+    them: a value is rounded up if the highest of these bits is set.
+    """
+    high = weight.view(torch.int16).int() - (remainder < 0).int()
+    return (high << 16 | remainder.int() & 0xFFFF).view(torch.float32)
+
+
+def remainders(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The int16 bits of float32 ``values`` that bfloat16 weights lack; see `joined`.
+
+    A value halfway between two weights that torch rounded down to an even one becomes the next smaller float32 number,
+    because such a bit would round it up.
+    """
+    bits = values.view(torch.int32)
+    halfway = (bits & 0xFFFF == 0x8000) & (bits >> 16 == weight.view(torch.int16).int())
+    return torch.where(halfway, 0x7FFF, bits).to(torch.int16)

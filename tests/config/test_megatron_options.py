@@ -81,7 +81,8 @@ def test_decided_fields_exist_in_a_supported_version(table):
         ("ddp", {"bucket_size": 1.5}, "bucket_size=1.5 has the wrong type; Megatron takes a whole number, null"),
         ("ddp", {"bucket_size": True}, "bucket_size=true has the wrong type"),
         ("ddp", {"overlap_param_gather": True}, "weight sync reads all parameters"),
-        ("optimizer", {"exp_avg_dtype": "bfloat16"}, "checkpoints hold Adam's moments"),
+        ("optimizer", {"exp_avg_dtype": "bfloat16"}, "set trainer.optimizer.exp_avg_dtype instead"),
+        ("optimizer", {"main_params_dtype": "float16"}, "megasync keeps Adam's moments and float32 main weights"),
     ],
 )
 def test_a_refused_field_is_named_with_the_reason(table, values, message):

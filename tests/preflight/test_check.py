@@ -72,6 +72,22 @@ CONTRADICTIONS = [
         ["trainer.gradient_accumulation_fusion=true", "cluster.device=cpu"],
         ["gradient_accumulation_fusion=true needs a"],
     ),
+    (
+        ["trainer.optimizer.exp_avg_dtype=bfloat16", "cluster.device=cpu"],
+        ["exp_avg_dtype=bfloat16 needs a GPU", "set it to float32"],
+    ),
+    (
+        ["trainer.optimizer.store_param_remainders=true", "cluster.device=cuda", "model.dtype=float32"],
+        ["store_param_remainders=true needs a bfloat16 model", "set model.dtype=bfloat16"],
+    ),
+    (
+        [
+            "trainer.optimizer.exp_avg_sq_dtype=bfloat16",
+            "trainer.distributed_optimizer=false",
+            *("cluster.device=cuda", "model.dtype=bfloat16"),
+        ],
+        ["exp_avg_sq_dtype=bfloat16 needs Megatron's distributed optimizer", "set distributed_optimizer to true"],
+    ),
     (["trainer.moe_permute_fusion=true", "cluster.device=cuda"], ["moe_permute_fusion=true", "no experts"]),
     (["trainer.moe_shared_expert_overlap=true", "cluster.device=cuda"], ["no shared expert"]),
     (["trainer.megatron.model.tensor_model_parallel_size=2"], ["set trainer.tensor_parallel instead"]),

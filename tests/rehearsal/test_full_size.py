@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megasync.config import load_config
-from megasync.config.schema import Config, ModelConfig, TrainerConfig
+from megasync.config.schema import Config, ModelConfig, OptimizerConfig, TrainerConfig
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
 from megasync.preflight.check import model_layout
@@ -166,6 +166,14 @@ OPTIONS = {
     ),
     "expert-layers": ("qwen3-30b-a3b", {"recompute": "selective", "recompute_modules": ["moe"]}),
     "shared-experts": ("deepseek-v3", {"recompute": "selective", "recompute_modules": ["mlp", "shared_experts"]}),
+    "moments": (
+        "qwen3-8b",
+        {"optimizer": OptimizerConfig(exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")},
+    ),
+    "remainders": (
+        "qwen3-30b-a3b",
+        {"optimizer": OptimizerConfig(exp_avg_dtype="bfloat16", store_param_remainders=True)},
+    ),
     "overlapped-shared-experts": ("deepseek-v3", {"moe_shared_expert_overlap": True}),
 }
 
@@ -176,7 +184,7 @@ def assert_option(option: str, megatron: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("option", ["modules", "overlapped-shared-experts"])
+@pytest.mark.parametrize("option", ["modules", "remainders", "overlapped-shared-experts"])
 def test_options_change_memory_as_planned(option):
     assert_option(option, "0.16.1")
 

@@ -345,6 +345,24 @@ def test_adam_is_torchs(steps, decay, decoupled, main):
         assert torch.equal(param, weight.bfloat16())
 
 
+@given(steps=st.integers(1, 3), moments=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_adam_with_remainders_has_the_same_main_weights(steps, moments):
+    """Parameters are main weights rounded; halves are rounded up."""
+    main, param = random(99), random(99).bfloat16()
+    bits = main.view(torch.int32)
+    # A parameter is rounded to even here; no value of this seed is halfway.
+    rest = (bits & 0xFFFF).to(torch.int16)
+    plain = [[param.clone()], [torch.zeros(99, dtype=moments)], [torch.zeros(99, dtype=moments)], [main]]
+    split = [[param.clone()], [torch.zeros(99, dtype=moments)], [torch.zeros(99, dtype=moments)], [rest]]
+    for step in range(1, steps + 1):
+        options = (0.01, 0.9, 0.95, 1e-6, step, 1, 1, 0.1)
+        flag, grad = torch.zeros(1, dtype=torch.int32), [random(99, seed=step)]
+        tex.multi_tensor_adam(65536, flag, [grad, *plain], *options)
+        tex.multi_tensor_adam_param_remainder(65536, flag, [grad, *split], *options)
+        assert all(torch.equal(one[0], other[0]) for one, other in zip(plain[:3], split[:3], strict=True))
+        assert torch.equal(main.view(torch.int32) & 0xFFFF, rest.int() & 0xFFFF)
+
+
 def test_adam_does_nothing_after_a_value_that_is_not_finite():
     flag = torch.zeros(1, dtype=torch.int32)
     copy = torch.empty(2)

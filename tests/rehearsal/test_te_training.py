@@ -47,11 +47,14 @@ def test_bfloat16_is_as_exact_as_with_megatrons_own_layers(bfloat16, family, fla
     assert te["grad_norm"] == pytest.approx(norm(gradients), rel=0.01)
 
 
+MOMENTS = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+REMAINDERS = {"store_param_remainders": True}
 RESUMED = {
     1: {"bfloat16": ("qwen3", "bfloat16", {})},
     2: {
         "distributed-optimizer-bfloat16": ("qwen2", "bfloat16", {"data_parallel": 2}),
         "experts-virtual-pipeline": ("qwen3_moe", "float32", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+        "bfloat16-moments": ("qwen2", "bfloat16", {"data_parallel": 2}, MOMENTS | REMAINDERS),
         "latent-attention-bfloat16": (
             "deepseek_v3",
             "bfloat16",
@@ -64,8 +67,8 @@ RESUMED = {
 @pytest.mark.parametrize("world", RESUMED)
 def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(run_ranks, models, tmp_path, world):
     runs = {
-        name: {"model": models[model], "dtype": dtype, "trainer": trainer}
-        for name, (model, dtype, trainer) in RESUMED[world].items()
+        name: {"model": models[model], "dtype": dtype, "trainer": trainer, "optimizer": dict(*optimizer)}
+        for name, (model, dtype, trainer, *optimizer) in RESUMED[world].items()
     }
     for rank in run_ranks("resume", world, flavour="te", runs=runs, folder=str(tmp_path)):
         for name in runs:
@@ -74,6 +77,67 @@ def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(run_ranks, model
             assert metrics == resumed_metrics, name
             assert all(torch.equal(weights[key], resumed_weights[key]) for key in weights), name
             assert rank[name]["state"] == {"step": 2, "note": "hello"}
+
+
+# Ways to keep the states of the optimizer, and the dtypes of these.
+STATES = {
+    "plain": ({}, ["torch.float32"]),
+    "moments": (MOMENTS, ["torch.bfloat16", "torch.float32"]),
+    "first moment": ({"exp_avg_dtype": "bfloat16"}, ["torch.bfloat16", "torch.float32"]),
+    "remainders": (REMAINDERS, ["torch.float32", "torch.int16"]),
+    "both": (MOMENTS | REMAINDERS, ["torch.bfloat16", "torch.int16"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("names", "world", "megatron"),
+    [
+        (("plain", "moments", "both"), 2, ""),
+        pytest.param(tuple(STATES), 1, "", marks=pytest.mark.matrix),
+        pytest.param(tuple(STATES), 2, " 0.19.2", marks=pytest.mark.matrix),
+    ],
+)
+def test_states_of_the_optimizer_in_other_dtypes(run_ranks, models, tmp_path, names, world, megatron):
+    """The first step has the same main weights, clipped gradients included, and moments that are those rounded.
+
+    A checkpoint loads into every other way, with the same main weights, and the moments converted.
+    """
+    ways = {name: STATES[name][0] for name in names}
+    arguments = {"model": models["qwen2"], "ways": ways, "folder": str(tmp_path)}
+    for rank in run_ranks("states", world, flavour=f"te{megatron}", **arguments):
+        plain = rank["plain"]
+        assert plain["norm"] > 0.1  # clipped to 0.01
+        for name, options in ways.items():
+            found = rank[name]
+            assert found["dtypes"] == STATES[name][1]
+            assert found["norm"] == plain["norm"]
+            assert_states(found["start"], plain["start"], options)
+            assert_states(found["after"], plain["after"], options)
+            for key, weight in plain["weights"].items():
+                different = weight != found["weights"][key]
+                assert different.sum() <= 3, "only values halfway between two weights are rounded to another one"
+            for other, others in ways.items():
+                loaded, saved = rank[name, other], rank[other]
+                assert_states(loaded["after"], saved["after"], options, halfway="store_param_remainders" not in others)
+                assert all(torch.equal(loaded["weights"][key], weight) for key, weight in saved["weights"].items())
+                kinds = ("exp_avg", "exp_avg_sq")
+                dtype = {kind: [way.get(f"{kind}_dtype", "float32") for way in (options, others)] for kind in kinds}
+                assert loaded["converted"] == [kind for kind in kinds if len(set(dtype[kind])) > 1]
+
+
+def assert_states(found, expected, options, halfway=True):
+    """Bitwise, after rounding moments to the dtypes of ``options``.
+
+    ``halfway``: a remainder cannot keep a main weight halfway between two weights if it was rounded down.
+    """
+    assert found.keys() == expected.keys()
+    for (name, kind), values in expected.items():
+        if halfway and kind == "main_weight" and "store_param_remainders" in options:
+            steps = found[name, kind].view(torch.int32) - values.view(torch.int32)
+            assert steps.abs().max() <= 1 and steps.count_nonzero() <= 3, name
+        else:
+            dtype = getattr(torch, options.get(f"{kind}_dtype", "float32"))
+            assert torch.equal(found[name, kind], values.to(dtype).float()), (name, kind)
 
 
 @pytest.mark.parametrize(

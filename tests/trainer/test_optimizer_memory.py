@@ -16,7 +16,7 @@ def stepped(seed):
     inner = torch.optim.AdamW([weight], lr=0.1)
     inner.step()
     optimizer = object.__new__(Optimizer)
-    optimizer._keeps_main_weights, optimizer.updates = False, 1
+    optimizer._keeps_main_weights, optimizer._precision_aware, optimizer.updates = False, False, 1
     optimizer._optimizer = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)])
     return optimizer, inner, weight
 

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import itertools
 import json
+import logging
 import resource
 import sys
 import weakref
@@ -607,9 +608,10 @@ def resume(runs, folder):
     for name, arguments in runs.items():
         path = Path(folder) / name
         options = {"model": arguments["model"], "trainer": arguments["trainer"], "dtype": arguments["dtype"]}
+        options["optimizer"] = {"decay": "cosine", "warmup_steps": 1} | arguments.get("optimizer", {})
 
         def begin(options=options):
-            engine = make_engine(**options, optimizer={"decay": "cosine", "warmup_steps": 1})
+            engine = make_engine(**options)
             return engine, PolicyTrainer(engine, AlgorithmConfig(), dump_dir="unused")
 
         def continue_(engine, policy):
@@ -629,6 +631,54 @@ def resume(runs, folder):
         resumed = continue_(engine, policy)
         close(engine)
         found[name] = {"straight": straight, "resumed": resumed, "state": state}
+    return found
+
+
+def states(model, ways, folder):
+    """The optimizer's states after a step in each way, after loading each way's checkpoint into each other's engine,
+    and what that logged.
+
+    A way is an optimizer's options. Results are by parameter and kind, in float32.
+    """
+    found = {}
+
+    def held(engine):
+        slices = engine.optimizer.slices(engine.weights)
+        parts = {
+            name: {**part.tensors, **{kind: make() for kind, make in part.made.items()}}
+            for name, part in slices.items()
+        }
+        return {(name, kind): tensor.float().clone() for name, kinds in parts.items() for kind, tensor in kinds.items()}
+
+    for name, options in ways.items():
+        engine = make_engine(
+            model, {"data_parallel": dist.get_world_size()}, {**options, "clip_grad": 0.01}, "bfloat16"
+        )
+        start = held(engine)
+        metrics = train_on(PolicyTrainer(engine, AlgorithmConfig(), dump_dir="unused"), make_groups(1), 1)
+        engine.save(Path(folder) / name, {})
+        dtypes = {
+            str(tensor.dtype)
+            for inner in engine.optimizer._inner()
+            for state in inner.state.values()
+            for tensor in state.values()
+        }
+        found[name] = {
+            "start": start,
+            "after": held(engine),
+            "weights": weights(engine),
+            "norm": metrics["train/grad_norm"],
+            "dtypes": sorted(dtypes),
+        }
+        close(engine)
+    for name, options in ways.items():
+        engine = make_engine(model, {"data_parallel": dist.get_world_size()}, options, "bfloat16")
+        for other in ways:
+            with mock.patch.object(logging.getLogger("megasync.trainer.engine"), "info") as logged:
+                engine.load(Path(folder) / other)
+            converted = [call.args[1] for call in logged.call_args_list if "Converted" in call.args[0]]
+            found[name, other] = {"after": held(engine), "weights": weights(engine), "converted": converted}
+        close(engine)
     return found
 
 

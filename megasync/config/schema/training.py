@@ -95,6 +95,20 @@ class OptimizerConfig:
     weight_decay: float = limited(0.0, NOT_NEGATIVE)
     # Maximum gradient norm; 0 turns clipping off.
     clip_grad: float = limited(1.0, NOT_NEGATIVE)
+    # Dtype of Adam's average of gradients. bfloat16 needs a GPU and model.dtype=bfloat16. 16- and 8-bit floats with a
+    # scale are not supported: each rank's part has a scale of its own, which another topology cannot take over.
+    exp_avg_dtype: str = limited("float32", Choice("float32", "bfloat16"))
+    # Dtype of Adam's average of squared gradients, as for `exp_avg_dtype`. An average that decays more slowly than
+    # bfloat16 can resolve (betas[1] above 0.996) stops shrinking.
+    exp_avg_sq_dtype: str = limited("float32", Choice("float32", "bfloat16"))
+    # Keep of each float32 main weight only the 16 bits that its bfloat16 weight lacks; nothing is lost. Needs a GPU and
+    # model.dtype=bfloat16.
+    store_param_remainders: bool = False
+
+    @property
+    def precision_aware(self) -> bool:
+        """Whether Transformer Engine's Adam holds main weights and moments, in these dtypes."""
+        return self.store_param_remainders or {self.exp_avg_dtype, self.exp_avg_sq_dtype} != {"float32"}
 
 
 @dataclass

@@ -55,6 +55,7 @@ from megasync.rehearsal.te_extension.gemm import generic_gemm, te_general_groupe
 from megasync.rehearsal.te_extension.norms import layernorm_bwd, layernorm_fwd, rmsnorm_bwd, rmsnorm_fwd
 from megasync.rehearsal.te_extension.optimizer import (
     multi_tensor_adam,
+    multi_tensor_adam_param_remainder,
     multi_tensor_l2norm,
     multi_tensor_scale,
     multi_tensor_scale_tensor,

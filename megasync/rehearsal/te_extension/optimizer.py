@@ -83,6 +83,24 @@ def multi_tensor_adam(
             param.copy_(weight)
 
 
+def multi_tensor_adam_param_remainder(chunk: int, noop: torch.Tensor, lists: Lists, *options: float) -> None:
+    """As `multi_tensor_adam` with bfloat16 parameters, and of each float32 main weight its last 16 bits.
+
+    A parameter is the first 16 bits of its main weight, plus one if the first of the last 16 is set.
+    """
+    *others, remainders = lists
+    params = others[1]
+    mains = []
+    for param, remainder in zip(params, remainders, strict=True):
+        high = param.view(torch.int16).int() - (remainder < 0).int()
+        mains.append((high * 2**16 + (remainder.int() & 0xFFFF)).view(torch.float32))
+    multi_tensor_adam(chunk, noop, [*others, mains], *options)  # pyright: ignore[reportArgumentType]
+    for param, remainder, main in zip(params, remainders, mains, strict=True):
+        bits = main.view(torch.int32)
+        remainder.copy_((bits & 0xFFFF).to(torch.int16))
+        param.copy_(((bits >> 16) + (remainder < 0).int()).to(torch.int16).view(torch.bfloat16))
+
+
 def _flag(noop: torch.Tensor, tensor: torch.Tensor) -> None:
     if tensor.device.type != "meta" and not bool(tensor.isfinite().all()):
         noop.fill_(1)
