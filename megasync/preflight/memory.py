@@ -40,6 +40,10 @@ REFERENCE_ALIGNMENT = 256
 # Load of the busiest expert-parallel rank, relative to the mean: the largest capacity factor in Switch Transformer
 # (https://arxiv.org/abs/2101.03961, table 1). No token is dropped here, so less even routing needs more.
 IMBALANCE = 2.0
+# A position of a token.
+INDEX_BYTES = 8
+# Tokens of a gated delta net that flash-linear-attention computes together.
+DELTA_CHUNK = 64
 LAYER = re.compile(r"(\d+\.)?decoder\.layers\.\d+\.")
 
 
@@ -231,14 +235,15 @@ def saved_activations(config: Config, layout: Layout, stage: int) -> int:
 
     What is recomputed counts once, for the layer at work. The last stage also saves the input of the final norm.
     """
-    saved = {sparse: _saved_by_layer(config, layout, sparse) for sparse in (False, True)}
-    chunks = [[layer in layout.sizes.sparse_layers for layer in chunk] for chunk in layout.stages[stage]]
+    chunks = [[_kind(layout, layer) for layer in chunk] for chunk in layout.stages[stage]]
+    kinds = {kind for chunk in chunks for kind in chunk}
+    saved = {kind: _saved_by_layer(config, layout, *kind) for kind in kinds}
     counts = in_flight(config.trainer.pipeline_parallel, layout.topology.virtual, stage)
     hidden = _hidden(config, layout)
-    less = {sparse: _recomputed_in_layer(config, layout, sparse) for sparse in (False, True)}
-    per_token = sum(saved[sparse] * count for chunk, count in zip(chunks, counts, strict=True) for sparse in chunk)
+    less = {kind: _recomputed_in_layer(config, layout, *kind) for kind in kinds}
+    per_token = sum(saved[kind] * count for chunk, count in zip(chunks, counts, strict=True) for kind in chunk)
     recomputed = [chunk[: _recomputed_layers(config, len(chunk))] for chunk in chunks]
-    per_token -= sum(less[sparse] * count for chunk, count in zip(recomputed, counts, strict=True) for sparse in chunk)
+    per_token -= sum(less[kind] * count for chunk, count in zip(recomputed, counts, strict=True) for kind in chunk)
     elements = (per_token + _recompute_peak(config, layout, stage)) * microbatch_tokens(config)
     if stage == config.trainer.pipeline_parallel - 1:
         elements += counts[-1] * hidden * microbatch_tokens(config)
@@ -252,12 +257,13 @@ def recompute_peak(config: Config, layout: Layout, stage: int) -> int:
 
 def _recompute_peak(config: Config, layout: Layout, stage: int) -> float:
     chunks = layout.stages[stage]
-    kinds = {
-        layer in layout.sizes.sparse_layers
-        for chunk in chunks
-        for layer in chunk[: _recomputed_layers(config, len(chunk))]
-    }
-    return max((_recomputed_in_layer(config, layout, sparse) for sparse in kinds), default=0.0)
+    kinds = {_kind(layout, layer) for chunk in chunks for layer in chunk[: _recomputed_layers(config, len(chunk))]}
+    return max((_recomputed_in_layer(config, layout, *kind) for kind in kinds), default=0.0)
+
+
+def _kind(layout: Layout, layer: int) -> tuple[bool, bool]:
+    """Whether a layer has experts, and whether it has a gated delta net."""
+    return layer in layout.sizes.sparse_layers, layer in layout.sizes.delta_layers
 
 
 def _recomputed_layers(config: Config, layers: int) -> int:
@@ -267,7 +273,7 @@ def _recomputed_layers(config: Config, layers: int) -> int:
     return layers if config.trainer.recompute_layers is None else min(layers, config.trainer.recompute_layers)
 
 
-def _recomputed_in_layer(config: Config, layout: Layout, sparse: bool) -> float:
+def _recomputed_in_layer(config: Config, layout: Layout, sparse: bool, delta: bool) -> float:
     """Elements for each token of a microbatch that a recomputed layer does not keep.
 
     A recomputed layer, MLP or expert layer keeps its input. Transformer Engine fuses the norm before a dense MLP with
@@ -275,7 +281,7 @@ def _recomputed_in_layer(config: Config, layout: Layout, sparse: bool) -> float:
     """
     trainer, sizes, hidden = config.trainer, layout.sizes, _hidden(config, layout)
     if trainer.recompute == "full":
-        return _saved_by_layer(config, layout, sparse) - hidden
+        return _saved_by_layer(config, layout, sparse, delta) - hidden
     modules, fused = trainer.recompute_modules, layout.spec == "te"
     wide = 3 if fused else 4
     less = 0.0
@@ -285,6 +291,7 @@ def _recomputed_in_layer(config: Config, layout: Layout, sparse: bool) -> float:
     width = sizes.moe_intermediate / layout.topology.expert_tensor_size
     if sparse and "moe" in modules:
         less += shared + _received(config, layout) * (sizes.hidden + (wide + _clamped(layout)) * width)
+        less += _saved_around_experts(config, layout)
     elif sparse:
         less += shared * ("shared_experts" in modules)
         less += _received(config, layout) * (1 + _clamped(layout)) * width * ("moe_act" in modules)
@@ -298,7 +305,7 @@ def _hidden(config: Config, layout: Layout) -> float:
     return layout.sizes.hidden / (config.trainer.tensor_parallel if config.trainer.sequence_parallel else 1)
 
 
-def _saved_by_layer(config: Config, layout: Layout, sparse: bool) -> float:
+def _saved_by_layer(config: Config, layout: Layout, sparse: bool, delta: bool) -> float:
     """Elements that a decoder layer saves for its backward pass, for each token of a microbatch.
 
     Four hidden-sized tensors: inputs and outputs of both norms; GLM-4 also saves the inputs of norms of outputs.
@@ -310,7 +317,11 @@ def _saved_by_layer(config: Config, layout: Layout, sparse: bool) -> float:
     sizes, tensor = layout.sizes, config.trainer.tensor_parallel
     wide = 3 if layout.spec == "te" else 4
     output_norms = sum(rule.local.endswith(".output_layernorm.weight") for rule in layout.family.layer)
-    common = (4 + output_norms) * _hidden(config, layout) + _saved_by_attention(config, layout)
+    mixer = _saved_by_delta_net(config, layout) if delta else _saved_by_attention(config, layout)
+    if layout.family.gates_attention and not delta:
+        # The sigmoid of the gate, in float32, and the gated output.
+        mixer += (1 + FLOAT32_BYTES / ITEM_BYTES[config.model.dtype]) * sizes.q_rows / tensor
+    common = (4 + output_norms) * _hidden(config, layout) + mixer
     if not sparse:
         return common + wide * sizes.intermediate / tensor
     width = sizes.moe_intermediate / layout.topology.expert_tensor_size
@@ -318,7 +329,21 @@ def _saved_by_layer(config: Config, layout: Layout, sparse: bool) -> float:
     if config.trainer.moe_shared_expert_overlap and config.trainer.sequence_parallel:
         # Megatron itself gathers the tokens for the shared experts, and keeps them; a linear layer gathers them again.
         common += sizes.hidden
+    common += _saved_around_experts(config, layout)
     return common + wide * sizes.shared_intermediate / tensor + received
+
+
+def _saved_around_experts(config: Config, layout: Layout) -> float:
+    """Elements that an expert layer saves for each token, beside what its experts do."""
+    sizes, hidden = layout.sizes, _hidden(config, layout)
+    elements = 0.0
+    if any("shared_experts.gate_weight" in rule.local for rule in layout.family.sparse):
+        # The output of the shared expert, which the gate multiplies.
+        elements += hidden
+    if _newer_megatron() and not config.trainer.moe_permute_fusion:
+        # The tokens of an expert are part of a sort of all pairs of a token and an expert.
+        elements += sizes.experts * INDEX_BYTES / ITEM_BYTES[config.model.dtype] * hidden / sizes.hidden
+    return elements
 
 
 def _clamped(layout: Layout) -> int:
@@ -336,7 +361,7 @@ def _saved_by_attention(config: Config, layout: Layout) -> float:
     """Elements that attention saves for each token, beside its input: the inputs of its kernels.
 
     Queries and keys as they are rotated, values, and the output; before that the inputs of norms of queries and keys,
-    if there are any. With latents: queries, keys, values and output of all heads (see `_pads_values`), and inputs and
+    if there are any. With latents: queries, keys, values and output of all heads, and inputs and
     outputs of the norms of the latents, which tensor ranks share under sequence parallelism. Megatron's own layers save
     queries, keys and values before and after rotation.
     """
@@ -345,7 +370,9 @@ def _saved_by_attention(config: Config, layout: Layout) -> float:
         return (2 * (sizes.q_rows + 2 * sizes.kv_rows) + sizes.q_rows) / tensor
     if layout.family.latent:
         latents = 2 * (sizes.q_lora + sizes.kv_lora) / (tensor if config.trainer.sequence_parallel else 1)
-        heads = 4 * sizes.q_rows + sizes.value_rows if _pads_values() else 2 * (sizes.q_rows + sizes.value_rows)
+        # Since 0.19, for packed sequences, values are padded to the width of queries and the output is cut: they are as
+        # wide as queries, and the output is saved a second time (`megatron.core.transformer.multi_latent_attention`).
+        heads = 4 * sizes.q_rows + sizes.value_rows if _newer_megatron() else 2 * (sizes.q_rows + sizes.value_rows)
         return latents + heads / tensor
     normed: int = any("q_layernorm" in rule.local for rule in layout.family.layer)
     if layout.family.norms_all_heads:
@@ -354,12 +381,23 @@ def _saved_by_attention(config: Config, layout: Layout) -> float:
     return ((2 + normed) * sizes.q_rows + (2 + normed) * sizes.kv_rows) / tensor
 
 
-def _pads_values() -> bool:
-    """Whether the installed Megatron pads values of latent attention to the width of queries, and cuts the output.
+def _saved_by_delta_net(config: Config, layout: Layout) -> float:
+    """Elements that a gated delta net saves for each token, beside its input, with flash-linear-attention's kernels.
 
-    Since 0.19, for packed sequences (`megatron.core.transformer.multi_latent_attention`). Values and output are then as
-    wide as queries, and the output is saved a second time without its padding. Assumed if Megatron is not installed.
+    Input of the convolution; queries and keys of all value heads; values; the solved system of each chunk; gates,
+    outputs, and what both make, which is the input of the last projection. Plain torch saves several times as much.
     """
+    heads = layout.sizes.delta
+    assert heads is not None
+    keys = 2 * heads.values * heads.key_dim
+    # A decay and its two inputs, a length of the query and of the key, in float32, and two rates.
+    scalars = 5 * FLOAT32_BYTES // ITEM_BYTES[config.model.dtype] + 2
+    width = heads.conv_rows + keys + 4 * heads.value_rows + heads.values * (DELTA_CHUNK + scalars)
+    return width / config.trainer.tensor_parallel
+
+
+def _newer_megatron() -> bool:
+    """Whether the installed Megatron is 0.19 or later, which saves more. Assumed if Megatron is not installed."""
     try:
         major, minor = version("megatron-core").split(".")[:2]
     except PackageNotFoundError:
@@ -425,7 +463,7 @@ def server_memory(config: Config, layout: Layout, device_bytes: int | None) -> S
     tensor = rollout.tensor_parallel
     # Every rank keeps the whole latent, which all heads share; otherwise keys and values of its own groups.
     channels = sizes.kv_a_rows or 2 * max(1, sizes.groups // tensor) * sizes.head_dim
-    per_token = sizes.layers * channels * item
+    per_token = (sizes.layers - len(sizes.delta_layers)) * channels * item
     weights = _server_weights(config, layout, item)
     return _kv_cache("rollout", rollout, weights, per_token, device_bytes, _arena(config.sync, weights))
 

@@ -22,6 +22,8 @@ from megasync.config.schema import Config
 from megasync.preflight.memory import IMBALANCE, in_flight, longest_sequence, microbatch_tokens, recompute_peak
 from megasync.trainer.batch import Batch, Sample, make_batch
 from megasync.trainer.engine import MegatronEngine
+from megasync.trainer.gated_delta_net import GatedDeltaNet
+from megasync.trainer.gated_delta_rule import CHUNK
 from megasync.trainer.model import PolicyModel
 from megasync.trainer.packing import Microbatch
 
@@ -125,7 +127,11 @@ def _largest_batch(engine: MegatronEngine, config: Config) -> Batch:
 
 @contextmanager
 def _without_values(engine: MegatronEngine) -> Iterator[None]:
-    with patch.object(MoEAlltoAllTokenDispatcher, "preprocess", _even_routing), _SelectEvenly(engine.layout.sizes.topk):
+    with (
+        patch.object(MoEAlltoAllTokenDispatcher, "preprocess", _even_routing),
+        patch.object(GatedDeltaNet, "_plain", _kernels),
+        _SelectEvenly(engine.layout.sizes.topk),
+    ):
         if engine.device.spec != "te":
             yield
             return
@@ -166,8 +172,36 @@ def _parts(total: int, count: int) -> torch.Tensor:
     return torch.tensor([total // count + (part < total % count) for part in range(count)], device=CPU)
 
 
+def _kernels(
+    self: GatedDeltaNet, mixed: torch.Tensor, decay: torch.Tensor, rate: torch.Tensor, plan: Any
+) -> torch.Tensor:
+    """The shape of a gated delta rule's output; saves what flash-linear-attention's kernels save."""
+    convolved = _FusedNorm.apply(mixed.contiguous())
+    query, key, value = (part.contiguous() for part in self._split(convolved))  # pyright: ignore[reportPrivateUsage]
+    return _DeltaRule.apply(query, key, value, decay, rate.to(value.dtype))
+
+
+class _DeltaRule(torch.autograd.Function):
+    """Saves queries and keys after their norm, values, decays, rates, and the solved system of each chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        decay: torch.Tensor,
+        rate: torch.Tensor,
+    ) -> torch.Tensor:
+        normed = torch.empty_like(query), torch.empty_like(key)
+        lengths = query.new_empty((2, *query.shape[:-1]), dtype=torch.float32)
+        solved = query.new_empty((*query.shape[:-1], CHUNK))
+        ctx.save_for_backward(*normed, lengths, value, torch.empty_like(decay), rate, solved)
+        return torch.empty_like(value)
+
+
 class _FusedNorm(torch.autograd.Function):
-    """The shape of a norm's output; saves the input."""
+    """The shape of a norm's output, or of a convolution's; saves the input."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,12 @@ class GatedDeltaNet(MegatronModule):
             values = self._kernels(mixed, decay, rate, packed_seq_params.cu_seqlens_q)
         else:
             values = self._plain(mixed, decay, rate, _plan(packed_seq_params, mixed.device))
-        normed = self._normed(values, gate.unflatten(-1, (heads.values, heads.value_dim)))
+        # All heads share the weight, so its gradient is the sum of all tensor ranks', which have different heads.
+        weight: torch.Tensor = self.out_norm.weight
+        if self.config.tensor_model_parallel_size > 1:
+            weight = copy_to_tensor_model_parallel_region(weight)
+        gate = gate.unflatten(-1, (heads.values, heads.value_dim)).contiguous()
+        normed = _GatedNorm.apply(values, gate, weight, self.config.layernorm_epsilon)
         return self.out_proj(normed.flatten(1).unsqueeze(1))
 
     def _plain(self, mixed: torch.Tensor, decay: torch.Tensor, rate: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
@@ -155,17 +160,33 @@ class GatedDeltaNet(MegatronModule):
         query, key = (part.repeat_interleave(heads.values // heads.keys, dim=-2) for part in (query, key))
         return query, key, value.unflatten(-1, (heads.values, heads.value_dim))
 
-    def _normed(self, values: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """``values`` normalised head by head and gated, both [tokens, value heads, value channels].
 
-        All heads share the weight, so its gradient is the sum of all tensor ranks', which have different heads.
-        """
-        wide = values.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon)
-        weight: torch.Tensor = self.out_norm.weight
-        if self.config.tensor_model_parallel_size > 1:
-            weight = copy_to_tensor_model_parallel_region(weight)
-        return (weight * wide.to(values.dtype) * silu(gate.float())).to(values.dtype)
+class _GatedNorm(torch.autograd.Function):
+    """`_gated_norm`, computed again in the backward pass: its float32 tensors are much larger than its inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(values, gate, weight)
+        ctx.epsilon = epsilon
+        return _gated_norm(values, gate, weight, epsilon)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - autograd passes one gradient per output
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        inputs = values, gate, weight = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = _gated_norm(values, gate, weight, ctx.epsilon)
+        return *torch.autograd.grad(output, inputs, grad), None
+
+
+def _gated_norm(values: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """``values`` normalised head by head and gated, both [tokens, value heads, value channels]."""
+    wide = values.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return (weight * wide.to(values.dtype) * silu(gate.float())).to(values.dtype)
 
 
 @cache

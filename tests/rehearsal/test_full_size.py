@@ -92,6 +92,18 @@ RUNS = {
         },
         "0.16.1",
     ),
+    "qwen3-next-80b-a3b": (
+        "qwen3_next_80b_a3b",
+        {
+            "tensor_parallel": 4,
+            "pipeline_parallel": 2,
+            "data_parallel": 16,
+            "expert_parallel": 32,
+            "expert_tensor_parallel": 1,
+            "recompute": None,
+        },
+        "0.19.2",
+    ),
     # Experts that two ranks share.
     "kimi-k2": (
         "kimi_k2",
@@ -142,7 +154,7 @@ def test_shipped_configurations(path):
 
 # The shipped configurations have these models.
 EVERYWHERE = [
-    pytest.param(name, marks=pytest.mark.matrix if name in ("minimax-m2", "gpt-oss-120b") else ())
+    pytest.param(name, marks=pytest.mark.matrix if name in ("minimax-m2", "gpt-oss-120b", "qwen3-next-80b-a3b") else ())
     for name in RUNS
     if name not in ("qwen3-8b", "qwen3-32b")
 ]

@@ -157,6 +157,16 @@ def test_windows_and_sinks_over_ranks_on_gpus_need_the_exchange_of_heads():
         check_context(layout, trainer, "bfloat16")
 
 
+@pytest.mark.parametrize("spec", ["local", "te"])
+def test_gated_delta_nets_are_refused_by_name(spec):
+    trainer = TrainerConfig(context_parallel=2)
+    layout = Layout(MORE_MODELS["qwen3_next"], Topology.from_config(trainer), spec)
+    with pytest.raises(
+        ConfigError, match="context_parallel=2 is not implemented for the gated delta net of qwen3_next"
+    ):
+        check_context(layout, trainer, "bfloat16")
+
+
 @pytest.mark.parametrize(
     ("options", "dtype", "spec", "critic", "words"),
     [
