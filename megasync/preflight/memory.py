@@ -114,7 +114,7 @@ def host_memory(config: Config, layout: Layout, ranks: int, servers: int) -> Hos
         written = sum(shapes[name] for name, writer in layout.writers(rank).items() if writer == rank)
         copies.append(written * item + _optimizer_elements(config, layout, rank) * _stored_bytes(config))
         references.append(sum(shapes.values()) * item if config.algorithm.kl_coef else 0)
-        states.append(_optimizer_elements(config, layout, rank) * state_bytes(item))
+        states.append(_optimizer_elements(config, layout, rank) * state_bytes(config))
     sync, weights = config.sync, _server_weights(config, layout, item)
     staged = 0
     if config.cluster.colocate:
