@@ -1,4 +1,4 @@
-"""The policy loss: a clipped surrogate with off-policy correction, plus optional KL and entropy terms.
+"""The loss of a microbatch: a policy loss with off-policy correction, plus optional KL and entropy terms.
 
 Invariant: a masked token contributes nothing to any sum or gradient, even if its value is NaN or infinite. ``_kept``
 guarantees this by replacing masked values *before* any arithmetic. Multiplying by a mask afterwards would not, because
@@ -12,8 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megasync.algorithms.choose import loss_of
 from megasync.algorithms.importance import ImportanceWeights, truncated_weights
-from megasync.algorithms.kl import KL_KINDS, MAX_LOG_RATIO
+from megasync.algorithms.kl import KL_KINDS
+from megasync.algorithms.losses.tokens import PolicyTokens
 from megasync.config.schema import AlgorithmConfig
 from megasync.errors import ConfigError
 
@@ -29,15 +31,17 @@ def policy_loss(
     entropy: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
     segments: Tensor | None = None,
+    token_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss summed over the trained tokens of one microbatch. Inputs are [tokens]; arithmetic is float32.
 
     ``logprobs`` carries the gradient, and ``entropy`` may. ``old_logprobs`` are the trainer's before the step: pass
     ``logprobs.detach()`` if there is one optimizer step per batch. ``behaviour_logprobs`` are the server's. ``mask`` is
     non-zero on trained tokens. ``segments`` (int64, the sequence of each token) is required for
-    ``correction="sequence"``, ``reference_logprobs`` for ``kl_coef > 0``, ``entropy`` for ``entropy_coef > 0``.
+    ``correction="sequence"`` and losses of sequences, ``reference_logprobs`` for ``kl_coef > 0``, ``entropy`` for
+    ``entropy_coef > 0``. ``token_weights`` are what each token counts in the loss, 1 by default.
 
-    Returns the loss, a scalar to be divided by the *global* number of trained tokens, and detached float32 scalars:
+    Returns the loss, a scalar to be divided by a *global* number of tokens or sequences, and detached float32 scalars:
     ``tokens``, and sums whose quotients by ``tokens`` are means. ``kl`` and ``entropy`` are present only if their
     inputs are given.
 
@@ -55,57 +59,39 @@ def policy_loss(
     advantages = _kept(advantages, keep).detach()
 
     denominator = behaviour if config.ratio == "behaviour" else old
-    surrogate, clipped, dual_clipped = _clipped_surrogate(config, logprobs, denominator, advantages)
+    found = loss_of(config)(PolicyTokens(logprobs, denominator, advantages, keep, segments))
     importance = _importance(config, old, behaviour, keep, segments)
-    policy = -(importance.weights * surrogate).sum()
-    loss = policy
+    policy = torch.where(keep, importance.weights * found.loss, 0.0)
+    total = policy
+    none = torch.zeros_like(keep)
     sums = {
         "tokens": keep.sum(),
-        "policy_loss": policy,
-        "clip_fraction": clipped.sum(),
-        "dual_clip_fraction": dual_clipped.sum(),
+        "policy_loss": policy.sum(),
+        "clip_fraction": (none if found.clipped is None else found.clipped).sum(),
+        "dual_clip_fraction": (none if found.dual_clipped is None else found.dual_clipped).sum(),
         "is_weight_mean": importance.weights.sum(),
         "is_capped_fraction": importance.capped.sum(),
         "logprob_diff": (old - behaviour).abs().sum(),
     }
     if reference_logprobs is not None:
-        kl = KL_KINDS[config.kl_kind](logprobs, _kept(reference_logprobs, keep).detach()).sum()
-        loss = loss + config.kl_coef * kl
-        sums["kl"] = kl
+        kl = KL_KINDS[config.kl_kind](logprobs, _kept(reference_logprobs, keep).detach())
+        total = total + config.kl_coef * kl
+        sums["kl"] = kl.sum()
     elif config.kl_coef:
         raise ValueError(f"algorithm.kl_coef={config.kl_coef} needs reference_logprobs")
     if entropy is not None:
-        total = _kept(entropy, keep).sum()
-        loss = loss - config.entropy_coef * total
-        sums["entropy"] = total
+        entropies = _kept(entropy, keep)
+        total = total - config.entropy_coef * entropies
+        sums["entropy"] = entropies.sum()
     elif config.entropy_coef:
         raise ValueError(f"algorithm.entropy_coef={config.entropy_coef} needs entropy")
+    loss = (total if token_weights is None else total * _kept(token_weights, keep)).sum()
     return loss, {name: value.detach().float() for name, value in sums.items()}
 
 
 def _kept(values: Tensor, keep: Tensor) -> Tensor:
     """The values in float32, with 0 outside ``keep``; [tokens]."""
     return torch.where(keep, values.float(), 0.0)
-
-
-def _clipped_surrogate(
-    config: AlgorithmConfig, logprobs: Tensor, denominator: Tensor, advantages: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The surrogate [tokens], and two bool masks [tokens]: where PPO's clip applied, and where dual clip applied.
-
-    PPO takes ``min(ratio A, clip(ratio) A)``, with separate lower and upper bounds. For ``A < 0`` this is unbounded
-    below, because the ratio is unbounded above. Dual clip then takes ``max(., dual_clip A)``: such a token has a
-    constant surrogate and so no gradient (Ye et al. 2020, arXiv 1912.09729, equation 5).
-    """
-    ratio = (logprobs - denominator).clamp(max=MAX_LOG_RATIO).exp()
-    free = ratio * advantages
-    bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages
-    surrogate, clipped = torch.minimum(free, bounded), bounded < free
-    if config.dual_clip is None:
-        return surrogate, clipped, torch.zeros_like(clipped)
-    floor = config.dual_clip * advantages
-    dual_clipped = (advantages < 0) & (surrogate < floor)
-    return torch.where(dual_clipped, floor, surrogate), clipped, dual_clipped
 
 
 def _importance(

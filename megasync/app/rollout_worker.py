@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megasync.algorithms.choose import needs_two
 from megasync.app.workload import Custom, Task, WorkerTask, Workload, prepare_worker
 from megasync.cluster.rollout_workers import RolloutWorkers, WorkerBuffer, check_travels
 from megasync.concurrency.garbage import short_collections
@@ -190,7 +191,12 @@ class _WorkerParts:
         client.newest_version = lambda: self._newest
         client.published_version = lambda: self._published
         seed = config.seed if rollout.deterministic else None
-        selection = Selection(rollout.groups, schedule.samples_per_group, rollout.sampling.max_new_tokens)
+        selection = Selection(
+            rollout.groups,
+            schedule.samples_per_group,
+            rollout.sampling.max_new_tokens,
+            relative=needs_two(config.algorithm),
+        )
         worker = GroupWorker(
             client,
             self._buffer,

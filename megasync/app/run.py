@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from megasync.algorithms.choose import needs_two
 from megasync.app.mailbox import Mailbox
 from megasync.app.rollout_worker import AnswersOfWorkers
 from megasync.app.run_lock import RunLock
@@ -229,7 +230,12 @@ class Run:
         if servers.workers is not None:
             servers.workers.follow(rollouter.add, rollouter.remove)
             return rollouter
-        selection = Selection(rollout.groups, schedule.samples_per_group, rollout.sampling.max_new_tokens)
+        selection = Selection(
+            rollout.groups,
+            schedule.samples_per_group,
+            rollout.sampling.max_new_tokens,
+            relative=needs_two(config.algorithm),
+        )
         worker = GroupWorker(
             started.client,
             started.buffer,

@@ -1,5 +1,10 @@
 """Names that a configuration may use for what ships with this package, and where each is defined."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
 REWARDS = {
     "math": "megasync.rewards.math_reward:math_reward",
     "code": "megasync.rewards.code_reward:CodeReward",
@@ -8,4 +13,48 @@ REWARDS = {
 ENVIRONMENTS = {
     "reasoning_gym": "megasync.environments.reasoning_gym_task:ReasoningGymTask",
     "gymnasium": "megasync.environments.gymnasium_text:GymnasiumText",
+}
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An advantage estimator or a policy loss: its function, and what it takes beside the data.
+
+    ``keys`` are keys of the section `algorithm`, ``options`` its own options with their defaults. ``relative``: an
+    estimator compares the responses of a group, so one of them is not enough. ``whole``: a loss has a gradient, or an
+    effect on other tokens, also where the advantage is 0.
+    """
+
+    function: str
+    keys: tuple[str, ...] = ()
+    options: Mapping[str, float] = field(default_factory=dict[str, float])
+    relative: bool = True
+    whole: bool = False
+
+
+_A, _L = "megasync.algorithms.advantages", "megasync.algorithms.losses"
+_CLIP = ("clip_low", "clip_high")
+
+ADVANTAGES = {
+    "grpo": Algorithm(f"{_A}.grpo:grpo", ("normalize_std",)),
+    "grpo_passk": Algorithm(f"{_A}.grpo_passk:grpo_passk", ("normalize_std",)),
+    "rloo": Algorithm(f"{_A}.rloo:rloo"),
+    "opo": Algorithm(f"{_A}.opo:opo"),
+    "gpg": Algorithm(f"{_A}.gpg:gpg"),
+    "reinforce_plus_plus": Algorithm(f"{_A}.reinforce_plus_plus:reinforce_plus_plus", relative=False),
+    "reinforce_plus_plus_baseline": Algorithm(f"{_A}.reinforce_plus_plus:reinforce_plus_plus_baseline"),
+}
+
+LOSSES = {
+    "vanilla": Algorithm(f"{_L}.vanilla:vanilla", (*_CLIP, "dual_clip")),
+    "gspo": Algorithm(f"{_L}.gspo:gspo", _CLIP),
+    "geo_mean": Algorithm(f"{_L}.geo_mean:geo_mean", _CLIP),
+    "cispo": Algorithm(f"{_L}.cispo:cispo", _CLIP),
+    "sapo": Algorithm(f"{_L}.sapo:sapo", options={"tau_positive": 1.0, "tau_negative": 1.05}),
+    "gpg": Algorithm(f"{_L}.gpg:gpg"),
+    "dro": Algorithm(f"{_L}.dro:dro", options={"beta": 0.1}, whole=True),
+    "dppo_tv": Algorithm(f"{_L}.dppo:dppo_tv", _CLIP, {"max_ratio": 20.0}),
+    "dppo_kl": Algorithm(f"{_L}.dppo:dppo_kl", _CLIP, {"max_ratio": 20.0}),
+    "clip_cov": Algorithm(f"{_L}.covariance:clip_cov", _CLIP, {"share": 0.0002, "least": 1.0, "most": 5.0}, whole=True),
+    "kl_cov": Algorithm(f"{_L}.covariance:kl_cov", options={"share": 0.0002, "coef": 1.0}, whole=True),
 }

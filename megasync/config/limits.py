@@ -102,6 +102,8 @@ DTYPE = Choice("float32", "bfloat16")
 DATASET = Choice("digits", "reasoning_gym", "jsonl", "parquet", "hf")
 _REFERENCE = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 FUNCTION = Form(_REFERENCE, "package.module:function")
+ADVANTAGE = Form("|".join([*builtin.ADVANTAGES, _REFERENCE]), f"{', '.join(builtin.ADVANTAGES)} or {FUNCTION}")
+LOSS = Form("|".join([*builtin.LOSSES, _REFERENCE]), f"{', '.join(builtin.LOSSES)} or {FUNCTION}")
 REWARD = Form("|".join([*builtin.REWARDS, _REFERENCE]), f"{', '.join(builtin.REWARDS)} or {FUNCTION}")
 ENVIRONMENT = Form(
     "|".join([*builtin.ENVIRONMENTS, _REFERENCE]), f"{', '.join(builtin.ENVIRONMENTS)} or package.module:Class"

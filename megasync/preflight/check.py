@@ -7,20 +7,30 @@ one function. Its error names all keys involved, their values, and a change that
 from __future__ import annotations
 
 import string
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from megasync.config.access import EXTERNAL_KEY_VARIABLE, check_access, given_external_key
+from megasync.config.builtin import ADVANTAGES, LOSSES, Algorithm
 from megasync.config.deadlines import check_deadlines
 from megasync.config.host import is_loopback, is_wildcard
 from megasync.config.limits import as_typed, check_limits, refuse_unused
 from megasync.config.megatron_options import check_megatron
 from megasync.config.pacing import Pacing
 from megasync.config.pools import engine_nodes, frozen_models, nodes_needed, pool_specs
-from megasync.config.schema import Config, DatasetConfig, OptimizerConfig, RolloutConfig, TrainerConfig
+from megasync.config.schema import (
+    AlgorithmConfig,
+    Config,
+    DatasetConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 from megasync.config.server_args import OF_ROLLOUT, check_server_args, check_trained_args
 from megasync.errors import CheckpointError, ConfigError
+from megasync.importing import load_function
 from megasync.layout.families import Sizes
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import (
@@ -102,16 +112,37 @@ def _check_schedule(config: Config) -> None:
 
 def _check_algorithm(config: Config) -> None:
     algorithm, samples = config.algorithm, config.schedule.samples_per_group
-    if algorithm.advantage == "grpo" and samples < 2:
+    for key, builtin in (("advantage", ADVANTAGES), ("loss", LOSSES)):
+        _check_options(algorithm, key, builtin)
+    estimator = ADVANTAGES.get(algorithm.advantage)
+    if estimator is not None and estimator.relative and samples < 2:
         raise ConfigError(
-            f"algorithm.advantage=grpo compares the responses of one prompt, but schedule.samples_per_group={samples}; "
-            f"set it to at least 2"
+            f"algorithm.advantage={algorithm.advantage} compares the responses of one prompt, but "
+            f"schedule.samples_per_group={samples}; set it to at least 2"
         )
     if algorithm.ratio == "behaviour" and algorithm.correction != "none":
         raise ConfigError(
             f"algorithm.ratio=behaviour already corrects for stale samples, and algorithm.correction="
             f"{algorithm.correction} would correct twice; set algorithm.correction=none or algorithm.ratio=trainer"
         )
+
+
+def _check_options(algorithm: AlgorithmConfig, key: str, builtin: Mapping[str, Algorithm]) -> None:
+    """Refuses options that the function does not take, and keys that only others of its kind read."""
+    name, options = getattr(algorithm, key), getattr(algorithm, f"{key}_options")
+    if name not in builtin:
+        load_function(name)
+        return
+    item = builtin[name]
+    for option, value in options.items():
+        given = f"algorithm.{key}_options.{option}={as_typed(value)}"
+        if option not in item.options:
+            known = f"its options are {', '.join(item.options)}" if item.options else "it has none"
+            raise ConfigError(f"{given}: algorithm.{key}={name} has no such option; {known}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ConfigError(f"{given} must be a number above 0")
+    unused = {other for each in builtin.values() for other in each.keys} - set(item.keys)
+    refuse_unused(algorithm, "algorithm", sorted(unused), f"with algorithm.{key}={name}; choose another {key}")
 
 
 def _check_optimizer(config: Config) -> None:

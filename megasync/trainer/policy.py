@@ -5,12 +5,13 @@ the divisor of the loss, and the packing, the same on all ranks without communic
 trajectories that its own microbatches contain. Scores by current and reference weights stay on the rank that computes
 them, because training uses the same packing.
 
-The loss of an optimizer step is a sum over tokens divided by the number of trained tokens of all its trajectories, over
-all microbatches and data-parallel ranks. The number is never zero, because a step without trained tokens is skipped.
+The loss of an optimizer step is a sum over tokens divided by the number of trained tokens of all its trajectories, or
+by what `algorithm.aggregation` says, over all microbatches and data-parallel ranks. The number is never zero, because a
+step without trained tokens is skipped.
 
-Without a KL or entropy term, a trajectory with advantage zero has no gradient. It is then not computed, but its tokens
-stay in the divisor, so the gradient is exactly the same. If no trajectory has a gradient, the optimizer step counts as
-skipped. Per-token metrics are means over the computed tokens.
+Without a KL or entropy term, and in most losses, a trajectory with advantage zero has no gradient. It is then not
+computed, but its tokens stay in the divisor, so the gradient is exactly the same. If no trajectory has a gradient, the
+optimizer step counts as skipped. Per-token metrics are means over the computed tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megasync.algorithms.advantages import group_advantages
+from megasync.algorithms.advantages.rewards import StepRewards
+from megasync.algorithms.choose import estimator_of, needs_all_tokens, needs_two
 from megasync.algorithms.policy_loss import policy_loss
 from megasync.buffer.payload import LeasedGroup
 from megasync.config.schema import AlgorithmConfig
@@ -81,13 +83,13 @@ class Members:
 class Minibatch:
     """One optimizer step: the trajectories with a gradient, and what this rank computes of them.
 
-    ``tokens`` are the trained tokens of all trajectories, the divisor of the loss. ``behaviour`` are the log-probs of
+    ``divisor`` is that of the loss, for all trajectories; see `_divisor`. ``behaviour`` are the log-probs of
     each own sample's scored tokens, float32. ``proximal`` and ``reference`` are scores of each own microbatch, float32
     [targets] on the last pipeline stage; None if they are not needed.
     """
 
     members: Members
-    tokens: int
+    divisor: float
     share: Share
     behaviour: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     proximal: list[torch.Tensor] | None = None
@@ -99,7 +101,7 @@ class PolicyTrainer:
 
     With a KL term, the engine's weights at construction become the reference. Batches with a non-finite loss or
     gradient are written to ``dump_dir``. ``temperature`` is the sampling temperature of the trajectories, at which they
-    are also scored.
+    are also scored. ``longest`` is the number of tokens that a response may have.
     """
 
     def __init__(
@@ -108,7 +110,9 @@ class PolicyTrainer:
         algorithm: AlgorithmConfig,
         dump_dir: str | Path,
         temperature: float = 1.0,
+        longest: int = 1,
     ) -> None:
+        self._longest = longest
         self._engine = engine
         self._algorithm = algorithm
         self._dump_dir = Path(dump_dir)
@@ -130,7 +134,7 @@ class PolicyTrainer:
         """
         start = time.monotonic()
         self._current = {"step": step, "version": version}
-        members, metrics = _members(groups, self._algorithm.normalize_std), _batch_metrics(groups, version)
+        members, metrics = _members(groups, self._algorithm), _batch_metrics(groups, version)
         metrics |= self._train(groups, members, load, step)
         metrics["train/seconds"] = time.monotonic() - start
         return metrics
@@ -165,7 +169,8 @@ class PolicyTrainer:
 
         A trajectory without a trained token never has one, so the loss is never divided by zero.
         """
-        always = bool(self._algorithm.kl_coef or self._algorithm.entropy_coef)
+        algorithm = self._algorithm
+        always = bool(algorithm.kl_coef or algorithm.entropy_coef) or needs_all_tokens(algorithm)
         active = part[np.flatnonzero((part.trained > 0) & (always | (part.advantages != 0.0)))]
         if not len(active):
             return None
@@ -176,7 +181,7 @@ class PolicyTrainer:
         samples = {index: _sample(trajectories[index], int(active.lengths.fed[index])) for index in needed}
         return Minibatch(
             active,
-            int(part.trained.sum()),
+            _divisor(part, algorithm.aggregation, self._longest),
             Share(microbatches, samples, packing.counted_tokens),
             {index: trajectories[index].logprobs[sample.scored] for index, sample in samples.items()},
         )
@@ -190,7 +195,12 @@ class PolicyTrainer:
         ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             own = list(minibatch.share.microbatches[batch.index].sequences)
             behaviour = np.concatenate([minibatch.behaviour[index] for index in own])
-            advantages = np.repeat(minibatch.members.advantages[own].astype(np.float32), batch.counts)
+            members = minibatch.members
+            advantages = np.repeat(members.advantages[own].astype(np.float32), batch.counts)
+            weights = None
+            if self._algorithm.aggregation == "sequence":
+                each = np.repeat((1.0 / members.trained[own]).astype(np.float32), batch.counts)
+                weights = torch.from_numpy(each).to(device)
             proximal, reference = minibatch.proximal, minibatch.reference
             total, sums = policy_loss(
                 self._algorithm,
@@ -202,8 +212,9 @@ class PolicyTrainer:
                 entropy=entropy if self._algorithm.entropy_coef else entropy.detach(),
                 reference_logprobs=reference[batch.index] if reference else None,
                 segments=batch.segments,
+                token_weights=weights,
             )
-            return total / minibatch.tokens, sums
+            return total / minibatch.divisor, sums
 
         sums = self._engine.forward_backward(minibatch.share, loss, self._temperature)
         update = self._engine.update(step, math.isfinite(sums["loss"]))
@@ -251,23 +262,42 @@ class PolicyTrainer:
         atomic_write(self._dump_dir / f"{name}.json", json.dumps(record, allow_nan=False))
 
 
-def _members(groups: Sequence[LeasedGroup], normalize_std: bool) -> Members:
-    """The trajectories with a reward. Raises TrainingError if a group has fewer than two."""
-    rows, advantages = [], []
-    base = 0
+def _members(groups: Sequence[LeasedGroup], algorithm: AlgorithmConfig) -> Members:
+    """The trajectories with a reward. Raises TrainingError for groups that the estimator cannot use."""
+    rows, rewards = [], []
+    base, least = 0, 2 if needs_two(algorithm) else 1
     for position, group in enumerate(groups):
         scored = [(place, t, t.reward) for place, t in enumerate(group.header.trajectories) if t.reward is not None]
-        try:
-            advantages += group_advantages([reward for *_, reward in scored], normalize_std)
-        except ValueError as error:
-            raise TrainingError(f"group {group.uid} cannot be trained: {error}") from error
+        rewards += [reward for *_, reward in scored]
+        if len(scored) < least:
+            raise TrainingError(
+                f"group {group.uid} cannot be trained: algorithm.advantage={algorithm.advantage} needs at least "
+                f"{least} reward(s) of a group, got {len(scored)}"
+            )
+        if bad := [reward for *_, reward in scored if not math.isfinite(reward)]:
+            raise TrainingError(f"group {group.uid} cannot be trained: rewards must be finite, got {bad[0]}")
         # A prompt is identified by its offset in the concatenated bodies.
         rows += [
             (position, place, base + t.prompt_at, t.prompt_tokens, t.fed, t.trained_tokens) for place, t, _ in scored
         ]
         base += group.header.body_bytes
     positions, places, prompts, prompt_tokens, fed, trained = np.array(rows, dtype=np.int64).reshape(-1, 6).T
-    return Members(positions, places, np.array(advantages), trained, Lengths(prompts, prompt_tokens, fed))
+    step = StepRewards(np.array(rewards, dtype=np.float64), positions, trained)
+    advantages = np.asarray(estimator_of(algorithm)(step), dtype=np.float64)
+    if advantages.shape != step.rewards.shape or not np.isfinite(advantages).all():
+        raise TrainingError(
+            f"algorithm.advantage={algorithm.advantage} must return {len(step.rewards)} finite numbers, one for each "
+            f"response, but returned {advantages!r:.200}"
+        )
+    return Members(positions, places, advantages, trained, Lengths(prompts, prompt_tokens, fed))
+
+
+def _divisor(part: Members, aggregation: str, longest: int) -> float:
+    """What the sum over all trajectories of a minibatch is divided by; see `AlgorithmConfig.aggregation`."""
+    if aggregation == "token":
+        return float(part.trained.sum())
+    sequences = float(np.count_nonzero(part.trained))
+    return sequences if aggregation == "sequence" else sequences * longest
 
 
 def _batch_metrics(groups: Sequence[LeasedGroup], version: int) -> dict[str, float]:

@@ -113,6 +113,7 @@ class TrainerRank:
             config.algorithm,
             dump_dir=self._run_dir / "skipped",
             temperature=config.rollout.sampling.temperature,
+            longest=config.rollout.sampling.max_new_tokens,
         )
         shards = Shards(self._engine.layout, config.model.dtype, self._rank, self._engine.params())
         bucket_bytes, host = config.sync.bucket_mb * 2**20, resolve_host(config.cluster.host)

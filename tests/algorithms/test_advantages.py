@@ -1,50 +1,116 @@
+"""Every estimator against its formula in plain Python; `test_against_verl.py` compares them with verl's."""
+
 import math
 import statistics
-from itertools import pairwise
+from itertools import groupby, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.algorithms import group_advantages
+from megasync.algorithms import estimator_of
+from megasync.algorithms.advantages import StepRewards
+from megasync.config.builtin import ADVANTAGES
+from megasync.config.schema import AlgorithmConfig
 
-REWARDS = st.lists(st.floats(-100, 100), min_size=2, max_size=32)
-
-
-@given(REWARDS)
-def test_without_normalisation_an_advantage_is_the_reward_minus_the_mean(rewards):
-    mean = statistics.fmean(rewards)
-    expected = [r - mean for r in rewards] if len(set(rewards)) > 1 else [0.0] * len(rewards)
-    assert group_advantages(rewards, normalize_std=False) == pytest.approx(expected, abs=1e-9)
+RESPONSE = st.tuples(st.floats(-10, 10), st.integers(1, 50))
+STEPS = st.lists(st.lists(RESPONSE, min_size=2, max_size=6), min_size=1, max_size=5)
 
 
-@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=2, max_size=16).filter(lambda r: len(set(r)) > 1))
-def test_with_normalisation_it_is_divided_by_the_sample_deviation(rewards):
-    mean, std = statistics.mean(rewards), statistics.stdev(rewards)
-    expected = [(r - mean) / std for r in rewards]
-    assert group_advantages(rewards, normalize_std=True) == pytest.approx(expected, rel=1e-4)
+def step_of(groups) -> StepRewards:
+    rows = [(reward, number, tokens) for number, group in enumerate(groups) for reward, tokens in group]
+    rewards, numbers, tokens = zip(*rows, strict=True)
+    return StepRewards(np.array(rewards, dtype=float), np.array(numbers), np.array(tokens))
 
 
-@given(REWARDS, st.booleans())
-def test_a_group_sums_to_zero_and_keeps_the_order_of_its_rewards(rewards, normalize_std):
-    advantages = group_advantages(rewards, normalize_std)
-    assert sum(advantages) == pytest.approx(0.0, abs=1e-6)
-    for a, b in pairwise(sorted(range(len(rewards)), key=rewards.__getitem__)):
-        assert advantages[a] <= advantages[b]
+def advantages(groups, name: str, **changes) -> list[float]:
+    return estimator_of(AlgorithmConfig(advantage=name, **changes))(step_of(groups)).tolist()
 
 
-@given(st.floats(-1e6, 1e6), st.integers(2, 9), st.booleans())
-def test_equal_rewards_give_advantages_of_exactly_zero(reward, n, normalize_std):
-    assert group_advantages([reward] * n, normalize_std) == [0.0] * n
+def whitened(values: list[float], groups) -> list[float]:
+    """By tokens, each of which carries its response's value."""
+    tokens = [count for group in groups for _, count in group]
+    spread = [value for value, count in zip(values, tokens, strict=True) for _ in range(count)]
+    mean, variance = statistics.fmean(spread), statistics.variance(spread)
+    return [(value - mean) / math.sqrt(variance + 1e-8) for value in values]
 
 
-@pytest.mark.parametrize("rewards", [[], [1.0]])
-def test_a_group_of_one_response_is_refused(rewards):
-    with pytest.raises(ValueError, match="at least two"):
-        group_advantages(rewards, normalize_std=True)
+def plain(groups, name: str, normalize_std: bool) -> list[float]:
+    """The formulas of docs/algorithms.md."""
+    if name == "reinforce_plus_plus":
+        return whitened([reward for group in groups for reward, _ in group], groups)
+    found = []
+    count, nonzero = sum(map(len, groups)), sum(reward != 0 for group in groups for reward, _ in group)
+    for group in groups:
+        rewards, lengths = [reward for reward, _ in group], [tokens for _, tokens in group]
+        mean, std = statistics.fmean(rewards), statistics.stdev(rewards) + 1e-6
+        scale = std if normalize_std else 1.0
+        if name == "grpo":
+            found += [(reward - mean) / scale for reward in rewards]
+        elif name == "grpo_passk":
+            best, second = sorted(rewards, reverse=True)[:2]
+            first = rewards.index(best)
+            found += [(best - second) / scale if place == first else 0.0 for place in range(len(rewards))]
+        elif name == "rloo":
+            found += [
+                reward - statistics.fmean([*rewards[:place], *rewards[place + 1 :]])
+                for place, reward in enumerate(rewards)
+            ]
+        elif name == "opo":
+            baseline = sum(r * n for r, n in zip(rewards, lengths, strict=True)) / sum(lengths)
+            found += [reward - baseline for reward in rewards]
+        elif name == "gpg":
+            found += [count / max(1, nonzero) * (reward - mean) for reward in rewards]
+        else:
+            found += [reward - mean for reward in rewards]
+    return whitened(found, groups) if name == "reinforce_plus_plus_baseline" else found
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite_is_named(reward):
-    with pytest.raises(ValueError, match=str(reward)):
-        group_advantages([0.0, reward], normalize_std=True)
+@pytest.mark.parametrize("name", ADVANTAGES)
+@given(groups=STEPS, normalize_std=st.booleans())
+def test_an_estimator_follows_its_formula(name, groups, normalize_std):
+    found = advantages(groups, name, normalize_std=normalize_std)
+    # Rewards that nearly agree are divided by nearly nothing.
+    apart = all(max(r for r, _ in g) - min(r for r, _ in g) > 0.01 or len({r for r, _ in g}) == 1 for g in groups)
+    if apart or name not in ("grpo", "grpo_passk"):
+        assert found == pytest.approx(plain(groups, name, normalize_std), rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, item in ADVANTAGES.items() if item.relative])
+@given(reward=st.floats(-1e6, 1e6), size=st.integers(2, 8), other=STEPS)
+def test_equal_rewards_of_a_group_say_nothing(name, reward, size, other):
+    found = advantages([[(reward, place + 1) for place in range(size)], *other], name)
+    if name != "reinforce_plus_plus_baseline":
+        assert found[:size] == [0.0] * size
+    else:
+        assert len(set(found[:size])) == 1
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gpg"])
+@given(groups=STEPS)
+def test_the_advantages_of_a_group_sum_to_zero_in_the_order_of_its_rewards(name, groups):
+    step = step_of(groups)
+    rows = zip(step.groups.tolist(), step.rewards.tolist(), advantages(groups, name), strict=True)
+    for _, group in groupby(rows, key=lambda row: row[0]):
+        group = list(group)
+        assert math.fsum(advantage for *_, advantage in group) == pytest.approx(0, abs=1e-6)
+        ordered = sorted(group, key=lambda row: row[1])
+        assert all(low[2] <= high[2] + 1e-9 for low, high in pairwise(ordered))
+
+
+def test_a_single_response_can_be_enough():
+    assert advantages([[(1.0, 3)], [(0.0, 3)]], "reinforce_plus_plus") == pytest.approx([0.9129, -0.9129], abs=1e-4)
+    assert advantages([[(1.0, 1)]], "reinforce_plus_plus") == [0.0]
+
+
+def doubled(step: StepRewards, *, factor: float = 2.0, normalize_std: bool) -> np.ndarray:
+    """An estimator of a user's own."""
+    assert normalize_std
+    return step.rewards * factor
+
+
+def test_a_users_own_estimator_gets_its_options_and_the_keys_that_it_names():
+    own = f"{__name__}:doubled"
+    assert advantages([[(1.0, 1)]], own) == [2.0]
+    assert advantages([[(1.0, 1)]], own, advantage_options={"factor": 3.0}) == [3.0]

@@ -8,9 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megasync.config.builtin import ADVANTAGES, LOSSES
+
 PLAIN = {"correction": "none"}
 # Proximal and reference log-probs, which stay on the ranks that compute them.
 SCORED = {"steps": 2, "algorithm": {"kl_coef": 0.1}}
+# Sequences of one step are weighed alike, and each is a whole in the loss.
+SEQUENCES = {"steps": 1, "algorithm": {"advantage": "rloo", "loss": "gspo", "aggregation": "sequence"}}
 # Two sequences, for four data-parallel ranks.
 FEW = {"steps": 1, "groups": 1, "samples": 2, "algorithm": {"entropy_coef": 0.1}}
 
@@ -40,6 +44,10 @@ def runs(run_ranks, model):
         "still": {"steps": 1, "optimizer": {"lr": 1e-9}},
         "few": FEW,
         "scored": {**SCORED, "trainer": {"minibatches": 2}},
+        "sequences": SEQUENCES,
+        "constant": {"steps": 1, "algorithm": {"aggregation": "constant"}},
+        **{f"loss {name}": {"steps": 1, "algorithm": {"loss": name}} for name in LOSSES},
+        **{f"advantage {name}": {"steps": 1, "algorithm": {"advantage": name}} for name in ADVANTAGES},
         "decay": {"steps": 1, "optimizer": {"lr": 1e-9, "weight_decay": 1e8}},
     }
     return run_ranks("policies", 1, model=model, runs=settings)[0]
@@ -52,6 +60,7 @@ def spread(run_ranks, model):
         "dp2": {"steps": 2, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 60}},
         "pp2": {"steps": 2, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
         "sequence": {"steps": 1, "trainer": {"data_parallel": 2}, "algorithm": {"correction": "sequence"}},
+        "sequences": {**SEQUENCES, "trainer": {"data_parallel": 2}},
         "scored-dp2": {**SCORED, "trainer": {"minibatches": 2, "data_parallel": 2, "tokens_per_microbatch": 40}},
         "scored-pp2": {**SCORED, "trainer": {"minibatches": 2, "pipeline_parallel": 2, "first_stage_layers": 1}},
         "bfloat16": {"steps": 2, "trainer": {"tensor_parallel": 2}, "dtype": "bfloat16"},
@@ -103,6 +112,27 @@ def test_masked_copies_on_ranks_without_a_sequence_change_nothing(runs, run_rank
 
 def test_sequence_weights_do_not_depend_on_the_layout(runs, spread):
     assert_same_metrics(spread[0]["sequence"]["metrics"][0], runs["sequence"]["metrics"][0], rel=1e-4, abs=1e-5)
+
+
+def test_a_loss_of_sequences_does_not_depend_on_the_layout(runs, spread):
+    assert_same_metrics(spread[0]["sequences"]["metrics"][0], runs["sequences"]["metrics"][0], rel=1e-4, abs=1e-5)
+
+
+def test_a_constant_divisor_is_of_sequences_times_the_longest_response(runs):
+    """The engine here was told that a response has one token."""
+    plain, constant = runs["plain"]["metrics"][0], runs["constant"]["metrics"][0]
+    scale = plain["train/tokens"] / plain["train/sequences"]
+    assert constant["train/grad_norm"] == pytest.approx(scale * plain["train/grad_norm"], rel=1e-4)
+    assert constant["train/loss"] == pytest.approx(scale * plain["train/loss"], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", [f"loss {name}" for name in LOSSES] + [f"advantage {name}" for name in ADVANTAGES])
+def test_every_loss_and_estimator_trains(runs, kind):
+    (metrics,) = runs[kind]["metrics"]
+    assert metrics["train/skipped"] == 0 and all(math.isfinite(value) for value in metrics.values())
+    if kind.startswith("loss") and kind.split()[1] not in ("dro", "kl_cov", "clip_cov", "geo_mean"):
+        # The first step is on-policy: all of these are the plain policy gradient. geo_mean weighs sequences as wholes.
+        assert metrics["train/grad_norm"] == pytest.approx(runs["plain"]["metrics"][0]["train/grad_norm"], rel=1e-4)
 
 
 def test_bfloat16_trains_close_to_float32(runs, spread):

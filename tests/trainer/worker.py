@@ -447,13 +447,13 @@ def held_bytes(runs, prompt, response, folder):
 
 def by_hand(model, uniform):
     """One step of the on-policy gradient over *all* trajectories, and two PPO minibatches, without PolicyTrainer."""
-    from megasync.algorithms.advantages import group_advantages
+    from megasync.algorithms.advantages.grpo import _of_group
 
     def plan(seed):
         members, advantages = [], []
         for group in make_groups(seed, uniform=uniform):
             members.append(group.trajectories)
-            advantages.append(group_advantages([t.reward for t in group.trajectories], True))
+            advantages.append(_of_group([t.reward for t in group.trajectories], True))
         return members, advantages
 
     def flat(groups):

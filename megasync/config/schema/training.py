@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megasync.config.limits import (
+    ADVANTAGE,
     AT_LEAST_ONE,
     FRACTION,
+    LOSS,
     NOT_NEGATIVE,
     POSITIVE,
     PROCESSES,
@@ -49,10 +51,19 @@ class ScheduleConfig:
 class AlgorithmConfig:
     """Advantages and loss: docs/algorithms.md."""
 
-    # grpo: reward minus the group's mean, divided by its standard deviation if `normalize_std` is true.
-    advantage: str = limited("grpo", Choice("grpo"))
-    # Divide advantages by the standard deviation of the group's rewards.
+    # Estimator of advantages from the rewards of a step; docs/algorithms.md#advantages lists them.
+    advantage: str = limited("grpo", ADVANTAGE)
+    # Options of the estimator, by name.
+    advantage_options: dict[str, Any] = field(default_factory=dict)
+    # grpo and grpo_passk: divide advantages by the standard deviation of the group's rewards.
     normalize_std: bool = True
+    # Loss of a token; docs/algorithms.md#policy-losses lists them.
+    loss: str = limited("vanilla", LOSS)
+    # Options of the loss, by name.
+    loss_options: dict[str, Any] = field(default_factory=dict)
+    # What the loss of a step is the mean of: token (all trained tokens alike), sequence (means over the tokens of
+    # sequences), or constant (sums over the tokens of sequences, divided by the longest response).
+    aggregation: str = limited("token", Choice("token", "sequence", "constant"))
     # PPO clips the ratio below 1 - clip_low.
     clip_low: float = limited(0.2, PROPER_FRACTION)
     # PPO clips the ratio above 1 + clip_high.

@@ -1,0 +1,47 @@
+"""The rewards of one training step, as every advantage estimator gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StepRewards:
+    """All responses of a step that have a reward, as arrays [responses].
+
+    ``groups`` are ascending: responses with the same number answer the same prompt. ``tokens`` are numbers of trained
+    tokens. Rewards are finite.
+    """
+
+    rewards: Floats
+    groups: Ints
+    tokens: Ints
+
+    def each_group(self) -> Iterator[slice]:
+        """The responses of each prompt."""
+        starts = np.flatnonzero(np.diff(self.groups, prepend=-1))
+        for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(self.groups)], strict=True):
+            yield slice(start, end)
+
+    def whitened(self, values: Floats) -> Floats:
+        """Values of responses, shifted and scaled to mean 0 and variance 1 over all trained tokens of the step.
+
+        The variance is the unbiased one, of tokens that carry their response's value.
+        """
+        count = int(self.tokens.sum())
+        if count < 2:
+            return values - (values @ self.tokens) / max(1, count)
+        centred = values - (values @ self.tokens) / count
+        variance = (centred**2 @ self.tokens) / (count - 1)
+        return centred / np.sqrt(variance + WHITEN_EPS)
+
+
+# Added to the variance.
+WHITEN_EPS = 1e-8

@@ -1,0 +1,43 @@
+"""The advantage estimator and the policy loss that a configuration names, with its options filled in."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from megasync.algorithms.advantages.rewards import Floats, StepRewards
+from megasync.algorithms.losses.tokens import PolicyTokens, TokenLoss
+from megasync.config.builtin import ADVANTAGES, LOSSES, Algorithm
+from megasync.config.schema import AlgorithmConfig
+from megasync.importing import load_function
+
+
+def estimator_of(config: AlgorithmConfig) -> Callable[[StepRewards], Floats]:
+    """Raises ConfigError if the function cannot be loaded."""
+    return _with_options(config, ADVANTAGES, config.advantage, config.advantage_options)
+
+
+def loss_of(config: AlgorithmConfig) -> Callable[[PolicyTokens], TokenLoss]:
+    """Raises ConfigError if the function cannot be loaded."""
+    return _with_options(config, LOSSES, config.loss, config.loss_options)
+
+
+def needs_two(config: AlgorithmConfig) -> bool:
+    """Whether the estimator compares the responses of a group. One of a user's own is taken not to."""
+    return config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].relative
+
+
+def needs_all_tokens(config: AlgorithmConfig) -> bool:
+    """Whether responses without an advantage matter to the loss. To one of a user's own they may."""
+    return config.loss not in LOSSES or LOSSES[config.loss].whole
+
+
+def _with_options(
+    config: AlgorithmConfig, builtin: Mapping[str, Algorithm], name: str, options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    function = load_function(builtin[name].function if name in builtin else name)
+    shared = {key for item in builtin.values() for key in item.keys}
+    wanted = [key for key in inspect.signature(function).parameters if key in shared]
+    return partial(function, **{key: getattr(config, key) for key in wanted}, **options)

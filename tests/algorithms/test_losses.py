@@ -1,0 +1,232 @@
+"""Every policy loss: its formula in plain Python, its gradient by finite differences, what it must not depend on."""
+
+import inspect
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megasync.algorithms import loss_of
+from megasync.algorithms.losses import PolicyTokens, TokenLoss
+from megasync.config.builtin import ADVANTAGES, LOSSES
+from megasync.config.schema import AlgorithmConfig
+from megasync.importing import load_function
+
+TOKEN = st.tuples(st.floats(-4, -0.05), st.floats(-4, -0.05), st.sampled_from([-1.5, -0.5, 0.0, 0.7, 2.0]))
+SEQUENCES = st.lists(st.lists(TOKEN, min_size=1, max_size=5), min_size=1, max_size=4)
+CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+
+
+def flat(sequences, advantage_of_sequence: bool = False):
+    """Rows (log-prob, old log-prob, advantage, sequence)."""
+    return [
+        (new, old, sequence[0][2] if advantage_of_sequence else advantage, number)
+        for number, sequence in enumerate(sequences)
+        for new, old, advantage in sequence
+    ]
+
+
+def tokens_of(rows) -> PolicyTokens:
+    new, old, advantages, segments = (list(column) for column in zip(*rows, strict=True))
+    logprobs = torch.tensor(new, dtype=torch.float64, requires_grad=True)
+    others = (torch.tensor(values, dtype=torch.float64) for values in (old, advantages))
+    return PolicyTokens(logprobs, *others, torch.ones(len(rows), dtype=torch.bool), torch.tensor(segments))
+
+
+def loss(name: str, rows, **options) -> tuple[TokenLoss, PolicyTokens]:
+    tokens = tokens_of(rows)
+    return loss_of(AlgorithmConfig(loss=name, loss_options=options, **CLIP))(tokens), tokens
+
+
+def plain(name: str, rows) -> list[float]:
+    """Each token's loss, by the formulas of docs/algorithms.md."""
+    return [PLAIN[name](row, rows) for row in rows]
+
+
+def clip(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def mean_of(row, rows, value: Callable) -> float:
+    mine = [value(other) for other in rows if other[3] == row[3]]
+    return math.fsum(mine) / len(mine)
+
+
+def ppo(ratio: float, advantage: float) -> float:
+    return -min(ratio * advantage, clip(ratio, 0.8, 1.28) * advantage)
+
+
+def vanilla(row, rows) -> float:
+    value = ppo(math.exp(row[0] - row[1]), row[2])
+    return min(value, -3.0 * row[2]) if row[2] < 0 else value
+
+
+def geo_mean(row, rows) -> float:
+    sign = math.copysign(1, row[2]) if row[2] else 0.0
+
+    def least(other) -> float:
+        log_ratio = other[0] - other[1]
+        return sign * min(sign * log_ratio, sign * clip(log_ratio, -0.2, 0.28))
+
+    return -row[2] * math.exp(mean_of(row, rows, least))
+
+
+def sapo(row, rows) -> float:
+    tau = 1.0 if row[2] > 0 else 1.05
+    return -row[2] * 4 / tau / (1 + math.exp(-tau * (math.exp(row[0] - row[1]) - 1)))
+
+
+def near_kl(new: float, old: float, advantage: float) -> bool:
+    p, q = math.exp(new), math.exp(old)
+    divergence = q * (old - new) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    return (divergence <= 0.28 or p <= q) if advantage > 0 else (divergence <= 0.2 or p >= q)
+
+
+def near_tv(new: float, old: float, advantage: float) -> bool:
+    moved = math.exp(new) - math.exp(old)
+    return moved <= 0.28 if advantage > 0 else moved >= -0.2
+
+
+PLAIN = {
+    "vanilla": vanilla,
+    "gspo": lambda row, rows: ppo(math.exp(mean_of(row, rows, lambda other: other[0] - other[1])), row[2]),
+    "geo_mean": geo_mean,
+    "cispo": lambda row, rows: -clip(math.exp(row[0] - row[1]), 0.8, 1.28) * row[2] * row[0],
+    "sapo": sapo,
+    "gpg": lambda row, rows: -row[2] * row[0],
+    "dro": lambda row, rows: -row[2] * row[0] + 0.05 * (row[0] - row[1]) ** 2,
+    "dppo_tv": lambda row, rows: -min(math.exp(row[0] - row[1]), 20) * row[2] * row[0] * near_tv(*row[:3]),
+    "dppo_kl": lambda row, rows: -min(math.exp(row[0] - row[1]), 20) * row[2] * row[0] * near_kl(*row[:3]),
+}
+OF_SEQUENCES = ("gspo", "geo_mean")
+# Its weights have no gradient, so a difference of losses is not its gradient.
+STOPPED = ("gspo", "cispo", "dppo_tv", "dppo_kl")
+
+
+def test_each_loss_has_a_reference_here():
+    assert set(LOSSES) == {*PLAIN, "clip_cov", "kl_cov"}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@given(sequences=SEQUENCES)
+def test_a_loss_follows_its_formula(name, sequences):
+    rows = flat(sequences, name in OF_SEQUENCES)
+    found, _ = loss(name, rows)
+    assert found.loss.tolist() == pytest.approx(plain(name, rows), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in PLAIN if name not in STOPPED])
+@given(sequences=SEQUENCES, place=st.integers(0, 100))
+@settings(max_examples=50)
+def test_a_gradient_is_the_slope_of_the_loss(name, sequences, place):
+    rows = flat(sequences, name in OF_SEQUENCES)
+    place %= len(rows)
+    found, tokens = loss(name, rows)
+    found.loss.sum().backward()
+    step = 1e-6
+    values = []
+    for shift in (-step, step):
+        moved = [(new + shift * (at == place), *rest) for at, (new, *rest) in enumerate(rows)]
+        values.append(math.fsum(plain(name, moved)))
+    left = (math.fsum(plain(name, rows)) - values[0]) / step
+    right = (values[1] - math.fsum(plain(name, rows))) / step
+    if abs(left - right) < 1e-3:
+        # Not at a corner.
+        assert tokens.logprobs.grad[place].item() == pytest.approx((left + right) / 2, rel=1e-4, abs=1e-4)
+
+
+@given(sequences=SEQUENCES)
+def test_losses_with_a_stopped_weight_have_the_gradient_of_a_weighted_log_prob(sequences):
+    rows = flat(sequences)
+    for name in ("cispo", "dppo_tv", "dppo_kl"):
+        found, tokens = loss(name, rows)
+        found.loss.sum().backward()
+        weight = [value / row[0] for value, row in zip(plain(name, rows), rows, strict=True)]
+        assert tokens.logprobs.grad.tolist() == pytest.approx(weight, rel=1e-6, abs=1e-9)
+    rows = flat(sequences, True)
+    found, tokens = loss("gspo", rows)
+    found.loss.sum().backward()
+    # Where it is not clipped: -s A.
+    expected = [0.0 if cut else value for cut, value in zip(found.clipped.tolist(), found.loss.tolist(), strict=True)]
+    assert tokens.logprobs.grad.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_on_policy_every_loss_is_the_plain_policy_gradient(name):
+    """All ratios are 1 and no covariance is above 1: gradients are -A."""
+    rows = [(-0.5, -0.5, 0.2, 0), (-1.5, -1.5, 0.2, 0), (-0.3, -0.3, -0.4, 1), (-2.0, -2.0, -0.4, 1)]
+    tokens = tokens_of(rows)
+    found = loss_of(AlgorithmConfig(loss=name))(tokens)
+    found.loss.sum().backward()
+    expected = [-advantage for _, _, advantage, _ in rows]
+    assert tokens.logprobs.grad.tolist() == pytest.approx(expected, rel=1e-6), name
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_tokens_that_are_not_kept_change_nothing(name):
+    rows = [(-0.5, -0.7, 1.0, 0), (-1.5, -1.0, 1.0, 0), (-0.3, -0.6, -2.0, 1)]
+    alone = loss_of(AlgorithmConfig(loss=name))(tokens_of(rows))
+    padded = tokens_of([*rows, (0.0, 0.0, 0.0, 7)])
+    padded.keep[-1] = False
+    found = loss_of(AlgorithmConfig(loss=name))(padded)
+    assert found.loss[:3].tolist() == pytest.approx(alone.loss.tolist())
+    for flags in (found.clipped, found.dual_clipped):
+        assert flags is None or not flags[-1]
+
+
+def test_clip_cov_takes_the_gradient_of_few_tokens_within_its_bounds():
+    rows = [(-0.1 * place, -0.1 * place, 4.0 * (place < 10), 0) for place in range(1, 31)]
+    tokens = tokens_of(rows)
+    found = loss_of(AlgorithmConfig(loss="clip_cov", loss_options={"share": 0.1}))(tokens)
+    found.loss.sum().backward()
+    advantages, logprobs = [row[2] for row in rows], [row[0] for row in rows]
+    middle = sum(advantages) / 30, sum(logprobs) / 30
+    within = [1 < (a - middle[0]) * (x - middle[1]) < 5 for a, x in zip(advantages, logprobs, strict=True)]
+    drawn = found.clipped.tolist()
+    assert sum(drawn) == 3 and all(inside for inside, is_drawn in zip(within, drawn, strict=True) if is_drawn)
+    assert all(found.loss[place] == 0 for place, is_drawn in enumerate(drawn) if is_drawn)
+    again = loss_of(AlgorithmConfig(loss="clip_cov", loss_options={"share": 0.1}))(tokens_of(rows))
+    assert again.clipped.tolist() == drawn, "every tensor-parallel rank draws the same"
+
+
+def test_kl_cov_penalises_the_largest_covariances():
+    rows = [(-0.1, -0.4, 2.0, 0), (-2.0, -2.5, 2.0, 0), (-0.2, -0.1, -2.0, 1), (-3.0, -3.3, -2.0, 1)]
+    found, _ = loss("kl_cov", rows, share=0.5, coef=2.0)
+    free = [-math.exp(new - old) * advantage for new, old, advantage, _ in rows]
+    middle = sum(row[0] for row in rows) / 4
+    covariances = [row[2] * (row[0] - middle) for row in rows]
+    largest = sorted(range(4), key=lambda place: -covariances[place])[:2]
+    expected = [
+        value + 2.0 * abs(row[0] - row[1]) * (place in largest)
+        for place, (value, row) in enumerate(zip(free, rows, strict=True))
+    ]
+    assert found.loss.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", OF_SEQUENCES)
+def test_a_loss_of_sequences_needs_them(name):
+    tokens = tokens_of([(-0.5, -0.7, 1.0, 0)])
+    with pytest.raises(ValueError, match="needs `segments`"):
+        loss_of(AlgorithmConfig(loss=name))(PolicyTokens(tokens.logprobs, tokens.old, tokens.advantages, tokens.keep))
+
+
+@pytest.mark.parametrize("table", [LOSSES, ADVANTAGES], ids=["losses", "advantages"])
+def test_the_tables_name_keys_and_options_as_the_functions_do(table):
+    for name, item in table.items():
+        parameters = inspect.signature(load_function(item.function)).parameters
+        own = {key: value.default for key, value in parameters.items() if value.kind is value.KEYWORD_ONLY}
+        assert set(own) == {*item.keys, *item.options}, name
+        assert {key: own[key] for key in item.options} == dict(item.options), name
+
+
+def halved(tokens: PolicyTokens, *, clip_low: float, share: float = 0.5) -> TokenLoss:
+    assert clip_low == 0.2
+    return TokenLoss(-share * tokens.advantages * tokens.logprobs)
+
+
+def test_a_users_own_loss_gets_its_options_and_the_keys_that_it_names():
+    found, _ = loss(f"{__name__}:halved", [(-0.5, -0.7, 1.0, 0)], share=0.25)
+    assert found.loss.tolist() == [0.125]
