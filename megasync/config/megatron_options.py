@@ -72,6 +72,7 @@ KEYS: dict[str, dict[str, str]] = {
     "ddp": {
         "trainer.distributed_optimizer": "use_distributed_optimizer",
         "trainer.overlap_grad_reduce": "overlap_grad_reduce",
+        "trainer.overlap_param_gather": "overlap_param_gather",
     },
     "optimizer": {
         "trainer.optimizer.lr": "lr decoupled_lr",
@@ -84,6 +85,7 @@ KEYS: dict[str, dict[str, str]] = {
         "trainer.optimizer.exp_avg_sq_dtype": "exp_avg_sq_dtype",
         "trainer.optimizer.store_param_remainders": "store_param_remainders",
         "trainer.distributed_optimizer": "use_distributed_optimizer",
+        "trainer.overlap_param_gather": "overlap_param_gather",
         "trainer.max_skipped_steps": "grad_norm_skip_threshold",
         "model.dtype": (
             "bf16 fp16 params_dtype loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis"
@@ -94,7 +96,9 @@ KEYS: dict[str, dict[str, str]] = {
 _ARCHITECTURE = "config.json of the model decides the architecture, and the weight sync serves the same"
 _SHAPES = "microbatches differ in length, and this needs one length for all"
 _WEIGHTS = "weight sync and checkpoints read parameters in model.dtype, under their names"
-_READ_AT_ONCE = "the weight sync reads all parameters right after an update"
+_READ_AT_ONCE = (
+    "the weight sync reads all parameters right after a step, and trainer.overlap_param_gather provides that"
+)
 _STATE = "megasync keeps Adam's moments and float32 main weights on the device, and gradients in float32"
 _PACKED = "megasync places the tokens of a packed sequence itself"
 _LOSS = "megasync computes the loss, and normalises it by the tokens of a whole step"
@@ -198,7 +202,7 @@ REASONS: dict[str, dict[str, str]] = {
         ),
     },
     "ddp": {
-        _READ_AT_ONCE: "overlap_param_gather align_param_gather",
+        _READ_AT_ONCE: "align_param_gather",
         _LOSS: "grad_reduce_in_fp32 average_in_collective gradient_reduce_div_fusion delay_wgrad_compute",
         "the optimizer state of a run is spread over all data-parallel ranks": "num_distributed_optimizer_instances",
         "megasync itself skips a step whose gradient is not finite": "check_for_nan_in_grad check_for_large_grads",
@@ -213,7 +217,7 @@ REASONS: dict[str, dict[str, str]] = {
         ),
     },
     "optimizer": {
-        _READ_AT_ONCE: "overlap_param_gather overlap_param_gather_with_optimizer_step",
+        _READ_AT_ONCE: "overlap_param_gather_with_optimizer_step",
         _STATE: (
             "main_grads_dtype main_params_dtype optimizer_cpu_offload optimizer_offload_fraction "
             "use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params "

@@ -326,11 +326,27 @@ def _check_trainer(config: Config) -> None:
             "trainer.overlap_grad_reduce=true reduces gradients over data-parallel ranks, but trainer.data_parallel=1; "
             "set it to false"
         )
+    _check_param_gather(trainer)
     _check_precision(config)
     if config.cluster.device == "cpu":
         for key in ("moe_permute_fusion", "moe_shared_expert_overlap", "gradient_accumulation_fusion"):
             if getattr(trainer, key):
                 raise ConfigError(f"trainer.{key}=true needs a GPU, but cluster.device=cpu; set it to false")
+
+
+def _check_param_gather(trainer: TrainerConfig) -> None:
+    if not trainer.overlap_param_gather:
+        return
+    for key, value, fix in (
+        ("overlap_grad_reduce", trainer.overlap_grad_reduce, "set both to true"),
+        ("distributed_optimizer", trainer.distributed_optimizer, "set both to true"),
+        ("minibatches", trainer.minibatches > 1, "set it to false, or raise minibatches"),
+    ):
+        if not value:
+            raise ConfigError(
+                f"trainer.overlap_param_gather=true has no effect with trainer.{key}="
+                f"{as_typed(getattr(trainer, key))}; {fix}"
+            )
 
 
 def _check_precision(config: Config) -> None:

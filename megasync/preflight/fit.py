@@ -37,7 +37,8 @@ MEM_FRACTIONS = (0.85, 0.9)
 KEYS = (
     *(f"trainer.{key}_parallel" for key in ("tensor", "pipeline", "data")),
     *(f"trainer.{key}" for key in ("sequence_parallel", "distributed_optimizer", "recompute", "tokens_per_microbatch")),
-    *(f"trainer.{key}" for key in ("recompute_layers", "recompute_modules", "overlap_grad_reduce")),
+    *(f"trainer.{key}" for key in ("recompute_layers", "recompute_modules")),
+    *(f"trainer.{key}" for key in ("overlap_grad_reduce", "overlap_param_gather")),
     *(f"rollout.{key}" for key in ("tensor_parallel", "servers", "min_servers", "mem_fraction")),
     "sync.arena",
     "cluster.address",
@@ -173,6 +174,7 @@ def _splits(config: Config) -> Iterator[TrainerConfig]:
             recompute_layers=now.recompute_layers if recompute == now.recompute else None,
             recompute_modules=now.recompute_modules if recompute == now.recompute else [],
             overlap_grad_reduce=now.overlap_grad_reduce and data > 1,
+            overlap_param_gather=now.overlap_param_gather and data > 1,
             distributed_optimizer=spread,
         )
         ranked.append((cost, len(ranked), split))

@@ -130,6 +130,7 @@ class MegatronEngine:
         self._trains = trains
         self._reference: ReferenceWeights | None = None
         self._saving: checkpoint.Saving | None = None
+        self._gathers_awaited = False
 
     def initialize(self, load: Callable[[Layout, int, torch.dtype], dict[str, torch.Tensor]] | None = None) -> None:
         """Builds process groups, model and optimizer, and loads this rank's shard of the model folder.
@@ -162,12 +163,13 @@ class MegatronEngine:
 
     def _prepare_training(self, weights: Mapping[str, torch.Tensor]) -> None:
         config = self.trainer_config
+        copies = self.topology.data * self.topology.context
         options = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             # Megatron keeps other dtypes of optimizer states in its distributed optimizer only.
-            use_distributed_optimizer=config.distributed_optimizer
-            and (self.topology.data * self.topology.context > 1 or config.optimizer.precision_aware),
+            use_distributed_optimizer=config.distributed_optimizer and (copies > 1 or config.optimizer.precision_aware),
             overlap_grad_reduce=config.overlap_grad_reduce,
+            overlap_param_gather=config.overlap_param_gather and config.distributed_optimizer and copies > 1,
             **converted("ddp", config.megatron.ddp),
         )
         self.wrapped = [DistributedDataParallel(chunk.config, options, chunk) for chunk in self.chunks]
@@ -180,6 +182,31 @@ class MegatronEngine:
             schedule.no_sync_func = waits if len(waits) > 1 else waits[0]  # pyright: ignore[reportAttributeAccessIssue]
         self.optimizer = Optimizer(self.wrapped, config, self.total_steps, self.dtype, self.device.torch_device)
         self.optimizer.start_from(self.weights, weights)
+        self._await_gathers(False)
+
+    # With `trainer.overlap_param_gather` an update leaves each rank with only its own part of the new weights. The next
+    # forward pass gathers each bucket before its first use; whoever else reads weights calls `gather_weights`.
+
+    def _await_gathers(self, awaited: bool) -> None:
+        """Sets whether weights have yet to be gathered, and whether Megatron gathers them in the next forward pass."""
+        self._gathers_awaited = awaited
+        for group in self._bucket_groups():
+            group.param_gather_dispatched = not awaited
+
+    def _bucket_groups(self) -> list[Any]:
+        """Megatron's buckets of parameters that are gathered in forward passes; none without that option."""
+        overlapped = [model for model in self.wrapped if model.ddp_config.overlap_param_gather]
+        return [group for model in overlapped for group in model.bucket_groups + model.expert_parallel_bucket_groups]
+
+    def gather_weights(self) -> None:
+        """Completes the weights of the last update on this rank, if they have not been. A collective."""
+        if not self._gathers_awaited:
+            return
+        for group in self._bucket_groups():
+            # Those that the last forward pass gathered have no more to wait for.
+            if not group.param_gather_dispatched or group.param_gather_handle is not None:
+                group.start_param_sync(force_sync=True)
+        self._await_gathers(False)
 
     @property
     def _models(self) -> list[torch.nn.Module]:
@@ -252,12 +279,16 @@ class MegatronEngine:
         for model in self.wrapped:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
+        # Megatron would now gather in any case.
+        self._await_gathers(self._gathers_awaited)
 
     def update(self, step: int, loss_is_finite: bool) -> Update:
         """Takes an optimizer step with the gradients of `forward_backward`, or skips it if any rank saw a non-finite
-        value.
+        value. With `trainer.overlap_param_gather`, call `gather_weights` before `params` are read.
         """
-        return self.optimizer.step(step, loss_is_finite)
+        update = self.optimizer.step(step, loss_is_finite)
+        self._await_gathers(update.applied and bool(self._bucket_groups()))
+        return update
 
     def score(self, share: Share, *, temperature: float = 1.0, reference: bool = False) -> list[torch.Tensor]:
         """Log-probs of each microbatch's targets, float32 [targets] on the device; empty before the last stage.
@@ -314,7 +345,7 @@ class MegatronEngine:
         balanced = self.trainer_config.moe_aux_loss > 0
         interleaved = self.topology.virtual > 1
         batches = [self._batches(share) for _ in self._models]
-        return get_forward_backward_func()(
+        reports = get_forward_backward_func()(
             forward_step_func=partial(forward_step, evaluate, balanced),
             data_iterator=batches if interleaved else batches[0],
             model=self._models if interleaved else self._models[0],
@@ -324,6 +355,9 @@ class MegatronEngine:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        # Weights that this pass did not use.
+        self.gather_weights()
+        return reports
 
     def _batches(self, share: Share) -> Iterator[Batch]:
         for index, microbatch in enumerate(share.microbatches):
@@ -383,6 +417,7 @@ class MegatronEngine:
 
     def keep_reference(self) -> None:
         """Copies the current weights to host memory, for `score` with ``reference``."""
+        self.gather_weights()
         self._reference = ReferenceWeights(self.chunks, self.device)
 
     # Checkpoints
@@ -397,6 +432,7 @@ class MegatronEngine:
 
         Raises CheckpointError if there is something at ``path``.
         """
+        self.gather_weights()
         shard = checkpoint.Shard(
             layout=self.layout,
             dtype=self.model_config.dtype,
@@ -427,6 +463,7 @@ class MegatronEngine:
 
         It may be of another topology. Raises CheckpointError if it is incomplete, or of another model or dtype.
         """
+        self.gather_weights()
         found = checkpoint.load(
             Path(path),
             self.layout,

@@ -94,6 +94,7 @@ class Optimizer:
                 bf16=dtype == torch.bfloat16,
                 params_dtype=dtype,
                 use_distributed_optimizer=models[0].ddp_config.use_distributed_optimizer,
+                overlap_param_gather=models[0].ddp_config.overlap_param_gather,
                 use_precision_aware_optimizer=config.precision_aware,
                 store_param_remainders=config.store_param_remainders,
                 exp_avg_dtype=getattr(torch, config.exp_avg_dtype),

@@ -159,6 +159,8 @@ class PolicyTrainer:
                 if not report["applied"]:
                     self._skip(groups, minibatch, load, f"step-{step:08d}-{index}", report)
                 reports.append(report)
+        # For the weight sync, which reads them where they are.
+        self._engine.gather_weights()
         skipped = len(parts) - sum(report["applied"] for report in reports)
         if not reports:
             return {"train/skipped": skipped}

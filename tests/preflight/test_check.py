@@ -49,6 +49,14 @@ CONTRADICTIONS = [
         ["names layernorm"],
     ),
     (["trainer.overlap_grad_reduce=true"], ["overlap_grad_reduce=true", "trainer.data_parallel=1"]),
+    (
+        ["trainer.data_parallel=2", "trainer.overlap_param_gather=true"],
+        ["overlap_param_gather=true has no effect", "trainer.overlap_grad_reduce=false", "set both to true"],
+    ),
+    (
+        [f"trainer.{key}" for key in ("data_parallel=2", "overlap_grad_reduce=true", "overlap_param_gather=true")],
+        ["overlap_param_gather=true has no effect", "trainer.minibatches=1"],
+    ),
     (["rollout.external=[host:1]", "rollout.servers=1"], ["rollout.external names 'host:1'", "http://host:port"]),
     (["rollout.external=[http://a:1,http://a:1]"], ["http://a:1 more than once"]),
     (

@@ -13,7 +13,7 @@ from megasync.errors import ConfigError
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
 from megasync.preflight.check import check_config, model_layout
-from megasync.preflight.memory import checkpoint_bytes, server_memory, stage_memory
+from megasync.preflight.memory import checkpoint_bytes, host_memory, server_memory, stage_memory
 from megasync.preflight.plan import resolve_plan
 from megasync.preflight.render import plan_tables
 
@@ -114,6 +114,21 @@ def test_a_rank_holds_weights_gradients_and_its_share_of_the_optimizer():
     assert memory.sync_buckets == 2 * BUCKET
     config.trainer.distributed_optimizer = False
     assert stage_memory(config, layout, BUCKET, 0).optimizer == 12 * elements
+
+
+def test_states_of_the_optimizer_are_counted_in_their_dtypes():
+    """On a device, in checkpoints, which have whole main weights, and on the host of a run that shares devices."""
+    states = ["exp_avg_dtype=bfloat16", "exp_avg_sq_dtype=bfloat16", "store_param_remainders=true"]
+    plain, short = (load("qwen3_8b_math", *overrides) for overrides in ((), [f"trainer.optimizer.{x}" for x in states]))
+    layout = layout_of(plain)
+    elements = sum(prod(shape) for shape in layout.params(0).values())
+    assert stage_memory(plain, layout, BUCKET, 0).optimizer == 12 * elements
+    assert stage_memory(short, layout, BUCKET, 0).optimizer == 6 * elements
+    assert checkpoint_bytes(short, layout) * 14 == checkpoint_bytes(plain, layout) * 10
+    for config in (plain, short):
+        config.cluster.colocate = True
+    offloaded = [host_memory(config, layout, 1, 0).offloaded for config in (plain, short)]
+    assert offloaded == [12 * elements, 6 * elements]
 
 
 def test_experts_are_distributed_over_their_own_ranks(tmp_path):

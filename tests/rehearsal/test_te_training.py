@@ -50,7 +50,10 @@ def test_bfloat16_is_as_exact_as_with_megatrons_own_layers(bfloat16, family, fla
 MOMENTS = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 REMAINDERS = {"store_param_remainders": True}
 RESUMED = {
-    1: {"bfloat16": ("qwen3", "bfloat16", {})},
+    1: {
+        "bfloat16": ("qwen3", "bfloat16", {}),
+        "bfloat16-moments": ("qwen3", "bfloat16", {}, MOMENTS | REMAINDERS),
+    },
     2: {
         "distributed-optimizer-bfloat16": ("qwen2", "bfloat16", {"data_parallel": 2}),
         "experts-virtual-pipeline": ("qwen3_moe", "float32", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
@@ -93,7 +96,6 @@ STATES = {
     ("names", "world", "megatron"),
     [
         (("plain", "moments", "both"), 2, ""),
-        pytest.param(tuple(STATES), 1, "", marks=pytest.mark.matrix),
         pytest.param(tuple(STATES), 2, " 0.19.2", marks=pytest.mark.matrix),
     ],
 )
@@ -123,6 +125,20 @@ def test_states_of_the_optimizer_in_other_dtypes(run_ranks, models, tmp_path, na
                 kinds = ("exp_avg", "exp_avg_sq")
                 dtype = {kind: [way.get(f"{kind}_dtype", "float32") for way in (options, others)] for kind in kinds}
                 assert loaded["converted"] == [kind for kind in kinds if len(set(dtype[kind])) > 1]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("flavour", ["te", "te 0.19.2"])
+def test_gathering_weights_in_forward_passes_changes_nothing(run_ranks, models, tmp_path, flavour):
+    layouts = {"data": {"data_parallel": 2, "minibatches": 2}}
+    paths = {family: models[family] for family in ("qwen2", "qwen3_moe", "deepseek_v3")}
+    for rank in run_ranks("overlapped", 2, flavour=flavour, models=paths, trainers=layouts, folder=str(tmp_path)):
+        for family in paths:
+            plain, overlapped = (rank[family, "data", overlap] for overlap in (False, True))
+            assert overlapped["buckets"] > 3
+            assert overlapped["metrics"] == plain["metrics"]
+            for reader in ("weights", "save"):
+                assert all(torch.equal(overlapped[reader][key], plain[reader][key]) for key in plain[reader])
 
 
 def assert_states(found, expected, options, halfway=True):

@@ -22,6 +22,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from megasync.buffer.payload import in_memory
 from megasync.buffer.segments import load_trajectories
@@ -631,6 +632,57 @@ def resume(runs, folder):
         resumed = continue_(engine, policy)
         close(engine)
         found[name] = {"straight": straight, "resumed": resumed, "state": state}
+    return found
+
+
+def overlapped(models, trainers, folder, forgotten=False):
+    """What each reader of weights finds after updates, with and without gathering weights in forward passes.
+
+    ``forgotten``: nobody waits for the weights.
+    """
+    found = {}
+    for (name, model), (label, trainer) in itertools.product(models.items(), trainers.items()):
+        for overlap in (False, True):
+            gather = {"overlap_grad_reduce": True, "overlap_param_gather": overlap}
+            bucket = {"megatron": {"ddp": {"bucket_size": 1000}}}
+            engine = make_engine(model, {**trainer, **gather, **bucket})
+            policy = PolicyTrainer(engine, AlgorithmConfig(), dump_dir="unused")
+            samples = to_samples(
+                [{"prompt": [1, 2, 3], "response": [4, 5, 6, 7]}, {"prompt": [8], "response": [9, 10]}]
+            )
+            share = engine.share(samples)
+            metrics = []
+            waits = mock.patch.object(engine, "gather_weights") if forgotten and overlap else contextlib.nullcontext()
+            with waits:
+                # Its two minibatches follow each other, and the weight sync follows them.
+                metrics.append(train_on(policy, make_groups(1), 1))
+                stepped = weights(engine)
+                results = {"weights": stepped}
+                for update, reader in enumerate(("score", "save", "reference"), start=2):
+                    engine.forward_backward(share, cross_entropy(6))
+                    engine.update(update, loss_is_finite=True)
+                    if reader == "score":
+                        results["score"] = torch.cat(engine.score_everywhere(samples))
+                    elif reader == "save":
+                        path = Path(folder) / f"{name}-{label}-{overlap}"
+                        engine.save(path, {})
+                        results["save"] = {
+                            key: value
+                            for file in sorted(path.glob("model-*"))
+                            for key, value in load_file(file).items()
+                        }
+                    else:
+                        engine.keep_reference()
+                        results["reference"] = torch.cat(engine.score_everywhere(samples, reference=True))
+                metrics.append(train_on(policy, make_groups(2), 2))
+            for entry in metrics:
+                entry.pop("train/seconds")
+            found[name, label, overlap] = {
+                **results,
+                "metrics": metrics,
+                "buckets": len(engine.wrapped[0].bucket_groups),
+            }
+            close(engine)
     return found
 
 

@@ -181,6 +181,10 @@ class TrainerConfig:
     recompute_modules: list[str] = field(default_factory=list)
     # Reduce gradients over data-parallel ranks while the backward pass of the last microbatch still runs.
     overlap_grad_reduce: bool = False
+    # Gather updated weights from data-parallel ranks while the next minibatch's forward pass already runs. After the
+    # last minibatch of a step they are gathered at once, because the weight sync reads them. Needs
+    # `overlap_grad_reduce`, the distributed optimizer and several minibatches.
+    overlap_param_gather: bool = False
     # Compute logits, log-probs and their gradients from the last hidden states in float32, whatever `model.dtype` is.
     float32_head: bool = False
     # Compute the linear layers in 8-bit floats from weights in bfloat16: null does not, tensorwise takes one scale for
