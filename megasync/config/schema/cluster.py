@@ -95,7 +95,8 @@ class TimeoutConfig:
     rollout_worker: float = limited(180.0, POSITIVE)
     # One message of a p2p sync without progress.
     sync_stall: float = limited(30.0, POSITIVE)
-    # One training step, or one save of a checkpoint.
+    # One training step, or one save of a checkpoint. A collective of the trainer ranks (Megatron's distributed timeout)
+    # may take twice that.
     train_step: float = limited(1800.0, POSITIVE)
     # Watchdog: if no group finishes and no step is trained for this long, the run stops and reports what each part
     # waits for. Time in a step, a save, a restart of the ranks or a weight sync does not count, because each has a
