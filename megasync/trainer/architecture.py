@@ -131,10 +131,10 @@ def check_context(layout: Layout, trainer: TrainerConfig, dtype: str) -> None:
     ranks, sizes = trainer.context_parallel, layout.sizes
     if ranks == 1:
         return
-    if sizes.delta:
+    if sizes.delta and sizes.delta.keys % (trainer.tensor_parallel * ranks):
         raise ConfigError(
-            f"trainer.context_parallel={ranks} is not implemented for the gated delta net of "
-            f"{layout.hf_config['model_type']}; set it to 1"
+            f"ranks exchange the heads of a gated delta net, but trainer.tensor_parallel={trainer.tensor_parallel} x "
+            f"trainer.context_parallel={ranks} does not divide linear_num_key_heads={sizes.delta.keys}; lower one"
         )
     if layout.value_head:
         raise ConfigError(f"trainer.context_parallel={ranks} is not implemented for a critic; set it to 1")

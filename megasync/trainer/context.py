@@ -82,7 +82,7 @@ def context_attention(
     """
     softmax_scale = query.shape[-1] ** -0.5 if scale is None else scale
     both = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=group)
-    keys, values = _Reorder.apply(both, plan.place, plan.order).split([key.shape[-1], value.shape[-1]], dim=-1)
+    keys, values = Reorder.apply(both, plan.place, plan.order).split([key.shape[-1], value.shape[-1]], dim=-1)
     queries = query.split([length // plan.ranks for length in plan.lengths])
     parts, start = [], 0
     for length, mine in zip(plan.lengths, queries, strict=True):
@@ -103,7 +103,7 @@ def context_attention(
     return torch.cat(parts)
 
 
-class _Reorder(torch.autograd.Function):
+class Reorder(torch.autograd.Function):
     """``rows[index]`` of a permutation, whose gradient is a gather by its inverse."""
 
     @staticmethod

@@ -5,6 +5,9 @@ Megatron's own layer needs GPUs, and its version 0.16.1 supports no packed token
 `out_proj`) except that the weight of `out_norm` is not stored minus 1. flash-linear-attention computes it on GPUs where
 it is installed, otherwise plain torch does (`gated_delta_rule`).
 
+With context parallelism, ranks exchange tokens for heads: each computes whole sequences for its part of the heads, with
+its part of the weights, so that gradients are summed over these ranks as all others are.
+
 Each sequence starts with an empty state and an empty convolution. A response that shares its prompt with others starts
 with those that the prompt ends with, so a tree is computed once here too.
 """
@@ -19,12 +22,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import conv1d, pad, silu, softplus
 
 from megasync.layout.families.sizes import DeltaHeads
 from megasync.trainer.attention import AttentionPlan, Segment, plan_attention
+from megasync.trainer.context import ContextPlan, Reorder, plan_context
 from megasync.trainer.gated_delta_rule import gated_delta_rule, unit
 
 if TYPE_CHECKING:
@@ -53,7 +58,10 @@ class GatedDeltaNet(MegatronModule):
         self, config: TransformerConfig, submodules: DeltaNetSubmodules, heads: DeltaHeads, pg_collection: Any, **_: Any
     ) -> None:
         super().__init__(config)
-        self._heads = heads.over(config.tensor_model_parallel_size)
+        held = heads.over(config.tensor_model_parallel_size)
+        # The heads that this rank computes. Context ranks hold the weights of the same ones and share the work.
+        self._ranks, self._context = config.context_parallel_size, pg_collection.cp
+        self._heads = held.over(self._ranks)
         device = torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device())
         linear: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
         self.in_proj = submodules.in_proj(
@@ -76,33 +84,73 @@ class GatedDeltaNet(MegatronModule):
         def parameter(*shape: int) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
 
-        self.conv1d = _Weighted(parameter(self._heads.conv_rows, 1, heads.taps))
-        self.A_log, self.dt_bias = parameter(self._heads.values), parameter(self._heads.values)
+        self.conv1d = _Weighted(parameter(held.conv_rows, 1, heads.taps))
+        self.A_log, self.dt_bias = parameter(held.values), parameter(held.values)
         self.out_norm = _Weighted(parameter(heads.value_dim))
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: None = None, *, packed_seq_params: PackedTokens, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states [tokens, 1, hidden], or the rank's own tokens under sequence parallelism; the same returned."""
-        heads = self._heads
-        mixed, gate, rate, step = self.in_proj(hidden_states)[0].squeeze(1).split(heads.sections, dim=-1)
-        decay = -self.A_log.float().exp() * softplus(step.float() + self.dt_bias.float())
+        heads, packed = self._heads, packed_seq_params
+        projected = self._to_heads(self.in_proj(hidden_states)[0].squeeze(1), packed)
+        mixed, gate, rate, step = projected.split(heads.sections, dim=-1)
+        decay = -self._own(self.A_log).float().exp() * softplus(step.float() + self._own(self.dt_bias).float())
         rate = rate.float().sigmoid()
         if mixed.is_cuda and _has_kernels():
-            values = self._kernels(mixed, decay, rate, packed_seq_params.cu_seqlens_q)
+            values = self._kernels(mixed, decay, rate, packed.cu_seqlens_q)
         else:
-            values = self._plain(mixed, decay, rate, _plan(packed_seq_params, mixed.device))
+            values = self._plain(mixed, decay, rate, _plan(packed, mixed.device))
         # All heads share the weight, so its gradient is the sum of all tensor ranks', which have different heads.
         weight: torch.Tensor = self.out_norm.weight
         if self.config.tensor_model_parallel_size > 1:
             weight = copy_to_tensor_model_parallel_region(weight)
         gate = gate.unflatten(-1, (heads.values, heads.value_dim)).contiguous()
         normed = _GatedNorm.apply(values, gate, weight, self.config.layernorm_epsilon)
-        return self.out_proj(normed.flatten(1).unsqueeze(1))
+        return self.out_proj(self._to_tokens(normed.flatten(1), packed).unsqueeze(1))
+
+    def _to_heads(self, projected: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
+        """From the context rank's own tokens and all heads [tokens, rows], all tokens and its own heads."""
+        if self._ranks == 1:
+            return projected
+        heads, plan = self._heads, self._split_of(packed, projected.device)
+        lengths = (heads.key_rows, heads.key_rows, heads.value_rows, heads.value_rows, heads.values, heads.values)
+        sections = projected.split([self._ranks * length for length in lengths], dim=-1)
+        by_rank = torch.cat([section.unflatten(-1, (self._ranks, -1)) for section in sections], dim=-1)
+        received = all_to_all(self._context, by_rank.transpose(0, 1).flatten(0, 1))
+        return Reorder.apply(received, plan.place, plan.order)
+
+    def _to_tokens(self, values: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
+        """The way back, for outputs of all tokens and the context rank's own heads."""
+        if self._ranks == 1:
+            return values
+        plan = self._split_of(packed, values.device)
+        received = all_to_all(self._context, Reorder.apply(values, plan.order, plan.place))
+        return received.unflatten(0, (self._ranks, -1)).transpose(0, 1).flatten(1)
+
+    def _split_of(self, packed: PackedTokens, device: torch.device) -> ContextPlan:
+        if isinstance(packed.plan, ContextPlan):
+            return packed.plan
+        if packed.context is None:
+            starts: list[int] = packed.cu_seqlens_q.tolist()
+            lengths = [end - start for start, end in pairwise(starts)]
+            packed.context = plan_context(lengths, self._ranks, self._context.rank(), device)
+        return packed.context
+
+    def _own(self, weight: torch.Tensor, *sections: int) -> torch.Tensor:
+        """The context rank's part of a weight, of each of its sections if there are several."""
+        if self._ranks == 1:
+            return weight
+        parts = weight.split([self._ranks * length for length in sections]) if sections else (weight,)
+        return torch.cat([part.chunk(self._ranks)[self._context.rank()] for part in parts])
+
+    def _conv_weight(self) -> torch.Tensor:
+        heads = self._heads
+        return self._own(self.conv1d.weight, heads.key_rows, heads.key_rows, heads.value_rows)
 
     def _plain(self, mixed: torch.Tensor, decay: torch.Tensor, rate: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """Of all tokens [tokens, value heads, value channels]."""
-        weight = self.conv1d.weight
+        weight = self._conv_weight()
         taps = weight.shape[-1]
         tails: list[torch.Tensor] = []
         states: list[torch.Tensor] = []
@@ -138,7 +186,7 @@ class GatedDeltaNet(MegatronModule):
         )
 
         starts = starts.long()
-        weight = self.conv1d.weight.squeeze(1)
+        weight = self._conv_weight().squeeze(1)
         convolved, _ = causal_conv1d(mixed[None].contiguous(), weight, activation="silu", cu_seqlens=starts)
         query, key, value = (part.contiguous() for part in self._split(convolved))
         output, _ = chunk_gated_delta_rule(

@@ -28,6 +28,8 @@ CASES = [
     # Windows and sinks.
     ("te", "gpt_oss", 2, {"heads": {**EXPERTS["heads"], "expert_parallel": 2}}),
     ("te 0.19.2", "gpt_oss", 2, {"heads": EXPERTS["heads"]}),
+    # Gated delta nets, whose heads are exchanged.
+    ("te", "qwen3_next", 2, {"ring": CP2, "gathered": GATHERED}),
     ("te", "qwen3", 4, {"cp4": {"context_parallel": 4}, "tp2": {**CP2, **TP2}, "pp2": PP2}),
 ]
 EVERY = [pytest.param(*case, marks=() if index == 0 else pytest.mark.matrix) for index, case in enumerate(CASES)]
@@ -58,11 +60,13 @@ def test_bfloat16_is_as_exact_as_with_one_rank(run_ranks, models, rows, tmp_path
         folder=str(tmp_path),
     )
     usual = (one["m", "one"]["scores"] - logprobs).abs().mean()
+    usual_loss = abs(one["m", "one"]["loss"] - loss)
+    usual_norm = abs(one["m", "one"]["grad_norm"] / norm(gradients) - 1)
     for label in layouts:
         results = [rank["m", label] for rank in ranks]
         for result in results:
             assert result["attention"] == "fused"
             assert (result["scores"] - logprobs).abs().mean() < 1.3 * usual
-            assert result["loss"] == pytest.approx(loss, abs=0.01)
-            assert result["grad_norm"] == pytest.approx(norm(gradients), rel=0.01)
+            assert result["loss"] == pytest.approx(loss, abs=max(0.01, 1.3 * usual_loss))
+            assert result["grad_norm"] == pytest.approx(norm(gradients), rel=max(0.01, 1.3 * usual_norm))
             assert torch.equal(result["after"], results[0]["after"])

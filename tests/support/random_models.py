@@ -249,9 +249,9 @@ MORE_MODELS["qwen3_next"] = {
     "norm_topk_prob": True,
     "mlp_only_layers": [],
     "full_attention_interval": 4,
-    "linear_num_key_heads": 2,
+    "linear_num_key_heads": 4,
     "linear_key_head_dim": 8,
-    "linear_num_value_heads": 4,
+    "linear_num_value_heads": 8,
     "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
 }

@@ -42,7 +42,9 @@ SPARSE = {
 }
 FAMILIES = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "glm4"), DENSE),
-    **dict.fromkeys(("qwen3_moe", "qwen2_moe", "deepseek_v3", "deepseek_v3_plain", "minimax_m2", "gpt_oss"), SPARSE),
+    **dict.fromkeys(
+        ("qwen3_moe", "qwen2_moe", "deepseek_v3", "deepseek_v3_plain", "minimax_m2", "gpt_oss", "qwen3_next"), SPARSE
+    ),
 }
 LEAN = [("qwen3", 2), ("deepseek_v3", 2)]
 EVERY = [
@@ -157,14 +159,11 @@ def test_windows_and_sinks_over_ranks_on_gpus_need_the_exchange_of_heads():
         check_context(layout, trainer, "bfloat16")
 
 
-@pytest.mark.parametrize("spec", ["local", "te"])
-def test_gated_delta_nets_are_refused_by_name(spec):
-    trainer = TrainerConfig(context_parallel=2)
-    layout = Layout(MORE_MODELS["qwen3_next"], Topology.from_config(trainer), spec)
-    with pytest.raises(
-        ConfigError, match="context_parallel=2 is not implemented for the gated delta net of qwen3_next"
-    ):
-        check_context(layout, trainer, "bfloat16")
+def test_heads_of_gated_delta_nets_that_ranks_cannot_share_are_refused():
+    trainer = TrainerConfig(context_parallel=4, tensor_parallel=2)
+    layout = Layout(MORE_MODELS["qwen3_next"], Topology.from_config(trainer))
+    with pytest.raises(ConfigError, match="tensor_parallel=2 x .*context_parallel=4 does not divide linear_num_key_h"):
+        check_context(layout, trainer, "float32")
 
 
 @pytest.mark.parametrize(

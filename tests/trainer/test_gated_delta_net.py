@@ -99,7 +99,10 @@ def layers():
         use_cpu_initialization=True,
     )
     ours = GatedDeltaNet(
-        config, DeltaNetSubmodules(Linear, Linear), heads=layout.sizes.delta, pg_collection=SimpleNamespace(tp=None)
+        config,
+        DeltaNetSubmodules(Linear, Linear),
+        heads=layout.sizes.delta,
+        pg_collection=SimpleNamespace(tp=None, cp=None),
     )
     hf = {f"model.layers.0.linear_attn.{name}": value for name, value in theirs.named_parameters()}
     own = {f"decoder.layers.0.self_attention.{name}": value for name, value in ours.named_parameters()}
