@@ -128,11 +128,20 @@ def test_states_of_the_optimizer_in_other_dtypes(run_ranks, models, tmp_path, na
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("flavour", ["te", "te 0.19.2"])
-def test_gathering_weights_in_forward_passes_changes_nothing(run_ranks, models, tmp_path, flavour):
+@pytest.mark.parametrize(
+    ("flavour", "families", "options"),
+    [
+        ("te", ("qwen2", "qwen3_moe", "deepseek_v3"), {}),
+        ("te 0.19.2", ("qwen2", "qwen3_moe", "deepseek_v3"), {}),
+        ("te", ("qwen2",), {"optimizer": MOMENTS | REMAINDERS, "dtype": "bfloat16"}),
+        ("te 0.19.2", ("qwen2",), {"optimizer": MOMENTS | REMAINDERS, "dtype": "bfloat16"}),
+    ],
+)
+def test_gathering_weights_in_forward_passes_changes_nothing(run_ranks, models, tmp_path, flavour, families, options):
     layouts = {"data": {"data_parallel": 2, "minibatches": 2}}
-    paths = {family: models[family] for family in ("qwen2", "qwen3_moe", "deepseek_v3")}
-    for rank in run_ranks("overlapped", 2, flavour=flavour, models=paths, trainers=layouts, folder=str(tmp_path)):
+    paths = {family: models[family] for family in families}
+    arguments = {"models": paths, "trainers": layouts, "folder": str(tmp_path), **options}
+    for rank in run_ranks("overlapped", 2, flavour=flavour, **arguments):
         for family in paths:
             plain, overlapped = (rank[family, "data", overlap] for overlap in (False, True))
             assert overlapped["buckets"] > 3

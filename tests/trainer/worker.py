@@ -635,7 +635,7 @@ def resume(runs, folder):
     return found
 
 
-def overlapped(models, trainers, folder, forgotten=False):
+def overlapped(models, trainers, folder, forgotten=False, optimizer=None, dtype="float32"):
     """What each reader of weights finds after updates, with and without gathering weights in forward passes.
 
     ``forgotten``: nobody waits for the weights.
@@ -645,7 +645,7 @@ def overlapped(models, trainers, folder, forgotten=False):
         for overlap in (False, True):
             gather = {"overlap_grad_reduce": True, "overlap_param_gather": overlap}
             bucket = {"megatron": {"ddp": {"bucket_size": 1000}}}
-            engine = make_engine(model, {**trainer, **gather, **bucket})
+            engine = make_engine(model, {**trainer, **gather, **bucket}, optimizer, dtype)
             policy = PolicyTrainer(engine, AlgorithmConfig(), dump_dir="unused")
             samples = to_samples(
                 [{"prompt": [1, 2, 3], "response": [4, 5, 6, 7]}, {"prompt": [8], "response": [9, 10]}]
