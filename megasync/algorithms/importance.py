@@ -1,4 +1,4 @@
-"""Truncated importance sampling: weights that correct for the gap between the sampling and the training policy.
+"""Importance weights that correct for the gap between the sampling and the training policy, within bounds.
 
 Invariant: weights are finite, at most ``cap``, without gradient, and 0 outside the mask. The log-ratio is clamped
 before the exponential, so neither an infinite log-prob nor a masked NaN can reach a sum.
@@ -14,31 +14,35 @@ from torch import Tensor
 
 
 class ImportanceWeights(NamedTuple):
-    """``weights`` [tokens] float32, and ``capped`` [tokens] bool, true where the ratio exceeds the cap."""
+    """``weights`` [tokens] float32, and ``outside`` [tokens] bool, true where the ratio is outside of its bounds."""
 
     weights: Tensor
-    capped: Tensor
+    outside: Tensor
 
 
 @torch.no_grad()
-def truncated_weights(
+def importance_weights(
     trainer_logprobs: Tensor,
     behaviour_logprobs: Tensor,
     mask: Tensor,
     *,
     level: str,
     cap: float,
+    floor: float = 0.0,
+    masks: bool = False,
     segments: Tensor | None = None,
 ) -> ImportanceWeights:
-    """``min(pi_trainer / pi_behaviour, cap)`` per token (``level="token"``) or per sequence (``"sequence"``).
+    """``pi_trainer / pi_behaviour`` per token (``level="token"``) or per sequence (``"sequence"``), in [floor, cap].
 
-    All tensors are [tokens]. ``mask`` is non-zero on trained tokens. ``segments`` (int64, the index of each token's
-    sequence) is required for ``"sequence"``, and every sequence must be complete. The ratio of a sequence is the
-    geometric mean over its trained tokens, so it does not grow with the length; all its tokens share the weight.
+    A ratio outside of the bounds is replaced by the bound, or, with ``masks``, its weight is 0. All tensors are
+    [tokens]. ``mask`` is non-zero on trained tokens. ``segments`` (int64, the index of each token's sequence) is
+    required for ``"sequence"``, and every sequence must be complete. The ratio of a sequence is the geometric mean over
+    its trained tokens, so it does not grow with the length; all its tokens share the weight.
 
     Token level: truncated importance sampling (Ionides 2008) for the behaviour/proximal part of AReaL's decoupled
-    objective (Fu et al. 2025, arXiv 2505.24298, section 5.2). Sequence level: the same with the length-normalised ratio
-    of GSPO (Zheng et al. 2025, arXiv 2507.18071, equation 7).
+    objective (Fu et al. 2025, arXiv 2505.24298, section 5.2); with ``masks`` masked importance sampling, and with a
+    ``floor`` too what Ling's authors call IcePop (arXiv 2510.18855). Sequence level: the same with the
+    length-normalised ratio of GSPO (Zheng et al. 2025, arXiv 2507.18071, equation 7).
 
     Raises ValueError for an unknown level, and for ``"sequence"`` without ``segments``.
     """
@@ -50,9 +54,10 @@ def truncated_weights(
         log_ratio = _mean_of_segment(log_ratio, keep, segments)
     elif level != "token":
         raise ValueError(f"importance weights are per 'token' or per 'sequence', not {level!r}")
-    log_cap = math.log(cap)
-    weights = torch.where(keep, log_ratio.clamp(max=log_cap).exp(), 0.0)
-    return ImportanceWeights(weights, keep & (log_ratio > log_cap))
+    low, high = math.log(floor) if floor else -math.inf, math.log(cap)
+    outside = keep & ((log_ratio > high) | (log_ratio < low))
+    counted = keep & ~outside if masks else keep
+    return ImportanceWeights(torch.where(counted, log_ratio.clamp(low, high).exp(), 0.0), outside)
 
 
 def _mean_of_segment(values: Tensor, keep: Tensor, segments: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megasync.algorithms.choose import loss_of
-from megasync.algorithms.importance import ImportanceWeights, truncated_weights
+from megasync.algorithms.importance import ImportanceWeights, importance_weights
 from megasync.algorithms.kl import KL_KINDS
 from megasync.algorithms.losses.tokens import PolicyTokens
 from megasync.config.schema import AlgorithmConfig
@@ -70,7 +70,8 @@ def policy_loss(
         "clip_fraction": (none if found.clipped is None else found.clipped).sum(),
         "dual_clip_fraction": (none if found.dual_clipped is None else found.dual_clipped).sum(),
         "is_weight_mean": importance.weights.sum(),
-        "is_capped_fraction": importance.capped.sum(),
+        "is_weight_square": importance.weights.square().sum(),
+        "is_outside_fraction": importance.outside.sum(),
         "logprob_diff": (old - behaviour).abs().sum(),
     }
     if reference_logprobs is not None:
@@ -99,6 +100,13 @@ def _importance(
 ) -> ImportanceWeights:
     if config.correction == "none":
         return ImportanceWeights(keep.float(), torch.zeros_like(keep))
-    return truncated_weights(
-        old, behaviour, keep, level=config.correction, cap=config.correction_cap, segments=segments
+    return importance_weights(
+        old,
+        behaviour,
+        keep,
+        level=config.correction,
+        cap=config.correction_cap,
+        floor=config.correction_floor,
+        masks=config.correction_outside == "mask",
+        segments=segments,
     )

@@ -120,6 +120,9 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.advantage={algorithm.advantage} compares the responses of one prompt, but "
             f"schedule.samples_per_group={samples}; set it to at least 2"
         )
+    if algorithm.correction == "none":
+        bounds = ("correction_cap", "correction_floor", "correction_outside")
+        refuse_unused(algorithm, "algorithm", bounds, "with algorithm.correction=none; choose token or sequence")
     if algorithm.ratio == "behaviour" and algorithm.correction != "none":
         raise ConfigError(
             f"algorithm.ratio=behaviour already corrects for stale samples, and algorithm.correction="

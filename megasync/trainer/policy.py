@@ -53,7 +53,7 @@ PER_TOKEN = (
     "clip_fraction",
     "dual_clip_fraction",
     "is_weight_mean",
-    "is_capped_fraction",
+    "is_outside_fraction",
     "logprob_diff",
 )
 
@@ -349,4 +349,7 @@ def _summary(reports: list[dict[str, float]]) -> dict[str, float]:
     per_token = {
         f"train/{name}": sum(report[name] for report in reports) / computed for name in PER_TOKEN if name in reports[0]
     }
-    return {**means, "train/lr": reports[-1]["lr"], **per_token}
+    # How many tokens of equal weight would have the same variance, as a share (Kish 1965).
+    squares = sum(report["is_weight_square"] for report in reports)
+    effective = sum(report["is_weight_mean"] for report in reports) ** 2 / (computed * squares) if squares else 0.0
+    return {**means, "train/lr": reports[-1]["lr"], **per_token, "train/is_effective_share": effective}

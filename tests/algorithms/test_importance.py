@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.algorithms.importance import truncated_weights
+from megasync.algorithms.importance import importance_weights
 
 LOGPROB = st.floats(-30, 0)
 TOKENS = st.lists(st.tuples(LOGPROB, LOGPROB, st.booleans()), min_size=1, max_size=24)
@@ -19,7 +19,7 @@ def columns(tokens):
 @given(TOKENS, st.floats(1.0, 5.0))
 def test_a_token_weight_is_the_capped_probability_ratio(tokens, cap):
     trainer, behaviour, mask = columns(tokens)
-    weights, capped = truncated_weights(trainer, behaviour, mask, level="token", cap=cap)
+    weights, capped = importance_weights(trainer, behaviour, mask, level="token", cap=cap)
     for i in range(len(tokens)):
         ratio = math.exp(trainer[i].item() - behaviour[i].item())
         assert weights[i].item() == pytest.approx(min(ratio, cap) if mask[i] else 0.0, rel=1e-5)
@@ -31,7 +31,7 @@ def test_a_token_weight_is_the_capped_probability_ratio(tokens, cap):
 def test_a_sequence_weight_is_the_capped_geometric_mean_over_its_trained_tokens(tokens, ids, cap):
     trainer, behaviour, mask = columns(tokens)
     segments = torch.tensor(ids[: len(tokens)])
-    weights, _ = truncated_weights(trainer, behaviour, mask, level="sequence", cap=cap, segments=segments)
+    weights, _ = importance_weights(trainer, behaviour, mask, level="sequence", cap=cap, segments=segments)
     for i in range(len(tokens)):
         mine = [j for j in range(len(tokens)) if segments[j] == segments[i] and mask[j]]
         if not mask[i]:
@@ -44,7 +44,7 @@ def test_a_sequence_weight_is_the_capped_geometric_mean_over_its_trained_tokens(
 def test_a_sequence_weight_does_not_shrink_with_length():
     for length in (1, 10, 10_000):
         zeros, ones = torch.zeros(length, dtype=torch.int64), torch.ones(length)
-        weights, _ = truncated_weights(-1.01 * ones, -ones, ones, level="sequence", cap=2.0, segments=zeros)
+        weights, _ = importance_weights(-1.01 * ones, -ones, ones, level="sequence", cap=2.0, segments=zeros)
         torch.testing.assert_close(weights, torch.full((length,), math.exp(-0.01)))
 
 
@@ -55,7 +55,7 @@ def test_a_masked_token_does_not_affect_other_tokens(level, garbage):
     behaviour = torch.tensor([-1.5, -math.inf, -2.0])
     mask = torch.tensor([1, 0, 1])
     segments = torch.tensor([0, 0, 0])
-    weights, capped = truncated_weights(trainer, behaviour, mask, level=level, cap=2.0, segments=segments)
+    weights, capped = importance_weights(trainer, behaviour, mask, level=level, cap=2.0, segments=segments)
     assert weights[1] == 0 and not capped[1]
     expected = [math.exp(0.5), 1.0] if level == "token" else [math.exp(0.25)] * 2
     torch.testing.assert_close(weights[[0, 2]], torch.tensor(expected))
@@ -63,7 +63,7 @@ def test_a_masked_token_does_not_affect_other_tokens(level, garbage):
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_token_with_zero_server_probability_gets_the_cap(level):
-    weights, capped = truncated_weights(
+    weights, capped = importance_weights(
         torch.tensor([-1.0]), torch.tensor([-math.inf]), torch.ones(1), level=level, cap=2.0, segments=torch.tensor([0])
     )
     assert weights.tolist() == [2.0] and capped.tolist() == [True]
@@ -71,12 +71,12 @@ def test_a_token_with_zero_server_probability_gets_the_cap(level):
 
 def test_half_precision_is_subtracted_in_float32():
     trainer, behaviour = torch.tensor([-10.0], dtype=torch.bfloat16), torch.tensor([-10.02])
-    weights, _ = truncated_weights(trainer, behaviour, torch.ones(1), level="token", cap=2.0)
+    weights, _ = importance_weights(trainer, behaviour, torch.ones(1), level="token", cap=2.0)
     assert weights.dtype == torch.float32 and weights.item() == pytest.approx(math.exp(0.02), rel=1e-5)
 
 
 def test_padding_may_carry_any_segment_index():
-    weights, _ = truncated_weights(
+    weights, _ = importance_weights(
         torch.zeros(2), torch.zeros(2), torch.tensor([1, 0]), level="sequence", cap=2.0, segments=torch.tensor([0, -1])
     )
     assert weights.tolist() == [1.0, 0.0]
@@ -85,7 +85,7 @@ def test_padding_may_carry_any_segment_index():
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_no_tokens_give_no_weights(level):
     empty = torch.zeros(0)
-    weights, capped = truncated_weights(
+    weights, capped = importance_weights(
         empty, empty, empty, level=level, cap=2.0, segments=torch.zeros(0, dtype=torch.int64)
     )
     assert weights.shape == capped.shape == (0,)
@@ -93,14 +93,28 @@ def test_no_tokens_give_no_weights(level):
 
 def test_weights_carry_no_gradient():
     trainer = torch.zeros(3, requires_grad=True)
-    assert not truncated_weights(trainer, torch.zeros(3), torch.ones(3), level="token", cap=2.0).weights.requires_grad
+    assert not importance_weights(trainer, torch.zeros(3), torch.ones(3), level="token", cap=2.0).weights.requires_grad
 
 
 def test_sequence_weights_need_segments():
     with pytest.raises(ValueError, match="segments"):
-        truncated_weights(torch.zeros(1), torch.zeros(1), torch.ones(1), level="sequence", cap=2.0)
+        importance_weights(torch.zeros(1), torch.zeros(1), torch.ones(1), level="sequence", cap=2.0)
 
 
 def test_an_unknown_level_is_refused():
     with pytest.raises(ValueError, match="'group'"):
-        truncated_weights(torch.zeros(1), torch.zeros(1), torch.ones(1), level="group", cap=2.0)
+        importance_weights(torch.zeros(1), torch.zeros(1), torch.ones(1), level="group", cap=2.0)
+
+
+@given(TOKENS, st.floats(1.0, 5.0), st.floats(0.05, 1.0), st.booleans())
+def test_outside_of_its_bounds_a_ratio_is_bounded_or_its_token_is_left_out(tokens, cap, floor, masks):
+    trainer, behaviour, mask = columns(tokens)
+    weights, outside = importance_weights(trainer, behaviour, mask, level="token", cap=cap, floor=floor, masks=masks)
+    for i in range(len(tokens)):
+        ratio = math.exp(trainer[i].item() - behaviour[i].item())
+        if min(abs(ratio - cap), abs(ratio - floor)) < 1e-5:
+            continue
+        beyond = not floor <= ratio <= cap
+        expected = 0.0 if masks and beyond else min(max(ratio, floor), cap)
+        assert weights[i].item() == pytest.approx(expected if mask[i] else 0.0, rel=1e-5)
+        assert outside[i].item() == bool(mask[i] and beyond)

@@ -161,7 +161,8 @@ def test_metrics_are_sums_over_trained_tokens():
     )
     assert sums["tokens"] == 3
     assert sums["clip_fraction"] == 1  # 1.5 > 1.28; 0.5 is not clipped, its advantage being positive
-    assert sums["is_capped_fraction"] == 1  # e^2 > 2
+    assert sums["is_outside_fraction"] == 1  # e^2 > 2
+    assert sums["is_weight_square"].item() == pytest.approx(1 + 4 + math.exp(1.0))
     assert sums["is_weight_mean"].item() == pytest.approx(1 + 2 + math.exp(0.5))
     assert sums["logprob_diff"].item() == pytest.approx(0 + 2 + 0.5)
     assert sums["entropy"] == 6

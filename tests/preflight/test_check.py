@@ -33,6 +33,7 @@ CONTRADICTIONS = [
     (["algorithm.loss=gpg", "algorithm.clip_low=0.1"], ["clip_low=0.1 has no effect with algorithm.loss=gpg"]),
     (["algorithm.advantage=rloo", "algorithm.normalize_std=false"], ["normalize_std=false has no effect"]),
     (["algorithm.loss=no_such.module:loss"], ["there is no module 'no_such'"]),
+    (["algorithm.correction=none", "algorithm.correction_outside=mask"], ["correction_outside=mask has no effect"]),
     (["algorithm.ratio=behaviour"], ["algorithm.ratio=behaviour", "algorithm.correction=token", "correction=none"]),
     (["trainer.optimizer.betas=[0.9]"], ["betas=[0.9]", "two numbers"]),
     (["trainer.optimizer.betas=[0.9,1.0]"], ["betas=[0.9, 1.0]", "below 1"]),
