@@ -58,6 +58,7 @@ FREE = frozenset(
         *(f"trainer.{key}_parallel" for key in ("expert", "expert_tensor", "sequence")),
         *(f"trainer.{key}" for key in ("min_data_parallel", "context_parallel_comm")),
         *(f"trainer.{key}" for key in ("virtual_pipeline", "first_stage_layers", "last_stage_layers")),
+        "trainer.pipeline_layout",
         "trainer.distributed_optimizer",
         # Optimizer state contains moments, not hyperparameters.
         *(f"trainer.{key}" for key in ("tokens_per_microbatch", "minibatches", "recompute")),

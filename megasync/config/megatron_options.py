@@ -54,10 +54,9 @@ KEYS: dict[str, dict[str, str]] = {
         "trainer.sequence_parallel": "sequence_parallel",
         "trainer.expert_parallel": "expert_model_parallel_size",
         "trainer.expert_tensor_parallel": "expert_tensor_parallel_size moe_extended_tp",
-        "trainer.first_stage_layers": (
-            "num_layers_in_first_pipeline_stage pipeline_model_parallel_layout account_for_embedding_in_pipeline_split"
-        ),
+        "trainer.first_stage_layers": "num_layers_in_first_pipeline_stage account_for_embedding_in_pipeline_split",
         "trainer.last_stage_layers": "num_layers_in_last_pipeline_stage account_for_loss_in_pipeline_split",
+        "trainer.pipeline_layout": "pipeline_model_parallel_layout",
         "trainer.recompute": "recompute_granularity recompute_method moe_layer_recompute",
         "trainer.recompute_layers": "recompute_num_layers",
         "trainer.recompute_modules": "recompute_modules",

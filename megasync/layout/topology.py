@@ -42,8 +42,9 @@ class Topology:
     """Sizes of the parallel dimensions.
 
     ``expert`` ranks share the experts of a layer, and ``expert_tensor`` ranks each expert (None: as many as
-    ``tensor``). ``first_stage_layers`` and ``last_stage_layers`` set the sizes of the pipeline's ends. With
-    ``virtual`` > 1 each rank has that many chunks of layers, and the pipeline passes through all ranks as many times.
+    ``tensor``). ``first_stage_layers`` and ``last_stage_layers`` set the sizes of the pipeline's ends, or
+    ``pipeline_layout`` those of all chunks. With ``virtual`` > 1 each rank has that many chunks of layers, and the
+    pipeline passes through all ranks as many times.
     """
 
     tensor: int = 1
@@ -55,8 +56,11 @@ class Topology:
     expert_tensor: int | None = None
     virtual: int = 1
     context: int = 1
+    pipeline_layout: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        # A topology that was read from JSON or a configuration has a list.
+        object.__setattr__(self, "pipeline_layout", tuple(self.pipeline_layout))
         for name in ("tensor", "pipeline", "data", "expert", "expert_tensor", "context"):
             size = getattr(self, name)
             if size is not None and size < 1:
@@ -68,6 +72,7 @@ class Topology:
                 f"trainer.virtual_pipeline={self.virtual} interleaves pipeline stages, but "
                 f"trainer.pipeline_parallel=1; raise pipeline_parallel or set virtual_pipeline=1"
             )
+        self._check_layout()
         if self.stage_size % (self.expert * self.expert_tensor_size):
             etp = f"{self.expert_tensor}" if self.expert_tensor else f"{self.tensor} (as trainer.tensor_parallel)"
             context = f"trainer.context_parallel={self.context} x " if self.context > 1 else ""
@@ -76,6 +81,30 @@ class Topology:
                 f"{self.stage_size} ranks of a pipeline stage (trainer.tensor_parallel={self.tensor} x "
                 f"{context}trainer.data_parallel={self.data}); change one of them"
             )
+
+    def _check_layout(self) -> None:
+        counts = list(self.pipeline_layout)
+        if not counts:
+            return
+        if self.pipeline == 1:
+            raise ConfigError(
+                f"trainer.pipeline_layout={counts} needs several pipeline stages, but trainer.pipeline_parallel=1; set "
+                f"it to [] or raise pipeline_parallel"
+            )
+        for name in ("first_stage_layers", "last_stage_layers"):
+            if (layers := getattr(self, name)) is not None:
+                raise ConfigError(
+                    f"trainer.pipeline_layout={counts} sets the layers of all stages, and trainer.{name}={layers} "
+                    f"those of one; set pipeline_layout to [] or {name} to null"
+                )
+        if len(counts) != self.pipeline * self.virtual:
+            raise ConfigError(
+                f"trainer.pipeline_layout={counts} has {len(counts)} numbers; it needs {self.pipeline * self.virtual}, "
+                f"one for each chunk (trainer.pipeline_parallel={self.pipeline} x trainer.virtual_pipeline="
+                f"{self.virtual})"
+            )
+        if min(counts) < 1:
+            raise ConfigError(f"trainer.pipeline_layout={counts} leaves a chunk without a layer; each needs at least 1")
 
     @classmethod
     def from_config(cls, trainer: TrainerConfig) -> Topology:
@@ -89,6 +118,7 @@ class Topology:
             expert_tensor=trainer.expert_tensor_parallel,
             virtual=trainer.virtual_pipeline,
             context=trainer.context_parallel,
+            pipeline_layout=tuple(trainer.pipeline_layout),
         )
 
     def largest_on(self, ranks: int, least: int = 1) -> Topology | None:
@@ -185,8 +215,11 @@ class Topology:
 
         The end stages take what is configured; the stages between them split the rest evenly. With virtual stages, each
         stage's share is cut into equal chunks, and the first chunks of all stages precede the second ones.
-        Raises ConfigError when the layers cannot be split that way.
+        `pipeline_layout` gives the size of each chunk in that order. Raises ConfigError when the layers cannot be split
+        that way.
         """
+        if self.pipeline_layout:
+            return self._laid_out(num_layers)
         sizes = self._stage_sizes(num_layers)
         if any(size % self.virtual for size in sizes):
             raise ConfigError(
@@ -198,6 +231,16 @@ class Topology:
             [turn * sum(chunks) + sum(chunks[:stage]) for turn in range(self.virtual)] for stage in range(self.pipeline)
         ]
         return [[range(start, start + chunk) for start in turns] for turns, chunk in zip(starts, chunks, strict=True)]
+
+    def _laid_out(self, num_layers: int) -> list[list[range]]:
+        counts = self.pipeline_layout
+        if sum(counts) != num_layers:
+            raise ConfigError(
+                f"trainer.pipeline_layout={list(counts)} has {sum(counts)} layers, but the model has {num_layers}; "
+                f"change the numbers"
+            )
+        chunks = [range(sum(counts[:place]), sum(counts[: place + 1])) for place in range(len(counts))]
+        return [chunks[stage :: self.pipeline] for stage in range(self.pipeline)]
 
     def _stage_sizes(self, num_layers: int) -> list[int]:
         first, last = self.first_stage_layers, self.last_stage_layers

@@ -232,6 +232,7 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
         pipeline_model_parallel_size=trainer.pipeline_parallel,
         num_layers_in_first_pipeline_stage=trainer.first_stage_layers,
         num_layers_in_last_pipeline_stage=trainer.last_stage_layers,
+        pipeline_model_parallel_layout=_pipeline_layout(trainer),
         sequence_parallel=trainer.sequence_parallel and trainer.tensor_parallel > 1,
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         # An interleaved schedule could confuse batched messages between the same two ranks.
@@ -265,6 +266,16 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
     # differ in length, but those that meet in a dispatcher are padded to the same length (`packing.pad_alike`).
     config.variable_seq_lengths = True
     return config
+
+
+def _pipeline_layout(trainer: TrainerConfig) -> list[list[str]] | None:
+    """Megatron's lists of what each chunk holds, in the order of `trainer.pipeline_layout`."""
+    chunks = [["decoder"] * layers for layers in trainer.pipeline_layout]
+    if not chunks:
+        return None
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
+    return chunks
 
 
 def _activation_options(layout: Layout, *, fused: bool) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -125,6 +126,35 @@ def test_virtual_stages_have_megatrons_layers(pipeline, layers, first, last):
         for turn, chunk in enumerate(chunks):
             assert chunk.start == get_transformer_layer_offset(config, vp_stage=turn, pp_rank=stage)
     assert sorted(layer for chunks in stages for chunk in chunks for layer in chunk) == list(range(layers))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "counts"), [(2, (1, 3)), (3, (4, 1, 2)), (2, (1, 2, 3, 1)), (3, (2, 3, 3, 1, 2, 1))]
+)
+def test_a_pipeline_layout_gives_each_chunk_megatrons_layers(pipeline, counts):
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    from megasync.config.schema import TrainerConfig
+    from megasync.trainer.model import _pipeline_layout
+
+    virtual = len(counts) // pipeline
+    topology = Topology(pipeline=pipeline, virtual=virtual, pipeline_layout=counts)
+    rows = _pipeline_layout(TrainerConfig(pipeline_layout=list(counts)))
+    megatron = PipelineParallelLayerLayout(rows, pipeline)
+    megatron.validate_layer_layout(sum(counts), None)
+    layers = iter(range(sum(counts)))
+    expected = {}
+    for turn in range(virtual):
+        for stage in range(pipeline):
+            held = megatron.layout[stage][turn]
+            expected[stage, turn] = [next(layers) for kind in held if kind.name == "decoder"]
+    stages = topology.stage_layers(sum(counts))
+    assert {(s, t): list(chunk) for s, chunks in enumerate(stages) for t, chunk in enumerate(chunks)} == expected
+
+
+def test_a_topology_from_json_equals_the_one_that_was_written():
+    topology = Topology(pipeline=2, pipeline_layout=(1, 3))
+    assert Topology(**json.loads(json.dumps(asdict(topology)))) == topology
 
 
 @pytest.mark.parametrize(

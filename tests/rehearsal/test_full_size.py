@@ -24,7 +24,14 @@ RUNS = {
     "qwen3-32b": ("qwen3_32b", {"tensor_parallel": 8, "pipeline_parallel": 2, "data_parallel": 64}, "0.19.2"),
     "llama3-70b-interleaved": (
         "llama3_70b",
-        {"tensor_parallel": 8, "pipeline_parallel": 4, "virtual_pipeline": 5, "data_parallel": 32, "recompute": None},
+        {
+            "tensor_parallel": 8,
+            "pipeline_parallel": 4,
+            "virtual_pipeline": 5,
+            "pipeline_layout": [3, *[4] * 18, 5],
+            "data_parallel": 32,
+            "recompute": None,
+        },
         "0.16.1",
     ),
     "qwen3-30b-a3b": (
@@ -53,8 +60,7 @@ RUNS = {
             "data_parallel": 32,
             "expert_parallel": 32,
             "expert_tensor_parallel": 1,
-            "first_stage_layers": 8,
-            "last_stage_layers": 5,
+            "pipeline_layout": [6, 8, 8, 8, 8, 8, 9, 6],
             "recompute": None,
         },
         "0.19.2",

@@ -69,7 +69,7 @@ DENSE = [
     (1, {}),
     (2, {"tensor_parallel": 2, "sequence_parallel": True}),
     (2, {"data_parallel": 2, "distributed_optimizer": False}),
-    (2, {"pipeline_parallel": 2, "last_stage_layers": 1}),
+    (2, {"pipeline_parallel": 2, "pipeline_layout": [2, 1]}),
     (4, {"tensor_parallel": 2, "data_parallel": 2}),
     (4, {"context_parallel": 2, "data_parallel": 2}),
     (2, {"context_parallel": 2}),

@@ -167,6 +167,9 @@ class TrainerConfig:
     first_stage_layers: int | None = limited(None, AT_LEAST_ONE)
     # Layers of the last pipeline stage if the split is uneven; null splits evenly.
     last_stage_layers: int | None = limited(None, AT_LEAST_ONE)
+    # Layers of each chunk of the pipeline, in the model's order, `pipeline_parallel` x `virtual_pipeline` numbers: the
+    # first chunks of all stages, then their second ones. Instead of `first_stage_layers` and `last_stage_layers`.
+    pipeline_layout: list[int] = field(default_factory=list)
     # Split activations between layers over the tensor-parallel ranks.
     sequence_parallel: bool = False
     # Shard the optimizer state over the data-parallel ranks.
