@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megasync.algorithms.sequences import sequence_mean
+
 
 class ImportanceWeights(NamedTuple):
     """``weights`` [tokens] float32, and ``outside`` [tokens] bool, true where the ratio is outside of its bounds."""
@@ -51,21 +53,10 @@ def importance_weights(
     if level == "sequence":
         if segments is None:
             raise ValueError("sequence-level importance weights need `segments`, the sequence index of each token")
-        log_ratio = _mean_of_segment(log_ratio, keep, segments)
+        log_ratio = sequence_mean(log_ratio, keep, segments)
     elif level != "token":
         raise ValueError(f"importance weights are per 'token' or per 'sequence', not {level!r}")
     low, high = math.log(floor) if floor else -math.inf, math.log(cap)
     outside = keep & ((log_ratio > high) | (log_ratio < low))
     counted = keep & ~outside if masks else keep
     return ImportanceWeights(torch.where(counted, log_ratio.clamp(low, high).exp(), 0.0), outside)
-
-
-def _mean_of_segment(values: Tensor, keep: Tensor, segments: Tensor) -> Tensor:
-    """The mean of the kept values of each token's segment, [tokens]. Values outside ``keep`` must be 0."""
-    if not values.numel():
-        return values
-    segments = torch.where(keep, segments, 0)
-    size = int(segments.max()) + 1
-    total = values.new_zeros(size).index_add(0, segments, values)
-    count = values.new_zeros(size).index_add(0, segments, keep.to(values.dtype))
-    return (total / count.clamp(min=1))[segments]

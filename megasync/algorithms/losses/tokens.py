@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megasync.algorithms.kl import MAX_LOG_RATIO
+from megasync.algorithms.sequences import sequence_mean
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,7 @@ class PolicyTokens:
         """The mean over the kept tokens of each token's sequence, [tokens]. Raises ValueError without segments."""
         if self.segments is None:
             raise ValueError("a loss of whole sequences needs `segments`, the sequence index of each token")
-        if not values.numel():
-            return values
-        segments = torch.where(self.keep, self.segments, 0)
-        size = int(segments.max()) + 1
-        total = values.new_zeros(size).index_add(0, segments, torch.where(self.keep, values, 0.0))
-        count = values.new_zeros(size).index_add(0, segments, self.keep.to(values.dtype))
-        return (total / count.clamp(min=1))[segments]
+        return sequence_mean(values, self.keep, self.segments)
 
 
 @dataclass(frozen=True)
