@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 # As the published folders, which keep these unquantized.
-PLAIN = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "bias", "shared_expert_gate")
+PLAIN = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "bias", "shared_expert_gate", "conv1d", "A_log")
 
 
 def quantize(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
