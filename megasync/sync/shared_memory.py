@@ -94,8 +94,9 @@ def copy_from(handle: Handle, target: torch.Tensor) -> None:
         raise RuntimeError(f"a message of {handle.nbytes} bytes came where {target.nbytes} were expected")
     if isinstance(handle, HostHandle):
         try:
-            with open(f"/proc/{handle.pid}/fd/{handle.fd}", "r+b") as file:
-                memory = mmap.mmap(file.fileno(), handle.nbytes)
+            with open(f"/proc/{handle.pid}/fd/{handle.fd}", "rb") as file:
+                # Private: torch takes no memory that cannot be written to.
+                memory = mmap.mmap(file.fileno(), handle.nbytes, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise RuntimeError(f"the memory of process {handle.pid} cannot be read: {error}") from error
         target.view(torch.uint8).copy_(torch.frombuffer(memory, dtype=torch.uint8))
