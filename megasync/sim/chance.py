@@ -25,7 +25,6 @@ FAULTS = {
     "server hangs in a sync": 0.05,
     "link breaks in a sync": 0.05,
     "server dies while it starts": 0.2,
-    "server dies as its memory changes": 0.1,
     "answer is lost": 0.05,
     "buffer dies": 0.01,
     "reward fails": 0.03,
@@ -34,6 +33,9 @@ FAULTS = {
     "node is lost": 0.2,
     "node is back": 0.3,
 }
+
+# The same, of schedules whose ranks and servers share devices.
+OF_TURNS = {"server dies as its memory changes": 0.1}
 
 
 class Chance:
@@ -47,10 +49,14 @@ class Chance:
         self.seed = seed
         self._asked: Counter[str] = Counter()
         self.met: Counter[str] = Counter()
-        drawn = random.Random(f"{seed}")
-        self.rates = {kind: most * drawn.random() if drawn.random() < 0.5 else 0.0 for kind, most in FAULTS.items()}
-        if likely in FAULTS:
-            self.rates[likely] = FAULTS[likely]
+        drawn, of_turns = random.Random(f"{seed}"), random.Random(f"{seed} turns")
+        self.rates = {
+            kind: most * source.random() if source.random() < 0.5 else 0.0
+            for source, faults in ((drawn, FAULTS), (of_turns, OF_TURNS))
+            for kind, most in faults.items()
+        }
+        if likely in self.rates:
+            self.rates[likely] = {**FAULTS, **OF_TURNS}[likely]
         self.speed = {kind: drawn.uniform(0.2, 3.0) for kind in ("generate", "train", "sync", "call")}
         self.choice = drawn
 

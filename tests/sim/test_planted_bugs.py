@@ -27,6 +27,7 @@ from megasync.serving import answers
 from megasync.serving.answers import GeneratedPiece
 from megasync.serving.health import ServerHealth, ServerState
 from megasync.sim import simulate
+from megasync.sim.chance import OF_TURNS
 from megasync.sim.transport import SimPublisher
 from megasync.sim.workers import DEADLY_ROW
 from megasync.sim.world import FIRST_COLOCATED, FIRST_WITH_WORKERS
@@ -37,11 +38,11 @@ SEEDS = 300
 
 
 # The fault that only schedules with shared devices have.
-OF_TURNS = "server dies as its memory changes"
+(TURN_FAULT,) = OF_TURNS
 
 
 def first_failure(likely: str) -> BaseException:
-    first = {DEADLY_ROW: FIRST_WITH_WORKERS, OF_TURNS: FIRST_COLOCATED}.get(likely, 0)
+    first = {DEADLY_ROW: FIRST_WITH_WORKERS, TURN_FAULT: FIRST_COLOCATED}.get(likely, 0)
     for seed in range(first, first + SEEDS):
         try:
             simulate(seed, likely)
@@ -238,11 +239,11 @@ BUGS = [
         "schedule.groups_per_step",
     ),
     (Placement, "remove", isolates_nothing, "all workers are lost", DEADLY_ROW),
-    (Turns, "_take_from_servers", takes_what_others_hold, "have room for one", OF_TURNS),
-    (Turns, "of_new_ranks", restarts_in_any_turn, "have room for one", OF_TURNS),
-    (Turns, "of_servers", leaves_after_the_servers_came, "have room for one", OF_TURNS),
-    (Turns, "of_ranks", restarts_in_any_turn, "not offloaded", OF_TURNS),
-    (Fleet, "release_memory", waits_for_no_start, "have room for one", OF_TURNS),
+    (Turns, "_take_from_servers", takes_what_others_hold, "have room for one", TURN_FAULT),
+    (Turns, "of_new_ranks", restarts_in_any_turn, "have room for one", TURN_FAULT),
+    (Turns, "of_servers", leaves_after_the_servers_came, "have room for one", TURN_FAULT),
+    (Turns, "of_ranks", restarts_in_any_turn, "not offloaded", TURN_FAULT),
+    (Fleet, "release_memory", waits_for_no_start, "have room for one", TURN_FAULT),
 ]
 
 
