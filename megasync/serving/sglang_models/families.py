@@ -16,6 +16,7 @@ MODULES = (
     "qwen3",
     "qwen3_classification",
     "qwen3_moe",
+    "qwen3_next",
 )
 
 _entries = (import_module(f"sglang.srt.models.{module}").EntryClass for module in MODULES)
