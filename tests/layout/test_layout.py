@@ -68,6 +68,7 @@ def cases(draw):
     elif kind == "minimax_m2":
         config |= {
             "num_local_experts": 4,
+            "intermediate_size": 8,
             "use_qk_norm": True,
             "use_routing_bias": True,
             "scoring_func": "sigmoid",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import struct
 from pathlib import Path
@@ -133,7 +134,7 @@ def make_model(path: Path, family: str, seed: int = 0) -> AutoModelForCausalLM:
     """The model, saved in ``path`` without a tokenizer. Norms and biases are random too, to reveal swapped tensors."""
     sizes = {name: value for name, value in (_SIZES | FAMILIES[family]).items() if value is not None}
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(ALIASES.get(family, family), **sizes)
+    config = AutoConfig.for_model(ALIASES.get(family, family), **copy.deepcopy(sizes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for tensor in model.state_dict().values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -27,7 +28,9 @@ def build_model(seed: int = 0, **config):
     """A random float32 model. Norms and biases are random too, to reveal swapped tensors."""
     config = {"model_type": "qwen2", **SIZES, **config}
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    # Transformers writes into the nested values that it is given.
+    config = AutoConfig.for_model(**copy.deepcopy(config))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.dim() == 1:

@@ -4,6 +4,7 @@ Float32: outputs agree to 1e-5 of the largest, gradients to 1e-4, and those of w
 to 5e-4.
 """
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -89,7 +90,8 @@ def layers():
     """Hugging Face's layer, and ours with its weights; then (our parameter, a gradient in the order of theirs)."""
     torch.manual_seed(5)
     layout = Layout(CONFIG, Topology())
-    values = {key: value for key, value in CONFIG.items() if key != "model_type"}
+    # Transformers writes into the nested values that it is given.
+    values = copy.deepcopy({key: value for key, value in CONFIG.items() if key != "model_type"})
     theirs = Qwen3NextGatedDeltaNet(AutoConfig.for_model("qwen3_next", **values), 0)
     config = TransformerConfig(
         num_layers=4,
