@@ -308,7 +308,8 @@ def _hidden(config: Config, layout: Layout) -> float:
 def _saved_by_layer(config: Config, layout: Layout, sparse: bool, delta: bool) -> float:
     """Elements that a decoder layer saves for its backward pass, for each token of a microbatch.
 
-    Four hidden-sized tensors: inputs and outputs of both norms; GLM-4 also saves the inputs of norms of outputs.
+    Four hidden-sized tensors: inputs and outputs of both norms; GLM-4 and Gemma 3 also save the inputs of norms of
+    outputs.
     Of a gated MLP of width w, Transformer Engine saves the fused projections (2 w) and their product (w), as inputs of
     the next operations; Megatron's own layers also save the activated gate. An expert layer saves them for each copy of
     a token that its experts receive, and the copy itself; of a clamped SwiGLU, what `_clamped` says too. What is left
@@ -366,8 +367,10 @@ def _saved_by_attention(config: Config, layout: Layout) -> float:
     queries, keys and values before and after rotation.
     """
     sizes, tensor = layout.sizes, config.trainer.tensor_parallel
+    # Tensor ranks that share a key-value group have all of it.
+    keys = sizes.kv_rows / min(tensor, sizes.groups)
     if layout.spec != "te":
-        return (2 * (sizes.q_rows + 2 * sizes.kv_rows) + sizes.q_rows) / tensor
+        return 3 * sizes.q_rows / tensor + 4 * keys
     if layout.family.latent:
         latents = 2 * (sizes.q_lora + sizes.kv_lora) / (tensor if config.trainer.sequence_parallel else 1)
         # Since 0.19, for packed sequences, values are padded to the width of queries and the output is cut: they are as
@@ -378,7 +381,7 @@ def _saved_by_attention(config: Config, layout: Layout) -> float:
     if layout.family.norms_all_heads:
         # The norm's float32 input counts as two, and its output before the weights is saved too.
         normed = 3
-    return ((2 + normed) * sizes.q_rows + (2 + normed) * sizes.kv_rows) / tensor
+    return (2 + normed) * (sizes.q_rows / tensor + keys)
 
 
 def _saved_by_delta_net(config: Config, layout: Layout) -> float:

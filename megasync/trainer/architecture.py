@@ -23,6 +23,7 @@ WINDOWED, FULL = "sliding_attention", "full_attention"
 # Kinds of rotary scaling, and the constants that each requires.
 ROPE_TYPES = {
     "default": (),
+    "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
@@ -38,6 +39,8 @@ def check_architecture(hf_config: Mapping[str, Any]) -> None:
     rope_parameters(hf_config)
     window_options(hf_config)
     family = family_of(hf_config)
+    if family.local_rotary:
+        rope_parameters(hf_config, windowed=True)
     limit = {**family.defaults, **hf_config}.get("swiglu_limit")
     if family.clamped and not (isinstance(limit, int | float) and limit > 0):
         raise ConfigError(f"swiglu_limit={limit!r} in config.json must be a number above 0")
@@ -72,8 +75,12 @@ def window_options(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     config = {**family.defaults, **hf_config}
     layers, window = config["num_hidden_layers"], config["sliding_window"]
-    alternating = [WINDOWED if layer % 2 == 0 else FULL for layer in range(layers)]
-    kinds: list[str] = config.get("layer_types") or alternating
+    # One full layer after each pattern - 1 layers with a window.
+    pattern = config["sliding_window_pattern"]
+    if type(pattern) is not int or pattern < 1:
+        raise ConfigError(f"sliding_window_pattern={pattern!r} in config.json must be a whole number from 1")
+    regular = [WINDOWED if (layer + 1) % pattern else FULL for layer in range(layers)]
+    kinds: list[str] = config.get("layer_types") or regular
     if len(kinds) != layers or not set(kinds) <= {WINDOWED, FULL}:
         raise ConfigError(
             f"layer_types in config.json must have {WINDOWED!r} or {FULL!r} for each of num_hidden_layers={layers} "
@@ -87,19 +94,28 @@ def window_options(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return {"window_size": (window - 1, 0), "window_attn_skip_freq": [int(kind == WINDOWED) for kind in kinds]}
 
 
-def rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def rope_parameters(hf_config: Mapping[str, Any], *, windowed: bool = False) -> dict[str, Any]:
     """The rope options of a config.json, in the old form (``rope_theta``, ``rope_scaling``) or ``rope_parameters``.
+
+    ``windowed``: those of layers with a sliding window, in a family where they differ.
 
     Raises ConfigError if the base frequency is missing, or the scaling is not implemented or lacks a constant.
     """
     family = family_of(hf_config)
     hf_config = {**family.defaults, **hf_config}
-    rope = dict(hf_config.get("rope_scaling") or {})
-    rope |= hf_config.get("rope_parameters") or {}
-    rope.setdefault("rope_theta", hf_config.get("rope_theta"))
+    new = hf_config.get("rope_parameters") or {}
+    if family.local_rotary:
+        new = new.get(WINDOWED if windowed else FULL) or {}
+    if windowed:
+        old = {"rope_theta": hf_config.get("rope_local_base_freq")}
+    else:
+        old = {"rope_theta": hf_config.get("rope_theta"), **(hf_config.get("rope_scaling") or {})}
+    rope = {**old, **new}
     kind = rope.setdefault("rope_type", rope.pop("type", "default"))
-    if kind not in family.rope_types:
-        supported = f"supported for {hf_config['model_type']} are {', '.join(family.rope_types)}"
+    # SGLang does not scale the angles of layers with a window.
+    kinds = ("default",) if windowed else family.rope_types
+    if kind not in kinds:
+        supported = f"supported for {hf_config['model_type']} are {', '.join(kinds)}"
         raise ConfigError(f"rope_type {kind!r} in config.json is not supported; {supported}")
     if rope["rope_theta"] is None:
         raise ConfigError("config.json has neither rope_parameters.rope_theta nor rope_theta")

@@ -6,7 +6,7 @@ parallelism nor packed tokens. The Transformer Engine flavour uses grouped exper
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from megasync.trainer.gated_delta_net import DeltaNetSubmodules, GatedDeltaNet
 from megasync.trainer.head_norms import AllKeysNorm, AllQueriesNorm
 from megasync.trainer.latent_attention import LatentAttention
 from megasync.trainer.routing import PolicyRouter
+from megasync.trainer.windowed_rotary import WindowedRotaryAttention
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -49,11 +50,16 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class _NormedOutput(torch.nn.Module):
-    """Mixin for the last linear layer of attention or an MLP that normalises its output before the residual (GLM-4)."""
+    """Mixin for the last linear layer of attention or an MLP that normalises its output before the residual.
+
+    GLM-4 and Gemma 3 have it.
+    """
+
+    norm: Callable[..., torch.nn.Module]
 
     def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(*args, config=config, **kwargs)
-        self.output_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.output_layernorm = self.norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         output, bias = super().forward(*args, **kwargs)
@@ -94,12 +100,17 @@ def chunk_specs(
     """The specs of a chunk's ``layers`` (global indices); ``rope`` comes from `architecture.rope_parameters`."""
     kinds = [(layer in layout.sizes.sparse_layers, layer in layout.sizes.delta_layers) for layer in layers]
     specs = {kind: _layer_spec(config, layout, *kind, flavour, rope) for kind in set(kinds)}
-    if flavour == "te":
-        from megatron.core.extensions.transformer_engine import TENorm as final_norm
-    else:
-        final_norm = RMSNorm
     # Megatron accepts a class here, although it does not declare so.
-    return TransformerBlockSubmodules([specs[kind] for kind in kinds], final_norm)  # pyright: ignore[reportArgumentType]
+    return TransformerBlockSubmodules([specs[kind] for kind in kinds], _norm(flavour))  # pyright: ignore[reportArgumentType]
+
+
+def _norm(flavour: str) -> Any:
+    """The class of norms that are not part of a linear layer."""
+    if flavour != "te":
+        return RMSNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
 
 
 def _layer_spec(
@@ -126,6 +137,8 @@ def _layer_spec(
         layer.self_attention = net
     elif layout.family.gates_attention:
         layer.self_attention.module = GatedAttention
+    elif layout.family.local_rotary:
+        layer.self_attention.module = WindowedRotaryAttention
     elif layout.family.norms_all_heads:
         attention = layer.self_attention.submodules
         attention.q_layernorm, attention.k_layernorm = AllQueriesNorm, AllKeysNorm
@@ -138,8 +151,9 @@ def _layer_spec(
                 experts.linear_fc2 = type("CopiedProjection", (_Copied, experts.linear_fc2), {})
     if layout.family.norms_outputs:
         attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
-        attention.linear_proj = type("NormedProjection", (_NormedOutput, attention.linear_proj), {})
-        mlp.linear_fc2 = type("NormedProjection", (_NormedOutput, mlp.linear_fc2), {})
+        members = {"norm": staticmethod(_norm(flavour))}
+        attention.linear_proj = type("NormedProjection", (_NormedOutput, attention.linear_proj), members)
+        mlp.linear_fc2 = type("NormedProjection", (_NormedOutput, mlp.linear_fc2), members)
     return spec
 
 

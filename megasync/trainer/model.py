@@ -7,6 +7,7 @@ a model can neither miss a weight nor keep a random one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from megasync.config.megatron_options import converted
 from megasync.config.schema import TrainerConfig
@@ -146,8 +147,14 @@ def build_chunks(layout: Layout, trainer: TrainerConfig, device: Device, dtype: 
         if not layout.family.latent:
             # Megatron declares its own rotary class; PackedRotary implements the two calls that the model makes.
             model.rotary_pos_emb = PackedRotary(  # pyright: ignore[reportAttributeAccessIssue]
-                rope, layout.sizes.head_dim, device.torch_device, interleaved=layout.family.interleaved_rotary
+                rope,
+                layout.sizes.head_dim,
+                device.torch_device,
+                interleaved=layout.family.interleaved_rotary,
+                windowed=rope_parameters(layout.hf_config, windowed=True) if layout.family.local_rotary else None,
             )
+        if layout.family.scaled_embeddings and model.pre_process:
+            model.embedding.register_forward_hook(partial(_scaled, layout.sizes.hidden**0.5))
         for name, param in model.named_parameters():
             if name.endswith(".softmax_offset"):
                 # Transformer Engine makes it in float32.
@@ -278,7 +285,14 @@ def _pipeline_layout(trainer: TrainerConfig) -> list[list[str]] | None:
     return chunks
 
 
+def _scaled(factor: float, module: torch.nn.Module, inputs: Any, embeddings: torch.Tensor) -> torch.Tensor:
+    return embeddings * factor
+
+
 def _activation_options(layout: Layout, *, fused: bool) -> dict[str, Any]:
+    if layout.family.gelu:
+        # Megatron's fused function computes the approximation by tanh under this name.
+        return {"activation_func": gelu if fused else _tanh_gelu}
     if not layout.family.clamped:
         return {"activation_func": silu}
     # The fused activation exists for Megatron's own function, which is compiled.
@@ -287,6 +301,10 @@ def _activation_options(layout: Layout, *, fused: bool) -> dict[str, Any]:
         "activation_func_clamp_value": {**layout.family.defaults, **layout.hf_config}["swiglu_limit"],
         "glu_linear_offset": 1.0,
     }
+
+
+def _tanh_gelu(gate: torch.Tensor) -> torch.Tensor:
+    return gelu(gate, approximate="tanh")
 
 
 def _quick_gelu(gate: torch.Tensor) -> torch.Tensor:
@@ -298,6 +316,8 @@ def _softmax_scale(layout: Layout) -> float | None:
 
     yarn's factor of rotated queries and of rotated keys is one of their products, because all channels are rotated.
     """
+    if "query_pre_attn_scalar" in layout.family.defaults:
+        return {**layout.family.defaults, **layout.hf_config}["query_pre_attn_scalar"] ** -0.5
     if layout.family.latent or "yarn" not in layout.family.rope_types:
         return None
     return attention_factor(rope_parameters(layout.hf_config)) ** 2 * layout.sizes.head_dim**-0.5

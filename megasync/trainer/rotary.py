@@ -30,6 +30,8 @@ def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
     plain = 1.0 / rope["rope_theta"] ** exponents
     if rope["rope_type"] == "default":
         return plain
+    if rope["rope_type"] == "linear":
+        return plain / rope["factor"]
     kept = _kept_by_yarn(rope, rotated) if rope["rope_type"] == "yarn" else _kept_by_llama3(rope, plain)
     return plain * (kept + (1.0 - kept) / rope["factor"])
 
@@ -75,14 +77,23 @@ class PackedRotary(torch.nn.Module):
     """Replaces ``GPTModel.rotary_pos_emb``: implements the two methods that the model calls. Has no parameters.
 
     ``interleaved``: the two channels of a pair are adjacent, instead of one in each half of the rotated channels.
+    ``windowed``: the options of layers with a window, if they differ. Then both kinds of angles are returned, one after
+    the other in the last dimension, and a layer takes its own (`windowed_rotary.WindowedRotaryAttention`).
     """
 
     def __init__(
-        self, rope: Mapping[str, Any], head_dim: int, device: torch.device, *, interleaved: bool = False
+        self,
+        rope: Mapping[str, Any],
+        head_dim: int,
+        device: torch.device,
+        *,
+        interleaved: bool = False,
+        windowed: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self._interleaved = interleaved
-        self._frequencies = inverse_frequencies(rope, head_dim).to(device)
+        kinds = [rope] if windowed is None else [rope, windowed]
+        self._frequencies = [inverse_frequencies(kind, head_dim).to(device) for kind in kinds]
 
     def get_rotary_seq_len(
         self, context: Any, block: Any, hidden: Any, config: Any, packed: PackedTokens
@@ -91,10 +102,13 @@ class PackedRotary(torch.nn.Module):
         return packed
 
     def forward(self, packed: PackedTokens, packed_seq: bool = True, cp_group: Any = None) -> torch.Tensor:
-        """Angles [rows, 1, 1, rotated channels]: a row per token if tokens have positions, otherwise per position."""
+        """Angles [rows, 1, 1, kinds x rotated channels], a row per token if tokens have positions, or per position."""
         positions = packed.positions
         if positions is None:
-            positions = torch.arange(packed.max_seqlen_q, device=self._frequencies.device)
-        angles = torch.outer(positions.float(), self._frequencies)
-        both = angles.repeat_interleave(2, dim=-1) if self._interleaved else torch.cat((angles, angles), dim=-1)
-        return both[:, None, None, :]
+            positions = torch.arange(packed.max_seqlen_q, device=self._frequencies[0].device)
+        pairs = [torch.outer(positions.float(), frequencies) for frequencies in self._frequencies]
+        if self._interleaved:
+            channels = [angles.repeat_interleave(2, dim=-1) for angles in pairs]
+        else:
+            channels = [each for angles in pairs for each in (angles, angles)]
+        return torch.cat(channels, dim=-1)[:, None, None, :]

@@ -101,6 +101,8 @@ def cases(draw):
         }
     elif kind == "mistral":
         config["sliding_window"] = None
+    elif kind == "gemma3_text":
+        config |= {"tie_word_embeddings": True, "pad_token_id": None}
     if kind in DELTA:
         layers = config["num_hidden_layers"]
         keys, group, interval = draw(st.tuples(st.sampled_from([4, 8]), st.sampled_from([1, 2]), st.integers(2, 4)))

@@ -99,6 +99,12 @@ RUNS = {
         },
         "0.16.1",
     ),
+    # Tensor ranks that share the one key-value group.
+    "gemma-3-1b": (
+        "gemma_3_1b",
+        {"tensor_parallel": 4, "pipeline_parallel": 2, "data_parallel": 8, "recompute": None},
+        "0.19.2",
+    ),
     "qwen3-next-80b-a3b": (
         "qwen3_next_80b_a3b",
         {
@@ -159,9 +165,10 @@ def test_shipped_configurations(path):
     assert_as_planned(config, sampled_ranks(layout_of(config)), "0.16.1")
 
 
+FULL_TIER = ("minimax-m2", "gpt-oss-120b", "gemma-3-1b", "qwen3-next-80b-a3b")
 # The shipped configurations have these models.
 EVERYWHERE = [
-    pytest.param(name, marks=pytest.mark.matrix if name in ("minimax-m2", "gpt-oss-120b", "qwen3-next-80b-a3b") else ())
+    pytest.param(name, marks=pytest.mark.matrix if name in FULL_TIER else ())
     for name in RUNS
     if name not in ("qwen3-8b", "qwen3-32b")
 ]

@@ -42,6 +42,18 @@ FAMILIES = {
         "shared_expert_intermediate_size": 40,
     },
     "glm4": {"partial_rotary_factor": 0.5},
+    # A layer with a window, and one without.
+    "gemma3_text": {
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 12,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
+        },
+    },
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "head_dim": None,

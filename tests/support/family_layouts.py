@@ -78,6 +78,7 @@ FAMILIES = {
     "qwen2_moe": SPARSE_LAYOUTS,
     "mistral": DENSE_LAYOUTS,
     "glm4": DENSE_LAYOUTS,
+    "gemma3_text": DENSE_LAYOUTS,
     "deepseek_v3": LATENT_LAYOUTS,
     "deepseek_v3_plain": LATENT_LAYOUTS,
     "kimi_k2": ONE_RANK,

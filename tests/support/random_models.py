@@ -108,6 +108,24 @@ MORE_MODELS = {
         "rope_theta": 10000.0,
     },
 }
+# Windows in two layers of three, each kind of layer with its own rotary base, scores scaled by another number than the
+# size of a head, and embeddings small enough for their factor.
+MORE_MODELS["gemma3_text"] = {
+    **BASE,
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 5,
+    "sliding_window_pattern": 3,
+    "rope_theta": 50000.0,
+    "rope_local_base_freq": 500.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+}
 LATENTS = {
     **BASE,
     "model_type": "deepseek_v3",

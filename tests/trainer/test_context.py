@@ -41,7 +41,7 @@ SPARSE = {
     },
 }
 FAMILIES = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "glm4"), DENSE),
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "glm4", "gemma3_text"), DENSE),
     **dict.fromkeys(
         ("qwen3_moe", "qwen2_moe", "deepseek_v3", "deepseek_v3_plain", "minimax_m2", "gpt_oss", "qwen3_next"), SPARSE
     ),

@@ -1,6 +1,8 @@
 """Reading config.json, and configurations that are refused before any process starts."""
 
+import copy
 import json
+import re
 
 import pytest
 import torch
@@ -108,6 +110,49 @@ def test_what_gpt_oss_cannot_have_is_refused(stated, words):
 def test_layers_have_the_windows_that_config_json_states(kinds, options):
     """Without a list, as in Hugging Face, every other layer from the first on."""
     assert window_options({**MORE_MODELS["gpt_oss"], "layer_types": kinds}) == options
+
+
+GEMMA = MORE_MODELS["gemma3_text"]
+
+
+def test_gemma_has_five_layers_with_a_window_before_each_full_one():
+    config = {key: value for key, value in GEMMA.items() if key != "sliding_window_pattern"} | {"num_hidden_layers": 8}
+    assert window_options(config)["window_attn_skip_freq"] == [1, 1, 1, 1, 1, 0, 1, 1]
+    assert window_options(GEMMA) == {"window_size": (4, 0), "window_attn_skip_freq": [1, 1, 0, 1]}
+
+
+def test_kinds_of_layers_have_the_angles_that_either_form_of_config_json_states():
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding, Gemma3TextConfig
+
+    nested = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": GEMMA["rope_local_base_freq"]},
+        "full_attention": {**GEMMA["rope_scaling"], "rope_theta": GEMMA["rope_theta"]},
+    }
+    flat = ("rope_theta", "rope_local_base_freq", "rope_scaling")
+    new = {key: value for key, value in GEMMA.items() if key not in flat} | {"rope_parameters": nested}
+    # Transformers writes into the nested values that it is given.
+    stated = copy.deepcopy({key: value for key, value in new.items() if key != "model_type"})
+    theirs = Gemma3RotaryEmbedding(Gemma3TextConfig(**stated))
+    for config in (GEMMA, new):
+        for windowed, kind in ((False, "full_attention"), (True, "sliding_attention")):
+            found = inverse_frequencies(rope_parameters(config, windowed=windowed), GEMMA["head_dim"])
+            torch.testing.assert_close(found, getattr(theirs, f"{kind}_inv_freq"), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("stated", "named"),
+    [
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "rope_type 'linear'"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings=False"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern=0"),
+    ],
+)
+def test_what_is_not_implemented_of_gemma_is_refused(stated, named):
+    check_architecture(GEMMA)
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        check_architecture({**GEMMA, **stated})
 
 
 def test_experts_with_biases_are_not_split():

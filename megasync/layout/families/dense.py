@@ -39,11 +39,11 @@ OUTPUT = Rule(
     (Tensor("model.layers.{layer}.self_attn.o_proj.weight", ("hidden", "q_rows")),),
     "decoder.layers.{layer}.self_attention.linear_proj.weight",
 )
-POST_ATTENTION_NORM = norm(
-    "model.layers.{layer}.post_attention_layernorm.weight",
+MLP_NORM_PARAMS = (
     "decoder.layers.{layer}.pre_mlp_layernorm.weight",
     "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight",
 )
+POST_ATTENTION_NORM = norm("model.layers.{layer}.post_attention_layernorm.weight", *MLP_NORM_PARAMS)
 
 
 def gated(
@@ -79,17 +79,22 @@ GLM4_MLP = (
     ),
     MLP[-1],
 )
-# Norms of the outputs of attention and MLP before the residual addition.
-GLM4_OUTPUT_NORMS = (
-    norm(
-        "model.layers.{layer}.post_self_attn_layernorm.weight",
-        "decoder.layers.{layer}.self_attention.linear_proj.output_layernorm.weight",
-    ),
-    norm(
-        "model.layers.{layer}.post_mlp_layernorm.weight",
-        "decoder.layers.{layer}.mlp.linear_fc2.output_layernorm.weight",
-    ),
-)
+
+
+def output_norms(attention: str, mlp: str) -> tuple[Rule, Rule]:
+    """Norms of the outputs of attention and MLP before the residual addition; Hugging Face's names of the two."""
+    return (
+        norm(
+            f"model.layers.{{layer}}.{attention}.weight",
+            "decoder.layers.{layer}.self_attention.linear_proj.output_layernorm.weight",
+        ),
+        norm(f"model.layers.{{layer}}.{mlp}.weight", "decoder.layers.{layer}.mlp.linear_fc2.output_layernorm.weight"),
+    )
+
+
+GLM4_OUTPUT_NORMS = output_norms("post_self_attn_layernorm", "post_mlp_layernorm")
+GEMMA3_OUTPUT_NORMS = output_norms("post_attention_layernorm", "post_feedforward_layernorm")
+GEMMA3_MLP_NORM = norm("model.layers.{layer}.pre_feedforward_layernorm.weight", *MLP_NORM_PARAMS)
 
 DENSE: dict[str, Family] = {
     "llama": Family(
@@ -117,5 +122,35 @@ DENSE: dict[str, Family] = {
         defaults={"head_dim": 128, "num_key_value_heads": 2, "attention_bias": True, "partial_rotary_factor": 0.5},
         interleaved_rotary=True,
         partial_rotary="partial_rotary_factor",
+    ),
+    # The language model of 270M and 1B; larger ones come with a vision tower, under another model_type.
+    "gemma3_text": Family(
+        layer=(INPUT_NORM, QKV_WEIGHT, *QK_NORMS, OUTPUT, *GEMMA3_OUTPUT_NORMS),
+        dense=(GEMMA3_MLP_NORM, *MLP[1:]),
+        fixed={
+            "attention_bias": False,
+            "hidden_activation": "gelu_pytorch_tanh",
+            # SGLang ignores an output layer of its own.
+            "tie_word_embeddings": True,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "use_bidirectional_attention": False,
+        },
+        defaults={
+            "head_dim": 256,
+            "num_key_value_heads": 4,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "tie_word_embeddings": True,
+        },
+        rope_types=("default", "linear"),
+        windows=True,
+        local_rotary=True,
+        gelu=True,
+        scaled_embeddings=True,
+        zero_centered_norms=True,
     ),
 }

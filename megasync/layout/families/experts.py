@@ -192,6 +192,7 @@ SPARSE: dict[str, Family] = {
             "num_key_value_heads": 8,
             "head_dim": 64,
             "sliding_window": 128,
+            "sliding_window_pattern": 2,
             "norm_topk_prob": True,
         },
         spelling={"moe_intermediate_size": "intermediate_size"},

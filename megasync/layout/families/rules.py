@@ -100,7 +100,9 @@ class Family:
     which config.json tells (``sliding_window``, ``layer_types``). ``clamped``: experts clamp the inputs of a SwiGLU
     that differs from the others' (``swiglu_limit``; gpt-oss), and their gate and up rows alternate. ``delta``: rules of
     layers with a gated delta net, which replace ``layer`` there; `Sizes.delta_layers` says where.
-    ``zero_centered_norms``: norms multiply by 1 plus their weight.
+    ``zero_centered_norms``: norms multiply by 1 plus their weight. ``local_rotary``: layers with a window have a rotary
+    base of their own. ``gelu``: gates pass GELU (its approximation by tanh), not SiLU. ``scaled_embeddings``: the
+    embedding of a token is multiplied by the square root of its size.
     """
 
     layer: tuple[Rule, ...]
@@ -118,6 +120,9 @@ class Family:
     clamped: bool = False
     delta: tuple[Rule, ...] = ()
     zero_centered_norms: bool = False
+    local_rotary: bool = False
+    gelu: bool = False
+    scaled_embeddings: bool = False
 
     @property
     def gates_attention(self) -> bool:

@@ -4,6 +4,7 @@ from importlib import import_module
 
 MODULES = (
     "deepseek_v2",
+    "gemma3_causal",
     "glm4",
     "glm4_moe",
     "gpt_oss",
