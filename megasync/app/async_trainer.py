@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megasync.app.resume_file import is_resumable, read_resume_file, write_resume_file
 from megasync.app.rollout_worker import check_workload_travels
 from megasync.app.run import Run
+from megasync.app.run_directory import new_run_dir, stop_signals
 from megasync.app.workload import Custom, prepare_workload
-from megasync.concurrency.tasks import handle_signals
-from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
+from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config
 from megasync.config.changes import check_changes
 from megasync.device import check_machine
 from megasync.errors import CheckpointError, ConfigError
-from megasync.files import atomic_write
 from megasync.observe.result import RunResult
 from megasync.preflight.check import check_config
 from megasync.serving.external_server import check_external_servers
@@ -133,53 +129,10 @@ class AsyncTrainer:
             await asyncio.to_thread(check_workload_travels, workload, self._custom)
         if self.config.rollout.external:
             await check_external_servers(self.config)
-        run_dir = self._run_dir or self._new_run_dir()
+        run_dir = self._run_dir or new_run_dir(self.config, self._custom.names())
         if self._resume_file is not None:
             await asyncio.to_thread(write_resume_file, self._resume_file, run_dir)
         run = Run(self.config, run_dir, workload, self._checkpoint, self._custom)
         task = asyncio.create_task(run.execute(), name="run")
-        with _stop_signals(run, task):
+        with stop_signals(run, task):
             return await task
-
-    def _new_run_dir(self) -> Path:
-        stem = Path(self.config.run_root) / f"{self.config.name}-{datetime.now():%Y%m%d-%H%M%S}"
-        for attempt in range(100):
-            run_dir = stem if attempt == 0 else stem.with_name(f"{stem.name}-{attempt}")
-            try:
-                run_dir.mkdir(parents=True)
-                # Before the configuration, which makes the folder a run directory: a run directory has both.
-                atomic_write(run_dir / CUSTOM_FILE, json.dumps(self._custom.names()))
-                save_config(self.config, run_dir / CONFIG_FILE)
-            except FileExistsError:
-                continue
-            except OSError as error:
-                raise ConfigError(f"run_root={self.config.run_root!r} cannot be written: {error}") from error
-            return run_dir
-        raise ConfigError(f"cannot create a run directory: {stem} and 99 names like it exist")
-
-
-@contextlib.contextmanager
-def _stop_signals(run: Run, task: asyncio.Task) -> Iterator[None]:
-    """First Ctrl-C (or SIGTERM): finish cleanly. Second: stop immediately. SIGUSR1: log what every part waits for."""
-    received: list[str] = []
-    dumps: set[asyncio.Task] = set()
-
-    def on_stop(number: signal.Signals) -> None:
-        if task.cancelling():
-            return  # stopping already: another cancellation would only interrupt the cleanup
-        received.append(number.name)
-        if len(received) > 1 or not run.request_stop(number.name):
-            task.cancel(f"{number.name}: stopping immediately")
-
-    def on_dump(_: signal.Signals) -> None:
-        dump = asyncio.create_task(run.dump(), name="dump")
-        dumps.add(dump)
-        dump.add_done_callback(dumps.discard)
-
-    try:
-        with handle_signals((signal.SIGINT, signal.SIGTERM), on_stop), handle_signals((signal.SIGUSR1,), on_dump):
-            yield
-    except asyncio.CancelledError:
-        if not received:
-            raise
-        raise KeyboardInterrupt(f"stopped by {received[-1]} before the run could finish cleanly") from None

@@ -18,6 +18,7 @@ from pathlib import Path
 from megasync.algorithms.choose import needs_two
 from megasync.app.mailbox import Mailbox
 from megasync.app.rollout_worker import AnswersOfWorkers
+from megasync.app.run_directory import export_newest
 from megasync.app.run_lock import RunLock
 from megasync.app.servers import InferenceServers, reserve_pools
 from megasync.app.workload import Custom, Workload
@@ -54,14 +55,12 @@ from megasync.rollout.selection import Selection
 from megasync.serving.control import ServerControl
 from megasync.sync.choose import choose_sync
 from megasync.sync.publisher import VersionPublisher
-from megasync.trainer.checkpoint import latest
 
 log = logging.getLogger(__name__)
 
 # Prompts on whose log-probs trainer and servers must agree after a sync.
 PARITY_PROBES = 4
-# Below the run directory: the model at the end, and at steps before.
-EXPORT_FOLDER = "export"
+# Below the run directory: the model at steps before the end.
 EXPORTS_FOLDER = "exports"
 
 
@@ -114,7 +113,7 @@ class Run:
                     self._controller = await self._build(stack, observer)
                     progress = await self._controller.run()
                     observer.message("shutting down servers and trainer ranks")
-                export_dir = await asyncio.to_thread(self._export, observer)
+                export_dir = await asyncio.to_thread(export_newest, self.config, self.run_dir, observer.message)
             return RunResult(
                 run_dir=self.run_dir,
                 step=progress.step,
@@ -293,16 +292,3 @@ class Run:
         out.parent.mkdir(exist_ok=True)
         export_checkpoint(checkpoint, Path(self.config.model.path), out)
         observer.message(f"Hugging Face checkpoint: {out}")
-
-    def _export(self, observer: RunObserver) -> Path | None:
-        """Writes the newest checkpoint as a Hugging Face folder."""
-        newest = latest(self.run_dir)
-        if not self.config.checkpoint.export or newest is None:
-            return None
-        out = self.run_dir / EXPORT_FOLDER
-        if out.exists():
-            # Exported from an older checkpoint, before the run was resumed: nothing is lost.
-            shutil.rmtree(out)
-        export_checkpoint(newest, Path(self.config.model.path), out)
-        observer.message(f"Hugging Face checkpoint: {out}")
-        return out

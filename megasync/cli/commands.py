@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from megasync.app.async_trainer import AsyncTrainer
     from megasync.config.schema import ModelConfig
+    from megasync.observe.result import SupervisedResult
 
 DEBUG_VARIABLE = "MEGASYNC_DEBUG"
 REFUSED, INTERRUPTED, UNHEALTHY = 2, 130, 1
@@ -107,12 +108,43 @@ def train(
 
 
 @app.command(
+    epilog="[bold]Examples[/]\n\nmegasync sft configs/quickstart_sft.yaml\n\n"
+    "megasync sft my_run.yaml sft.epochs=3 trainer.optimizer.lr=1e-5",
+    rich_help_panel=RUNS,
+)
+def sft(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train on given answers (supervised), as a start for reinforcement learning.
+
+    The section sft of CONFIG names the rows. All output goes to a run directory,
+    as with train; `megasync resume RUN` goes on after an interruption. To go on
+    with reinforcement learning, pass its export: megasync train CONFIG
+    model.path=RUN/export.
+    """
+    from megasync.config import load_config
+    from megasync.preflight.check import check_supervised
+
+    loaded = load_config(config, overrides or ())
+    check_supervised(loaded)  # before the import below, which takes seconds
+
+    from megasync.app.supervised import train_supervised
+
+    _run_supervised(lambda: train_supervised(loaded))
+
+
+@app.command(
     epilog="[bold]Examples[/]\n\nmegasync resume runs/quickstart-20260101-120000\n\n"
     "megasync resume runs/quickstart-20260101-120000 schedule.total_steps=500",
     rich_help_panel=RUNS,
 )
 def resume(run: RunDirectory, overrides: Overrides = None) -> None:
     """Resume RUN, in its own directory, from its newest complete checkpoint (or from the start if it has none)."""
+    from megasync.config import ROWS_FILE
+
+    if (run / ROWS_FILE).is_file():
+        from megasync.app.supervised import resume_supervised
+
+        _run_supervised(lambda: resume_supervised(run, overrides or ()))
+        return
     from megasync import AsyncTrainer
 
     _run(AsyncTrainer.resume(run, overrides or ()))
@@ -553,6 +585,14 @@ def _run(trainer: AsyncTrainer) -> None:
     with _interruptible():
         result = trainer.train()
     show_result(result, _console())
+
+
+def _run_supervised(work: Callable[[], SupervisedResult]) -> None:
+    from megasync.observe.result import show_supervised
+
+    with _interruptible():
+        result = work()
+    show_supervised(result, _console())
 
 
 @contextmanager

@@ -35,8 +35,8 @@ ROLES = {
             "trainer",
             TrainerRank,
             (
-                *("pid", "rendezvous", "start", "step", "logprobs", "begin_save", "finish_save", "load", "stop"),
-                *("offload", "restore", "visible_devices"),
+                *("pid", "rendezvous", "start", "step", "fit", "loss", "logprobs", "stop"),
+                *("begin_save", "finish_save", "load", "offload", "restore", "visible_devices"),
                 *("sync_listen", "sync_join", "sync_send", "sync_leave"),
                 *("shard_listen", "shard_prepare", "shard_send", "shard_leave"),
                 *("disk_listen", "disk_join", "disk_write", "disk_leave"),

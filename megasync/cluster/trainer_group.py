@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from megasync.cluster.actors import ActorGroup, kill_unresponsive
 from megasync.cluster.pools import Pools
 from megasync.concurrency.tasks import wait_for_first
 from megasync.config import Config
+from megasync.data.supervised import TokenRow
 from megasync.errors import CheckpointError, MegasyncError, ProcessLost, RankLost
 from megasync.layout.topology import Topology
 from megasync.trainer import checkpoint
@@ -144,6 +146,12 @@ class TrainerGroup:
 
     async def step(self, groups: list[LeasedGroup], step: int, version: int) -> dict[str, float]:
         return (await self.call("step", groups, step, version, timeout=self._timeouts.train_step))[0]
+
+    async def fit(self, rows: Sequence[TokenRow], step: int) -> dict[str, float]:
+        return (await self.call("fit", rows, step, timeout=self._timeouts.train_step))[0]
+
+    async def loss(self, rows: Sequence[TokenRow]) -> float:
+        return (await self.call("loss", rows, timeout=self._timeouts.train_step))[0]
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-prob of each token but the first of each sequence."""

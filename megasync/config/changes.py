@@ -45,6 +45,8 @@ FREE = frozenset(
         # Read by `megasync plan` only.
         "model.config",
         "data.eval",
+        # Of a supervised run, which compares the rows themselves.
+        "sft",
         *(f"data.prompt.{key}" for key in ("format", "template", "system", "example_template", "max_tokens")),
         # The buffer counts the remaining work in groups of the new size, and applies `stale` to what is now too old.
         *(f"schedule.{key}" for key in ("total_steps", "groups_per_step", "samples_per_group", "max_staleness")),

@@ -29,6 +29,8 @@ BASE_KEY = "base"
 # pass again on resume.
 CONFIG_FILE = "config.yaml"
 CUSTOM_FILE = "custom.json"
+# In the run directory of a supervised run: number and digest of its rows.
+ROWS_FILE = "sft.json"
 
 # Renamed keys: old name to new name. A user's file or override with an old name is refused with an error that gives the
 # new name. In a run's saved configuration the old name is read as the new one.

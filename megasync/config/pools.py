@@ -84,7 +84,7 @@ def pool_specs(config: Config, *, training: bool = True) -> dict[str, PoolSpec]:
     not fill whole nodes.
     """
     rollout, per_node = config.rollout, config.cluster.devices_per_node
-    pools = [_trainer_pool(config)] if training else []
+    pools = [trainer_pool(config)] if training else []
     if rollout.external:
         # The place of the router and of the rollout workers.
         pools.append(PoolSpec("rollout", slots=rollout.servers, devices=0, slots_per_node=rollout.servers))
@@ -104,7 +104,8 @@ def pool_specs(config: Config, *, training: bool = True) -> dict[str, PoolSpec]:
     return {pool.name: pool for pool in pools}
 
 
-def _trainer_pool(config: Config) -> PoolSpec:
+def trainer_pool(config: Config) -> PoolSpec:
+    """The trainer's pool alone. Raises ConfigError as `pool_specs` does."""
     trainer, per_node = config.trainer, config.cluster.devices_per_node
     world = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel * trainer.context_parallel
     _check_fits("trainer", trainer.tensor_parallel, per_node)

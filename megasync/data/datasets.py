@@ -16,7 +16,7 @@ from typing import Any
 from megasync.config.schema import DatasetConfig
 from megasync.data.digits import digit_reward, digit_rows
 from megasync.data.reasoning_gym import gym_rows
-from megasync.data.rows import as_rows
+from megasync.data.rows import as_conversations, as_rows
 from megasync.errors import DataError
 
 # Encloses the final answer of a completion.
@@ -37,12 +37,22 @@ def load_dataset(config: DatasetConfig) -> tuple[list[dict[str, Any]], Reward | 
         return digit_rows(config), digit_reward
     if config.kind == "reasoning_gym":
         return gym_rows(config)
+    rows = as_rows(_read(config), f"{config.kind}:{config.source}")[: config.size]
+    return rows, match_answer if all("answer" in row for row in rows) else None
+
+
+def load_conversations(config: DatasetConfig) -> list[dict[str, Any]]:
+    """Rows for supervised training: a column `messages`, or a prompt and further columns. Raises DataError."""
+    if config.kind not in READERS:
+        return load_dataset(config)[0]
+    rows = as_conversations(_read(config), f"{config.kind}:{config.source}")
+    return rows[: config.size]
+
+
+def _read(config: DatasetConfig) -> Iterable[dict[str, Any]]:
     if config.kind not in READERS:
         raise DataError(f"unknown dataset kind {config.kind!r}; kinds: digits, reasoning_gym, {', '.join(READERS)}")
-    rows = as_rows(READERS[config.kind](config), f"{config.kind}:{config.source}")
-    if config.size is not None:
-        rows = rows[: config.size]
-    return rows, match_answer if all("answer" in row for row in rows) else None
+    return READERS[config.kind](config)
 
 
 def _read_jsonl(config: DatasetConfig) -> Iterator[dict[str, Any]]:
@@ -61,7 +71,7 @@ def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
         raise DataError(f"{path}:{number}: not valid JSON ({error.msg}, column {error.colno}): {line!r:.80}") from error
     if not isinstance(row, dict):
         raise DataError(f"{path}:{number}: each line must be a JSON object, this one is a {type(row).__name__}")
-    if "prompt" not in row:
+    if "prompt" not in row and "messages" not in row:
         raise DataError(f'{path}:{number}: no "prompt" column; the columns are {sorted(row)}')
     return row
 

@@ -29,6 +29,25 @@ def as_rows(data: Mapping[str, Iterable] | Iterable[Mapping[str, Any]], name: st
     return rows
 
 
+def as_conversations(data: Iterable[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Rows for supervised training, from an iterable of dicts: each has `messages`, or a prompt as in `as_rows`."""
+    rows = [_conversation(row, number, name) for number, row in enumerate(data)]
+    if not rows:
+        raise DataError(f"{name} is empty: training and validation need at least one row")
+    return rows
+
+
+def _conversation(row: Any, number: int, name: str) -> dict[str, Any]:
+    if not isinstance(row, Mapping) or "messages" not in row:
+        return _checked(row, number, name)
+    if not is_messages(row["messages"]):
+        raise DataError(
+            f"{name}, row {number}: messages must be a list of chat messages, each with a role and a content, got "
+            f"{row['messages']!r:.200}"
+        )
+    return dict(row)
+
+
 def _from_columns(data: Mapping[str, Iterable] | Iterable[Mapping[str, Any]], name: str) -> Iterable:
     if not isinstance(data, Mapping):
         return data

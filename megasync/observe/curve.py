@@ -15,6 +15,8 @@ from megasync.observe.names import (
     STALENESS_MAX,
     STALENESS_MEAN,
     TRAINED_RATE,
+    TRAINING_LOSS,
+    VALIDATION_LOSS,
 )
 
 CURVE_FILE = "curve.png"
@@ -38,6 +40,12 @@ def plot_curve(run_dir: Path, title: str) -> Path | None:
     figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
+    if TRAINING_LOSS in columns or VALIDATION_LOSS in columns:
+        losses = {"training": TRAINING_LOSS, "validation": VALIDATION_LOSS}
+        left, right = figure.subplots(1, 2)
+        _lines(left, "loss per trained token", {name: points(columns, STEP, key) for name, key in losses.items()})
+        _lines(right, "throughput (tokens/s of wall time)", {"trained": points(columns, STEP, TRAINED_RATE)})
+        return _saved(figure, run_dir)
     axes = figure.subplots(2, 2)
     _learning(axes[0][0], columns, STEP, "training step")
     _learning(axes[0][1], columns, "minutes", "minutes since the first measurement")
@@ -51,6 +59,10 @@ def plot_curve(run_dir: Path, title: str) -> Path | None:
         "throughput (tokens/s of wall time)",
         {"sampled": points(columns, STEP, SAMPLED_RATE), "trained": points(columns, STEP, TRAINED_RATE)},
     )
+    return _saved(figure, run_dir)
+
+
+def _saved(figure: Any, run_dir: Path) -> Path:
     path = Path(run_dir) / CURVE_FILE
     figure.savefig(path)
     return path

@@ -52,6 +52,9 @@ class RunSnapshot:
     # Mean reward of each trained step, oldest first; held-out greedy scores as (step, score).
     rewards: tuple[float | None, ...] = ()
     scores: tuple[tuple[int, float], ...] = ()
+    # Of supervised training: the loss of each step, oldest first, and of the held-out rows as (step, loss).
+    losses: tuple[float, ...] = ()
+    validation_losses: tuple[tuple[int, float], ...] = ()
     # The latest score of each named held-out set.
     set_scores: dict[str, float] = field(default_factory=dict)
     target: float | None = None
@@ -132,6 +135,12 @@ class _ConsoleHandler(logging.Handler):
 
 def line(snap: RunSnapshot) -> str:
     """The latest step as one plain line."""
+    if snap.losses:
+        held_out = number(snap.validation_losses[-1][1], 4) if snap.validation_losses else UNKNOWN
+        return (
+            f"[{duration(snap.seconds)}] step {snap.step}/{snap.total_steps}  loss {number(snap.losses[-1], 4)}  "
+            f"validation {held_out}  trained {number(snap.trained_rate, 0)} tok/s"
+        )
     score = number(snap.scores[-1][1], 3) if snap.scores else UNKNOWN
     reward = number(snap.rewards[-1], 3) if snap.rewards else UNKNOWN
     return (
@@ -144,7 +153,8 @@ def line(snap: RunSnapshot) -> str:
 
 def view(snap: RunSnapshot) -> RenderableType:
     """The live view of a snapshot."""
-    parts = [_progress(snap), "", _numbers(snap), "", _activities(snap)]
+    numbers = _losses(snap) if snap.losses or snap.validation_losses else _numbers(snap)
+    parts = [_progress(snap), "", numbers, "", _activities(snap)]
     if snap.messages:
         parts += ["", *(Text(message, style="dim", overflow="fold") for message in snap.messages)]
     return Panel(Group(*parts), title=snap.name, subtitle=Text(str(snap.run_dir), style="dim"), title_align="left")
@@ -164,15 +174,29 @@ def _progress(snap: RunSnapshot) -> Table:
     return table
 
 
+def _losses(snap: RunSnapshot) -> Table:
+    table = _rows()
+    held_out = [loss for _, loss in snap.validation_losses]
+    for name, values in (("loss", snap.losses), ("validation loss", held_out)):
+        table.add_row(name, number(values[-1], 4) if values else UNKNOWN, sparkline(values))
+    table.add_row("tokens/s", f"{number(snap.trained_rate, 0)} trained", "")
+    return table
+
+
+def _rows() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    return table
+
+
 def _numbers(snap: RunSnapshot) -> Table:
     scores = [score for _, score in snap.scores]
     held_out = number(scores[-1], 3) if scores else UNKNOWN
     if snap.target is not None:
         held_out += f"  (stops above {snap.target:g})"
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
+    table = _rows()
     active = sum(snap.buffer.values())
     states = ", ".join(f"{count} {state}" for state, count in snap.buffer.items() if count)
     rows = [

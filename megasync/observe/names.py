@@ -19,3 +19,6 @@ UNNAMED_SET = "eval"
 # Tokens per second of wall time: sampled by the servers, and trained (computed by the observer).
 SAMPLED_RATE = "rollout/tokens_per_second"
 TRAINED_RATE = "train/tokens_per_second"
+# Of supervised training: mean negative log-prob of the trained tokens, of a step and of the held-out rows.
+TRAINING_LOSS = "sft/loss"
+VALIDATION_LOSS = "sft/validation_loss"

@@ -55,6 +55,8 @@ class RunObserver:
         self._version = 0
         self._rewards: deque[float | None] = deque(maxlen=SHOWN_REWARDS)
         self._scores: list[tuple[int, float]] = []
+        self._losses: deque[float] = deque(maxlen=SHOWN_REWARDS)
+        self._validation_losses: list[tuple[int, float]] = []
         self._set_scores: dict[str, float] = {}
         self._latest: dict[str, float] = {}
         self._buffer: dict[str, int] = {}
@@ -83,6 +85,8 @@ class RunObserver:
         """Records a trained step; `metrics` has the keys of `observe.names`."""
         self._step, self._version = step, version
         self._rewards.append(metrics.get(names.REWARD))
+        if (loss := metrics.get(names.TRAINING_LOSS)) is not None:
+            self._losses.append(loss)
         self._latest.update(metrics)
         prefix = names.BUFFER_PREFIX
         if states := {key.removeprefix(prefix): count for key, count in metrics.items() if key.startswith(prefix)}:
@@ -107,12 +111,21 @@ class RunObserver:
         if self._clock() - self._drawn >= DRAW_SECONDS:
             self._draw()
 
+    def validation(self, step: int, loss: float) -> None:
+        """Records the loss of the held-out rows of a supervised run."""
+        self._validation_losses.append((step, loss))
+        self._log(step, {names.VALIDATION_LOSS: loss})
+        self.message(f"validation loss {loss:.4f} after step {step}")
+
     def rewind(self, step: int) -> None:
         """Training resumes from an earlier step: discards what was measured after it."""
         repeated = self._step - step
         self._step = step
         for _ in range(min(repeated, len(self._rewards))):
             self._rewards.pop()
+        for _ in range(min(repeated, len(self._losses))):
+            self._losses.pop()
+        self._validation_losses = [(at, loss) for at, loss in self._validation_losses if at <= step]
         self._scores = [(at, score) for at, score in self._scores if at <= step]
         self._progress.clear()
         with self._guarded("rewrite metrics"):
@@ -154,6 +167,8 @@ class RunObserver:
             step_seconds=(self._progress[-1][0] - self._progress[0][0]) / steps if steps > 0 else None,
             rewards=tuple(self._rewards),
             scores=tuple(self._scores),
+            losses=tuple(self._losses),
+            validation_losses=tuple(self._validation_losses),
             set_scores=dict(self._set_scores),
             target=config.schedule.stop_at_score,
             trained_rate=self._trained_rate(),

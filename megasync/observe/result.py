@@ -27,6 +27,27 @@ class RunResult:
     stopped: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class SupervisedResult:
+    """How far a supervised run came. ``losses`` are validation losses as (step, loss), since it was started last."""
+
+    run_dir: Path
+    step: int
+    losses: list[tuple[int, float]]
+    export_dir: Path | None
+    stopped: str = ""
+
+
+def show_supervised(result: SupervisedResult, console: Console) -> None:
+    """Prints the losses, and the paths of all results."""
+    ended = f" ({result.stopped})" if result.stopped else ""
+    lines = [f"trained {result.step} steps{ended}"]
+    if result.losses:
+        (_, first), (_, last) = result.losses[0], result.losses[-1]
+        lines.append(f"validation loss {first:.4f} -> {last:.4f}")
+    _print(lines, result.run_dir, result.export_dir, console)
+
+
 def show_result(result: RunResult, console: Console) -> None:
     """Prints sample answers before and after training, the score, and the paths of all results."""
     pairs = before_and_after(read_answers(result.run_dir))
@@ -37,15 +58,20 @@ def show_result(result: RunResult, console: Console) -> None:
     if result.scores:
         (_, first), (_, last) = result.scores[0], result.scores[-1]
         lines.append(f"held-out score {first:.3f} -> {last:.3f}")
+    _print(lines, result.run_dir, result.export_dir, console)
+
+
+def _print(lines: list[str], run_dir: Path, export_dir: Path | None, console: Console) -> None:
+    """The lines, then the paths of what the run wrote."""
     shown = {
         "learning curve": CURVE_FILE,
         "metrics": METRICS_FILE,
         "TensorBoard": TENSORBOARD_DIR,
         "samples": SAMPLES_FILE,
     }
-    paths = {name: result.run_dir / file for name, file in shown.items()}
+    paths = {name: run_dir / file for name, file in shown.items()}
     lines += [f"{name}: {path}" for name, path in paths.items() if path.exists()]
-    if result.export_dir is not None:
-        lines.append(f"Hugging Face checkpoint: {result.export_dir}")
+    if export_dir is not None:
+        lines.append(f"Hugging Face checkpoint: {export_dir}")
     for text in lines:
         console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -19,7 +19,7 @@ from megasync.config.host import is_loopback, is_wildcard
 from megasync.config.limits import as_typed, check_limits, refuse_unused
 from megasync.config.megatron_options import check_megatron
 from megasync.config.pacing import Pacing
-from megasync.config.pools import engine_nodes, frozen_models, nodes_needed, pool_specs
+from megasync.config.pools import engine_nodes, frozen_models, nodes_needed, pool_specs, trainer_pool
 from megasync.config.schema import (
     AlgorithmConfig,
     Config,
@@ -85,6 +85,50 @@ def check_config(
     _check_model(config, planning)
     _check_data(config, planning, own_rows or not training, own_eval_rows)
     _check_folder("run_root", config.run_root)
+
+
+def check_supervised(config: Config) -> None:
+    """Raises ConfigError for a configuration that `megasync sft` cannot run; names the key and the fix."""
+    check_limits(config)
+    _check_trainer(config)
+    sft, trainer = config.sft, config.trainer
+    if sft.train is None:
+        raise ConfigError("sft.train is not set; name a dataset with sft.train.kind and sft.train.source")
+    for name, dataset in (("train", sft.train), ("validation", sft.validation)):
+        if dataset is not None:
+            _check_dataset(f"sft.{name}", dataset, planning=False)
+    if sft.rows_per_step < trainer.data_parallel:
+        raise ConfigError(
+            f"sft.rows_per_step={sft.rows_per_step} is less than trainer.data_parallel={trainer.data_parallel}; each "
+            f"rank needs at least one row"
+        )
+    if trainer.minibatches > 1:
+        raise ConfigError(f"trainer.minibatches={trainer.minibatches} is for policies; set it to 1 for megasync sft")
+    if config.data.prompt.examples:
+        raise ConfigError(
+            f"data.prompt.examples={config.data.prompt.examples} is not used by megasync sft; set it to 0"
+        )
+    check_access(config.cluster, planning=False)
+    layout, source = model_layout(config)
+    limit = layout.hf_config.get("max_position_embeddings")
+    if limit is None and sft.max_tokens is None:
+        raise ConfigError(f"{source} has no max_position_embeddings, so sft.max_tokens must say how long a row may be")
+    if limit is not None and (sft.max_tokens or 0) > limit:
+        raise ConfigError(
+            f"sft.max_tokens={sft.max_tokens} exceeds max_position_embeddings={limit} of {source}; lower it"
+        )
+    check_megatron(vars(trainer.megatron), latent=layout.family.latent)
+    _check_experts(trainer, layout)
+    check_model_folder(config.model)
+    if read_storage(source) is not None:
+        _check_scales(source.parent, layout)
+    trainer_pool(config)
+    _check_folder("run_root", config.run_root)
+
+
+def check_steps(config: Config) -> None:
+    """Raises ConfigError if the learning rate does not fit the number of steps, `schedule.total_steps`."""
+    _check_optimizer(config)
 
 
 def _check_schedule(config: Config) -> None:

@@ -267,12 +267,19 @@ class MegatronEngine:
         microbatches and data-parallel ranks; the same on every rank.
         """
         self.zero_grad()
+        return self._sum_reports(self.run(share, self._reporting(loss, temperature), forward_only=False))
 
+    def total(self, share: Share, loss: LossFunction, temperature: float = 1.0) -> dict[str, float]:
+        """What `forward_backward` returns, without gradients."""
+        with torch.no_grad():
+            return self._sum_reports(self.run(share, self._reporting(loss, temperature), forward_only=True))
+
+    def _reporting(self, loss: LossFunction, temperature: float) -> Evaluate:
         def evaluate(batch: Batch, rows: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             value, sums = loss(batch, *self.score_rows(rows, batch, temperature))
             return value, {"loss": value.detach(), **sums}
 
-        return self._sum_reports(self.run(share, evaluate, forward_only=False))
+        return evaluate
 
     def zero_grad(self) -> None:
         """Zeroes the gradients."""

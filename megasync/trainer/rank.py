@@ -18,6 +18,7 @@ from megasync.buffer.payload import LeasedGroup
 from megasync.buffer.segments import load_trajectories
 from megasync.config.host import resolve_host
 from megasync.config.schema import Config
+from megasync.data.supervised import TokenRow
 from megasync.importing import quick_imports
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class TrainerRank:
             from megasync.trainer.engine import MegatronEngine
             from megasync.trainer.offload import Offload
             from megasync.trainer.policy import PolicyTrainer
+            from megasync.trainer.supervised import SupervisedTrainer
 
         torch.manual_seed(config.seed)
         torch.distributed.init_process_group(
@@ -115,6 +117,7 @@ class TrainerRank:
             temperature=config.rollout.sampling.temperature,
             longest=config.rollout.sampling.max_new_tokens,
         )
+        self._supervised = SupervisedTrainer(self._engine)
         shards = Shards(self._engine.layout, config.model.dtype, self._rank, self._engine.params())
         bucket_bytes, host = config.sync.bucket_mb * 2**20, resolve_host(config.cluster.host)
         plan = shards.plan(bucket_bytes)
@@ -143,6 +146,14 @@ class TrainerRank:
     def step(self, groups: list[LeasedGroup], step: int, version: int) -> dict[str, float]:
         """Runs one training step; returns the same metrics on every rank."""
         return self._policy.step(groups, load_trajectories, step, version)
+
+    def fit(self, rows: list[TokenRow], step: int) -> dict[str, float]:
+        """Runs one supervised step; returns the same metrics on every rank."""
+        return self._supervised.step(rows, step)
+
+    def loss(self, rows: list[TokenRow]) -> float:
+        """The mean negative log-prob of the trained tokens of all rows."""
+        return self._supervised.loss(rows)
 
     def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs of all tokens of each sequence except the first, under the current weights."""

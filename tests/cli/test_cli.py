@@ -29,6 +29,7 @@ COMMANDS = (
     "fetch",
     "chaos",
     "simulate",
+    "sft",
 )
 
 

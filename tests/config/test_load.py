@@ -226,6 +226,7 @@ def test_every_whole_number_of_the_schema_can_be_overridden(key, value):
     values = {
         **MODEL,
         "data": {"train": {"kind": "digits", "source": "copy"}, "eval": {"kind": "k", "source": "s"}},
+        "sft": {"train": {"kind": "k", "source": "s"}, "validation": {"kind": "k", "source": "s"}},
         "rollout": {"environment": {"kind": "gymnasium"}},
     }
     node = load_config(values, [f"{key}={value}"])

@@ -13,7 +13,15 @@ from megasync.preflight.check import check_config
 from megasync.rewards import load_reward
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-RUNNABLE = ("quickstart", "smollm2_reasoning", "smollm2_chain_sum", "first_gpu", "qwen3_8b_math", "qwen3_32b_math")
+RUNNABLE = (
+    "quickstart",
+    "quickstart_sft",
+    "smollm2_reasoning",
+    "smollm2_chain_sum",
+    "first_gpu",
+    "qwen3_8b_math",
+    "qwen3_32b_math",
+)
 SHARED = ("base", "smollm2")
 
 

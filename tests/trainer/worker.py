@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -27,6 +28,7 @@ from safetensors.torch import load_file
 from megasync.buffer.payload import in_memory
 from megasync.buffer.segments import load_trajectories
 from megasync.config.schema import AlgorithmConfig, MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from megasync.data.supervised import TokenRow
 from megasync.device import resolve_device
 from megasync.layout import shards
 from megasync.layout.shards import load_shards
@@ -58,6 +60,7 @@ from megasync.trainer.model import named_weights, transformer_config  # noqa: E4
 from megasync.trainer.param_attributes import set_param_attributes  # noqa: E402
 from megasync.trainer.policy import PolicyTrainer  # noqa: E402
 from megasync.trainer.reference import SLOTS  # noqa: E402
+from megasync.trainer.supervised import SupervisedTrainer  # noqa: E402
 
 
 def make_engine(model, trainer=None, optimizer=None, dtype="float32", total_steps=10):
@@ -547,6 +550,20 @@ def streamed_reference(runs):
             "in_place": same and not moved and [t.data_ptr() for t in engine.params().values()] == places,
             "device_bytes": SLOTS * engine._reference._slot_bytes,
         }
+        close(engine)
+    return found
+
+
+def supervised(model, layouts, rows):
+    """Steps on the first four rows and on the last one; the loss of all rows before and after."""
+    found = {}
+    rows = [TokenRow(np.array(ids, np.int32), np.array(trained, np.bool_)) for ids, trained in rows]
+    for label, trainer in layouts.items():
+        engine = make_engine(model, trainer, {"betas": [0.9, 0.95], "clip_grad": 1.0})
+        trainer = SupervisedTrainer(engine)
+        losses = [trainer.loss(rows)]
+        steps = [trainer.step(rows[:4], 1), trainer.step(rows[4:], 2)]
+        found[label] = {"steps": steps, "losses": [*losses, trainer.loss(rows)]}
         close(engine)
     return found
 

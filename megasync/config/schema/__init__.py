@@ -6,7 +6,7 @@ limit (`megasync.config.limits`). Nothing here imports torch or Ray.
 """
 
 from megasync.config.schema.cluster import ClusterConfig, SyncConfig, TimeoutConfig
-from megasync.config.schema.data import DataConfig, DatasetConfig, ModelConfig, PromptConfig
+from megasync.config.schema.data import DataConfig, DatasetConfig, ModelConfig, PromptConfig, SftConfig
 from megasync.config.schema.evaluation import EvalConfig, EvalSamplingConfig, EvalSetConfig, ObserveConfig
 from megasync.config.schema.rewards import (
     AuxiliaryModelConfig,
@@ -63,6 +63,7 @@ __all__ = [
     "RolloutConfig",
     "SamplingConfig",
     "ScheduleConfig",
+    "SftConfig",
     "SyncConfig",
     "TimeoutConfig",
     "ToolsConfig",

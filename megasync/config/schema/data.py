@@ -68,3 +68,25 @@ class DataConfig:
     prompt: PromptConfig = field(default_factory=PromptConfig)
     # Shuffle the training prompts anew in each epoch.
     shuffle: bool = True
+
+
+@dataclass
+class SftConfig:
+    """What `megasync sft` trains on. `megasync train` does not read it."""
+
+    # Rows with a conversation (a column `messages`), or with a prompt and an answer.
+    train: DatasetConfig | None = None
+    # Held-out rows of the same form, whose loss is computed before the first step, at intervals, and after the last.
+    validation: DatasetConfig | None = None
+    # Column with the answer to a row's prompt. `data.prompt` says how the prompt is written.
+    answer: str = "answer"
+    # Passes over the training rows, each in another order. `schedule.total_steps` is not read.
+    epochs: int = limited(1, AT_LEAST_ONE)
+    # Rows of an optimizer step.
+    rows_per_step: int = limited(32, AT_LEAST_ONE)
+    # Maximum length of a row in tokens; null for the model's context. Longer rows are an error at start.
+    max_tokens: int | None = limited(None, AT_LEAST_ONE)
+    # Leave longer rows out instead, and say how many.
+    drop_long_rows: bool = False
+    # Steps between two validations; 0 for none between the first and the last.
+    validate_every_steps: int = limited(50, NOT_NEGATIVE)

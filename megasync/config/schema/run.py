@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from megasync.config.limits import PATH, RUN_NAME, SEED, limited
 from megasync.config.schema.cluster import ClusterConfig, SyncConfig, TimeoutConfig
-from megasync.config.schema.data import DataConfig, ModelConfig
+from megasync.config.schema.data import DataConfig, ModelConfig, SftConfig
 from megasync.config.schema.evaluation import EvalConfig, ObserveConfig
 from megasync.config.schema.rewards import AuxiliaryModelConfig, RewardModelConfig
 from megasync.config.schema.rollout import RolloutConfig
@@ -25,6 +25,7 @@ class Config:
     run_root: str = limited("runs", PATH)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -1,0 +1,286 @@
+"""`megasync sft`: supervised training of the policy model, before reinforcement learning goes on from its export.
+
+Ranks, checkpoints, display and run directory are those of `megasync train`; there are no servers and no buffer. A lost
+rank takes the run back to its newest checkpoint. The order of the rows depends on the seed and the epoch alone, so a
+resumed run trains the same steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, closing
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from megasync.app.run_directory import export_newest, new_run_dir, stop_signals
+from megasync.app.run_lock import RunLock
+from megasync.app.servers import reserve_pools
+from megasync.app.workload import stop_ids
+from megasync.cluster.roles import check_capabilities
+from megasync.cluster.trainer_group import TrainerGroup
+from megasync.config import CONFIG_FILE, ROWS_FILE, Config, load_config
+from megasync.config.changes import check_changes
+from megasync.config.pools import trainer_pool
+from megasync.data.datasets import load_conversations
+from megasync.data.render import load_tokenizer
+from megasync.data.supervised import SupervisedRenderer, TokenRow
+from megasync.device import check_machine, resolve_device
+from megasync.errors import CheckpointError, ConfigError, RankLost, TrainingError
+from megasync.files import atomic_write
+from megasync.layout.model_files import read_hf_config
+from megasync.observe.awaits import describe_tasks
+from megasync.observe.logfile import log_to_file
+from megasync.observe.observer import RunObserver
+from megasync.observe.result import SupervisedResult
+from megasync.preflight.check import check_steps, check_supervised
+from megasync.trainer.checkpoint import latest, step_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SupervisedRows:
+    """Training and held-out rows, and the steps of an epoch."""
+
+    train: list[TokenRow]
+    validation: list[TokenRow]
+    rows_per_step: int
+    seed: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self.train) // self.rows_per_step)
+
+    def of_step(self, step: int) -> list[TokenRow]:
+        """The rows of a step; steps count from 0 here."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        order = _order(self.seed, epoch, len(self.train))
+        return [self.train[row] for row in order[place * self.rows_per_step : (place + 1) * self.rows_per_step]]
+
+    def described(self) -> dict[str, object]:
+        """What a resumed run compares."""
+        digest = hashlib.sha256()
+        for row in self.train:
+            digest.update(row.ids.tobytes() + row.trained.tobytes())
+        return {"rows": len(self.train), "rows_per_step": self.rows_per_step, "digest": digest.hexdigest()}
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, rows: int) -> list[int]:
+    return np.random.default_rng([seed, epoch]).permutation(rows).tolist()
+
+
+def prepare_rows(config: Config) -> tuple[SupervisedRows, list[str]]:
+    """Reads and renders the rows; also messages for the user. Raises DataError."""
+    tokenizer = load_tokenizer(config.model.path)
+    model, sft = read_hf_config(config.model.path), config.sft
+    limit = sft.max_tokens or model["max_position_embeddings"]
+    stops = stop_ids(config.model.path, tokenizer)
+    renderer = SupervisedRenderer(tokenizer, sft, config.data.prompt, model["vocab_size"], stops, limit)
+    found: dict[str, list[TokenRow]] = {"train": [], "validation": []}
+    messages = []
+    for name, dataset in (("train", sft.train), ("validation", sft.validation)):
+        if dataset is None:
+            continue
+        found[name], long = renderer.rows(load_conversations(dataset), f"sft.{name}")
+        trained = sum(int(row.trained.sum()) for row in found[name])
+        left_out = f"; {long} longer than sft.max_tokens={limit} are left out" if long else ""
+        messages.append(f"sft.{name}: {len(found[name])} rows with {trained} trained tokens{left_out}")
+    return SupervisedRows(found["train"], found["validation"], sft.rows_per_step, config.seed), messages
+
+
+def train_supervised(config: Config) -> SupervisedResult:
+    """Runs to the end, in a new run directory. Ctrl-C once finishes the step, saves and ends; twice ends immediately.
+
+    Raises ConfigError and DataError before anything starts; another MegasyncError for what ended the run.
+    """
+    return asyncio.run(_begin(config, None))
+
+
+def resume_supervised(run_dir: Path, overrides: Sequence[str] = ()) -> SupervisedResult:
+    """Goes on from the newest checkpoint of a supervised run, or from its start.
+
+    Raises as `train_supervised`, and ConfigError if the rows are not those of the run.
+    """
+    config = load_config(run_dir / CONFIG_FILE, overrides)
+    newest = latest(run_dir)
+    check_changes(load_config(run_dir / CONFIG_FILE), config, 0 if newest is None else step_of(newest))
+    return asyncio.run(_begin(config, run_dir))
+
+
+async def _begin(config: Config, run_dir: Path | None) -> SupervisedResult:
+    check_supervised(config)
+    if config.cluster.address is None:
+        check_machine(config.cluster.device, trains=True)
+    rows, messages = await asyncio.to_thread(prepare_rows, config)
+    config = _for_ranks(config, rows)
+    check_steps(config)
+    described = rows.described()
+    if run_dir is None:
+        run_dir = new_run_dir(config)
+        await asyncio.to_thread(atomic_write, run_dir / ROWS_FILE, json.dumps(described))
+    else:
+        _check_rows(run_dir / ROWS_FILE, described)
+    run = SupervisedRun(config, run_dir, rows, messages)
+    task = asyncio.create_task(run.execute(), name="run")
+    with stop_signals(run, task):
+        return await task
+
+
+def _for_ranks(config: Config, rows: SupervisedRows) -> Config:
+    return replace(
+        config,
+        schedule=replace(config.schedule, total_steps=config.sft.epochs * rows.steps_per_epoch),
+        # There is neither a reference nor a server that would share devices.
+        algorithm=replace(config.algorithm, kl_coef=0.0),
+        cluster=replace(config.cluster, colocate=False, share_device=False),
+    )
+
+
+def _check_rows(file: Path, described: dict[str, object]) -> None:
+    try:
+        known = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}; start the run again") from None
+    if known != described:
+        raise ConfigError(
+            f"the rows of sft.train are not those that the run was started with ({described['rows']} rows and "
+            f"{known.get('rows')} before, sft.rows_per_step={described['rows_per_step']} and "
+            f"{known.get('rows_per_step')} before); put them back, or start a new run from this run's export"
+        )
+
+
+class SupervisedRun:
+    """A supervised run in `run_dir`, new or resumed. `messages` are shown when it starts."""
+
+    def __init__(self, config: Config, run_dir: Path, rows: SupervisedRows, messages: Sequence[str] = ()) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self._rows = rows
+        self._notes = messages
+        self._checkpoint = latest(run_dir)
+        self._step = 0 if self._checkpoint is None else step_of(self._checkpoint)
+        self._saved_step = self._step
+        # The step whose checkpoint is being written.
+        self._saving: int | None = None
+        self._losses: list[tuple[int, float]] = []
+        self._stop = asyncio.Event()
+        self._reason = ""
+        self._started = False
+        self._say: Callable[[str], None] = log.info
+
+    def request_stop(self, reason: str) -> bool:
+        """Requests a clean end. Returns False while the run is still starting: then it can only be cancelled."""
+        if self._started and not self._stop.is_set():
+            self._reason = reason
+            self._say(f"stopping: {reason}")
+            self._stop.set()
+        return self._started
+
+    async def dump(self) -> None:
+        """Logs what each part of the run waits for."""
+        log.warning("State of the run, requested by a signal:\nstep %d\n%s", self._step, describe_tasks())
+
+    async def execute(self) -> SupervisedResult:
+        with RunLock(self.run_dir), closing(log_to_file(self.run_dir / "logs" / "controller.log")):
+            check_capabilities()
+            with RunObserver(self.config, self.run_dir) as observer:
+                self._say = observer.message
+                for note in self._notes:
+                    self._say(note)
+                async with AsyncExitStack() as stack:
+                    trainer = await self._start(stack, observer)
+                    self._started = True
+                    await self._train(trainer, observer)
+                    observer.message("shutting down trainer ranks")
+                export_dir = await asyncio.to_thread(export_newest, self.config, self.run_dir, observer.message)
+            return SupervisedResult(self.run_dir, self._step, self._losses, export_dir, self._reason)
+
+    async def _start(self, stack: AsyncExitStack, observer: RunObserver) -> TrainerGroup:
+        device = resolve_device(self.config.cluster.device)
+        config = replace(self.config, cluster=replace(self.config.cluster, device=device.kind))
+        observer.message("starting Ray and trainer ranks")
+        pools = await reserve_pools(stack, config, {"trainer": trainer_pool(config)}, device)
+        trainer = TrainerGroup(config, self.run_dir, pools)
+        stack.push_async_callback(trainer.stop)
+        await trainer.start(self._checkpoint)
+        return trainer
+
+    async def _train(self, trainer: TrainerGroup, observer: RunObserver) -> None:
+        """Trains until the run is over. A lost rank takes it back to the newest checkpoint."""
+        limit, furthest, restarts = self.config.trainer.max_restarts, self._step, 0
+        lost: RankLost | None = None
+        while True:
+            try:
+                if lost is not None:
+                    lost = None
+                    await self._restart(trainer, observer)
+                return await self._steps(trainer, observer)
+            except RankLost as error:
+                if self._step > furthest:
+                    furthest, restarts = self._step, 0
+                if restarts >= limit:
+                    raise TrainingError(
+                        f"{error}; the ranks were restarted {restarts} times in a row without a new step "
+                        f"(trainer.max_restarts={limit})"
+                    ) from error
+                restarts += 1
+                observer.message(f"restarting the trainer ranks, attempt {restarts} of {limit}: {error}")
+                lost = error
+
+    async def _restart(self, trainer: TrainerGroup, observer: RunObserver) -> None:
+        observer.activity("trainer", "restarting")
+        state = await trainer.restart()
+        self._step = self._saved_step = 0 if state is None else state["step"]
+        self._saving = None
+        self._losses = [(step, loss) for step, loss in self._losses if step <= self._step]
+        observer.rewind(self._step)
+        observer.message(f"training goes on after step {self._step}")
+
+    async def _steps(self, trainer: TrainerGroup, observer: RunObserver) -> None:
+        sft, total = self.config.sft, self.config.schedule.total_steps
+        if not self._losses:
+            await self._validate(trainer, observer)
+        while self._step < total and not self._stop.is_set():
+            observer.activity("trainer", "training")
+            metrics = await trainer.fit(self._rows.of_step(self._step), self._step + 1)
+            self._step += 1
+            observer.step(self._step, 0, metrics)
+            every = sft.validate_every_steps
+            if every and self._step % every == 0 and self._step != total:
+                await self._validate(trainer, observer)
+            await self._finish_save(trainer, wait=False)
+            saves = self.config.checkpoint.every_steps
+            if saves and self._step % saves == 0:
+                await self._save(trainer, observer)
+        if self._losses and self._losses[-1][0] != self._step:
+            await self._validate(trainer, observer)
+        if self._saved_step != self._step and self._saving != self._step:
+            await self._save(trainer, observer)
+        await self._finish_save(trainer, wait=True)
+
+    async def _validate(self, trainer: TrainerGroup, observer: RunObserver) -> None:
+        if not self._rows.validation:
+            return
+        observer.activity("trainer", "computing the validation loss")
+        loss = await trainer.loss(self._rows.validation)
+        self._losses.append((self._step, loss))
+        observer.validation(self._step, loss)
+
+    async def _save(self, trainer: TrainerGroup, observer: RunObserver) -> None:
+        await self._finish_save(trainer, wait=True)
+        observer.activity("trainer", "saving a checkpoint")
+        await trainer.begin_save(self._step, {"step": self._step})
+        self._saving = self._step
+        await self._finish_save(trainer, wait=not self.config.checkpoint.background)
+
+    async def _finish_save(self, trainer: TrainerGroup, wait: bool) -> None:
+        if self._saving is not None and await trainer.finish_save(wait) is not None:
+            self._saved_step, self._saving = self._saving, None
