@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megasync.algorithms.choose import loss_of
-from megasync.algorithms.importance import ImportanceWeights, importance_weights
+from megasync.algorithms.importance import ImportanceWeights, importance_weights, rejected
 from megasync.algorithms.kl import KL_KINDS
 from megasync.algorithms.losses.tokens import PolicyTokens
 from megasync.config.schema import AlgorithmConfig
@@ -38,7 +38,7 @@ def policy_loss(
     ``logprobs`` carries the gradient, and ``entropy`` may. ``old_logprobs`` are the trainer's before the step: pass
     ``logprobs.detach()`` if there is one optimizer step per batch. ``behaviour_logprobs`` are the server's. ``mask`` is
     non-zero on trained tokens. ``segments`` (int64, the sequence of each token) is required for
-    ``correction="sequence"`` and losses of sequences, ``reference_logprobs`` for ``kl_coef > 0``, ``entropy`` for
+    corrections, rejections and losses of sequences, ``reference_logprobs`` for ``kl_coef > 0``, ``entropy`` for
     ``entropy_coef > 0``. ``token_weights`` are what each token counts in the loss, 1 by default.
 
     Returns the loss, a scalar to be divided by a *global* number of tokens or sequences, and detached float32 scalars:
@@ -61,7 +61,9 @@ def policy_loss(
     denominator = behaviour if config.ratio == "behaviour" else old
     found = loss_of(config)(PolicyTokens(logprobs, denominator, advantages, keep, segments))
     importance = _importance(config, old, behaviour, keep, segments)
-    policy = torch.where(keep, importance.weights * found.loss, 0.0)
+    left_out = _rejected(config, old, behaviour, keep, segments)
+    weights = torch.where(left_out, 0.0, importance.weights)
+    policy = torch.where(keep, weights * found.loss, 0.0)
     total = policy
     none = torch.zeros_like(keep)
     sums = {
@@ -69,9 +71,10 @@ def policy_loss(
         "policy_loss": policy.sum(),
         "clip_fraction": (none if found.clipped is None else found.clipped).sum(),
         "dual_clip_fraction": (none if found.dual_clipped is None else found.dual_clipped).sum(),
-        "is_weight_mean": importance.weights.sum(),
-        "is_weight_square": importance.weights.square().sum(),
+        "is_weight_mean": weights.sum(),
+        "is_weight_square": weights.square().sum(),
         "is_outside_fraction": importance.outside.sum(),
+        "is_rejected_fraction": left_out.sum(),
         "logprob_diff": (old - behaviour).abs().sum(),
     }
     if reference_logprobs is not None:
@@ -109,4 +112,18 @@ def _importance(
         floor=config.correction_floor,
         masks=config.correction_outside == "mask",
         segments=segments,
+    )
+
+
+def _rejected(config: AlgorithmConfig, old: Tensor, behaviour: Tensor, keep: Tensor, segments: Tensor | None) -> Tensor:
+    if config.rejection == "none":
+        return torch.zeros_like(keep)
+    return rejected(
+        old,
+        behaviour,
+        keep,
+        level=config.rejection,
+        segments=segments,
+        floor=config.rejection_floor,
+        cap=config.rejection_cap,
     )

@@ -167,6 +167,14 @@ def _check_algorithm(config: Config) -> None:
     if algorithm.correction == "none":
         bounds = ("correction_cap", "correction_floor", "correction_outside")
         refuse_unused(algorithm, "algorithm", bounds, "with algorithm.correction=none; choose token or sequence")
+    if algorithm.rejection == "none":
+        reason = "with algorithm.rejection=none; choose sequence, product or token"
+        refuse_unused(algorithm, "algorithm", ("rejection_floor", "rejection_cap"), reason)
+    elif not algorithm.rejection_floor and algorithm.rejection_cap is None:
+        raise ConfigError(
+            f"algorithm.rejection={algorithm.rejection} rejects nothing without bounds; set algorithm.rejection_floor "
+            f"or algorithm.rejection_cap"
+        )
     if algorithm.ratio == "behaviour" and algorithm.correction != "none":
         raise ConfigError(
             f"algorithm.ratio=behaviour already corrects for stale samples, and algorithm.correction="

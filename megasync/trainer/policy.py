@@ -54,6 +54,7 @@ PER_TOKEN = (
     "dual_clip_fraction",
     "is_weight_mean",
     "is_outside_fraction",
+    "is_rejected_fraction",
     "logprob_diff",
 )
 

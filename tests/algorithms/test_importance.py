@@ -41,6 +41,13 @@ def test_a_sequence_weight_is_the_capped_geometric_mean_over_its_trained_tokens(
         assert weights[i].item() == pytest.approx(min(math.exp(mean), cap), rel=1e-5)
 
 
+def test_a_product_is_the_ratio_of_the_probabilities_of_a_sequence():
+    trainer, behaviour = torch.log(torch.tensor([0.5, 0.4, 0.9])), torch.log(torch.tensor([0.25, 0.5, 0.9]))
+    segments, mask = torch.tensor([0, 0, 1]), torch.ones(3)
+    weights, _ = importance_weights(trainer, behaviour, mask, level="product", cap=5.0, segments=segments)
+    torch.testing.assert_close(weights, torch.tensor([1.6, 1.6, 1.0]))
+
+
 def test_a_sequence_weight_does_not_shrink_with_length():
     for length in (1, 10, 10_000):
         zeros, ones = torch.zeros(length, dtype=torch.int64), torch.ones(length)

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megasync.algorithms import policy_loss
@@ -31,8 +31,11 @@ CONFIGS = st.builds(
     clip_low=st.floats(0.05, 0.5),
     clip_high=st.floats(0.05, 0.9),
     dual_clip=DUAL_CLIPS,
-    correction=st.sampled_from(["none", "token", "sequence"]),
+    correction=st.sampled_from(["none", "token", "sequence", "product"]),
     correction_cap=st.floats(1, 4),
+    rejection=st.sampled_from(["none", "sequence", "product", "token"]),
+    rejection_floor=st.floats(0, 1),
+    rejection_cap=st.none() | st.floats(1, 4),
     kl_coef=st.sampled_from([0.0, 0.3]),
     kl_kind=st.sampled_from(["k1", "k2", "k3"]),
     entropy_coef=st.sampled_from([0.0, 0.1]),
@@ -79,13 +82,50 @@ def reference(config, tokens):
 
 
 def reference_weight(config, token, tokens):
+    sequence = [other for other in tokens if other["mask"] and other["segments"] == token["segments"]]
+    if config.rejection != "none":
+        ratios = [reference_ratio("token", other, sequence) for other in sequence]
+        if config.rejection != "token":
+            ratios = [reference_ratio(config.rejection, token, sequence)]
+        cap = math.inf if config.rejection_cap is None else config.rejection_cap
+        # Rounding decides about a ratio at a bound.
+        assume(all(abs(ratio - bound) > 1e-5 * bound for ratio in ratios for bound in (config.rejection_floor, cap)))
+        if not all(config.rejection_floor <= ratio <= cap for ratio in ratios):
+            return 0.0
     if config.correction == "none":
         return 1.0
-    mine = [token]
-    if config.correction == "sequence":
-        mine = [other for other in tokens if other["mask"] and other["segments"] == token["segments"]]
-    mean = math.fsum(other["old_logprobs"] - other["behaviour_logprobs"] for other in mine) / len(mine)
-    return min(math.exp(mean), config.correction_cap)
+    return min(reference_ratio(config.correction, token, sequence), config.correction_cap)
+
+
+def reference_ratio(level, token, sequence):
+    mine = [token] if level == "token" else sequence
+    total = math.fsum(other["old_logprobs"] - other["behaviour_logprobs"] for other in mine)
+    return math.exp(total / len(mine) if level == "sequence" else total)
+
+
+def test_a_response_is_rejected_by_its_mean_its_product_or_any_token():
+    # Ratios 2 and 1 in the first response, 1/2 twice in the second.
+    old = torch.log(torch.tensor([2.0, 1.0, 0.5, 0.5])) - 3.0
+    given = {
+        "behaviour_logprobs": torch.full((4,), -3.0),
+        "mask": torch.ones(4),
+        "segments": torch.tensor([0, 0, 1, 1]),
+    }
+    cases = {
+        ("sequence", 0.0, 1.9): [],
+        ("sequence", 0.6, None): [2, 3],
+        ("product", 0.0, 1.9): [0, 1],
+        ("product", 0.3, None): [2, 3],
+        ("token", 0.0, 1.9): [0, 1],
+        ("token", 0.4, 2.1): [],
+    }
+    for (level, floor, cap), expected in cases.items():
+        config = replace(CONFIG, correction="none", rejection=level, rejection_floor=floor, rejection_cap=cap)
+        logprobs = old.clone().requires_grad_()
+        loss, sums = policy_loss(config, logprobs=logprobs, old_logprobs=old, advantages=torch.ones(4), **given)
+        loss.backward()
+        assert sums["is_rejected_fraction"] == len(expected)
+        assert (logprobs.grad == 0).nonzero().flatten().tolist() == expected
 
 
 @given(CONFIGS, TOKENS)

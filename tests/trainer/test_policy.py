@@ -163,7 +163,7 @@ def test_bfloat16_main_weights_start_with_the_folders_precision(run_ranks, model
 def test_all_metrics_are_there_and_finite(runs):
     names = (
         "loss grad_norm lr entropy clip_fraction dual_clip_fraction is_weight_mean is_outside_fraction "
-        "is_effective_share logprob_diff "
+        "is_rejected_fraction is_effective_share logprob_diff "
         "tokens sequences staleness_mean staleness_max reward seconds skipped"
     )
     for metrics in runs["plain"]["metrics"]:

@@ -74,14 +74,22 @@ class AlgorithmConfig:
     # Denominator of the PPO ratio. trainer: the trainer's own log-probs before the step (decoupled PPO). behaviour: the
     # server's log-probs.
     ratio: str = limited("trainer", Choice("trainer", "behaviour"))
-    # Off-policy correction by importance sampling against the server's log-probs: none, token or sequence.
-    correction: str = limited("token", Choice("none", "token", "sequence"))
+    # Off-policy correction by importance sampling against the server's log-probs: none, token, sequence (the geometric
+    # mean over a response) or product (of all its tokens).
+    correction: str = limited("token", Choice("none", "token", "sequence", "product"))
     # Upper bound of the importance ratio.
     correction_cap: float = limited(2.0, Range(1))
     # Lower bound of the importance ratio.
     correction_floor: float = limited(0.0, Range(0, 1))
     # What a token or sequence gets whose ratio is outside of these bounds: the bound (cap), or no gradient (mask).
     correction_outside: str = limited("cap", Choice("cap", "mask"))
+    # Responses left out of the policy loss whose ratio is outside of the next two bounds: none; by the geometric mean
+    # (sequence), by the product, or by any single token.
+    rejection: str = limited("none", Choice("none", "sequence", "product", "token"))
+    # Lower bound of that ratio; 0 for none.
+    rejection_floor: float = limited(0.0, Range(0, 1))
+    # Upper bound of that ratio; null for none.
+    rejection_cap: float | None = limited(None, Range(1))
     # Coefficient of the KL penalty to the initial weights, in the loss; 0 turns it off.
     kl_coef: float = limited(0.0, NOT_NEGATIVE)
     # Estimator of that KL: k1, k2 or k3.
