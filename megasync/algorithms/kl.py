@@ -31,3 +31,22 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 KL_KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+# Ages in versions that `kl_by_age` tells apart; the last one includes all older tokens.
+AGES = 8
+
+
+@torch.no_grad()
+def kl_by_age(logprobs: Tensor, behaviour_logprobs: Tensor, keep: Tensor, ages: Tensor) -> dict[str, Tensor]:
+    """KL(server || trainer), estimated by k3 and summed over kept tokens of each age, with their numbers.
+
+    All are [tokens]; ``ages`` (int64) counts the versions since a token was sampled. Returns scalars ``server_kl@AGE``
+    and ``tokens@AGE`` for every age below `AGES`.
+    """
+    each = k3(behaviour_logprobs, logprobs)
+    bounded = ages.clamp(0, AGES - 1)
+    found: dict[str, Tensor] = {}
+    for age in range(AGES):
+        own = keep & (bounded == age)
+        found |= {f"server_kl@{age}": torch.where(own, each, 0.0).sum(), f"tokens@{age}": own.sum()}
+    return found

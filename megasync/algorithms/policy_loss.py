@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megasync.algorithms.choose import loss_of
 from megasync.algorithms.importance import ImportanceWeights, importance_weights, rejected
-from megasync.algorithms.kl import KL_KINDS
+from megasync.algorithms.kl import KL_KINDS, kl_by_age
 from megasync.algorithms.losses.tokens import PolicyTokens
 from megasync.config.schema import AlgorithmConfig
 from megasync.errors import ConfigError
@@ -32,6 +32,7 @@ def policy_loss(
     reference_logprobs: Tensor | None = None,
     segments: Tensor | None = None,
     token_weights: Tensor | None = None,
+    ages: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss summed over the trained tokens of one microbatch. Inputs are [tokens]; arithmetic is float32.
 
@@ -39,7 +40,8 @@ def policy_loss(
     ``logprobs.detach()`` if there is one optimizer step per batch. ``behaviour_logprobs`` are the server's. ``mask`` is
     non-zero on trained tokens. ``segments`` (int64, the sequence of each token) is required for
     corrections, rejections and losses of sequences, ``reference_logprobs`` for ``kl_coef > 0``, ``entropy`` for
-    ``entropy_coef > 0``. ``token_weights`` are what each token counts in the loss, 1 by default.
+    ``entropy_coef > 0``. ``token_weights`` are what each token counts in the loss, 1 by default. ``ages`` (int64) are
+    the versions since each token was sampled; with them the sums include those of `kl_by_age`.
 
     Returns the loss, a scalar to be divided by a *global* number of tokens or sequences, and detached float32 scalars:
     ``tokens``, and sums whose quotients by ``tokens`` are means. ``kl`` and ``entropy`` are present only if their
@@ -77,6 +79,8 @@ def policy_loss(
         "is_rejected_fraction": left_out.sum(),
         "logprob_diff": (old - behaviour).abs().sum(),
     }
+    if ages is not None:
+        sums |= kl_by_age(old, behaviour, keep, ages)
     if reference_logprobs is not None:
         kl = KL_KINDS[config.kl_kind](logprobs, _kept(reference_logprobs, keep).detach())
         total = total + config.kl_coef * kl

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from numpy.typing import NDArray
 
 from megasync.algorithms.advantages.rewards import StepRewards
 from megasync.algorithms.choose import estimator_of, needs_all_tokens, needs_two
+from megasync.algorithms.kl import AGES
 from megasync.algorithms.policy_loss import policy_loss
 from megasync.buffer.payload import LeasedGroup
 from megasync.config.schema import AlgorithmConfig
@@ -84,15 +86,16 @@ class Members:
 class Minibatch:
     """One optimizer step: the trajectories with a gradient, and what this rank computes of them.
 
-    ``divisor`` is that of the loss, for all trajectories; see `_divisor`. ``behaviour`` are the log-probs of
-    each own sample's scored tokens, float32. ``proximal`` and ``reference`` are scores of each own microbatch, float32
-    [targets] on the last pipeline stage; None if they are not needed.
+    ``divisor`` is that of the loss, for all trajectories; see `_divisor`. ``behaviour`` are the log-probs of each own
+    sample's scored tokens, float32, ``versions`` those that sampled them. ``proximal`` and ``reference`` are scores of
+    each own microbatch, float32 [targets] on the last pipeline stage; None if they are not needed.
     """
 
     members: Members
     divisor: float
     share: Share
     behaviour: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    versions: dict[int, NDArray[Any]] = field(default_factory=dict[int, NDArray[Any]])
     proximal: list[torch.Tensor] | None = None
     reference: list[torch.Tensor] | None = None
 
@@ -187,6 +190,7 @@ class PolicyTrainer:
             _divisor(part, algorithm.aggregation, self._longest),
             Share(microbatches, samples, packing.counted_tokens),
             {index: trajectories[index].logprobs[sample.scored] for index, sample in samples.items()},
+            {index: trajectories[index].versions.expand()[sample.scored] for index, sample in samples.items()},
         )
 
     def _optimizer_step(self, minibatch: Minibatch, step: int) -> dict[str, float]:
@@ -198,6 +202,7 @@ class PolicyTrainer:
         ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             own = list(minibatch.share.microbatches[batch.index].sequences)
             behaviour = np.concatenate([minibatch.behaviour[index] for index in own])
+            ages = self._current["version"] - np.concatenate([minibatch.versions[index] for index in own])
             members = minibatch.members
             advantages = np.repeat(members.advantages[own].astype(np.float32), batch.counts)
             weights = None
@@ -216,6 +221,7 @@ class PolicyTrainer:
                 reference_logprobs=reference[batch.index] if reference else None,
                 segments=batch.segments,
                 token_weights=weights,
+                ages=torch.from_numpy(ages).to(device),
             )
             return total / minibatch.divisor, sums
 
@@ -350,6 +356,9 @@ def _summary(reports: list[dict[str, float]]) -> dict[str, float]:
     per_token = {
         f"train/{name}": sum(report[name] for report in reports) / computed for name in PER_TOKEN if name in reports[0]
     }
+    for age in range(AGES):
+        if tokens := sum(report[f"tokens@{age}"] for report in reports):
+            per_token[f"train/server_kl@{age}"] = sum(report[f"server_kl@{age}"] for report in reports) / tokens
     # How many tokens of equal weight would have the same variance, as a share (Kish 1965).
     squares = sum(report["is_weight_square"] for report in reports)
     effective = sum(report["is_weight_mean"] for report in reports) ** 2 / (computed * squares) if squares else 0.0

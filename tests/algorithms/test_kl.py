@@ -1,9 +1,11 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.algorithms.kl import KL_KINDS
+from megasync.algorithms.kl import AGES, KL_KINDS, kl_by_age
 
 POLICY = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
 REFERENCE = torch.tensor([0.25, 0.25, 0.3, 0.2], dtype=torch.float64)
@@ -49,3 +51,15 @@ def test_the_expected_gradient_of_k2_is_that_of_the_divergence_and_of_k1_is_zero
     expected = {kind: gradient((POLICY * KL_KINDS[kind](logprobs, REFERENCE.log())).sum()) for kind in ("k1", "k2")}
     torch.testing.assert_close(expected["k2"], exact)
     torch.testing.assert_close(expected["k1"], torch.zeros_like(exact), atol=1e-12, rtol=0)
+
+
+def test_the_kl_of_each_age_is_the_mean_over_its_tokens():
+    trainer, behaviour = torch.tensor([-1.0, -2.0, -3.0, math.nan, -1.0]), torch.tensor([-1.5, -2.0, -2.0, -1.0, -1.2])
+    keep, ages = torch.tensor([True, True, True, False, True]), torch.tensor([0, 0, 2, 0, 50])
+    sums = kl_by_age(trainer, behaviour, keep, ages)
+    assert len(sums) == 2 * AGES
+    expected = {0: math.exp(0.5) - 1 - 0.5, 2: math.exp(-1) - 1 + 1, AGES - 1: math.exp(0.2) - 1 - 0.2}
+    tokens = {0: 2, 2: 1, AGES - 1: 1}
+    for age in range(AGES):
+        assert sums[f"server_kl@{age}"].item() == pytest.approx(expected.get(age, 0.0), rel=1e-5)
+        assert sums[f"tokens@{age}"] == tokens.get(age, 0)

@@ -166,8 +166,9 @@ def test_all_metrics_are_there_and_finite(runs):
         "is_rejected_fraction is_effective_share logprob_diff "
         "tokens sequences staleness_mean staleness_max reward seconds skipped"
     )
-    for metrics in runs["plain"]["metrics"]:
-        assert set(metrics) == {f"train/{name}" for name in names.split()}
+    for version, metrics in enumerate(runs["plain"]["metrics"], 1):
+        # All tokens were sampled by version 0.
+        assert set(metrics) == {f"train/{name}" for name in [*names.split(), f"server_kl@{version}"]}
         assert all(math.isfinite(value) for value in metrics.values())
 
 
