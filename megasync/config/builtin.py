@@ -38,6 +38,7 @@ _CLIP = ("clip_low", "clip_high")
 ADVANTAGES = {
     "grpo": Algorithm(f"{_A}.grpo:grpo", ("normalize_std",)),
     "grpo_passk": Algorithm(f"{_A}.grpo_passk:grpo_passk", ("normalize_std",)),
+    "gdpo": Algorithm(f"{_A}.gdpo:gdpo", ("normalize_std",)),
     "rloo": Algorithm(f"{_A}.rloo:rloo"),
     "opo": Algorithm(f"{_A}.opo:opo"),
     "gpg": Algorithm(f"{_A}.gpg:gpg"),

@@ -20,7 +20,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -105,7 +105,8 @@ class PolicyTrainer:
 
     With a KL term, the engine's weights at construction become the reference. Batches with a non-finite loss or
     gradient are written to ``dump_dir``. ``temperature`` is the sampling temperature of the trajectories, at which they
-    are also scored. ``longest`` is the number of tokens that a response may have.
+    are also scored. ``longest`` is the number of tokens that a response may have. ``reward_weights`` are the weights of
+    several reward functions by name, whose scores are metrics of the trajectories.
     """
 
     def __init__(
@@ -115,7 +116,9 @@ class PolicyTrainer:
         dump_dir: str | Path,
         temperature: float = 1.0,
         longest: int = 1,
+        reward_weights: Mapping[str, float] | None = None,
     ) -> None:
+        self._reward_weights = reward_weights or {}
         self._longest = longest
         self._engine = engine
         self._algorithm = algorithm
@@ -138,7 +141,8 @@ class PolicyTrainer:
         """
         start = time.monotonic()
         self._current = {"step": step, "version": version}
-        members, metrics = _members(groups, self._algorithm), _batch_metrics(groups, version)
+        members = _members(groups, self._algorithm, self._reward_weights)
+        metrics = _batch_metrics(groups, version)
         metrics |= self._train(groups, members, load, step)
         metrics["train/seconds"] = time.monotonic() - start
         return metrics
@@ -271,13 +275,16 @@ class PolicyTrainer:
         atomic_write(self._dump_dir / f"{name}.json", json.dumps(record, allow_nan=False))
 
 
-def _members(groups: Sequence[LeasedGroup], algorithm: AlgorithmConfig) -> Members:
+def _members(groups: Sequence[LeasedGroup], algorithm: AlgorithmConfig, weights: Mapping[str, float]) -> Members:
     """The trajectories with a reward. Raises TrainingError for groups that the estimator cannot use."""
     rows, rewards = [], []
+    parts: dict[str, list[float]] = {name: [] for name in weights}
     base, least = 0, 2 if needs_two(algorithm) else 1
     for position, group in enumerate(groups):
         scored = [(place, t, t.reward) for place, t in enumerate(group.header.trajectories) if t.reward is not None]
         rewards += [reward for *_, reward in scored]
+        for name, scores in parts.items():
+            scores += [t.metrics.get(f"reward/{name}", math.nan) for _, t, _ in scored]
         if len(scored) < least:
             raise TrainingError(
                 f"group {group.uid} cannot be trained: algorithm.advantage={algorithm.advantage} needs at least "
@@ -291,7 +298,8 @@ def _members(groups: Sequence[LeasedGroup], algorithm: AlgorithmConfig) -> Membe
         ]
         base += group.header.body_bytes
     positions, places, prompts, prompt_tokens, fed, trained = np.array(rows, dtype=np.int64).reshape(-1, 6).T
-    step = StepRewards(np.array(rewards, dtype=np.float64), positions, trained)
+    by_function = {name: np.array(scores, dtype=np.float64) for name, scores in parts.items()}
+    step = StepRewards(np.array(rewards, dtype=np.float64), positions, trained, by_function, weights)
     advantages = np.asarray(estimator_of(algorithm)(step), dtype=np.float64)
     if advantages.shape != step.rewards.shape or not np.isfinite(advantages).all():
         raise TrainingError(

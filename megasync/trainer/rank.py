@@ -116,6 +116,7 @@ class TrainerRank:
             dump_dir=self._run_dir / "skipped",
             temperature=config.rollout.sampling.temperature,
             longest=config.rollout.sampling.max_new_tokens,
+            reward_weights={name: reward.weight for name, reward in config.rollout.rewards.items()},
         )
         self._supervised = SupervisedTrainer(self._engine)
         shards = Shards(self._engine.layout, config.model.dtype, self._rank, self._engine.params())

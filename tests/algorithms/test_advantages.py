@@ -46,7 +46,7 @@ def plain(groups, name: str, normalize_std: bool) -> list[float]:
         rewards, lengths = [reward for reward, _ in group], [tokens for _, tokens in group]
         mean, std = statistics.fmean(rewards), statistics.stdev(rewards) + 1e-6
         scale = std if normalize_std else 1.0
-        if name == "grpo":
+        if name in ("grpo", "gdpo"):
             found += [(reward - mean) / scale for reward in rewards]
         elif name == "grpo_passk":
             best, second = sorted(rewards, reverse=True)[:2]
@@ -64,7 +64,7 @@ def plain(groups, name: str, normalize_std: bool) -> list[float]:
             found += [count / max(1, nonzero) * (reward - mean) for reward in rewards]
         else:
             found += [reward - mean for reward in rewards]
-    return whitened(found, groups) if name == "reinforce_plus_plus_baseline" else found
+    return whitened(found, groups) if name in ("reinforce_plus_plus_baseline", "gdpo") else found
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -73,7 +73,7 @@ def test_an_estimator_follows_its_formula(name, groups, normalize_std):
     found = advantages(groups, name, normalize_std=normalize_std)
     # Rewards that nearly agree are divided by nearly nothing.
     apart = all(max(r for r, _ in g) - min(r for r, _ in g) > 0.01 or len({r for r, _ in g}) == 1 for g in groups)
-    if apart or name not in ("grpo", "grpo_passk"):
+    if apart or name not in ("grpo", "grpo_passk", "gdpo"):
         assert found == pytest.approx(plain(groups, name, normalize_std), rel=1e-5, abs=1e-5)
 
 
@@ -81,7 +81,7 @@ def test_an_estimator_follows_its_formula(name, groups, normalize_std):
 @given(reward=st.floats(-1e6, 1e6), size=st.integers(2, 8), other=STEPS)
 def test_equal_rewards_of_a_group_say_nothing(name, reward, size, other):
     found = advantages([[(reward, place + 1) for place in range(size)], *other], name)
-    if name != "reinforce_plus_plus_baseline":
+    if name not in ("reinforce_plus_plus_baseline", "gdpo"):
         assert found[:size] == [0.0] * size
     else:
         assert len(set(found[:size])) == 1
@@ -114,3 +114,19 @@ def test_a_users_own_estimator_gets_its_options_and_the_keys_that_it_names():
     own = f"{__name__}:doubled"
     assert advantages([[(1.0, 1)]], own) == [2.0]
     assert advantages([[(1.0, 1)]], own, advantage_options={"factor": 3.0}) == [3.0]
+
+
+def test_each_reward_function_is_normalised_by_itself():
+    """A reward a thousand times larger counts no more than its weight says; a missing score counts nothing."""
+    groups, tokens = np.array([0, 0, 0, 1, 1]), np.array([3, 1, 2, 1, 4])
+    parts = {"correct": np.array([1.0, 0, 0, 1, 0]), "style": np.array([2000.0, 5000, math.nan, 1000, 1000])}
+    weights = {"correct": 2.0, "style": 0.5}
+    step = StepRewards(np.zeros(5), groups, tokens, parts, weights)
+    third, half = math.sqrt(1 / 3), math.sqrt(1 / 2)
+    correct = [2 / 3 / third, -1 / 3 / third, -1 / 3 / third, 0.5 / half, -0.5 / half]
+    style = [-half, half, 0.0, 0.0, 0.0]
+    total = [2 * a + b / 2 for a, b in zip(correct, style, strict=True)]
+    spread = [value for value, count in zip(total, tokens, strict=True) for _ in range(count)]
+    mean, deviation = statistics.fmean(spread), statistics.stdev(spread)
+    found = estimator_of(AlgorithmConfig(advantage="gdpo"))(step)
+    assert found.tolist() == pytest.approx([(value - mean) / deviation for value in total], rel=1e-4)

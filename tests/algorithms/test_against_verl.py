@@ -53,14 +53,35 @@ def test_advantages_are_verls(core_algos, batch, name, normalize_std):
     scores[torch.arange(len(batch.rewards)), torch.from_numpy(batch.lengths) - 1] = torch.from_numpy(
         batch.rewards
     ).float()
-    options = {"config": SimpleNamespace(gamma=1.0, get=lambda key, default: normalize_std)}
-    if name == "grpo":
+    read = {"norm_adv_by_std_in_grpo": normalize_std}
+    options = {"config": SimpleNamespace(gamma=1.0, get=read.get)}
+    if name in ("grpo", "gdpo"):
         options["norm_adv_by_std_in_grpo"] = normalize_std
     if name != "reinforce_plus_plus":
         options["index"] = batch.groups
     expected, _ = core_algos.get_adv_estimator_fn(name)(token_level_rewards=scores, response_mask=batch.mask, **options)
     step = StepRewards(batch.rewards, batch.groups, batch.lengths)
     found = estimator_of(AlgorithmConfig(advantage=name, normalize_std=normalize_std))(step)
+    assert found.tolist() == pytest.approx(expected[:, 0].tolist(), rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+def test_advantages_of_two_reward_functions_are_verls(core_algos, batch, normalize_std):
+    parts = {"math": batch.rewards, "style": np.random.default_rng(6).normal(0, 100, len(batch.rewards))}
+    # verl puts a score behind the prompt, at the last token of the response.
+    prompts = torch.zeros(len(batch.rewards), 2)
+    attended = torch.cat((torch.ones_like(prompts), batch.mask), dim=1).long()
+    expected, _ = core_algos.get_adv_estimator_fn("gdpo")(
+        token_level_rewards=torch.zeros_like(batch.mask),
+        response_mask=batch.mask,
+        index=batch.groups,
+        norm_adv_by_std_in_grpo=normalize_std,
+        config={"gdpo_reward_keys": list(parts), "gdpo_reward_weights": [1.0, 0.5]},
+        non_tensor_batch=parts,
+        batch={"prompts": prompts, "attention_mask": attended},
+    )
+    step = StepRewards(batch.rewards, batch.groups, batch.lengths, parts, {"math": 1.0, "style": 0.5})
+    found = estimator_of(AlgorithmConfig(advantage="gdpo", normalize_std=normalize_std))(step)
     assert found.tolist() == pytest.approx(expected[:, 0].tolist(), rel=1e-4, abs=1e-4)
 
 

@@ -24,11 +24,12 @@ def grpo(step: StepRewards, *, normalize_std: bool) -> Floats:
     """
     advantages = np.zeros(len(step.rewards))
     for group in step.each_group():
-        advantages[group] = _of_group(step.rewards[group].tolist(), normalize_std)
+        advantages[group] = of_group(step.rewards[group].tolist(), normalize_std)
     return advantages
 
 
-def _of_group(rewards: list[float], normalize_std: bool) -> list[float]:
+def of_group(rewards: list[float], normalize_std: bool) -> list[float]:
+    """The advantages of one group."""
     if max(rewards) == min(rewards):
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +17,15 @@ class StepRewards:
     """All responses of a step that have a reward, as arrays [responses].
 
     ``groups`` are ascending: responses with the same number answer the same prompt. ``tokens`` are numbers of trained
-    tokens. Rewards are finite.
+    tokens. Rewards are finite. ``parts`` are the scores of each of several reward functions, by name, and NaN where a
+    function gave none; ``weights`` are theirs. Without several functions both are empty.
     """
 
     rewards: Floats
     groups: Ints
     tokens: Ints
+    parts: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
+    weights: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def each_group(self) -> Iterator[slice]:
         """The responses of each prompt."""

@@ -55,7 +55,7 @@ class AlgorithmConfig:
     advantage: str = limited("grpo", ADVANTAGE)
     # Options of the estimator, by name.
     advantage_options: dict[str, Any] = field(default_factory=dict)
-    # grpo and grpo_passk: divide advantages by the standard deviation of the group's rewards.
+    # grpo, grpo_passk and gdpo: divide advantages by the standard deviation of the group's rewards.
     normalize_std: bool = True
     # Loss of a token; docs/algorithms.md#policy-losses lists them.
     loss: str = limited("vanilla", LOSS)
