@@ -85,6 +85,8 @@ def close(engine):
 def join(rank, world):
     """Opens the process group at a meeting point that no group before it has used."""
     meeting = STORES / f"store-{next(MEETINGS)}"
+    # Each process group wraps it once more, to print the rank before every line.
+    sys.excepthook = sys.__excepthook__
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
@@ -451,13 +453,13 @@ def held_bytes(runs, prompt, response, folder):
 
 def by_hand(model, uniform):
     """One step of the on-policy gradient over *all* trajectories, and two PPO minibatches, without PolicyTrainer."""
-    from megasync.algorithms.advantages.grpo import _of_group
+    from megasync.algorithms.advantages.grpo import of_group
 
     def plan(seed):
         members, advantages = [], []
         for group in make_groups(seed, uniform=uniform):
             members.append(group.trajectories)
-            advantages.append(_of_group([t.reward for t in group.trajectories], True))
+            advantages.append(of_group([t.reward for t in group.trajectories], True))
         return members, advantages
 
     def flat(groups):
