@@ -252,6 +252,15 @@ def check_transformer_engine() -> None:
         )
 
 
+def check_deep_ep() -> None:
+    """Raises ConfigError if DeepEP is missing, which `trainer.moe_deepep` needs on every trainer rank."""
+    if "deep_ep" not in sys.modules and find_spec("deep_ep") is None:
+        raise ConfigError(
+            f"trainer.moe_deepep=true needs the package deep_ep, which is not installed on {os.uname().nodename}; "
+            f"install it (https://github.com/deepseek-ai/DeepEP), or set moe_deepep=false"
+        )
+
+
 def why_no_gpu() -> str | None:
     """Why this process cannot use a GPU, according to environment, device files and torch build; None if it can."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

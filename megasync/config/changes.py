@@ -66,7 +66,7 @@ FREE = frozenset(
         *(f"trainer.{key}" for key in ("tokens_per_microbatch", "minibatches", "recompute")),
         *(f"trainer.{key}" for key in ("recompute_layers", "recompute_modules", "overlap_grad_reduce", "float32_head")),
         *(f"trainer.{key}" for key in ("fp8", "gradient_accumulation_fusion", "overlap_param_gather")),
-        *(f"trainer.{key}" for key in ("moe_permute_fusion", "moe_shared_expert_overlap", "megatron")),
+        *(f"trainer.{key}" for key in ("moe_permute_fusion", "moe_deepep", "moe_shared_expert_overlap", "megatron")),
         *(f"trainer.{key}" for key in ("optimizer", "moe_aux_loss", "max_skipped_steps", "max_restarts")),
         *(f"trainer.{key}" for key in ("step_attempts", "max_failed_steps")),
         "algorithm",

@@ -64,6 +64,7 @@ KEYS: dict[str, dict[str, str]] = {
         "trainer.fp8": "fp8 fp8_recipe",
         "trainer.gradient_accumulation_fusion": "gradient_accumulation_fusion",
         "trainer.moe_permute_fusion": "moe_permute_fusion",
+        "trainer.moe_deepep": "moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend",
         "trainer.moe_shared_expert_overlap": "moe_shared_expert_overlap",
         "model.dtype": "params_dtype pipeline_dtype bf16 fp16 enable_autocast autocast_dtype fp32_residual_connection",
         "cluster.device": "use_cpu_initialization transformer_impl",
@@ -106,7 +107,7 @@ _PLACES = "megasync builds the model and writes its weights"
 _EIGHT_BITS = (
     "of 8-bit and 4-bit products megasync supports what trainer.fp8 names: linear layers, scales without a history"
 )
-_DISPATCHER = "the dispatcher of experts is all-to-all on GPUs, and another has not been tested"
+_DISPATCHER = "of the dispatchers of experts, only all-to-all and DeepEP with its own settings have been tested"
 _FSDP = "megasync does not use Megatron's FSDP"
 _LAYERS = "megasync's layers do not use it"
 _ADAM = "megasync trains with Adam"
@@ -186,8 +187,8 @@ REASONS: dict[str, dict[str, str]] = {
             "moe_router_padding_for_quantization"
         ),
         _DISPATCHER: (
-            "moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms "
-            "moe_deepep_num_sms moe_hybridep_num_sms_preprocessing moe_hybridep_num_blocks_permute "
+            "moe_flex_dispatcher_num_sms moe_deepep_num_sms moe_hybridep_num_sms_preprocessing "
+            "moe_hybridep_num_blocks_permute "
             "moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms moe_hybridep_pad_uneven_dispatch_inputs "
             "moe_permute_fusion_into_hybridep moe_ncclep_static_shape moe_ncclep_zero_copy"
         ),

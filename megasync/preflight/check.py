@@ -384,7 +384,7 @@ def _check_trainer(config: Config) -> None:
     _check_param_gather(trainer)
     _check_precision(config)
     if config.cluster.device == "cpu":
-        for key in ("moe_permute_fusion", "moe_shared_expert_overlap", "gradient_accumulation_fusion"):
+        for key in ("moe_permute_fusion", "moe_deepep", "moe_shared_expert_overlap", "gradient_accumulation_fusion"):
             if getattr(trainer, key):
                 raise ConfigError(f"trainer.{key}=true needs a GPU, but cluster.device=cpu; set it to false")
 
@@ -479,8 +479,20 @@ def _check_experts(trainer: TrainerConfig, layout: Layout) -> None:
                     f"trainer.recompute_modules={list(trainer.recompute_modules)} names {name}, which the layers of "
                     f"this model do not have; remove it"
                 )
-    if trainer.moe_permute_fusion and not present["moe"]:
-        raise ConfigError("trainer.moe_permute_fusion=true, but the model has no experts; set it to false")
+    for key in ("moe_permute_fusion", "moe_deepep"):
+        if getattr(trainer, key) and not present["moe"]:
+            raise ConfigError(f"trainer.{key}=true, but the model has no experts; set it to false")
+    if trainer.moe_deepep:
+        if layout.topology.expert * layout.topology.expert_tensor_size == 1:
+            raise ConfigError(
+                "trainer.moe_deepep=true exchanges tokens between ranks of different experts, but "
+                "trainer.expert_parallel=1; raise it, or set moe_deepep=false"
+            )
+        if trainer.moe_shared_expert_overlap:
+            raise ConfigError(
+                "trainer.moe_deepep=true and trainer.moe_shared_expert_overlap=true exclude each other: Megatron "
+                "overlaps shared experts with all-to-all only; set one of them to false"
+            )
     if trainer.moe_shared_expert_overlap and not present["shared_experts"]:
         raise ConfigError(
             "trainer.moe_shared_expert_overlap=true, but the model has no shared experts; set it to false"

@@ -40,9 +40,10 @@ class RehearsalDevice(Device):
 
         No GPU function may have been used in this process, and Megatron must not have been imported.
         """
-        from megasync.rehearsal import cuda, gloo, transformer_engine
+        from megasync.rehearsal import cuda, deep_ep, gloo, transformer_engine
 
         transformer_engine.install(self.torch_device)
+        deep_ep.install()
         super().prepare_process(local_rank)
         set_cuda_environment()
         # The patches have replaced some functions of torch.cuda too, for the CPU only.

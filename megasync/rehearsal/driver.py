@@ -94,7 +94,8 @@ class _Children:
     ) -> None:
         # Children run in another folder.
         model = replace(config.model, config=str(find_hf_config(config.model, planning=True).absolute()))
-        self._config = replace(config, model=model)
+        # Ranks exchange the same tokens with all-to-all, whose memory is what the plan counts.
+        self._config = replace(config, model=model, trainer=replace(config.trainer, moe_deepep=False))
         self._open = deque(ranks)
         self._megatron = megatron
         self._progress = progress

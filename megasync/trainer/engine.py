@@ -33,7 +33,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megasync.config.megatron_options import check_megatron, converted
 from megasync.config.schema import ModelConfig, TrainerConfig
-from megasync.device import Device
+from megasync.device import Device, check_deep_ep
 from megasync.errors import CheckpointError, ConfigError, TrainingError
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
@@ -124,6 +124,8 @@ class MegatronEngine:
         check_megatron(vars(trainer.megatron), latent=self.layout.family.latent)
         check_context(self.layout, trainer, model.dtype)
         check_fp8(self.layout, trainer, model.dtype)
+        if trainer.moe_deepep:
+            check_deep_ep()
         self.total_steps = total_steps
         self._seed = seed
         self._collective_seconds = collective_seconds
@@ -494,9 +496,11 @@ class MegatronEngine:
         # hooks, which the garbage collector cannot see: model and process groups would never be freed.
         for module in (module for chunk in self.chunks for module in chunk.modules()):
             dispatcher = vars(module).get("token_dispatcher")
-            for name, value in vars(dispatcher).items() if dispatcher else ():
-                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                    setattr(dispatcher, name, None)
+            # That of DeepEP has them in a part of its own.
+            for holder in filter(None, (dispatcher, getattr(dispatcher, "_comm_manager", None))):
+                for name, value in vars(holder).items():
+                    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                        setattr(holder, name, None)
         parallel_state.destroy_model_parallel()
 
 

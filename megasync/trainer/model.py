@@ -362,7 +362,8 @@ def _expert_options(layout: Layout, trainer: TrainerConfig, device: Device) -> d
         "expert_model_parallel_size": layout.topology.expert,
         "expert_tensor_parallel_size": layout.topology.expert_tensor_size,
         "moe_grouped_gemm": device.spec == "te",
-        "moe_token_dispatcher_type": device.expert_dispatcher,
+        "moe_token_dispatcher_type": "flex" if trainer.moe_deepep else device.expert_dispatcher,
+        "moe_flex_dispatcher_backend": "deepep",
         "moe_permute_fusion": trainer.moe_permute_fusion,
         "moe_shared_expert_overlap": trainer.moe_shared_expert_overlap,
     }

@@ -105,6 +105,8 @@ CONTRADICTIONS = [
         ["exp_avg_sq_dtype=bfloat16 needs Megatron's distributed optimizer", "set distributed_optimizer to true"],
     ),
     (["trainer.moe_permute_fusion=true", "cluster.device=cuda"], ["moe_permute_fusion=true", "no experts"]),
+    (["trainer.moe_deepep=true", "cluster.device=cuda"], ["moe_deepep=true", "no experts"]),
+    (["trainer.moe_deepep=true", "cluster.device=cpu"], ["moe_deepep=true needs a GPU"]),
     (["trainer.moe_shared_expert_overlap=true", "cluster.device=cuda"], ["no shared expert"]),
     (["trainer.megatron.model.tensor_model_parallel_size=2"], ["set trainer.tensor_parallel instead"]),
     (["trainer.megatron.optimizer.lr=1"], ["trainer.megatron.optimizer.lr", "set trainer.optimizer.lr instead"]),

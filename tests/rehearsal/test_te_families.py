@@ -29,6 +29,10 @@ LAYOUTS |= {
     }
     for family in MODELS
 }
+# DeepEP's dispatcher.
+for family, label in (("qwen3_moe", "ep2"), ("deepseek_v3", "tp2-ep2-etp1")):
+    of_two = LAYOUTS[family][2]
+    LAYOUTS[family][2] = of_two | {f"{label}-deepep": {**of_two[label], "moe_deepep": True}}
 WORLDS = {
     (family, label): (world, options)
     for family, layouts in LAYOUTS.items()
@@ -42,6 +46,8 @@ LEAN = [
     ("te", "qwen2", "tp2-sp"),
     ("te", "qwen3", "pp2"),
     ("te", "qwen3_moe", "ep2"),
+    ("te", "qwen3_moe", "ep2-deepep"),
+    (NEWEST, "deepseek_v3", "tp2-ep2-etp1-deepep"),
     ("te", "qwen3_moe", "pp2-vpp2"),
     ("te", "qwen2_moe", "ep2-distributed"),
     ("te", "deepseek_v3", "tp2-ep2-etp1"),

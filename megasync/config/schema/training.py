@@ -209,6 +209,9 @@ class TrainerConfig:
     gradient_accumulation_fusion: bool = False
     # Fused kernels that sort tokens by experts. Needs a GPU.
     moe_permute_fusion: bool = False
+    # Exchange tokens between ranks of different experts with DeepEP's kernels (Megatron's dispatcher `flex`) instead of
+    # all-to-all. Needs a GPU and the package deep_ep.
+    moe_deepep: bool = False
     # Compute shared experts while tokens are exchanged between expert-parallel ranks. Needs a GPU.
     moe_shared_expert_overlap: bool = False
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
