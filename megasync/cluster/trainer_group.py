@@ -186,8 +186,12 @@ class TrainerGroup:
         """
         if not await self._call_saving("finish_save", wait):
             return None
-        await asyncio.to_thread(checkpoint.prune, self._run_dir, self._config.checkpoint.keep)
-        return Saved(self._saving, checkpoint.step_of(checkpoint.complete(self._run_dir)[0]))
+        keep, every = self._config.checkpoint.keep, self._config.algorithm.reference_every
+        kept = [checkpoint.step_of(path) for path in checkpoint.complete(self._run_dir)[-keep:]]
+        # A resumed run reads its reference weights from them.
+        needed = {checkpoint.reference_step(step, every) for step in kept}
+        await asyncio.to_thread(checkpoint.prune, self._run_dir, keep, needed)
+        return Saved(self._saving, kept[0])
 
     async def _call_saving(self, method: str, *args: Any) -> Any:
         try:

@@ -167,6 +167,17 @@ def _check_algorithm(config: Config) -> None:
     if algorithm.correction == "none":
         bounds = ("correction_cap", "correction_floor", "correction_outside")
         refuse_unused(algorithm, "algorithm", bounds, "with algorithm.correction=none; choose token or sequence")
+    every, saved = algorithm.reference_every, config.checkpoint.every_steps
+    if every and not algorithm.kl_coef:
+        raise ConfigError(
+            f"algorithm.reference_every={every} renews the reference of the KL penalty, but algorithm.kl_coef=0; set "
+            f"it above 0, or reference_every=0"
+        )
+    if every and (not saved or every % saved):
+        raise ConfigError(
+            f"algorithm.reference_every={every} takes the reference from checkpoints, but checkpoint.every_steps="
+            f"{saved} saves none after these steps; make reference_every a multiple of every_steps"
+        )
     if algorithm.rejection == "none":
         reason = "with algorithm.rejection=none; choose sequence, product or token"
         refuse_unused(algorithm, "algorithm", ("rejection_floor", "rejection_cap"), reason)

@@ -23,7 +23,7 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -110,6 +110,11 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
+def reference_step(step: int, every: int) -> int:
+    """The step whose weights are the reference after a step; 0 for the initial ones. `algorithm.reference_every`."""
+    return step // every * every if every else 0
+
+
 def complete(run_dir: str | Path) -> list[Path]:
     """All complete checkpoints of a run, oldest first."""
     folder = Path(run_dir) / FOLDER
@@ -123,13 +128,14 @@ def latest(run_dir: str | Path) -> Path | None:
     return next(reversed(complete(run_dir)), None)
 
 
-def prune(run_dir: str | Path, keep: int) -> list[Path]:
-    """Removes all but the newest ``keep`` complete checkpoints, and the remains of failed saves.
+def prune(run_dir: str | Path, keep: int, needed: Collection[int] = ()) -> list[Path]:
+    """Removes all but the newest ``keep`` complete checkpoints and those of ``needed`` steps, and what is incomplete.
 
     Returns the removed paths. Call it from one process, while no save is running.
     """
     folder = Path(run_dir) / FOLDER
     removed = complete(run_dir)[: -keep or None] if keep > 0 else []
+    removed = [path for path in removed if step_of(path) not in needed]
     removed += sorted(folder.glob(f"step-*{PARTIAL}"))
     for path in removed:
         shutil.rmtree(path, ignore_errors=True)

@@ -425,9 +425,18 @@ class MegatronEngine:
     # Reference weights
 
     def keep_reference(self) -> None:
-        """Copies the current weights to host memory, for `score` with ``reference``."""
+        """Copies the current weights to host memory, for `score` with ``reference``; replaces earlier ones."""
         self.gather_weights()
+        self._reference = None
         self._reference = ReferenceWeights(self.chunks, self.device)
+
+    def load_reference(self, path: Path) -> None:
+        """Keeps the weights of a checkpoint as `keep_reference` does. They are also the current ones until `load`.
+
+        Raises CheckpointError as `load` does.
+        """
+        self._read_weights(path)
+        self.keep_reference()
 
     # Checkpoints
 
@@ -481,14 +490,17 @@ class MegatronEngine:
             self.optimizer.ranges(self.weights),
             self.device.torch_device,
         )
-        read = partial(checkpoint.read_weights, Path(path), self.layout, self.dtype, self.rank)
-        self._write(load_once(read, Path(path), self.layout, self.rank, self.dtype, self.device.torch_device))
+        self._read_weights(Path(path))
         self.optimizer.reload_weights()
         self.optimizer.restore(self.weights, found.optimizer, found.updates)
         for kind, dtype in self.optimizer.moment_dtypes.items():
             if found.updates and found.moments[kind] != dtype:
                 log.info("Converted %s of %s from %s to %s", kind, path, found.moments[kind], dtype)
         return found.state
+
+    def _read_weights(self, path: Path) -> None:
+        read = partial(checkpoint.read_weights, path, self.layout, self.dtype, self.rank)
+        self._write(load_once(read, path, self.layout, self.rank, self.dtype, self.device.torch_device))
 
     def close(self) -> None:
         """Drops Megatron's process groups; torch.distributed.destroy_process_group closes them."""

@@ -103,7 +103,8 @@ class Minibatch:
 class PolicyTrainer:
     """Turns groups into optimizer steps of an initialised engine.
 
-    With a KL term, the engine's weights at construction become the reference. Batches with a non-finite loss or
+    With a KL term, the engine's weights at construction become the reference, and those of later steps as
+    `algorithm.reference_every` says. Batches with a non-finite loss or
     gradient are written to ``dump_dir``. ``temperature`` is the sampling temperature of the trajectories, at which they
     are also scored. ``longest`` is the number of tokens that a response may have. ``reward_weights`` are the weights of
     several reward functions by name, whose scores are metrics of the trajectories.
@@ -144,6 +145,8 @@ class PolicyTrainer:
         members = _members(groups, self._algorithm, self._reward_weights)
         metrics = _batch_metrics(groups, version)
         metrics |= self._train(groups, members, load, step)
+        if (every := self._algorithm.reference_every) and step % every == 0:
+            self._engine.keep_reference()
         metrics["train/seconds"] = time.monotonic() - start
         return metrics
 

@@ -169,7 +169,11 @@ class TrainerRank:
         return self._engine.finish_save(wait)
 
     def load(self, path: str) -> None:
-        """Restores a checkpoint; see `MegatronEngine.load`."""
+        """Restores a checkpoint, and the reference weights of its step; see `MegatronEngine.load`."""
+        from megasync.trainer.checkpoint import reference_step, step_of, step_path
+
+        if renewed := reference_step(step_of(Path(path)), self._config.algorithm.reference_every):
+            self._engine.load_reference(step_path(self._run_dir, renewed))
         self._engine.load(Path(path))
 
     # Weight sync: broadcast (`sync.broadcast.sender`), shard-to-shard (`sync.shard.sender`), disk (`sync.disk.writer`).

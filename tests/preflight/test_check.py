@@ -105,6 +105,11 @@ CONTRADICTIONS = [
         ["exp_avg_sq_dtype=bfloat16 needs Megatron's distributed optimizer", "set distributed_optimizer to true"],
     ),
     (["trainer.moe_permute_fusion=true", "cluster.device=cuda"], ["moe_permute_fusion=true", "no experts"]),
+    (["algorithm.reference_every=50"], ["reference_every=50", "kl_coef=0"]),
+    (
+        ["algorithm.reference_every=60", "algorithm.kl_coef=0.1", "checkpoint.every_steps=50"],
+        ["reference_every=60", "checkpoint.every_steps=50"],
+    ),
     (["trainer.moe_deepep=true", "cluster.device=cuda"], ["moe_deepep=true", "no experts"]),
     (["trainer.moe_deepep=true", "cluster.device=cpu"], ["moe_deepep=true needs a GPU"]),
     (["trainer.moe_shared_expert_overlap=true", "cluster.device=cuda"], ["no shared expert"]),

@@ -340,3 +340,12 @@ def test_pruning_keeps_the_newest_and_clears_broken_saves(tmp_path, keep, left):
     checkpoint.prune(tmp_path, keep)
     found = sorted((tmp_path / checkpoint.FOLDER).iterdir())
     assert found == [checkpoint.step_path(tmp_path, step) for step in left]
+
+
+def test_pruning_keeps_what_a_reference_is_read_from(tmp_path):
+    assert [checkpoint.reference_step(step, 4) for step in (0, 3, 4, 7, 8)] == [0, 0, 4, 4, 8]
+    assert checkpoint.reference_step(7, 0) == 0
+    for step in (2, 4, 6, 8):
+        whole(tmp_path, step)
+    checkpoint.prune(tmp_path, 2, needed={4, 8})
+    assert [checkpoint.step_of(path) for path in checkpoint.complete(tmp_path)] == [4, 6, 8]

@@ -215,6 +215,17 @@ def test_reference_weights_are_the_initial_ones_and_are_removed_after_scoring(ru
         assert second["train/kl"] > 1e-6
 
 
+@pytest.mark.parametrize("ranks", [2])
+def test_a_renewed_reference_is_that_of_its_step_also_after_a_resume(run_ranks, model, tmp_path, ranks):
+    """Renewed after steps 2 and 4: the KL of the steps that follow starts at zero."""
+    for found in run_ranks("renewed_reference", ranks, model=model, folder=str(tmp_path)):
+        kl = found["kl"]
+        assert kl[0] == pytest.approx(0.0, abs=1e-6) and kl[2] == pytest.approx(0.0, abs=1e-6)
+        assert kl[1] > 1e-6 and kl[3] > 1e-6
+        # Resumed after step 3, whose reference is from step 2.
+        assert found["resumed"] == pytest.approx(kl[3], rel=1e-5)
+
+
 def test_a_non_finite_step_is_skipped_on_all_ranks(run_ranks, model, tmp_path):
     found = run_ranks("guard", 2, model=model, folder=str(tmp_path))
     for rank in found:

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 
 from megasync.buffer.payload import in_memory
 from megasync.buffer.segments import load_trajectories
-from megasync.config.schema import AlgorithmConfig, MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from megasync.config.schema import AlgorithmConfig, Config, MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from megasync.data.supervised import TokenRow
 from megasync.device import resolve_device
 from megasync.layout import shards
@@ -59,6 +59,7 @@ from megasync.trainer.layer_specs import chunk_specs  # noqa: E402
 from megasync.trainer.model import named_weights, transformer_config  # noqa: E402
 from megasync.trainer.param_attributes import set_param_attributes  # noqa: E402
 from megasync.trainer.policy import PolicyTrainer  # noqa: E402
+from megasync.trainer.rank import TrainerRank  # noqa: E402
 from megasync.trainer.reference import SLOTS  # noqa: E402
 from megasync.trainer.supervised import SupervisedTrainer  # noqa: E402
 
@@ -519,6 +520,26 @@ def reference(model):
     again = torch.cat(engine.score_everywhere(samples))
     close(engine)
     return {"initial": initial, "trained": trained, "referred": referred, "again": again, "metrics": metrics}
+
+
+def renewed_reference(model, folder):
+    """The KL of four steps with a reference that is renewed every two, and of the fourth after a resume."""
+    folder, trainer = Path(folder), {"tensor_parallel": dist.get_world_size()}
+    algorithm = AlgorithmConfig(kl_coef=0.1, reference_every=2)
+    engine = make_engine(model, trainer)
+    policy = PolicyTrainer(engine, algorithm, dump_dir="unused")
+    kl = []
+    for step in (1, 2, 3, 4):
+        kl.append(train_on(policy, make_groups(step), step)["train/kl"])
+        engine.save(checkpoint.step_path(folder, step), {"step": step})
+    close(engine)
+    rank = TrainerRank(Config(algorithm=algorithm), dist.get_rank(), dist.get_world_size(), str(folder))
+    rank._engine = engine = make_engine(model, trainer)
+    policy = PolicyTrainer(engine, algorithm, dump_dir="unused")
+    rank.load(str(checkpoint.step_path(folder, 3)))
+    resumed = train_on(policy, make_groups(4), 4)["train/kl"]
+    close(engine)
+    return {"kl": kl, "resumed": resumed}
 
 
 def streamed_reference(runs):

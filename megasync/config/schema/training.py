@@ -92,6 +92,9 @@ class AlgorithmConfig:
     rejection_cap: float | None = limited(None, Range(1))
     # Coefficient of the KL penalty to the initial weights, in the loss; 0 turns it off.
     kl_coef: float = limited(0.0, NOT_NEGATIVE)
+    # Training steps after which the current weights take the place of the initial ones in the KL penalty; 0 never. A
+    # multiple of checkpoint.every_steps, so that a resumed run finds them in a checkpoint.
+    reference_every: int = limited(0, NOT_NEGATIVE)
     # Estimator of that KL: k1, k2 or k3.
     kl_kind: str = limited("k3", Choice("k1", "k2", "k3"))
     # Coefficient of the entropy bonus in the loss.
