@@ -1,6 +1,6 @@
 """A value model's head: one number per token in place of logits, stored as in Hugging Face's token classifiers.
 
-`AutoModelForTokenClassification` with one label loads such a folder, for every family here except GLM-4.5,
+`AutoModelForTokenClassification` with one label loads such a folder, for every family here except Gemma 3, GLM-4.5,
 MiniMax-M2 and Kimi-K2: transformers has no token classifier of these.
 """
 
