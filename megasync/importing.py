@@ -53,6 +53,12 @@ def load_function(reference: str) -> Callable[..., Any]:
     return function
 
 
+def keyword_options(function: Callable[..., Any]) -> list[str]:
+    """The names of its keyword-only parameters."""
+    parameters = inspect.signature(function).parameters.items()
+    return [name for name, parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+
+
 def load_callable(
     reference: str, options: Mapping[str, Any] | None = None, written: str | None = None
 ) -> Callable[..., Any]:

@@ -20,6 +20,11 @@ from megasync.runs import FloatArray, IntArray, Runs, float_array, int_array
 
 Ids = Sequence[int] | NDArray[Any]
 Numbers = Sequence[float] | NDArray[Any]
+# Name of the array with a teacher's log-probs of the response tokens, float32 (`rollout.teachers`).
+TEACHER = "teacher"
+# Name of the array with the experts of each position but the last, prompt and response, [prompt + response tokens - 1,
+# expert layers, experts per token] (`layout.routes`).
+ROUTES = "routes"
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)
@@ -30,7 +35,7 @@ class Trajectory:
     of the behaviour policy, ``versions`` the published weight version that sampled each token; the server reports both.
     ``reward`` is None until the trajectory is scored, and remains None if the reward function declines to score it.
     ``text`` is for the reward function; it is not recorded. ``arrays`` holds further arrays by name, whose first
-    dimension are the response tokens.
+    dimension are the response tokens; only that of `ROUTES` has the prompt's too.
     """
 
     prompt_ids: IntArray
@@ -74,7 +79,11 @@ class Trajectory:
         if not self.prompt_ids.size:
             raise ValueError("a trajectory needs at least one prompt token")
         per_token = {"loss_mask": self.loss_mask, "logprobs": self.logprobs, "versions": self.versions}
-        _check_lengths(len(self.response_ids), per_token | self.arrays)
+        others = {name: array for name, array in self.arrays.items() if name != ROUTES}
+        _check_lengths(len(self.response_ids), per_token | others)
+        fed = len(self.prompt_ids) + len(self.response_ids) - 1
+        if (routes := self.arrays.get(ROUTES)) is not None and (routes.ndim != 3 or len(routes) != fed):
+            raise ValueError(f"{ROUTES} has the shape {routes.shape} for {fed} positions, and needs three dimensions")
 
     @classmethod
     def of_arrays(

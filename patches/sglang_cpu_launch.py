@@ -1,6 +1,6 @@
 """Starts SGLang 0.5.23 on a CPU: ``python -m megasync_patches.sglang_cpu_launch ARGUMENTS``, as with SGLang's launcher.
 
-Seven changes, for servers on a CPU only:
+Eight changes, for servers on a CPU only:
 
 - Scheduler and detokenizer are forked instead of spawned. A spawned child imports SGLang and PyTorch again, which takes
   most of the start-up time (20 s instead of 8 s on two cores) and three times the memory. Forking is safe here, because
@@ -16,6 +16,7 @@ Seven changes, for servers on a CPU only:
   reads them from the cache, which contains the latents.
 - The `torch_native` backend decodes the requests of a batch together, where it would compute attention one by one, in
   about ten small operations per request and layer.
+- Host memory that a GPU would copy from is not registered with CUDA. Servers that report routes allocate some.
 - If MEGASYNC_INSTANCE is set, it names the server's file in /dev/shm, which SGLang never removes.
 """
 
@@ -44,6 +45,7 @@ def apply() -> None:
     )
     from sglang.srt.entrypoints import engine, http_server
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.mem_cache.pool_host import common
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
     from sglang.srt.server_args import PortArgs
@@ -60,6 +62,7 @@ def apply() -> None:
     TorchNativeAttnBackend._run_sdpa_forward_decode = decode
     batch_invariant_ops.enable_batch_invariant_mode = lambda: None
     http_server._freeze_gc_after_server_warmup = lambda server_args: None
+    common._cuda_host_register = lambda *args: None
 
     make_ports = PortArgs.init_new
 

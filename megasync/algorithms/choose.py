@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from megasync.algorithms.advantages.rewards import Floats, StepRewards
+from megasync.algorithms.advantages.rewards import Floats
 from megasync.algorithms.losses.tokens import PolicyTokens, TokenLoss
 from megasync.config.builtin import ADVANTAGES, LOSSES, Algorithm
 from megasync.config.schema import AlgorithmConfig
 from megasync.importing import load_function
 
 
-def estimator_of(config: AlgorithmConfig) -> Callable[[StepRewards], Floats]:
-    """Raises ConfigError if the function cannot be loaded."""
+def estimator_of(config: AlgorithmConfig) -> Callable[[Any], Floats]:
+    """A function of StepRewards, or with a critic of TokenRewards. Raises ConfigError if it cannot be loaded."""
     return _with_options(config, ADVANTAGES, config.advantage, config.advantage_options)
 
 
@@ -26,7 +26,17 @@ def loss_of(config: AlgorithmConfig) -> Callable[[PolicyTokens], TokenLoss]:
 
 def needs_two(config: AlgorithmConfig) -> bool:
     """Whether the estimator compares the responses of a group. One of a user's own is taken not to."""
-    return config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].relative
+    return bool(config.reward_coef) and config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].relative
+
+
+def needs_reference(config: AlgorithmConfig) -> bool:
+    """Whether a reference policy scores the responses: for a KL penalty, or for the estimator."""
+    return bool(config.kl_coef) or compares_with_reference(config)
+
+
+def compares_with_reference(config: AlgorithmConfig) -> bool:
+    """Whether the estimator takes log-ratios to the reference."""
+    return config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].reference
 
 
 def needs_all_tokens(config: AlgorithmConfig) -> bool:

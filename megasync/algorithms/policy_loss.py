@@ -83,7 +83,8 @@ def policy_loss(
         sums |= kl_by_age(old, behaviour, keep, ages)
     if reference_logprobs is not None:
         kl = KL_KINDS[config.kl_kind](logprobs, _kept(reference_logprobs, keep).detach())
-        total = total + config.kl_coef * kl
+        if config.kl_in == "loss":
+            total = total + config.kl_coef * kl
         sums["kl"] = kl.sum()
     elif config.kl_coef:
         raise ValueError(f"algorithm.kl_coef={config.kl_coef} needs reference_logprobs")

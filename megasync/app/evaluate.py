@@ -101,7 +101,7 @@ def model_folder(
     if model is not None:
         yield model, str(model)
         return
-    from megasync.layout.shards import export_checkpoint
+    from megasync.layout.adapter_files import export_model
     from megasync.trainer.checkpoint import latest
 
     checkpoint = checkpoint or latest(target)
@@ -109,7 +109,7 @@ def model_folder(
         raise CheckpointError(f"{target} has no complete checkpoint yet; name a Hugging Face folder with --model")
     folder = out / EXPORT_FOLDER
     try:
-        export_checkpoint(checkpoint, Path(config.model.path), folder)
+        export_model(checkpoint, Path(config.model.path), folder)
         yield folder, str(checkpoint)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -127,6 +127,7 @@ def run_evaluation(
     check_config(config, training=False)
     if config.cluster.address is None:
         check_machine(config.cluster.device, trains=False)
+    config.teachers = {}
     # They hold the weights of a run.
     config.rollout.external = []
     task = prepare_task(config, only)

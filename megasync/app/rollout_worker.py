@@ -126,6 +126,7 @@ def config_of_worker(config: Config, number: int) -> Config:
         rollout=replace(rollout, gateway=replace(rollout.gateway, port=port)),
         reward_models=shared(config.reward_models),
         auxiliary_models=shared(config.auxiliary_models),
+        teachers=shared(config.teachers),
     )
 
 
@@ -180,7 +181,7 @@ class _WorkerParts:
         self._client = client = RolloutClient(
             setup.router_url,
             [],
-            ServedModel(task.vocab_size, task.context_length, task.tokenizer, task.stop_ids),
+            ServedModel(task.vocab_size, task.context_length, task.tokenizer, task.stop_ids, task.routes),
             RequestSettings.of(config),
             api_key=setup.keys.generation,
             trust=router_trust(config.cluster),
@@ -200,7 +201,7 @@ class _WorkerParts:
         worker = GroupWorker(
             client,
             self._buffer,
-            GroupSpec(task.workflow, task.rewards, selection, seed),
+            GroupSpec(task.workflow, task.rewards, selection, seed, task.teachers, rollout.routing_replay),
             FailurePolicy(rollout.max_attempts, save_seconds=rollout.save_partials_seconds),
             quarantine=quarantine,
             more_metrics=self._frozen_metrics,

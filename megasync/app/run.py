@@ -135,7 +135,9 @@ class Run:
         config = replace(self.config, cluster=replace(self.config.cluster, device=device.kind))
         ledger = self.run_dir / LEDGER_FILE
         progress = await asyncio.to_thread(
-            restore, self._checkpoint, ledger, config.schedule, self._workload.source, observer.message
+            restore,
+            *(self._checkpoint, ledger, config.schedule, self._workload.source, observer.message),
+            self._workload.curriculum,
         )
         started = await self._start_processes(stack, config, device, ledger, observer)
         client, fleet = started.client, started.servers.fleet
@@ -224,6 +226,7 @@ class Run:
             schedule,
             max_drop_share=rollout.max_drop_share,
             servers=ServerLimits(servers.fleet, cap, servers.quarantine),
+            curriculum=self._workload.curriculum,
             placement=None if servers.workers is None else servers.workers.placement,
         )
         if servers.workers is not None:
@@ -238,7 +241,14 @@ class Run:
         worker = GroupWorker(
             started.client,
             started.buffer,
-            GroupSpec(self._workload.workflow, self._workload.rewards, selection, seed),
+            GroupSpec(
+                self._workload.workflow,
+                self._workload.rewards,
+                selection,
+                seed,
+                self._workload.teachers,
+                rollout.routing_replay,
+            ),
             FailurePolicy(rollout.max_attempts, save_seconds=rollout.save_partials_seconds),
             quarantine=servers.quarantine,
         )

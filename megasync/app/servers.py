@@ -120,7 +120,7 @@ class InferenceServers:
         client = RolloutClient(
             self.fleet.router_url,
             controls,
-            ServedModel(task.vocab_size, task.context_length, task.tokenizer, task.stop_ids),
+            ServedModel(task.vocab_size, task.context_length, task.tokenizer, task.stop_ids, task.routes),
             RequestSettings.of(config),
             api_key=self.keys.generation,
             trust=router_trust(config.cluster),

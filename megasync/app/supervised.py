@@ -138,8 +138,9 @@ def _for_ranks(config: Config, rows: SupervisedRows) -> Config:
     return replace(
         config,
         schedule=replace(config.schedule, total_steps=config.sft.epochs * rows.steps_per_epoch),
-        # There is neither a reference nor a server that would share devices.
-        algorithm=replace(config.algorithm, kl_coef=0.0),
+        # There is neither a reference nor a critic, nor a server that would share devices.
+        algorithm=replace(config.algorithm, kl_coef=0.0, reference_every=0),
+        critic=replace(config.critic, enabled=False),
         cluster=replace(config.cluster, colocate=False, share_device=False),
     )
 
@@ -260,10 +261,11 @@ class SupervisedRun:
             saves = self.config.checkpoint.every_steps
             if saves and self._step % saves == 0:
                 await self._save(trainer, observer)
-        if self._losses and self._losses[-1][0] != self._step:
-            await self._validate(trainer, observer)
+        # First what must not be lost: an impatient second Ctrl-C would end the validation.
         if self._saved_step != self._step and self._saving != self._step:
             await self._save(trainer, observer)
+        if self._losses and self._losses[-1][0] != self._step:
+            await self._validate(trainer, observer)
         await self._finish_save(trainer, wait=True)
 
     async def _validate(self, trainer: TrainerGroup, observer: RunObserver) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 from megasync.config import Config
 from megasync.config.schema import RolloutConfig
-from megasync.data import PromptSource, Renderer, as_rows, load_dataset, split_examples
+from megasync.data import PromptSource, Renderer, as_rows, load_dataset, load_training_sets, split_examples
+from megasync.data.curriculum import Curriculum, curriculum_of
 from megasync.data.render import load_tokenizer
 from megasync.environments import Play
 from megasync.errors import ConfigError
@@ -22,10 +23,12 @@ from megasync.evaluation.held_out import HeldOutSet, held_out_sets, sets_of_work
 from megasync.gateway import AgentWorkflow
 from megasync.importing import load_callable, load_function
 from megasync.layout.model_files import read_hf_config
+from megasync.layout.routes import RouteFormat
 from megasync.rewards import RewardRunner
 from megasync.rewards.model_reward import ModelReward
 from megasync.rewards.scoring import Scoring
 from megasync.rollout.auxiliary import AuxiliaryModel, load_auxiliary_models
+from megasync.rollout.teachers import Teacher, Teachers, load_teachers
 from megasync.rollout.tool_agent import tool_agent
 from megasync.rollout.workflow import single_turn
 
@@ -57,8 +60,12 @@ class Task:
     scoring: Scoring
     # Models that the workflow asks, by name; their servers are added later.
     auxiliary: Mapping[str, AuxiliaryModel]
+    # Models that score the policy's tokens for training; None in an evaluation.
+    teachers: Teachers | None = None
     # Tokens that end any response.
     stop_ids: frozenset[int] = frozenset()
+    # The format of routes, if trained responses need them.
+    routes: RouteFormat | None = None
 
     async def open(self) -> None:
         """Opens the gateway's port, which may be refused, before any process starts."""
@@ -74,10 +81,12 @@ class Task:
         await self.scoring.close()
 
     @property
-    def frozen_clients(self) -> dict[str, ModelReward | AuxiliaryModel]:
+    def frozen_clients(self) -> dict[str, ModelReward | AuxiliaryModel | Teacher]:
         """What sends requests to the servers of each frozen model, by the model's configuration key."""
         rewards = {f"reward_models.{name}": model for name, model in self.scoring.models.items()}
-        return rewards | {f"auxiliary_models.{name}": model for name, model in self.auxiliary.items()}
+        auxiliary = {f"auxiliary_models.{name}": model for name, model in self.auxiliary.items()}
+        teachers = self.teachers.by_name if self.teachers else {}
+        return rewards | auxiliary | {f"teachers.{name}": teacher for name, teacher in teachers.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +94,7 @@ class Workload(Task):
     """What training needs besides: the prompts and their rewards."""
 
     source: PromptSource
+    curriculum: Curriculum | None
     rewards: RewardRunner
     # The reward function of the training data, if that is what scores it.
     verifier: Callable | None
@@ -99,7 +109,11 @@ class Workload(Task):
 def prepare_workload(config: Config, custom: Custom) -> Workload:
     """Loads tokenizer and datasets, renders every prompt, resolves the functions. Raises ConfigError or DataError."""
     scoring = Scoring(config, custom.reward)
-    rows, verifier = _rows(config.data.train, custom.train_dataset)
+    sets = None
+    if config.data.sets and custom.train_dataset is None:
+        rows, verifier, sets = load_training_sets(config.data.sets)
+    else:
+        rows, verifier = _rows(config.data.train, custom.train_dataset)
     examples, rows = split_examples(rows, config.data.prompt)
     tokenizer, vocab_size, context_length = _model(config)
     renderer = Renderer(tokenizer, config.data.prompt, vocab_size, examples)
@@ -110,11 +124,13 @@ def prepare_workload(config: Config, custom: Custom) -> Workload:
             "'package.module:function', pass reward= from Python, add an \"answer\" column to the rows, or use a "
             "rollout function that scores its own trajectories"
         )
+    policy = curriculum_of(config.data)
     return Workload(
+        curriculum=None if policy is None else Curriculum(policy, len(rows)),
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         context_length=context_length,
-        source=PromptSource(rows, renderer, config.data.shuffle, config.seed),
+        source=PromptSource(rows, renderer, config.data.shuffle, config.seed, sets),
         eval_sets=held_out_sets(
             config, renderer, scoring, verifier, custom.eval_dataset, scores_itself=_scores_itself(config, custom)
         ),
@@ -123,6 +139,8 @@ def prepare_workload(config: Config, custom: Custom) -> Workload:
         workflow=_workflow(config, custom, tokenizer),
         scoring=scoring,
         auxiliary=load_auxiliary_models(config),
+        teachers=load_teachers(config, tokenizer),
+        routes=route_format(config),
         stop_ids=stop_ids(config.model.path, tokenizer),
     )
 
@@ -151,6 +169,8 @@ def prepare_worker(
         workflow=_workflow(config, custom, tokenizer),
         scoring=scoring,
         auxiliary=load_auxiliary_models(config),
+        teachers=load_teachers(config, tokenizer),
+        routes=route_format(config),
         stop_ids=stop_ids(config.model.path, tokenizer),
         rewards=scoring.runner(scoring.named or verifier),
     )
@@ -195,6 +215,11 @@ def _model(config: Config) -> tuple[Any, int, int]:
             f"of {context_length} tokens; lower it or raise rollout.context_length"
         )
     return load_tokenizer(config.model.path), model["vocab_size"], context_length
+
+
+def route_format(config: Config) -> RouteFormat | None:
+    """The format of the routes that servers report; None without `rollout.routing_replay`."""
+    return RouteFormat.of(read_hf_config(config.model.path)) if config.rollout.routing_replay else None
 
 
 def stop_ids(path: str, tokenizer: Any) -> frozenset[int]:

@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megasync.buffer.groups import GroupEntry
 from megasync.buffer.ledger import WITHOUT, Ledger, Report, begun
 from megasync.buffer.payload import EncodedGroup, LeasedGroup
-from megasync.buffer.state import BufferSnapshot, BufferStateError, BufferStatus, FailedStep, TrajectoryBuffer
+from megasync.buffer.state import (
+    MIN_SURVIVORS,
+    BufferSnapshot,
+    BufferStateError,
+    BufferStatus,
+    FailedStep,
+    TrajectoryBuffer,
+)
 from megasync.config.pacing import Pacing
 from megasync.errors import LedgerError
 from megasync.files import PART, durable_rename, fsync
@@ -66,6 +73,7 @@ class DurableBuffer:
         self.state = TrajectoryBuffer(
             Pacing.of(schedule),
             stale=schedule.stale,
+            least=min(MIN_SURVIVORS, schedule.samples_per_group),
             total_groups=total_groups,
             version=version,
             counters=counters,
@@ -177,10 +185,13 @@ class DurableBuffer:
 @dataclass(frozen=True, slots=True)
 class ResumedLedger:
     """``version`` is the newest version in use; ``admitted`` are the uids of all groups in order of admission;
-    ``origin`` is what `begin_ledger` was given."""
+    ``scores`` are the mean rewards of those that have one, in the same order; ``origin`` is what `begin_ledger` was
+    given.
+    """
 
     version: int
     admitted: list[str]
+    scores: list[tuple[str, float]]
     origin: dict[str, Any]
 
 
@@ -203,7 +214,7 @@ def resume_ledger(
             raise LedgerError(f"{path} does not hold how its run began; {WITHOUT}")
         buffer.rollback(step, status.newest_version)
         buffer.change(lambda state: state.take_over(), to_disk=True)
-        return ResumedLedger(status.newest_version, ledger.admitted(), status.inherited["origin"])
+        return ResumedLedger(status.newest_version, ledger.admitted(), ledger.scores(), status.inherited["origin"])
     except BufferStateError as error:
         raise LedgerError(f"{path} does not belong to this checkpoint: {error}; {WITHOUT}") from error
     finally:

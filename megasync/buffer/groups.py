@@ -37,6 +37,9 @@ TRAINED = (GroupState.UNPUBLISHED, GroupState.PUBLISHED)
 # Reasons of drops as earlier ledgers and checkpoints name them, and their names now.
 RENAMED_REASONS = {"over_age": "stale"}
 
+# Reasons of drops that tell the mean reward: those of `rollout.drops` for groups with nothing to learn.
+SCORES = {"all_solved": 1.0, "all_failed": 0.0}
+
 # Loads a recorded response on demand: the buffer keeps no tokens that the ledger has.
 StoredPartial = Callable[[], bytes]
 # Unfinished responses by (sample, turn), encoded.
@@ -60,6 +63,8 @@ class GroupEntry:
     group: LeasedGroup | None = None
     # Version of the group's oldest trained token, also after it was trained.
     oldest_version: int = 0
+    # The mean reward of its responses; None until it is known.
+    score: float | None = None
     # Who reclaimed it. The same claimant gets it again when it asks again.
     claimant: str = ""
     partials: Partials = field(default_factory=Partials)

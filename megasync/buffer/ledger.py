@@ -52,12 +52,12 @@ from megasync.files import fdatasync, fsync
 FILE = "ledger.db"
 # Identifies a ledger among SQLite files: "mgsy".
 APPLICATION_ID = 0x6D677379
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 SCHEMA = """
 CREATE TABLE standing (field TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups (
     number INTEGER PRIMARY KEY, uid TEXT NOT NULL UNIQUE, state TEXT NOT NULL, step INTEGER NOT NULL,
-    reason TEXT NOT NULL, oldest_version INTEGER NOT NULL, claimant TEXT NOT NULL
+    reason TEXT NOT NULL, oldest_version INTEGER NOT NULL, claimant TEXT NOT NULL, score REAL
 );
 CREATE TABLE payloads (
     number INTEGER PRIMARY KEY, head BLOB NOT NULL, segment INTEGER NOT NULL, offset INTEGER NOT NULL
@@ -67,9 +67,9 @@ CREATE TABLE partials (
 );
 """
 UPSERT = """
-INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (number) DO UPDATE SET
+INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (number) DO UPDATE SET
     state = excluded.state, step = excluded.step, reason = excluded.reason,
-    oldest_version = excluded.oldest_version, claimant = excluded.claimant
+    oldest_version = excluded.oldest_version, claimant = excluded.claimant, score = excluded.score
 """
 PRUNE = f"""
 DELETE FROM payloads WHERE number IN (
@@ -178,6 +178,11 @@ class Ledger:
         """The uid of every group ever admitted, in order of admission."""
         with self._explaining("read"):
             return [uid for (uid,) in self._db.execute("SELECT uid FROM groups ORDER BY number")]
+
+    def scores(self) -> list[tuple[str, float]]:
+        """Uid and mean reward of every group that has one, in order of admission."""
+        with self._explaining("read"):
+            return self._db.execute("SELECT uid, score FROM groups WHERE score IS NOT NULL ORDER BY number").fetchall()
 
     def read(self, rollback_step: int | None = None, report: Report = lambda text: None) -> BufferSnapshot:
         """Everything that a buffer needs to continue, or to roll back to that step, however old it is.
@@ -316,14 +321,14 @@ class Ledger:
             (*names, GroupState.PUBLISHED.value, oldest_kept),
         ).fetchone()
         rows = self._db.execute(
-            "SELECT number, uid, state, step, reason, oldest_version, claimant, head, segment, offset "
+            "SELECT number, uid, state, step, reason, oldest_version, claimant, score, head, segment, offset "
             "FROM groups LEFT JOIN payloads USING (number) WHERE number >= ifnull(?, number + 1) OR step > ?",
             (front, oldest_kept),
         )
         entries: list[GroupEntry] = []
-        for number, uid, state, step, reason, oldest, claimant, *payload in rows:
+        for number, uid, state, step, reason, oldest, claimant, score, *payload in rows:
             entry = GroupEntry(
-                uid, number, GroupState(state), 0.0, step, reason, oldest_version=oldest, claimant=claimant
+                uid, number, GroupState(state), 0.0, step, reason, oldest_version=oldest, claimant=claimant, score=score
             )
             if entry.state in (GroupState.FINISHED, GroupState.LEASED):
                 if payload[0] is None:
@@ -339,7 +344,9 @@ class Ledger:
         return entries
 
     def _write(self, entries: Collection[GroupEntry]) -> None:
-        rows = [(e.number, e.uid, e.state.value, e.step, e.reason, e.oldest_version, e.claimant) for e in entries]
+        rows = [
+            (e.number, e.uid, e.state.value, e.step, e.reason, e.oldest_version, e.claimant, e.score) for e in entries
+        ]
         self._db.executemany(UPSERT, rows)
         payloads: list[tuple[int, bytes, int, int]] = []
         without: list[tuple[int]] = []

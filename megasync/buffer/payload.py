@@ -90,6 +90,12 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True):
         return min((v for t in self.trajectories if (v := t.oldest_version) is not None), default=None)
 
     @property
+    def mean_reward(self) -> float | None:
+        """That of its scored trajectories; None without any."""
+        rewards = [t.reward for t in self.trajectories if t.reward is not None]
+        return sum(rewards) / len(rewards) if rewards else None
+
+    @property
     def trained_tokens(self) -> int:
         return sum(trajectory.trained_tokens for trajectory in self.trajectories)
 

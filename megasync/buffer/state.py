@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from megasync.buffer.groups import LIVE, TRAINED, UNFINISHED, GroupEntry, GroupIndex, GroupState
+from megasync.buffer.groups import LIVE, SCORES, TRAINED, UNFINISHED, GroupEntry, GroupIndex, GroupState
 from megasync.buffer.payload import Body, EncodedGroup, EncodedPartial, GroupHeader, LeasedGroup, TrajectoryHeader
 from megasync.config.pacing import Pacing
 from megasync.errors import MegasyncError
@@ -178,6 +178,7 @@ class TrajectoryBuffer:
         pacing: Pacing,
         *,
         stale: str = "regenerate",
+        least: int = MIN_SURVIVORS,
         total_groups: int | None = None,
         version: int = 0,
         counters: Mapping[str, Any] | None = None,
@@ -195,6 +196,8 @@ class TrajectoryBuffer:
         self.pacing = pacing
         self.status = snapshot.status if snapshot else BufferStatus.initial(0, version, counters or {})
         self._stale = stale
+        # Responses that a group must have left to be trained.
+        self._least = least
         self._total_steps = None if total_groups is None else total_groups // pacing.groups_per_step
         self._clock = clock
         self._groups = GroupIndex(changed, self.status.inherited)
@@ -253,11 +256,12 @@ class TrajectoryBuffer:
         survivors = [t for t in group.trajectories if t.reward is not None and t.oldest_version is not None]
         if entry.state is GroupState.RETURNED:
             oldest = group.of(survivors).oldest_version
-            if oldest is None or len(survivors) < MIN_SURVIVORS or oldest < self.least_version:
+            if oldest is None or len(survivors) < self._least or oldest < self.least_version:
                 return False
         if survivors:
             self._saw([group.newest_version])
         entry.partials.clear()
+        entry.score = group.mean_reward
         return self._keep(entry, group, survivors, encoded.body) and self._check_age(entry)
 
     def drop(self, uid: str, reason: str) -> bool:
@@ -273,6 +277,7 @@ class TrajectoryBuffer:
             raise BufferStateError(
                 f"group {uid} cannot be dropped: it is {_describe(entry)}, not generating, returned or finished"
             )
+        entry.score = SCORES.get(reason, entry.score)
         self._drop(entry, reason)
         return True
 
@@ -547,7 +552,7 @@ class TrajectoryBuffer:
     def _keep(self, entry: GroupEntry, group: GroupHeader, survivors: Sequence[TrajectoryHeader], body: Body) -> bool:
         """Finishes the group with its survivors, or drops it when they are too few. Returns whether it was kept."""
         self.status.removed_trajectories += len(group.trajectories) - len(survivors)
-        if len(survivors) < MIN_SURVIVORS:
+        if len(survivors) < self._least:
             self._drop(entry, "lone_survivor" if survivors else "no_survivor")
             return False
         self._groups.finish(entry, group.of(survivors), body)

@@ -288,8 +288,15 @@ def evaluate(
 def export(
     run: RunDirectory,
     out: OutFolder,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge adapters into the weights of their model: a whole model folder.")
+    ] = False,
 ) -> None:
-    """Export the newest checkpoint of RUN as a Hugging Face model folder (safetensors, config, tokenizer)."""
+    """Export the newest checkpoint of RUN as a Hugging Face model folder (safetensors, config, tokenizer).
+
+    That of a run with adapters (trainer.lora) becomes a PEFT folder, or with
+    --merge a model folder.
+    """
     from megasync.config import CONFIG_FILE, load_config
     from megasync.errors import CheckpointError
 
@@ -299,13 +306,14 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not empty; choose another folder")
 
+    from megasync.layout.adapter_files import export_model
     from megasync.layout.shards import export_checkpoint
     from megasync.trainer.checkpoint import latest
 
     checkpoint = latest(run)
     if checkpoint is None:
         raise CheckpointError(f"{run} has no complete checkpoint to export yet")
-    export_checkpoint(checkpoint, Path(load_config(settings).model.path), out)
+    (export_model if merge else export_checkpoint)(checkpoint, Path(load_config(settings).model.path), out)
     _console().print(f"exported {checkpoint} to {out}", highlight=False, soft_wrap=True)
 
 
@@ -569,7 +577,9 @@ def doctor(
     rich_help_panel=MODELS,
 )
 def fetch(
-    name: Annotated[str, typer.Argument(help="digits (tiny, random weights) or smollm2 (SmolLM2-135M-Instruct).")],
+    name: Annotated[
+        str, typer.Argument(help="digits or digits_moe (tiny, random weights), or smollm2 (SmolLM2-135M-Instruct).")
+    ],
     out: Annotated[Path | None, typer.Option(help="Output folder. Default: models/NAME.")] = None,
 ) -> None:
     """Create the folder of a small model: configuration, weights, tokenizer. Downloads nothing."""

@@ -17,6 +17,7 @@ from megasync.errors import ConfigError
 _PLACE = "it determines the run directory; move that folder instead, while the run is stopped"
 _ORDER = "the uid of every prompt is a row number in the order that it determines; start a new run"
 _DTYPE = "the checkpoint's weights have it; export the newest checkpoint and start a new run from that"
+_CRITIC = "the run's checkpoints have one, or have none; start a new run from an export of the newest checkpoint"
 _DISTRIBUTION = (
     "finished groups and partial responses were sampled from the distribution that it determines, and are still to be "
     "trained; export the newest checkpoint and start a new run from that"
@@ -31,7 +32,14 @@ FIXED = {
         "old path"
     ),
     "model.dtype": _DTYPE,
+    "critic.enabled": _CRITIC,
+    "critic.path": "the critic's weights come from the checkpoint, not from that folder; leave it as it was",
+    "trainer.lora": (
+        "the run's checkpoints hold adapters of that rank and projections, or all weights; start a new run from an "
+        "export of the newest checkpoint"
+    ),
     "data.train": _ORDER,
+    "data.sets": _ORDER,
     "data.shuffle": _ORDER,
     # Few-shot examples are removed from the training rows.
     "data.prompt.examples": _ORDER,
@@ -45,6 +53,7 @@ FREE = frozenset(
         # Read by `megasync plan` only.
         "model.config",
         "data.eval",
+        *("data.curriculum", "data.curriculum_options"),
         # Of a supervised run, which compares the rows themselves.
         "sft",
         *(f"data.prompt.{key}" for key in ("format", "template", "system", "example_template", "max_tokens")),
@@ -70,10 +79,13 @@ FREE = frozenset(
         *(f"trainer.{key}" for key in ("optimizer", "moe_aux_loss", "max_skipped_steps", "max_restarts")),
         *(f"trainer.{key}" for key in ("step_attempts", "max_failed_steps")),
         "algorithm",
+        *(f"critic.{key}" for key in ("warmup_steps", "clip", "offload", "optimizer")),
         "sync",
         "eval",
         "reward_models",
         "auxiliary_models",
+        # Groups that are finished keep the log-probs that they have.
+        "teachers",
         "checkpoint",
         # A run may resume on another cluster, also one of another kind of device.
         "cluster",
@@ -82,7 +94,7 @@ FREE = frozenset(
     }
 )
 # Sections of which every key is listed above.
-KEY_BY_KEY = ("", "model", "data", "data.prompt", "schedule", "rollout.sampling", "trainer")
+KEY_BY_KEY = ("", "model", "data", "data.prompt", "schedule", "rollout.sampling", "trainer", "critic")
 
 
 def why_fixed(key: str) -> str | None:

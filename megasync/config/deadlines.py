@@ -57,8 +57,8 @@ RELATIONS = (
         ((2.0, REQUEST), (REWARD,)),
         NO_PROGRESS,
         "no group finishes before its requests and those to the other model",
-        "with reward_models or auxiliary_models",
-        lambda config: bool(config.reward_models or config.auxiliary_models),
+        "with reward_models, auxiliary_models or teachers",
+        lambda config: bool(config.reward_models or config.auxiliary_models or config.teachers),
     ),
     Relation(
         ((REQUEST,), ("rollout.tools.timeout",), (REWARD,)),

@@ -104,6 +104,7 @@ _REFERENCE = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 FUNCTION = Form(_REFERENCE, "package.module:function")
 ADVANTAGE = Form("|".join([*builtin.ADVANTAGES, _REFERENCE]), f"{', '.join(builtin.ADVANTAGES)} or {FUNCTION}")
 LOSS = Form("|".join([*builtin.LOSSES, _REFERENCE]), f"{', '.join(builtin.LOSSES)} or {FUNCTION}")
+CURRICULUM = Form("|".join([*builtin.CURRICULA, _REFERENCE]), f"{', '.join(builtin.CURRICULA)} or {FUNCTION}")
 REWARD = Form("|".join([*builtin.REWARDS, _REFERENCE]), f"{', '.join(builtin.REWARDS)} or {FUNCTION}")
 ENVIRONMENT = Form(
     "|".join([*builtin.ENVIRONMENTS, _REFERENCE]), f"{', '.join(builtin.ENVIRONMENTS)} or package.module:Class"

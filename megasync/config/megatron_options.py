@@ -67,6 +67,7 @@ KEYS: dict[str, dict[str, str]] = {
         "trainer.moe_deepep": "moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend",
         "trainer.moe_shared_expert_overlap": "moe_shared_expert_overlap",
         "model.dtype": "params_dtype pipeline_dtype bf16 fp16 enable_autocast autocast_dtype fp32_residual_connection",
+        "rollout.routing_replay": "moe_enable_routing_replay",
         "cluster.device": "use_cpu_initialization transformer_impl",
     },
     "ddp": {
@@ -170,7 +171,7 @@ REASONS: dict[str, dict[str, str]] = {
         ),
         _PLACES: (
             "perform_initialization init_method output_layer_init_method init_method_std embedding_init_method "
-            "embedding_init_method_std init_model_with_meta_device moe_enable_routing_replay qk_clip "
+            "embedding_init_method_std init_model_with_meta_device qk_clip "
             "qk_clip_alpha qk_clip_threshold moe_router_bias_update_rate test_mode"
         ),
         _INFERENCE: (

@@ -66,8 +66,8 @@ class PoolSpec:
 
 
 def frozen_models(config: Config) -> dict[str, FrozenModelConfig]:
-    """Reward models and auxiliary models by their configuration keys, such as `reward_models.judge`."""
-    sections = ("reward_models", "auxiliary_models")
+    """Reward models, auxiliary models and teachers by their configuration keys, such as `reward_models.judge`."""
+    sections = ("reward_models", "auxiliary_models", "teachers")
     return {f"{section}.{name}": model for section in sections for name, model in getattr(config, section).items()}
 
 

@@ -63,6 +63,7 @@ OF_ROLLOUT: dict[str, str | None] = {
     "--enable-deterministic-inference": "rollout.deterministic",
     "--stream-interval": "rollout.stream_interval",
     "--incremental-streaming-output": "rollout.stream_interval",
+    "--enable-return-routed-experts": "rollout.routing_replay",
 }
 OF_FROZEN_MODELS: dict[str, str | None] = {
     "--model-path": "{servers}.path",

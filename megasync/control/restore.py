@@ -20,6 +20,7 @@ from megasync.buffer.ledger import begun
 from megasync.config.schema import ScheduleConfig
 from megasync.control.progress import Progress
 from megasync.data import PromptSource
+from megasync.data.curriculum import Curriculum
 from megasync.trainer.checkpoint import read_state
 
 # Seconds between two messages while the ledger is read.
@@ -27,9 +28,16 @@ REPORT_SECONDS = 10.0
 
 
 def restore(
-    checkpoint: Path | None, ledger: Path, schedule: ScheduleConfig, source: PromptSource, notify: Callable[[str], None]
+    checkpoint: Path | None,
+    ledger: Path,
+    schedule: ScheduleConfig,
+    source: PromptSource,
+    notify: Callable[[str], None],
+    curriculum: Curriculum | None = None,
 ) -> Progress:
-    """Takes `source` and the ledger back to the checkpoint. The result's version is the one to publish its weights as.
+    """Takes `source` and the ledger back to the checkpoint, and gives `curriculum` the ledger's scores.
+
+    The result's version is the one to publish its weights as.
 
     `notify` receives messages for the user. Raises LedgerError and DataError.
     """
@@ -49,6 +57,8 @@ def restore(
         total = schedule.total_steps * schedule.groups_per_step
         resumed = resume_ledger(ledger, schedule, total, progress.step, _throttled(notify))
         origin, admitted = resumed.origin, resumed.admitted
+        if curriculum is not None:
+            curriculum.restore(resumed.scores)
         if progress.unpublished or resumed.version != version:
             # A server or a token may carry the version of weights that are lost: these weights get a new one.
             version = resumed.version + 1

@@ -7,6 +7,16 @@ columns that the reward function reads.
 from megasync.data.datasets import Reward, load_dataset
 from megasync.data.render import Renderer, split_examples
 from megasync.data.rows import as_rows
+from megasync.data.sets import load_training_sets
 from megasync.data.source import PromptSource, render_rows
 
-__all__ = ["PromptSource", "Renderer", "Reward", "as_rows", "load_dataset", "render_rows", "split_examples"]
+__all__ = [
+    "PromptSource",
+    "Renderer",
+    "Reward",
+    "as_rows",
+    "load_dataset",
+    "load_training_sets",
+    "render_rows",
+    "split_examples",
+]

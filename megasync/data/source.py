@@ -10,10 +10,13 @@ over uids ahead of it that were admitted or requeued.
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
+from megasync.data.mixture import Mixture
 from megasync.data.render import Renderer
 from megasync.errors import DataError
 from megasync.trajectory import Prompt
@@ -30,6 +33,9 @@ def render_rows(rows: Sequence[dict[str, Any]], renderer: Renderer) -> list[Prom
 class PromptSource:
     """Infinite epochs over the rows. Every uid is "<epoch>:<row>", so no uid repeats within a run.
 
+    With several ``sets``, given as (number of rows, weight) in the order of the rows, each has epochs of its own, and
+    is drawn from according to its weight (`Mixture`).
+
         source = PromptSource(rows, renderer, shuffle=True, seed=0)
         prompt = source.next()           # drawn, but not admitted: state() still lists it
         source.admitted(prompt.uid)      # from here on the buffer is responsible for it
@@ -37,22 +43,35 @@ class PromptSource:
     The constructor renders all rows, so an unusable prompt raises DataError before the run starts.
     """
 
-    def __init__(self, rows: Sequence[dict[str, Any]], renderer: Renderer, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self,
+        rows: Sequence[dict[str, Any]],
+        renderer: Renderer,
+        shuffle: bool,
+        seed: int,
+        sets: Sequence[tuple[int, float]] | None = None,
+    ) -> None:
+        """Raises DataError without rows."""
         if not rows:
             raise DataError("a prompt source needs at least one row")
+        sets = sets or [(len(rows), 1.0)]
+        self._sizes = [size for size, _ in sets]
+        self._firsts = [0, *accumulate(self._sizes[:-1])]
+        self._mixture = Mixture([weight for _, weight in sets])
         self._rendered = renderer.prompts(rows)
         self._columns = [_columns(row, renderer) for row in rows]
         self._shuffle = shuffle
         self._seed = seed
-        self._epoch = 0
-        self._position = 0
-        self._order = self._order_of(0)
+        # Prompts that the cursor has passed.
+        self._number = 0
+        # The row numbers of an epoch of each set, and which epoch.
+        self._orders: dict[int, tuple[int, list[int]]] = {}
         self._queue: deque[str] = deque()
         self._drawn: dict[str, None] = {}
         self._skip: set[str] = set()
 
     def __len__(self) -> int:
-        """The number of rows of one epoch."""
+        """The number of rows."""
         return len(self._rendered)
 
     def next(self) -> Prompt:
@@ -74,8 +93,8 @@ class PromptSource:
         """The state of the source, as plain JSON values."""
         return {
             "rows": len(self),
-            "epoch": self._epoch,
-            "position": self._position,
+            "epoch": self._number // len(self),
+            "position": self._number % len(self),
             "waiting": [*self._drawn, *self._queue],
             "skip": sorted(self._skip),
         }
@@ -87,8 +106,7 @@ class PromptSource:
                 f"the checkpoint's cursor is over {state['rows']} rows, the dataset has {len(self)}; resume with the "
                 f"dataset that the run was started with"
             )
-        self._epoch, self._position = state["epoch"], state["position"]
-        self._order = self._order_of(self._epoch)
+        self._number = state["epoch"] * len(self) + state["position"]
         self._queue = deque(state["waiting"])
         self._drawn = {}
         self._skip = set(state["skip"])
@@ -108,29 +126,39 @@ class PromptSource:
 
     def _advance(self) -> str:
         while True:
-            if self._position == len(self._order):
-                self._epoch, self._position = self._epoch + 1, 0
-                self._order = self._order_of(self._epoch)
-            uid = f"{self._epoch}:{self._order[self._position]}"
-            self._position += 1
+            chosen, draw = self._mixture.at(self._number)
+            epoch, position = divmod(draw, self._sizes[chosen])
+            uid = f"{epoch}:{self._order_of(chosen, epoch)[position]}"
+            self._number += 1
             if uid not in self._skip:
                 return uid
             self._skip.remove(uid)
 
     def _ahead(self, uids: Iterable[str]) -> list[str]:
         """The uids that the cursor has not reached yet."""
-        rest = set(self._order[self._position :])
+        drawn = zip(self._mixture.drawn(self._number), self._sizes, strict=True)
+        cursors = [divmod(draws, size) for draws, size in drawn]
+        rests = [{*self._order_of(each, epoch)[position:]} for each, (epoch, position) in enumerate(cursors)]
         ahead: list[str] = []
         for uid in uids:
             epoch, row = self._split(uid)
-            if epoch > self._epoch or (epoch == self._epoch and row in rest):
+            of = bisect_right(self._firsts, row) - 1
+            current = cursors[of][0]
+            if epoch > current or (epoch == current and row in rests[of]):
                 ahead.append(uid)
         return ahead
 
-    def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(len(self._rendered)))
+    def _order_of(self, chosen: int, epoch: int) -> list[int]:
+        """The rows of an epoch of a set, in the order in which they are drawn."""
+        known, order = self._orders.get(chosen, (-1, []))
+        if known == epoch:
+            return order
+        first, size = self._firsts[chosen], self._sizes[chosen]
+        order = list(range(first, first + size))
         if self._shuffle:
-            random.Random(f"{self._seed}:{epoch}").shuffle(order)
+            seed = f"{self._seed}:{epoch}" if len(self._sizes) == 1 else f"{self._seed}:{chosen}:{epoch}"
+            random.Random(seed).shuffle(order)
+        self._orders[chosen] = (epoch, order)
         return order
 
     def _split(self, uid: str) -> tuple[int, int]:

@@ -319,7 +319,7 @@ class Layout:
         return [piece for item in self.of_rank(rank) for piece in self._pieces(item, tp if item.ep is None else etp)]
 
     def _pieces(self, item: Placed, part: int) -> Iterator[Piece]:
-        for index, hf, local in self._rectangles(item, part):
+        for index, hf, local in self.rectangles(item, part):
             name, shape = item.tensors[index]
             if item.stacked is None:
                 yield Piece(name, hf, item.param, local)
@@ -328,7 +328,7 @@ class Layout:
             above = item.stacked * prod(shape[1:-1])
             yield Piece(name, turned._replace(row=turned.row + above), item.param, local.transposed(), turned=True)
 
-    def _rectangles(self, item: Placed, part: int) -> Iterator[tuple[int, Box, Box]]:
+    def rectangles(self, item: Placed, part: int) -> Iterator[tuple[int, Box, Box]]:
         """(index of the Hugging Face tensor, its box, the local box) of one part of one parameter."""
         parts = self._parts(item)
         shape = item.shapes[0]

@@ -14,7 +14,7 @@ from megasync.layout.families.sizes import EXPERT_KEYS
 from megasync.layout.storage import Storage, storage_of
 
 # Names that `megasync fetch` can make: the error for a missing folder of one of these gives the command.
-FETCHABLE = ("digits", "smollm2")
+FETCHABLE = ("digits", "digits_moe", "smollm2")
 # The dimensions in a config.json of the supported families.
 SIZES = (
     "hidden_size",

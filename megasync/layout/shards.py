@@ -27,6 +27,7 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from megasync.errors import CheckpointError, ConfigError
 from megasync.files import atomic_write, durable_rename, fsync, fsync_tree
 from megasync.layout import mxfp4
+from megasync.layout.adapter import AdapterLayout, AdapterShape, adapter_config
 from megasync.layout.block_fp8 import SCALE_DTYPES, SCALES, VALUES, Block, dequantize
 from megasync.layout.families import family_of
 from megasync.layout.families.value_head import value_model_options
@@ -37,6 +38,9 @@ from megasync.layout.topology import Topology
 log = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
+# Of a PEFT folder.
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 INDEX = "model.safetensors.index.json"
 LAYOUT = "layout.json"
 # Hugging Face's own limit; larger files are awkward to move and to map.
@@ -149,8 +153,9 @@ class HfFolder(TensorFiles):
         index = self.path / INDEX
         if index.is_file():
             return read_json(index).get("weight_map", {})
-        if (self.path / WEIGHTS).is_file():
-            return dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
+        for file in (WEIGHTS, ADAPTER_WEIGHTS):
+            if (self.path / file).is_file():
+                return dict.fromkeys(self._open(file).keys(), file)
         raise CheckpointError(f"{self.path} has neither {WEIGHTS} nor {INDEX}; only safetensors folders can be loaded")
 
     def reader(self, name: str, shape: tuple[int, ...]) -> Callable[[Box], torch.Tensor]:
@@ -403,13 +408,17 @@ def describe(layout: Layout, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "hf_config": layout.hf_config,
         "value_head": layout.value_head,
+        "adapter": asdict(layout.shape) if isinstance(layout, AdapterLayout) else None,
     }
 
 
 def layout_of(described: Mapping[str, Any]) -> tuple[Layout, str]:
     """The layout and the dtype name that `describe` was given."""
     topology, value_head = Topology(**described["topology"]), described.get("value_head", False)
-    return Layout(described["hf_config"], topology, described["spec"], value_head), described["dtype"]
+    layout = Layout(described["hf_config"], topology, described["spec"], value_head)
+    if shape := described.get("adapter"):
+        layout = AdapterLayout(layout, AdapterShape(shape["rank"], shape["scale"], tuple(shape["targets"])))
+    return layout, described["dtype"]
 
 
 def read_layout(checkpoint_dir: str | Path) -> tuple[Layout, str]:
@@ -431,7 +440,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def export_checkpoint(checkpoint_dir: str | Path, hf_source_dir: str | Path, out_dir: str | Path) -> None:
-    """Writes a checkpoint as a Hugging Face folder: safetensors, config and tokenizer files.
+    """Writes a checkpoint as a Hugging Face folder: safetensors, config and tokenizer files. One of adapters becomes a
+    PEFT folder.
 
     The folder gets its name only when it is complete. A tied head is omitted, as Hugging Face does. Tensors and
     config.json have the checkpoint's dtype. Raises CheckpointError for an incomplete checkpoint, a non-empty output
@@ -457,7 +467,11 @@ def write_folder(source: Path, out: Path, layout: Layout, dtype: str, read: Read
     shutil.rmtree(draft, ignore_errors=True)
     try:
         draft.mkdir(parents=True)
-        write_companions(source, draft, dtype, layout.value_head)
+        if isinstance(layout, AdapterLayout):
+            config = adapter_config(layout.shape, str(source.resolve()))
+            atomic_write(draft / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
+        else:
+            write_companions(source, draft, dtype, layout.value_head)
         _write_weights(draft, layout, read, dtype)
         if out.exists():
             out.rmdir()
@@ -474,7 +488,10 @@ def _write_weights(out: Path, layout: Layout, read: ReadParam, dtype: str) -> No
     dtypes = {name: getattr(torch, layout.hf_dtype(name, dtype)) for name in layout.hf_tensors}
     nbytes = {name: prod(shape) * dtypes[name].itemsize for name, shape in layout.hf_tensors.items()}
     parts = list(split_by_bytes(nbytes.items(), MAX_FILE_BYTES))
-    names = [WEIGHTS] if len(parts) == 1 else [part_name(i, len(parts)) for i in range(len(parts))]
+    if isinstance(layout, AdapterLayout):
+        parts, names = [[*layout.hf_tensors]], [ADAPTER_WEIGHTS]
+    else:
+        names = [WEIGHTS] if len(parts) == 1 else [part_name(i, len(parts)) for i in range(len(parts))]
     for file, part in zip(names, parts, strict=True):
         tensors = {name: assemble(name, layout, read).to(dtypes[name]) for name in part}
         save_file(tensors, out / file, metadata={"format": "pt"})

@@ -1,12 +1,13 @@
 """The tiny model of the quickstart: a Qwen3 with random weights and one token per character of the digit tasks.
 
-It has two KV heads, so that it shards over two tensor-parallel ranks like a large model.
+It has two KV heads, so that it shards over two tensor-parallel ranks like a large model. `digits_moe` has experts in
+the place of its dense layers.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megasync.data.digits import CHARACTERS, END_TOKEN
 
@@ -28,16 +29,35 @@ SIZES = {
 }
 
 
+# Two of eight experts for each token. SGLang's Qwen3-MoE does not tie embeddings.
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+
+
 def write_digits(out: Path, seed: int = SEED) -> None:
     """Writes config, random float32 weights from `seed`, and the tokenizer into `out`."""
+    _write(out, "qwen3", SIZES, seed)
+
+
+def write_digits_moe(out: Path, seed: int = SEED) -> None:
+    """As `write_digits`, for a Qwen3-MoE."""
+    _write(out, "qwen3_moe", SIZES | EXPERTS, seed)
+
+
+def _write(out: Path, family: str, sizes: dict[str, Any], seed: int) -> None:
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     end = len(CHARACTERS)
-    config = Qwen3Config(vocab_size=len(CHARACTERS) + 1, **SIZES, eos_token_id=end, pad_token_id=end)
+    config = AutoConfig.for_model(family, vocab_size=len(CHARACTERS) + 1, **sizes, eos_token_id=end, pad_token_id=end)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).float()
+        model = AutoModelForCausalLM.from_config(config).float()
     model.save_pretrained(out)
     digits_tokenizer().save_pretrained(out)
 

@@ -16,13 +16,17 @@ from safetensors import SafetensorError
 
 from megasync.errors import ConfigError
 from megasync.files import durable_rename, fsync_tree
-from megasync.models.digits import write_digits
+from megasync.models.digits import write_digits, write_digits_moe
 from megasync.models.smollm2 import write_smollm2
 
 log = logging.getLogger(__name__)
 
 # Functions that write a model's files into an empty folder, by name of the model.
-MODELS: dict[str, Callable[[Path], None]] = {"digits": write_digits, "smollm2": write_smollm2}
+MODELS: dict[str, Callable[[Path], None]] = {
+    "digits": write_digits,
+    "digits_moe": write_digits_moe,
+    "smollm2": write_smollm2,
+}
 
 
 def fetch(name: str, out: str | Path) -> Path:

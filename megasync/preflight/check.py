@@ -6,14 +6,14 @@ one function. Its error names all keys involved, their values, and a change that
 
 from __future__ import annotations
 
+import re
 import string
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from megasync.config import builtin
 from megasync.config.access import EXTERNAL_KEY_VARIABLE, check_access, given_external_key
-from megasync.config.builtin import ADVANTAGES, LOSSES, Algorithm
 from megasync.config.deadlines import check_deadlines
 from megasync.config.host import is_loopback, is_wildcard
 from megasync.config.limits import as_typed, check_limits, refuse_unused
@@ -21,8 +21,8 @@ from megasync.config.megatron_options import check_megatron
 from megasync.config.pacing import Pacing
 from megasync.config.pools import engine_nodes, frozen_models, nodes_needed, pool_specs, trainer_pool
 from megasync.config.schema import (
-    AlgorithmConfig,
     Config,
+    DataConfig,
     DatasetConfig,
     OptimizerConfig,
     RolloutConfig,
@@ -30,7 +30,9 @@ from megasync.config.schema import (
 )
 from megasync.config.server_args import OF_ROLLOUT, check_server_args, check_trained_args
 from megasync.errors import CheckpointError, ConfigError
-from megasync.importing import load_function
+from megasync.importing import keyword_options, load_function
+from megasync.layout.adapter import adapter_layout
+from megasync.layout.adapter_files import check_adapter_folder
 from megasync.layout.families import Sizes
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import (
@@ -41,10 +43,17 @@ from megasync.layout.model_files import (
     read_storage,
 )
 from megasync.layout.topology import Topology
+from megasync.preflight.check_algorithm import check_algorithm, check_critic, check_critic_model, check_optimizer
 from megasync.preflight.check_evaluation import check_evaluation
 from megasync.preflight.check_frozen_models import check_frozen_models
 from megasync.preflight.check_rollout import check_agent, check_chat, check_environment, check_groups, check_rewards
-from megasync.trainer.architecture import check_architecture, check_context, check_experts, check_fp8
+from megasync.trainer.architecture import (
+    check_adapters,
+    check_architecture,
+    check_context,
+    check_experts,
+    check_fp8,
+)
 
 
 def check_config(
@@ -64,8 +73,9 @@ def check_config(
     """
     check_limits(config)
     _check_schedule(config)
-    _check_algorithm(config)
-    _check_optimizer(config)
+    check_algorithm(config)
+    check_critic(config)
+    check_optimizer(config)
     _check_sync(config)
     _check_exports(config)
     check_evaluation(config, own_eval_rows)
@@ -128,7 +138,7 @@ def check_supervised(config: Config) -> None:
 
 def check_steps(config: Config) -> None:
     """Raises ConfigError if the learning rate does not fit the number of steps, `schedule.total_steps`."""
-    _check_optimizer(config)
+    check_optimizer(config)
 
 
 def _check_schedule(config: Config) -> None:
@@ -151,84 +161,6 @@ def _check_schedule(config: Config) -> None:
         raise ConfigError(
             f"schedule.weight_sync_steps={schedule.weight_sync_steps} exceeds schedule.total_steps="
             f"{schedule.total_steps}, so no sync would ever happen; lower it"
-        )
-
-
-def _check_algorithm(config: Config) -> None:
-    algorithm, samples = config.algorithm, config.schedule.samples_per_group
-    for key, builtin in (("advantage", ADVANTAGES), ("loss", LOSSES)):
-        _check_options(algorithm, key, builtin)
-    estimator = ADVANTAGES.get(algorithm.advantage)
-    if estimator is not None and estimator.relative and samples < 2:
-        raise ConfigError(
-            f"algorithm.advantage={algorithm.advantage} compares the responses of one prompt, but "
-            f"schedule.samples_per_group={samples}; set it to at least 2"
-        )
-    if algorithm.correction == "none":
-        bounds = ("correction_cap", "correction_floor", "correction_outside")
-        refuse_unused(algorithm, "algorithm", bounds, "with algorithm.correction=none; choose token or sequence")
-    every, saved = algorithm.reference_every, config.checkpoint.every_steps
-    if every and not algorithm.kl_coef:
-        raise ConfigError(
-            f"algorithm.reference_every={every} renews the reference of the KL penalty, but algorithm.kl_coef=0; set "
-            f"it above 0, or reference_every=0"
-        )
-    if every and (not saved or every % saved):
-        raise ConfigError(
-            f"algorithm.reference_every={every} takes the reference from checkpoints, but checkpoint.every_steps="
-            f"{saved} saves none after these steps; make reference_every a multiple of every_steps"
-        )
-    if algorithm.rejection == "none":
-        reason = "with algorithm.rejection=none; choose sequence, product or token"
-        refuse_unused(algorithm, "algorithm", ("rejection_floor", "rejection_cap"), reason)
-    elif not algorithm.rejection_floor and algorithm.rejection_cap is None:
-        raise ConfigError(
-            f"algorithm.rejection={algorithm.rejection} rejects nothing without bounds; set algorithm.rejection_floor "
-            f"or algorithm.rejection_cap"
-        )
-    if algorithm.ratio == "behaviour" and algorithm.correction != "none":
-        raise ConfigError(
-            f"algorithm.ratio=behaviour already corrects for stale samples, and algorithm.correction="
-            f"{algorithm.correction} would correct twice; set algorithm.correction=none or algorithm.ratio=trainer"
-        )
-
-
-def _check_options(algorithm: AlgorithmConfig, key: str, builtin: Mapping[str, Algorithm]) -> None:
-    """Refuses options that the function does not take, and keys that only others of its kind read."""
-    name, options = getattr(algorithm, key), getattr(algorithm, f"{key}_options")
-    if name not in builtin:
-        load_function(name)
-        return
-    item = builtin[name]
-    for option, value in options.items():
-        given = f"algorithm.{key}_options.{option}={as_typed(value)}"
-        if option not in item.options:
-            known = f"its options are {', '.join(item.options)}" if item.options else "it has none"
-            raise ConfigError(f"{given}: algorithm.{key}={name} has no such option; {known}")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ConfigError(f"{given} must be a number above 0")
-    unused = {other for each in builtin.values() for other in each.keys} - set(item.keys)
-    refuse_unused(algorithm, "algorithm", sorted(unused), f"with algorithm.{key}={name}; choose another {key}")
-
-
-def _check_optimizer(config: Config) -> None:
-    optimizer, steps = config.trainer.optimizer, config.schedule.total_steps
-    if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
-        raise ConfigError(
-            f"trainer.optimizer.betas={list(optimizer.betas)} must be two numbers, each at least 0 and below 1"
-        )
-    if optimizer.warmup_steps > steps:
-        raise ConfigError(
-            f"trainer.optimizer.warmup_steps={optimizer.warmup_steps} exceeds schedule.total_steps={steps}; lower it"
-        )
-    if optimizer.min_lr > optimizer.lr:
-        raise ConfigError(
-            f"trainer.optimizer.min_lr={optimizer.min_lr} exceeds trainer.optimizer.lr={optimizer.lr}; lower it"
-        )
-    if optimizer.min_lr > 0 and optimizer.decay == "constant":
-        raise ConfigError(
-            f"trainer.optimizer.min_lr={optimizer.min_lr} is never reached with trainer.optimizer.decay=constant; "
-            f"choose decay=linear or cosine, or set min_lr=0"
         )
 
 
@@ -387,6 +319,7 @@ def _check_trainer(config: Config) -> None:
 
     _check_recompute(trainer)
     _check_smallest(trainer)
+    _check_lora(trainer)
     if trainer.overlap_grad_reduce and trainer.data_parallel * trainer.context_parallel == 1:
         raise ConfigError(
             "trainer.overlap_grad_reduce=true reduces gradients over data-parallel ranks, but trainer.data_parallel=1; "
@@ -439,6 +372,12 @@ def _check_precision(config: Config) -> None:
         ):
             if refused:
                 raise ConfigError(f"{key} needs {needed}; {fix}")
+
+
+def _check_lora(trainer: TrainerConfig) -> None:
+    if not trainer.lora.rank:
+        reason = "with trainer.lora.rank=0, which trains all weights; set rank above 0"
+        refuse_unused(trainer.lora, "trainer.lora", ("alpha", "targets", "path"), reason)
 
 
 def _check_smallest(trainer: TrainerConfig) -> None:
@@ -575,7 +514,10 @@ def _check_model(config: Config, planning: bool) -> None:
     _check_experts(config.trainer, layout)
     _check_context(config, layout.hf_config.get("max_position_embeddings"), source)
     _check_server_experts(config, layout.sizes.experts)
+    _check_routing_replay(config, layout.sizes.experts, source)
     _check_server_split(config.rollout, layout.sizes, source)
+    if config.critic.enabled:
+        check_critic_model(config, layout)
     if not planning:
         check_model_folder(config.model)
     if read_storage(source) is not None:
@@ -594,6 +536,25 @@ def _check_server_experts(config: Config, experts: int) -> None:
             raise ConfigError(f"{given} does not divide {name}={size}; choose a divisor of both")
     if config.cluster.device == "cpu":
         raise ConfigError(f"{given} needs GPUs: SGLang computes distributed experts on no CPU; set it to 1")
+
+
+def _check_routing_replay(config: Config, experts: int, source: Path) -> None:
+    if not config.rollout.routing_replay:
+        return
+    given = "rollout.routing_replay=true"
+    if not experts:
+        raise ConfigError(f"{given} needs a model with experts, but {source} describes one without; set it to false")
+    if config.trainer.megatron.model.get("moe_router_fusion"):
+        raise ConfigError(
+            f"{given} replaces the trainer's choice of experts, which trainer.megatron.model.moe_router_fusion=true "
+            f"puts into one kernel; drop one of them"
+        )
+    for argument in config.rollout.server_args:
+        if argument.startswith("--speculative-"):
+            raise ConfigError(
+                f"{given} needs the routes of all tokens, and SGLang does not report those of speculative decoding "
+                f"reliably; drop rollout.server_args {argument} or set it to false"
+            )
 
 
 def _check_scales(folder: Path, layout: Layout) -> None:
@@ -627,6 +588,10 @@ def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Pat
         check_experts(layout, config.trainer)
         check_context(layout, config.trainer, config.model.dtype)
         check_fp8(layout, config.trainer, config.model.dtype)
+        if (adapters := adapter_layout(layout, config.trainer)) is not None:
+            check_adapters(adapters, config.trainer)
+            if (path := config.trainer.lora.path) is not None and not planning:
+                check_adapter_folder(path, adapters)
         return layout, source
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
@@ -671,7 +636,23 @@ def _check_server_split(rollout: RolloutConfig, sizes: Sizes, source: Path) -> N
 
 def _check_data(config: Config, planning: bool, own_rows: bool, own_eval_rows: bool) -> None:
     data = config.data
-    if data.train is None and not own_rows:
+    _check_curriculum(data)
+    for name, each in data.sets.items():
+        if not re.fullmatch(r"[\w-]+", name):
+            raise ConfigError(f"data.sets.{name}: a set's name may have letters, digits, '_' and '-' only")
+        if not own_rows:
+            _check_dataset(f"data.sets.{name}.data", each.data, planning)
+    if data.sets and data.train is not None:
+        raise ConfigError(
+            f"data.train and data.sets ({', '.join(data.sets)}) both name training rows; set data.train=null, or move "
+            f"it to data.sets"
+        )
+    if data.sets and data.prompt.examples:
+        raise ConfigError(
+            f"data.prompt.examples={data.prompt.examples} takes the first rows of data.train, but data.sets replaces "
+            f"that; set examples=0"
+        )
+    if data.train is None and not data.sets and not own_rows:
         raise ConfigError(
             "data.train is not set; name a dataset with data.train.kind and data.train.source, or pass rows to "
             "AsyncTrainer(train_dataset=...)"
@@ -681,6 +662,22 @@ def _check_data(config: Config, planning: bool, own_rows: bool, own_eval_rows: b
             _check_dataset(f"data.{name}", dataset, planning)
     for name, held_out in config.eval.sets.items():
         _check_dataset(f"eval.sets.{name}.data", held_out.data, planning)
+
+
+def _check_curriculum(data: DataConfig) -> None:
+    policy, options = data.curriculum, data.curriculum_options
+    if policy is None:
+        refuse_unused(data, "data", ("curriculum_options",), "with data.curriculum=null; name one")
+        return
+    known = keyword_options(load_function(builtin.CURRICULA.get(policy, policy)))
+    for name, value in options.items():
+        if name not in known:
+            said = f"its options are {', '.join(known)}" if known else "it has none"
+            raise ConfigError(f"data.curriculum_options.{name}: data.curriculum={policy} has no such option; {said}")
+        if policy in builtin.CURRICULA and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ConfigError(f"data.curriculum_options.{name}={as_typed(value)} must be a number")
+    if policy == "by_success" and not options.get("patience", 1) >= 1:
+        raise ConfigError(f"data.curriculum_options.patience={options['patience']} must be at least 1")
 
 
 def _check_dataset(key: str, dataset: DatasetConfig, planning: bool) -> None:

@@ -1,6 +1,7 @@
-"""Refuses reward and auxiliary models that could not start, and reward models that no reward uses; a part of `check`.
+"""Refuses reward models, auxiliary models and teachers that could not start, and reward models that no reward uses.
 
-It also checks each model's folder: that the model is of the configured kind and can be split as configured.
+A part of `check`. It also checks each model's folder: that the model is of the configured kind and can be split as
+configured.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def check_frozen_models(config: Config, planning: bool) -> None:
         if model not in config.reward_models:
             known = ", ".join(config.reward_models) or "none"
             raise ConfigError(f"rollout.rewards.{reward}.model={model!r} is not among reward_models ({known})")
+    _check_sources(config)
     for key, model in frozen_models(config).items():
         name = key.partition(".")[2]
         if not re.fullmatch(r"[\w-]+", name):
@@ -114,6 +116,19 @@ def _check_memory(config: Config) -> None:
             f"rollout.mem_fraction={config.rollout.mem_fraction:g} + {parts} are shares of the same devices and sum to "
             f"{total:g}; they must sum to less than 1"
         )
+
+
+def _check_sources(config: Config) -> None:
+    """Each row has at most one teacher."""
+    taught: dict[str, str] = {}
+    for name, teacher in config.teachers.items():
+        for source in teacher.sources or [""]:
+            if (other := taught.setdefault(source, name)) != name:
+                what = f"rows of data_source={source}" if source else "all other rows (sources is empty)"
+                raise ConfigError(
+                    f"teachers.{other} and teachers.{name} both teach {what}; give each of them other "
+                    f"teachers.<name>.sources"
+                )
 
 
 def _check_folder(key: str, model: FrozenModelConfig, planning: bool) -> None:

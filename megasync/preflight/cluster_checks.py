@@ -60,14 +60,13 @@ def _from_anywhere(config: Config) -> Config:
     def absolute(path: str) -> str:
         return str(Path(path).expanduser().absolute())
 
-    reward, auxiliary = (
+    reward, auxiliary, teachers = (
         {name: replace(model, path=absolute(model.path)) for name, model in models.items()}
-        for models in (config.reward_models, config.auxiliary_models)
+        for models in (config.reward_models, config.auxiliary_models, config.teachers)
     )
     model = replace(config.model, path=absolute(config.model.path))
-    return replace(
-        config, model=model, reward_models=reward, auxiliary_models=auxiliary, run_root=absolute(config.run_root)
-    )
+    frozen = {"reward_models": reward, "auxiliary_models": auxiliary, "teachers": teachers}
+    return replace(config, model=model, run_root=absolute(config.run_root), **frozen)
 
 
 def _ask(nodes: Nodes, method: str, seconds: float, *arguments: Any) -> tuple[Answers, list[Finding]]:

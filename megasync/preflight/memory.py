@@ -11,12 +11,14 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 
-from megasync.config.schema import Config, FrozenModelConfig, RolloutConfig, SyncConfig
+from megasync.config.builtin import ADVANTAGES
+from megasync.config.schema import Config, FrozenModelConfig, LoraConfig, RolloutConfig, SyncConfig
+from megasync.layout.adapter import AdapterLayout, adapter_layout
 from megasync.layout.layout import Layout
 from megasync.serving.frozen_folder import read_frozen_model
 from megasync.sync.broadcast.plan import ITEM_BYTES
@@ -58,6 +60,7 @@ class RankMemory:
     logits: int
     reference: int
     sync_buckets: int
+    critic: int = 0
 
     @property
     def total(self) -> int:
@@ -109,19 +112,37 @@ def host_memory(config: Config, layout: Layout, ranks: int, servers: int) -> Hos
     """``ranks`` and ``servers`` are the most trainer ranks and server ranks on one node."""
     item, topology = ITEM_BYTES[config.model.dtype], layout.topology
     copies, references, states = [], [], []
+    trained = adapter_layout(layout, config.trainer) or layout
+    in_host = _has_reference(config) and trained is layout
     for rank in (topology.rank(0, 0, stage) for stage in range(topology.pipeline)):
         shapes = {name: prod(shape) for name, shape in layout.params(rank).items()}
-        written = sum(shapes[name] for name, writer in layout.writers(rank).items() if writer == rank)
-        copies.append(written * item + _optimizer_elements(config, layout, rank) * _stored_bytes(config))
-        references.append(sum(shapes.values()) * item if config.algorithm.kl_coef else 0)
-        states.append(_optimizer_elements(config, layout, rank) * state_bytes(config))
+        copies.append(_copied(config, trained, rank))
+        references.append(sum(shapes.values()) * item if in_host else 0)
+        states.append(_optimizer_elements(config, trained, rank) * state_bytes(config))
+        if config.critic.enabled:
+            critic, own = _critic_config(config), critic_layout(layout)
+            copies[-1] += _copied(critic, own, rank)
+            # In turns, one of the two is in host memory.
+            if config.critic.offload:
+                states[-1] = max(states[-1], _optimizer_elements(critic, own, rank) * state_bytes(critic))
+            else:
+                states[-1] += _optimizer_elements(critic, own, rank) * state_bytes(critic)
     sync, weights = config.sync, _server_weights(config, layout, item)
     staged = 0
     if config.cluster.colocate:
         return HostMemory(ranks * max(copies), ranks * max(references), 0, ranks * max(states) + servers * weights)
+    offloaded = ranks * max(states) if config.critic.offload else 0
     if sync.arena == "host" and sync.transport in ("auto", "p2p"):
         staged = weights if sync.arena_mb is None else sync.arena_mb * 2**20
-    return HostMemory(ranks * max(copies), ranks * max(references), servers * staged)
+    return HostMemory(ranks * max(copies), ranks * max(references), servers * staged, offloaded)
+
+
+def _copied(config: Config, layout: Layout, rank: int) -> int:
+    """Bytes of what a rank writes of a checkpoint."""
+    shapes = {name: prod(shape) for name, shape in layout.params(rank).items()}
+    written = sum(shapes[name] for name, writer in layout.writers(rank).items() if writer == rank)
+    item = ITEM_BYTES[config.model.dtype]
+    return written * item + _optimizer_elements(config, layout, rank) * _stored_bytes(config)
 
 
 def stage_memory(config: Config, layout: Layout, bucket: int, stage: int) -> RankMemory:
@@ -130,16 +151,49 @@ def stage_memory(config: Config, layout: Layout, bucket: int, stage: int) -> Ran
     topology = layout.topology
     rank = topology.rank(0, 0, stage)
     elements = sum(prod(shape) for shape in layout.params(rank).values())
+    trained = adapter_layout(layout, config.trainer) or layout
+    learned = sum(prod(shape) for shape in trained.params(rank).values())
+    if isinstance(trained, AdapterLayout):
+        # The weights with the adapters merged, for the weight sync.
+        shapes = layout.params(rank)
+        elements += learned + sum(prod(shapes[each.item.param]) for each in trained.adapted(rank))
     last = stage == trainer.pipeline_parallel - 1
     return RankMemory(
         weights=elements * item,
-        gradients=elements * GRAD_BYTES,
-        optimizer=_optimizer_elements(config, layout, rank) * state_bytes(config),
+        gradients=learned * GRAD_BYTES,
+        optimizer=_optimizer_elements(config, trained, rank) * state_bytes(config),
         activations=_activations(config, layout, stage, item),
         logits=_logits(config, layout, item) if last else 0,
         reference=reference_bytes(config, layout, rank),
         sync_buckets=BUCKETS * bucket,
+        critic=_critic(config, layout, rank) if config.critic.enabled else 0,
     )
+
+
+def _critic(config: Config, layout: Layout, rank: int) -> int:
+    """Bytes that a critic adds to a rank. Its activations exist while the policy's do not, and it has no logits."""
+    critic = _critic_config(config)
+    own, less = _learning(critic, critic_layout(layout), rank), 0
+    if config.critic.offload:
+        less = min(own, _learning(config, adapter_layout(layout, config.trainer) or layout, rank))
+    elements = sum(prod(shape) for shape in critic_layout(layout).params(rank).values())
+    return elements * ITEM_BYTES[config.model.dtype] + own - less
+
+
+def _learning(config: Config, layout: Layout, rank: int) -> int:
+    """Bytes of gradients and optimizer state, which only the model that learns needs."""
+    elements = sum(prod(shape) for shape in layout.params(rank).values())
+    return elements * GRAD_BYTES + _optimizer_elements(config, layout, rank) * state_bytes(config)
+
+
+def critic_layout(layout: Layout) -> Layout:
+    """The layout of a critic beside a policy of ``layout``."""
+    return Layout(layout.hf_config, layout.topology, layout.spec, value_head=True)
+
+
+def _critic_config(config: Config) -> Config:
+    """The configuration of a critic in place of a policy."""
+    return replace(config, trainer=replace(config.trainer, optimizer=config.critic.optimizer, lora=LoraConfig()))
 
 
 def _optimizer_elements(config: Config, layout: Layout, rank: int) -> int:
@@ -169,10 +223,19 @@ def _stored_bytes(config: Config) -> int:
 
 
 def checkpoint_bytes(config: Config, layout: Layout) -> int:
-    """Bytes of one training checkpoint: weights and optimizer state, each element once."""
+    """Bytes of one training checkpoint: weights and optimizer state, each element once; also those of a critic."""
+    stored = _checkpoint_bytes(config, adapter_layout(layout, config.trainer) or layout)
+    if config.critic.enabled:
+        stored += _checkpoint_bytes(_critic_config(config), critic_layout(layout))
+    return stored
+
+
+def _checkpoint_bytes(config: Config, layout: Layout) -> int:
     item, sizes = ITEM_BYTES[config.model.dtype], layout.sizes
     vocabularies = 1 if layout.tied or layout.value_head else 2
     padding = vocabularies * (layout.padded_vocab - sizes.vocab) * sizes.hidden
+    if isinstance(layout, AdapterLayout):
+        padding = 0
     return (sum(prod(shape) for shape in layout.hf_tensors.values()) + padding) * (item + _stored_bytes(config))
 
 
@@ -194,10 +257,12 @@ def reference_bytes(config: Config, layout: Layout, rank: int) -> int:
     """Bytes of the two device slots through which the reference policy's weights are copied: twice the largest block.
 
     A block is what `trainer.reference` copies together: the embedding, a decoder layer, the final norm or the output
-    layer. 0 without a KL term.
+    layer. 0 without a reference. That of adapters is a copy of them on the device.
     """
-    if not config.algorithm.kl_coef:
+    if not _has_reference(config):
         return 0
+    if (adapters := adapter_layout(layout, config.trainer)) is not None:
+        return sum(prod(shape) for shape in adapters.params(rank).values()) * ITEM_BYTES[config.model.dtype]
     blocks: dict[str, int] = defaultdict(int)
     shapes = layout.params(rank)
     for item in layout.of_rank(rank):
@@ -205,6 +270,11 @@ def reference_bytes(config: Config, layout: Layout, rank: int) -> int:
         nbytes = prod(shapes[item.param]) * ITEM_BYTES[item.dtype or config.model.dtype]
         blocks[layer.group() if layer else item.param] += -(-nbytes // REFERENCE_ALIGNMENT) * REFERENCE_ALIGNMENT
     return REFERENCE_SLOTS * max(blocks.values())
+
+
+def _has_reference(config: Config) -> bool:
+    estimator = ADVANTAGES.get(config.algorithm.advantage)
+    return bool(config.algorithm.kl_coef) or (estimator is not None and estimator.reference)
 
 
 def in_flight(pipeline: int, virtual: int, stage: int) -> tuple[int, ...]:

@@ -19,7 +19,17 @@ from megasync.preflight.plan import Plan, PlannedPool, PlannedRank
 
 # Nodes with more devices than this show them in runs.
 CELLS = 16
-MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "logits", "reference", "sync buckets", "total")
+MEMORY_COLUMNS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "reference",
+    "critic",
+    "sync buckets",
+    "total",
+)
 
 
 TURNS = "ranks and servers use them in turns: for each step the servers free theirs, and for generation the ranks"
@@ -208,7 +218,8 @@ def _memory(plan: Plan) -> Table:
     # Compact, so that it fits into 80 columns.
     table = Table(title=title, title_justify="left", collapse_padding=True, pad_edge=False)
     table.add_column("stage")
-    columns = [name for name in MEMORY_COLUMNS if name != "reference" or any(stage.reference for stage in plan.stages)]
+    rare = ("reference", "critic")
+    columns = [name for name in MEMORY_COLUMNS if name not in rare or any(getattr(each, name) for each in plan.stages)]
     for column in columns:
         table.add_column(column.replace(" ", "\n"), justify="right")
     for stage, memory in enumerate(plan.stages):

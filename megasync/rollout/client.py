@@ -8,6 +8,9 @@ arguments are never changed, and all sampling parameters are always sent. No tok
 module, because one would kill the server: `_checked` guarantees it. Answers are checked as strictly (`answers`): an
 invalid answer is discarded, counted, and requested again.
 
+With routing replay a response is complete when the routes of all its positions are known. Servers report them when a
+request ends, so those of a request that was cut come from its continuation, which computes these positions again.
+
 Requests are never aborted by id. Closing the connection, when the caller is cancelled or a deadline passes, ends the
 request at its server, even if the router dies: at the next piece of a stream, otherwise within about a second.
 """
@@ -29,6 +32,7 @@ from megasync.concurrency.tasks import Backoff
 from megasync.config import Config
 from megasync.config.schema import ChatConfig, SamplingConfig
 from megasync.errors import ContextLengthExceeded, DataError, InvalidAnswer, ServerError
+from megasync.layout.routes import RouteFormat
 from megasync.rollout.auxiliary import AuxiliaryModel
 from megasync.rollout.chat import Chat, ToolLike
 from megasync.rollout.conversation import Conversation
@@ -43,6 +47,7 @@ from megasync.rollout.tokens import Tokens
 from megasync.runs import IntArray
 from megasync.serving.answers import AnswerLimits, StreamedError, events, read_bounded, read_generated, read_scored
 from megasync.serving.control import ServerControl
+from megasync.serving.engine_protocol import ROUTES_FROM
 from megasync.serving.router import ROUTING_KEY_HEADER, STICKY_POLICIES
 
 log = logging.getLogger(__name__)
@@ -83,12 +88,14 @@ class ServedModel:
     """What the client knows of the model. `context_length` is in tokens, prompt and response together.
 
     `tokenizer` is a Hugging Face tokenizer, needed only for `chat`; `stop_ids` are the tokens that end every response.
+    `routes` is the format of routes if trained responses need them.
     """
 
     vocab_size: int
     context_length: int
     tokenizer: Any = None
     stop_ids: Collection[int] = ()
+    routes: RouteFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +117,43 @@ class RequestSettings:
         rollout = config.rollout
         sticky = rollout.router_policy in STICKY_POLICIES
         return cls(rollout.sampling, config.timeouts.request, rollout.stream_interval, rollout.chat, sticky)
+
+
+class _Sending:
+    """What the requests of one generation have in common, and how its attempts went.
+
+    `failures` gets the message of each failed attempt.
+    """
+
+    def __init__(
+        self,
+        params: dict[str, Any],
+        routing_key: str | None,
+        priority: int,
+        routes: RouteFormat | None,
+        failures: list[str],
+        ticket: Ticket | None,
+        deadline: asyncio.Timeout,
+        chance: random.Random,
+    ) -> None:
+        self.params = params
+        self.routing_key = routing_key
+        self.priority = priority
+        self.routes = routes
+        self.failures = failures
+        self.ticket = ticket
+        self.deadline = deadline
+        # The number of invalid answers.
+        self.invalid = 0
+        self._empty, self._failed = Backoff(_EMPTY_ABORT_WAIT, chance), Backoff(_FAILURE_WAIT, chance)
+
+    def reset(self) -> None:
+        self._empty.reset()
+        self._failed.reset()
+
+    async def back_off(self, failed: bool) -> None:
+        """Waits before the next attempt, after one that failed or was aborted without a token."""
+        await asyncio.sleep((self._failed if failed else self._empty).next())
 
 
 class RolloutClient:
@@ -143,6 +187,7 @@ class RolloutClient:
         self.context_length = model.context_length
         self.tokenizer = model.tokenizer
         self._stop_ids = frozenset(model.stop_ids)
+        self._routes = model.routes
         self._base = base_params(settings.sampling)
         self._timeout = settings.timeout
         self._stream = settings.stream_interval > 0
@@ -223,7 +268,11 @@ class RolloutClient:
                 asyncio.timeout(self._timeout) as deadline,
             ):
                 parts.watch = _first(first_token, watch)
-                await self._finish(parts, params, routing_key, priority, failures, ticket, deadline)
+                routes = self._routes if trained else None
+                sending = _Sending(params, routing_key, priority, routes, failures, ticket, deadline, self._random)
+                await self._finish(parts, sending)
+                while routes is not None and parts.tokens.routes is None:
+                    await self._fetch_routes(parts.tokens, sending)
         except TimeoutError:
             last = f"; the last of {len(failures)} failed attempts: {failures[-1]}" if failures else ""
             raise ServerError(
@@ -307,57 +356,66 @@ class RolloutClient:
             except TimeoutError:
                 log.warning("Connections to %s did not close within %g s, abandoning them", self.url, _CLOSE_SECONDS)
 
-    async def _finish(
-        self,
-        parts: PartialResponse,
-        params: dict[str, Any],
-        routing_key: str | None,
-        priority: int,
-        failures: list[str],
-        ticket: Ticket | None,
-        deadline: asyncio.Timeout,
-    ) -> None:
-        """Sends requests until the response is finished. Appends the message of each failed attempt to `failures`."""
-        empty, failed = Backoff(_EMPTY_ABORT_WAIT, self._random), Backoff(_FAILURE_WAIT, self._random)
-        budget = params["max_new_tokens"]
+    async def _finish(self, parts: PartialResponse, sending: _Sending) -> None:
+        """Sends requests until the response is finished."""
+        params, budget = sending.params, sending.params["max_new_tokens"]
         minimum = min(params["min_new_tokens"], budget)
         stop_ids = frozenset() if params["ignore_eos"] else self._stop_ids.union(params["stop_token_ids"])
-        invalid = 0
         while not parts.finished and (done := len(parts)) < budget:
-            body = {
-                "input_ids": parts.tokens,
-                "sampling_params": params | {"max_new_tokens": budget - done, "min_new_tokens": max(0, minimum - done)},
-                "return_logprob": True,
-                "stream": self._stream,
-                "priority": priority,
-            }
-            wait = empty
-            url = await self._enter(ticket, body, deadline)
-            try:
-                await self._request(url, body, _headers(routing_key, invalid), parts)
-            except _TransientError as failure:
-                failures.append(str(failure))
-                wait = failed
-                if self._quarantine is not None and ticket is not None and failure.cut:
-                    self._quarantine.cut(ticket)
-            except InvalidAnswer as failure:
-                parts.discard_request()
-                failures.append(f"invalid answer: {failure}")
-                self._invalid_answers += 1
-                self._on_invalid_answer()
-                level = logging.WARNING if self._invalid_answers <= _MAX_WARNINGS else logging.DEBUG
-                log.log(level, "Invalid answer from %s/generate, retrying: %s", self.url, failure)
-                invalid += 1
-                wait = failed
+            rest = {"max_new_tokens": budget - done, "min_new_tokens": max(0, minimum - done)}
+            failed = await self._attempt(parts, params | rest, sending)
             if parts.finished or parts.finish_if_stopped(stop_ids, params["stop"], trim=not params["no_stop_trim"]):
                 return
             if len(parts) > done:
-                empty.reset()
-                failed.reset()
+                sending.reset()
             else:
-                await asyncio.sleep(wait.next())
+                await sending.back_off(failed)
         if not parts.finished:
             parts.finish_reason = "length"
+
+    async def _fetch_routes(self, tokens: Tokens, sending: _Sending) -> None:
+        """Asks for missing routes of tokens that are complete. One token is sampled and discarded."""
+        probe = PartialResponse()
+        probe.follow(tokens)
+        failed = await self._attempt(probe, sending.params | {"max_new_tokens": 1, "min_new_tokens": 0}, sending)
+        if tokens.routes is None:
+            if not failed:
+                sending.failures.append(
+                    "the answer has no routes; start the server with --enable-return-routed-experts and megasync's "
+                    "plugin, or set rollout.routing_replay=false"
+                )
+            await sending.back_off(True)
+
+    async def _attempt(self, parts: PartialResponse, params: dict[str, Any], sending: _Sending) -> bool:
+        """Sends one request; returns whether it failed. Appends the message of a failure."""
+        body = {
+            "input_ids": parts.tokens,
+            "sampling_params": params,
+            "return_logprob": True,
+            "stream": self._stream,
+            "priority": sending.priority,
+        }
+        if sending.routes is not None:
+            body["custom_labels"] = {ROUTES_FROM: str(parts.tokens.routed)}
+        ticket = sending.ticket
+        url = await self._enter(ticket, body, sending.deadline)
+        try:
+            await self._request(url, body, _headers(sending.routing_key, sending.invalid), parts, sending.routes)
+        except _TransientError as failure:
+            sending.failures.append(str(failure))
+            if self._quarantine is not None and ticket is not None and failure.cut:
+                self._quarantine.cut(ticket)
+        except InvalidAnswer as failure:
+            parts.discard_request()
+            sending.failures.append(f"invalid answer: {failure}")
+            self._invalid_answers += 1
+            self._on_invalid_answer()
+            level = logging.WARNING if self._invalid_answers <= _MAX_WARNINGS else logging.DEBUG
+            log.log(level, "Invalid answer from %s/generate, retrying: %s", self.url, failure)
+            sending.invalid += 1
+        else:
+            return False
+        return True
 
     def _ticket(self, key: str | None, prompt: Tokens) -> AbstractAsyncContextManager[Ticket | None]:
         if self._quarantine is None or key is None:
@@ -384,7 +442,12 @@ class RolloutClient:
         return url or self.url
 
     async def _request(
-        self, url: str, body: dict[str, Any], headers: dict[str, str] | None, parts: PartialResponse
+        self,
+        url: str,
+        body: dict[str, Any],
+        headers: dict[str, str] | None,
+        parts: PartialResponse,
+        routes: RouteFormat | None,
     ) -> None:
         """Sends one request and adds its tokens to `parts`.
 
@@ -392,8 +455,10 @@ class RolloutClient:
         """
         ids, rest = body["input_ids"], {name: value for name, value in body.items() if name != "input_ids"}
         sampling = body["sampling_params"]
-        limits = AnswerLimits(self.vocab_size, sampling["max_new_tokens"], sampling["stop"], self.newest_version)
-        parts.begin_request(limits.tokens, self.published_version())
+        budget = sampling["max_new_tokens"]
+        parts.begin_request(budget, self.published_version())
+        positions = len(ids) + budget - 1 - parts.first_requested
+        limits = AnswerLimits(self.vocab_size, budget, sampling["stop"], self.newest_version, routes, positions)
         try:
             async with self._open().post(
                 # A redirect would send the request elsewhere.

@@ -17,6 +17,8 @@ ALL_SOLVED, ALL_FAILED, UNIFORM = "all_solved", "all_failed", "uniform"
 # Too few responses are left without those that reached the length limit.
 OVERLONG = "overlong"
 HARMLESS = frozenset({ALL_SOLVED, ALL_FAILED, UNIFORM, OVERLONG})
+# A prompt that the curriculum leaves out.
+LEFT_OUT = "left_out"
 # A prompt that kills servers.
 KILLS_SERVERS = "kills_servers"
 # A prompt whose user code kills its rollout worker.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megasync.rollout.tokens import Tokens
 from megasync.runs import FloatArray, Runs, float_array
-from megasync.trajectory import Trajectory
+from megasync.trajectory import ROUTES, Trajectory
 
 if TYPE_CHECKING:
     from megasync.rollout.conversation import Conversation
@@ -109,6 +109,7 @@ class Generation:
             masks += [(0, start - at), (int(generation not in untrained), end - start)]
             versions += [(versions[-1][0] if versions else 0, start - at), *generation._spans]
             at = end
+        routes = self.tokens.routes
         # An array that nobody can change is taken as it is.
         logprobs.flags.writeable = False
         return Trajectory(
@@ -121,6 +122,7 @@ class Generation:
             text=self.text if text is None else text,
             reward=reward,
             metrics=dict(metrics or {}),
+            arrays={} if routes is None else {ROUTES: routes},
         )
 
 

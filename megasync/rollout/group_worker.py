@@ -31,6 +31,7 @@ from typing import Any, Protocol
 from megasync.buffer import BufferClosed, BufferStateError
 from megasync.buffer.payload import EncodedGroup, EncodedPartial, decode_partial, encode, encode_partial
 from megasync.concurrency.tasks import Backoff, cancel_and_wait
+from megasync.data.sets import SET
 from megasync.errors import DataError, MegasyncError
 from megasync.failures import UnexpectedErrors, cancellation_requested, is_infrastructure
 from megasync.importing import name_of
@@ -41,6 +42,7 @@ from megasync.rollout.metrics import Summary, WorkerMetrics, WorkerStatus, summa
 from megasync.rollout.partials import PartialResponses
 from megasync.rollout.sample_client import Client, SampleClient, request_seed
 from megasync.rollout.selection import Selection
+from megasync.rollout.teachers import Teachers
 from megasync.rollout.workflow import TrajectoryCheck, Workflow
 from megasync.trajectory import Group, Prompt, Trajectory
 
@@ -71,13 +73,15 @@ class GroupSpec:
     """How a prompt becomes a group.
 
     `selection` decides which responses and groups are trained. With `seed` every request carries a seed derived from
-    (seed, uid, sample, turn).
+    (seed, uid, sample, turn). `teachers` read what selection has left. With `routed`, trajectories must have routes.
     """
 
     workflow: Workflow
     rewards: RewardRunner
     selection: Selection
     seed: int | None = None
+    teachers: Teachers | None = None
+    routed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +101,14 @@ class FailurePolicy:
 class GroupEnded:
     """How a group ended. Neither `taken` nor `dropped` if the buffer declined it: it was closed, or returns the group.
 
-    `scored` summarizes its trajectories, if they were scored.
+    `scored` summarizes its trajectories, if they were scored. `score` is the mean reward of those that were committed.
     """
 
     uid: str
     taken: bool = False
     dropped: Dropped | None = None
     scored: Summary | None = None
+    score: float | None = None
 
 
 class WorkListener(Protocol):
@@ -162,9 +167,10 @@ class GroupWorker:
         self._more_metrics = more_metrics
         self._buffer = buffer
         self._workflow = spec.workflow
-        self._check = TrajectoryCheck(spec.workflow)
+        self._check = TrajectoryCheck(spec.workflow, spec.routed)
         self._rewards = spec.rewards
         self._selection = spec.selection
+        self._teachers = spec.teachers
         self._seed = spec.seed
         self._failures = failures or FailurePolicy()
         self._quarantine = quarantine
@@ -257,7 +263,9 @@ class GroupWorker:
             self._partials.forget(uid)
             if isinstance(outcome, Group):
                 # The buffer may decline: it was closed, or the group is stale by now and will be returned.
-                return GroupEnded(uid, taken=await self._buffer.commit(encode(outcome)), scored=scored)
+                group = encode(outcome)
+                taken = await self._buffer.commit(group)
+                return GroupEnded(uid, taken=taken, scored=scored, score=group.header.mean_reward)
             try:
                 await self._buffer.drop(uid, outcome.reason)
             except BufferStateError as error:
@@ -281,10 +289,15 @@ class GroupWorker:
             scored = await self._score(trajectories, prompt)
         except DataError as error:
             return Dropped("reward_error", str(error)), None
+        if SET in prompt.columns:
+            scored = [_labelled(trajectory, str(prompt.columns[SET])) for trajectory in scored]
         rest = iter(scored)
         chosen = self._selection.select([list(islice(rest, len(sample))) for sample in samples], self._metrics.counts)
         if isinstance(chosen, list):
-            return Group(prompt.uid, chosen), summarize(scored)
+            try:
+                return Group(prompt.uid, await self._teach(chosen, prompt)), summarize(scored)
+            except DataError as error:
+                return Dropped("teacher_error", str(error)), summarize(scored)
         # A failed sample is a likelier cause than what is left of the others.
         drop = replace(chosen, problem=problems[0]) if problems and chosen.problem else chosen
         return drop, summarize(scored)
@@ -303,6 +316,18 @@ class GroupWorker:
                 self._unknown.note(f"the reward of group {prompt.uid}", error)
                 if attempts == self._failures.max_attempts:
                     raise
+
+    async def _teach(self, trajectories: list[Trajectory], prompt: Prompt) -> list[Trajectory]:
+        """Raises DataError when a teacher refuses a response; server failures do not count."""
+        backoff = Backoff(self._failures.backoff_seconds)
+        while self._teachers is not None:
+            try:
+                return await self._teachers.teach(trajectories, prompt.columns)
+            except MegasyncError as error:
+                if not is_infrastructure(error):
+                    raise
+                await self._back_off(f"Teacher of group {prompt.uid}", error, backoff)
+        return trajectories
 
     async def _back_off(self, what: str, error: BaseException, backoff: Backoff) -> None:
         self._metrics.server_failures += 1
@@ -362,6 +387,13 @@ class GroupWorker:
         )
         sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
         return self._check.check(await self._workflow(client, sample))
+
+
+def _labelled(trajectory: Trajectory, name: str) -> Trajectory:
+    """With its reward as a metric of its training set."""
+    if trajectory.reward is None:
+        return trajectory
+    return replace(trajectory, metrics={**trajectory.metrics, f"reward@{name}": trajectory.reward})
 
 
 def _succeeded(sample: asyncio.Task[list[Trajectory] | str]) -> bool:

@@ -56,6 +56,7 @@ class PartialResponse:
         "_empty",
         "_logprobs",
         "_prompt",
+        "_routed",
         "_spans",
         "_start",
         "_start_span",
@@ -89,6 +90,8 @@ class PartialResponse:
         # Of the current request: the indices of its first token and of its first span, its token budget, the version of
         # its latest piece, and how many consecutive pieces had no token.
         self._start = self._start_span = self._budget = self._empty = 0
+        # The positions whose routes were known before the current request.
+        self._routed = 0
         self._version: int | None = None
 
     @classmethod
@@ -142,6 +145,11 @@ class PartialResponse:
     def finished(self) -> bool:
         return self.finish_reason != "abort"
 
+    @property
+    def first_requested(self) -> int:
+        """The first position whose routes the current request asks for: the first that are unknown."""
+        return min(self._routed, self._prompt + self._start)
+
     def begin_request(self, budget: int, published: int | None = None) -> None:
         """Starts another request, for at most `budget` tokens. The text of one that returned no token is replaced.
 
@@ -150,7 +158,7 @@ class PartialResponse:
         """
         if not self.texts or len(self) > self._start:
             self.texts.append("")
-        self._start, self._start_span = len(self), len(self._spans)
+        self._start, self._start_span, self._routed = len(self), len(self._spans), self.tokens.routed
         self._budget, self._version, self._empty = budget, published, 0
 
     def add(self, piece: GeneratedPiece) -> bool:
@@ -176,11 +184,16 @@ class PartialResponse:
                 raise InvalidAnswer(f"the answer finished ({piece.finish.type}) without a token")
             if sum(tokens for _, tokens in piece.spans) != count:
                 raise InvalidAnswer(f"weight_versions {piece.spans} do not cover {count} tokens")
+            routed = max(0, self._prompt + self._start + count - 1 - self.first_requested)
+            if piece.routes is not None and len(piece.routes) != routed:
+                raise InvalidAnswer(f"it has routes of {len(piece.routes)} positions, and {routed} were requested")
             # The server's own report for the whole request.
             self._spans[self._start_span :] = piece.spans
             self.finish_reason = piece.finish.type
         self._logprobs.extend(piece.logprobs)
         self.tokens = self.tokens + piece.token_ids
+        if piece.routes is not None:
+            self.tokens.add_routes(self.first_requested, piece.routes)
         self.texts[-1] += piece.text
         if self.watch is not None:
             self.watch(self.token_ids)
@@ -188,6 +201,7 @@ class PartialResponse:
 
     def discard_request(self) -> None:
         """Removes what the current request returned, after an invalid answer."""
+        self.tokens.forget_routes(self._routed)
         self.tokens = self.tokens.first(self._prompt + self._start)
         del self._logprobs[self._start :], self._spans[self._start_span :]
         self.texts[-1] = ""

@@ -31,10 +31,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megasync.buffer import BufferClosed, BufferStateError
+from megasync.buffer.groups import SCORES
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config.schema import ScheduleConfig
+from megasync.data.curriculum import Curriculum
 from megasync.errors import DataError, PoisonPrompt, ProcessLost, ServerError
-from megasync.rollout.drops import HARMLESS, KILLS_SERVERS, KILLS_WORKERS, DropLimit, Dropped
+from megasync.rollout.drops import HARMLESS, KILLS_SERVERS, KILLS_WORKERS, LEFT_OUT, DropLimit, Dropped
 from megasync.rollout.group_worker import GroupEnded, Worker
 from megasync.rollout.inflight import InflightCap, ServerLoad
 from megasync.rollout.metrics import RolloutMetrics
@@ -125,10 +127,12 @@ class Rollouter:
         max_drop_share: float = 0.5,
         servers: ServerLimits | None = None,
         placement: Placement[Worker] | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
         """`placement` is shared with whatever else runs on the workers."""
         self._source = source
         self._buffer = buffer
+        self._curriculum = curriculum
         servers = servers or ServerLimits()
         self._fleet, self._cap, self._quarantine = servers.fleet, servers.cap, servers.quarantine
         self._groups_per_step = schedule.groups_per_step
@@ -262,6 +266,13 @@ class Rollouter:
             except BufferClosed:
                 return
             self._source.admitted(prompt.uid)
+            if self._curriculum is not None and not self._curriculum.wants(prompt.uid):
+                try:
+                    await self._buffer.drop(prompt.uid, LEFT_OUT)
+                except BufferClosed:
+                    return
+                self._metrics.drops[LEFT_OUT] += 1
+                continue
             await self._places.acquire()
             self._start(prompt, 1 + self._admitted // self._groups_per_step)
             self._admitted += 1
@@ -376,6 +387,9 @@ class Rollouter:
         if group.scored is not None:
             self._metrics.add_scored(group.scored)
         drop = group.dropped
+        score = SCORES.get(drop.reason) if drop is not None else group.score if group.taken else None
+        if self._curriculum is not None and score is not None:
+            self._curriculum.record(prompt.uid, score)
         if drop is None:
             self._metrics.committed += group.taken
             self._drop_limit.passed()

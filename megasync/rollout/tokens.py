@@ -5,7 +5,8 @@
     other = prompt + [9]             # the array has gone on differently, so this is a copy: 1 2 3 9
 
 A conversation of 50 turns thus holds its tokens once, and a turn costs what it adds. What is known of an array's first
-ids, that they are in the vocabulary and what their digest is, is known once for all prompts that begin with them.
+ids, that they are in the vocabulary, what their digest is and which experts they went to, is known once for all prompts
+that begin with them.
 
 Invariant: an array is only ever appended to, so what a `Tokens` holds never changes. `_Line.append` guarantees it. Not
 thread-safe: tokens are extended on the event loop.
@@ -21,10 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasync.errors import DataError
+from megasync.layout.routes import RouteArray
 from megasync.runs import IntArray, int_array
 
 # An array that is full grows by this share of its length, and by at least this many ids.
 _GROWTH, _LEAST_GROWTH = 1 / 16, 64
+_NO_ROUTES = np.empty((0, 0, 0), np.uint8)
+_NO_ROUTES.flags.writeable = False
 
 
 class Tokens(Sequence[int]):
@@ -75,6 +79,28 @@ class Tokens(Sequence[int]):
         """SHA-256 of all ids and the `rest`, in hexadecimal. Hashes only ids that were not hashed before."""
         return self._line.digest(self._length, rest)
 
+    @property
+    def routed(self) -> int:
+        """The number of first positions whose routes are known."""
+        return min(self._length, len(self._line.routes))
+
+    @property
+    def routes(self) -> RouteArray | None:
+        """A read-only view of the routes of all positions but the last; None unless all of them are known."""
+        if not self._length or self.routed < self._length - 1 or not self._line.routes.shape[1]:
+            return None
+        view = self._line.routes[: self._length - 1]
+        view.flags.writeable = False
+        return view
+
+    def add_routes(self, start: int, routes: RouteArray) -> None:
+        """Adds those of the positions from `start` on; positions whose routes are known keep them."""
+        self._line.add_routes(start, routes[: max(0, self._length - start)])
+
+    def forget_routes(self, count: int) -> None:
+        """Keeps those of the first `count` positions."""
+        self._line.routes = self._line.routes[:count]
+
     def __add__(self, ids: Sequence[int] | NDArray[Any]) -> Tokens:
         """Raises DataError for what is not a sequence of integers of 32 bits."""
         added = ids.array if isinstance(ids, Tokens) else id_array(ids)
@@ -112,11 +138,13 @@ class Tokens(Sequence[int]):
 class _Line:
     """The array of ids that `Tokens` are prefixes of. Entries beyond `length` are unused."""
 
-    __slots__ = ("_checked", "_digest", "_hashed", "_vocab_size", "ids", "length")
+    __slots__ = ("_checked", "_digest", "_hashed", "_vocab_size", "ids", "length", "routes")
 
-    def __init__(self, ids: IntArray) -> None:
+    def __init__(self, ids: IntArray, routes: RouteArray = _NO_ROUTES) -> None:
         self.ids = ids
         self.length = ids.size
+        # Of the first ids; there are fewer than ids while a request runs.
+        self.routes = routes
         # The first `_checked` ids are in [0, _vocab_size); `_digest` is of the first `_hashed` ids.
         self._vocab_size = self._checked = 0
         self._digest = hashlib.sha256()
@@ -128,7 +156,14 @@ class _Line:
         if np.array_equal(known, added[: known.size]):
             self.append(added[known.size :])
             return self
-        return _Line(np.concatenate([self.ids[:length], added]))
+        return _Line(np.concatenate([self.ids[:length], added]), self.routes[:length])
+
+    def add_routes(self, start: int, routes: RouteArray) -> None:
+        known = len(self.routes)
+        new = routes[known - start :]
+        if start > known or not len(new):
+            return
+        self.routes = np.concatenate([self.routes, new]) if known else new
 
     def append(self, added: IntArray) -> None:
         end = self.length + added.size

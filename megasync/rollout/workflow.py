@@ -22,7 +22,7 @@ import numpy as np
 
 from megasync.errors import DataError
 from megasync.importing import name_of
-from megasync.trajectory import Trajectory, finite_float
+from megasync.trajectory import ROUTES, Trajectory, finite_float
 
 if TYPE_CHECKING:
     from megasync.rollout.sample_client import SampleClient
@@ -39,10 +39,11 @@ async def single_turn(client: SampleClient, sample: dict[str, Any]) -> Trajector
 
 
 class TrajectoryCheck:
-    """Checks what one workflow returns."""
+    """Checks what one workflow returns. `routed` trajectories need the routes of all positions."""
 
-    def __init__(self, workflow: Workflow) -> None:
+    def __init__(self, workflow: Workflow, routed: bool = False) -> None:
         self._name = name_of(workflow)
+        self._routed = routed
         self._reported: set[str] = set()
 
     def check(self, result: object) -> list[Trajectory]:
@@ -64,6 +65,11 @@ class TrajectoryCheck:
                 # Half of a surrogate pair, which neither the ledger nor a file can store.
                 changed[name] = text.encode("utf-8", "replace").decode()
         self._check_numbers(trajectory)
+        if self._routed and ROUTES not in trajectory.arrays and trajectory.oldest_version is not None:
+            raise self._error(
+                "no routes, which rollout.routing_replay=true needs; build it with generation.trajectory(), or "
+                "reply.trajectories()"
+            )
         return replace(trajectory, **changed)
 
     def _check_numbers(self, trajectory: Trajectory) -> None:

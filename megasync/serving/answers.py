@@ -8,6 +8,7 @@ training. `read_generated`, `read_scored` and `parse_as` guarantee this. msgspec
 
 from __future__ import annotations
 
+import binascii
 from array import array
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import aiohttp
 import msgspec
 
 from megasync.errors import InvalidAnswer
+from megasync.layout.routes import RouteArray, RouteFormat
 
 T = TypeVar("T")
 
@@ -56,6 +58,7 @@ class _Meta(msgspec.Struct):
     weight_version: str | int | None = None
     output_token_logprobs: list[_Entry] | None = None
     weight_versions: list[_Span] | None = None
+    routed_experts: str | None = None
 
 
 class _Error(msgspec.Struct):
@@ -88,17 +91,21 @@ class AnswerLimits:
     """Bounds of the answer to one request.
 
     `tokens` is the maximum number of tokens. `newest` is called for each piece and returns the newest weight version
-    that any server can hold, or None where it is unknown.
+    that any server can hold, or None where it is unknown. `routes` is the format of routes, if they were requested, of
+    at most `positions` positions.
     """
 
     vocab_size: int
     tokens: int
     stop: Collection[str] = ()
     newest: Callable[[], int | None] = lambda: None
+    routes: RouteFormat | None = None
+    positions: int = 0
 
     @property
     def most_bytes(self) -> int:
-        return _FRAME_BYTES + _TOKEN_BYTES * self.tokens
+        routes = 0 if self.routes is None else self.routes.text_bytes * self.positions
+        return _FRAME_BYTES + _TOKEN_BYTES * self.tokens + routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +113,8 @@ class GeneratedPiece:
     """A whole answer, or one piece of a streamed answer: per token its id (int32) and its log-prob (float32).
 
     Only the last piece has a `finish`, and only it tells which token has which version: `spans` are (version, tokens).
-    The other pieces carry the version at the time of sending.
+    The other pieces carry the version at the time of sending. `routes` are those of the requested positions, if the
+    last piece has them.
     """
 
     token_ids: array[int]
@@ -115,6 +123,7 @@ class GeneratedPiece:
     finish: Finish | None
     version: int
     spans: list[tuple[int, int]]
+    routes: RouteArray | None = None
 
 
 class StreamedError(Exception):
@@ -156,13 +165,19 @@ def read_generated(raw: bytes, limits: AnswerLimits) -> GeneratedPiece:
         finish,
         _version(meta.weight_version, limits) if finish is None else -1,
         _spans(meta.weight_versions or [], limits),
+        None if meta.routed_experts is None else _routes(meta.routed_experts, limits),
     )
 
 
 def read_scored(answer: Any, ids: list[int]) -> list[float]:
     """Log-probs of `ids` but the first, from an answer to /generate without new tokens. Raises InvalidAnswer."""
     entries = parse_as(answer, _Scored, "the scores").meta_info.input_token_logprobs
-    if [entry[1] for entry in entries] != ids:
+    # SGLang names the last token of the vocabulary 0, which then is the largest of these. Its log-prob is right.
+    last = max(ids)
+    reported = [
+        last if entry[1] == 0 and at < len(ids) and ids[at] == last else entry[1] for at, entry in enumerate(entries)
+    ]
+    if reported != ids:
         raise InvalidAnswer(f"it scored {len(entries)} tokens, not the {len(ids)} that it was given")
     logprobs = [logprob for logprob, _, _ in entries[1:] if logprob is not None]
     if len(logprobs) < len(entries) - 1:
@@ -226,6 +241,18 @@ def _check_logprobs(logprobs: Sequence[float]) -> None:
     if min(logprobs) < low or max(logprobs) > high:
         bad = next(value for value in logprobs if not low <= value <= high)
         raise InvalidAnswer(f"the log-prob {bad:g} of a sampled token is outside [{low:g}, 0]")
+
+
+def _routes(text: str, limits: AnswerLimits) -> RouteArray:
+    if limits.routes is None:
+        raise InvalidAnswer("it has routes, which were not requested")
+    try:
+        routes = limits.routes.parse(binascii.a2b_base64(text, strict_mode=True))
+    except ValueError as error:
+        raise InvalidAnswer(f"its routes are invalid: {error}") from error
+    if len(routes) > limits.positions:
+        raise InvalidAnswer(f"it has routes of {len(routes)} positions, and at most {limits.positions} were requested")
+    return routes
 
 
 def _spans(spans: list[_Span], limits: AnswerLimits) -> list[tuple[int, int]]:

@@ -26,6 +26,9 @@ STORE_SCHEME = "megasync"
 # In the environment of a server that serves a quantized folder unquantized, as JSON: "mxfp4", or [rows, columns] of a
 # block of block FP8.
 STORAGE_VARIABLE = "MEGASYNC_STORAGE"
+# Custom label of a request whose answer shall have the routes of all positions from this one on. The router drops
+# SGLang's own fields for it, which it does not know.
+ROUTES_FROM = "megasync_routes_from"
 
 ACTION = "megasync:"
 ANSWER = "megasync"

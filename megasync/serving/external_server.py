@@ -115,6 +115,8 @@ def misfits(info: Mapping[str, Any], model: Mapping[str, Any], config: Config) -
             f"streams whole responses; start it with --incremental-streaming-output --stream-interval "
             f"{rollout.stream_interval}, or set rollout.stream_interval=0"
         )
+    if rollout.routing_replay and not info.get("enable_return_routed_experts"):
+        yield ("reports no routes; start it with --enable-return-routed-experts, or set rollout.routing_replay=false")
     if rollout.deterministic and not info.get("enable_deterministic_inference"):
         yield "does not compute deterministically; start it with --enable-deterministic-inference"
     longest = config.data.prompt.max_tokens + rollout.sampling.max_new_tokens

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -21,6 +22,8 @@ T = TypeVar("T")
 
 # Seconds of backoff after a failure, doubled for each further one up to the second number.
 _FAILURE_WAIT = (0.2, 5.0)
+# Seconds between two warnings about failed attempts.
+_NOTE_SECONDS = 30.0
 # Statuses that mean that the request itself is invalid.
 _BAD_REQUEST = frozenset({400, 413, 422})
 
@@ -40,6 +43,7 @@ class FrozenModelClient:
         self._some = asyncio.Event()
         self._requests = 0
         self._retries = 0
+        self._quiet_until = 0.0
 
     def add_server(self, server: ServerControl) -> None:
         self._running[server] = 0
@@ -77,6 +81,14 @@ class FrozenModelClient:
         self._requests += 1
         return answer
 
+    def _note(self, failure: str) -> None:
+        """Logs a failed attempt, at most once in a while: an outage makes all requests fail again and again."""
+        now = time.monotonic()
+        level = logging.WARNING if now >= self._quiet_until else logging.DEBUG
+        if level == logging.WARNING:
+            self._quiet_until = now + _NOTE_SECONDS
+        log.log(level, "%s: attempt %d failed, trying again: %s", self._name, self._retries, failure)
+
     async def _until_answered(
         self, path: str, body: dict[str, Any], read: Callable[[Any], T], failures: list[str]
     ) -> T:
@@ -90,7 +102,8 @@ class FrozenModelClient:
                 return read(await server.post(path, body, timeout=self._timeout))
             except HttpStatusError as refused:
                 if refused.status in _BAD_REQUEST:
-                    raise DataError(f"{self._name} refused a request: {refused}") from refused
+                    # Without a cause: a ServerError in the chain means that another server may accept the request.
+                    raise DataError(f"{self._name} refused a request: {refused}") from None
                 failures.append(str(refused))
             except ServerError as error:
                 failures.append(str(error))
@@ -99,5 +112,5 @@ class FrozenModelClient:
                     self._running[server] -= 1
             failed = server
             self._retries += 1
-            log.debug("%s: %s", self._name, failures[-1])
+            self._note(failures[-1])
             await asyncio.sleep(backoff.next())

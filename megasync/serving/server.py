@@ -181,6 +181,8 @@ class SGLangServer(Service):
         if rollout.stream_interval:
             # Each chunk holds only new tokens; repeating all of them would be quadratic in the response's length.
             options |= {"--stream-interval": rollout.stream_interval, "--incremental-streaming-output": True}
+        if rollout.routing_replay:
+            options["--enable-return-routed-experts"] = True
         if spec.deterministic:
             options["--enable-deterministic-inference"] = True
         if spec.releases_memory and spec.device == "cuda":

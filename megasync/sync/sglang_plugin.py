@@ -11,6 +11,8 @@ ranks already wait for this one's answer; errors come back as data.
 
 `dequantize_weights` is for servers of a folder in block FP8 or MXFP4, which they serve unquantized.
 
+`request_routes` lets requests for routes through the router.
+
 `GuardedServer` closes all but a few HTTP routes of a server that megasync started with keys.
 
 Besides `engine_blueprint` this is the only file that depends on SGLang's internals. SGLang and torch are imported when
@@ -45,6 +47,7 @@ from megasync.serving.engine_protocol import (
     LOAD_FORMAT,
     PROTOCOL,
     REFUSED,
+    ROUTES_FROM,
     STORAGE_VARIABLE,
     STORE_SCHEME,
     Hello,
@@ -65,6 +68,7 @@ _INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 _ADD_MIDDLEWARE = "sglang.srt.utils.auth.add_api_key_middleware"
 _SERVE = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
+_GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 _WEIGHTS = "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_iterator"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
 
@@ -263,6 +267,15 @@ def dequantize_weights(storage: Storage, stock: Stock, *arguments: Any, **option
     return mxfp4.dequantized(weights) if storage == mxfp4.MXFP4 else block_fp8.dequantized(weights, storage)
 
 
+def request_routes(manager: Any, request: Any, *_: Any, **__: Any) -> None:
+    """Turns the label of a request for routes into SGLang's own fields, before SGLang reads it."""
+    labels = getattr(request, "custom_labels", None) or {}
+    if (start := labels.get(ROUTES_FROM, "")).isdecimal():
+        request.return_routed_experts, request.routed_experts_start_len = True, int(start)
+        # Otherwise it becomes a label of SGLang's metrics.
+        request.custom_labels = {name: label for name, label in labels.items() if name != ROUTES_FROM} or None
+
+
 def meet(url: str, timeout: timedelta, **_: object) -> Iterator[tuple[TCPStore, int, int]]:
     """Torch's rendezvous in the store of a server on several nodes (`SGLangServer.meet`)."""
     from megasync.store import join_store
@@ -275,6 +288,7 @@ def meet(url: str, timeout: timedelta, **_: object) -> Iterator[tuple[TCPStore, 
 def register() -> None:
     """The entry point that SGLang calls."""
     Plugin().register()
+    _hook("BEFORE", _GENERATE, request_routes)
     if stored := os.environ.get(STORAGE_VARIABLE):
         from megasync.layout.block_fp8 import Block
 

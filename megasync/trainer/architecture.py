@@ -14,7 +14,8 @@ from megasync.layout.families import family_of
 
 if TYPE_CHECKING:
     from megasync.config.schema import TrainerConfig
-    from megasync.layout.layout import Layout
+    from megasync.layout.adapter import AdapterLayout
+from megasync.layout.layout import Layout
 
 # Options that change the computation, and the only implemented value, which is also the default.
 FIXED = {"hidden_act": "silu", "use_sliding_window": False}
@@ -152,8 +153,6 @@ def check_context(layout: Layout, trainer: TrainerConfig, dtype: str) -> None:
             f"ranks exchange the heads of a gated delta net, but trainer.tensor_parallel={trainer.tensor_parallel} x "
             f"trainer.context_parallel={ranks} does not divide linear_num_key_heads={sizes.delta.keys}; lower one"
         )
-    if layout.value_head:
-        raise ConfigError(f"trainer.context_parallel={ranks} is not implemented for a critic; set it to 1")
     if layout.spec != "te":
         return
     if dtype == "float32":
@@ -213,3 +212,21 @@ def check_experts(layout: Layout, trainer: TrainerConfig) -> None:
         )
     if trainer.moe_aux_loss and not layout.sizes.experts:
         raise ConfigError(f"trainer.moe_aux_loss={trainer.moe_aux_loss} requires experts, but the model has none")
+
+
+def check_adapters(layout: AdapterLayout, trainer: TrainerConfig) -> None:
+    """Raises ConfigError for what adapters cannot be combined with."""
+    key = f"trainer.lora.rank={trainer.lora.rank}"
+    if trainer.fp8:
+        raise ConfigError(f"{key} trains adapters, which trainer.fp8={trainer.fp8} does not support; set fp8=null")
+    if trainer.moe_shared_expert_overlap:
+        raise ConfigError(
+            f"{key} trains adapters, which trainer.moe_shared_expert_overlap=true does not compute; set it to false"
+        )
+    size = layout.topology.expert_tensor_size
+    adapted = [item for pp in range(layout.topology.pipeline) for item in layout.placed(pp) if item.ep is not None]
+    if adapted and size > 1:
+        raise ConfigError(
+            f"{key} gives experts adapters, which are not split over ranks; set trainer.expert_tensor_parallel=1, not "
+            f"{size}, or name the projections of attention in trainer.lora.targets"
+        )

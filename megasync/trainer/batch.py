@@ -18,6 +18,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 
+from megasync.layout.routes import RouteArray
 from megasync.trainer.attention import AttentionPlan, Segment, plan_attention
 from megasync.trainer.context import ContextPlan, plan_context, split_tokens
 from megasync.trainer.packing import Ints, Lengths, Microbatch
@@ -29,13 +30,15 @@ class Sample:
     """A prompt and a response as int32 ids; ``scored`` are the response offsets whose log-probs are computed.
 
     ``scored`` is an ascending integer array and not empty. Only the first ``fed`` response tokens are fed to the model:
-    the last scored token and those after it predict no scored token.
+    the last scored token and those after it predict no scored token. ``routes`` are the experts of at least the prompt
+    and the fed tokens, [positions, expert layers, experts per token]; None if the trainer's own router chooses them.
     """
 
     prompt: NDArray[np.int32]
     response: NDArray[np.int32]
     scored: NDArray[Any]
     fed: int
+    routes: RouteArray | None = None
 
     @classmethod
     def of(cls, prompt: Ids, response: Ids, scored: Ids | None = None) -> Sample:
@@ -80,7 +83,8 @@ class Batch:
     ``index`` is its position among the rank's microbatches. ``ids`` [1, tokens] are those of this rank. ``targets``
     [targets] are grouped by sample, in the order of `Microbatch.sequences`; ``counts`` are the numbers of targets per
     sample. ``kept`` are the places of those targets that this rank's tokens predict; None if it has all tokens.
-    ``counted`` is false for a masked copy. ``padding`` [1, tokens] is true at padding.
+    ``counted`` is false for a masked copy. ``padding`` [1, tokens] is true at padding. ``routes`` [tokens, expert
+    layers, experts per token] are replayed, if there are any.
     """
 
     index: int
@@ -91,6 +95,7 @@ class Batch:
     counted: bool
     padding: torch.Tensor
     kept: torch.Tensor | None = None
+    routes: torch.Tensor | None = None
 
     @property
     def own_targets(self) -> torch.Tensor:
@@ -121,6 +126,8 @@ class _Packed:
         self.rows: list[Ints] = []
         self.targets: list[NDArray[np.int32]] = []
         self.padding: list[range] = []
+        # One array for each of `ids`, or for several of them.
+        self.routes: list[RouteArray] = []
 
     def add_segment(self, *ids: NDArray[np.int32], first_position: int = 0, prefix: int | None = None) -> int:
         """Appends a segment; returns its first packed position."""
@@ -136,12 +143,24 @@ class _Packed:
         if not tokens:
             return
         self.padding.append(range(self.tokens, self.tokens + tokens))
+        if self.routes:
+            # Any experts will do, as long as they differ.
+            *_, layers, per_token = self.routes[0].shape
+            self.routes.append(np.broadcast_to(np.arange(per_token), (tokens, layers, per_token)))
         start = self.add_segment(np.zeros(tokens, dtype=np.int32))
         if not apart:
             self.segments.pop()
             self.first_positions.pop()
             last = self.segments[-1]
             self.segments[-1] = last._replace(length=start + tokens - last.start)
+
+    def add_routes(self, members: Sequence[Sample]) -> None:
+        """Those of a tree. A prompt that is computed once takes the routes of its first response."""
+        first = 0
+        for member in members:
+            assert member.routes is not None
+            self.routes.append(member.routes[first : len(member.prompt) + member.fed])
+            first = len(member.prompt)
 
     def add_tree(self, members: Sequence[Sample]) -> None:
         prompt = members[0].prompt
@@ -179,18 +198,24 @@ def make_batch(
     device: torch.device,
     flavour: str,
     context: tuple[int, int] = (1, 0),
+    replays: bool = False,
 ) -> Batch:
     """The tensors of one microbatch, padded to its room and to a multiple of ``multiple`` tokens by an unused segment.
 
     ``flavour`` is that of the layer spec: "te" for plain sequences, "local" for trees. ``context`` are the number of
     context-parallel ranks and which of them this one is: with more than one, sequences are plain, each is padded to a
     multiple of twice as many tokens, and the rank gets its share of them (`context.split_tokens`).
+
+    With ``replays`` it has the routes of its samples.
     """
     ranks, rank = context
     chunks = 2 * ranks if ranks > 1 else 1
     packing = _Packed()
     for tree in microbatch.trees:
-        packing.add_tree([samples[sequence] for sequence in tree])
+        members = [samples[sequence] for sequence in tree]
+        if replays:
+            packing.add_routes(members)
+        packing.add_tree(members)
         packing.pad(-packing.tokens % chunks, apart=False)
     room = max(microbatch.room, packing.tokens)
     packing.pad(room - packing.tokens + -room % lcm(chunks, ranks * multiple), apart=True)
@@ -207,12 +232,14 @@ def make_batch(
     padding = np.zeros(packing.tokens, dtype=bool)
     for part in packing.padding:
         padding[part.start : part.stop] = True
+    routes = np.concatenate(packing.routes, dtype=np.int16) if replays else None
     kept = None
     if ranks > 1:
         own = split_tokens(lengths, ranks)[rank]
         place = np.full(packing.tokens, -1)
         place[own] = np.arange(len(own))
         ids, padding, rows = ids[own], padding[own], place[rows]
+        routes = None if routes is None else routes[own]
         kept = np.flatnonzero(rows >= 0)
         rows = rows[kept]
         packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = starts
@@ -231,4 +258,5 @@ def make_batch(
         counted=microbatch.counted,
         padding=tensor(padding)[None],
         kept=None if kept is None else tensor(kept),
+        routes=None if routes is None else tensor(routes),
     )

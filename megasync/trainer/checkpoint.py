@@ -8,6 +8,7 @@ failure before that leaves no folder with the final name and does not touch earl
     <path>/optimizer-{rank}.safetensors     main weights and moments of a range of each parameter; random state
     <path>/layout.json                      topology, layer spec, dtype, the model's config.json, optimizer steps
     <path>/state.json                       the caller's state
+    <path>/critic/                          a checkpoint of the critic, if there is one; complete before this one is
     <path>/COMPLETE
 
 Weights, main weights and moments are read by the rectangles of the layout that wrote them, so ranks of another
@@ -58,6 +59,7 @@ log = logging.getLogger(__name__)
 STATE = "state.json"
 MARKER = "COMPLETE"
 PARTIAL = ".partial"
+CRITIC = "critic"
 FOLDER = "checkpoints"
 
 
@@ -167,9 +169,17 @@ class Saving:
 
     def _write(self) -> None:
         try:
-            _write_shard(_partial(self._path), self._shard)
+            _write_shard(partial_path(self._path), self._shard)
         except Exception as error:  # noqa: BLE001 - `finish` raises it on every rank
             self._error = error
+
+    def abandon(self) -> None:
+        """Stops before the checkpoint is complete, and leaves nothing of it. A collective over all ranks."""
+        self._thread.join()
+        all_agree(True, self._device)
+        if self._shard.rank == 0:
+            shutil.rmtree(partial_path(self._path), ignore_errors=True)
+        all_agree(True, self._device)
 
     def finish(self, wait: bool) -> bool:
         """Makes the checkpoint complete once all ranks have written their parts. A collective over all ranks.
@@ -183,7 +193,7 @@ class Saving:
             return False
         with _nothing_left_on_failure(self._path, self._shard.rank, self._device):
             run_collectively(self._raise, "write", self._path, self._device)
-            finish = partial(_finish, self._path, _partial(self._path), self._shard, self._state)
+            finish = partial(_finish, self._path, partial_path(self._path), self._shard, self._state)
             run_collectively(finish if self._shard.rank == 0 else _nothing, "finish", self._path, self._device)
         log.info("Saved %s", self._path)
         return True
@@ -200,7 +210,7 @@ def begin(path: Path, shard: Shard, state: dict[str, Any], device: torch.device)
     the folder cannot be made.
     """
     with _nothing_left_on_failure(path, shard.rank, device):
-        prepare = partial(_make_room, path, _partial(path))
+        prepare = partial(_make_room, path, partial_path(path))
         run_collectively(prepare if shard.rank == 0 else _nothing, "prepare", path, device)
     return Saving(path, _copied(shard), state, device)
 
@@ -211,13 +221,14 @@ def _nothing_left_on_failure(path: Path, rank: int, device: torch.device) -> Ite
         yield
     except CheckpointError:
         if rank == 0:
-            shutil.rmtree(_partial(path), ignore_errors=True)
+            shutil.rmtree(partial_path(path), ignore_errors=True)
         # No rank continues before the remains are removed from the disk.
         all_agree(True, device)
         raise
 
 
-def _partial(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
+    """The folder that a checkpoint is written into until it is complete."""
     return path.with_name(path.name + PARTIAL)
 
 

@@ -35,13 +35,17 @@ from megasync.config.megatron_options import check_megatron, converted
 from megasync.config.schema import ModelConfig, TrainerConfig
 from megasync.device import Device, check_deep_ep
 from megasync.errors import CheckpointError, ConfigError, TrainingError
+from megasync.layout.adapter import AdapterLayout, adapter_layout
+from megasync.layout.adapter_files import read_adapter
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.shards import load_shards
 from megasync.layout.topology import Topology
 from megasync.trainer import checkpoint
+from megasync.trainer.adapters import Adapters, ReferenceAdapters, attach, fresh_adapters
 from megasync.trainer.architecture import (
     FP8_MULTIPLES,
+    check_adapters,
     check_architecture,
     check_context,
     check_experts,
@@ -51,7 +55,14 @@ from megasync.trainer.batch import Batch, Sample, Samples, lengths_of, make_batc
 from megasync.trainer.collectives import broadcast_json
 from megasync.trainer.context import from_all_ranks
 from megasync.trainer.loading import load_once
-from megasync.trainer.model import PolicyModel, build_chunks, fresh_value_head, named_weights, set_step_tokens
+from megasync.trainer.model import (
+    PolicyModel,
+    build_chunks,
+    fresh_value_head,
+    named_weights,
+    replay_routes,
+    set_step_tokens,
+)
 from megasync.trainer.offload import Memory, memory_of
 from megasync.trainer.optimizer import Optimizer, Update
 from megasync.trainer.packing import Lengths, Microbatch, Packing, plan_packing
@@ -61,8 +72,9 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# (batch, log-probs [targets], entropies [targets]) -> (loss, sums to report); called on the last pipeline stage.
-LossFunction = Callable[[Batch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+# (batch, log-probs [targets], entropies [targets]) -> (loss, sums to report); called on the last pipeline stage. With a
+# value head (batch, values [targets]).
+LossFunction = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 # (batch, hidden states [own targets, hidden], or a critic's values [own targets, 1]) -> (loss, report); called on the
 # last pipeline stage.
 Evaluate = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Any]]
@@ -119,18 +131,25 @@ class MegatronEngine:
         self.dtype = DTYPES[model.dtype]
         hf_config = read_hf_config(model.path)
         self.layout = Layout(hf_config, self.topology, device.spec, value_head)
+        self._sparse_layers = sorted(self.layout.sizes.sparse_layers)
         check_architecture(hf_config)
         check_experts(self.layout, trainer)
         check_megatron(vars(trainer.megatron), latent=self.layout.family.latent)
         check_context(self.layout, trainer, model.dtype)
         check_fp8(self.layout, trainer, model.dtype)
+        self._adapter_layout = None if value_head else adapter_layout(self.layout, trainer)
+        if self._adapter_layout is not None:
+            check_adapters(self._adapter_layout, trainer)
+        # What is trained and saved: the adapters, if there are any.
+        self.trained_layout = self._adapter_layout or self.layout
+        self._adapters: Adapters | None = None
         if trainer.moe_deepep:
             check_deep_ep()
         self.total_steps = total_steps
         self._seed = seed
         self._collective_seconds = collective_seconds
         self._trains = trains
-        self._reference: ReferenceWeights | None = None
+        self._reference: ReferenceWeights | ReferenceAdapters | None = None
         self._saving: checkpoint.Saving | None = None
         self._gathers_awaited = False
 
@@ -148,20 +167,40 @@ class MegatronEngine:
         self._context_group = cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
         self.data_group = cast(dist.ProcessGroup, parallel_state.get_data_parallel_group())
         self.chunks = build_chunks(self.layout, config, self.device, self.dtype)
-        self.weights = named_weights(self.chunks)
+        self.weights = self.trained = named_weights(self.chunks)
         weights = (load or self._load_folder)(self.layout, self.rank, torch.float32)
         self._write(weights)
+        if (layout := self._adapter_layout) is not None:
+            split_tokens = self.trainer_config.sequence_parallel
+            self._adapters = attach(self.chunks, self.weights, layout, self.rank, split_tokens)
+            self.trained = self._adapters.params
+            weights = (load or self._load_adapters)(layout, self.rank, torch.float32)
+            self._write(weights)
         # The chunks wrapped for training; empty in an engine that only scores.
         self.wrapped: list[DistributedDataParallel] = []
         if self._trains:
             self._prepare_training(weights)
-        log.info("Rank %d holds %d parameters", self.rank, sum(p.numel() for p in self.weights.values()))
+        counts = [sum(param.numel() for param in params.values()) for params in (self.weights, self.trained)]
+        log.info("Rank %d holds %d parameters and trains %d", self.rank, *counts)
 
     def _load_folder(self, layout: Layout, rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         path = self.model_config.path
         defaults = fresh_value_head(layout, self._seed) if layout.value_head else {}
         read = partial(load_shards, path, layout, rank, dtype, defaults)
         return load_once(read, Path(path), layout, rank, dtype, self.device.torch_device)
+
+    def _load_adapters(self, layout: Layout, rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        path = self.trainer_config.lora.path
+        assert isinstance(layout, AdapterLayout)
+        if path is None:
+            return fresh_adapters(layout, rank, self._seed)
+        found: dict[str, torch.Tensor] = {}
+
+        def read() -> None:
+            found.update(read_adapter(path, layout, rank))
+
+        checkpoint.run_collectively(read, "read", Path(path), self.device.torch_device)
+        return found
 
     def _prepare_training(self, weights: Mapping[str, torch.Tensor]) -> None:
         config = self.trainer_config
@@ -183,7 +222,7 @@ class MegatronEngine:
             # Megatron declares one function and takes one for each chunk.
             schedule.no_sync_func = waits if len(waits) > 1 else waits[0]  # pyright: ignore[reportAttributeAccessIssue]
         self.optimizer = Optimizer(self.wrapped, config, self.total_steps, self.dtype, self.device.torch_device)
-        self.optimizer.start_from(self.weights, weights)
+        self.optimizer.start_from(self.trained, weights)
         self._await_gathers(False)
 
     # With `trainer.overlap_param_gather` an update leaves each rank with only its own part of the new weights. The next
@@ -201,7 +240,12 @@ class MegatronEngine:
         return [group for model in overlapped for group in model.bucket_groups + model.expert_parallel_bucket_groups]
 
     def gather_weights(self) -> None:
-        """Completes the weights of the last update on this rank, if they have not been. A collective."""
+        """Completes the weights of the last update on this rank, and merges adapters for `params`. A collective."""
+        self._gather()
+        if self._adapters is not None:
+            self._adapters.merge()
+
+    def _gather(self) -> None:
         if not self._gathers_awaited:
             return
         for group in self._bucket_groups():
@@ -215,16 +259,22 @@ class MegatronEngine:
         return [*(self.wrapped or self.chunks)]
 
     def params(self) -> dict[str, torch.Tensor]:
-        """This rank's live parameters under the names of `Layout.params`."""
+        """This rank's live parameters under the names of `Layout.params`.
+
+        Adapters are merged into them as of the last `gather_weights`.
+        """
+        if self._adapters is not None:
+            return self._adapters.served()
         return {name: param.data for name, param in self.weights.items()}
 
     def memory(self) -> Memory:
         """The memory of this rank on its device except activations; see `offload.Offload`."""
-        return memory_of(self.wrapped, self.weights.values(), self.optimizer if self._trains else None)
+        weights = [*self.weights.values(), *(self._adapters.tensors if self._adapters is not None else ())]
+        return memory_of(self.wrapped, weights, self.optimizer if self._trains else None)
 
     def _write(self, weights: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
-            for name, param in self.weights.items():
+            for name, param in self.trained.items():
                 param.copy_(weights[name])
 
     # Computation
@@ -278,7 +328,11 @@ class MegatronEngine:
 
     def _reporting(self, loss: LossFunction, temperature: float) -> Evaluate:
         def evaluate(batch: Batch, rows: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            value, sums = loss(batch, *self.score_rows(rows, batch, temperature))
+            if self.layout.value_head:
+                outputs = (self.value_rows(rows, batch),)
+            else:
+                outputs = self.score_rows(rows, batch, temperature)
+            value, sums = loss(batch, *outputs)
             return value, {"loss": value.detach(), **sums}
 
         return evaluate
@@ -317,6 +371,20 @@ class MegatronEngine:
         else:
             raise TrainingError("there are no reference weights to score with; call keep_reference first")
         with torch.no_grad(), weights:
+            # The routes were chosen by the current weights, or by those of a few steps ago.
+            return self.run(share, collect, forward_only=True, replays=not reference)
+
+    def values(self, share: Share) -> list[torch.Tensor]:
+        """A critic's values of each microbatch's targets, float32 [targets] on the device; empty before the last stage.
+
+        The value of a target is that of the text before it.
+        """
+
+        def collect(batch: Batch, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            values = self.value_rows(rows, batch)
+            return values.sum(), values
+
+        with torch.no_grad():
             return self.run(share, collect, forward_only=True)
 
     def score_everywhere(
@@ -345,17 +413,19 @@ class MegatronEngine:
         scored = iter(self.score_everywhere(samples) if samples else [])
         return [next(scored).tolist() if len(ids) > 1 else [] for ids in sequences]
 
-    def run(self, share: Share, evaluate: Evaluate, *, forward_only: bool) -> list[Any]:
+    def run(self, share: Share, evaluate: Evaluate, *, forward_only: bool, replays: bool = True) -> list[Any]:
         """Runs Megatron's schedule over a share; the last stage returns the reports of ``evaluate``, others none.
 
-        Gradients are added to existing ones before the reduction over ranks, so call `zero_grad` first.
+        Gradients are added to existing ones before the reduction over ranks, so call `zero_grad` first. With
+        ``replays``, samples with routes go to those experts; a critic has experts of its own.
         """
         set_step_tokens(self.chunks, share.tokens)
         balanced = self.trainer_config.moe_aux_loss > 0
         interleaved = self.topology.virtual > 1
-        batches = [self._batches(share) for _ in self._models]
+        replays = replays and not self.layout.value_head and _have_routes(share)
+        batches = [self._batches(share, replays) for _ in self._models]
         reports = get_forward_backward_func()(
-            forward_step_func=partial(forward_step, evaluate, balanced),
+            forward_step_func=partial(forward_step, evaluate, balanced, self._replay),
             data_iterator=batches if interleaved else batches[0],
             model=self._models if interleaved else self._models[0],
             num_microbatches=len(share.microbatches),
@@ -364,11 +434,18 @@ class MegatronEngine:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        for chunk in self._models:
+            self._replay(chunk, None)
         # Weights that this pass did not use.
-        self.gather_weights()
+        self._gather()
         return reports
 
-    def _batches(self, share: Share) -> Iterator[Batch]:
+    def _replay(self, chunk: torch.nn.Module, routes: torch.Tensor | None) -> None:
+        if routes is not None and self.trainer_config.sequence_parallel:
+            routes = routes.chunk(self.topology.tensor)[self.coords.tp]
+        replay_routes(chunk, self._sparse_layers, routes)
+
+    def _batches(self, share: Share, replays: bool) -> Iterator[Batch]:
         for index, microbatch in enumerate(share.microbatches):
             yield make_batch(
                 microbatch,
@@ -378,6 +455,7 @@ class MegatronEngine:
                 device=self.device.torch_device,
                 flavour=self.device.spec,
                 context=(self.topology.context, self.coords.cp),
+                replays=replays,
             )
 
     def score_rows(
@@ -407,6 +485,13 @@ class MegatronEngine:
         logprobs, entropies = (from_all_ranks(values, batch.kept, count, group) for values in own)
         return logprobs, entropies
 
+    def value_rows(self, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The values of all targets, float32 [targets], from what `run` passes to ``evaluate``; see `score_rows`."""
+        own = rows.squeeze(1).float()
+        if batch.kept is None:
+            return own
+        return from_all_ranks(own, batch.kept, len(batch.targets), self._context_group)
+
     def _sum_reports(self, reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Sums over microbatches and data-parallel ranks, broadcast from the last stage to every rank."""
         last = self.topology.pipeline - 1
@@ -426,9 +511,12 @@ class MegatronEngine:
 
     def keep_reference(self) -> None:
         """Copies the current weights to host memory, for `score` with ``reference``; replaces earlier ones."""
-        self.gather_weights()
+        self._gather()
         self._reference = None
-        self._reference = ReferenceWeights(self.chunks, self.device)
+        if self._adapters is not None:
+            self._reference = ReferenceAdapters(self._adapters)
+        else:
+            self._reference = ReferenceWeights(self.chunks, self.device)
 
     def load_reference(self, path: Path) -> None:
         """Keeps the weights of a checkpoint as `keep_reference` does. They are also the current ones until `load`.
@@ -450,18 +538,23 @@ class MegatronEngine:
 
         Raises CheckpointError if there is something at ``path``.
         """
-        self.gather_weights()
+        self._gather()
         shard = checkpoint.Shard(
-            layout=self.layout,
+            layout=self.trained_layout,
             dtype=self.model_config.dtype,
             rank=self.rank,
-            params=self.params(),
-            optimizer=self.optimizer.slices(self.weights),
+            params={name: param.data for name, param in self.trained.items()},
+            optimizer=self.optimizer.slices(self.trained),
             sharded=self.optimizer.sharded,
             updates=self.optimizer.updates,
             moments=self.optimizer.moment_dtypes,
         )
         self._saving = checkpoint.begin(Path(path), shard, dict(state), self.device.torch_device)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint has begun that is not complete."""
+        return self._saving is not None
 
     def finish_save(self, wait: bool) -> bool:
         """Whether the checkpoint of `begin_save` is complete; with ``wait`` it then is.
@@ -476,31 +569,39 @@ class MegatronEngine:
             return False
         return True
 
+    def abandon_save(self) -> None:
+        """Leaves nothing of the checkpoint of `begin_save`, if it is not complete."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.abandon()
+
     def load(self, path: Path) -> dict[str, Any]:
         """Restores weights, optimizer and random state of a checkpoint, and returns its ``state``.
 
         It may be of another topology. Raises CheckpointError if it is incomplete, or of another model or dtype.
         """
-        self.gather_weights()
+        self._gather()
         found = checkpoint.load(
             Path(path),
-            self.layout,
+            self.trained_layout,
             self.model_config.dtype,
             self.rank,
-            self.optimizer.ranges(self.weights),
+            self.optimizer.ranges(self.trained),
             self.device.torch_device,
         )
         self._read_weights(Path(path))
         self.optimizer.reload_weights()
-        self.optimizer.restore(self.weights, found.optimizer, found.updates)
+        self.optimizer.restore(self.trained, found.optimizer, found.updates)
+        self.gather_weights()
         for kind, dtype in self.optimizer.moment_dtypes.items():
             if found.updates and found.moments[kind] != dtype:
                 log.info("Converted %s of %s from %s to %s", kind, path, found.moments[kind], dtype)
         return found.state
 
     def _read_weights(self, path: Path) -> None:
-        read = partial(checkpoint.read_weights, path, self.layout, self.dtype, self.rank)
-        self._write(load_once(read, path, self.layout, self.rank, self.dtype, self.device.torch_device))
+        layout = self.trained_layout
+        read = partial(checkpoint.read_weights, path, layout, self.dtype, self.rank)
+        self._write(load_once(read, path, layout, self.rank, self.dtype, self.device.torch_device))
 
     def close(self) -> None:
         """Drops Megatron's process groups; torch.distributed.destroy_process_group closes them."""
@@ -562,14 +663,32 @@ def open_process_groups(topology: Topology, seconds: float = 1800.0) -> None:
         )
 
 
+def _have_routes(share: Share) -> bool:
+    """Whether the samples of a share have routes. Raises TrainingError if only some of them have."""
+    routed = {share.samples[index].routes is not None for part in share.microbatches for index in part.sequences}
+    if len(routed) > 1:
+        raise TrainingError(
+            "some responses of this step have routes and others have none; set rollout.routing_replay as it was when "
+            "the run began"
+        )
+    return True in routed
+
+
 def forward_step(
-    evaluate: Evaluate, balanced: bool, batches: Iterator[Batch], model: PolicyModel
+    evaluate: Evaluate,
+    balanced: bool,
+    replay: Callable[[torch.nn.Module, torch.Tensor | None], None],
+    batches: Iterator[Batch],
+    model: PolicyModel,
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Any]]]:
     """Megatron's forward step: this stage's output, and the function that turns the last stage's into a loss.
 
-    ``balanced``: the model has a load-balancing loss, which needs to know which tokens count.
+    ``balanced``: the model has a load-balancing loss, which needs to know which tokens count. ``replay`` tells the
+    routers of a chunk the experts of its next microbatch.
     """
     batch = next(batches)
+    if batch.routes is not None:
+        replay(model, batch.routes)
     uncounted = batch.uncounted if balanced else None
     output = model(batch.ids, None, None, packed_seq_params=batch.packed, padding_mask=uncounted)
 

@@ -49,10 +49,10 @@ class RMSNorm(torch.nn.RMSNorm):
         )
 
 
-class _NormedOutput(torch.nn.Module):
+class NormedOutput(torch.nn.Module):
     """Mixin for the last linear layer of attention or an MLP that normalises its output before the residual.
 
-    GLM-4 and Gemma 3 have it.
+    GLM-4 and Gemma 3 have it. What an adapter adds (`adapters.LowRank`) comes before the norm.
     """
 
     norm: Callable[..., torch.nn.Module]
@@ -63,6 +63,8 @@ class _NormedOutput(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         output, bias = super().forward(*args, **kwargs)
+        if (adapter := getattr(self, "adapter", None)) is not None:
+            output = output + adapter(self, *args)
         return self.output_layernorm(output), bias
 
 
@@ -152,8 +154,8 @@ def _layer_spec(
     if layout.family.norms_outputs:
         attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
         members = {"norm": staticmethod(_norm(flavour))}
-        attention.linear_proj = type("NormedProjection", (_NormedOutput, attention.linear_proj), members)
-        mlp.linear_fc2 = type("NormedProjection", (_NormedOutput, mlp.linear_fc2), members)
+        attention.linear_proj = type("NormedProjection", (NormedOutput, attention.linear_proj), members)
+        mlp.linear_fc2 = type("NormedProjection", (NormedOutput, mlp.linear_fc2), members)
     return spec
 
 

@@ -203,6 +203,22 @@ def set_step_tokens(chunks: Sequence[PolicyModel], tokens: int) -> None:
                 module.step_tokens = tokens
 
 
+def replay_routes(chunk: torch.nn.Module, layers: Sequence[int], routes: torch.Tensor | None) -> None:
+    """Sets the experts of the next microbatch on every router of a chunk; None lets them choose.
+
+    ``routes`` are [tokens of this tensor rank, expert layers, experts per token]; ``layers`` are the numbers of all
+    expert layers of the model, from 0, in ascending order.
+    """
+    for module in chunk.modules():
+        if isinstance(module, PolicyRouter):
+            module.replay(None if routes is None else routes[:, layers.index(_layer_of(module))])
+
+
+def _layer_of(router: PolicyRouter) -> int:
+    assert router.layer_number is not None
+    return router.layer_number - 1
+
+
 def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, dtype: torch.dtype) -> TransformerConfig:
     """Megatron's configuration of the model and its parallelism."""
     sizes, rules = layout.sizes, [rule.local for rule in layout.family.layer]

@@ -9,6 +9,9 @@ The loss of an optimizer step is a sum over tokens divided by the number of trai
 by what `algorithm.aggregation` says, over all microbatches and data-parallel ranks. The number is never zero, because a
 step without trained tokens is skipped.
 
+With a critic, or a KL penalty in the rewards, advantages need log-probs and values. They are then known only where
+their trajectories are computed, or only after the ranks have exchanged one number for each trajectory.
+
 Without a KL or entropy term, and in most losses, a trajectory with advantage zero has no gradient. It is then not
 computed, but its tokens stay in the divisor, so the gradient is exactly the same. If no trajectory has a gradient, the
 optimizer step counts as skipped. Per-token metrics are means over the computed tokens.
@@ -21,27 +24,37 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megasync.algorithms.advantages.rewards import StepRewards
-from megasync.algorithms.choose import estimator_of, needs_all_tokens, needs_two
-from megasync.algorithms.kl import AGES
+from megasync.algorithms.advantages.rewards import WHITEN_EPS, StepRewards, TokenRewards
+from megasync.algorithms.choose import (
+    compares_with_reference,
+    estimator_of,
+    needs_all_tokens,
+    needs_reference,
+    needs_two,
+)
+from megasync.algorithms.kl import AGES, KL_KINDS
 from megasync.algorithms.policy_loss import policy_loss
 from megasync.buffer.payload import LeasedGroup
 from megasync.config.schema import AlgorithmConfig
-from megasync.errors import MegasyncError, NonFiniteError, TrainingError
+from megasync.errors import MegasyncError, TrainingError
 from megasync.files import atomic_write
 from megasync.trainer.batch import Batch, Sample
+from megasync.trainer.critic import Critic, Returns
 from megasync.trainer.engine import MegatronEngine, Share
+from megasync.trainer.nonfinite import SkipBudget
+from megasync.trainer.offload import Offload
 from megasync.trainer.packing import Ints, Lengths
-from megasync.trajectory import Trajectory
+from megasync.trajectory import ROUTES, TEACHER, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +65,7 @@ Loader = Callable[[LeasedGroup, Sequence[int]], Sequence[Trajectory]]
 PER_TOKEN = (
     "entropy",
     "kl",
+    "teacher_kl",
     "clip_fraction",
     "dual_clip_fraction",
     "is_weight_mean",
@@ -65,12 +79,15 @@ PER_TOKEN = (
 class Members:
     """The trajectories of a step that have a reward, in order, as arrays [trajectories]; from headers alone.
 
-    ``groups`` and ``places`` are the position of a trajectory's group, and its own within the group's header.
-    ``trained`` are numbers of trained tokens.
+    ``numbers`` are the positions of trajectories in the step, ``groups`` and ``places`` the position of a trajectory's
+    group, and its own within the group's header. ``trained`` are numbers of trained tokens. With a critic
+    ``advantages`` are 0.
     """
 
+    numbers: Ints
     groups: Ints
     places: Ints
+    rewards: NDArray[np.float64]
     advantages: NDArray[np.float64]
     trained: Ints
     lengths: Lengths
@@ -87,8 +104,10 @@ class Minibatch:
     """One optimizer step: the trajectories with a gradient, and what this rank computes of them.
 
     ``divisor`` is that of the loss, for all trajectories; see `_divisor`. ``behaviour`` are the log-probs of each own
-    sample's scored tokens, float32, ``versions`` those that sampled them. ``proximal`` and ``reference`` are scores of
-    each own microbatch, float32 [targets] on the last pipeline stage; None if they are not needed.
+    sample's scored tokens, float32, ``versions`` those that sampled them. The others are of each own microbatch,
+    float32 [targets] on the last pipeline stage, or None if they are not needed: ``proximal`` and ``reference`` scores,
+    the ``penalties`` that are subtracted from the rewards, and ``advantages`` of tokens. ``teacher`` are a teacher's
+    log-probs of each own sample's scored tokens, NaN where there are none; empty without teachers.
     """
 
     members: Members
@@ -98,16 +117,27 @@ class Minibatch:
     versions: dict[int, NDArray[Any]] = field(default_factory=dict[int, NDArray[Any]])
     proximal: list[torch.Tensor] | None = None
     reference: list[torch.Tensor] | None = None
+    penalties: list[torch.Tensor] | None = None
+    advantages: list[torch.Tensor] | None = None
+    teacher: dict[int, NDArray[np.float32]] = field(default_factory=dict[int, NDArray[np.float32]])
+
+    def counted(self, index: int) -> bool:
+        return self.share.microbatches[index].counted
+
+    def counts(self, own: Sequence[int]) -> list[int]:
+        """The numbers of scored tokens of own samples."""
+        return [len(self.behaviour[index]) for index in own]
 
 
 class PolicyTrainer:
     """Turns groups into optimizer steps of an initialised engine.
 
-    With a KL term, the engine's weights at construction become the reference, and those of later steps as
-    `algorithm.reference_every` says. Batches with a non-finite loss or
-    gradient are written to ``dump_dir``. ``temperature`` is the sampling temperature of the trajectories, at which they
-    are also scored. ``longest`` is the number of tokens that a response may have. ``reward_weights`` are the weights of
-    several reward functions by name, whose scores are metrics of the trajectories.
+    If the algorithm needs a reference, it is the engine's weights at construction, and those of later steps as
+    `algorithm.reference_every` says. Batches with a non-finite loss or gradient are written to ``dump_dir``.
+    ``temperature`` is the sampling temperature of the trajectories, at which they are also scored. ``longest`` is the
+    number of tokens that a response may have. ``reward_weights`` are the weights of several reward functions by name,
+    whose scores are metrics of the trajectories. ``critic`` learns in the same steps, on the same process groups.
+    ``taught``: teachers have scored the trajectories.
     """
 
     def __init__(
@@ -118,7 +148,12 @@ class PolicyTrainer:
         temperature: float = 1.0,
         longest: int = 1,
         reward_weights: Mapping[str, float] | None = None,
+        critic: Critic | None = None,
+        taught: bool = False,
     ) -> None:
+        self._taught = taught
+        self._critic = critic
+        self._offload = Offload(engine.memory, engine.device)
         self._reward_weights = reward_weights or {}
         self._longest = longest
         self._engine = engine
@@ -128,8 +163,8 @@ class PolicyTrainer:
         # Current step and weight version, for the dump of a skipped batch.
         self._current: dict[str, int] = {}
         self._minibatches = engine.trainer_config.minibatches
-        self._skips_left = self._skips_allowed = engine.trainer_config.max_skipped_steps
-        if algorithm.kl_coef:
+        self._budget = SkipBudget(engine.trainer_config.max_skipped_steps)
+        if needs_reference(algorithm):
             engine.keep_reference()
 
     def step(self, groups: Sequence[LeasedGroup], load: Loader, step: int, version: int) -> dict[str, float]:
@@ -142,9 +177,9 @@ class PolicyTrainer:
         """
         start = time.monotonic()
         self._current = {"step": step, "version": version}
-        members = _members(groups, self._algorithm, self._reward_weights)
+        members, rewards = _members(groups, self._algorithm, self._reward_weights, self._critic is not None)
         metrics = _batch_metrics(groups, version)
-        metrics |= self._train(groups, members, load, step)
+        metrics |= self._train(groups, members, rewards, load, step)
         if (every := self._algorithm.reference_every) and step % every == 0:
             self._engine.keep_reference()
         metrics["train/seconds"] = time.monotonic() - start
@@ -152,17 +187,35 @@ class PolicyTrainer:
 
     # Optimizer steps
 
-    def _train(self, groups: Sequence[LeasedGroup], members: Members, load: Loader, step: int) -> dict[str, float]:
+    def _train(
+        self, groups: Sequence[LeasedGroup], members: Members, rewards: StepRewards, load: Loader, step: int
+    ) -> dict[str, float]:
         parts = [self._minibatch(groups, part, load) for part in _split(members, len(groups), self._minibatches)]
         minibatches = [part for part in parts if part is not None]
         # Scores are computed before any minibatch is trained. With a single minibatch the proximal log-probs are the
         # current ones, which the loss computes anyway.
-        if self._minibatches > 1:
+        penalised = bool(self._algorithm.kl_coef) and self._algorithm.kl_in == "reward"
+        compared = compares_with_reference(self._algorithm)
+        if self._minibatches > 1 or penalised or compared:
             for minibatch in minibatches:
                 minibatch.proximal = self._engine.score(minibatch.share, temperature=self._temperature)
-        if self._algorithm.kl_coef:
+        if needs_reference(self._algorithm):
             for minibatch in minibatches:
                 minibatch.reference = self._engine.score(minibatch.share, temperature=self._temperature, reference=True)
+        metrics: dict[str, float] = {}
+        if penalised:
+            metrics |= self._penalise(minibatches, rewards)
+        if compared:
+            ratios = [
+                [old - reference for old, reference in zip(part.proximal or [], part.reference or [], strict=True)]
+                for part in minibatches
+            ]
+            found = self._of_responses(minibatches, ratios, len(members))
+            self._readvantage(minibatches, replace(rewards, log_ratios=found))
+        if self._critic is not None and minibatches:
+            metrics |= self._estimate(self._critic, minibatches, step)
+            if step <= self._critic.warmup_steps:
+                return {**metrics, "train/skipped": 0.0}
         reports = []
         for index, minibatch in enumerate(parts):
             if minibatch is not None:
@@ -174,8 +227,92 @@ class PolicyTrainer:
         self._engine.gather_weights()
         skipped = len(parts) - sum(report["applied"] for report in reports)
         if not reports:
-            return {"train/skipped": skipped}
-        return {**_summary(reports), "train/skipped": skipped}
+            return {**metrics, "train/skipped": skipped}
+        return {**metrics, **_summary(reports), "train/skipped": skipped}
+
+    def _penalise(self, minibatches: Sequence[Minibatch], rewards: StepRewards) -> dict[str, float]:
+        """Subtracts the KL penalty from the rewards. Without a critic, that of a response is the sum of its tokens'."""
+        algorithm = self._algorithm
+        for minibatch in minibatches:
+            pairs = zip(minibatch.proximal or [], minibatch.reference or [], strict=True)
+            minibatch.penalties = [algorithm.kl_coef * KL_KINDS[algorithm.kl_kind](*pair) for pair in pairs]
+        found = [minibatch.penalties or [] for minibatch in minibatches]
+        penalties = self._of_responses(minibatches, found, len(rewards.rewards))
+        if self._critic is None:
+            self._readvantage(minibatches, replace(rewards, rewards=rewards.rewards - penalties))
+        return {"train/reward_penalty": float(penalties.mean())}
+
+    def _of_responses(
+        self, minibatches: Sequence[Minibatch], values: Sequence[Sequence[torch.Tensor]], count: int
+    ) -> NDArray[np.float64]:
+        """Sums over the tokens of each response of the step, the same on all ranks. A collective.
+
+        ``values`` are of each own microbatch of a minibatch, [targets]; none before the last pipeline stage.
+        """
+        coords = self._engine.coords
+        sums = torch.zeros(count, dtype=torch.float64, device=self._engine.device.torch_device)
+        # Tensor and context peers have the same.
+        own = [] if coords.tp or coords.cp else zip(minibatches, values, strict=True)
+        for minibatch, parts in own:
+            for index, part in enumerate(parts):
+                if minibatch.counted(index):
+                    sequences = list(minibatch.share.microbatches[index].sequences)
+                    numbers = np.repeat(minibatch.members.numbers[sequences], minibatch.counts(sequences))
+                    sums.index_add_(0, torch.from_numpy(numbers).to(sums.device), part.double())
+        dist.all_reduce(sums)
+        return sums.cpu().numpy()
+
+    def _readvantage(self, minibatches: Sequence[Minibatch], rewards: StepRewards) -> None:
+        """Estimates the advantages again, from what is known of the step now."""
+        advantages = _advantages(rewards, self._algorithm)
+        for minibatch in minibatches:
+            members = minibatch.members
+            minibatch.members = replace(members, advantages=advantages[members.numbers])
+
+    def _estimate(self, critic: Critic, minibatches: Sequence[Minibatch], step: int) -> dict[str, float]:
+        """Estimates the advantages of tokens from the values of the critic, and lets it learn from their returns."""
+        with critic.turn(self._offload):
+            lessons = []
+            for minibatch in minibatches:
+                values = critic.values(minibatch.share)
+                found = [self._of_tokens(minibatch, index, each) for index, each in enumerate(values)]
+                minibatch.advantages = [advantages for advantages, _ in found]
+                tokens = int(minibatch.members.trained.sum())
+                lessons.append(Returns(minibatch.share, tokens, values, [returns for _, returns in found]))
+            if self._algorithm.normalize_std:
+                self._whiten(minibatches)
+            return critic.learn(lessons, step)
+
+    def _of_tokens(self, minibatch: Minibatch, index: int, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The advantages and returns of the targets of a microbatch."""
+        own = list(minibatch.share.microbatches[index].sequences)
+        starts = np.cumsum([0, *minibatch.counts(own)])
+        rewards = np.zeros(len(values))
+        rewards[starts[1:] - 1] = minibatch.members.rewards[own]
+        if minibatch.penalties is not None:
+            rewards -= minibatch.penalties[index].cpu().numpy()
+        step = TokenRewards(rewards, values.double().cpu().numpy(), starts)
+        advantages = np.asarray(estimator_of(self._algorithm)(step), dtype=np.float64)
+        # Values that are not finite make both losses so, and every rank then skips the step.
+        _check(self._algorithm, advantages, len(values), "token")
+        returns = torch.from_numpy((advantages + step.values).astype(np.float32))
+        return torch.from_numpy(advantages.astype(np.float32)).to(values.device), returns.to(values.device)
+
+    def _whiten(self, minibatches: Sequence[Minibatch]) -> None:
+        """Shifts and scales advantages to mean 0 and variance 1 over the trained tokens of the step, on all ranks."""
+        parts = [(part.advantages or [], part) for part in minibatches]
+        own = [each for advantages, part in parts for index, each in enumerate(advantages) if part.counted(index)]
+        if not any(advantages for advantages, _ in parts):
+            return  # Only the last stage has any.
+        whole = torch.cat([torch.zeros(0, device=self._engine.device.torch_device), *own]).double()
+        first = torch.stack([torch.full_like(whole.sum(), len(whole)), whole.sum()])
+        dist.all_reduce(first, group=self._engine.data_group)
+        count, mean = first[0], first[1] / first[0]
+        squares = (whole - mean).square().sum()
+        dist.all_reduce(squares, group=self._engine.data_group)
+        scale = (squares / (count - 1).clamp(min=1) + WHITEN_EPS).rsqrt()
+        for advantages, part in parts:
+            part.advantages = [((each - mean) * scale).float() for each in advantages]
 
     def _minibatch(self, groups: Sequence[LeasedGroup], part: Members, load: Loader) -> Minibatch | None:
         """Plans a minibatch and loads this rank's share of it; None if no trajectory has a gradient.
@@ -183,7 +320,8 @@ class PolicyTrainer:
         A trajectory without a trained token never has one, so the loss is never divided by zero.
         """
         algorithm = self._algorithm
-        always = bool(algorithm.kl_coef or algorithm.entropy_coef) or needs_all_tokens(algorithm)
+        terms = algorithm.kl_coef or algorithm.entropy_coef or self._critic or self._taught
+        always = bool(terms) or needs_all_tokens(algorithm)
         active = part[np.flatnonzero((part.trained > 0) & (always | (part.advantages != 0.0)))]
         if not len(active):
             return None
@@ -198,6 +336,10 @@ class PolicyTrainer:
             Share(microbatches, samples, packing.counted_tokens),
             {index: trajectories[index].logprobs[sample.scored] for index, sample in samples.items()},
             {index: trajectories[index].versions.expand()[sample.scored] for index, sample in samples.items()},
+            teacher={
+                index: _teacher(trajectories[index])[sample.scored]
+                for index, sample in (samples.items() if self._taught else ())
+            },
         )
 
     def _optimizer_step(self, minibatch: Minibatch, step: int) -> dict[str, float]:
@@ -211,18 +353,28 @@ class PolicyTrainer:
             behaviour = np.concatenate([minibatch.behaviour[index] for index in own])
             ages = self._current["version"] - np.concatenate([minibatch.versions[index] for index in own])
             members = minibatch.members
-            advantages = np.repeat(members.advantages[own].astype(np.float32), batch.counts)
+            if minibatch.advantages is None:
+                each = np.repeat(members.advantages[own].astype(np.float32), batch.counts)
+                advantages = torch.from_numpy(each).to(device)
+            else:
+                advantages = minibatch.advantages[batch.index]
             weights = None
             if self._algorithm.aggregation == "sequence":
                 each = np.repeat((1.0 / members.trained[own]).astype(np.float32), batch.counts)
                 weights = torch.from_numpy(each).to(device)
             proximal, reference = minibatch.proximal, minibatch.reference
+            old = proximal[batch.index] if proximal else logprobs.detach()
+            gap = None
+            if minibatch.teacher:
+                teacher = torch.from_numpy(np.concatenate([minibatch.teacher[index] for index in own])).to(device)
+                gap = torch.where(teacher.isnan(), 0.0, teacher - old)
+                advantages = self._algorithm.reward_coef * advantages + self._algorithm.teacher_coef * gap
             total, sums = policy_loss(
                 self._algorithm,
                 logprobs=logprobs,
-                old_logprobs=proximal[batch.index] if proximal else logprobs.detach(),
+                old_logprobs=old,
                 behaviour_logprobs=torch.from_numpy(behaviour).to(device),
-                advantages=torch.from_numpy(advantages).to(device),
+                advantages=advantages,
                 mask=torch.full_like(logprobs, float(batch.counted)),
                 entropy=entropy if self._algorithm.entropy_coef else entropy.detach(),
                 reference_logprobs=reference[batch.index] if reference else None,
@@ -230,12 +382,14 @@ class PolicyTrainer:
                 token_weights=weights,
                 ages=torch.from_numpy(ages).to(device),
             )
+            if gap is not None:
+                sums["teacher_kl"] = -gap.sum() * float(batch.counted)
             return total / minibatch.divisor, sums
 
         sums = self._engine.forward_backward(minibatch.share, loss, self._temperature)
         update = self._engine.update(step, math.isfinite(sums["loss"]))
         if update.applied:
-            self._skips_left = self._skips_allowed
+            self._budget.applied()
         return {**sums, "applied": float(update.applied), "grad_norm": update.grad_norm, "lr": update.lr}
 
     # Non-finite steps
@@ -251,13 +405,7 @@ class PolicyTrainer:
             except (OSError, MegasyncError) as error:
                 # Raising here would leave the other ranks waiting.
                 log.error("Could not write the batch of %s: %s", name, error)
-        self._skips_left -= 1
-        if self._skips_left < 0:
-            raise NonFiniteError(
-                f"{self._skips_allowed + 1} optimizer steps in a row had a non-finite loss or gradient "
-                f"(trainer.max_skipped_steps={self._skips_allowed}); the last was {name} with {values}; the batches "
-                f"are in {self._dump_dir}"
-            )
+        self._budget.skipped(f"{name} with {values}; the batches are in {self._dump_dir}")
 
     def _dump(
         self, groups: Sequence[LeasedGroup], members: Members, load: Loader, name: str, report: dict[str, float]
@@ -278,7 +426,9 @@ class PolicyTrainer:
         atomic_write(self._dump_dir / f"{name}.json", json.dumps(record, allow_nan=False))
 
 
-def _members(groups: Sequence[LeasedGroup], algorithm: AlgorithmConfig, weights: Mapping[str, float]) -> Members:
+def _members(
+    groups: Sequence[LeasedGroup], algorithm: AlgorithmConfig, weights: Mapping[str, float], critic: bool
+) -> tuple[Members, StepRewards]:
     """The trajectories with a reward. Raises TrainingError for groups that the estimator cannot use."""
     rows, rewards = [], []
     parts: dict[str, list[float]] = {name: [] for name in weights}
@@ -303,13 +453,24 @@ def _members(groups: Sequence[LeasedGroup], algorithm: AlgorithmConfig, weights:
     positions, places, prompts, prompt_tokens, fed, trained = np.array(rows, dtype=np.int64).reshape(-1, 6).T
     by_function = {name: np.array(scores, dtype=np.float64) for name, scores in parts.items()}
     step = StepRewards(np.array(rewards, dtype=np.float64), positions, trained, by_function, weights)
+    # A critic's are of tokens, and come later.
+    advantages = np.zeros(len(rewards)) if critic or not algorithm.reward_coef else _advantages(step, algorithm)
+    numbers, lengths = np.arange(len(rewards)), Lengths(prompts, prompt_tokens, fed)
+    return Members(numbers, positions, places, step.rewards, advantages, trained, lengths), step
+
+
+def _advantages(step: StepRewards, algorithm: AlgorithmConfig) -> NDArray[np.float64]:
     advantages = np.asarray(estimator_of(algorithm)(step), dtype=np.float64)
-    if advantages.shape != step.rewards.shape or not np.isfinite(advantages).all():
+    _check(algorithm, advantages, len(step.rewards), "response", bool(np.isfinite(advantages).all()))
+    return advantages
+
+
+def _check(algorithm: AlgorithmConfig, advantages: NDArray[Any], count: int, what: str, finite: bool = True) -> None:
+    if advantages.shape != (count,) or not finite:
         raise TrainingError(
-            f"algorithm.advantage={algorithm.advantage} must return {len(step.rewards)} finite numbers, one for each "
-            f"response, but returned {advantages!r:.200}"
+            f"algorithm.advantage={algorithm.advantage} must return {count} finite numbers, one for each {what}, but "
+            f"returned {advantages!r:.200}"
         )
-    return Members(positions, places, advantages, trained, Lengths(prompts, prompt_tokens, fed))
 
 
 def _divisor(part: Members, aggregation: str, longest: int) -> float:
@@ -357,7 +518,13 @@ def _load(
 
 def _sample(trajectory: Trajectory, fed: int) -> Sample:
     scored = np.flatnonzero(trajectory.loss_mask.expand())
-    return Sample(trajectory.prompt_ids, trajectory.response_ids, scored, fed)
+    return Sample(trajectory.prompt_ids, trajectory.response_ids, scored, fed, trajectory.arrays.get(ROUTES))
+
+
+def _teacher(trajectory: Trajectory) -> NDArray[np.float32]:
+    """The teacher's log-probs of the response tokens; NaN if it has none."""
+    missing = np.full(len(trajectory.response_ids), np.nan, dtype=np.float32)
+    return trajectory.arrays.get(TEACHER, missing)
 
 
 def _summary(reports: list[dict[str, float]]) -> dict[str, float]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,13 @@ from megasync.buffer.segments import load_trajectories
 from megasync.config.host import resolve_host
 from megasync.config.schema import Config
 from megasync.data.supervised import TokenRow
+from megasync.errors import CheckpointError
 from megasync.importing import quick_imports
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
+
+    from megasync.trainer.critic import Critic
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +48,7 @@ class TrainerRank:
         self._rank = rank
         self._world = world
         self._run_dir = Path(run_dir)
+        self._critic: Critic | None = None
         # The store of the process group, on rank 0.
         self._store: TCPStore | None = None
 
@@ -85,6 +90,7 @@ class TrainerRank:
             from megasync.sync.shard.sender import ShardSender
             from megasync.sync.shared_memory import link_backend
             from megasync.sync.stream import Shards
+            from megasync.trainer.critic import Critic, critic_engine
             from megasync.trainer.engine import MegatronEngine
             from megasync.trainer.offload import Offload
             from megasync.trainer.policy import PolicyTrainer
@@ -98,18 +104,19 @@ class TrainerRank:
             world_size=self._world,
             timeout=timedelta(seconds=config.timeouts.train_step),
         )
-        self._engine = MegatronEngine(
-            config.model,
-            config.trainer,
-            self._device,
-            self._rank,
-            total_steps=config.schedule.total_steps,
-            seed=config.seed,
+        of_run: dict[str, Any] = {
+            "total_steps": config.schedule.total_steps,
+            "seed": config.seed,
             # Later than the deadline by which the driver notices a hung rank: its peers would seem to have failed.
-            collective_seconds=2 * config.timeouts.train_step,
-        )
+            "collective_seconds": 2 * config.timeouts.train_step,
+        }
+        self._engine = MegatronEngine(config.model, config.trainer, self._device, self._rank, **of_run)
         self._engine.initialize()
         self._offload = Offload(self._engine.memory, self._device)
+        if config.critic.enabled:
+            engine = critic_engine(config.critic, config.model, config.trainer, self._device, self._rank, **of_run)
+            engine.initialize()
+            self._critic = Critic(engine, config.critic)
         self._policy = PolicyTrainer(
             self._engine,
             config.algorithm,
@@ -117,6 +124,8 @@ class TrainerRank:
             temperature=config.rollout.sampling.temperature,
             longest=config.rollout.sampling.max_new_tokens,
             reward_weights={name: reward.weight for name, reward in config.rollout.rewards.items()},
+            critic=self._critic,
+            taught=bool(config.teachers),
         )
         self._supervised = SupervisedTrainer(self._engine)
         shards = Shards(self._engine.layout, config.model.dtype, self._rank, self._engine.params())
@@ -137,12 +146,16 @@ class TrainerRank:
         from megasync.trainer.offload import GRADIENTS, OPTIMIZER
 
         self._offload.offload(GRADIENTS, OPTIMIZER)
+        if self._critic is not None:
+            self._critic.leave_device()
 
     def restore(self) -> None:
         """Undoes `offload`, which training and checkpoints need; has no effect where nothing is offloaded."""
         from megasync.trainer.offload import GRADIENTS, OPTIMIZER
 
         self._offload.restore(GRADIENTS, OPTIMIZER)
+        if self._critic is not None:
+            self._critic.return_to_device()
 
     def step(self, groups: list[LeasedGroup], step: int, version: int) -> dict[str, float]:
         """Runs one training step; returns the same metrics on every rank."""
@@ -163,18 +176,35 @@ class TrainerRank:
     def begin_save(self, path: str, state: dict[str, Any]) -> None:
         """Begins to write a checkpoint; see `MegatronEngine.begin_save`."""
         self._engine.begin_save(Path(path), state)
+        if self._critic is not None:
+            with self._all_or_nothing():
+                self._critic.begin_save(Path(path))
 
     def finish_save(self, wait: bool) -> bool:
         """Whether that checkpoint is complete; see `MegatronEngine.finish_save`."""
+        if self._critic is not None:
+            with self._all_or_nothing():
+                if not self._critic.finish_save(wait):
+                    return False
         return self._engine.finish_save(wait)
 
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            self._engine.abandon_save()
+            raise
+
     def load(self, path: str) -> None:
-        """Restores a checkpoint, and the reference weights of its step; see `MegatronEngine.load`."""
+        """Restores a checkpoint with its critic, and the reference weights of its step; see `MegatronEngine.load`."""
         from megasync.trainer.checkpoint import reference_step, step_of, step_path
 
         if renewed := reference_step(step_of(Path(path)), self._config.algorithm.reference_every):
             self._engine.load_reference(step_path(self._run_dir, renewed))
         self._engine.load(Path(path))
+        if self._critic is not None:
+            self._critic.load(Path(path))
 
     # Weight sync: broadcast (`sync.broadcast.sender`), shard-to-shard (`sync.shard.sender`), disk (`sync.disk.writer`).
 

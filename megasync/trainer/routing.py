@@ -1,4 +1,6 @@
-"""The router of expert layers: Megatron's, with a load-balancing loss that is normalised like all other losses."""
+"""The router of expert layers: Megatron's, with a load-balancing loss that is normalised like all other losses, and
+with routes of a server in the place of its own choice (`layout.routes`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, switch_load_balancing_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from megasync.layout.layout import Layout
 
@@ -29,6 +32,36 @@ def score_options(layout: Layout) -> dict[str, Any]:
     }
 
 
+class RouteReplay(RouterReplay):
+    """Megatron's replay of given experts, for passes that mix microbatches and recompute layers.
+
+    Megatron replays with one action for all layers, either those of forward passes or those of recomputation. Here each
+    layer tells them apart: what runs in a backward pass is recomputed, in the order of the forward passes. Without
+    routes the router chooses itself.
+    """
+
+    def __init__(self) -> None:
+        # Megatron's own constructor also adds it to a list of all layers that were ever built.
+        self.target_topk_idx: torch.Tensor | None = None
+        self.replay_backward_list: list[torch.Tensor] = []
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and experts of each token, both [tokens, topk]."""
+        if self.target_topk_idx is None:
+            return default_compute_topk(scores, topk, num_groups, group_topk)
+        recomputed = torch._C._current_graph_task_id() >= 0  # -1 outside a backward pass
+        experts = self.replay_backward_list.pop(0) if recomputed else self.target_topk_idx
+        experts = experts.long()
+        return scores.gather(1, experts), experts
+
+
 class PolicyRouter(TopKRouter):
     """Balances load per layer and microbatch (Switch Transformer, https://arxiv.org/abs/2101.03961, equation 4).
 
@@ -42,6 +75,17 @@ class PolicyRouter(TopKRouter):
 
     # Tokens of the whole step on all data-parallel ranks; set by the engine before each step.
     step_tokens = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.router_replay: Any = RouteReplay()
+
+    def replay(self, routes: torch.Tensor | None) -> None:
+        """The experts of the next microbatch, [tokens, topk]; None to choose them, which forgets earlier ones."""
+        if routes is None:
+            self.router_replay.clear_indices()
+        else:
+            self.router_replay.set_target_indices(routes)
 
     def _apply_aux_loss(
         self,

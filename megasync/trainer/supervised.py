@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from megasync.data.supervised import TokenRow
-from megasync.errors import NonFiniteError
 from megasync.trainer.batch import Batch, Sample
 from megasync.trainer.engine import MegatronEngine, Share
+from megasync.trainer.nonfinite import SkipBudget
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class SupervisedTrainer:
 
     def __init__(self, engine: MegatronEngine) -> None:
         self._engine = engine
-        self._skips_left = self._skips_allowed = engine.trainer_config.max_skipped_steps
+        self._budget = SkipBudget(engine.trainer_config.max_skipped_steps)
 
     def step(self, rows: Sequence[TokenRow], step: int) -> dict[str, float]:
         """Takes an optimizer step; ``step`` counts from 1 and determines the learning rate.
@@ -42,9 +42,11 @@ class SupervisedTrainer:
         sums = self._engine.forward_backward(share, loss)
         update = self._engine.update(step, math.isfinite(sums["loss"]))
         if update.applied:
-            self._skips_left = self._skips_allowed
+            self._budget.applied()
         else:
-            self._skip(step, sums["loss"], update.grad_norm)
+            what = f"step {step} with loss {sums['loss']} and gradient norm {update.grad_norm}"
+            log.error("Skipped %s", what)
+            self._budget.skipped(what)
         return {
             "sft/loss": sums["loss"],
             "train/grad_norm": update.grad_norm,
@@ -65,16 +67,6 @@ class SupervisedTrainer:
 
     def _share(self, rows: Sequence[TokenRow]) -> Share:
         return self._engine.share([_sample(row) for row in rows])
-
-    def _skip(self, step: int, loss: float, grad_norm: float) -> None:
-        log.error("Skipped step %d because of loss %s and gradient norm %s", step, loss, grad_norm)
-        self._skips_left -= 1
-        if self._skips_left < 0:
-            raise NonFiniteError(
-                f"{self._skips_allowed + 1} steps in a row had a non-finite loss or gradient "
-                f"(trainer.max_skipped_steps={self._skips_allowed}); the last was step {step} with loss {loss} and "
-                f"gradient norm {grad_norm}"
-            )
 
 
 def _negative_sum(batch: Batch, logprobs: torch.Tensor) -> torch.Tensor:

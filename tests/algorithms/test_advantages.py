@@ -6,11 +6,13 @@ from itertools import groupby, pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megasync.algorithms import estimator_of
 from megasync.algorithms.advantages import StepRewards
+from megasync.algorithms.advantages.dpo import dpo
 from megasync.config.builtin import ADVANTAGES
 from megasync.config.schema import AlgorithmConfig
 
@@ -52,6 +54,10 @@ def plain(groups, name: str, normalize_std: bool) -> list[float]:
             best, second = sorted(rewards, reverse=True)[:2]
             first = rewards.index(best)
             found += [(best - second) / scale if place == first else 0.0 for place in range(len(rewards))]
+        elif name == "dpo":
+            pair = (rewards.index(max(rewards)), rewards.index(min(rewards)))
+            signs = [(place == pair[0]) - (place == pair[1]) for place in range(len(rewards))]
+            found += [0.1 * 0.5 * sign for sign in signs]
         elif name == "rloo":
             found += [
                 reward - statistics.fmean([*rewards[:place], *rewards[place + 1 :]])
@@ -67,7 +73,7 @@ def plain(groups, name: str, normalize_std: bool) -> list[float]:
     return whitened(found, groups) if name in ("reinforce_plus_plus_baseline", "gdpo") else found
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", [name for name, item in ADVANTAGES.items() if not item.critic])
 @given(groups=STEPS, normalize_std=st.booleans())
 def test_an_estimator_follows_its_formula(name, groups, normalize_std):
     found = advantages(groups, name, normalize_std=normalize_std)
@@ -130,3 +136,26 @@ def test_each_reward_function_is_normalised_by_itself():
     mean, deviation = statistics.fmean(spread), statistics.stdev(spread)
     found = estimator_of(AlgorithmConfig(advantage="gdpo"))(step)
     assert found.tolist() == pytest.approx([(value - mean) / deviation for value in total], rel=1e-4)
+
+
+@given(
+    ratios=st.lists(st.lists(st.floats(-2, 2), min_size=1, max_size=4), min_size=2, max_size=5),
+    beta=st.floats(0.01, 2),
+    seed=st.integers(0, 99),
+)
+def test_the_gradient_of_dpo_is_that_of_the_preference_loss(ratios, beta, seed):
+    """Of a group with distinct rewards; each response has its tokens' log-ratios to the reference."""
+    rewards = np.random.default_rng(seed).permutation(len(ratios)).astype(np.float64)
+    best, worst = int(rewards.argmax()), int(rewards.argmin())
+    leaves = [torch.tensor(each, dtype=torch.float64, requires_grad=True) for each in ratios]
+    margin = beta * (leaves[best].sum() - leaves[worst].sum())
+    torch.nn.functional.softplus(-margin).backward()
+    step = StepRewards(
+        rewards,
+        np.zeros(len(ratios), dtype=np.int64),
+        np.array([len(each) for each in ratios]),
+        log_ratios=np.array([sum(each) for each in ratios]),
+    )
+    for leaf, advantage in zip(leaves, dpo(step, beta=beta), strict=True):
+        expected = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        assert (-advantage * torch.ones_like(leaf)).tolist() == pytest.approx(expected.tolist(), abs=1e-9)

@@ -16,7 +16,7 @@ from megasync.buffer import AsyncBuffer
 from megasync.buffer import ledger as ledger_module
 from megasync.buffer.durable import DurableBuffer
 from megasync.buffer.groups import LIVE, GroupState
-from megasync.buffer.ledger import Ledger
+from megasync.buffer.ledger import SCHEMA_VERSION, Ledger
 from megasync.buffer.payload import decode, encode, encode_partial
 from megasync.buffer.segments import SegmentWriter, load, read_body, segments_of
 from megasync.buffer.state import BufferStatus
@@ -357,7 +357,7 @@ def test_a_ledger_with_an_unsupported_format_version_is_rejected(path):
     ledger = Ledger(path)
     ledger._db.execute("PRAGMA user_version=99")
     ledger.close()
-    with pytest.raises(LedgerError, match="has format 99, but this version of megasync reads 4"):
+    with pytest.raises(LedgerError, match=f"has format 99, but this version of megasync reads {SCHEMA_VERSION}"):
         Ledger(path)
 
 

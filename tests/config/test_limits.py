@@ -16,6 +16,7 @@ SOUND = load_config(
         "data": {"train": {"kind": "digits", "source": "copy"}, "eval": {"kind": "digits", "source": "copy"}},
         "rollout": {"environment": {"kind": "gymnasium"}, "rewards": {"own": {"function": "m:f"}}},
         "eval": {"sets": {"more": {"data": {"kind": "digits", "source": "copy"}}}},
+        "teachers": {"guide": {"path": "t"}},
         "reward_models": {"judge": {"kind": "generative", "path": "j"}},
     }
 )

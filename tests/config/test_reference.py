@@ -8,7 +8,15 @@ import pytest
 from megasync.config import reference
 from megasync.config.load import entry_of, schema_keys, section_of
 from megasync.config.reference import MARK, PAGE, Section, comments, rewritten
-from megasync.config.schema import AuxiliaryModelConfig, Config, EvalSetConfig, RewardConfig, RewardModelConfig
+from megasync.config.schema import (
+    AuxiliaryModelConfig,
+    Config,
+    EvalSetConfig,
+    RewardConfig,
+    RewardModelConfig,
+    TeacherConfig,
+    TrainSetConfig,
+)
 
 TEXT = PAGE.read_text(encoding="utf-8")
 
@@ -20,14 +28,16 @@ def test_the_page_is_up_to_date():
 
 def test_every_key_has_a_row():
     rows = set(re.findall(r"^\| `([\w.<>]+)` \|", TEXT.partition(MARK)[2], re.MULTILINE))
-    # Described once, for `data.train`.
-    datasets = ("data.eval.", "sft.train.", "sft.validation.")
-    keys = {key for key, hint in schema_keys() if section_of(hint) is None and not key.startswith(datasets)}
+    # Described once, for `data.train` and `trainer.optimizer`.
+    same = ("data.eval.", "sft.train.", "sft.validation.", "critic.optimizer.")
+    keys = {key for key, hint in schema_keys() if section_of(hint) is None and not key.startswith(same)}
     named = {
         "auxiliary_models": AuxiliaryModelConfig,
+        "data.sets": TrainSetConfig,
         "eval.sets": EvalSetConfig,
         "reward_models": RewardModelConfig,
         "rollout.rewards": RewardConfig,
+        "teachers": TeacherConfig,
     }
     assert {key for key, hint in schema_keys() if entry_of(hint)} == set(named)
     for prefix, cls in named.items():

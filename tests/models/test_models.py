@@ -86,7 +86,7 @@ def test_occupied_folders_and_unknown_names_are_refused(tmp_path):
     (tmp_path / "mine" / "notes.txt").write_text("keep")
     with pytest.raises(ConfigError, match="is not a model folder"):
         fetch("digits", tmp_path / "mine")
-    with pytest.raises(ConfigError, match="unknown model 'gpt'; megasync can fetch digits, smollm2"):
+    with pytest.raises(ConfigError, match="unknown model 'gpt'; megasync can fetch digits, digits_moe, smollm2"):
         fetch("gpt", tmp_path / "gpt")
     with pytest.raises(ConfigError, match="cannot be written"):
         fetch("digits", tmp_path / "mine" / "notes.txt" / "digits")

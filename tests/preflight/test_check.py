@@ -17,6 +17,9 @@ from megasync.preflight.check import check_config, model_layout
 
 # overrides -> what the message must name
 COLOCATED = ["cluster.colocate=true", "schedule.max_staleness=0"]
+MORE = "data.sets.more.data={kind: digits, source: copy}"
+TEACHER = "teachers.one.path=/nowhere"
+GAE = ["algorithm.advantage=gae", "critic.enabled=true"]
 CONTRADICTIONS = [
     (["schedule.max_inflight_groups=33"], ["max_inflight_groups=33", "32 = (", "null"]),
     (
@@ -75,6 +78,9 @@ CONTRADICTIONS = [
         ["min_data_parallel=2 as trainer.data_parallel", "expert_parallel=4"],
     ),
     (["trainer.moe_permute_fusion=true", "cluster.device=cpu"], ["moe_permute_fusion=true needs a GPU"]),
+    (["trainer.lora.alpha=8"], ["trainer.lora.alpha=8", "trainer.lora.rank=0", "set rank above 0"]),
+    (["trainer.lora.rank=4", "trainer.lora.targets=[wo]"], ["trainer.lora.targets names 'wo'", "o_proj"]),
+    (["trainer.lora.rank=4", "trainer.lora.path=configs"], ["trainer.lora.path='configs'", "adapter_config.json"]),
     (["trainer.fp8=blockwise", "cluster.device=cpu"], ["trainer.fp8=blockwise needs a GPU", "set it to null"]),
     (
         ["trainer.fp8=tensorwise", "cluster.device=cuda", "model.dtype=float32"],
@@ -106,6 +112,38 @@ CONTRADICTIONS = [
     ),
     (["trainer.moe_permute_fusion=true", "cluster.device=cuda"], ["moe_permute_fusion=true", "no experts"]),
     (["algorithm.reference_every=50"], ["reference_every=50", "kl_coef=0"]),
+    (["data.curriculum_options.solved=0.5"], ["curriculum_options", "data.curriculum=null"]),
+    (["data.curriculum=by_success", "data.curriculum_options.solve=0.5"], ["no such option", "solved, hopeless"]),
+    (["data.curriculum=by_success", "data.curriculum_options.patience=0"], ["patience=0 must be at least 1"]),
+    (["data.curriculum=by_success", "data.curriculum_options.solved=x"], ["solved=x must be a number"]),
+    (["data.curriculum=no.module:at_all"], ["no module 'no'"]),
+    ([MORE], ["data.train and data.sets (more)", "data.train=null"]),
+    ([MORE, "data.train=null", "data.prompt.examples=1"], ["examples=1", "data.sets"]),
+    ([MORE, "data.train=null", "data.sets.more.weight=0"], ["data.sets.more.weight=0", "above 0"]),
+    (
+        ["data.sets.more.data={kind: jsonl, source: /none}", "data.train=null"],
+        ["data.sets.more.data.source='/none'"],
+    ),
+    (["algorithm.reward_coef=0"], ["reward_coef=0", "without teachers"]),
+    ([TEACHER, "algorithm.reward_coef=0", "rollout.groups.drop_uniform=true"], ["drop_uniform=true", "reward_coef=0"]),
+    ([TEACHER, *GAE, "algorithm.reward_coef=0"], ["reward_coef=0", "critic.enabled=true"]),
+    ([TEACHER, "teachers.other.path=/nowhere"], ["teachers.one", "teachers.other", "all other rows"]),
+    (
+        ["teachers.a={path: /a, sources: [maths]}", "teachers.b={path: /b, sources: [code, maths]}"],
+        ["teachers.a and teachers.b both teach rows of data_source=maths"],
+    ),
+    ([TEACHER], ["teachers.one.path='/nowhere'"]),
+    (["algorithm.kl_in=reward"], ["kl_in=reward", "kl_coef=0"]),
+    (["algorithm.kl_in=reward", "algorithm.kl_coef=0.1", "algorithm.advantage=gdpo"], ["kl_in=reward", "gdpo"]),
+    (["algorithm.advantage=dpo", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1"], ["kl_in=reward", "dpo"]),
+    (["algorithm.advantage=dpo", "schedule.samples_per_group=1"], ["algorithm.advantage=dpo", "at least 2"]),
+    (["algorithm.advantage=gae"], ["algorithm.advantage=gae", "critic.enabled=false"]),
+    (["critic.enabled=true"], ["critic.enabled=true", "algorithm.advantage=grpo"]),
+    (["critic.clip=0.3"], ["critic.clip=0.3 has no effect with critic.enabled=false"]),
+    ([*GAE, "critic.warmup_steps=100"], ["critic.warmup_steps=100", "schedule.total_steps=100"]),
+    ([*GAE, "algorithm.advantage_options.lam=1.5"], ["advantage_options.lam=1.5 must be at most 1"]),
+    ([*GAE, "critic.path=/nowhere"], ["critic.path='/nowhere'"]),
+    ([*GAE, "critic.optimizer.min_lr=1"], ["critic.optimizer.min_lr=1", "critic.optimizer.lr=1e-05"]),
     (
         ["algorithm.reference_every=60", "algorithm.kl_coef=0.1", "checkpoint.every_steps=50"],
         ["reference_every=60", "checkpoint.every_steps=50"],
@@ -196,6 +234,7 @@ CONTRADICTIONS = [
     (["trainer.tensor_parallel=16"], ["trainer.tensor_parallel=16", "cluster.devices_per_node=8"]),
     (["trainer.data_parallel=12"], ["12 ranks", "cluster.devices_per_node=8", "trainer.data_parallel"]),
     (["rollout.expert_parallel=2"], ["rollout.expert_parallel=2", "the model has none"]),
+    (["rollout.routing_replay=true"], ["rollout.routing_replay=true", "describes one without", "set it to false"]),
     (["rollout.servers=12"], ["rollout.servers=12", "multiple of 8"]),
     (["trainer.data_parallel=8"], ["8 for the trainer + 2 for the rollout", "cluster.address=null", "auto"]),
     (["trainer.data_parallel=8", "cluster.address=auto"], ["cluster.host=127.0.0.1", "cluster.host=auto"]),
@@ -272,6 +311,7 @@ def test_a_contradiction_names_all_sides(make, overrides, parts):
         ["trainer.pipeline_parallel=3", "trainer.first_stage_layers=1", "trainer.last_stage_layers=1"],
         ["trainer.data_parallel=8", "cluster.address=auto", "cluster.host=auto"],
         ["algorithm.ratio=behaviour", "algorithm.correction=none"],
+        [*GAE, "schedule.samples_per_group=1"],
         ["schedule.stop_at_score=0.9"],
         ["schedule.max_staleness=0"],
     ],
@@ -350,9 +390,17 @@ def test_missing_files_of_a_model_folder_are_named(make, model):
         (["trainer.tensor_parallel=2"], ["trainer.tensor_parallel=2", "trainer.sequence_parallel=true"]),
         (["trainer.data_parallel=3", "trainer.expert_parallel=3"], ["4 experts", "trainer.expert_parallel=3"]),
         (["rollout.tensor_parallel=4", "rollout.servers=1"], ["rollout.tensor_parallel=4", "moe_intermediate_size=6"]),
+        (
+            ["rollout.routing_replay=true", "trainer.megatron={model: {moe_router_fusion: true}}"],
+            ["rollout.routing_replay=true", "moe_router_fusion=true"],
+        ),
+        (
+            ["rollout.routing_replay=true", "rollout.server_args={--speculative-algorithm: NGRAM}"],
+            ["rollout.routing_replay=true", "rollout.server_args --speculative-algorithm"],
+        ),
     ],
 )
-def test_invalid_splits_of_experts_are_refused(make, model, overrides, parts):
+def test_invalid_options_of_experts_are_refused(make, model, overrides, parts):
     values = json.loads((model / "config.json").read_text())
     experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
     (model / "config.json").write_text(json.dumps(values | experts))

@@ -131,6 +131,26 @@ def test_states_of_the_optimizer_are_counted_in_their_dtypes():
     assert offloaded == [12 * elements, 6 * elements]
 
 
+def test_a_critic_adds_a_model_without_an_output_layer():
+    """With turns on the device, gradients and optimizer of one of the two models are on the host."""
+    critic = ["critic.enabled=true", "algorithm.advantage=gae"]
+    plain, beside, turns = (
+        load("qwen3_8b_math", *overrides) for overrides in ((), critic, [*critic, "critic.offload=true"])
+    )
+    layout = layout_of(plain)
+    elements = sum(prod(shape) for shape in layout.params(0).values())
+    own = elements - layout.padded_vocab // layout.topology.tensor * layout.sizes.hidden + layout.sizes.hidden + 1
+    assert stage_memory(plain, layout, BUCKET, 0).critic == 0
+    assert stage_memory(beside, layout, BUCKET, 0).critic == (2 + 4 + 12) * own
+    assert stage_memory(turns, layout, BUCKET, 0).critic == 2 * own
+    assert host_memory(beside, layout, 1, 0).offloaded == 0
+    assert host_memory(turns, layout, 1, 0).offloaded == 12 * elements
+    assert "critic" in rendered(beside) and "critic" not in rendered(plain)
+    copies = [host_memory(config, layout, 1, 0).checkpoint for config in (plain, beside)]
+    assert copies[0] < copies[1] < 2 * copies[0]
+    assert checkpoint_bytes(plain, layout) < checkpoint_bytes(beside, layout) < 2 * checkpoint_bytes(plain, layout)
+
+
 def test_experts_are_distributed_over_their_own_ranks(tmp_path):
     values = json.loads((ROOT / "configs/models/qwen3_8b.json").read_text())
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}

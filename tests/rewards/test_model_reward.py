@@ -13,6 +13,7 @@ from trajectories import trajectory
 
 from megasync.config.schema import RewardModelConfig
 from megasync.errors import ConfigError, DataError, HttpStatusError, InvalidAnswer, ServerError
+from megasync.failures import is_infrastructure
 from megasync.rewards import RewardFunction, RewardRunner
 from megasync.rewards.model_prompt import ModelPrompt
 from megasync.rewards.model_reward import ModelReward
@@ -209,8 +210,10 @@ async def test_requests_wait_for_a_server_and_move_from_a_removed_one():
 
 async def test_a_refused_request_is_a_data_error_and_a_timeout_is_a_server_error():
     refusing = client_of(FakeServer("a", lambda *_: HttpStatusError("too long", 400)))
-    with pytest.raises(DataError, match="'grader' refused a request: too long"):
+    with pytest.raises(DataError, match="'grader' refused a request: too long") as refused:
         await refusing.ask("/classify", {}, dict)
+    # A worker would repeat the request for ever.
+    assert not is_infrastructure(refused.value)
     silent = client_of(FakeServer("a", lambda *_: ServerError("reset")), timeout=0.05)
     with pytest.raises(ServerError, match=r"no answer within 0.05 s \(timeouts.request\).*1 of its servers.*reset"):
         await silent.ask("/classify", {}, dict)

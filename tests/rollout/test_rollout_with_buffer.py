@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import shutil
+import sqlite3
 from collections import Counter
 
 import pytest
@@ -15,6 +16,7 @@ from megasync.buffer.durable import begin_ledger, resume_ledger
 from megasync.buffer.segments import load
 from megasync.config.schema import PromptConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
+from megasync.data.curriculum import Curriculum, by_success
 from megasync.models.digits import digits_tokenizer
 from megasync.rewards import RewardRunner
 from megasync.rollout.generation import Generation
@@ -162,3 +164,49 @@ async def test_a_killed_run_continues_the_responses_that_it_had_begun(tmp_path):
     await buffer.close("done")
     await asyncio.wait_for(second, 20)
     await rewards.close()
+
+
+async def test_a_resumed_run_leaves_out_the_rows_that_were_solved_before(tmp_path):
+    """Row 0 is always solved. The second life knows that from the ledger alone."""
+    ledger, total, version = tmp_path / "ledger.db", 8, 0
+    begin_ledger(ledger, 0, 0, {}, {"cursor": None})
+
+    async def answer(client, sample):
+        await asyncio.sleep(0)
+        solved = sample["prompt"] == "0"
+        reward = 1.0 if solved else random.random() / 2
+        return Trajectory(sample["prompt_ids"], [1], [1], [-0.1], [version], reward=reward)
+
+    def life(scores=()):
+        rows = [{"prompt": str(n)} for n in range(4)]
+        source = PromptSource(rows, Renderer(digits_tokenizer(), PromptConfig(), 16), shuffle=False, seed=0)
+        curriculum = Curriculum(by_success, len(rows))
+        curriculum.restore(scores)
+        buffer = AsyncBuffer(SCHEDULE, total_groups=total, ledger=ledger)
+        return source, buffer, local_rollouter(None, source, buffer, answer, SCHEDULE, curriculum=curriculum)
+
+    async def train(buffer, rollouter, steps):
+        nonlocal version
+        rollout = asyncio.create_task(rollouter.run())
+        uids = []
+        for step in steps:
+            uids += [group.uid for group in await asyncio.wait_for(buffer.lease(step, step - 1), 20)]
+            await buffer.ack(step)
+            version = step
+            await buffer.publish(step)
+        rollouter.stop()
+        await asyncio.wait_for(rollout, 20)
+        await buffer.close("killed")
+        buffer._durable.ledger.close()
+        return uids
+
+    _, buffer, rollouter = life()
+    assert "0:0" in await train(buffer, rollouter, (1, 2))
+    resumed = resume_ledger(ledger, SCHEDULE, total, 2)
+    assert dict(resumed.scores)["0:0"] == 1.0 and all(0 <= score <= 1 for _, score in resumed.scores)
+    source, buffer, rollouter = life(resumed.scores)
+    source.skip(resumed.admitted)
+    later = await train(buffer, rollouter, (3, 4))
+    assert later and not any(uid.endswith(":0") for uid in later)
+    counted = sqlite3.connect(ledger).execute("SELECT uid, state FROM groups WHERE reason = 'left_out'").fetchall()
+    assert counted and all(uid.endswith(":0") and state == "dropped" for uid, state in counted)

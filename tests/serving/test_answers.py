@@ -271,6 +271,13 @@ def test_scores_are_of_all_tokens_but_the_first():
     assert read_scored(scored([None, 1, None], [-0.5, 2, None], [-1, 3, None]), [1, 2, 3]) == [-0.5, -1.0]
 
 
+def test_the_last_token_of_the_vocabulary_may_be_named_0():
+    """As SGLang does, by an error; then it is the largest of all ids."""
+    assert read_scored(scored([None, 1, None], [-0.5, 0, None], [-1, 2, None]), [1, 9, 2]) == [-0.5, -1.0]
+    with pytest.raises(InvalidAnswer):
+        read_scored(scored([None, 1, None], [-0.5, 9, None], [-1, 0, None]), [1, 9, 2])
+
+
 @pytest.mark.parametrize(
     "lie",
     [

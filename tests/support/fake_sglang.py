@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import re
 from collections import deque
@@ -10,7 +11,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
 from aiohttp import web
+
+from megasync.serving.engine_protocol import ROUTES_FROM
 
 # Tokens in a piece of a streamed answer.
 PIECE = 3
@@ -47,6 +51,8 @@ class FakeSGLang:
         self.calls: list[str] = []
         self.disconnected = 0
         self.parser_status = 200
+        # Number of layers in the routes of an answer whose request asks for them; 0 for a server that reports none.
+        self.route_layers = 3
         # Decodes token ids to text.
         self.words: Callable[[list[int]], str] = lambda ids: "".join(f"<{i}>" for i in ids)
 
@@ -82,12 +88,20 @@ class FakeSGLang:
             spans.append({"version": str(version), "start": at, "end": at + tokens})
             at += tokens
         last = {"finish_reason": {"type": finish}, "weight_versions": spans}
+        if (start := body.get("custom_labels", {}).get(ROUTES_FROM)) and self.route_layers:
+            last["routed_experts"] = self.routes(body, int(start), count)
         if not body.get("stream"):
             return web.json_response(self.piece(body, ids, self.version, last))
         # Only the last piece says which version wrote which tokens.
         pieces = [self.piece(body, ids[at : at + PIECE], self.version) for at in range(0, max(0, count - PIECE), PIECE)]
         pieces.append(self.piece(body, ids[PIECE * len(pieces) :], self.version, last))
         return web.Response(text="".join(map(event, pieces)) + "data: [DONE]\n\n", content_type="text/event-stream")
+
+    def routes(self, body: dict, start: int, count: int) -> str:
+        """In each layer a position goes to the experts of its own number, and to 100 plus the number of the request."""
+        positions = range(start, len(body["input_ids"]) + count - 1)
+        rows = [[[position, 100 + len(self.requests)]] * self.route_layers for position in positions]
+        return base64.b64encode(np.array(rows, np.int32).tobytes()).decode()
 
     def piece(self, body: dict, ids: list[int], version: int, last: dict | None = None) -> dict:
         meta = {

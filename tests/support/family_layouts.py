@@ -88,13 +88,24 @@ FAMILIES = {
     "gpt_oss": WHOLE_EXPERT_LAYOUTS,
     "qwen3_next": LATENT_LAYOUTS,
 }
-CASES = {
-    (family, label): options for family, w in FAMILIES.items() for ls in w.values() for label, options in ls.items()
-}
-# With the distributed optimizer, each data-parallel rank has only a part of the gradients' sum.
-WHOLE_GRADIENTS = [
-    case for case, options in CASES.items() if "data_parallel" not in options or options.items() >= WHOLE.items()
-]
+
+
+def cases_of(families):
+    """(family, layout) -> its options, from family -> ranks -> layout -> options."""
+    return {
+        (family, label): options for family, w in families.items() for ls in w.values() for label, options in ls.items()
+    }
+
+
+def with_whole_gradients(cases):
+    """With the distributed optimizer, each data-parallel rank has only a part of the gradients' sum."""
+    return [
+        case for case, options in cases.items() if "data_parallel" not in options or options.items() >= WHOLE.items()
+    ]
+
+
+CASES = cases_of(FAMILIES)
+WHOLE_GRADIENTS = with_whole_gradients(CASES)
 
 
 def reference(path, rows, balance=0.0):

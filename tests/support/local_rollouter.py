@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from megasync.config.schema import GroupConfig, ScheduleConfig
+from megasync.data.curriculum import Curriculum
 from megasync.rewards import RewardRunner
 from megasync.rollout.group_worker import FailurePolicy, GroupSpec, GroupWorker
 from megasync.rollout.rollouter import Rollouter, ServerLimits
 from megasync.rollout.selection import Selection
+from megasync.rollout.teachers import Teachers
 from megasync.rollout.workflow import Workflow
 
 
@@ -29,10 +31,14 @@ def local_rollouter(
     max_drop_share: float = 0.5,
     servers: ServerLimits | None = None,
     clock: Callable[[], float] = time.monotonic,
+    teachers: Teachers | None = None,
+    curriculum: Curriculum | None = None,
 ) -> Rollouter:
     selection = selection or Selection(GroupConfig(), schedule.samples_per_group, sys.maxsize)
-    spec = GroupSpec(workflow, rewards or RewardRunner(None), selection, seed)
+    spec = GroupSpec(workflow, rewards or RewardRunner(None), selection, seed, teachers)
     quarantine: Any = None if servers is None else servers.quarantine
-    rollouter = Rollouter(source, buffer, schedule, max_drop_share=max_drop_share, servers=servers)
+    rollouter = Rollouter(
+        source, buffer, schedule, max_drop_share=max_drop_share, servers=servers, curriculum=curriculum
+    )
     rollouter.add(GroupWorker(client, buffer, spec, failures, quarantine=quarantine, clock=clock))
     return rollouter

@@ -144,7 +144,7 @@ def test_a_constant_over_loaded_elements_is_found():
 
 def test_a_trainer_that_holds_the_wrong_rectangle_is_found(monkeypatch):
     layout, engine, plan = case()
-    rectangles = Layout._rectangles
+    rectangles = Layout.rectangles
 
     def crossed(self, item, part):
         """The two halves of one tensor's columns change places."""
@@ -153,7 +153,7 @@ def test_a_trainer_that_holds_the_wrong_rectangle_is_found(monkeypatch):
     crossed_layout = Layout(CONFIG, layout.topology)
     # Who holds what is told right, but each rank fills its shards with the other half.
     assert crossed_layout.holders
-    monkeypatch.setattr(Layout, "_rectangles", crossed)
+    monkeypatch.setattr(Layout, "rectangles", crossed)
     problems = run(crossed_layout, engine, plan).problems
     assert {problem.tensor for problem in problems} == {DOWN}
     assert {problem.where for problem in problems} == {"engine rank 0", "engine rank 1", "trainer"}

@@ -167,21 +167,14 @@ def test_heads_of_gated_delta_nets_that_ranks_cannot_share_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("options", "dtype", "spec", "critic", "words"),
+    ("options", "dtype", "words"),
     [
-        ({}, "float32", "te", False, r"context_parallel=2 on GPUs requires model\.dtype=bfloat16"),
-        (
-            {"context_parallel_comm": "a2a"},
-            "bfloat16",
-            "te",
-            False,
-            r"does not divide the model's num_key_value_heads=1",
-        ),
-        ({}, "float32", "local", True, r"context_parallel=2 is not implemented for a critic"),
+        ({}, "float32", r"context_parallel=2 on GPUs requires model\.dtype=bfloat16"),
+        ({"context_parallel_comm": "a2a"}, "bfloat16", r"does not divide the model's num_key_value_heads=1"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused_before_they_start(options, dtype, spec, critic, words):
+def test_what_ranks_cannot_share_is_refused_before_they_start(options, dtype, words):
     trainer = TrainerConfig(context_parallel=2, **options)
-    layout = Layout(MODELS["qwen3"], Topology.from_config(trainer), spec, critic)
+    layout = Layout(MODELS["qwen3"], Topology.from_config(trainer), "te")
     with pytest.raises(ConfigError, match=words):
         check_context(layout, trainer, dtype)

@@ -10,9 +10,16 @@ from safetensors.torch import load_file
 
 from megasync.config.builtin import ADVANTAGES, LOSSES
 
+OF_RESPONSES = [name for name, item in ADVANTAGES.items() if not item.critic]
 PLAIN = {"correction": "none"}
 # Proximal and reference log-probs, which stay on the ranks that compute them.
 SCORED = {"steps": 2, "algorithm": {"kl_coef": 0.1}}
+# A penalty in the rewards, which are then known only after the policy was scored.
+REWARD_KL = {"steps": 2, "algorithm": {"kl_coef": 0.5, "kl_in": "reward", "kl_kind": "k1"}}
+# Its advantages need the reference, and so are estimated a second time.
+DPO = {"steps": 2, "algorithm": {**PLAIN, "advantage": "dpo", "loss": "gpg", "advantage_options": {"beta": 2.0}}}
+# Two of three responses have a teacher.
+TAUGHT = {"steps": 2, "taught": True, "algorithm": {"teacher_coef": 0.2}}
 # Sequences of one step are weighed alike, and each is a whole in the loss.
 SEQUENCES = {"steps": 1, "algorithm": {"advantage": "rloo", "loss": "gspo", "aggregation": "sequence"}}
 # Two sequences, for four data-parallel ranks.
@@ -47,7 +54,11 @@ def runs(run_ranks, model):
         "sequences": SEQUENCES,
         "constant": {"steps": 1, "algorithm": {"aggregation": "constant"}},
         **{f"loss {name}": {"steps": 1, "algorithm": {"loss": name}} for name in LOSSES},
-        **{f"advantage {name}": {"steps": 1, "algorithm": {"advantage": name}} for name in ADVANTAGES},
+        **{f"advantage {name}": {"steps": 1, "algorithm": {"advantage": name}} for name in OF_RESPONSES},
+        "reward-kl": REWARD_KL,
+        "taught": TAUGHT,
+        "dpo": DPO,
+        "taught alone": {**TAUGHT, "algorithm": {**PLAIN, "reward_coef": 0.0}},
         "decay": {"steps": 1, "optimizer": {"lr": 1e-9, "weight_decay": 1e8}},
     }
     return run_ranks("policies", 1, model=model, runs=settings)[0]
@@ -63,6 +74,12 @@ def spread(run_ranks, model):
         "sequences": {**SEQUENCES, "trainer": {"data_parallel": 2}},
         "scored-dp2": {**SCORED, "trainer": {"minibatches": 2, "data_parallel": 2, "tokens_per_microbatch": 40}},
         "scored-pp2": {**SCORED, "trainer": {"minibatches": 2, "pipeline_parallel": 2, "first_stage_layers": 1}},
+        "reward-kl-dp2": {**REWARD_KL, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 40}},
+        "taught-dp2": {**TAUGHT, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 40, "minibatches": 2}},
+        "dpo-dp2": {**DPO, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 40}},
+        "dpo-pp2": {**DPO, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
+        "taught-pp2": {**TAUGHT, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
+        "reward-kl-pp2": {**REWARD_KL, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
         "bfloat16": {"steps": 2, "trainer": {"tensor_parallel": 2}, "dtype": "bfloat16"},
     }
     return run_ranks("policies", 2, model=model, runs=settings)
@@ -84,7 +101,12 @@ def largest_difference(left, right):
 
 
 @pytest.mark.parametrize(
-    "layout, alone", [("dp2", "plain"), ("pp2", "plain"), ("scored-dp2", "scored"), ("scored-pp2", "scored")]
+    "layout, alone",
+    [
+        *(("dp2", "plain"), ("pp2", "plain"), ("scored-dp2", "scored"), ("scored-pp2", "scored")),
+        *(("reward-kl-dp2", "reward-kl"), ("reward-kl-pp2", "reward-kl"), ("taught-pp2", "taught")),
+        *(("dpo-dp2", "dpo"), ("dpo-pp2", "dpo")),
+    ],
 )
 def test_metrics_are_the_same_on_every_rank_and_layout(runs, spread, layout, alone):
     for step in range(2):
@@ -92,6 +114,24 @@ def test_metrics_are_the_same_on_every_rank_and_layout(runs, spread, layout, alo
             assert_same_metrics(rank[layout]["metrics"][step], runs[alone]["metrics"][step], rel=1e-4, abs=1e-5)
         first, second = (rank[layout]["metrics"][step] for rank in spread)
         assert_same_metrics(first, second, rel=0, abs=0)
+
+
+def test_the_gap_to_the_teacher_is_an_advantage_of_its_token(runs, spread):
+    """On-policy and uncorrected, the loss is minus the mean advantage: alone, the estimate of the KL divergence."""
+    alone = runs["taught alone"]["metrics"][0]
+    assert alone["train/loss"] == pytest.approx(alone["train/teacher_kl"], rel=1e-4)
+    assert alone["train/grad_norm"] > 0
+    one, two = (found["metrics"][0]["train/teacher_kl"] for found in (runs["taught"], spread[0]["taught-dp2"]))
+    assert one == pytest.approx(alone["train/teacher_kl"], rel=1e-4) and two == pytest.approx(one, rel=0.2)
+
+
+def test_a_kl_penalty_in_the_rewards_changes_advantages_only(runs):
+    """It is 0 in the first step, with the initial weights. There is no term in the loss."""
+    (first, second), plain = runs["reward-kl"]["metrics"], runs["plain"]["metrics"]
+    assert first["train/reward_penalty"] == pytest.approx(0, abs=1e-6)
+    assert first["train/loss"] == pytest.approx(plain[0]["train/loss"], rel=1e-5, abs=1e-7)
+    assert abs(second["train/reward_penalty"]) > 1e-4
+    assert second["train/grad_norm"] != pytest.approx(plain[1]["train/grad_norm"], rel=1e-4)
 
 
 def test_a_rank_loads_only_what_it_computes(spread):
@@ -126,7 +166,7 @@ def test_a_constant_divisor_is_of_sequences_times_the_longest_response(runs):
     assert constant["train/loss"] == pytest.approx(scale * plain["train/loss"], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", [f"loss {name}" for name in LOSSES] + [f"advantage {name}" for name in ADVANTAGES])
+@pytest.mark.parametrize("kind", [f"loss {name}" for name in LOSSES] + [f"advantage {name}" for name in OF_RESPONSES])
 def test_every_loss_and_estimator_trains(runs, kind):
     (metrics,) = runs[kind]["metrics"]
     assert metrics["train/skipped"] == 0 and all(math.isfinite(value) for value in metrics.values())
@@ -216,9 +256,10 @@ def test_reference_weights_are_the_initial_ones_and_are_removed_after_scoring(ru
 
 
 @pytest.mark.parametrize("ranks", [2])
-def test_a_renewed_reference_is_that_of_its_step_also_after_a_resume(run_ranks, model, tmp_path, ranks):
+@pytest.mark.parametrize("options", [{}, {"lora": {"rank": 4, "alpha": 256.0}}], ids=["weights", "adapters"])
+def test_a_renewed_reference_is_that_of_its_step_also_after_a_resume(run_ranks, model, tmp_path, ranks, options):
     """Renewed after steps 2 and 4: the KL of the steps that follow starts at zero."""
-    for found in run_ranks("renewed_reference", ranks, model=model, folder=str(tmp_path)):
+    for found in run_ranks("renewed_reference", ranks, model=model, folder=str(tmp_path), options=options):
         kl = found["kl"]
         assert kl[0] == pytest.approx(0.0, abs=1e-6) and kl[2] == pytest.approx(0.0, abs=1e-6)
         assert kl[1] > 1e-6 and kl[3] > 1e-6

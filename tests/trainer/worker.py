@@ -27,7 +27,16 @@ from safetensors.torch import load_file
 
 from megasync.buffer.payload import in_memory
 from megasync.buffer.segments import load_trajectories
-from megasync.config.schema import AlgorithmConfig, Config, MegatronConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from megasync.config.schema import (
+    AlgorithmConfig,
+    Config,
+    CriticConfig,
+    LoraConfig,
+    MegatronConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
 from megasync.data.supervised import TokenRow
 from megasync.device import resolve_device
 from megasync.layout import shards
@@ -35,7 +44,7 @@ from megasync.layout.shards import load_shards
 from megasync.layout.topology import Topology
 from megasync.rehearsal.device import RehearsalDevice
 from megasync.rehearsal.packages import add_to_path
-from megasync.trajectory import Group, Trajectory
+from megasync.trajectory import TEACHER, Group, Trajectory
 
 STORES = Path(sys.argv[3])
 MEETINGS = itertools.count()
@@ -54,6 +63,7 @@ from megasync.errors import CheckpointError, ConfigError, TrainingError  # noqa:
 from megasync.trainer import checkpoint  # noqa: E402
 from megasync.trainer.architecture import rope_parameters  # noqa: E402
 from megasync.trainer.batch import Sample  # noqa: E402
+from megasync.trainer.critic import Critic, critic_engine  # noqa: E402
 from megasync.trainer.engine import MegatronEngine  # noqa: E402
 from megasync.trainer.layer_specs import chunk_specs  # noqa: E402
 from megasync.trainer.model import named_weights, transformer_config  # noqa: E402
@@ -68,6 +78,7 @@ def make_engine(model, trainer=None, optimizer=None, dtype="float32", total_step
     gc.collect()
     options = dict(trainer or {})
     options["megatron"] = MegatronConfig(**options.get("megatron", {}))
+    options["lora"] = LoraConfig(**options.get("lora", {}))
     config = TrainerConfig(**options, optimizer=OptimizerConfig(**{"lr": 1e-3, **(optimizer or {})}))
     engine = MegatronEngine(ModelConfig(path=model, dtype=dtype), config, DEVICE, dist.get_rank(), total_steps)
     engine.initialize()
@@ -94,7 +105,12 @@ def join(rank, world):
 
 
 def to_samples(rows):
-    return [Sample.of(row["prompt"], row["response"]) for row in rows]
+    """Rows may have ``routes`` [prompt and response tokens - 1, expert layers, experts per token]."""
+    samples = [Sample.of(row["prompt"], row["response"]) for row in rows]
+    return [
+        replace(sample, routes=np.array(row["routes"], np.uint8)) if "routes" in row else sample
+        for sample, row in zip(samples, rows, strict=True)
+    ]
 
 
 def cross_entropy(tokens):
@@ -117,6 +133,7 @@ def layouts(models, rows, layouts, folder, dtype="float32"):
             samples = to_samples(rows)
             tokens = sum(len(sample.scored) for sample in samples)
             scores = engine.score_everywhere(samples)
+            served = {name: param.clone() for name, param in engine.params().items()}
             sums = engine.forward_backward(engine.share(samples), cross_entropy(tokens))
             grads = gradients(engine)
             update = engine.update(1, loss_is_finite=True)
@@ -133,6 +150,7 @@ def layouts(models, rows, layouts, folder, dtype="float32"):
                 "after": torch.cat(engine.score_everywhere(samples)),
                 "microbatches": len(engine.share(samples).microbatches),
                 "attention": attention_backend(),
+                "served": served if (trainer or {}).get("lora") else None,
             }
             close(engine)
     return found
@@ -331,12 +349,15 @@ def gradients(engine):
     """Gradients by parameter name; None where each data-parallel rank has only a part of their sum."""
     if engine._models[0].ddp_config.use_distributed_optimizer:
         return None
-    trained = {name: weight for name, weight in engine.weights.items() if weight.requires_grad}
+    trained = {name: weight for name, weight in engine.trained.items() if weight.requires_grad}
     return {name: weight.main_grad.clone() for name, weight in trained.items()}
 
 
-def make_groups(seed, groups=4, samples=3, vocab=131, uniform=()):
-    """Random groups; those in `uniform` have equal rewards. Every third response has a masked token."""
+def make_groups(seed, groups=4, samples=3, vocab=131, uniform=(), taught=False):
+    """Random groups; those in `uniform` have equal rewards. Every third response has a masked token.
+
+    If `taught`, all but these responses have log-probs of a teacher.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(low, high):
@@ -352,7 +373,10 @@ def make_groups(seed, groups=4, samples=3, vocab=131, uniform=()):
             mask[0] = int(member % 3 != 2)
             logprobs = (torch.randn(len(response), generator=generator) * 0.1 - 4.9).tolist()
             reward = 1.0 if index in uniform else float(member)
-            members.append(Trajectory(prompt, response, mask, logprobs, [0] * len(response), reward=reward))
+            arrays = {TEACHER: np.array(logprobs, np.float32) + 0.5} if taught and member % 3 != 2 else {}
+            members.append(
+                Trajectory(prompt, response, mask, logprobs, [0] * len(response), reward=reward, arrays=arrays)
+            )
         found.append(Group(f"0:{index}", members))
     return found
 
@@ -372,15 +396,57 @@ def weights(engine):
     return {name: tensor.clone() for name, tensor in engine.params().items()}
 
 
-def train(model, steps, trainer=None, algorithm=None, optimizer=None, dtype="float32", **batch):
+def train(model, steps, trainer=None, algorithm=None, optimizer=None, dtype="float32", taught=False, **batch):
     """Metrics and loads of a few policy steps, and the weights at the end. ``batch`` shapes `make_groups`."""
     engine = make_engine(model, trainer, optimizer, dtype)
-    policy = PolicyTrainer(engine, AlgorithmConfig(**(algorithm or {})), dump_dir="unused")
+    policy = PolicyTrainer(engine, AlgorithmConfig(**(algorithm or {})), dump_dir="unused", taught=taught)
+    batch["taught"] = taught
     loaded = [[] for _ in range(steps)]
     metrics = [train_on(policy, make_groups(n, **batch), n, n, loaded[n - 1]) for n in range(1, steps + 1)]
     found = {"metrics": metrics, "weights": weights(engine), "loaded": loaded}
     close(engine)
     return found
+
+
+def critics(model, runs, folder=None):
+    """Metrics of policy steps with a critic, and the weights of both, once per entry of `runs`."""
+    return {name: train_with_critic(model, folder=folder, **arguments) for name, arguments in runs.items()}
+
+
+def train_with_critic(model, steps, trainer=None, critic=None, algorithm=None, dtype="float32", folder=None, **batch):
+    """With a `folder`, a checkpoint after the second step is loaded into fresh engines, which go on from there."""
+    algorithm = AlgorithmConfig(**{"advantage": "gae", **(algorithm or {})})
+    config = CriticConfig(**{"enabled": True, "optimizer": OptimizerConfig(lr=1e-3), **(critic or {})})
+
+    def start():
+        engine = make_engine(model, trainer, None, dtype)
+        second = critic_engine(config, engine.model_config, engine.trainer_config, DEVICE, dist.get_rank(), seed=3)
+        second.initialize()
+        found = Critic(second, config)
+        rank = TrainerRank(Config(algorithm=algorithm), dist.get_rank(), dist.get_world_size(), str(folder))
+        rank._engine, rank._critic = engine, found
+        return rank, PolicyTrainer(engine, algorithm, dump_dir="unused", critic=found)
+
+    rank, policy = start()
+    metrics = []
+    for step in range(1, steps + 1):
+        metrics.append(train_on(policy, make_groups(step, **batch), step, step))
+        if folder is not None and step == 2:
+            path = checkpoint.step_path(folder, step)
+            rank.begin_save(str(path), {"step": step})
+            rank.finish_save(wait=True)
+            close_both(rank)
+            rank, policy = start()
+            rank.load(str(path))
+    found = {"metrics": metrics, "weights": weights(rank._engine), "critic": weights(rank._critic.engine)}
+    close_both(rank)
+    return found
+
+
+def close_both(rank):
+    """The critic has the same process groups."""
+    rank._critic.engine.chunks.clear()
+    close(rank._engine)
 
 
 def policies(model, runs):
@@ -522,9 +588,9 @@ def reference(model):
     return {"initial": initial, "trained": trained, "referred": referred, "again": again, "metrics": metrics}
 
 
-def renewed_reference(model, folder):
+def renewed_reference(model, folder, options=None):
     """The KL of four steps with a reference that is renewed every two, and of the fourth after a resume."""
-    folder, trainer = Path(folder), {"tensor_parallel": dist.get_world_size()}
+    folder, trainer = Path(folder), {"tensor_parallel": dist.get_world_size(), **(options or {})}
     algorithm = AlgorithmConfig(kl_coef=0.1, reference_every=2)
     engine = make_engine(model, trainer)
     policy = PolicyTrainer(engine, algorithm, dump_dir="unused")
@@ -692,7 +758,7 @@ def overlapped(models, trainers, folder, forgotten=False, optimizer=None, dtype=
             )
             share = engine.share(samples)
             metrics = []
-            waits = mock.patch.object(engine, "gather_weights") if forgotten and overlap else contextlib.nullcontext()
+            waits = mock.patch.object(engine, "_gather") if forgotten and overlap else contextlib.nullcontext()
             with waits:
                 # Its two minibatches follow each other, and the weight sync follows them.
                 metrics.append(train_on(policy, make_groups(1), 1))

@@ -18,7 +18,9 @@ class StepRewards:
 
     ``groups`` are ascending: responses with the same number answer the same prompt. ``tokens`` are numbers of trained
     tokens. Rewards are finite. ``parts`` are the scores of each of several reward functions, by name, and NaN where a
-    function gave none; ``weights`` are theirs. Without several functions both are empty.
+    function gave none; ``weights`` are theirs. Without several functions both are empty. ``log_ratios`` are
+    sums over the trained tokens of the log-ratio of policy and reference, for estimators that say so; None before they
+    are known.
     """
 
     rewards: Floats
@@ -26,6 +28,7 @@ class StepRewards:
     tokens: Ints
     parts: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
+    log_ratios: Floats | None = None
 
     def each_group(self) -> Iterator[slice]:
         """The responses of each prompt."""
@@ -44,6 +47,19 @@ class StepRewards:
         centred = values - (values @ self.tokens) / count
         variance = (centred**2 @ self.tokens) / (count - 1)
         return centred / np.sqrt(variance + WHITEN_EPS)
+
+
+@dataclass(frozen=True)
+class TokenRewards:
+    """The trained tokens of some responses, one response after another, for estimators with a critic; arrays [tokens].
+
+    Those of response i are from ``starts[i]`` up to ``starts[i + 1]``. The reward of a response is that of its last
+    token. ``values`` are the critic's of the text before each token.
+    """
+
+    rewards: Floats
+    values: Floats
+    starts: Ints
 
 
 # Added to the variance.

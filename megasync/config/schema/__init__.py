@@ -6,7 +6,7 @@ limit (`megasync.config.limits`). Nothing here imports torch or Ray.
 """
 
 from megasync.config.schema.cluster import ClusterConfig, SyncConfig, TimeoutConfig
-from megasync.config.schema.data import DataConfig, DatasetConfig, ModelConfig, PromptConfig, SftConfig
+from megasync.config.schema.data import DataConfig, DatasetConfig, ModelConfig, PromptConfig, SftConfig, TrainSetConfig
 from megasync.config.schema.evaluation import EvalConfig, EvalSamplingConfig, EvalSetConfig, ObserveConfig
 from megasync.config.schema.rewards import (
     AuxiliaryModelConfig,
@@ -14,6 +14,7 @@ from megasync.config.schema.rewards import (
     GroupConfig,
     RewardConfig,
     RewardModelConfig,
+    TeacherConfig,
 )
 from megasync.config.schema.rollout import (
     AUTO,
@@ -29,6 +30,8 @@ from megasync.config.schema.run import Config
 from megasync.config.schema.training import (
     AlgorithmConfig,
     CheckpointConfig,
+    CriticConfig,
+    LoraConfig,
     MegatronConfig,
     OptimizerConfig,
     ScheduleConfig,
@@ -43,6 +46,7 @@ __all__ = [
     "CheckpointConfig",
     "ClusterConfig",
     "Config",
+    "CriticConfig",
     "DataConfig",
     "DatasetConfig",
     "EnvironmentConfig",
@@ -53,6 +57,7 @@ __all__ = [
     "GatewayConfig",
     "GroupConfig",
     "HealthConfig",
+    "LoraConfig",
     "MegatronConfig",
     "ModelConfig",
     "ObserveConfig",
@@ -65,7 +70,9 @@ __all__ = [
     "ScheduleConfig",
     "SftConfig",
     "SyncConfig",
+    "TeacherConfig",
     "TimeoutConfig",
     "ToolsConfig",
+    "TrainSetConfig",
     "TrainerConfig",
 ]

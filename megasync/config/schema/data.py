@@ -7,7 +7,17 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megasync.config.limits import AT_LEAST_ONE, DATASET, DTYPE, NOT_NEGATIVE, PATH, Choice, limited
+from megasync.config.limits import (
+    AT_LEAST_ONE,
+    CURRICULUM,
+    DATASET,
+    DTYPE,
+    NOT_NEGATIVE,
+    PATH,
+    POSITIVE,
+    Choice,
+    limited,
+)
 
 
 @dataclass
@@ -60,12 +70,29 @@ class PromptConfig:
 
 
 @dataclass
+class TrainSetConfig:
+    """One of several training sets, under the name that it has in the metrics: docs/buffer.md#several-training-sets."""
+
+    data: DatasetConfig = field(default_factory=DatasetConfig)
+    # Its share of the prompts, relative to the others'. Whole numbers are exact: with 3 and 1, each four prompts in a
+    # row are three of the one set and one of the other.
+    weight: float = limited(1.0, POSITIVE)
+
+
+@dataclass
 class DataConfig:
     """Where prompts come from."""
 
     train: DatasetConfig | None = None
+    # Several training sets instead of `train`, by names of your choice. Their rows get the column `train_set`.
+    sets: dict[str, TrainSetConfig] = field(default_factory=dict)
     eval: DatasetConfig | None = None
     prompt: PromptConfig = field(default_factory=PromptConfig)
+    # Which prompts are left out by the rewards of their earlier epochs: by_success, or `package.module:function`; null
+    # leaves out none. docs/buffer.md#curriculum.
+    curriculum: str | None = limited(None, CURRICULUM)
+    # Options of the curriculum, by name.
+    curriculum_options: dict[str, Any] = field(default_factory=dict)
     # Shuffle the training prompts anew in each epoch.
     shuffle: bool = True
 

@@ -62,7 +62,7 @@ class FrozenModelConfig:
     # of other models there must sum to less than 1.
     mem_fraction: float = limited(0.8, PROPER_FRACTION)
     # Maximum length of the text and its answer, in tokens; null takes the model's own limit. A reward model gives no
-    # score for a longer text, and an auxiliary model refuses it.
+    # score for a longer text, a teacher no log-probs, and an auxiliary model refuses it.
     context_length: int | None = limited(None, AT_LEAST_ONE)
     # KV cache per server in tokens; null leaves it to SGLang (set it on a CPU).
     max_total_tokens: int | None = limited(None, AT_LEAST_ONE)
@@ -82,6 +82,15 @@ class AuxiliaryModelConfig(FrozenModelConfig):
     max_new_tokens: int = limited(256, AT_LEAST_ONE)
     # Sampling temperature, unless the workflow asks for another.
     temperature: float = limited(0.0, NOT_NEGATIVE)
+
+
+@dataclass
+class TeacherConfig(FrozenModelConfig):
+    """A model on its own servers whose log-probs of the policy's tokens are trained on: docs/algorithms.md#teachers."""
+
+    # What it teaches: values of the rows' column `data_source`, or else names of `data.sets`; empty for everything that
+    # no other teacher does.
+    sources: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -177,6 +177,9 @@ class RolloutConfig:
     # Sample every request with a seed of its own, independent of the rest of the batch: runs are exactly reproducible,
     # but slower.
     deterministic: bool = False
+    # Servers report the experts of each token, and the trainer sends the token to the same ones (routing replay, R3).
+    # docs/algorithms.md#routing-replay
+    routing_replay: bool = False
     # Maximum length of prompt plus response that a server accepts, in tokens; null takes the model's own limit.
     context_length: int | None = limited(None, AT_LEAST_ONE)
     # KV cache per server in tokens; null leaves it to SGLang (set it on a CPU).

@@ -8,9 +8,15 @@ from megasync.config.limits import PATH, RUN_NAME, SEED, limited
 from megasync.config.schema.cluster import ClusterConfig, SyncConfig, TimeoutConfig
 from megasync.config.schema.data import DataConfig, ModelConfig, SftConfig
 from megasync.config.schema.evaluation import EvalConfig, ObserveConfig
-from megasync.config.schema.rewards import AuxiliaryModelConfig, RewardModelConfig
+from megasync.config.schema.rewards import AuxiliaryModelConfig, RewardModelConfig, TeacherConfig
 from megasync.config.schema.rollout import RolloutConfig
-from megasync.config.schema.training import AlgorithmConfig, CheckpointConfig, ScheduleConfig, TrainerConfig
+from megasync.config.schema.training import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    CriticConfig,
+    ScheduleConfig,
+    TrainerConfig,
+)
 
 
 @dataclass
@@ -30,12 +36,15 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     # Models that score responses, by names of your choice.
     reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
     # Models that workflows ask, such as a refiner of search results, by names of your choice.
     auxiliary_models: dict[str, AuxiliaryModelConfig] = field(default_factory=dict)
+    # Models that the policy learns from token by token, by names of your choice.
+    teachers: dict[str, TeacherConfig] = field(default_factory=dict)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)

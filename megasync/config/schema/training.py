@@ -11,6 +11,7 @@ from megasync.config.limits import (
     FRACTION,
     LOSS,
     NOT_NEGATIVE,
+    PATH,
     POSITIVE,
     PROCESSES,
     PROPER_FRACTION,
@@ -55,8 +56,13 @@ class AlgorithmConfig:
     advantage: str = limited("grpo", ADVANTAGE)
     # Options of the estimator, by name.
     advantage_options: dict[str, Any] = field(default_factory=dict)
-    # grpo, grpo_passk and gdpo: divide advantages by the standard deviation of the group's rewards.
+    # grpo, grpo_passk and gdpo: divide advantages by the standard deviation of the group's rewards. gae: shift and
+    # scale them to mean 0 and variance 1 over the trained tokens of a step.
     normalize_std: bool = True
+    # Weight of these advantages; 0 trains on `teachers` alone.
+    reward_coef: float = limited(1.0, NOT_NEGATIVE)
+    # Weight of the log-ratio of a teacher and the policy, which is added to the advantage of each token that has one.
+    teacher_coef: float = limited(1.0, POSITIVE)
     # Loss of a token; docs/algorithms.md#policy-losses lists them.
     loss: str = limited("vanilla", LOSS)
     # Options of the loss, by name.
@@ -90,8 +96,10 @@ class AlgorithmConfig:
     rejection_floor: float = limited(0.0, Range(0, 1))
     # Upper bound of that ratio; null for none.
     rejection_cap: float | None = limited(None, Range(1))
-    # Coefficient of the KL penalty to the initial weights, in the loss; 0 turns it off.
+    # Coefficient of the KL penalty to the initial weights; 0 turns it off.
     kl_coef: float = limited(0.0, NOT_NEGATIVE)
+    # Where that penalty is: a term of the loss, or subtracted from the rewards before advantages are estimated.
+    kl_in: str = limited("loss", Choice("loss", "reward"))
     # Training steps after which the current weights take the place of the initial ones in the KL penalty; 0 never. A
     # multiple of checkpoint.every_steps, so that a resumed run finds them in a checkpoint.
     reference_every: int = limited(0, NOT_NEGATIVE)
@@ -138,6 +146,28 @@ class OptimizerConfig:
 
 
 @dataclass
+class CriticConfig:
+    """A value model on the trainer's ranks, for `algorithm.advantage=gae`: docs/algorithms.md#critic.
+
+    By default `critic.optimizer.lr` is 1e-5.
+    """
+
+    # Train a critic. It has the trainer's topology and the model's dtype.
+    enabled: bool = False
+    # Hugging Face folder of its initial weights, for the same tokenizer; null takes model.path. Without a value head in
+    # it, that starts from random weights.
+    path: str | None = limited(None, PATH)
+    # First training steps in which only the critic learns.
+    warmup_steps: int = limited(0, NOT_NEGATIVE)
+    # A value that moved further than this from its old one is clipped in the loss; null turns it off.
+    clip: float | None = limited(0.5, POSITIVE)
+    # Keep gradients and optimizer state on the device only of the model that learns, the critic or the policy; the
+    # other's are in host memory.
+    offload: bool = False
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+
+
+@dataclass
 class MegatronConfig:
     """Fields of Megatron's own classes that no key of megasync decides: docs/megatron_options.md."""
 
@@ -147,6 +177,21 @@ class MegatronConfig:
     ddp: dict[str, Any] = field(default_factory=dict)
     # Fields of OptimizerConfig.
     optimizer: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters that are trained in place of all weights: docs/adapters.md."""
+
+    # Rank of the adapters; 0 trains all weights instead.
+    rank: int = limited(0, NOT_NEGATIVE)
+    # An adapter is multiplied by alpha / rank.
+    alpha: float = limited(32.0, POSITIVE)
+    # Names of the linear projections that get adapters, such as o_proj; empty is all of attention and MLPs, experts
+    # included. What Megatron fuses (q_proj, k_proj, v_proj; gate_proj, up_proj) is named together.
+    targets: list[str] = field(default_factory=list)
+    # PEFT folder to start from, of the same rank, alpha and targets; null starts new ones.
+    path: str | None = limited(None, PATH)
 
 
 @dataclass
@@ -219,6 +264,7 @@ class TrainerConfig:
     moe_shared_expert_overlap: bool = False
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     # Coefficient of the auxiliary loss that balances load over experts; 0 turns it off.
     moe_aux_loss: float = limited(0.0, NOT_NEGATIVE)
     # Maximum number of consecutive non-finite steps, which are skipped; one more stops the run.

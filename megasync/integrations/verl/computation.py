@@ -111,7 +111,7 @@ class Computation:
         return {"log_probs": logprobs}
 
     def _values(self, part: TensorDict, packed: Batch, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"values": values.squeeze(1).float()}
+        return {"values": self._engine.value_rows(values, packed)}
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:

@@ -1,0 +1,105 @@
+"""Which prompts are worth generating, judged by how often the model solved them before.
+
+A policy is a pure function of a row's past scores, such as `by_success`, or a user's own. What it leaves out is
+admitted and dropped at once, so the ledger accounts for it, and the scores that it judges by come from there after a
+crash.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from megasync.config import builtin
+from megasync.config.schema import DataConfig
+from megasync.importing import load_function
+
+log = logging.getLogger(__name__)
+
+# Scores of a row that are remembered.
+REMEMBERED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RowHistory:
+    """``scores`` are mean rewards of the row's groups, oldest first, at most `REMEMBERED`, in the epochs ``epochs``."""
+
+    scores: tuple[float, ...] = ()
+    epochs: tuple[int, ...] = ()
+
+
+# Whether to generate a row in an epoch, from what is known of it.
+Policy = Callable[[RowHistory, int], bool]
+
+
+def by_success(
+    history: RowHistory,
+    epoch: int,
+    *,
+    solved: float = 1.0,
+    hopeless: float = 0.0,
+    patience: float = 1.0,
+    postpone: float = 2.0,
+) -> bool:
+    """Leaves out a row for good whose last ``patience`` groups all scored at least ``solved``; postpones one whose last
+    groups all scored at most ``hopeless`` until ``postpone`` epochs after the newest of them.
+    """
+    recent = history.scores[-int(patience) :]
+    if len(recent) < patience:
+        return True
+    if min(recent) >= solved:
+        return False
+    return max(recent) > hopeless or epoch - history.epochs[-1] > postpone
+
+
+def curriculum_of(config: DataConfig) -> Policy | None:
+    """The policy that a configuration names, with its options; None without one. Raises ConfigError."""
+    if config.curriculum is None:
+        return None
+    function = load_function(builtin.CURRICULA.get(config.curriculum, config.curriculum))
+    return partial(function, **config.curriculum_options)
+
+
+class Curriculum:
+    """Judges prompts by uid, "<epoch>:<row>". ``rows`` is the number of rows."""
+
+    def __init__(self, policy: Policy, rows: int) -> None:
+        self._policy = policy
+        self._rows = rows
+        self._histories: defaultdict[int, RowHistory] = defaultdict(RowHistory)
+        # Prompts that were left out since the last one that was not.
+        self._left_out = 0
+        self._warned = False
+
+    def restore(self, scores: Iterable[tuple[str, float]]) -> None:
+        """Takes the scores of an earlier process, in their order."""
+        for uid, score in scores:
+            self.record(uid, score)
+
+    def record(self, uid: str, score: float) -> None:
+        """The mean reward of a group that has ended."""
+        epoch, row = map(int, uid.split(":"))
+        known = self._histories[row]
+        self._histories[row] = replace(
+            known,
+            scores=(*known.scores, score)[-REMEMBERED:],
+            epochs=(*known.epochs, epoch)[-REMEMBERED:],
+        )
+
+    def wants(self, uid: str) -> bool:
+        """Whether to generate a prompt now. Never refuses more of them in a row than there are rows."""
+        epoch, row = map(int, uid.split(":"))
+        if row not in self._histories or self._policy(self._histories[row], epoch):
+            self._left_out = 0
+            return True
+        self._left_out += 1
+        if self._left_out <= self._rows:
+            return False
+        self._left_out = 0
+        if not self._warned:
+            self._warned = True
+            log.warning("data.curriculum leaves out every row; training goes on with some of them all the same")
+        return True

@@ -1,0 +1,47 @@
+"""Several training sets as one table of rows, each scored as its own task is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megasync.config.schema import TrainSetConfig
+from megasync.data.datasets import Reward, load_dataset
+from megasync.errors import DataError
+
+# Column with the name of a row's set.
+SET = "train_set"
+
+
+class VerifierOfSet:
+    """The reward function of rows from several sets, each with its own; a group's rows are all of one set."""
+
+    def __init__(self, by_set: Mapping[str, Reward]) -> None:
+        self._by_set = by_set
+
+    async def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> Any:
+        scores = self._by_set[columns[SET][0]](completions, **columns)
+        return await scores if inspect.isawaitable(scores) else scores
+
+
+def load_training_sets(
+    sets: Mapping[str, TrainSetConfig],
+) -> tuple[list[dict[str, Any]], Reward | None, list[tuple[int, float]]]:
+    """The rows of all sets in their order, with the column `SET`; their reward; and (rows, weight) of each.
+
+    The reward is that of each row's own set; None if a set has none. Raises DataError.
+    """
+    table, verifiers, sizes = [], {}, []
+    for name, each in sets.items():
+        rows, verifier = load_dataset(each.data)
+        if taken := next((row for row in rows if SET in row), None):
+            raise DataError(f"data.sets.{name} has a column {SET!r} ({taken[SET]!r}), which megasync sets; rename it")
+        table += [{**row, SET: name} for row in rows]
+        sizes.append((len(rows), each.weight))
+        if verifier is not None:
+            verifiers[name] = verifier
+    functions = {*verifiers.values()}
+    if len(verifiers) < len(sets):
+        return table, None, sizes
+    return table, functions.pop() if len(functions) == 1 else VerifierOfSet(verifiers), sizes

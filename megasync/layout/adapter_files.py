@@ -1,0 +1,107 @@
+"""Adapters in PEFT's folders, and merged into the weights of their model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch.nn.functional import one_hot
+
+from megasync.errors import CheckpointError, ConfigError
+from megasync.layout.adapter import AdapterLayout, check_adapter_config
+from megasync.layout.layout import Layout, Piece
+from megasync.layout.shards import (
+    ADAPTER_CONFIG,
+    HfFolder,
+    Read,
+    ReadParam,
+    ReadPart,
+    ShardFiles,
+    export_checkpoint,
+    fill_param,
+    fill_params,
+    pieces_by_param,
+    read_json,
+    read_layout,
+    reading_parts,
+    write_folder,
+)
+from megasync.layout.topology import Topology
+
+
+def spread(up: torch.Tensor, sources: torch.Tensor, count: int) -> torch.Tensor:
+    """``up`` [rows, rank] as [rows, count * rank]: each row at the factors of its own tensor, ``sources`` [rows], and
+    zero at those of the other ``count`` - 1.
+    """
+    if count == 1:
+        return up
+    return (one_hot(sources, count).to(up.dtype)[:, :, None] * up[:, None, :]).flatten(1)
+
+
+def low_rank_product(downs: Sequence[torch.Tensor], up: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+    """What an adapter of scale 1 adds to a parameter, [rows, columns]; see `spread`."""
+    return spread(up, sources, len(downs)) @ torch.cat([*downs])
+
+
+def check_adapter_folder(path: str | Path, layout: AdapterLayout) -> None:
+    """Raises ConfigError unless ``path`` is a PEFT folder of adapters of this shape; does not read their weights."""
+    config = Path(path) / ADAPTER_CONFIG
+    if not config.is_file():
+        raise ConfigError(f"trainer.lora.path={str(path)!r} is not a PEFT folder: it has no {ADAPTER_CONFIG}")
+    try:
+        found = read_json(config)
+    except CheckpointError as error:
+        raise ConfigError(f"trainer.lora.path={str(path)!r}: {error}") from None
+    check_adapter_config(found, layout.shape, str(path))
+
+
+def read_adapter(path: str | Path, layout: AdapterLayout, rank: int) -> dict[str, torch.Tensor]:
+    """A global rank's adapters from a PEFT folder, float32.
+
+    Raises CheckpointError for a file or tensor that is missing, and ConfigError for an adapter of another shape.
+    """
+    check_adapter_folder(path, layout)
+    with HfFolder(path) as folder:
+        return fill_params(layout, rank, folder.reading(layout.hf_tensors), torch.float32)
+
+
+def export_model(checkpoint_dir: str | Path, source: str | Path, out: str | Path) -> None:
+    """Writes a checkpoint as a Hugging Face folder of a whole model: adapters are merged into the one in ``source``.
+
+    Raises CheckpointError as `shards.export_checkpoint` does.
+    """
+    layout, dtype = read_layout(checkpoint_dir)
+    if not isinstance(layout, AdapterLayout):
+        export_checkpoint(checkpoint_dir, source, out)
+        return
+    with ShardFiles(checkpoint_dir) as files, HfFolder(source) as folder:
+        merged, read = merging(folder, layout, files.part)
+        write_folder(Path(source), Path(out), merged, dtype, read)
+
+
+def merging(folder: HfFolder, layout: AdapterLayout, part: ReadPart) -> tuple[Layout, ReadParam]:
+    """A layout of one rank for the model in ``folder``, and a function that reads its merged parameters, float32.
+
+    ``part`` reads boxes of the adapters of ``layout``.
+    """
+    one = AdapterLayout(Layout(layout.hf_config, Topology()), layout.shape)
+    adapted = {each.item.param: each for each in one.adapted(0)}
+    weights = folder.reading(one.base.hf_tensors), pieces_by_param(one.base, 0), one.base.params(0)
+    factors = reading_parts(layout, part), pieces_by_param(one, 0), one.params(0)
+
+    def read(rank: int, param: str) -> torch.Tensor:
+        whole = _whole(param, *weights)
+        if each := adapted.get(param):
+            sources = torch.tensor(one.sources(each.item, rank))
+            downs = [_whole(down, *factors) for down in each.downs]
+            whole.add_(low_rank_product(downs, _whole(each.up, *factors), sources), alpha=layout.shape.scale)
+        return whole
+
+    return one.base, read
+
+
+def _whole(
+    param: str, read: Read, pieces: Mapping[str, list[Piece]], shapes: Mapping[str, tuple[int, ...]]
+) -> torch.Tensor:
+    return fill_param(shapes[param], pieces[param], read, torch.float32)

@@ -1,0 +1,117 @@
+"""Teachers: frozen models whose log-probs of the policy's own tokens are trained on (on-policy distillation).
+
+A teacher reads each response once, when its group is complete, and the log-probs travel with the trajectory as the
+array `TEACHER`. A response that is longer than the teacher's context, or of a row that no teacher teaches, has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megasync.concurrency.tasks import gather_or_cancel
+from megasync.config import Config
+from megasync.data.render import load_tokenizer
+from megasync.data.sets import SET
+from megasync.errors import ConfigError
+from megasync.runs import FloatArray
+from megasync.serving.answers import read_scored
+from megasync.serving.control import ServerControl
+from megasync.serving.frozen_client import FrozenModelClient
+from megasync.serving.frozen_folder import read_frozen_model
+from megasync.trajectory import TEACHER, Ids, Trajectory
+
+# Column of a row that says where it comes from; without it, that of its training set does.
+SOURCE = "data_source"
+
+
+class Teacher:
+    """One of `teachers`. Requests wait until their owner has added a server."""
+
+    def __init__(self, client: FrozenModelClient, context_length: int) -> None:
+        self._client = client
+        self._context_length = context_length
+        self._too_long = 0
+
+    def add_server(self, server: ServerControl) -> None:
+        self._client.add_server(server)
+
+    def remove_server(self, url: str) -> None:
+        self._client.remove_server(url)
+
+    def metrics(self) -> dict[str, float]:
+        """The client's metrics, and the number of responses without log-probs: `too_long`."""
+        return self._client.metrics() | {"too_long": float(self._too_long)}
+
+    async def logprobs(self, prompt_ids: Ids, response_ids: Ids) -> FloatArray | None:
+        """Log-probs of the response at temperature 1, [response tokens]; None if it is longer than the context.
+
+        Raises DataError when a server refuses the request, and ServerError when none answers within
+        `timeouts.request`.
+        """
+        ids = [*map(int, prompt_ids), *map(int, response_ids)]
+        # One token is sampled and discarded; the log-probs of the input come with it.
+        if len(ids) + 1 > self._context_length:
+            self._too_long += 1
+            return None
+        first = len(prompt_ids) - 1
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": first,
+        }
+        scored = await self._client.ask("/generate", body, partial(_read, ids[first:]))
+        return np.array(scored, dtype=np.float32)
+
+
+def _read(ids: list[int], answer: Any) -> list[float]:
+    return read_scored(answer, ids)
+
+
+class Teachers:
+    """The teachers of a run by name, and which rows each of them teaches."""
+
+    def __init__(self, by_name: Mapping[str, Teacher], sources: Mapping[str, Sequence[str]]) -> None:
+        self.by_name = by_name
+        self._of_source = {source: by_name[name] for name, known in sources.items() for source in known}
+        self._of_others = next((by_name[name] for name, known in sources.items() if not known), None)
+
+    async def teach(self, trajectories: Sequence[Trajectory], columns: Mapping[str, Any]) -> list[Trajectory]:
+        """The trajectories of a row with the log-probs of its teacher. Raises as `Teacher.logprobs` does."""
+        teacher = self._of_source.get(str(columns.get(SOURCE, columns.get(SET))), self._of_others)
+        if teacher is None:
+            return [*trajectories]
+        found = await gather_or_cancel(*(teacher.logprobs(t.prompt_ids, t.response_ids) for t in trajectories))
+        return [
+            t if logprobs is None else replace(t, arrays=t.arrays | {TEACHER: logprobs})
+            for t, logprobs in zip(trajectories, found, strict=True)
+        ]
+
+
+def load_teachers(config: Config, tokenizer: Any) -> Teachers:
+    """The teachers of a configuration, not connected yet. ``tokenizer`` is the policy's.
+
+    Raises ConfigError if a teacher's tokenizer has other tokens, so that its log-probs would be of another text, and
+    DataError if it cannot be loaded.
+    """
+    teachers = {}
+    for name, model in config.teachers.items():
+        key = f"teachers.{name}"
+        own = load_tokenizer(str(Path(model.path).expanduser()), f"{key}.path").get_vocab()
+        needed = tokenizer.get_vocab()
+        if own != needed:
+            token = next(iter(own.items() ^ needed.items()))
+            raise ConfigError(
+                f"{key}.path={model.path!r} has another tokenizer than model.path={config.model.path!r} (they differ "
+                f"in {token[0]!r}), so it cannot score the policy's tokens; choose a teacher with the same vocabulary"
+            )
+        limit = model.context_length or read_frozen_model(key, model)["max_position_embeddings"]
+        client = FrozenModelClient(f"teacher {name!r}", model.max_inflight, config.timeouts.request)
+        teachers[name] = Teacher(client, limit)
+    return Teachers(teachers, {name: model.sources for name, model in config.teachers.items()})

@@ -1,0 +1,224 @@
+"""The low-rank adapters of one rank: beside Megatron's linear layers while it trains, merged for everybody else.
+
+A forward hook adds ``scale * up @ down @ x`` to what a linear layer computes. The model's own weights are frozen, so
+Megatron makes no gradients, no main weights and no moments for them. The narrow vector ``down @ x`` is what tensor
+ranks exchange: gathered over tokens before the rows of ``up`` that a rank holds, summed after its columns of ``down``.
+
+Servers get ``weight + scale * up @ down``, computed in float32 and rounded to the dtype of the model.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch.nn.functional import linear, rms_norm
+
+from megasync.layout.adapter import DOWN, Adapted, AdapterLayout
+from megasync.layout.adapter_files import low_rank_product, spread
+from megasync.layout.families import Split
+from megasync.layout.layout import Box
+from megasync.layout.shards import box_of, fill_params
+from megasync.trainer.layer_specs import NormedOutput
+from megasync.trainer.model import PolicyModel
+from megasync.trainer.param_attributes import set_param_attributes
+
+
+class LowRank(torch.nn.Module):
+    """The adapters of one linear layer, or of each expert of a grouped one.
+
+    Its parameters are those of `AdapterLayout.params` below the layer's ``adapter``. ``shapes`` has all of these.
+    ``split_tokens``: tensor ranks have different tokens between layers.
+    """
+
+    sources: torch.Tensor
+
+    def __init__(
+        self,
+        layer: torch.nn.Module,
+        adapted: Sequence[Adapted],
+        layout: AdapterLayout,
+        rank: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        split_tokens: bool,
+    ) -> None:
+        super().__init__()
+        weight = next(layer.parameters(recurse=False))
+        self._scale = layout.shape.scale
+        first = adapted[0].item
+        self._rows = first.split is Split.ROW
+        self._is_expert = first.ep is not None
+        self._split_tokens = split_tokens
+        self._norm = getattr(layer, "layer_norm_weight", None) is not None
+        # Names of the factors of each expert, or of the layer.
+        self._factors: list[tuple[list[str], str]] = []
+        for each in adapted:
+            names = [name.rpartition(".")[2] for name in (*each.downs, each.up)]
+            for name, long in zip(names, (*each.downs, each.up), strict=True):
+                empty = torch.empty(shapes[long], dtype=weight.dtype, device=weight.device)
+                self.register_parameter(name, torch.nn.Parameter(empty))
+            self._factors.append((names[:-1], names[-1]))
+        sources = torch.tensor(layout.sources(first, rank), dtype=torch.long, device=weight.device)
+        self.register_buffer("sources", sources, persistent=False)
+
+    def forward(self, layer: torch.nn.Module, x: torch.Tensor, splits: Sequence[int] | None = None) -> torch.Tensor:
+        """What is added to the output of ``layer`` for its input, [tokens, ..., features]."""
+        if self._norm:
+            x = _normalised(layer, x)
+        if splits is None:
+            return self._added(x, *self._factors[0])
+        parts = zip(x.split(list(splits)), self._factors, strict=True)
+        return torch.cat([self._added(part, *factors) for part, factors in parts])
+
+    def _added(self, x: torch.Tensor, downs: list[str], up: str) -> torch.Tensor:
+        narrow = linear(x, torch.cat([getattr(self, name) for name in downs]))
+        if not self._is_expert:
+            narrow = self._exchanged(narrow)
+        return linear(narrow, spread(getattr(self, up), self.sources, len(downs))) * self._scale
+
+    def _exchanged(self, narrow: torch.Tensor) -> torch.Tensor:
+        """The narrow vectors of the tokens that the output of the layer has, whole."""
+        if self._rows:
+            if self._split_tokens:
+                return reduce_scatter_to_sequence_parallel_region(narrow)
+            return reduce_from_tensor_model_parallel_region(narrow)
+        if self._split_tokens:
+            return gather_from_sequence_parallel_region(narrow)
+        return copy_to_tensor_model_parallel_region(narrow)
+
+
+def _normalised(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    weight = layer.layer_norm_weight
+    if layer.zero_centered_gamma:
+        return rms_norm(x.float(), x.shape[-1:], weight.float() + 1, layer.eps).to(x.dtype)
+    # Torch computes it in float32 inside, and keeps the input as it is for the backward pass.
+    return rms_norm(x, x.shape[-1:], weight, layer.eps)
+
+
+def _add(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    values, bias = output
+    return values + layer.adapter(layer, *inputs[:2]), bias
+
+
+@dataclass
+class Adapters:
+    """The adapters of a rank, which `attach` made; ``weights`` are the model's own, by the names of `Layout.params`."""
+
+    layout: AdapterLayout
+    rank: int
+    weights: Mapping[str, torch.Tensor]
+    params: dict[str, torch.Tensor]
+    adapted: Sequence[Adapted]
+    # What servers get in place of the adapted weights. Always the same tensors, as the weight sync keeps views of them.
+    _merged: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    _sources: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+
+    @torch.no_grad()
+    def served(self) -> dict[str, torch.Tensor]:
+        """The merged weights; all parameters of `Layout.params`. Valid until `merge` writes them again."""
+        if not self._merged:
+            self.merge()
+        return {name: self._merged.get(name, weight.data) for name, weight in self.weights.items()}
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Writes the current adapters into the merged weights."""
+        for each in self.adapted:
+            name, weight = each.item.param, self.weights[each.item.param]
+            if name not in self._merged:
+                self._merged[name] = torch.empty_like(weight)
+                sources = self.layout.sources(each.item, self.rank)
+                self._sources[name] = torch.tensor(sources, dtype=torch.long, device=weight.device)
+            downs = [self.params[down].float() for down in each.downs]
+            added = low_rank_product(downs, self.params[each.up].float(), self._sources[name])
+            self._merged[name].copy_(torch.add(weight.float(), added, alpha=self.layout.shape.scale))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything that a rank holds of adapters besides gradients and the optimizer's state."""
+        return [*self.params.values(), *self._merged.values()]
+
+
+class ReferenceAdapters:
+    """A copy of the current adapters, with which the chunks compute within `applied`; see `reference`."""
+
+    def __init__(self, adapters: Adapters) -> None:
+        self._params = adapters.params
+        self._kept = {name: param.detach().clone() for name, param in adapters.params.items()}
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        own = {name: param.data for name, param in self._params.items()}
+        try:
+            for name, param in self._params.items():
+                param.data = self._kept[name]
+            yield
+        finally:
+            for name, param in self._params.items():
+                param.data = own[name]
+
+
+def attach(
+    chunks: Sequence[PolicyModel],
+    weights: Mapping[str, torch.Tensor],
+    layout: AdapterLayout,
+    rank: int,
+    sequence_parallel: bool,
+) -> Adapters:
+    """Freezes the weights of the chunks and gives their linear layers adapters, which are not initialised."""
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        if chunk.pre_process:
+            # Recomputed layers get no gradients if their input needs none.
+            chunk.embedding.register_forward_hook(_needs_gradient)
+    by_layer: dict[str, list[Adapted]] = defaultdict(list)
+    adapted, shapes = layout.adapted(rank), layout.params(rank)
+    for each in adapted:
+        by_layer[each.module].append(each)
+    params: dict[str, torch.Tensor] = {}
+    for path, own in by_layer.items():
+        turn, _, inner = path.partition(".") if len(chunks) > 1 else ("0", "", path)
+        layer = chunks[int(turn)].get_submodule(inner)
+        split_tokens = sequence_parallel and layout.topology.tensor > 1
+        adapter = LowRank(layer, own, layout, rank, shapes, split_tokens)
+        layer.add_module("adapter", adapter)
+        if not isinstance(layer, NormedOutput):
+            layer.register_forward_hook(_add)
+        params |= {f"{path}.adapter.{name}": param for name, param in adapter.named_parameters()}
+    # In the order of the layout, as the model's own.
+    params = {name: params[name] for name in shapes}
+    set_param_attributes(params, layout, rank, sequence_parallel)
+    return Adapters(layout, rank, weights, params, adapted)
+
+
+def _needs_gradient(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+    return output if output.requires_grad else output.detach().requires_grad_()
+
+
+def fresh_adapters(layout: AdapterLayout, rank: int, seed: int) -> dict[str, torch.Tensor]:
+    """New adapters, as PEFT makes them: ``down`` uniform within 1 / sqrt(in), ``up`` zero. Float32, on the CPU.
+
+    They depend on the seed and the names of projections only, not on the topology.
+    """
+
+    def read(name: str, box: Box) -> torch.Tensor:
+        whole = torch.zeros(layout.hf_tensors[name])
+        if name.endswith(DOWN):
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            bound = 1 / math.sqrt(whole.shape[1])
+            whole.uniform_(-bound, bound, generator=generator)
+        return box_of(whole, box)
+
+    return fill_params(layout, rank, read, torch.float32)

@@ -1,0 +1,159 @@
+"""The critic of a rank: a second engine with a value head, on the same process groups, with an optimizer of its own.
+
+It computes the shares that the policy has planned, and learns before the policy does. Values and returns stay on the
+rank that computes them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megasync.algorithms.value_loss import explained_variance, value_loss
+from megasync.config.schema import CriticConfig, LoraConfig, ModelConfig, TrainerConfig
+from megasync.device import Device
+from megasync.trainer.batch import Batch
+from megasync.trainer.checkpoint import CRITIC, partial_path
+from megasync.trainer.engine import LossFunction, MegatronEngine, Share
+from megasync.trainer.nonfinite import SkipBudget
+from megasync.trainer.offload import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS, Offload
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Returns:
+    """What a critic learns from a minibatch; of each microbatch float32 [targets], empty before the last stage.
+
+    ``tokens`` is the number of trained tokens of all ranks.
+    """
+
+    share: Share
+    tokens: int
+    old_values: Sequence[torch.Tensor]
+    returns: Sequence[torch.Tensor]
+
+
+class Critic:
+    """Every method is a collective of all ranks. ``engine`` is initialised, and has a value head."""
+
+    def __init__(self, engine: MegatronEngine, config: CriticConfig) -> None:
+        self.engine = engine
+        self.warmup_steps = config.warmup_steps
+        self._clip = config.clip
+        self._budget = SkipBudget(engine.trainer_config.max_skipped_steps)
+        self._takes_turns = config.offload
+        self._offload = Offload(engine.memory, engine.device)
+        if self._takes_turns:
+            self._offload.offload(GRADIENTS, OPTIMIZER)
+
+    def leave_device(self) -> None:
+        """Moves everything to the host; `return_to_device` undoes it."""
+        self._offload.offload(*KINDS)
+
+    def return_to_device(self) -> None:
+        self._offload.restore(WEIGHTS)
+        if not self._takes_turns:
+            self._offload.restore(*KINDS)
+
+    @contextmanager
+    def turn(self, policy: Offload) -> Iterator[None]:
+        """Within the context the critic may learn. With `critic.offload` the policy then may not: it has no gradients
+        and no optimizer state on the device.
+        """
+        if not self._takes_turns:
+            yield
+            return
+        policy.offload(GRADIENTS, OPTIMIZER)
+        try:
+            with self._offload.present(GRADIENTS, OPTIMIZER):
+                yield
+        finally:
+            policy.restore(GRADIENTS, OPTIMIZER)
+
+    def values(self, share: Share) -> list[torch.Tensor]:
+        """See `MegatronEngine.values`."""
+        return self.engine.values(share)
+
+    def learn(self, minibatches: Sequence[Returns], step: int) -> dict[str, float]:
+        """Takes an optimizer step on each minibatch; returns the same metrics on every rank.
+
+        ``step`` counts from 1 and determines the learning rate. Raises NonFiniteError if more optimizer steps in a row
+        than allowed had a non-finite loss or gradient.
+        """
+        totals: dict[str, float] = {}
+        norms, lr, skipped = [], 0.0, 0
+        for index, minibatch in enumerate(minibatches):
+            sums = self.engine.forward_backward(minibatch.share, self._loss(minibatch))
+            update = self.engine.update(step, math.isfinite(sums["loss"]))
+            norms.append(update.grad_norm)
+            lr = update.lr
+            totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
+            if update.applied:
+                self._budget.applied()
+                continue
+            skipped += 1
+            what = f"that of the critic, step {step}, minibatch {index}, with loss {sums['loss']} and gradient norm "
+            log.error("Skipped an optimizer step: %s%s", what, update.grad_norm)
+            self._budget.skipped(f"{what}{update.grad_norm}")
+        self.engine.gather_weights()
+        tokens = totals["tokens"]
+        return {
+            "critic/loss": totals["loss"] / len(minibatches),
+            "critic/grad_norm": sum(norms) / len(norms),
+            "critic/lr": lr,
+            "critic/skipped": float(skipped),
+            "critic/clip_fraction": totals["clip_fraction"] / tokens,
+            "critic/value_mean": totals["value"] / tokens,
+            "critic/return_mean": totals["return"] / tokens,
+            "critic/explained_variance": explained_variance(totals),
+        }
+
+    # Its checkpoint is a folder within the policy's, and complete before that is.
+
+    def begin_save(self, path: Path) -> None:
+        """Begins to write into the policy's checkpoint at ``path``, of which `MegatronEngine.begin_save` has begun."""
+        with self._offload.present(OPTIMIZER):
+            self.engine.begin_save(partial_path(path) / CRITIC, {})
+
+    def finish_save(self, wait: bool) -> bool:
+        """See `MegatronEngine.finish_save`; true also afterwards."""
+        return not self.engine.is_saving or self.engine.finish_save(wait)
+
+    def load(self, path: Path) -> None:
+        """Restores the critic of the policy's checkpoint at ``path``. Raises CheckpointError if there is none."""
+        with self._offload.present(OPTIMIZER):
+            self.engine.load(path / CRITIC)
+
+    def _loss(self, minibatch: Returns) -> LossFunction:
+        def loss(batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            total, sums = value_loss(
+                values,
+                old_values=minibatch.old_values[batch.index],
+                returns=minibatch.returns[batch.index],
+                mask=torch.full_like(values, float(batch.counted)),
+                clip=self._clip,
+            )
+            return total / minibatch.tokens, sums
+
+        return loss
+
+
+def critic_engine(
+    config: CriticConfig, model: ModelConfig, trainer: TrainerConfig, device: Device, rank: int, **options: object
+) -> MegatronEngine:
+    """The engine of a critic beside a policy of ``model`` and ``trainer``; see `MegatronEngine` for ``options``."""
+    return MegatronEngine(
+        replace(model, path=config.path or model.path),
+        replace(trainer, optimizer=config.optimizer, lora=LoraConfig()),
+        device,
+        rank,
+        value_head=True,
+        **options,  # pyright: ignore[reportArgumentType]
+    )

@@ -1,0 +1,75 @@
+"""Which rows are left out: the built-in policy, histories, and a rollout with its buffer and ledger."""
+
+import pytest
+
+from megasync.buffer.groups import SCORES
+from megasync.config.schema import DataConfig
+from megasync.data.curriculum import REMEMBERED, Curriculum, RowHistory, by_success, curriculum_of
+from megasync.rollout.drops import ALL_FAILED, ALL_SOLVED
+
+
+def history(*scores, first=0):
+    return RowHistory(tuple(map(float, scores)), tuple(range(first, first + len(scores))))
+
+
+@pytest.mark.parametrize(
+    ("scores", "epoch", "options", "wanted"),
+    [
+        ([0.5], 1, {}, True),
+        ([1], 1, {}, False),
+        ([1], 99, {}, False),
+        ([1, 0.9], 2, {}, True),
+        ([0.9], 1, {"solved": 0.8}, False),
+        ([1], 1, {"patience": 2}, True),
+        ([1, 1], 2, {"patience": 2}, False),
+        ([0], 1, {}, False),
+        ([0], 2, {}, False),
+        ([0], 3, {}, True),
+        ([0], 1, {"postpone": 0}, True),
+        ([0.1], 1, {"hopeless": 0.2}, False),
+        ([0.5, 0], 2, {"patience": 2}, True),
+    ],
+)
+def test_solved_rows_are_left_out_and_hopeless_ones_postponed(scores, epoch, options, wanted):
+    assert by_success(history(*scores), epoch, **options) is wanted
+
+
+def test_a_row_without_a_score_is_wanted_and_scores_are_of_rows_not_uids():
+    curriculum = Curriculum(by_success, 10)
+    assert curriculum.wants("0:3") and curriculum.wants("5:3")
+    curriculum.record("0:3", 1.0)
+    assert not curriculum.wants("1:3") and curriculum.wants("1:4")
+    curriculum.restore([("1:4", 1.0), ("1:3", 0.2)])
+    assert curriculum.wants("2:3") and not curriculum.wants("2:4")
+
+
+def test_only_the_newest_scores_are_kept():
+    seen = []
+    curriculum = Curriculum(lambda known, epoch: bool(seen.append(known)) or True, 1)
+    for epoch in range(40):
+        curriculum.record(f"{epoch}:0", float(epoch))
+    curriculum.wants("40:0")
+    assert seen[0].scores == tuple(map(float, range(40 - REMEMBERED, 40))) and len(seen[0].epochs) == REMEMBERED
+
+
+def test_some_rows_are_generated_even_if_all_are_solved(caplog):
+    curriculum = Curriculum(by_success, 3)
+    for row in range(3):
+        curriculum.record(f"0:{row}", 1.0)
+    wanted = [curriculum.wants(f"{1 + n // 3}:{n % 3}") for n in range(12)]
+    assert wanted == [False, False, False, True] * 3
+    assert caplog.text.count("leaves out every row") == 1
+
+
+def never(history, epoch, *, unless=9.0):
+    return history.scores[-1] > unless
+
+
+def test_a_policy_may_be_a_users_own():
+    assert curriculum_of(DataConfig()) is None
+    policy = curriculum_of(DataConfig(curriculum=f"{__name__}:never", curriculum_options={"unless": 0.5}))
+    assert policy is not None and policy(history(0.6), 1) and not policy(history(0.5), 1)
+
+
+def test_the_reasons_that_tell_a_score_are_those_of_the_rollout():
+    assert {ALL_SOLVED: 1.0, ALL_FAILED: 0.0} == SCORES

@@ -1,0 +1,169 @@
+"""Adapters in every kind of layout compute what Hugging Face computes with the adapters merged into the weights.
+
+Float32. Log-probs and losses agree to 1e-5, gradients to 1e-5 plus 1e-4 of their size. Hugging Face gives the gradient
+of each merged weight, and the product rule those of the two factors: ``scale * grad @ down.T`` and
+``scale * up.T @ grad``.
+"""
+
+import pytest
+import torch
+from family_layouts import (
+    DENSE_LAYOUTS,
+    INTERLEAVED,
+    SPARSE_LAYOUTS,
+    WHOLE,
+    cases_of,
+    norm,
+    reference,
+    with_whole_gradients,
+)
+from random_adapters import ALPHA, RANK, adapted_reference, adapters_of, write_adapters
+from safetensors.torch import load_file
+
+from megasync.config.schema import LoraConfig, TrainerConfig
+from megasync.errors import ConfigError
+from megasync.layout.adapter import adapter_layout
+from megasync.layout.adapter_files import export_model
+from megasync.layout.layout import Layout
+from megasync.layout.model_files import read_hf_config
+from megasync.layout.shards import assemble, export_checkpoint
+from megasync.layout.topology import Topology
+
+EXPERT_LAYOUTS = {
+    1: {"one": {}, "recompute": {"recompute": "full", "tokens_per_microbatch": 64}},
+    2: {
+        "tp2-ep2-etp1": SPARSE_LAYOUTS[2]["tp2-ep2-etp1"],
+        "ep2": {"data_parallel": 2, "expert_parallel": 2, "tokens_per_microbatch": 64, **WHOLE},
+        "ep2-distributed": {"data_parallel": 2, "expert_parallel": 2},
+        "pp2-vpp2": {**INTERLEAVED, "recompute": "full"},
+    },
+}
+LAYOUTS = {
+    1: {**DENSE_LAYOUTS[1], "recompute": EXPERT_LAYOUTS[1]["recompute"]},
+    2: {
+        **DENSE_LAYOUTS[2],
+        "tp2": {"tensor_parallel": 2},
+        "cp2": {"context_parallel": 2, "tokens_per_microbatch": 32, **WHOLE},
+    },
+}
+FAMILIES = {
+    "mistral": LAYOUTS,
+    "glm4": LAYOUTS,
+    "gemma3_text": {2: {"tp2-sp": LAYOUTS[2]["tp2-sp"]}, 1: {"one": {}}},
+    "qwen3_moe": EXPERT_LAYOUTS,
+    "deepseek_v3": EXPERT_LAYOUTS,
+    "minimax_m2": EXPERT_LAYOUTS,
+    "gpt_oss": EXPERT_LAYOUTS,
+    "qwen3_next": EXPERT_LAYOUTS,
+}
+CASES = cases_of(FAMILIES)
+WHOLE_GRADIENTS = with_whole_gradients(CASES)
+
+
+@pytest.fixture(scope="module")
+def folders(models, tmp_path_factory):
+    """family -> (PEFT folder of random adapters, folder of the model with these merged)."""
+    return {family: write_adapters(models[family], tmp_path_factory.mktemp(family)) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def results(run_ranks, models, rows, folders, tmp_path_factory):
+    saved, found = tmp_path_factory.mktemp("checkpoints"), {}
+    for family, worlds in FAMILIES.items():
+        lora = {"rank": RANK, "alpha": ALPHA, "path": str(folders[family][0])}
+        for world, layouts in worlds.items():
+            given = {label: {**options, "lora": lora} for label, options in layouts.items()}
+            mine = {family: models[family]}
+            ranks = run_ranks("layouts", world, models=mine, rows=rows, layouts=given, folder=str(saved))
+            found |= {key: [rank[key] for rank in ranks] for key in ranks[0]}
+    return found, saved
+
+
+@pytest.fixture(scope="module")
+def expected(folders, rows):
+    """family -> (log-probs, loss, gradients of the factors by their names)."""
+    return {family: adapted_reference(*own, rows) for family, own in folders.items()}
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_scores_and_losses_are_those_of_the_merged_model(results, expected, family, layout):
+    logprobs, loss, _ = expected[family]
+    for rank in results[0][family, layout]:
+        torch.testing.assert_close(rank["scores"], logprobs, atol=1e-5, rtol=0)
+        assert rank["loss"] == pytest.approx(loss, abs=1e-5)
+
+
+@pytest.mark.parametrize(("family", "layout"), WHOLE_GRADIENTS)
+def test_gradients_are_those_of_the_factors(results, expected, models, family, layout):
+    map_, ranks = adapters_of(models[family], CASES[family, layout]), results[0][family, layout]
+    assert set(ranks[0]["gradients"]) == set(map_.params(0))
+    for name, grad in expected[family][2].items():
+        found = assemble(name, map_, lambda rank, param: ranks[rank]["gradients"][param])
+        torch.testing.assert_close(found, grad, atol=1e-5, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_gradient_norms_are_those_of_the_factors(results, expected, family, layout):
+    for rank in results[0][family, layout]:
+        assert rank["grad_norm"] == pytest.approx(norm(expected[family][2]), rel=1e-4)
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_served_weights_are_the_merged_ones(results, folders, models, family, layout):
+    map_, ranks = adapters_of(models[family], CASES[family, layout]).base, results[0][family, layout]
+    for name, weight in load_file(folders[family][1] / "model.safetensors").items():
+        found = assemble(name, map_, lambda rank, param: ranks[rank]["served"][param])
+        torch.testing.assert_close(found, weight, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("family", "layout"), [case for case in CASES if case[1] != "one"])
+def test_adapters_after_a_step_are_those_of_one_rank(results, expected, models, family, layout, tmp_path):
+    """As PEFT folders. Adam's first step is nearly the sign of the gradient."""
+    grads, exported = expected[family][2], {}
+    for label in ("one", layout):
+        export_checkpoint(results[1] / f"{family}-{label}", models[family], tmp_path / label)
+        exported[label] = load_file(tmp_path / label / "adapter_model.safetensors")
+    assert exported["one"].keys() == exported[layout].keys() == grads.keys()
+    for name, weight in exported["one"].items():
+        difference = (exported[layout][name] - weight).abs()
+        assert difference.max() < 2.1e-3, name
+        assert (difference[grads[name].abs() > 1e-4] < 1e-5).all(), name
+    for rank in results[0][family, layout]:
+        torch.testing.assert_close(rank["after"], results[0][family, "one"][0]["after"], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3_moe"])
+def test_a_merged_export_scores_as_the_trained_model(results, models, rows, family, tmp_path):
+    label = "tp2-sp" if family == "mistral" else "tp2-ep2-etp1"
+    export_model(results[1] / f"{family}-{label}", models[family], tmp_path / "merged")
+    logprobs, *_ = reference(tmp_path / "merged", rows)
+    torch.testing.assert_close(results[0][family, label][0]["after"], logprobs, atol=1e-5, rtol=0)
+
+
+def test_peft_computes_the_same_from_the_same_folder(folders, models, expected, rows):
+    """From the folder that ranks read, and from one that they wrote (their export has the same form)."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(models["mistral"], dtype=torch.float32, attn_implementation="eager")
+    model = peft.PeftModel.from_pretrained(base, folders["mistral"][0])
+    found = []
+    with torch.no_grad():
+        for row in rows:
+            ids = torch.tensor([row["prompt"] + row["response"]])
+            log_p = model(ids).logits[0, len(row["prompt"]) - 1 : -1].log_softmax(-1)
+            found.append(log_p.gather(1, ids[0, len(row["prompt"]) :, None])[:, 0])
+    torch.testing.assert_close(torch.cat(found), expected["mistral"][0], atol=1e-5, rtol=0)
+
+
+def refusal(path, **lora):
+    trainer = TrainerConfig(lora=LoraConfig(rank=RANK, **lora))
+    with pytest.raises(ConfigError) as refused:
+        adapter_layout(Layout(read_hf_config(path), Topology()), trainer)
+    return str(refused.value)
+
+
+def test_targets_that_do_not_fit_are_refused_by_name(models):
+    text = refusal(models["mistral"], targets=["o_proj", "wo"])
+    assert "trainer.lora.targets names 'wo'" in text and "o_proj" in text
+    assert "names q_proj of q_proj, k_proj, v_proj" in refusal(models["mistral"], targets=["q_proj"])

@@ -1,0 +1,98 @@
+"""A critic beside the policy: values, advantages and steps on every layout, taking turns, warm-up, and checkpoints."""
+
+import math
+
+import pytest
+
+STEPS = {"steps": 3}
+PENALTY = {"kl_coef": 0.1, "kl_in": "reward"}
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return models["qwen3"]
+
+
+@pytest.fixture(scope="module")
+def alone(run_ranks, model):
+    settings = {
+        "plain": STEPS,
+        "plain bfloat16": {**STEPS, "dtype": "bfloat16"},
+        "turns": {**STEPS, "critic": {"offload": True}},
+        "warmup": {**STEPS, "critic": {"warmup_steps": 2}},
+        "minibatches": {**STEPS, "trainer": {"minibatches": 2}, "algorithm": PENALTY},
+        "lam": {**STEPS, "algorithm": {"advantage_options": {"lam": 0.9}, "normalize_std": False}},
+    }
+    return run_ranks("critics", 1, model=model, runs=settings)[0]
+
+
+@pytest.fixture(scope="module")
+def spread(run_ranks, model):
+    settings = {
+        "dp2": {**STEPS, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 60}},
+        "pp2": {**STEPS, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
+        "tp2": {**STEPS, "trainer": {"tensor_parallel": 2, "sequence_parallel": True}},
+        "cp2": {**STEPS, "trainer": {"context_parallel": 2}},
+        "minibatches": {
+            **STEPS,
+            "trainer": {"minibatches": 2, "data_parallel": 2, "tokens_per_microbatch": 40},
+            "algorithm": PENALTY,
+        },
+    }
+    return run_ranks("critics", 2, model=model, runs=settings)
+
+
+def assert_same_metrics(left, right, **tolerance):
+    assert left.keys() == right.keys()
+    for name in left.keys() - {"train/seconds"}:
+        assert left[name] == pytest.approx(right[name], **tolerance), name
+
+
+def same_weights(left, right):
+    return all((left[name] == right[name]).all() for name in left)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "pp2", "tp2", "cp2", "minibatches"])
+def test_a_critic_learns_the_same_on_every_layout(alone, spread, layout):
+    expected = alone["minibatches" if layout == "minibatches" else "plain"]["metrics"]
+    first, second = (rank[layout]["metrics"] for rank in spread)
+    for step in range(3):
+        assert_same_metrics(first[step], second[step], rel=0, abs=0)
+        assert_same_metrics(first[step], expected[step], rel=2e-3, abs=2e-4)
+
+
+@pytest.mark.parametrize("run", ["plain", "plain bfloat16", "minibatches", "lam"])
+def test_values_approach_the_returns(alone, run):
+    metrics = alone[run]["metrics"]
+    assert all(math.isfinite(value) for each in metrics for value in each.values())
+    # A response's reward is 0, 1 or 2, and values begin near 0.
+    assert abs(metrics[0]["critic/value_mean"]) < 0.5 < metrics[0]["critic/return_mean"]
+    assert metrics[2]["critic/value_mean"] > metrics[0]["critic/value_mean"]
+    assert metrics[2]["critic/loss"] < metrics[0]["critic/loss"]
+
+
+def test_taking_turns_on_the_device_changes_nothing(alone):
+    """On a CPU nothing is on another device, so nothing moves; rehearsals move it."""
+    for kind in ("weights", "critic"):
+        assert same_weights(alone["turns"][kind], alone["plain"][kind])
+
+
+def test_the_policy_stands_still_in_the_first_steps(alone):
+    first, second, third = alone["warmup"]["metrics"]
+    assert "train/loss" not in first and "train/loss" not in second and "train/loss" in third
+    assert first["critic/loss"] == alone["plain"]["metrics"][0]["critic/loss"]
+
+
+def test_a_kl_penalty_in_the_rewards_starts_at_zero(alone):
+    """Before the first step the policy is the reference."""
+    metrics = alone["minibatches"]["metrics"]
+    assert metrics[0]["train/reward_penalty"] == pytest.approx(0, abs=1e-9)
+    assert metrics[2]["train/reward_penalty"] > 0
+
+
+def test_policy_and_critic_resume_bitwise(alone, run_ranks, model, tmp_path):
+    resumed = run_ranks("critics", 1, model=model, runs={"plain": STEPS}, folder=str(tmp_path))[0]["plain"]
+    for kind in ("weights", "critic"):
+        assert same_weights(resumed[kind], alone["plain"][kind])
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    assert (saved / "critic" / "COMPLETE").is_file()
