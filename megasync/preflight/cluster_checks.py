@@ -190,7 +190,7 @@ def _network(nodes: Nodes, looks: Answers) -> Iterator[Finding]:
 def _all_reduce(nodes: Nodes, backend: str) -> Iterator[Finding]:
     """Checks an all-reduce; `nccl` uses the first GPU of each node."""
     first = nodes.names[0]
-    meeting, lost = nodes.ask("meeting_point", REACH_SECONDS, {first: ()})
+    meeting, lost = nodes.ask("meeting_point", COLLECTIVE_SECONDS, {first: (COLLECTIVE_SECONDS,)})
     if not lost:
         world = len(nodes.names)
         ranks = {

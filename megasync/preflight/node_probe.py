@@ -11,11 +11,13 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megasync.config import Config
 from megasync.config.host import resolve_host
-from megasync.serving.process import free_port
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 # Packages whose versions must match because processes of a run exchange data with them.
 PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers", "transformer-engine", "msgspec")
@@ -26,6 +28,7 @@ class NodeProbe:
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
+        self._store: TCPStore | None = None
 
     def look(self, config: Config | None) -> dict[str, Any]:
         """The node's facts, to be compared with those of other nodes, and its findings about itself."""
@@ -65,9 +68,13 @@ class NodeProbe:
         if self._listener is not None:
             self._listener.close()
 
-    def meeting_point(self) -> tuple[str, int]:
+    def meeting_point(self, seconds: float) -> tuple[str, int]:
+        """Opens the store of an all-reduce and returns its host and port."""
+        from megasync.store import open_store
+
         host = resolve_host("auto")
-        return host, free_port(host)
+        self._store = open_store(host, seconds)
+        return host, self._store.port
 
     def connect(self, places: dict[str, tuple[str, int]], seconds: float) -> dict[str, str]:
         """Connects to each address and returns the failures by name."""
@@ -80,16 +87,18 @@ class NodeProbe:
         return failures
 
     def all_reduce(self, backend: str, host: str, port: int, rank: int, world: int, seconds: float) -> None:
-        """Sums up ones over all nodes, with nccl on their first GPU.
+        """Sums up ones over all nodes, with nccl on their first GPU. Rank 0 is the node of the meeting point.
 
         Raises what the process group raises, and RuntimeError for a wrong sum.
         """
         import torch
         import torch.distributed as dist
 
+        from megasync.store import join_store
+
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{host}:{port}",
+            store=self._store if rank == 0 else join_store(host, port, seconds),
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=seconds),
@@ -101,6 +110,7 @@ class NodeProbe:
                 raise RuntimeError(f"the sum over {world} nodes was {total.item():g}")
         finally:
             dist.destroy_process_group()
+            self._store = None
 
 
 def _on_a_node(config: Config) -> Config:

@@ -259,7 +259,7 @@ def test_a_real_probe_reads_connects_and_reduces(monkeypatch, tmp_path):
     there.close()
     (tmp_path / "note").write_text("seen")
     assert here.reads(str(tmp_path / "note")) == "seen" and here.reads(str(tmp_path / "missing")) is None
-    here.all_reduce("gloo", *here.meeting_point(), rank=0, world=1, seconds=20.0)
+    here.all_reduce("gloo", *here.meeting_point(20.0), rank=0, world=1, seconds=20.0)
 
 
 @pytest.mark.processes
