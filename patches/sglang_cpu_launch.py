@@ -1,6 +1,6 @@
 """Starts SGLang 0.5.23 on a CPU: ``python -m megasync_patches.sglang_cpu_launch ARGUMENTS``, as with SGLang's launcher.
 
-Eight changes, for servers on a CPU only:
+Nine changes, for servers on a CPU only:
 
 - Scheduler and detokenizer are forked instead of spawned. A spawned child imports SGLang and PyTorch again, which takes
   most of the start-up time (20 s instead of 8 s on two cores) and three times the memory. Forking is safe here, because
@@ -17,6 +17,7 @@ Eight changes, for servers on a CPU only:
 - The `torch_native` backend decodes the requests of a batch together, where it would compute attention one by one, in
   about ten small operations per request and layer.
 - Host memory that a GPU would copy from is not registered with CUDA. Servers that report routes allocate some.
+- Servers with adapters do not pin host memory, which torch refuses without an accelerator.
 - If MEGASYNC_INSTANCE is set, it names the server's file in /dev/shm, which SGLang never removes.
 """
 
@@ -25,6 +26,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -81,6 +84,21 @@ def apply() -> None:
         multiprocessing.set_start_method("fork", force=True)
 
     engine._set_envs_and_config = set_environment_and_fork
+
+
+def leave_unpinned() -> None:
+    """Makes torch ignore requests for pinned memory in this process."""
+
+    def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @wraps(make)
+        def made(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+            return make(*args, **options)
+
+        return made
+
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_, **__: self
 
 
 def attend_together(
@@ -148,7 +166,10 @@ def main(arguments: list[str]) -> None:
 
         apply()
         load_plugins()
-    run_server(prepare_server_args(arguments))
+    settings = prepare_server_args(arguments)
+    if settings.enable_lora:
+        leave_unpinned()
+    run_server(settings)
 
 
 if __name__ == "__main__":

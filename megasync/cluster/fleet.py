@@ -44,7 +44,7 @@ from megasync.serving.external_server import ExternalServer
 from megasync.serving.health import ServerState
 from megasync.serving.outliers import OutlierDetector
 from megasync.serving.router import RouterMembers
-from megasync.serving.server import ServerSpec
+from megasync.serving.server import ServerSpec, served_adapters
 
 log = logging.getLogger(__name__)
 
@@ -497,6 +497,7 @@ class Fleet:
             self._nodes,
             gpus=self._shared_gpus_of(index),
             releases_memory=config.cluster.colocate,
+            adapters=served_adapters(config),
         )
         slots = self._pool_slots(index)
 

@@ -28,6 +28,8 @@ WEIGHT = ".weight"
 # Narrow projections of latent attention, which Transformer Engine's layers do not split: they have no adapters, so that
 # those of a model are the same with both kinds of layers.
 UNADAPTED = ("q_a_proj", "kv_a_proj_with_mqa")
+# Those whose adapters servers compute beside the model.
+SERVED_TARGETS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 SPLITS = (Split.ROW, Split.COLUMN, Split.GATED, Split.QKV, Split.GATED_QKV)
 
 

@@ -31,7 +31,7 @@ from megasync.config.schema import (
 from megasync.config.server_args import OF_ROLLOUT, check_server_args, check_trained_args
 from megasync.errors import CheckpointError, ConfigError
 from megasync.importing import keyword_options, load_function
-from megasync.layout.adapter import adapter_layout
+from megasync.layout.adapter import SERVED_TARGETS, adapter_layout
 from megasync.layout.adapter_files import check_adapter_folder
 from megasync.layout.families import Sizes
 from megasync.layout.layout import Layout
@@ -180,7 +180,7 @@ def _check_sync(config: Config) -> None:
             f"sync.parity_threshold={sync.parity_threshold} is not used while sync.parity_every=0; set parity_every to "
             f"at least 1, or parity_threshold to null"
         )
-    if sync.transport in ("broadcast", "disk"):
+    if sync.transport in ("broadcast", "disk", "adapters"):
         reason = f"with sync.transport={sync.transport}; set transport=p2p or auto"
         refuse_unused(sync, "sync", ("arena", "arena_mb", "wave", "delta", "delta_full_every"), reason)
     if sync.delta and sync.wave is not None:
@@ -189,10 +189,10 @@ def _check_sync(config: Config) -> None:
             f"against, and waves would hold different ones; set wave to null or delta to false"
         )
     if sync.disk_dir is not None:
-        if sync.transport != "disk":
+        if sync.transport not in ("disk", "adapters"):
             raise ConfigError(
-                f"sync.disk_dir={sync.disk_dir!r} is used by the disk transport only, but sync.transport="
-                f"{sync.transport}; set transport=disk, or disk_dir to null"
+                f"sync.disk_dir={sync.disk_dir!r} is not used by sync.transport={sync.transport}; set transport=disk "
+                f"or adapters, or disk_dir to null"
             )
         _check_folder("sync.disk_dir", sync.disk_dir)
 
@@ -380,6 +380,46 @@ def _check_lora(trainer: TrainerConfig) -> None:
         refuse_unused(trainer.lora, "trainer.lora", ("alpha", "targets", "path"), reason)
 
 
+# On CPUs, SGLang pads the width of MLPs to a multiple of this on each rank.
+_CPU_WIDTH = 32
+
+
+def _check_served_adapters(config: Config, layout: Layout) -> None:
+    """Refuses adapters that servers cannot compute beside the model."""
+    if config.sync.transport != "adapters":
+        return
+    adapters = adapter_layout(layout, config.trainer)
+    if adapters is None:
+        raise ConfigError(
+            "sync.transport=adapters publishes adapters alone, but trainer.lora.rank=0 trains all weights; set rank "
+            "above 0, or transport=auto"
+        )
+    if config.rollout.external:
+        raise ConfigError(
+            "sync.transport=adapters needs servers that were started for it, but rollout.external names servers that "
+            "run already; set transport=disk"
+        )
+    experts = any(each.item.ep is not None for each in adapters.adapted(0))
+    if others := sorted(set(adapters.shape.targets) - SERVED_TARGETS):
+        raise ConfigError(
+            f"sync.transport=adapters serves adapters of {', '.join(sorted(SERVED_TARGETS))}, but trainer.lora.targets "
+            f"includes {others[0]}; leave it out, or set transport=auto, which merges them"
+        )
+    tensor, padded = config.rollout.tensor_parallel, _CPU_WIDTH * config.rollout.tensor_parallel
+    for name, count in layout.sizes.widths.items():
+        if config.cluster.device == "cpu" and tensor > 1 and count % padded:
+            raise ConfigError(
+                f"sync.transport=adapters on a CPU needs {name} to be a multiple of {padded}, since servers of "
+                f"rollout.tensor_parallel={tensor} pad it, but not its adapters; it is {count}: set tensor_parallel=1, "
+                f"or transport=auto"
+            )
+    if experts:
+        raise ConfigError(
+            "sync.transport=adapters does not serve adapters of experts; name the projections of attention in "
+            "trainer.lora.targets, or set transport=auto, which merges them"
+        )
+
+
 def _check_smallest(trainer: TrainerConfig) -> None:
     least = trainer.min_data_parallel
     if least is None:
@@ -464,7 +504,7 @@ def _check_cluster(config: Config, training: bool) -> None:
     if training and cluster.colocate:
         _check_colocated(config)
     specs = pool_specs(config, training=training)
-    if training and cluster.share_device and config.sync.transport != "disk":
+    if training and cluster.share_device and config.sync.transport not in ("disk", "adapters"):
         raise ConfigError(
             f"cluster.share_device=true needs sync.transport=disk instead of {config.sync.transport}: by "
             f"default NCCL refuses to connect two processes on one GPU"
@@ -501,6 +541,11 @@ def _check_colocated(config: Config) -> None:
         raise ConfigError(
             f"{needs} on the same devices, between which broadcast has no links; set sync.transport=p2p or auto"
         )
+    if config.sync.transport == "adapters":
+        raise ConfigError(
+            f"{needs}, and servers that give their memory back are not known to keep adapters; set sync.transport=p2p "
+            f"or auto"
+        )
     reason = "with cluster.colocate=true, whose syncs are copies on the device; set colocate=false"
     refuse_unused(config.sync, "sync", ("arena", "arena_mb", "wave", "delta", "delta_full_every"), reason)
     for key, model in frozen_models(config).items():
@@ -516,6 +561,7 @@ def _check_model(config: Config, planning: bool) -> None:
     _check_server_experts(config, layout.sizes.experts)
     _check_routing_replay(config, layout.sizes.experts, source)
     _check_server_split(config.rollout, layout.sizes, source)
+    _check_served_adapters(config, layout)
     if config.critic.enabled:
         check_critic_model(config, layout)
     if not planning:

@@ -154,9 +154,11 @@ def stage_memory(config: Config, layout: Layout, bucket: int, stage: int) -> Ran
     trained = adapter_layout(layout, config.trainer) or layout
     learned = sum(prod(shape) for shape in trained.params(rank).values())
     if isinstance(trained, AdapterLayout):
-        # The weights with the adapters merged, for the weight sync.
-        shapes = layout.params(rank)
-        elements += learned + sum(prod(shapes[each.item.param]) for each in trained.adapted(rank))
+        elements += learned
+        if config.sync.transport != "adapters":
+            # The weights with the adapters merged, for servers.
+            shapes = layout.params(rank)
+            elements += sum(prod(shapes[each.item.param]) for each in trained.adapted(rank))
     last = stage == trainer.pipeline_parallel - 1
     return RankMemory(
         weights=elements * item,

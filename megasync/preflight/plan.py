@@ -14,6 +14,7 @@ from megasync.config.pacing import Pacing
 from megasync.config.pools import PoolSpec, frozen_models, frozen_pool, nodes_needed, pool_specs
 from megasync.config.schema import Config, RewardModelConfig
 from megasync.errors import ConfigError
+from megasync.layout.adapter import adapter_layout
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Coords, ExpertCoords, Topology
 from megasync.preflight.check import model_layout
@@ -145,7 +146,8 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
         device_bytes = DEFAULT_DEVICE_BYTES
     nodes, pools = _place(config)
     frozen = tuple(_frozen_model(config, key, pools, device_bytes) for key in frozen_models(config))
-    broadcast = plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
+    synced = (adapter_layout(layout, config.trainer) if config.sync.transport == "adapters" else None) or layout
+    broadcast = plan_broadcast(synced, config.sync.bucket_mb * 2**20, config.model.dtype)
     stages = range(layout.topology.pipeline)
     largest = [max(bucket.nbytes for bucket in broadcast.of_stage(stage)) for stage in stages]
     memory = tuple(stage_memory(config, layout, largest[stage], stage) for stage in stages)

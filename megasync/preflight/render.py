@@ -118,6 +118,7 @@ def _transport(plan: Plan) -> str:
     return {
         "p2p": "shard to shard, from all ranks",
         "broadcast": f"by broadcast {buckets}, sent by {ranks}",
+        "adapters": f"through a folder {buckets}, written by {ranks}",
         "disk": f"through a folder {buckets}, written by {ranks}",
         "auto": f"shard to shard, from all ranks; if servers cannot take that, by broadcast {buckets}, sent by {ranks}",
     }[plan.config.sync.transport]

@@ -26,9 +26,17 @@ STORE_SCHEME = "megasync"
 # In the environment of a server that serves a quantized folder unquantized, as JSON: "mxfp4", or [rows, columns] of a
 # block of block FP8.
 STORAGE_VARIABLE = "MEGASYNC_STORAGE"
+# "1" in the environment of a server that serves the policy's adapters beside its model.
+ADAPTERS_VARIABLE = "MEGASYNC_ADAPTERS"
 # Custom label of a request whose answer shall have the routes of all positions from this one on. The router drops
 # SGLang's own fields for it, which it does not know.
 ROUTES_FROM = "megasync_routes_from"
+
+# How the names of the policy's adapters begin; a version follows, and perhaps a dot and a number: "policy-7",
+# "policy-7.1". The one with the highest number is that of the version.
+POLICY_ADAPTER = "policy-"
+# In the folder of a published version, as JSON: {"files": {name: {"bytes": ..., "sha256": ...}}}.
+MANIFEST = "manifest.json"
 
 ACTION = "megasync:"
 ANSWER = "megasync"

@@ -21,17 +21,26 @@ import tempfile
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from megasync.config.host import resolve_host
-from megasync.config.schema import FrozenModelConfig, RewardModelConfig, RolloutConfig
+from megasync.config.schema import Config, FrozenModelConfig, RewardModelConfig, RolloutConfig
 from megasync.config.server_args import OVERRIDES
 from megasync.device import compiler_environment
 from megasync.errors import HttpStatusError, ServerError
-from megasync.layout.model_files import read_storage
+from megasync.layout.adapter import adapter_layout
+from megasync.layout.layout import Layout
+from megasync.layout.model_files import read_hf_config, read_storage
 from megasync.layout.storage import Storage
+from megasync.layout.topology import Topology
 from megasync.serving.control import ServerControl
-from megasync.serving.engine_protocol import CLASSIFIER_VARIABLE, HOST_VARIABLE, STORAGE_VARIABLE, STORE_SCHEME
+from megasync.serving.engine_protocol import (
+    ADAPTERS_VARIABLE,
+    CLASSIFIER_VARIABLE,
+    HOST_VARIABLE,
+    STORAGE_VARIABLE,
+    STORE_SCHEME,
+)
 from megasync.serving.process import Service
 from megasync.serving.server_guard import CLOSED_ROUTE, KEYS_VARIABLE
 
@@ -95,6 +104,15 @@ _CPU_ARGUMENTS: dict[str, object] = {
 
 
 @dataclass(frozen=True, slots=True)
+class ServedAdapters:
+    """Adapters that a server serves beside its model: their rank, their projections, and how many in one batch."""
+
+    rank: int
+    targets: tuple[str, ...]
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServerSpec:
     """What a server serves and how, independent of where it listens."""
 
@@ -114,6 +132,7 @@ class ServerSpec:
     gpus: str = ""
     # Whether it can free its device memory and get it back: `server_slot.ServerSlot.release_memory`.
     releases_memory: bool = False
+    adapters: ServedAdapters | None = None
 
 
 class SGLangServer(Service):
@@ -150,7 +169,10 @@ class SGLangServer(Service):
         self._folder: str | None = None
 
     def arguments(self) -> dict[str, object]:
-        """Command line options; True stands for a flag. The configuration's `server_args` override all others."""
+        """Command line options; True stands for a flag, a tuple for several values.
+
+        The configuration's `server_args` override all others.
+        """
         spec, rollout = self.spec, self.spec.rollout
         options: dict[str, object] = {
             "--model-path": str(self.model_path),
@@ -188,8 +210,18 @@ class SGLangServer(Service):
         if spec.releases_memory and spec.device == "cuda":
             # With a copy of the weights on the host: a server that has its memory back holds what it held before.
             options |= {"--enable-memory-saver": True, "--enable-weights-cpu-backup": True}
+        if spec.adapters is not None:
+            options |= {
+                "--enable-lora": True,
+                "--max-lora-rank": spec.adapters.rank,
+                "--lora-target-modules": spec.adapters.targets,
+                # Requests without an adapter count as one.
+                "--max-loras-per-batch": spec.adapters.most + 1,
+            }
         if spec.device == "cpu":
             options |= _CPU_ARGUMENTS
+            if spec.adapters is not None:
+                options["--lora-backend"] = "torch_native"
         options |= rollout.server_args
         if self._dequantized() is not None:
             options[OVERRIDES] = json.dumps(json.loads(str(options.get(OVERRIDES, "{}"))) | _UNQUANTIZED)
@@ -225,6 +257,8 @@ class SGLangServer(Service):
         for name, value in self.arguments().items():
             if value is True:
                 command.append(name)
+            elif isinstance(value, tuple):
+                command += [name, *map(str, cast("tuple[object, ...]", value))]
             elif value is not False and value is not None:
                 command += [name, str(value)]
         return command
@@ -241,6 +275,8 @@ class SGLangServer(Service):
         if self.spec.nodes > 1:
             env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"{STORE_SCHEME}://{self._meeting_address()}"
             env[HOST_VARIABLE] = self.host
+        if self.spec.adapters is not None:
+            env[ADAPTERS_VARIABLE] = "1"
         if (storage := self._dequantized()) is not None:
             env[STORAGE_VARIABLE] = json.dumps(storage)
         if self.spec.device != "cpu":
@@ -375,6 +411,19 @@ class FrozenModelServer(SGLangServer):
         if self._classifier:
             env[CLASSIFIER_VARIABLE] = "1"
         return env
+
+
+def served_adapters(config: Config) -> ServedAdapters | None:
+    """What the policy's servers need to know of a run's adapters; None if they get merged weights.
+
+    Versions in one batch: the one that is current, and those of requests that began up to `max_staleness` before.
+    """
+    if config.sync.transport != "adapters":
+        return None
+    base = Layout(read_hf_config(config.model.path), Topology.from_config(config.trainer))
+    layout = adapter_layout(base, config.trainer)
+    assert layout is not None
+    return ServedAdapters(layout.shape.rank, layout.shape.targets, min(config.schedule.max_staleness, 6) + 1)
 
 
 def frozen_server_spec(

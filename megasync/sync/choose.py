@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasync.errors import RankLost, SyncError
+from megasync.layout.adapter import adapter_layout
 from megasync.layout.layout import Layout
 from megasync.sync.attempt import PhaseFailed
 from megasync.sync.broadcast.plan import plan_broadcast
 from megasync.sync.broadcast.sync import BroadcastSync
+from megasync.sync.disk.adapters import AdapterFolders, AdapterSync
 from megasync.sync.disk.sync import DiskSync
 from megasync.sync.disk.version_folders import VersionFolders
 from megasync.sync.shard.sync import ShardSync
@@ -39,9 +41,17 @@ async def choose_sync(
     """
     wanted = config.sync.transport
     why = "sync.transport selects it"
+    root = run_dir / "sync" if config.sync.disk_dir is None else Path(config.sync.disk_dir)
+    if wanted == "adapters":
+        adapters = adapter_layout(layout, config.trainer)
+        assert adapters is not None
+        plan = plan_broadcast(adapters, config.sync.bucket_mb * 2**20, config.model.dtype)
+        folders = AdapterFolders(root, Path(config.model.path), plan, config.sync.disk_keep)
+        own = AdapterSync(servers, ranks, plan, folders, config.sync, config.timeouts)
+        await own.connect()
+        return own, f"adapters go through {folders.root}: {why}"
     plan = plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
     if wanted == "disk":
-        root = run_dir / "sync" if config.sync.disk_dir is None else Path(config.sync.disk_dir)
         folders = VersionFolders(root, Path(config.model.path), plan, config.sync.disk_keep)
         disk = DiskSync(servers, ranks, plan, folders, config.sync, config.timeouts)
         await disk.connect()

@@ -13,6 +13,8 @@ ranks already wait for this one's answer; errors come back as data.
 
 `request_routes` lets requests for routes through the router.
 
+`PolicyAdapters` gives requests the adapter of the server's version.
+
 `GuardedServer` closes all but a few HTTP routes of a server that megasync started with keys.
 
 Besides `engine_blueprint` this is the only file that depends on SGLang's internals. SGLang and torch are imported when
@@ -21,18 +23,21 @@ a hook first runs.
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 import logging
 import multiprocessing
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from urllib.parse import parse_qs, urlsplit
 
@@ -42,9 +47,12 @@ from megasync_patches.sglang_score_bias import PATCH as SCORE_BIAS  # pyright: i
 from megasync.errors import ServerError
 from megasync.serving.engine_protocol import (
     ACTION,
+    ADAPTERS_VARIABLE,
     ANSWER,
     CLASSIFIER_VARIABLE,
     LOAD_FORMAT,
+    MANIFEST,
+    POLICY_ADAPTER,
     PROTOCOL,
     REFUSED,
     ROUTES_FROM,
@@ -70,6 +78,9 @@ _ADD_MIDDLEWARE = "sglang.srt.utils.auth.add_api_key_middleware"
 _SERVE = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 _GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 _WEIGHTS = "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_iterator"
+_RESOLVE_ADAPTER = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_and_resolve_lora"
+_SET_VERSION = "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weight_version"
+_LOAD_ADAPTER = "sglang.srt.lora.lora_manager.LoRAManager._load_lora_adapter"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
 
 log = logging.getLogger(__name__)
@@ -276,6 +287,92 @@ def request_routes(manager: Any, request: Any, *_: Any, **__: Any) -> None:
         request.custom_labels = {name: label for name, label in labels.items() if name != ROUTES_FROM} or None
 
 
+class PolicyAdapters:
+    """The adapters of the trained policy in a server that has loaded one for each version (`sync.disk.adapters`)."""
+
+    def __init__(self) -> None:
+        # Only referenced here, so that they are not collected before they end.
+        self._unloading: set[asyncio.Task[Any]] = set()
+
+    def register(self) -> None:
+        _hook("BEFORE", _RESOLVE_ADAPTER, self.choose)
+        _hook("AROUND", _GENERATE, self.around_generate)
+        _hook("AROUND", _SET_VERSION, self.around_set_version)
+        _hook("AROUND", _LOAD_ADAPTER, self.around_load)
+
+    def choose(self, manager: Any, request: Any) -> None:
+        """Gives a request without an adapter that of the server's version, if there is one."""
+        if manager.enable_lora and request.is_single and not request.lora_path:
+            request.lora_path = policy_adapter(manager.config_value("weight_version"), _loaded(manager))
+
+    async def around_generate(
+        self, stock: Stock, manager: Any, request: Any, *rest: Any, **options: Any
+    ) -> AsyncIterator[Any]:
+        """Reports the version of a request's adapter, whatever the server's has become since it began."""
+        async with aclosing(stock(manager, request, *rest, **options)) as answers:
+            async for answer in answers:
+                name = request.lora_path
+                if isinstance(name, str) and name.startswith(POLICY_ADAPTER):
+                    set_version(answer["meta_info"], _version_of(name))
+                yield answer
+
+    async def around_set_version(self, stock: Stock, manager: Any, request: Any) -> None:
+        """Switches, and unloads adapters of other versions that no request uses."""
+        await stock(manager, request)
+        if not manager.enable_lora:
+            return
+        from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
+
+        loaded = _loaded(manager)
+        current = policy_adapter(request.new_version, loaded)
+        for name, reference in loaded.items():
+            # The others go with a later switch: unloading waits for their requests, and loading for the unloading.
+            idle = manager.lora_registry._counters[reference.lora_id].value() == 0
+            if name.startswith(POLICY_ADAPTER) and name != current and idle:
+                task = asyncio.create_task(manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name)))
+                self._unloading.add(task)
+                task.add_done_callback(self._unloading.discard)
+
+    def around_load(self, stock: Stock, manager: Any, reference: Any) -> Any:
+        """Refuses a folder of a version whose bytes are not those of its manifest."""
+        if problem := damage(Path(reference.lora_path)):
+            return manager.create_lora_update_result(success=False, error_message=problem)
+        return stock(manager, reference)
+
+
+def policy_adapter(served: str, names: Iterable[str]) -> str | None:
+    """The latest adapter of a version among ``names``, or None."""
+    own = [name for name in names if name.startswith(POLICY_ADAPTER) and _version_of(name) == served]
+    return max(own, key=lambda name: int(name.partition(".")[2] or 0), default=None)
+
+
+def set_version(meta: dict[str, Any], served: str) -> None:
+    """Makes an answer's metadata say that one version sampled all its tokens."""
+    if "weight_version" in meta:
+        meta["weight_version"] = served
+    if spans := meta.get("weight_versions"):
+        meta["weight_versions"] = [{"version": served, "start": 0, "end": spans[-1]["end"]}]
+
+
+def damage(folder: Path) -> str:
+    """What is wrong with the files of a version, by its manifest; empty if nothing is, or if there is no manifest."""
+    if not (folder / MANIFEST).is_file():
+        return ""
+    for name, written in json.loads((folder / MANIFEST).read_text())["files"].items():
+        with (folder / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != written["sha256"]:
+                return f"{folder / name} has other bytes here than {MANIFEST} says"
+    return ""
+
+
+def _version_of(adapter: str) -> str:
+    return adapter.removeprefix(POLICY_ADAPTER).partition(".")[0]
+
+
+def _loaded(manager: Any) -> dict[str, Any]:
+    return manager.lora_registry.get_all_adapters()
+
+
 def meet(url: str, timeout: timedelta, **_: object) -> Iterator[tuple[TCPStore, int, int]]:
     """Torch's rendezvous in the store of a server on several nodes (`SGLangServer.meet`)."""
     from megasync.store import join_store
@@ -289,6 +386,8 @@ def register() -> None:
     """The entry point that SGLang calls."""
     Plugin().register()
     _hook("BEFORE", _GENERATE, request_routes)
+    if os.environ.get(ADAPTERS_VARIABLE) == "1":
+        PolicyAdapters().register()
     if stored := os.environ.get(STORAGE_VARIABLE):
         from megasync.layout.block_fp8 import Block
 

@@ -129,16 +129,16 @@ class Adapters:
     def served(self) -> dict[str, torch.Tensor]:
         """The merged weights; all parameters of `Layout.params`. Valid until `merge` writes them again."""
         if not self._merged:
+            self._merged = {each.item.param: torch.empty_like(self.weights[each.item.param]) for each in self.adapted}
             self.merge()
         return {name: self._merged.get(name, weight.data) for name, weight in self.weights.items()}
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Writes the current adapters into the merged weights."""
-        for each in self.adapted:
+        """Writes the current adapters into the merged weights, if there are any yet."""
+        for each in self.adapted if self._merged else ():
             name, weight = each.item.param, self.weights[each.item.param]
-            if name not in self._merged:
-                self._merged[name] = torch.empty_like(weight)
+            if name not in self._sources:
                 sources = self.layout.sources(each.item, self.rank)
                 self._sources[name] = torch.tensor(sources, dtype=torch.long, device=weight.device)
             downs = [self.params[down].float() for down in each.downs]

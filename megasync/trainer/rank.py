@@ -128,7 +128,14 @@ class TrainerRank:
             taught=bool(config.teachers),
         )
         self._supervised = SupervisedTrainer(self._engine)
-        shards = Shards(self._engine.layout, config.model.dtype, self._rank, self._engine.params())
+        # Merged adapters take memory, so they exist only for servers that get them.
+        alone = config.sync.transport == "adapters"
+        layout, params = (
+            (self._engine.trained_layout, self._engine.trained)
+            if alone
+            else (self._engine.layout, self._engine.params())
+        )
+        shards = Shards(layout, config.model.dtype, self._rank, params)
         bucket_bytes, host = config.sync.bucket_mb * 2**20, resolve_host(config.cluster.host)
         plan = shards.plan(bucket_bytes)
         self._broadcast = BroadcastSender(plan, shards, self._device, host)

@@ -22,16 +22,16 @@ def adapters_of(path, options=None, flavour="local") -> AdapterLayout:
     return adapter_layout(Layout(read_hf_config(path), Topology.from_config(trainer), flavour), trainer)
 
 
-def write_adapters(path, folder):
+def write_adapters(path, folder, seed=5):
     """(PEFT folder of random adapters for the model at ``path``, folder of the model with these merged)."""
     layout = adapters_of(path)
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
     factors = {
         name: torch.randn(shape, generator=generator) * (shape[1] ** -0.5 if name.endswith(DOWN) else 0.05)
         for name, shape in layout.hf_tensors.items()
     }
     peft, merged = folder / "peft", folder / "merged"
-    peft.mkdir()
+    peft.mkdir(parents=True)
     save_file(factors, peft / "adapter_model.safetensors")
     (peft / "adapter_config.json").write_text(json.dumps(adapter_config(layout.shape, path)))
     shutil.copytree(path, merged)

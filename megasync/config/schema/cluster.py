@@ -42,9 +42,10 @@ class SyncConfig:
     # What servers do with running requests during a sync: in_place, retract or abort.
     pause_mode: str = limited("retract", Choice("in_place", "retract", "abort"))
     # p2p (shard to shard, into servers with megasync's plugin), broadcast (whole tensors, into any server), disk
-    # (through a folder that any server can read, also outside the cluster), or auto, which takes p2p if possible, else
+    # (through a folder that any server can read, also outside the cluster), adapters (those of `trainer.lora` alone,
+    # through such a folder, for servers that serve them beside the model), or auto, which takes p2p if possible, else
     # broadcast, and logs why.
-    transport: str = limited("auto", Choice("auto", "p2p", "broadcast", "disk"))
+    transport: str = limited("auto", Choice("auto", "p2p", "broadcast", "disk", "adapters"))
     # Maximum size of a message, or file, in MiB; a sender holds two.
     bucket_mb: int = limited(256, AT_LEAST_ONE)
     # p2p: where servers stage a version until they commit it: host (pinned memory beside a GPU), or device, which

@@ -23,8 +23,9 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -125,6 +126,9 @@ class DiskServer(ServerUpdate):
         return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
 
+D = TypeVar("D", bound=DiskServer)
+
+
 class DiskSync(WeightSync[DiskServer]):
     """Publishes versions as folders on a disk that ranks, servers and this process share.
 
@@ -217,42 +221,34 @@ class DiskSync(WeightSync[DiskServer]):
     # Install
 
     async def _install(self, servers: Sequence[DiskServer], sealed: SealedVersion, attempt: Attempt) -> None:
-        """Brings each server to a sealed version; one that fails in a phase stops there.
-
-        Raises PhaseFailed with all failures, once the other servers serve the version. The attempt's phase is that of
-        the first failure.
-        """
+        """Brings each server to a sealed version. Raises PhaseFailed once the other servers serve it."""
         sums: dict[str, str] = {}
 
         async def verify(server: DiskServer) -> None:
             await server.verify(attempt)
             sums[server.url] = await server.checksum()
 
-        phases: tuple[tuple[str, Callable[[DiskServer], Awaitable[None]]], ...] = (
+        @cache
+        def mismatches() -> dict[str, SyncError]:
+            kinds = {server.url: server.kind for server in servers if server.url in sums}
+            return _checksum_mismatches(kinds, sums, sealed)
+
+        async def compare(server: DiskServer) -> None:
+            if error := mismatches().get(server.url):
+                raise error
+            attempt.progress[server.url].in_doubt = False
+
+        await in_phases(
+            servers,
+            attempt,
             ("ask", DiskServer.ask_kind),
             ("pause", lambda server: server.pause(attempt)),
             ("flush", DiskServer.flush),
             ("load", lambda server: server.load(sealed, attempt)),
             ("verify", verify),
+            ("verify", compare),
             ("continue", lambda server: self._resume(server, attempt)),
         )
-        causes: dict[str, BaseException] = {}
-        first = ""
-        for phase, call in phases:
-            going = [server for server in servers if server.url not in causes]
-            with attempt.during(phase):
-                failed = await failures(going, call)
-            if phase == "verify":
-                kinds = {server.url: server.kind for server in going if server.url not in failed}
-                failed |= _checksum_mismatches(kinds, sums, sealed)
-                for url in kinds.keys() - failed.keys():
-                    attempt.progress[url].in_doubt = False
-            if failed and not causes:
-                first = phase
-            causes |= failed
-        if causes:
-            attempt.phase = first
-            raise PhaseFailed(causes)
 
     # Clean-up
 
@@ -273,6 +269,27 @@ class DiskSync(WeightSync[DiskServer]):
             await asyncio.to_thread(self._folders.prune, busy)
         except OSError as error:
             log.warning("Old versions could not be removed from %s: %s", self._folders.root, error)
+
+
+async def in_phases(
+    servers: Sequence[D], attempt: Attempt, *phases: tuple[str, Callable[[D], Awaitable[None]]]
+) -> None:
+    """Takes each server through the phases, all servers together; one that fails in a phase stops there.
+
+    Raises PhaseFailed with all failures, after the last phase. The attempt's phase is that of the first failure.
+    """
+    causes: dict[str, BaseException] = {}
+    first = ""
+    for phase, call in phases:
+        going = [server for server in servers if server.url not in causes]
+        with attempt.during(phase):
+            failed = await failures(going, call)
+        if failed and not causes:
+            first = phase
+        causes |= failed
+    if causes:
+        attempt.phase = first
+        raise PhaseFailed(causes)
 
 
 def _checksum_mismatches(

@@ -20,10 +20,10 @@ import msgspec
 from megasync.errors import SyncError
 from megasync.files import atomic_write, durable_rename, fsync
 from megasync.layout.shards import INDEX, index_text, part_name, write_companions
+from megasync.serving.engine_protocol import MANIFEST
 from megasync.sync.broadcast.plan import BroadcastPlan
 from megasync.sync.messages import WrittenFile
 
-MANIFEST = "manifest.json"
 _DRAFT = ".incomplete"
 _DOOMED = "removed-"
 # A version that is written again gets another name: a server may still be reading the first folder.
@@ -78,17 +78,11 @@ class VersionFolders:
         try:
             for name, written in files.items():
                 self._check_size(draft / name, written.bytes)
-            write_companions(self._source, draft, self._plan.dtype)
-            where = {
-                entry.name: part_name(index, len(self._plan.buckets))
-                for index, bucket in enumerate(self._plan.buckets)
-                for entry in bucket.tensors
-            }
-            atomic_write(draft / INDEX, index_text(where, self._plan.nbytes))
+            complete = self._complete(draft, files)
             manifest = {
                 "version": version,
                 "dtype": self._plan.dtype,
-                "files": {name: msgspec.to_builtins(files[name]) for name in sorted(files)},
+                "files": {name: msgspec.to_builtins(complete[name]) for name in sorted(complete)},
             }
             atomic_write(draft / MANIFEST, json.dumps(manifest, indent=2))
             for path in draft.iterdir():
@@ -100,6 +94,17 @@ class VersionFolders:
         except OSError as error:
             raise SyncError(f"{draft} cannot be completed: {error}") from error
         return sealed
+
+    def _complete(self, draft: Path, files: Mapping[str, WrittenFile]) -> Mapping[str, WrittenFile]:
+        """Writes what the folder has besides the files of the ranks; returns its weight files."""
+        write_companions(self._source, draft, self._plan.dtype)
+        where = {
+            entry.name: part_name(index, len(self._plan.buckets))
+            for index, bucket in enumerate(self._plan.buckets)
+            for entry in bucket.tensors
+        }
+        atomic_write(draft / INDEX, index_text(where, self._plan.nbytes))
+        return files
 
     def _check_size(self, path: Path, nbytes: int) -> None:
         size = path.stat().st_size if path.exists() else None
