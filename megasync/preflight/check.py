@@ -406,12 +406,13 @@ def _check_served_adapters(config: Config, layout: Layout) -> None:
             f"includes {others[0]}; leave it out, or set transport=auto, which merges them"
         )
     tensor, padded = config.rollout.tensor_parallel, _CPU_WIDTH * config.rollout.tensor_parallel
-    for name, count in layout.sizes.widths.items():
+    mlps = any(target in ("gate_proj", "up_proj", "down_proj") for target in adapters.shape.targets)
+    for name, count in layout.sizes.widths.items() if mlps else ():
         if config.cluster.device == "cpu" and tensor > 1 and count % padded:
             raise ConfigError(
                 f"sync.transport=adapters on a CPU needs {name} to be a multiple of {padded}, since servers of "
                 f"rollout.tensor_parallel={tensor} pad it, but not its adapters; it is {count}: set tensor_parallel=1, "
-                f"or transport=auto"
+                f"transport=auto, or name the projections of attention in trainer.lora.targets"
             )
     if experts:
         raise ConfigError(

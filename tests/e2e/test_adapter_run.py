@@ -1,4 +1,4 @@
-"""A run that trains adapters: merged on real servers, killed and resumed, exported as a PEFT folder and as a model."""
+"""A run that trains adapters, merged on real servers or beside their model: killed, resumed, exported in both forms."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from safetensors.torch import load_file
 pytestmark = pytest.mark.real
 
 
-@pytest.fixture
-def config(miniature) -> Path:
+@pytest.fixture(params=["auto", "adapters"])
+def config(miniature, request) -> Path:
     return miniature(
         schedule={"total_steps": 4, "groups_per_step": 4, "samples_per_group": 4, "max_staleness": 0},
         rollout={"servers": 1, "deterministic": True},
         trainer={"tensor_parallel": 2, "lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"lr": 1.0e-2}},
         # Every response has a gradient, whatever its reward.
         algorithm={"entropy_coef": 0.01},
-        sync={"parity_every": 1},
+        sync={"parity_every": 1, "transport": request.param},
         checkpoint={"every_steps": 2},
         data={"eval": None},
         eval=None,
@@ -38,7 +38,7 @@ def test_adapters_train_on_real_servers_and_survive_a_kill(config, launch, the_r
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "time/step" in row]
     assert {row["step"] for row in rows} == {1, 2, 3, 4}
-    # Servers compute with the merged weights what the trainer computes with adapters beside them.
+    # Servers compute what the trainer computes.
     assert all(row["train/logprob_diff"] < 1e-5 for row in rows)
     assert json.loads((run_dir / "export" / "adapter_config.json").read_text())["r"] == 4
     adapters = load_file(run_dir / "export" / "adapter_model.safetensors")

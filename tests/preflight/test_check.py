@@ -81,6 +81,20 @@ CONTRADICTIONS = [
     (["trainer.lora.alpha=8"], ["trainer.lora.alpha=8", "trainer.lora.rank=0", "set rank above 0"]),
     (["trainer.lora.rank=4", "trainer.lora.targets=[wo]"], ["trainer.lora.targets names 'wo'", "o_proj"]),
     (["trainer.lora.rank=4", "trainer.lora.path=configs"], ["trainer.lora.path='configs'", "adapter_config.json"]),
+    (["sync.transport=adapters"], ["sync.transport=adapters", "trainer.lora.rank=0", "transport=auto"]),
+    (
+        [
+            "sync.transport=adapters",
+            "trainer.lora.rank=4",
+            "rollout.external=[http://localhost:1]",
+            "rollout.servers=1",
+        ],
+        ["sync.transport=adapters", "rollout.external", "transport=disk"],
+    ),
+    (
+        ["sync.transport=adapters", "trainer.lora.rank=4", "sync.delta=true"],
+        ["sync.delta=true", "sync.transport=adapters"],
+    ),
     (["trainer.fp8=blockwise", "cluster.device=cpu"], ["trainer.fp8=blockwise needs a GPU", "set it to null"]),
     (
         ["trainer.fp8=tensorwise", "cluster.device=cuda", "model.dtype=float32"],
@@ -166,6 +180,10 @@ CONTRADICTIONS = [
     ([*COLOCATED, "schedule.weight_sync_steps=2"], ["schedule.weight_sync_steps=2", "set it to 1"]),
     ([*COLOCATED, "cluster.share_device=true"], ["cluster.share_device=true", "set one of them to false"]),
     ([*COLOCATED, "sync.transport=broadcast"], ["broadcast has no links", "sync.transport=p2p or auto"]),
+    (
+        [*COLOCATED, "sync.transport=adapters", "trainer.lora.rank=4"],
+        ["cluster.colocate=true", "sync.transport=p2p or auto"],
+    ),
     ([*COLOCATED, "sync.arena=device"], ["sync.arena=device has no effect with cluster.colocate=true"]),
     ([*COLOCATED, "rollout.external=[http://127.0.0.1:1]", "rollout.servers=1"], ["rollout.external", "already"]),
     (["sync.transport=disk", "sync.wave=2"], ["sync.wave=2 has no effect with sync.transport=disk"]),
@@ -398,6 +416,7 @@ def test_missing_files_of_a_model_folder_are_named(make, model):
             ["rollout.routing_replay=true", "rollout.server_args={--speculative-algorithm: NGRAM}"],
             ["rollout.routing_replay=true", "rollout.server_args --speculative-algorithm"],
         ),
+        (["sync.transport=adapters", "trainer.lora.rank=4"], ["adapters of experts", "projections of attention"]),
     ],
 )
 def test_invalid_options_of_experts_are_refused(make, model, overrides, parts):
@@ -406,6 +425,15 @@ def test_invalid_options_of_experts_are_refused(make, model, overrides, parts):
     (model / "config.json").write_text(json.dumps(values | experts))
     message = refused(make(*overrides))
     assert all(part in message for part in parts), message
+
+
+def test_adapters_that_servers_on_a_cpu_would_pad_are_refused(make, model):
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(values | {"intermediate_size": 48}))
+    adapters = ["sync.transport=adapters", "trainer.lora.rank=4", "rollout.tensor_parallel=2", "cluster.device=cpu"]
+    message = refused(make(*adapters))
+    assert "intermediate_size to be a multiple of 64" in message and "it is 48" in message
+    make(*adapters, "trainer.lora.targets=[q_proj, k_proj, v_proj]")
 
 
 @pytest.mark.parametrize(
