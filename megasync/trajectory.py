@@ -22,6 +22,11 @@ Ids = Sequence[int] | NDArray[Any]
 Numbers = Sequence[float] | NDArray[Any]
 # Name of the array with a teacher's log-probs of the response tokens, float32 (`rollout.teachers`).
 TEACHER = "teacher"
+# Name of the array with the rewards of single response tokens, float32, NaN for tokens without one. They are parts of
+# the trajectory's reward; what they leave of it counts at the last trained token.
+TOKEN_REWARDS = "token_rewards"
+# Name of the metric with the reward of the greedy response to the prompt.
+BASELINE = "baseline"
 # Name of the array with the experts of each position but the last, prompt and response, [prompt + response tokens - 1,
 # expert layers, experts per token] (`layout.routes`).
 ROUTES = "routes"

@@ -15,7 +15,7 @@ from megasync.importing import load_function
 
 
 def estimator_of(config: AlgorithmConfig) -> Callable[[Any], Floats]:
-    """A function of StepRewards, or with a critic of TokenRewards. Raises ConfigError if it cannot be loaded."""
+    """A function of StepRewards, or of TokenRewards (`takes_tokens`). Raises ConfigError if it cannot be loaded."""
     return _with_options(config, ADVANTAGES, config.advantage, config.advantage_options)
 
 
@@ -37,6 +37,16 @@ def needs_reference(config: AlgorithmConfig) -> bool:
 def compares_with_reference(config: AlgorithmConfig) -> bool:
     """Whether the estimator takes log-ratios to the reference."""
     return config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].reference
+
+
+def takes_tokens(config: AlgorithmConfig) -> bool:
+    """Whether the estimator takes the rewards of tokens and estimates their advantages."""
+    return config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].tokens
+
+
+def needs_baseline(config: AlgorithmConfig) -> bool:
+    """Whether the estimator takes the reward of a greedy response to each prompt."""
+    return bool(config.reward_coef) and config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].baseline
 
 
 def needs_all_tokens(config: AlgorithmConfig) -> bool:

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megasync.algorithms.choose import needs_two
 from megasync.app.workload import Custom, Task, WorkerTask, Workload, prepare_worker
 from megasync.cluster.rollout_workers import RolloutWorkers, WorkerBuffer, check_travels
 from megasync.concurrency.garbage import short_collections
@@ -32,7 +31,6 @@ from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.group_worker import FailurePolicy, GroupSpec, GroupWorker
 from megasync.rollout.remote_quarantine import RemoteQuarantine
 from megasync.rollout.remote_worker import Outbox, WorkerEnd
-from megasync.rollout.selection import Selection
 from megasync.serving.control import ServerControl
 from megasync.trajectory import Prompt
 
@@ -167,7 +165,7 @@ class _WorkerParts:
     """The parts of a worker, and what the driver tells them."""
 
     def __init__(self, setup: WorkerSetup, task: WorkerTask, outbox: Outbox, stack: AsyncExitStack) -> None:
-        config, rollout, schedule = setup.config, setup.config.rollout, setup.config.schedule
+        config, rollout = setup.config, setup.config.rollout
         self._keys = setup.keys
         self._task = task
         self._stack = stack
@@ -192,16 +190,10 @@ class _WorkerParts:
         client.newest_version = lambda: self._newest
         client.published_version = lambda: self._published
         seed = config.seed if rollout.deterministic else None
-        selection = Selection(
-            rollout.groups,
-            schedule.samples_per_group,
-            rollout.sampling.max_new_tokens,
-            relative=needs_two(config.algorithm),
-        )
         worker = GroupWorker(
             client,
             self._buffer,
-            GroupSpec(task.workflow, task.rewards, selection, seed, task.teachers, rollout.routing_replay),
+            GroupSpec.of(config, task.workflow, task.rewards, task.teachers, seed),
             FailurePolicy(rollout.max_attempts, save_seconds=rollout.save_partials_seconds),
             quarantine=quarantine,
             more_metrics=self._frozen_metrics,

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from megasync.algorithms.choose import needs_two
 from megasync.app.mailbox import Mailbox
 from megasync.app.rollout_worker import AnswersOfWorkers
 from megasync.app.run_directory import export_newest
@@ -51,7 +50,6 @@ from megasync.rollout.client import RolloutClient
 from megasync.rollout.group_worker import FailurePolicy, GroupSpec, GroupWorker
 from megasync.rollout.inflight import InflightCap
 from megasync.rollout.rollouter import Rollouter, ServerLimits
-from megasync.rollout.selection import Selection
 from megasync.serving.control import ServerControl
 from megasync.sync.choose import choose_sync
 from megasync.sync.publisher import VersionPublisher
@@ -232,23 +230,10 @@ class Run:
         if servers.workers is not None:
             servers.workers.follow(rollouter.add, rollouter.remove)
             return rollouter
-        selection = Selection(
-            rollout.groups,
-            schedule.samples_per_group,
-            rollout.sampling.max_new_tokens,
-            relative=needs_two(config.algorithm),
-        )
         worker = GroupWorker(
             started.client,
             started.buffer,
-            GroupSpec(
-                self._workload.workflow,
-                self._workload.rewards,
-                selection,
-                seed,
-                self._workload.teachers,
-                rollout.routing_replay,
-            ),
+            GroupSpec.of(config, self._workload.workflow, self._workload.rewards, self._workload.teachers, seed),
             FailurePolicy(rollout.max_attempts, save_seconds=rollout.save_partials_seconds),
             quarantine=servers.quarantine,
         )

@@ -24,16 +24,19 @@ class Algorithm:
     """An advantage estimator or a policy loss: its function, and what it takes beside the data.
 
     ``keys`` are keys of the section `algorithm`, ``options`` its own options with their defaults. ``relative``: an
-    estimator compares the responses of a group, so one of them is not enough. ``critic``: it takes the values of one,
-    ``reference``: the log-ratios to the reference policy. ``whole``: a loss has a gradient, or an effect on other
-    tokens, also where the advantage is 0.
+    estimator compares the responses of a group, so one of them is not enough. ``tokens``: it takes the rewards of
+    tokens and estimates their advantages. ``critic``: it takes the values of one, ``reference``: the log-ratios to the
+    reference policy, ``baseline``: the rewards of greedy responses. ``whole``: a loss has a gradient, or an effect on
+    other tokens, also where the advantage is 0.
     """
 
     function: str
     keys: tuple[str, ...] = ()
     options: Mapping[str, float] = field(default_factory=dict[str, float])
     relative: bool = True
+    tokens: bool = False
     critic: bool = False
+    baseline: bool = False
     reference: bool = False
     whole: bool = False
 
@@ -50,8 +53,12 @@ ADVANTAGES = {
     "gpg": Algorithm(f"{_A}.gpg:gpg"),
     "reinforce_plus_plus": Algorithm(f"{_A}.reinforce_plus_plus:reinforce_plus_plus", relative=False),
     "reinforce_plus_plus_baseline": Algorithm(f"{_A}.reinforce_plus_plus:reinforce_plus_plus_baseline"),
+    "remax": Algorithm(f"{_A}.remax:remax", relative=False, baseline=True),
+    "grpo_process": Algorithm(f"{_A}.process:grpo_process", ("normalize_std",), tokens=True),
     "dpo": Algorithm(f"{_A}.dpo:dpo", options={"beta": 0.1}, reference=True),
-    "gae": Algorithm(f"{_A}.gae:gae", ("normalize_std",), {"gamma": 1.0, "lam": 1.0}, relative=False, critic=True),
+    "gae": Algorithm(
+        f"{_A}.gae:gae", ("normalize_std",), {"gamma": 1.0, "lam": 1.0}, relative=False, tokens=True, critic=True
+    ),
 }
 
 LOSSES = {

@@ -12,7 +12,7 @@ from megasync.trajectory import Trajectory
 
 
 class Play:
-    """`rollout(client, sample)` for an environment. The reward is the sum over the episode.
+    """`rollout(client, sample)` for an environment. The reward is the sum of those of all turns.
 
     An episode ends when the environment reports `done`, or after `max_turns` steps. `system` is the system message.
     """
@@ -29,18 +29,18 @@ class Play:
         return cls(EnvironmentPool(factory, config.pool, deadline, config.isolation), config.max_turns, config.system)
 
     async def __call__(self, client: SampleClient, sample: dict[str, Any]) -> list[Trajectory]:
-        turns, total, done = 0, 0.0, False
+        rewards: list[float] = []
+        done = False
         async with self._pool.lease() as episode:
             observation = await episode.reset(sample)
             messages = self._opening
-            while not done and turns < self._max_turns:
+            while not done and len(rewards) < self._max_turns:
                 reply = await client.chat([*messages, {"role": "user", "content": observation}])
-                turns += 1
                 messages = reply.messages
                 observation, reward, done = await episode.step(reply.text)
-                total += reward
-        metrics = {"environment/turns": float(turns), "environment/finished": float(done)}
-        return client.conversation.trajectories(total, metrics)
+                rewards.append(reward)
+        metrics = {"environment/turns": float(len(rewards)), "environment/finished": float(done)}
+        return client.conversation.trajectories(sum(rewards), metrics, rewards)
 
     async def close(self) -> None:
         await self._pool.close()

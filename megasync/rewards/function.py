@@ -8,9 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from megasync.config.builtin import REWARDS
 from megasync.errors import ConfigError
 from megasync.importing import load_callable
+from megasync.runs import FloatArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,20 @@ def combine(weights: Sequence[float], scores: Sequence[float | None]) -> float |
         # Not scaled by a quotient that is 1 only up to rounding: equal scores must give exactly equal rewards.
         return total
     return total * sum(weights) / sum(weight for weight, _ in present)
+
+
+def combine_tokens(weights: Sequence[float], scores: Sequence[float | FloatArray | None]) -> FloatArray | None:
+    """The rewards of one response's tokens, weighted as by `combine`; None if no function scored tokens.
+
+    A score is that of the response or of its tokens, then with NaN for tokens without one.
+    """
+    each = [(weight, score) for weight, score in zip(weights, scores, strict=True) if isinstance(score, np.ndarray)]
+    if not each:
+        return None
+    present = sum(weight for weight, score in zip(weights, scores, strict=True) if score is not None)
+    values = np.stack([np.float32(weight * sum(weights) / present) * score for weight, score in each])
+    none = np.isnan(values).all(axis=0)
+    return np.where(none, np.float32("nan"), np.nansum(values, axis=0)).astype(np.float32)
 
 
 def _short_name(call: Callable[..., Any]) -> str:

@@ -10,30 +10,38 @@ import asyncio
 import copy
 import inspect
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from megasync.concurrency.tasks import within
 from megasync.errors import DataError, ServerError
 from megasync.failures import cancellation_requested
 from megasync.importing import name_of
-from megasync.rewards.function import RewardFunction, combine, reward_functions
+from megasync.rewards.function import RewardFunction, combine, combine_tokens, reward_functions
 from megasync.rewards.processes import RewardProcesses, check_picklable
-from megasync.trajectory import Trajectory, finite_float
+from megasync.runs import FloatArray
+from megasync.trajectory import TOKEN_REWARDS, Trajectory, finite_float
 
 log = logging.getLogger(__name__)
 
 # A call in the driver's process blocks everything else; one that takes longer than this is logged.
 SLOW_SECONDS = 1.0
 
+# Of a response, or of its tokens: float32, NaN for those without one. None for a response that is not scored.
+Score = float | FloatArray | None
 Given = Callable[..., Any] | Mapping[Callable[..., Any], float] | Sequence[RewardFunction]
 
 
 class RewardRunner:
-    """Scores groups with functions `f(completions, **columns) -> list[float | None]`, sync or async.
+    """Scores groups with functions `f(completions, **columns) -> list[Score]`, sync or async.
+
+    A score is a number, None, or a list with a number or None for each token, whose sum is the number.
 
     `functions` is one function, several with weights, or None if every workflow scores its own trajectories. A reward
     that a workflow has set is kept. Columns are repeated once per completion, and "completion_ids" (token ids) and
@@ -81,11 +89,15 @@ class RewardRunner:
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
+        return [self._rewarded(t, scores) for t, scores in zip(trajectories, zip(*answers, strict=True), strict=True)]
+
+    def _rewarded(self, trajectory: Trajectory, scores: Sequence[Score]) -> Trajectory:
         weights = [function.weight for function in self._functions]
-        return [
-            replace(t, reward=combine(weights, scores), metrics=t.metrics | self._metrics(scores))
-            for t, scores in zip(trajectories, zip(*answers, strict=True), strict=True)
-        ]
+        totals = [float(np.nansum(score)) if isinstance(score, np.ndarray) else score for score in scores]
+        metrics, arrays = trajectory.metrics | self._metrics(totals), trajectory.arrays
+        if (tokens := combine_tokens(weights, scores)) is not None:
+            arrays = {**arrays, TOKEN_REWARDS: tokens}
+        return replace(trajectory, reward=combine(weights, totals), metrics=metrics, arrays=arrays)
 
     def _metrics(self, scores: Sequence[float | None]) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -97,7 +109,7 @@ class RewardRunner:
 
     async def _scores(
         self, function: RewardFunction, trajectories: list[Trajectory], columns: dict[str, Any], uid: str
-    ) -> list[float | None]:
+    ) -> list[Score]:
         count = len(trajectories)
         # A copy, so that a function cannot change the columns for others.
         arguments = {name: [value] * count for name, value in copy.deepcopy(columns).items()}
@@ -119,7 +131,7 @@ class RewardRunner:
                 raise
             raise _error(function, uid, f"raised {type(error).__name__}: {error}") from error
         try:
-            return _checked(function, answer, count, uid)
+            return _checked(function, answer, [len(t.response_ids) for t in trajectories], uid)
         except DataError:
             raise
         except Exception as error:  # whatever a user's object raises while it is read, such as a generator
@@ -142,7 +154,9 @@ class RewardRunner:
         return answer
 
 
-def _checked(function: RewardFunction, answer: Any, count: int, uid: str) -> list[float | None]:
+def _checked(function: RewardFunction, answer: Any, lengths: Sequence[int], uid: str) -> list[Score]:
+    """The scores of responses of these numbers of tokens."""
+    count = len(lengths)
     try:
         scores = list(answer)
     except TypeError:
@@ -150,7 +164,25 @@ def _checked(function: RewardFunction, answer: Any, count: int, uid: str) -> lis
     if isinstance(answer, (str, dict)) or len(scores) != count:
         raise _error(function, uid, f"must return {count} scores, one per completion, not {answer!r:.200}")
     source = f"the reward function {name_of(function.call)}"
-    return [None if score is None else _number(score, uid, source) for score in scores]
+    return [
+        None
+        if score is None
+        else _of_tokens(score, length, uid, source)
+        if isinstance(score, (list, tuple)) or getattr(score, "ndim", 0)
+        else _number(score, uid, source)
+        for score, length in zip(scores, lengths, strict=True)
+    ]
+
+
+def _of_tokens(score: Any, length: int, uid: str, source: str) -> FloatArray:
+    """The rewards of a response's tokens, NaN where the function gave None."""
+    values: list[Any] = score.tolist() if hasattr(score, "tolist") else list(score)
+    if len(values) != length:
+        raise DataError(
+            f"{source} returned {len(values)} rewards of tokens for prompt {uid}, but the response has {length} "
+            f"tokens; return one number for each of completion_ids, or one for the response"
+        )
+    return np.array([math.nan if value is None else _number(value, uid, source) for value in values], np.float32)
 
 
 def _number(score: Any, uid: str, source: str) -> float:

@@ -176,15 +176,30 @@ class Conversation:
         text = _Text(prompt.text, template.decode(generation.token_ids))
         self._turns.append(_Turn(prompt, generation, answer, text))
 
-    def trajectories(self, reward: float | None = None, metrics: dict[str, float] | None = None) -> list[Trajectory]:
+    def trajectories(
+        self,
+        reward: float | None = None,
+        metrics: dict[str, float] | None = None,
+        turn_rewards: Sequence[float] | None = None,
+    ) -> list[Trajectory]:
         """Return one trajectory per line, in the order in which the lines ended.
 
         Each sampled token is trained in exactly one trajectory. All trajectories get the reward and the text of the
         last answer, so a reward function scores the whole sample. Only the last one carries the metrics, so that means
         over trajectories are means over samples.
+
+        ``turn_rewards`` are those of single generations, one for each: parts of the reward, which by default is their
+        sum. Estimators that take rewards of tokens give each turn what it and the turns after it have got.
+
+        Raises DataError without a generation, and for another number of rewards than there are generations.
         """
         if not self.generations:
             raise DataError("the workflow requested trajectories before it generated anything")
+        if turn_rewards is not None:
+            if len(turn_rewards) != len(self.generations):
+                raise DataError(f"got {len(turn_rewards)} rewards for {len(self.generations)} turns")
+            reward = sum(turn_rewards) if reward is None else reward
+        of_turns = dict(zip(self.generations, turn_rewards or (), strict=False))
         parents = {generation.parent for generation in self.generations}
         leaves = [generation for generation in self.generations if generation not in parents]
         trajectories: list[Trajectory] = []
@@ -192,7 +207,13 @@ class Conversation:
         for leaf in leaves:
             own = self.metrics() | (metrics or {}) if leaf is leaves[-1] else None
             trajectories.append(
-                leaf.trajectory(reward, text=self.generations[-1].text, metrics=own, untrained=frozenset(trained))
+                leaf.trajectory(
+                    reward,
+                    text=self.generations[-1].text,
+                    metrics=own,
+                    untrained=frozenset(trained),
+                    turn_rewards=of_turns,
+                )
             )
             trained.update(leaf.line())
         return trajectories

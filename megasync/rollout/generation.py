@@ -7,7 +7,7 @@ version of its own generation. Tokens between two generations (tool output, temp
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megasync.rollout.tokens import Tokens
 from megasync.runs import FloatArray, Runs, float_array
-from megasync.trajectory import ROUTES, Trajectory
+from megasync.trajectory import ROUTES, TOKEN_REWARDS, Trajectory
 
 if TYPE_CHECKING:
     from megasync.rollout.conversation import Conversation
@@ -89,11 +89,13 @@ class Generation:
         text: str | None = None,
         metrics: dict[str, float] | None = None,
         untrained: Collection[Generation] = (),
+        turn_rewards: Mapping[Generation, float] | None = None,
     ) -> Trajectory:
         """Return the whole line as one trajectory.
 
         A reward function receives `text`, by default the text of this generation. The tokens of `untrained` generations
-        get a loss mask of 0, because another trajectory trains them.
+        get a loss mask of 0, because another trajectory trains them. ``turn_rewards`` are those of single generations,
+        given at their last tokens; they are parts of the reward.
         """
         line = self.line()
         prompt = len(line[0].prompt)
@@ -109,7 +111,14 @@ class Generation:
             masks += [(0, start - at), (int(generation not in untrained), end - start)]
             versions += [(versions[-1][0] if versions else 0, start - at), *generation._spans]
             at = end
-        routes = self.tokens.routes
+        arrays: dict[str, NDArray[Any]] = {}
+        if turn_rewards:
+            arrays[TOKEN_REWARDS] = rewards = np.full(response.size, np.nan, np.float32)
+            for generation in line:
+                if generation in turn_rewards and generation not in untrained and len(generation.token_ids):
+                    rewards[len(generation.tokens) - prompt - 1] = turn_rewards[generation]
+        if self.tokens.routes is not None:
+            arrays[ROUTES] = self.tokens.routes
         # An array that nobody can change is taken as it is.
         logprobs.flags.writeable = False
         return Trajectory(
@@ -122,7 +131,7 @@ class Generation:
             text=self.text if text is None else text,
             reward=reward,
             metrics=dict(metrics or {}),
-            arrays={} if routes is None else {ROUTES: routes},
+            arrays=arrays,
         )
 
 
@@ -159,6 +168,11 @@ class Reply:
         """
         return self.generation.trajectory(reward, metrics=self.conversation.metrics() | (metrics or {}))
 
-    def trajectories(self, reward: float | None = None, metrics: dict[str, float] | None = None) -> list[Trajectory]:
+    def trajectories(
+        self,
+        reward: float | None = None,
+        metrics: dict[str, float] | None = None,
+        turn_rewards: Sequence[float] | None = None,
+    ) -> list[Trajectory]:
         """Return all lines, with every sampled token trained once; see `Conversation.trajectories`."""
-        return self.conversation.trajectories(reward, metrics)
+        return self.conversation.trajectories(reward, metrics, turn_rewards)

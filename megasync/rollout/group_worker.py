@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import statistics
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,9 +29,11 @@ from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
+from megasync.algorithms.choose import needs_baseline, needs_two, takes_tokens
 from megasync.buffer import BufferClosed, BufferStateError
 from megasync.buffer.payload import EncodedGroup, EncodedPartial, decode_partial, encode, encode_partial
 from megasync.concurrency.tasks import Backoff, cancel_and_wait
+from megasync.config.schema import Config
 from megasync.data.sets import SET
 from megasync.errors import DataError, MegasyncError
 from megasync.failures import UnexpectedErrors, cancellation_requested, is_infrastructure
@@ -44,7 +47,7 @@ from megasync.rollout.sample_client import Client, SampleClient, request_seed
 from megasync.rollout.selection import Selection
 from megasync.rollout.teachers import Teachers
 from megasync.rollout.workflow import TrajectoryCheck, Workflow
-from megasync.trajectory import Group, Prompt, Trajectory
+from megasync.trajectory import BASELINE, TOKEN_REWARDS, Group, Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +77,8 @@ class GroupSpec:
 
     `selection` decides which responses and groups are trained. With `seed` every request carries a seed derived from
     (seed, uid, sample, turn). `teachers` read what selection has left. With `routed`, trajectories must have routes.
+    With `baseline`, each prompt gets a greedy response too, which is scored but not trained. Without `token_rewards`,
+    those are forgotten once they are summed up.
     """
 
     workflow: Workflow
@@ -82,6 +87,27 @@ class GroupSpec:
     seed: int | None = None
     teachers: Teachers | None = None
     routed: bool = False
+    baseline: bool = False
+    token_rewards: bool = False
+
+    @classmethod
+    def of(
+        cls, config: Config, workflow: Workflow, rewards: RewardRunner, teachers: Teachers | None, seed: int | None
+    ) -> GroupSpec:
+        """What a configuration's algorithm and groups ask for."""
+        rollout, algorithm = config.rollout, config.algorithm
+        samples, longest = config.schedule.samples_per_group, rollout.sampling.max_new_tokens
+        selection = Selection(rollout.groups, samples, longest, relative=needs_two(algorithm))
+        return cls(
+            workflow,
+            rewards,
+            selection,
+            seed,
+            teachers,
+            routed=rollout.routing_replay,
+            baseline=needs_baseline(algorithm),
+            token_rewards=takes_tokens(algorithm),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +194,9 @@ class GroupWorker:
         self._buffer = buffer
         self._workflow = spec.workflow
         self._check = TrajectoryCheck(spec.workflow, spec.routed)
+        self._check_baseline = TrajectoryCheck(spec.workflow)
+        self._baseline = spec.baseline
+        self._token_rewards = spec.token_rewards
         self._rewards = spec.rewards
         self._selection = spec.selection
         self._teachers = spec.teachers
@@ -279,16 +308,24 @@ class GroupWorker:
 
     async def _generate(self, prompt: Prompt, batch: int) -> tuple[Group | Dropped, Summary | None]:
         """The group, or why there is none; and the summary of what was scored."""
-        samples, problems = await self._sample_all(prompt, batch)
+        (samples, problems), greedy = await asyncio.gather(self._sample_all(prompt, batch), self._greedy(prompt, batch))
         if self._quarantine is not None and (evidence := self._quarantine.evidence(prompt.uid)):
             return Dropped(KILLS_SERVERS, evidence), None
         trajectories = [t for sample in samples for t in sample]
         if not trajectories:
             return Dropped("no_response", problems[0] if problems else "the workflow returned no trajectory"), None
         try:
-            scored = await self._score(trajectories, prompt)
+            scored = await self._score([*trajectories, *greedy.trajectories], prompt)
         except DataError as error:
             return Dropped("reward_error", str(error)), None
+        if self._baseline:
+            scored, rewards = scored[: len(trajectories)], [t.reward for t in scored[len(trajectories) :]]
+            known = [reward for reward in rewards if reward is not None]
+            if not known:
+                return Dropped("no_baseline", greedy.problem or "the greedy response has no reward"), summarize(scored)
+            scored = [replace(t, metrics={**t.metrics, BASELINE: statistics.fmean(known)}) for t in scored]
+        if not self._token_rewards:
+            scored = [_without(t, TOKEN_REWARDS) for t in scored]
         if SET in prompt.columns:
             scored = [_labelled(trajectory, str(prompt.columns[SET])) for trajectory in scored]
         rest = iter(scored)
@@ -355,6 +392,13 @@ class GroupWorker:
             self._metrics.counts["samples_unused"] += unused
         return samples[: self._selection.samples_awaited], [result for result in results if isinstance(result, str)]
 
+    async def _greedy(self, prompt: Prompt, batch: int) -> _Greedy:
+        """The greedy response, if the estimator needs one."""
+        if not self._baseline:
+            return _Greedy()
+        found = await self._sample(prompt, batch, self._selection.samples_started)
+        return _Greedy(problem=found) if isinstance(found, str) else _Greedy(found)
+
     async def _sample(self, prompt: Prompt, batch: int, index: int) -> list[Trajectory] | str:
         """One sample's trajectories, or the text of its error once it has used up its attempts."""
         attempts, backoff = 0, Backoff(self._failures.backoff_seconds)
@@ -379,14 +423,35 @@ class GroupWorker:
                 return trajectories
 
     async def _attempt(self, prompt: Prompt, batch: int, index: int) -> list[Trajectory]:
-        """Calls the workflow once, with a copy of the row, so that its changes do not reach the next attempt."""
+        """Calls the workflow once, with a copy of the row, so that its changes do not reach the next attempt.
+
+        The sample after those of the group is the greedy one.
+        """
+        greedy = index == self._selection.samples_started
+        sampling: dict[str, Any] = {"temperature": 0.0} if greedy else {"batch": batch}
         seed = None if self._seed is None else request_seed(self._seed, prompt.uid, index)
         responses = self._partials.sample(prompt.uid, index)
         client = SampleClient(
-            self._client, self._gate, routing_key=prompt.uid, seed=seed, responses=responses, batch=batch
+            self._client, self._gate, routing_key=prompt.uid, seed=seed, responses=responses, **sampling
         )
         sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
-        return self._check.check(await self._workflow(client, sample))
+        check = self._check_baseline if greedy else self._check
+        return check.check(await self._workflow(client, sample))
+
+
+@dataclass(frozen=True, slots=True)
+class _Greedy:
+    """The trajectories of a greedy response, or why there are none."""
+
+    trajectories: Sequence[Trajectory] = ()
+    problem: str = ""
+
+
+def _without(trajectory: Trajectory, name: str) -> Trajectory:
+    """Without one of its arrays."""
+    if name not in trajectory.arrays:
+        return trajectory
+    return replace(trajectory, arrays={key: array for key, array in trajectory.arrays.items() if key != name})
 
 
 def _labelled(trajectory: Trajectory, name: str) -> Trajectory:

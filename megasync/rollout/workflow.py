@@ -22,7 +22,7 @@ import numpy as np
 
 from megasync.errors import DataError
 from megasync.importing import name_of
-from megasync.trajectory import ROUTES, Trajectory, finite_float
+from megasync.trajectory import ROUTES, TOKEN_REWARDS, Trajectory, finite_float
 
 if TYPE_CHECKING:
     from megasync.rollout.sample_client import SampleClient
@@ -81,7 +81,8 @@ class TrajectoryCheck:
         for name, array in trajectory.arrays.items():
             if array.dtype.kind not in "iubf":
                 raise self._error(f"the array {name!r} of type {array.dtype}, which does not hold numbers")
-            if not np.isfinite(array).all():
+            # A token without a reward has NaN.
+            if not (np.isfinite(array) | (np.isnan(array) & (name == TOKEN_REWARDS))).all():
                 raise self._error(f"the array {name!r}, which holds numbers that are not finite")
 
     def _metrics(self, given: object) -> dict[str, float]:

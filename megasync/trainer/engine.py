@@ -234,6 +234,11 @@ class MegatronEngine:
         for group in self._bucket_groups():
             group.param_gather_dispatched = not awaited
 
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank is of the pipeline stage that computes log-probs and losses."""
+        return self.coords.pp == self.topology.pipeline - 1
+
     def _bucket_groups(self) -> list[Any]:
         """Megatron's buckets of parameters that are gathered in forward passes; none without that option."""
         overlapped = [model for model in self.wrapped if model.ddp_config.overlap_param_gather]
@@ -496,7 +501,7 @@ class MegatronEngine:
         """Sums over microbatches and data-parallel ranks, broadcast from the last stage to every rank."""
         last = self.topology.pipeline - 1
         totals: dict[str, float] = {}
-        if self.coords.pp == last:
+        if self.is_last_stage:
             names = sorted(reports[0])
             first, *others = reports
             sums = [sum((report[name].double() for report in others), first[name].double()) for name in names]

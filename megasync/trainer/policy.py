@@ -9,8 +9,8 @@ The loss of an optimizer step is a sum over tokens divided by the number of trai
 by what `algorithm.aggregation` says, over all microbatches and data-parallel ranks. The number is never zero, because a
 step without trained tokens is skipped.
 
-With a critic, or a KL penalty in the rewards, advantages need log-probs and values. They are then known only where
-their trajectories are computed, or only after the ranks have exchanged one number for each trajectory.
+With a critic, rewards of tokens or a KL penalty in the rewards, advantages need more than headers. They are then known
+only where their trajectories are computed, or only after the ranks have exchanged a few numbers for each trajectory.
 
 Without a KL or entropy term, and in most losses, a trajectory with advantage zero has no gradient. It is then not
 computed, but its tokens stay in the divisor, so the gradient is exactly the same. If no trajectory has a gradient, the
@@ -34,13 +34,15 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megasync.algorithms.advantages.rewards import WHITEN_EPS, StepRewards, TokenRewards
+from megasync.algorithms.advantages.rewards import WHITEN_EPS, Floats, StepRewards, TokenRewards
 from megasync.algorithms.choose import (
     compares_with_reference,
     estimator_of,
     needs_all_tokens,
+    needs_baseline,
     needs_reference,
     needs_two,
+    takes_tokens,
 )
 from megasync.algorithms.kl import AGES, KL_KINDS
 from megasync.algorithms.policy_loss import policy_loss
@@ -54,12 +56,15 @@ from megasync.trainer.engine import MegatronEngine, Share
 from megasync.trainer.nonfinite import SkipBudget
 from megasync.trainer.offload import Offload
 from megasync.trainer.packing import Ints, Lengths
-from megasync.trajectory import ROUTES, TEACHER, Trajectory
+from megasync.trajectory import BASELINE, ROUTES, TEACHER, TOKEN_REWARDS, Trajectory
 
 log = logging.getLogger(__name__)
 
 # Loads some trajectories of a group, by their positions in its header; see `buffer.segments.load_trajectories`.
 Loader = Callable[[LeasedGroup, Sequence[int]], Sequence[Trajectory]]
+
+# Rewards of tokens are float32: what their sum lacks of the response's reward may be an error of rounding.
+ROUNDING = 1e-5
 
 # Sums over computed tokens that the loss reports; the metrics of the same names are their means.
 PER_TOKEN = (
@@ -80,8 +85,8 @@ class Members:
     """The trajectories of a step that have a reward, in order, as arrays [trajectories]; from headers alone.
 
     ``numbers`` are the positions of trajectories in the step, ``groups`` and ``places`` the position of a trajectory's
-    group, and its own within the group's header. ``trained`` are numbers of trained tokens. With a critic
-    ``advantages`` are 0.
+    group, and its own within the group's header. ``trained`` are numbers of trained tokens. ``advantages`` are 0 if
+    those of tokens are estimated.
     """
 
     numbers: Ints
@@ -106,7 +111,8 @@ class Minibatch:
     ``divisor`` is that of the loss, for all trajectories; see `_divisor`. ``behaviour`` are the log-probs of each own
     sample's scored tokens, float32, ``versions`` those that sampled them. The others are of each own microbatch,
     float32 [targets] on the last pipeline stage, or None if they are not needed: ``proximal`` and ``reference`` scores,
-    the ``penalties`` that are subtracted from the rewards, and ``advantages`` of tokens. ``teacher`` are a teacher's
+    the ``penalties`` that are subtracted from the rewards, and ``advantages`` of tokens. ``rewards`` are those of each
+    own sample's scored tokens, and whether each has one; empty if the estimator takes none. ``teacher`` are a teacher's
     log-probs of each own sample's scored tokens, NaN where there are none; empty without teachers.
     """
 
@@ -120,6 +126,9 @@ class Minibatch:
     penalties: list[torch.Tensor] | None = None
     advantages: list[torch.Tensor] | None = None
     teacher: dict[int, NDArray[np.float32]] = field(default_factory=dict[int, NDArray[np.float32]])
+    rewards: dict[int, tuple[Floats, NDArray[np.bool_]]] = field(
+        default_factory=dict[int, tuple[Floats, NDArray[np.bool_]]]
+    )
 
     def counted(self, index: int) -> bool:
         return self.share.microbatches[index].counted
@@ -177,7 +186,7 @@ class PolicyTrainer:
         """
         start = time.monotonic()
         self._current = {"step": step, "version": version}
-        members, rewards = _members(groups, self._algorithm, self._reward_weights, self._critic is not None)
+        members, rewards = _members(groups, self._algorithm, self._reward_weights)
         metrics = _batch_metrics(groups, version)
         metrics |= self._train(groups, members, rewards, load, step)
         if (every := self._algorithm.reference_every) and step % every == 0:
@@ -212,8 +221,10 @@ class PolicyTrainer:
             ]
             found = self._of_responses(minibatches, ratios, len(members))
             self._readvantage(minibatches, replace(rewards, log_ratios=found))
+        if takes_tokens(self._algorithm) and self._critic is None:
+            self._of_tokens(minibatches, None, len(groups))
         if self._critic is not None and minibatches:
-            metrics |= self._estimate(self._critic, minibatches, step)
+            metrics |= self._estimate(self._critic, minibatches, len(groups), step)
             if step <= self._critic.warmup_steps:
                 return {**metrics, "train/skipped": 0.0}
         reports = []
@@ -231,14 +242,14 @@ class PolicyTrainer:
         return {**metrics, **_summary(reports), "train/skipped": skipped}
 
     def _penalise(self, minibatches: Sequence[Minibatch], rewards: StepRewards) -> dict[str, float]:
-        """Subtracts the KL penalty from the rewards. Without a critic, that of a response is the sum of its tokens'."""
+        """Subtracts the KL penalty from the rewards: from those of tokens, or the sum from that of a response."""
         algorithm = self._algorithm
         for minibatch in minibatches:
             pairs = zip(minibatch.proximal or [], minibatch.reference or [], strict=True)
             minibatch.penalties = [algorithm.kl_coef * KL_KINDS[algorithm.kl_kind](*pair) for pair in pairs]
         found = [minibatch.penalties or [] for minibatch in minibatches]
         penalties = self._of_responses(minibatches, found, len(rewards.rewards))
-        if self._critic is None:
+        if not takes_tokens(algorithm):
             self._readvantage(minibatches, replace(rewards, rewards=rewards.rewards - penalties))
         return {"train/reward_penalty": float(penalties.mean())}
 
@@ -249,16 +260,21 @@ class PolicyTrainer:
 
         ``values`` are of each own microbatch of a minibatch, [targets]; none before the last pipeline stage.
         """
-        coords = self._engine.coords
         sums = torch.zeros(count, dtype=torch.float64, device=self._engine.device.torch_device)
-        # Tensor and context peers have the same.
-        own = [] if coords.tp or coords.cp else zip(minibatches, values, strict=True)
-        for minibatch, parts in own:
+        for minibatch, parts in zip(minibatches, values, strict=True):
             for index, part in enumerate(parts):
                 if minibatch.counted(index):
                     sequences = list(minibatch.share.microbatches[index].sequences)
                     numbers = np.repeat(minibatch.members.numbers[sequences], minibatch.counts(sequences))
                     sums.index_add_(0, torch.from_numpy(numbers).to(sums.device), part.double())
+        return self._summed(sums.cpu().numpy())
+
+    def _summed(self, values: Floats) -> Floats:
+        """The sums over all ranks of what each knows of its own responses. A collective."""
+        coords = self._engine.coords
+        # Tensor and context peers have the same.
+        own = values if not (coords.tp or coords.cp) else np.zeros_like(values)
+        sums = torch.from_numpy(own).to(self._engine.device.torch_device)
         dist.all_reduce(sums)
         return sums.cpu().numpy()
 
@@ -269,34 +285,59 @@ class PolicyTrainer:
             members = minibatch.members
             minibatch.members = replace(members, advantages=advantages[members.numbers])
 
-    def _estimate(self, critic: Critic, minibatches: Sequence[Minibatch], step: int) -> dict[str, float]:
+    def _estimate(self, critic: Critic, minibatches: Sequence[Minibatch], prompts: int, step: int) -> dict[str, float]:
         """Estimates the advantages of tokens from the values of the critic, and lets it learn from their returns."""
         with critic.turn(self._offload):
+            values = [critic.values(minibatch.share) for minibatch in minibatches]
+            self._of_tokens(minibatches, values, prompts)
             lessons = []
-            for minibatch in minibatches:
-                values = critic.values(minibatch.share)
-                found = [self._of_tokens(minibatch, index, each) for index, each in enumerate(values)]
-                minibatch.advantages = [advantages for advantages, _ in found]
-                tokens = int(minibatch.members.trained.sum())
-                lessons.append(Returns(minibatch.share, tokens, values, [returns for _, returns in found]))
+            for minibatch, old in zip(minibatches, values, strict=True):
+                returns = [each + value for each, value in zip(minibatch.advantages or [], old, strict=True)]
+                lessons.append(Returns(minibatch.share, int(minibatch.members.trained.sum()), old, returns))
             if self._algorithm.normalize_std:
                 self._whiten(minibatches)
             return critic.learn(lessons, step)
 
-    def _of_tokens(self, minibatch: Minibatch, index: int, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The advantages and returns of the targets of a microbatch."""
-        own = list(minibatch.share.microbatches[index].sequences)
-        starts = np.cumsum([0, *minibatch.counts(own)])
-        rewards = np.zeros(len(values))
-        rewards[starts[1:] - 1] = minibatch.members.rewards[own]
-        if minibatch.penalties is not None:
-            rewards -= minibatch.penalties[index].cpu().numpy()
-        step = TokenRewards(rewards, values.double().cpu().numpy(), starts)
-        advantages = np.asarray(estimator_of(self._algorithm)(step), dtype=np.float64)
-        # Values that are not finite make both losses so, and every rank then skips the step.
-        _check(self._algorithm, advantages, len(values), "token")
-        returns = torch.from_numpy((advantages + step.values).astype(np.float32))
-        return torch.from_numpy(advantages.astype(np.float32)).to(values.device), returns.to(values.device)
+    def _of_tokens(
+        self, minibatches: Sequence[Minibatch], values: Sequence[Sequence[torch.Tensor]] | None, prompts: int
+    ) -> None:
+        """Estimates the advantages of the targets of all minibatches, of a step with that many prompts. A collective.
+
+        ``values`` are a critic's of each microbatch, none before the last pipeline stage.
+        """
+        device, last = self._engine.device.torch_device, self._engine.is_last_stage
+        rewards, rewarded, estimates, counts, groups = [np.zeros(0)], [np.zeros(0, bool)], [np.zeros(0)], [], []
+        for number, minibatch in enumerate(minibatches):
+            for index in range(len(minibatch.share.microbatches)) if last else ():
+                if not minibatch.counted(index):
+                    continue
+                own = list(minibatch.share.microbatches[index].sequences)
+                given = np.concatenate([minibatch.rewards[each][0] for each in own])
+                rewards.append(given if minibatch.penalties is None else given - _numbers(minibatch.penalties[index]))
+                rewarded += [minibatch.rewards[each][1] for each in own]
+                estimates.append(np.zeros(len(given)) if values is None else _numbers(values[number][index]))
+                counts += minibatch.counts(own)
+                groups += minibatch.members.groups[own].tolist()
+        step = TokenRewards(
+            np.concatenate(rewards),
+            np.concatenate(estimates),
+            np.cumsum([0, *counts]),
+            np.concatenate(rewarded) | any(minibatch.penalties is not None for minibatch in minibatches),
+            np.array(groups, dtype=np.int64),
+            prompts,
+            self._summed,
+        )
+        found = np.asarray(estimator_of(self._algorithm)(step), dtype=np.float64)
+        # Values that are not finite make the losses so, and every rank then skips the step.
+        _check(self._algorithm, found, len(step.rewards), "token")
+        rest = torch.from_numpy(found.astype(np.float32)).to(device)
+        for minibatch in minibatches:
+            minibatch.advantages = []
+            for index, microbatch in enumerate(minibatch.share.microbatches if last else ()):
+                count = sum(minibatch.counts(list(microbatch.sequences)))
+                taken = count if minibatch.counted(index) else 0
+                minibatch.advantages.append(rest[:taken] if taken else torch.zeros(count, device=device))
+                rest = rest[taken:]
 
     def _whiten(self, minibatches: Sequence[Minibatch]) -> None:
         """Shifts and scales advantages to mean 0 and variance 1 over the trained tokens of the step, on all ranks."""
@@ -320,7 +361,7 @@ class PolicyTrainer:
         A trajectory without a trained token never has one, so the loss is never divided by zero.
         """
         algorithm = self._algorithm
-        terms = algorithm.kl_coef or algorithm.entropy_coef or self._critic or self._taught
+        terms = algorithm.kl_coef or algorithm.entropy_coef or takes_tokens(algorithm) or self._taught
         always = bool(terms) or needs_all_tokens(algorithm)
         active = part[np.flatnonzero((part.trained > 0) & (always | (part.advantages != 0.0)))]
         if not len(active):
@@ -339,6 +380,10 @@ class PolicyTrainer:
             teacher={
                 index: _teacher(trajectories[index])[sample.scored]
                 for index, sample in (samples.items() if self._taught else ())
+            },
+            rewards={
+                index: _token_rewards(trajectories[index], sample.scored, float(active.rewards[index]))
+                for index, sample in (samples.items() if takes_tokens(algorithm) else ())
             },
         )
 
@@ -427,15 +472,18 @@ class PolicyTrainer:
 
 
 def _members(
-    groups: Sequence[LeasedGroup], algorithm: AlgorithmConfig, weights: Mapping[str, float], critic: bool
+    groups: Sequence[LeasedGroup], algorithm: AlgorithmConfig, weights: Mapping[str, float]
 ) -> tuple[Members, StepRewards]:
     """The trajectories with a reward. Raises TrainingError for groups that the estimator cannot use."""
     rows, rewards = [], []
     parts: dict[str, list[float]] = {name: [] for name in weights}
+    baselines: list[float] = []
     base, least = 0, 2 if needs_two(algorithm) else 1
     for position, group in enumerate(groups):
         scored = [(place, t, t.reward) for place, t in enumerate(group.header.trajectories) if t.reward is not None]
         rewards += [reward for *_, reward in scored]
+        if needs_baseline(algorithm):
+            baselines += [t.metrics[BASELINE] for _, t, _ in scored]
         for name, scores in parts.items():
             scores += [t.metrics.get(f"reward/{name}", math.nan) for _, t, _ in scored]
         if len(scored) < least:
@@ -453,8 +501,11 @@ def _members(
     positions, places, prompts, prompt_tokens, fed, trained = np.array(rows, dtype=np.int64).reshape(-1, 6).T
     by_function = {name: np.array(scores, dtype=np.float64) for name, scores in parts.items()}
     step = StepRewards(np.array(rewards, dtype=np.float64), positions, trained, by_function, weights)
-    # A critic's are of tokens, and come later.
-    advantages = np.zeros(len(rewards)) if critic or not algorithm.reward_coef else _advantages(step, algorithm)
+    if baselines:
+        step = replace(step, baselines=np.array(baselines))
+    # Those of tokens come later.
+    later = takes_tokens(algorithm) or not algorithm.reward_coef
+    advantages = np.zeros(len(rewards)) if later else _advantages(step, algorithm)
     numbers, lengths = np.arange(len(rewards)), Lengths(prompts, prompt_tokens, fed)
     return Members(numbers, positions, places, step.rewards, advantages, trained, lengths), step
 
@@ -519,6 +570,27 @@ def _load(
 def _sample(trajectory: Trajectory, fed: int) -> Sample:
     scored = np.flatnonzero(trajectory.loss_mask.expand())
     return Sample(trajectory.prompt_ids, trajectory.response_ids, scored, fed, trajectory.arrays.get(ROUTES))
+
+
+def _token_rewards(trajectory: Trajectory, scored: NDArray[Any], reward: float) -> tuple[Floats, NDArray[np.bool_]]:
+    """The rewards of the scored tokens, and whether each has one. They sum up to ``reward``."""
+    rewards, rewarded = np.zeros(len(scored)), np.zeros(len(scored), dtype=bool)
+    given = trajectory.arrays.get(TOKEN_REWARDS, np.zeros(0, np.float32))
+    at = np.flatnonzero(~np.isnan(given))
+    # Those of tokens that were not sampled are for the last one before them that was.
+    places = np.searchsorted(scored, at, side="right") - 1
+    at, places = at[places >= 0], places[places >= 0]
+    np.add.at(rewards, places, given[at].astype(np.float64))
+    rewarded[places] = True
+    left = reward - rewards.sum()
+    if not len(places) or abs(left) > ROUNDING * max(1.0, abs(reward)):
+        rewards[-1] += left
+        rewarded[-1] = True
+    return rewards, rewarded
+
+
+def _numbers(values: torch.Tensor) -> Floats:
+    return values.double().cpu().numpy()
 
 
 def _teacher(trajectory: Trajectory) -> NDArray[np.float32]:

@@ -46,7 +46,7 @@ def batch():
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])
-@pytest.mark.parametrize("name", [name for name, item in ADVANTAGES.items() if not (item.critic or item.reference)])
+@pytest.mark.parametrize("name", [name for name, item in ADVANTAGES.items() if not (item.tokens or item.reference)])
 def test_advantages_are_verls(core_algos, batch, name, normalize_std):
     scores = torch.zeros_like(batch.mask)
     # verl finds the reward of a response in any of its tokens.
@@ -59,8 +59,11 @@ def test_advantages_are_verls(core_algos, batch, name, normalize_std):
         options["norm_adv_by_std_in_grpo"] = normalize_std
     if name != "reinforce_plus_plus":
         options["index"] = batch.groups
+    baselines = np.linspace(0, 1, GROUPS)[batch.groups]
+    if name == "remax":
+        options = {"reward_baselines": torch.from_numpy(baselines).float()}
     expected, _ = core_algos.get_adv_estimator_fn(name)(token_level_rewards=scores, response_mask=batch.mask, **options)
-    step = StepRewards(batch.rewards, batch.groups, batch.lengths)
+    step = StepRewards(batch.rewards, batch.groups, batch.lengths, baselines=baselines)
     found = estimator_of(AlgorithmConfig(advantage=name, normalize_std=normalize_std))(step)
     assert found.tolist() == pytest.approx(expected[:, 0].tolist(), rel=1e-4, abs=1e-4)
 

@@ -20,7 +20,13 @@ RATE = st.floats(0.1, 1)
 
 def step_of(responses):
     flat = np.array([token for response in responses for token in response], dtype=np.float64)
-    return TokenRewards(flat[:, 0], flat[:, 1], np.cumsum([0, *map(len, responses)]))
+    return with_values(flat[:, 0], flat[:, 1], np.cumsum([0, *map(len, responses)]))
+
+
+def with_values(rewards, values, starts):
+    """Each response answers a prompt of its own."""
+    groups = np.arange(len(starts) - 1)
+    return TokenRewards(rewards, values, starts, np.ones(len(rewards), bool), groups, len(groups), lambda sums: sums)
 
 
 @given(responses=RESPONSES, gamma=RATE, lam=RATE)
@@ -72,7 +78,7 @@ def test_advantages_and_returns_are_verls(core_algos, batch):
         token_level_rewards=rewards, values=batch["old"], response_mask=batch["mask"], gamma=0.9, lam=0.8
     )
     starts = np.cumsum([0, *trained.sum(dim=1).tolist()])
-    step = TokenRewards(rewards[trained].double().numpy(), batch["old"][trained].double().numpy(), starts)
+    step = with_values(rewards[trained].double().numpy(), batch["old"][trained].double().numpy(), starts)
     found = gae(step, gamma=0.9, lam=0.8)
     assert (found + step.values).tolist() == pytest.approx(returns[trained].tolist(), abs=1e-5)
     # verl always normalises.

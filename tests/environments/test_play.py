@@ -23,7 +23,8 @@ class FakeClient:
         self.text = self.answers.pop(0)
         return SimpleNamespace(text=self.text, messages=[*messages, {"role": "assistant", "content": self.text}])
 
-    def trajectories(self, reward, metrics):
+    def trajectories(self, reward, metrics, turn_rewards):
+        self.turn_rewards = turn_rewards
         return [trajectory(self.text, reward, metrics=metrics)]
 
 
@@ -39,6 +40,7 @@ async def test_observations_and_answers_alternate_and_the_episode_has_the_whole_
     client = FakeClient("up", "wait", "up")
     (episode,) = await play(client, {"goal": 2}, kind="envs:AsyncCounter", system="Count.")
     assert (episode.text, episode.reward) == ("up", 1.0)
+    assert client.turn_rewards == [0.0, 0.0, 1.0]
     first = client.asked[0][1]
     assert first.startswith("0 of 2")
     assert client.asked[-1] == ["Count.", first, "up", "1 of 2", "wait", "1 of 2"]

@@ -2,15 +2,18 @@
 
 import asyncio
 import copy
+import math
 import os
 import signal
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from megasync.errors import ConfigError, DataError
 from megasync.rewards.runner import RewardRunner
+from megasync.trajectory import TOKEN_REWARDS
 
 COLUMNS = {"prompt": "p", "answer": {"value": [1]}}
 
@@ -54,6 +57,35 @@ async def test_none_leaves_a_response_unscored_and_own_rewards_are_kept(make_tra
     scored = await RewardRunner(lambda completions, **c: [None, 3.0][: len(completions)]).score(group, {})
     assert rewards(scored) == [None, 7.0, 3.0]
     assert rewards(await RewardRunner(None).score(group, {})) == [None, 7.0, None]
+
+
+async def test_a_function_may_reward_single_tokens(make_trajectory):
+    group = [make_trajectory("a", tokens=3), make_trajectory("b", tokens=2)]
+
+    def steps(completions, *, completion_ids, **columns):
+        return [[None, 0.5, 1.0], np.array([0.0, 2.0])]
+
+    scored = await RewardRunner(steps).score(group, {})
+    assert rewards(scored) == [1.5, 2.0]
+    assert [str(t.arrays[TOKEN_REWARDS].tolist()) for t in scored] == ["[nan, 0.5, 1.0]", "[0.0, 2.0]"]
+    weighted = await RewardRunner({steps: 2.0, text_length: 0.5}).score(group, {})
+    assert rewards(weighted) == [3.5, 4.5]
+    # The other function's part is not that of a token.
+    assert [np.nansum(t.arrays[TOKEN_REWARDS]).item() for t in weighted] == [3.0, 4.0]
+    assert weighted[0].metrics["reward/steps"] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("score", "problem"),
+    [
+        ([1.0], "1 rewards of tokens .*has 2 tokens"),
+        ([1.0, "x"], "the reward 'x'"),
+        ([1.0, math.inf], "the reward inf"),
+    ],
+)
+async def test_rewards_of_tokens_are_one_number_each(make_trajectory, score, problem):
+    with pytest.raises(DataError, match=problem):
+        await RewardRunner(lambda completions, **columns: [score]).score([make_trajectory("a")], {})
 
 
 # Several functions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 from fake_template import EOS, FakeTemplate
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from megasync.errors import DataError
 from megasync.rollout.conversation import Conversation
 from megasync.rollout.generation import Generation
+from megasync.trajectory import TOKEN_REWARDS
 
 USER = {"role": "user", "content": "q"}
 TOOL = {"role": "tool", "content": "r"}
@@ -197,6 +199,25 @@ def test_raw_generations_are_merged_by_prefix():
     assert (merged.prompt_ids.tolist(), merged.response_ids.tolist()) == ([1, 2], [3, 9, 9, 4])
     assert (merged.loss_mask, merged.versions) == ([1, 0, 0, 1], [0, 0, 0, 1])
     assert merged.logprobs.tolist() == [-0.25, 0.0, 0.0, -0.5]
+
+
+def test_rewards_of_turns_are_at_their_last_tokens_and_sum_up_to_the_reward():
+    talk = Talk(FakeTemplate())
+    said, _ = talk.say([USER], "ab")
+    said, _ = talk.say([*said, TOOL], "cd")
+    (trajectory,) = talk.conversation.trajectories(turn_rewards=[0.25, 1.0])
+    assert trajectory.reward == 1.25
+    found = trajectory.arrays[TOKEN_REWARDS]
+    ends = np.flatnonzero(~np.isnan(found))
+    assert found[ends].tolist() == [0.25, 1.0] and ends[1] == len(found) - 1
+    assert talk.template.decode(trajectory.response_ids[ends[0] : ends[0] + 1]) == EOS
+    # Each line has the rewards of the turns that it trains.
+    talk.say([USER, {"role": "user", "content": "again"}], "ef")
+    first, second = talk.conversation.trajectories(3.0, turn_rewards=[0.25, 1.0, 0.5])
+    assert (first.reward, second.reward) == (3.0, 3.0)
+    assert [np.nansum(t.arrays[TOKEN_REWARDS]).item() for t in (first, second)] == [1.25, 0.5]
+    with pytest.raises(DataError, match="got 1 rewards for 3 turns"):
+        talk.conversation.trajectories(turn_rewards=[1.0])
 
 
 def test_trajectories_of_nothing_are_refused():

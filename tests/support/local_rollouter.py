@@ -33,9 +33,13 @@ def local_rollouter(
     clock: Callable[[], float] = time.monotonic,
     teachers: Teachers | None = None,
     curriculum: Curriculum | None = None,
+    baseline: bool = False,
+    token_rewards: bool = False,
 ) -> Rollouter:
     selection = selection or Selection(GroupConfig(), schedule.samples_per_group, sys.maxsize)
-    spec = GroupSpec(workflow, rewards or RewardRunner(None), selection, seed, teachers)
+    rewards = rewards or RewardRunner(None)
+    options = {"baseline": baseline, "token_rewards": token_rewards}
+    spec = GroupSpec(workflow, rewards, selection, seed, teachers, **options)
     quarantine: Any = None if servers is None else servers.quarantine
     rollouter = Rollouter(
         source, buffer, schedule, max_drop_share=max_drop_share, servers=servers, curriculum=curriculum

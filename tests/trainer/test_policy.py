@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from megasync.config.builtin import ADVANTAGES, LOSSES
 
 OF_RESPONSES = [name for name, item in ADVANTAGES.items() if not item.critic]
+# Some tokens have rewards, some of these tokens are not trained.
+STEPPED = {"steps": 2, "stepped": True, "algorithm": {"advantage": "grpo_process"}}
 PLAIN = {"correction": "none"}
 # Proximal and reference log-probs, which stay on the ranks that compute them.
 SCORED = {"steps": 2, "algorithm": {"kl_coef": 0.1}}
@@ -58,6 +60,9 @@ def runs(run_ranks, model):
         "reward-kl": REWARD_KL,
         "taught": TAUGHT,
         "dpo": DPO,
+        "stepped": STEPPED,
+        "stepped minibatches": {**STEPPED, "trainer": {"minibatches": 2}},
+        "process": {"steps": 2, "algorithm": {"advantage": "grpo_process"}},
         "taught alone": {**TAUGHT, "algorithm": {**PLAIN, "reward_coef": 0.0}},
         "decay": {"steps": 1, "optimizer": {"lr": 1e-9, "weight_decay": 1e8}},
     }
@@ -81,6 +86,10 @@ def spread(run_ranks, model):
         "taught-pp2": {**TAUGHT, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
         "reward-kl-pp2": {**REWARD_KL, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
         "bfloat16": {"steps": 2, "trainer": {"tensor_parallel": 2}, "dtype": "bfloat16"},
+        "stepped-dp2": {**STEPPED, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 40}},
+        "stepped-pp2": {**STEPPED, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
+        "stepped-cp2": {**STEPPED, "trainer": {"context_parallel": 2}},
+        "stepped-minibatches": {**STEPPED, "trainer": {"minibatches": 2, "data_parallel": 2}},
     }
     return run_ranks("policies", 2, model=model, runs=settings)
 
@@ -105,7 +114,8 @@ def largest_difference(left, right):
     [
         *(("dp2", "plain"), ("pp2", "plain"), ("scored-dp2", "scored"), ("scored-pp2", "scored")),
         *(("reward-kl-dp2", "reward-kl"), ("reward-kl-pp2", "reward-kl"), ("taught-pp2", "taught")),
-        *(("dpo-dp2", "dpo"), ("dpo-pp2", "dpo")),
+        *(("dpo-dp2", "dpo"), ("dpo-pp2", "dpo"), ("stepped-dp2", "stepped"), ("stepped-pp2", "stepped")),
+        *(("stepped-cp2", "stepped"), ("stepped-minibatches", "stepped minibatches")),
     ],
 )
 def test_metrics_are_the_same_on_every_rank_and_layout(runs, spread, layout, alone):
@@ -132,6 +142,15 @@ def test_a_kl_penalty_in_the_rewards_changes_advantages_only(runs):
     assert first["train/loss"] == pytest.approx(plain[0]["train/loss"], rel=1e-5, abs=1e-7)
     assert abs(second["train/reward_penalty"]) > 1e-4
     assert second["train/grad_norm"] != pytest.approx(plain[1]["train/grad_norm"], rel=1e-4)
+
+
+def test_rewards_of_steps_are_compared_in_their_group_and_without_them_it_is_grpo(runs):
+    """The rewards of steps are parts of those of responses, so the metrics of rewards are the same."""
+    stepped, process, plain = (runs[name]["metrics"][0] for name in ("stepped", "process", "plain"))
+    assert stepped["train/reward"] == process["train/reward"]
+    assert stepped["train/grad_norm"] != pytest.approx(process["train/grad_norm"], rel=1e-2)
+    # All responses are computed, also those without an advantage.
+    assert process["train/grad_norm"] == pytest.approx(plain["train/grad_norm"], rel=1e-5)
 
 
 def test_a_rank_loads_only_what_it_computes(spread):

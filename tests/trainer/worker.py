@@ -44,7 +44,7 @@ from megasync.layout.shards import load_shards
 from megasync.layout.topology import Topology
 from megasync.rehearsal.device import RehearsalDevice
 from megasync.rehearsal.packages import add_to_path
-from megasync.trajectory import TEACHER, Group, Trajectory
+from megasync.trajectory import BASELINE, TEACHER, TOKEN_REWARDS, Group, Trajectory
 
 STORES = Path(sys.argv[3])
 MEETINGS = itertools.count()
@@ -353,10 +353,11 @@ def gradients(engine):
     return {name: weight.main_grad.clone() for name, weight in trained.items()}
 
 
-def make_groups(seed, groups=4, samples=3, vocab=131, uniform=(), taught=False):
+def make_groups(seed, groups=4, samples=3, vocab=131, uniform=(), taught=False, stepped=False):
     """Random groups; those in `uniform` have equal rewards. Every third response has a masked token.
 
-    If `taught`, all but these responses have log-probs of a teacher.
+    If `taught`, all but these responses have log-probs of a teacher. If `stepped`, every other token of the others has
+    a reward, which is a part of that of the response.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -374,9 +375,11 @@ def make_groups(seed, groups=4, samples=3, vocab=131, uniform=(), taught=False):
             logprobs = (torch.randn(len(response), generator=generator) * 0.1 - 4.9).tolist()
             reward = 1.0 if index in uniform else float(member)
             arrays = {TEACHER: np.array(logprobs, np.float32) + 0.5} if taught and member % 3 != 2 else {}
-            members.append(
-                Trajectory(prompt, response, mask, logprobs, [0] * len(response), reward=reward, arrays=arrays)
-            )
+            if stepped and member % 3 != 0:
+                places = np.arange(len(response))
+                arrays[TOKEN_REWARDS] = np.where(places % 2 == 0, 0.1 * places, np.nan).astype(np.float32)
+            more = {"metrics": {BASELINE: 0.5}, "arrays": arrays}
+            members.append(Trajectory(prompt, response, mask, logprobs, [0] * len(response), reward=reward, **more))
         found.append(Group(f"0:{index}", members))
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,7 @@ class StepRewards:
     tokens. Rewards are finite. ``parts`` are the scores of each of several reward functions, by name, and NaN where a
     function gave none; ``weights`` are theirs. Without several functions both are empty. ``log_ratios`` are
     sums over the trained tokens of the log-ratio of policy and reference, for estimators that say so; None before they
-    are known.
+    are known. ``baselines`` are the rewards of the greedy responses to the prompts, for estimators that say so.
     """
 
     rewards: Floats
@@ -29,6 +29,7 @@ class StepRewards:
     parts: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
     log_ratios: Floats | None = None
+    baselines: Floats | None = None
 
     def each_group(self) -> Iterator[slice]:
         """The responses of each prompt."""
@@ -51,15 +52,25 @@ class StepRewards:
 
 @dataclass(frozen=True)
 class TokenRewards:
-    """The trained tokens of some responses, one response after another, for estimators with a critic; arrays [tokens].
+    """The trained tokens of this rank's responses of a step, one response after another; arrays [tokens].
 
-    Those of response i are from ``starts[i]`` up to ``starts[i + 1]``. The reward of a response is that of its last
-    token. ``values`` are the critic's of the text before each token.
+    Those of response i are from ``starts[i]`` up to ``starts[i + 1]``; it answers prompt ``groups[i]`` of ``prompts``.
+    ``rewards`` are 0 where ``rewarded`` is false; those of a response sum up to its reward. ``values`` are a critic's
+    of the text before each token, 0 without one. ``summed`` returns the sums of its argument over all ranks: each rank
+    must call it the same number of times, with arrays of the same shape.
     """
 
     rewards: Floats
     values: Floats
     starts: Ints
+    rewarded: NDArray[np.bool_]
+    groups: Ints
+    prompts: int
+    summed: Callable[[Floats], Floats]
+
+    def by_group(self, values: Floats, groups: Ints) -> Floats:
+        """The sums of values by their groups, [prompts]."""
+        return np.bincount(groups, values, self.prompts).astype(np.float64)
 
 
 # Added to the variance.
