@@ -44,6 +44,11 @@ def takes_tokens(config: AlgorithmConfig) -> bool:
     return config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].tokens
 
 
+def needs_norms(config: AlgorithmConfig) -> bool:
+    """Whether the estimator takes the squared norms of the gradients of log-probs by logits."""
+    return config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].norms
+
+
 def needs_baseline(config: AlgorithmConfig) -> bool:
     """Whether the estimator takes the reward of a greedy response to each prompt."""
     return bool(config.reward_coef) and config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].baseline

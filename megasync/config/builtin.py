@@ -26,7 +26,8 @@ class Algorithm:
     ``keys`` are keys of the section `algorithm`, ``options`` its own options with their defaults. ``relative``: an
     estimator compares the responses of a group, so one of them is not enough. ``tokens``: it takes the rewards of
     tokens and estimates their advantages. ``critic``: it takes the values of one, ``reference``: the log-ratios to the
-    reference policy, ``baseline``: the rewards of greedy responses. ``whole``: a loss has a gradient, or an effect on
+    reference policy, ``baseline``: the rewards of greedy responses, ``norms``: the squared norms of gradients by
+    logits. ``whole``: a loss has a gradient, or an effect on
     other tokens, also where the advantage is 0.
     """
 
@@ -37,6 +38,7 @@ class Algorithm:
     tokens: bool = False
     critic: bool = False
     baseline: bool = False
+    norms: bool = False
     reference: bool = False
     whole: bool = False
 
@@ -55,6 +57,7 @@ ADVANTAGES = {
     "reinforce_plus_plus_baseline": Algorithm(f"{_A}.reinforce_plus_plus:reinforce_plus_plus_baseline"),
     "remax": Algorithm(f"{_A}.remax:remax", relative=False, baseline=True),
     "grpo_process": Algorithm(f"{_A}.process:grpo_process", ("normalize_std",), tokens=True),
+    "optimal_token_baseline": Algorithm(f"{_A}.optimal_baseline:optimal_token_baseline", tokens=True, norms=True),
     "dpo": Algorithm(f"{_A}.dpo:dpo", options={"beta": 0.1}, reference=True),
     "gae": Algorithm(
         f"{_A}.gae:gae", ("normalize_std",), {"gamma": 1.0, "lam": 1.0}, relative=False, tokens=True, critic=True

@@ -55,6 +55,7 @@ from megasync.trainer.batch import Batch, Sample, Samples, lengths_of, make_batc
 from megasync.trainer.collectives import broadcast_json
 from megasync.trainer.context import from_all_ranks
 from megasync.trainer.loading import load_once
+from megasync.trainer.logprobs import squared_norms
 from megasync.trainer.model import (
     PolicyModel,
     build_chunks,
@@ -378,6 +379,20 @@ class MegatronEngine:
         with torch.no_grad(), weights:
             # The routes were chosen by the current weights, or by those of a few steps ago.
             return self.run(share, collect, forward_only=True, replays=not reference)
+
+    def score_with_norms(
+        self, share: Share, *, temperature: float = 1.0
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Log-probs as `score`, and the squared norms of their gradients; see `logprobs.squared_norms`."""
+
+        def collect(batch: Batch, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logprobs, _ = self.score_rows(rows, batch, temperature)
+            colder, _ = self.score_rows(rows, batch, temperature / 2)
+            return logprobs.sum(), torch.stack([logprobs, squared_norms(logprobs, colder)])
+
+        with torch.no_grad():
+            found = self.run(share, collect, forward_only=True)
+        return [each[0] for each in found], [each[1] for each in found]
 
     def values(self, share: Share) -> list[torch.Tensor]:
         """A critic's values of each microbatch's targets, float32 [targets] on the device; empty before the last stage.

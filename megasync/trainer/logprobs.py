@@ -187,3 +187,13 @@ def token_logprobs(
     first = (group.rank() if group is not None else 0) * len(weight)
     columns = _Columns(first, min(max(vocab_size - first, 0), len(weight)))
     return _Scores.apply(rows, weight, targets, columns, temperature, group, dtype or weight.dtype)
+
+
+def squared_norms(logprobs: torch.Tensor, colder: torch.Tensor) -> torch.Tensor:
+    """The squared norms of the gradients of log-probs by their logits over the temperature, [targets].
+
+    ``colder`` are log-probs at half the temperature. With z the logits over the temperature, the gradient of log p_t is
+    the unit vector of t minus p, of squared norm 1 - 2 p_t + sum(p^2). Since log p_t = z_t - log sum(exp z) and the
+    colder one is 2 z_t - log sum(exp 2z), the sum of p^2 is the exponential of twice the first minus the second.
+    """
+    return 1 - 2 * logprobs.exp() + (2 * logprobs - colder).exp()

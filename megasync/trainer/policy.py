@@ -40,6 +40,7 @@ from megasync.algorithms.choose import (
     estimator_of,
     needs_all_tokens,
     needs_baseline,
+    needs_norms,
     needs_reference,
     needs_two,
     takes_tokens,
@@ -111,9 +112,10 @@ class Minibatch:
     ``divisor`` is that of the loss, for all trajectories; see `_divisor`. ``behaviour`` are the log-probs of each own
     sample's scored tokens, float32, ``versions`` those that sampled them. The others are of each own microbatch,
     float32 [targets] on the last pipeline stage, or None if they are not needed: ``proximal`` and ``reference`` scores,
-    the ``penalties`` that are subtracted from the rewards, and ``advantages`` of tokens. ``rewards`` are those of each
-    own sample's scored tokens, and whether each has one; empty if the estimator takes none. ``teacher`` are a teacher's
-    log-probs of each own sample's scored tokens, NaN where there are none; empty without teachers.
+    squared ``norms`` of the gradients of log-probs, the ``penalties`` that are subtracted from the rewards, and
+    ``advantages`` of tokens. ``rewards`` are those of each own sample's scored tokens, and whether each has one; empty
+    if the estimator takes none. ``teacher`` are a teacher's log-probs of each own sample's scored tokens, NaN where
+    there are none; empty without teachers.
     """
 
     members: Members
@@ -123,6 +125,7 @@ class Minibatch:
     versions: dict[int, NDArray[Any]] = field(default_factory=dict[int, NDArray[Any]])
     proximal: list[torch.Tensor] | None = None
     reference: list[torch.Tensor] | None = None
+    norms: list[torch.Tensor] | None = None
     penalties: list[torch.Tensor] | None = None
     advantages: list[torch.Tensor] | None = None
     teacher: dict[int, NDArray[np.float32]] = field(default_factory=dict[int, NDArray[np.float32]])
@@ -205,7 +208,11 @@ class PolicyTrainer:
         # current ones, which the loss computes anyway.
         penalised = bool(self._algorithm.kl_coef) and self._algorithm.kl_in == "reward"
         compared = compares_with_reference(self._algorithm)
-        if self._minibatches > 1 or penalised or compared:
+        if needs_norms(self._algorithm):
+            for minibatch in minibatches:
+                found = self._engine.score_with_norms(minibatch.share, temperature=self._temperature)
+                minibatch.proximal, minibatch.norms = found
+        elif self._minibatches > 1 or penalised or compared:
             for minibatch in minibatches:
                 minibatch.proximal = self._engine.score(minibatch.share, temperature=self._temperature)
         if needs_reference(self._algorithm):
@@ -222,9 +229,9 @@ class PolicyTrainer:
             found = self._of_responses(minibatches, ratios, len(members))
             self._readvantage(minibatches, replace(rewards, log_ratios=found))
         if takes_tokens(self._algorithm) and self._critic is None:
-            self._of_tokens(minibatches, None, len(groups))
+            self._of_tokens(minibatches, None, _longest(members, len(groups)))
         if self._critic is not None and minibatches:
-            metrics |= self._estimate(self._critic, minibatches, len(groups), step)
+            metrics |= self._estimate(self._critic, minibatches, _longest(members, len(groups)), step)
             if step <= self._critic.warmup_steps:
                 return {**metrics, "train/skipped": 0.0}
         reports = []
@@ -285,11 +292,11 @@ class PolicyTrainer:
             members = minibatch.members
             minibatch.members = replace(members, advantages=advantages[members.numbers])
 
-    def _estimate(self, critic: Critic, minibatches: Sequence[Minibatch], prompts: int, step: int) -> dict[str, float]:
+    def _estimate(self, critic: Critic, minibatches: Sequence[Minibatch], longest: Ints, step: int) -> dict[str, float]:
         """Estimates the advantages of tokens from the values of the critic, and lets it learn from their returns."""
         with critic.turn(self._offload):
             values = [critic.values(minibatch.share) for minibatch in minibatches]
-            self._of_tokens(minibatches, values, prompts)
+            self._of_tokens(minibatches, values, longest)
             lessons = []
             for minibatch, old in zip(minibatches, values, strict=True):
                 returns = [each + value for each, value in zip(minibatch.advantages or [], old, strict=True)]
@@ -299,14 +306,17 @@ class PolicyTrainer:
             return critic.learn(lessons, step)
 
     def _of_tokens(
-        self, minibatches: Sequence[Minibatch], values: Sequence[Sequence[torch.Tensor]] | None, prompts: int
+        self, minibatches: Sequence[Minibatch], values: Sequence[Sequence[torch.Tensor]] | None, longest: Ints
     ) -> None:
-        """Estimates the advantages of the targets of all minibatches, of a step with that many prompts. A collective.
+        """Estimates the advantages of the targets of all minibatches. A collective.
 
-        ``values`` are a critic's of each microbatch, none before the last pipeline stage.
+        ``values`` are a critic's of each microbatch, none before the last pipeline stage. ``longest`` are the most
+        trained tokens of a response to each prompt of the step.
         """
         device, last = self._engine.device.torch_device, self._engine.is_last_stage
-        rewards, rewarded, estimates, counts, groups = [np.zeros(0)], [np.zeros(0, bool)], [np.zeros(0)], [], []
+        rewards, rewarded, estimates, norms = [np.zeros(0)], [np.zeros(0, bool)], [np.zeros(0)], [np.zeros(0)]
+        counts: list[int] = []
+        groups: list[int] = []
         for number, minibatch in enumerate(minibatches):
             for index in range(len(minibatch.share.microbatches)) if last else ():
                 if not minibatch.counted(index):
@@ -316,6 +326,8 @@ class PolicyTrainer:
                 rewards.append(given if minibatch.penalties is None else given - _numbers(minibatch.penalties[index]))
                 rewarded += [minibatch.rewards[each][1] for each in own]
                 estimates.append(np.zeros(len(given)) if values is None else _numbers(values[number][index]))
+                if minibatch.norms is not None:
+                    norms.append(_numbers(minibatch.norms[index]))
                 counts += minibatch.counts(own)
                 groups += minibatch.members.groups[own].tolist()
         step = TokenRewards(
@@ -324,8 +336,9 @@ class PolicyTrainer:
             np.cumsum([0, *counts]),
             np.concatenate(rewarded) | any(minibatch.penalties is not None for minibatch in minibatches),
             np.array(groups, dtype=np.int64),
-            prompts,
+            longest,
             self._summed,
+            np.concatenate(norms) if needs_norms(self._algorithm) else None,
         )
         found = np.asarray(estimator_of(self._algorithm)(step), dtype=np.float64)
         # Values that are not finite make the losses so, and every rank then skips the step.
@@ -570,6 +583,13 @@ def _load(
 def _sample(trajectory: Trajectory, fed: int) -> Sample:
     scored = np.flatnonzero(trajectory.loss_mask.expand())
     return Sample(trajectory.prompt_ids, trajectory.response_ids, scored, fed, trajectory.arrays.get(ROUTES))
+
+
+def _longest(members: Members, prompts: int) -> Ints:
+    """The most trained tokens of a response to each prompt; 0 for one without a response."""
+    longest = np.zeros(prompts, dtype=np.int64)
+    np.maximum.at(longest, members.groups, members.trained)
+    return longest
 
 
 def _token_rewards(trajectory: Trajectory, scored: NDArray[Any], reward: float) -> tuple[Floats, NDArray[np.bool_]]:

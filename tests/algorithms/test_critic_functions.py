@@ -26,7 +26,9 @@ def step_of(responses):
 def with_values(rewards, values, starts):
     """Each response answers a prompt of its own."""
     groups = np.arange(len(starts) - 1)
-    return TokenRewards(rewards, values, starts, np.ones(len(rewards), bool), groups, len(groups), lambda sums: sums)
+    return TokenRewards(
+        rewards, values, starts, np.ones(len(rewards), bool), groups, np.diff(starts), lambda sums: sums
+    )
 
 
 @given(responses=RESPONSES, gamma=RATE, lam=RATE)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from token_rewards import longest_of, rows_of, step_of
 
-from megasync.algorithms.advantages import TokenRewards
 from megasync.algorithms.advantages.grpo import grpo
 from megasync.algorithms.advantages.process import grpo_process
 from megasync.algorithms.advantages.rewards import StepRewards
@@ -20,20 +20,6 @@ from megasync.algorithms.advantages.rewards import StepRewards
 TOKEN = st.one_of(st.none(), st.integers(-8, 8).map(lambda n: n / 4))
 RESPONSE = st.tuples(st.lists(TOKEN, max_size=5), st.integers(-8, 8)).map(lambda parts: [*parts[0], parts[1] / 4])
 GROUPS = st.lists(st.lists(RESPONSE, min_size=2, max_size=4), min_size=1, max_size=4)
-
-
-def step_of(rows, prompts, summed=lambda sums: sums):
-    """``rows`` are (group, response)."""
-    flat = [reward for _, response in rows for reward in response]
-    rewards = np.array([reward or 0.0 for reward in flat], dtype=float)
-    rewarded = np.array([reward is not None for reward in flat], dtype=bool)
-    starts = np.cumsum([0, *(len(response) for _, response in rows)])
-    groups = np.array([group for group, _ in rows], dtype=np.int64)
-    return TokenRewards(rewards, np.zeros(len(flat)), starts, rewarded, groups, prompts, summed)
-
-
-def rows_of(groups):
-    return [(number, response) for number, group in enumerate(groups) for response in group]
 
 
 def plain(groups, normalize_std):
@@ -49,7 +35,7 @@ def plain(groups, normalize_std):
 
 @given(groups=GROUPS, normalize_std=st.booleans())
 def test_a_token_gets_what_is_still_to_come_compared_with_its_group(groups, normalize_std):
-    found = grpo_process(step_of(rows_of(groups), len(groups)), normalize_std=normalize_std)
+    found = grpo_process(step_of(rows_of(groups), longest_of(groups)), normalize_std=normalize_std)
     assert found.tolist() == pytest.approx(plain(groups, normalize_std), rel=1e-6, abs=1e-6)
 
 
@@ -65,11 +51,11 @@ def test_ranks_with_parts_of_groups_find_the_same(groups, ranks):
             barrier.wait(10)
             return total
 
-        return grpo_process(step_of(rows[rank::ranks], len(groups), summed), normalize_std=True)
+        return grpo_process(step_of(rows[rank::ranks], longest_of(groups), summed), normalize_std=True)
 
     with ThreadPoolExecutor(ranks) as pool:
         shares = list(pool.map(share, range(ranks)))
-    expected = grpo_process(step_of(rows, len(groups)), normalize_std=True)
+    expected = grpo_process(step_of(rows, longest_of(groups)), normalize_std=True)
     of_rows = np.split(expected, np.cumsum([len(response) for _, response in rows])[:-1])
     for rank, found in enumerate(shares):
         own = of_rows[rank::ranks]
@@ -81,5 +67,5 @@ def test_with_a_reward_for_each_response_it_is_grpo(rewards):
     rows = [(number, [None, reward]) for number, group in enumerate(rewards) for reward in group]
     groups, count = np.array([group for group, _ in rows]), len(rows)
     plain = grpo(StepRewards(np.array([r[1] for _, r in rows]), groups, np.full(count, 2)), normalize_std=True)
-    found = grpo_process(step_of(rows, len(rewards)), normalize_std=True)
+    found = grpo_process(step_of(rows, np.full(len(rewards), 2)), normalize_std=True)
     assert found.tolist() == pytest.approx(np.repeat(plain, 2).tolist(), rel=1e-4, abs=1e-4)

@@ -5,7 +5,7 @@ import torch
 
 from megasync.preflight import memory
 from megasync.trainer import logprobs
-from megasync.trainer.logprobs import token_logprobs
+from megasync.trainer.logprobs import squared_norms, token_logprobs
 
 
 def plain(rows, weight, targets, vocab_size, temperature):
@@ -39,6 +39,20 @@ def test_values_and_gradients_equal_plain_torch(monkeypatch, part, temperature, 
     expected = gradients(lambda by: plain(rows, weight, targets, 100, by), divisor)
     for a, b in zip(mine, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_squared_norms_are_those_of_the_gradients_by_the_logits(temperature):
+    logits = (3 * torch.randn(7, 20, generator=torch.Generator().manual_seed(3))).requires_grad_()
+    targets = torch.arange(7)
+    (logits / temperature).log_softmax(-1).gather(1, targets[:, None]).sum().backward()
+    expected = (logits.grad * temperature).square().sum(dim=1)
+    rows = logits.detach()
+    warm, cold = (
+        token_logprobs(rows, identity(rows), targets, vocab_size=20, temperature=by)[0]
+        for by in (temperature, temperature / 2)
+    )
+    torch.testing.assert_close(squared_norms(warm, cold), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_no_more_than_a_part_of_the_logits_exists_at_a_time(monkeypatch):

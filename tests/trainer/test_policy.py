@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from megasync.config.builtin import ADVANTAGES, LOSSES
 
 OF_RESPONSES = [name for name, item in ADVANTAGES.items() if not item.critic]
+# Its advantages need the probabilities of all tokens.
+NORMS = {"steps": 2, "stepped": True, "algorithm": {"advantage": "optimal_token_baseline"}}
 # Some tokens have rewards, some of these tokens are not trained.
 STEPPED = {"steps": 2, "stepped": True, "algorithm": {"advantage": "grpo_process"}}
 PLAIN = {"correction": "none"}
@@ -61,6 +63,7 @@ def runs(run_ranks, model):
         "taught": TAUGHT,
         "dpo": DPO,
         "stepped": STEPPED,
+        "norms": NORMS,
         "stepped minibatches": {**STEPPED, "trainer": {"minibatches": 2}},
         "process": {"steps": 2, "algorithm": {"advantage": "grpo_process"}},
         "taught alone": {**TAUGHT, "algorithm": {**PLAIN, "reward_coef": 0.0}},
@@ -88,6 +91,10 @@ def spread(run_ranks, model):
         "bfloat16": {"steps": 2, "trainer": {"tensor_parallel": 2}, "dtype": "bfloat16"},
         "stepped-dp2": {**STEPPED, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 40}},
         "stepped-pp2": {**STEPPED, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
+        "norms-dp2": {**NORMS, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 40}},
+        "norms-pp2": {**NORMS, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
+        "norms-tp2": {**NORMS, "trainer": {"tensor_parallel": 2}},
+        "norms-cp2": {**NORMS, "trainer": {"context_parallel": 2}},
         "stepped-cp2": {**STEPPED, "trainer": {"context_parallel": 2}},
         "stepped-minibatches": {**STEPPED, "trainer": {"minibatches": 2, "data_parallel": 2}},
     }
@@ -115,6 +122,7 @@ def largest_difference(left, right):
         *(("dp2", "plain"), ("pp2", "plain"), ("scored-dp2", "scored"), ("scored-pp2", "scored")),
         *(("reward-kl-dp2", "reward-kl"), ("reward-kl-pp2", "reward-kl"), ("taught-pp2", "taught")),
         *(("dpo-dp2", "dpo"), ("dpo-pp2", "dpo"), ("stepped-dp2", "stepped"), ("stepped-pp2", "stepped")),
+        *((f"norms-{layout}", "norms") for layout in ("dp2", "pp2", "tp2", "cp2")),
         *(("stepped-cp2", "stepped"), ("stepped-minibatches", "stepped minibatches")),
     ],
 )

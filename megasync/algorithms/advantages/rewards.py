@@ -54,9 +54,11 @@ class StepRewards:
 class TokenRewards:
     """The trained tokens of this rank's responses of a step, one response after another; arrays [tokens].
 
-    Those of response i are from ``starts[i]`` up to ``starts[i + 1]``; it answers prompt ``groups[i]`` of ``prompts``.
+    Those of response i are from ``starts[i]`` up to ``starts[i + 1]``; it answers prompt ``groups[i]``.
     ``rewards`` are 0 where ``rewarded`` is false; those of a response sum up to its reward. ``values`` are a critic's
-    of the text before each token, 0 without one. ``summed`` returns the sums of its argument over all ranks: each rank
+    of the text before each token, 0 without one. ``longest`` are the most trained tokens of a response to each prompt.
+    ``squared_norms`` are those of the gradients of the tokens' log-probs by their logits, 1 - 2 p + sum(p^2), for
+    estimators that say so. ``summed`` returns the sums of its argument over all ranks: each rank
     must call it the same number of times, with arrays of the same shape.
     """
 
@@ -65,12 +67,13 @@ class TokenRewards:
     starts: Ints
     rewarded: NDArray[np.bool_]
     groups: Ints
-    prompts: int
+    longest: Ints
     summed: Callable[[Floats], Floats]
+    squared_norms: Floats | None = None
 
     def by_group(self, values: Floats, groups: Ints) -> Floats:
         """The sums of values by their groups, [prompts]."""
-        return np.bincount(groups, values, self.prompts).astype(np.float64)
+        return np.bincount(groups, values, len(self.longest)).astype(np.float64)
 
 
 # Added to the variance.
