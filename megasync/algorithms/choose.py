@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from megasync.algorithms.advantages.rewards import Floats
+from megasync.algorithms.advantages.rewards import Floats, TokenRewards
 from megasync.algorithms.losses.tokens import PolicyTokens, TokenLoss
 from megasync.config.builtin import ADVANTAGES, LOSSES, Algorithm
 from megasync.config.schema import AlgorithmConfig
@@ -39,9 +39,16 @@ def compares_with_reference(config: AlgorithmConfig) -> bool:
     return config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].reference
 
 
-def takes_tokens(config: AlgorithmConfig) -> bool:
-    """Whether the estimator takes the rewards of tokens and estimates their advantages."""
-    return config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].tokens
+def takes_tokens(config: AlgorithmConfig, critic: bool) -> bool:
+    """Whether the estimator takes the rewards of tokens and estimates their advantages.
+
+    One of a user's own does if there is a ``critic``, or if its first parameter is annotated as TokenRewards.
+    """
+    if config.advantage in ADVANTAGES:
+        return ADVANTAGES[config.advantage].tokens
+    first = next(iter(inspect.signature(load_function(config.advantage)).parameters.values()), None)
+    annotation: Any = first and first.annotation
+    return critic or str(getattr(annotation, "__name__", annotation)).rpartition(".")[2] == TokenRewards.__name__
 
 
 def needs_norms(config: AlgorithmConfig) -> bool:

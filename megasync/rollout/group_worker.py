@@ -106,7 +106,7 @@ class GroupSpec:
             teachers,
             routed=rollout.routing_replay,
             baseline=needs_baseline(algorithm),
-            token_rewards=takes_tokens(algorithm),
+            token_rewards=takes_tokens(algorithm, config.critic.enabled),
         )
 
 

@@ -164,6 +164,7 @@ class PolicyTrainer:
         taught: bool = False,
     ) -> None:
         self._taught = taught
+        self._takes_tokens = takes_tokens(algorithm, critic is not None)
         self._critic = critic
         self._offload = Offload(engine.memory, engine.device)
         self._reward_weights = reward_weights or {}
@@ -189,7 +190,7 @@ class PolicyTrainer:
         """
         start = time.monotonic()
         self._current = {"step": step, "version": version}
-        members, rewards = _members(groups, self._algorithm, self._reward_weights)
+        members, rewards = _members(groups, self._algorithm, self._reward_weights, self._takes_tokens)
         metrics = _batch_metrics(groups, version)
         metrics |= self._train(groups, members, rewards, load, step)
         if (every := self._algorithm.reference_every) and step % every == 0:
@@ -228,7 +229,7 @@ class PolicyTrainer:
             ]
             found = self._of_responses(minibatches, ratios, len(members))
             self._readvantage(minibatches, replace(rewards, log_ratios=found))
-        if takes_tokens(self._algorithm) and self._critic is None:
+        if self._takes_tokens and self._critic is None:
             self._of_tokens(minibatches, None, _longest(members, len(groups)))
         if self._critic is not None and minibatches:
             metrics |= self._estimate(self._critic, minibatches, _longest(members, len(groups)), step)
@@ -256,7 +257,7 @@ class PolicyTrainer:
             minibatch.penalties = [algorithm.kl_coef * KL_KINDS[algorithm.kl_kind](*pair) for pair in pairs]
         found = [minibatch.penalties or [] for minibatch in minibatches]
         penalties = self._of_responses(minibatches, found, len(rewards.rewards))
-        if not takes_tokens(algorithm):
+        if not self._takes_tokens:
             self._readvantage(minibatches, replace(rewards, rewards=rewards.rewards - penalties))
         return {"train/reward_penalty": float(penalties.mean())}
 
@@ -374,7 +375,7 @@ class PolicyTrainer:
         A trajectory without a trained token never has one, so the loss is never divided by zero.
         """
         algorithm = self._algorithm
-        terms = algorithm.kl_coef or algorithm.entropy_coef or takes_tokens(algorithm) or self._taught
+        terms = algorithm.kl_coef or algorithm.entropy_coef or self._takes_tokens or self._taught
         always = bool(terms) or needs_all_tokens(algorithm)
         active = part[np.flatnonzero((part.trained > 0) & (always | (part.advantages != 0.0)))]
         if not len(active):
@@ -396,7 +397,7 @@ class PolicyTrainer:
             },
             rewards={
                 index: _token_rewards(trajectories[index], sample.scored, float(active.rewards[index]))
-                for index, sample in (samples.items() if takes_tokens(algorithm) else ())
+                for index, sample in (samples.items() if self._takes_tokens else ())
             },
         )
 
@@ -485,7 +486,7 @@ class PolicyTrainer:
 
 
 def _members(
-    groups: Sequence[LeasedGroup], algorithm: AlgorithmConfig, weights: Mapping[str, float]
+    groups: Sequence[LeasedGroup], algorithm: AlgorithmConfig, weights: Mapping[str, float], of_tokens: bool
 ) -> tuple[Members, StepRewards]:
     """The trajectories with a reward. Raises TrainingError for groups that the estimator cannot use."""
     rows, rewards = [], []
@@ -517,7 +518,7 @@ def _members(
     if baselines:
         step = replace(step, baselines=np.array(baselines))
     # Those of tokens come later.
-    later = takes_tokens(algorithm) or not algorithm.reward_coef
+    later = of_tokens or not algorithm.reward_coef
     advantages = np.zeros(len(rewards)) if later else _advantages(step, algorithm)
     numbers, lengths = np.arange(len(rewards)), Lengths(prompts, prompt_tokens, fed)
     return Members(numbers, positions, places, step.rewards, advantages, trained, lengths), step

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megasync.algorithms import estimator_of
-from megasync.algorithms.advantages import StepRewards
+from megasync.algorithms.advantages import StepRewards, TokenRewards
 from megasync.algorithms.advantages.dpo import dpo
+from megasync.algorithms.choose import takes_tokens
 from megasync.config.builtin import ADVANTAGES
 from megasync.config.schema import AlgorithmConfig
 
@@ -125,6 +126,21 @@ def test_a_users_own_estimator_gets_its_options_and_the_keys_that_it_names():
     own = f"{__name__}:doubled"
     assert advantages([[(1.0, 1)]], own) == [2.0]
     assert advantages([[(1.0, 1)]], own, advantage_options={"factor": 3.0}) == [3.0]
+
+
+def halved(step: TokenRewards) -> np.ndarray:
+    """One of tokens."""
+    return step.rewards / 2
+
+
+def test_a_users_own_estimator_of_tokens_says_so_by_its_annotation_or_by_a_critic():
+    own = {name: AlgorithmConfig(advantage=f"{__name__}:{name}") for name in ("doubled", "halved")}
+    assert {name: takes_tokens(config, critic=False) for name, config in own.items()} == {
+        "doubled": False,
+        "halved": True,
+    }
+    assert all(takes_tokens(config, critic=True) for config in own.values())
+    assert not takes_tokens(AlgorithmConfig(), critic=True)
 
 
 def test_each_reward_function_is_normalised_by_itself():
