@@ -4,9 +4,9 @@
     python benchmarks/algorithms.py OUT --only gae rloo --seeds 0
 
 Each run is `megasync train` with the real trainer, servers and router. A finished run is kept in OUT and not repeated,
-so an interrupted benchmark goes on where it was. The table says how many steps a run needed until half and 90 % of the
-digits were right, and its best held-out score. Hyperparameters are the quickstart's, except where `OVERRIDES` names
-others: they show that a method learns here, not which is best.
+so an interrupted benchmark goes on where it was. The table says after how many steps half of the sampled digits were
+right, after how many 90 % of the held-out numbers were, which ends a run, and its best held-out score. Hyperparameters
+are the quickstart's, except where `OVERRIDES` names others: they show that a method learns here, not which is best.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OVERRIDES = {
 }
 # The quickstart's step is a single optimizer step, in which nothing is clipped and most losses are the same.
 SEVERAL_STEPS = ["trainer.minibatches=4", "trainer.optimizer.lr=6e-4"]
-LEARNED = (0.5, 0.9)
+HALF, SOLVED = 0.5, 0.9
 
 
 def kinds() -> Iterator[tuple[str, list[str]]]:
@@ -66,15 +66,26 @@ def train(out: Path, name: str, overrides: list[str], seed: int, common: list[st
 
 
 def row(run: Path) -> dict[str, float | None]:
-    """Steps until the mean reward of five steps reached each of `LEARNED`, and the best held-out score."""
+    """Steps until the mean reward of five steps reached `HALF` and a held-out score `SOLVED`, and the best score."""
     columns = read_metrics(run)
     rewards = [(step, value) for step, value in zip(columns[STEP], columns[REWARD], strict=True) if value is not None]
-    found: dict[str, float | None] = {}
-    for share in LEARNED:
-        windows = (rewards[end - 5 : end] for end in range(5, len(rewards) + 1))
-        found[f"{share:g}"] = next((w[-1][0] for w in windows if statistics.fmean(v for _, v in w) >= share), None)
-    found["best"] = max((value for value in columns.get(SCORE, []) if value is not None), default=None)
-    return found
+    windows = (rewards[end - 5 : end] for end in range(5, len(rewards) + 1))
+    scores = [(step, value) for step, value in zip(columns[STEP], columns[SCORE], strict=True) if value is not None]
+    return {
+        "half": next((window[-1][0] for window in windows if statistics.fmean(v for _, v in window) >= HALF), None),
+        "solved": next((step for step, score in scores if score >= SOLVED), None),
+        "best": max((score for _, score in scores), default=None),
+    }
+
+
+def heading(first: str) -> str:
+    """The first lines of a table of rows."""
+    return f"| {first} | half of the digits | {SOLVED:.0%} held-out | best held-out |\n|---|---|---|---|"
+
+
+def line(name: str, run: Path) -> str:
+    cells = ("-" if value is None else f"{value:.3g}" for value in row(run).values())
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 def plot(out: Path, runs: dict[str, list[Path]]) -> None:
@@ -110,16 +121,14 @@ def main() -> None:
     if unknown := set(arguments.only or ()) - set(chosen):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(name for name, _ in kinds())}")
     runs: dict[str, list[Path]] = {}
-    print(f"| method | seed | {' | '.join(f'steps to {share:.0%}' for share in LEARNED)} | best held-out score |")
-    print("|---|---|" + "---|" * (len(LEARNED) + 1))
+    print(heading("method, seed"))
     for name, overrides in chosen.items():
         for seed in arguments.seeds:
             run = train(arguments.out.resolve(), name, overrides, seed, arguments.set)
             if run is None:
                 continue
             runs.setdefault(name, []).append(run)
-            cells = ("-" if value is None else f"{value:g}" for value in row(run).values())
-            print(f"| `{name}` | {seed} | {' | '.join(cells)} |", flush=True)
+            print(line(f"`{name}`, {seed}", run), flush=True)
     if runs:
         plot(arguments.out, runs)
 
