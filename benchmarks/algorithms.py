@@ -68,7 +68,9 @@ def train(out: Path, name: str, overrides: list[str], seed: int, common: list[st
 def row(run: Path) -> dict[str, float | None]:
     """Steps until the mean reward of five steps reached `HALF` and a held-out score `SOLVED`, and the best score."""
     columns = read_metrics(run)
-    rewards = [(step, value) for step, value in zip(columns[STEP], columns[REWARD], strict=True) if value is not None]
+    # A model that has the score already takes no step.
+    given = columns.get(REWARD, [None] * len(columns[STEP]))
+    rewards = [(step, value) for step, value in zip(columns[STEP], given, strict=True) if value is not None]
     windows = (rewards[end - 5 : end] for end in range(5, len(rewards) + 1))
     scores = [(step, value) for step, value in zip(columns[STEP], columns[SCORE], strict=True) if value is not None]
     return {

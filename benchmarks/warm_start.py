@@ -16,8 +16,8 @@ from pathlib import Path
 
 from algorithms import ROOT, heading, line, train
 
-# Solved examples that the warm start sees: four rounds of 256, 64 to a step.
-EPOCHS = 4
+# Rounds of the warm start: 256 solved examples, 64 to a step.
+EPOCHS = 2
 TEACHER = ["teachers.one.servers=1", "teachers.one.max_total_tokens=4096", "teachers.one.mem_fraction=0.2"]
 TEACHER += ["teachers.one.max_running_requests=64", "rollout.mem_fraction=0.2"]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from megasync.app.mailbox import Mailbox
 from megasync.app.rollout_worker import AnswersOfWorkers
-from megasync.app.run_directory import export_newest
+from megasync.app.run_directory import export_newest, export_step
 from megasync.app.run_lock import RunLock
 from megasync.app.servers import InferenceServers, reserve_pools
 from megasync.app.workload import Custom, Workload
@@ -40,7 +39,6 @@ from megasync.errors import ServerParityError
 from megasync.evaluation.evaluate import Answerer, PeriodicEvaluation
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
-from megasync.layout.shards import export_checkpoint
 from megasync.layout.topology import Topology
 from megasync.observe.awaits import describe_tasks
 from megasync.observe.logfile import log_to_file
@@ -58,8 +56,6 @@ log = logging.getLogger(__name__)
 
 # Prompts on whose log-probs trainer and servers must agree after a sync.
 PARITY_PROBES = 4
-# Below the run directory: the model at steps before the end.
-EXPORTS_FOLDER = "exports"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +153,7 @@ class Run:
             cursor=self._workload.source.state,
             observer=observer,
             rollout_workers=started.servers.workers,
-            export=lambda path: asyncio.to_thread(self._export_step, observer, path),
+            export=lambda path: asyncio.to_thread(export_step, config, self.run_dir, path, observer.message),
         )
         if (workers := started.servers.workers) is not None:
             await workers.announce(progress.version, progress.claimed)
@@ -278,12 +274,3 @@ class Run:
         except OSError as error:
             return f"{done}; a resumed run will use the old number, because {CONFIG_FILE} cannot be written: {error}"
         return done
-
-    def _export_step(self, observer: RunObserver, checkpoint: Path) -> None:
-        """Writes a checkpoint as a Hugging Face folder, beside the training. Raises CheckpointError."""
-        out = self.run_dir / EXPORTS_FOLDER / checkpoint.name
-        # From before the run went back behind this step.
-        shutil.rmtree(out, ignore_errors=True)
-        out.parent.mkdir(exist_ok=True)
-        export_checkpoint(checkpoint, Path(self.config.model.path), out)
-        observer.message(f"Hugging Face checkpoint: {out}")

@@ -21,6 +21,8 @@ from megasync.trainer.checkpoint import latest
 
 # The model at the end, below the run directory.
 EXPORT_FOLDER = "export"
+# Models of earlier steps.
+EXPORTS_FOLDER = "exports"
 
 
 def new_run_dir(config: Config, custom: Sequence[str] = ()) -> Path:
@@ -56,6 +58,16 @@ def export_newest(config: Config, run_dir: Path, notify: Callable[[str], None]) 
     export_checkpoint(newest, Path(config.model.path), out)
     notify(f"Hugging Face checkpoint: {out}")
     return out
+
+
+def export_step(config: Config, run_dir: Path, checkpoint: Path, notify: Callable[[str], None]) -> None:
+    """Writes a checkpoint as a Hugging Face folder, beside the training. Raises CheckpointError."""
+    out = run_dir / EXPORTS_FOLDER / checkpoint.name
+    # From before the run went back behind this step.
+    shutil.rmtree(out, ignore_errors=True)
+    out.parent.mkdir(exist_ok=True)
+    export_checkpoint(checkpoint, Path(config.model.path), out)
+    notify(f"Hugging Face checkpoint: {out}")
 
 
 class Stoppable(Protocol):

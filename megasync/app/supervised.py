@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megasync.app.run_directory import export_newest, new_run_dir, stop_signals
+from megasync.app.run_directory import export_newest, export_step, new_run_dir, stop_signals
 from megasync.app.run_lock import RunLock
 from megasync.app.servers import reserve_pools
 from megasync.app.workload import stop_ids
@@ -171,6 +171,8 @@ class SupervisedRun:
         self._saved_step = self._step
         # The step whose checkpoint is being written.
         self._saving: int | None = None
+        # The export that is being written beside the training.
+        self._exporting: asyncio.Task[None] | None = None
         self._losses: list[tuple[int, float]] = []
         self._stop = asyncio.Event()
         self._reason = ""
@@ -199,7 +201,10 @@ class SupervisedRun:
                 async with AsyncExitStack() as stack:
                     trainer = await self._start(stack, observer)
                     self._started = True
-                    await self._train(trainer, observer)
+                    try:
+                        await self._train(trainer, observer)
+                    finally:
+                        await self._exported()
                     observer.message("shutting down trainer ranks")
                 export_dir = await asyncio.to_thread(export_newest, self.config, self.run_dir, observer.message)
             return SupervisedResult(self.run_dir, self._step, self._losses, export_dir, self._reason)
@@ -257,7 +262,7 @@ class SupervisedRun:
             every = sft.validate_every_steps
             if every and self._step % every == 0 and self._step != total:
                 await self._validate(trainer, observer)
-            await self._finish_save(trainer, wait=False)
+            await self._finish_save(trainer, observer, wait=False)
             saves = self.config.checkpoint.every_steps
             if saves and self._step % saves == 0:
                 await self._save(trainer, observer)
@@ -266,7 +271,7 @@ class SupervisedRun:
             await self._save(trainer, observer)
         if self._losses and self._losses[-1][0] != self._step:
             await self._validate(trainer, observer)
-        await self._finish_save(trainer, wait=True)
+        await self._finish_save(trainer, observer, wait=True)
 
     async def _validate(self, trainer: TrainerGroup, observer: RunObserver) -> None:
         if not self._rows.validation:
@@ -277,12 +282,32 @@ class SupervisedRun:
         observer.validation(self._step, loss)
 
     async def _save(self, trainer: TrainerGroup, observer: RunObserver) -> None:
-        await self._finish_save(trainer, wait=True)
+        await self._finish_save(trainer, observer, wait=True)
         observer.activity("trainer", "saving a checkpoint")
         await trainer.begin_save(self._step, {"step": self._step})
         self._saving = self._step
-        await self._finish_save(trainer, wait=not self.config.checkpoint.background)
+        await self._finish_save(trainer, observer, wait=not self.config.checkpoint.background)
 
-    async def _finish_save(self, trainer: TrainerGroup, wait: bool) -> None:
-        if self._saving is not None and await trainer.finish_save(wait) is not None:
-            self._saved_step, self._saving = self._saving, None
+    async def _finish_save(self, trainer: TrainerGroup, observer: RunObserver, wait: bool) -> None:
+        # Finishing removes old checkpoints, perhaps the one that is being exported.
+        if self._saving is None or (not wait and self._exporting is not None and not self._exporting.done()):
+            return
+        await self._exported()
+        if (saved := await trainer.finish_save(wait)) is None:
+            return
+        self._saved_step, self._saving = self._saving, None
+        every = self.config.checkpoint.export_every
+        if every and self._saved_step % every == 0:
+            self._exporting = asyncio.create_task(self._export(saved.path, observer), name="export")
+
+    async def _export(self, checkpoint: Path, observer: RunObserver) -> None:
+        try:
+            await asyncio.to_thread(export_step, self.config, self.run_dir, checkpoint, observer.message)
+        except CheckpointError as error:
+            observer.message(f"the run goes on without an export: {error}")
+
+    async def _exported(self) -> None:
+        """Waits for an export that was begun."""
+        if self._exporting is not None:
+            await self._exporting
+            self._exporting = None

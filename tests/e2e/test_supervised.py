@@ -27,7 +27,7 @@ def test_a_run_whose_rank_and_driver_were_killed_computes_the_losses_of_one_that
     miniature, launch, tmp_path
 ) -> None:
     base = {"data": None, "eval": None, "rollout": None, "trainer": {"tensor_parallel": 1}}
-    config = miniature(**base, sft=SFT | {"epochs": 40}, checkpoint={"every_steps": 20})
+    config = miniature(**base, sft=SFT | {"epochs": 40}, checkpoint={"every_steps": 20, "export_every": 60, "keep": 1})
     whole = launch("sft", config, "name=whole")
     assert whole.wait() == 0, whole.output
     assert "validation loss" in whole.output
@@ -54,6 +54,9 @@ def test_a_run_whose_rank_and_driver_were_killed_computes_the_losses_of_one_that
         assert other["sft/validation_loss"][step] == pytest.approx(loss, abs=1e-6)
     assert one["sft/loss"][steps[-1]] < one["sft/loss"][1] - 0.1
     assert (runs["killed"] / "export" / "model.safetensors").is_file()
+    exported = {path.name: path / "model.safetensors" for path in (runs["whole"] / "exports").iterdir()}
+    assert sorted(exported) == [f"step-{step:08d}" for step in (60, 120, 180, 240)]
+    assert exported["step-00000240"].read_bytes() == (runs["whole"] / "export" / "model.safetensors").read_bytes()
     # Reinforcement learning goes on from it: trainer and servers agree on its weights.
     trained = launch("train", miniature(schedule={"total_steps": 1}, rollout={"servers": 1}), "name=rl", model_of(runs))
     trained.wait_for("step 1/")

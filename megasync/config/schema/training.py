@@ -56,8 +56,8 @@ class AlgorithmConfig:
     advantage: str = limited("grpo", ADVANTAGE)
     # Options of the estimator, by name.
     advantage_options: dict[str, Any] = field(default_factory=dict)
-    # grpo, grpo_passk, grpo_process and gdpo: divide advantages by the standard deviation of the group's rewards. gae: shift and
-    # scale them to mean 0 and variance 1 over the trained tokens of a step.
+    # grpo, grpo_passk, grpo_process and gdpo: divide advantages by the standard deviation of the group's rewards. gae:
+    # shift and scale them to mean 0 and variance 1 over the trained tokens of a step.
     normalize_std: bool = True
     # Weight of these advantages; 0 trains on `teachers` alone.
     reward_coef: float = limited(1.0, NOT_NEGATIVE)
