@@ -26,7 +26,7 @@ from megasync.cluster.roles import check_capabilities
 from megasync.concurrency.tasks import handle_signals, wait_for_first
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
 from megasync.config.pools import pool_specs
-from megasync.config.schema import TrainerConfig
+from megasync.config.schema import SyncConfig, TrainerConfig
 from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError
 from megasync.evaluation.evaluate import Answerer, HeldOutScores, evaluate
@@ -60,7 +60,9 @@ def load_target(target: Path, overrides: Sequence[str]) -> Config:
                 f"name them in a configuration (rollout.reward, rollout.workflow, eval.sets) and evaluate it with "
                 f"--model"
             )
-    config.trainer = TrainerConfig()
+    # There is no trainer to sync with. Servers have the merged model, beside which no other adapter makes sense.
+    config.trainer, config.sync = TrainerConfig(), SyncConfig()
+    config.eval.sets = {name: held_out for name, held_out in config.eval.sets.items() if held_out.adapter is None}
     return config
 
 

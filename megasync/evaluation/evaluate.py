@@ -161,7 +161,7 @@ class Answerer:
         seed = None
         if self._seed is not None:
             seed = request_seed(self._seed, prompt.uid, *filter(None, (held_out.name, repeat)))
-        sampling = {**held_out.sampling, "temperature": temperature}
+        sampling = {**held_out.sampling, "temperature": temperature, "adapter": held_out.adapter}
         key = key_of(held_out, prompt)
         client = SampleClient(self._client, self._gate, routing_key=key, seed=seed, **sampling)
         sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}

@@ -13,6 +13,7 @@ from megasync.errors import ConfigError
 from megasync.observe.names import UNNAMED_SET
 from megasync.rewards import RewardRunner, load_reward
 from megasync.rewards.scoring import Scoring
+from megasync.serving.engine_protocol import EVAL_ADAPTER
 from megasync.trajectory import Prompt
 
 
@@ -28,6 +29,8 @@ class HeldOutSet:
     # Answers to each prompt at temperatures above 0. Greedy answers are all the same, so there is one.
     repeats: int = 1
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    # The adapter of the servers that answers; None for the policy.
+    adapter: str | None = None
     # The reward function of its data, if that is what scores it.
     verifier: Callable[..., Any] | None = None
 
@@ -102,6 +105,7 @@ def _held_out_set(
         temperatures=tuple(config.eval.temperatures if settings.temperatures is None else settings.temperatures),
         repeats=settings.repeats or config.eval.repeats,
         sampling=_sampling(config, settings),
+        adapter=None if settings.adapter is None else EVAL_ADAPTER + name,
         verifier=verifier,
     )
 

@@ -188,6 +188,22 @@ def check_adapter_config(found: Mapping[str, Any], shape: AdapterShape, path: st
         )
 
 
+def check_served_beside(found: Mapping[str, Any], shape: AdapterShape, key: str) -> None:
+    """Raises ConfigError if servers of adapters of this shape cannot serve those of an ``adapter_config.json`` too."""
+    rank, given = found.get("r"), found.get("target_modules")
+    modules: list[Any] = cast("list[Any]", given) if isinstance(given, list) else [given]
+    targets = {str(module).rpartition(".")[2] for module in modules}
+    if found.get("peft_type") != "LORA" or not isinstance(rank, int):
+        raise ConfigError(f"{key} has peft_type={found.get('peft_type')!r} and r={rank!r}; it must be a LoRA adapter")
+    if rank > shape.rank:
+        raise ConfigError(f"{key} has rank {rank}, but servers have room for trainer.lora.rank={shape.rank}; raise it")
+    if others := sorted(targets - set(shape.targets)):
+        raise ConfigError(
+            f"{key} adapts {others[0]}, which trainer.lora.targets={sorted(shape.targets)} does not; name the same "
+            f"projections"
+        )
+
+
 def _check_targets(layout: Layout, targets: Collection[str]) -> None:
     fused = fused_projections(layout)
     known = sorted({name for names in fused for name in names})

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import one_hot
 
 from megasync.errors import CheckpointError, ConfigError
-from megasync.layout.adapter import AdapterLayout, check_adapter_config
+from megasync.layout.adapter import AdapterLayout, AdapterShape, check_adapter_config, check_served_beside
 from megasync.layout.layout import Layout, Piece
 from megasync.layout.shards import (
     ADAPTER_CONFIG,
@@ -46,14 +47,22 @@ def low_rank_product(downs: Sequence[torch.Tensor], up: torch.Tensor, sources: t
 
 def check_adapter_folder(path: str | Path, layout: AdapterLayout) -> None:
     """Raises ConfigError unless ``path`` is a PEFT folder of adapters of this shape; does not read their weights."""
-    config = Path(path) / ADAPTER_CONFIG
+    check_adapter_config(_adapter_config("trainer.lora.path", path), layout.shape, str(path))
+
+
+def check_served_folder(key: str, path: str | Path, shape: AdapterShape) -> None:
+    """Raises ConfigError unless servers of adapters of this shape can serve those of ``path``, which ``key`` names."""
+    check_served_beside(_adapter_config(key, path), shape, f"{key}={str(path)!r}")
+
+
+def _adapter_config(key: str, path: str | Path) -> dict[str, Any]:
+    config = Path(path).expanduser() / ADAPTER_CONFIG
     if not config.is_file():
-        raise ConfigError(f"trainer.lora.path={str(path)!r} is not a PEFT folder: it has no {ADAPTER_CONFIG}")
+        raise ConfigError(f"{key}={str(path)!r} is not a PEFT folder: it has no {ADAPTER_CONFIG}")
     try:
-        found = read_json(config)
+        return read_json(config)
     except CheckpointError as error:
-        raise ConfigError(f"trainer.lora.path={str(path)!r}: {error}") from None
-    check_adapter_config(found, layout.shape, str(path))
+        raise ConfigError(f"{key}={str(path)!r}: {error}") from None
 
 
 def read_adapter(path: str | Path, layout: AdapterLayout, rank: int) -> dict[str, torch.Tensor]:

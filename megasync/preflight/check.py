@@ -32,7 +32,7 @@ from megasync.config.server_args import OF_ROLLOUT, check_server_args, check_tra
 from megasync.errors import CheckpointError, ConfigError
 from megasync.importing import keyword_options, load_function
 from megasync.layout.adapter import SERVED_TARGETS, adapter_layout
-from megasync.layout.adapter_files import check_adapter_folder
+from megasync.layout.adapter_files import check_adapter_folder, check_served_folder
 from megasync.layout.families import Sizes
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import (
@@ -386,7 +386,13 @@ _CPU_WIDTH = 32
 
 def _check_served_adapters(config: Config, layout: Layout) -> None:
     """Refuses adapters that servers cannot compute beside the model."""
+    held_out = {f"eval.sets.{name}.adapter": each.adapter for name, each in config.eval.sets.items()}
     if config.sync.transport != "adapters":
+        if key := next((key for key, path in held_out.items() if path is not None), None):
+            raise ConfigError(
+                f"{key}={held_out[key]!r} needs servers of adapters, but sync.transport={config.sync.transport}; set "
+                f"sync.transport=adapters, or {key}=null"
+            )
         return
     adapters = adapter_layout(layout, config.trainer)
     if adapters is None:
@@ -399,6 +405,9 @@ def _check_served_adapters(config: Config, layout: Layout) -> None:
             "sync.transport=adapters needs servers that were started for it, but rollout.external names servers that "
             "run already; set transport=disk"
         )
+    for key, path in held_out.items():
+        if path is not None:
+            check_served_folder(key, path, adapters.shape)
     experts = any(each.item.ep is not None for each in adapters.adapted(0))
     if others := sorted(set(adapters.shape.targets) - SERVED_TARGETS):
         raise ConfigError(

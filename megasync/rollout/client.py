@@ -130,6 +130,7 @@ class _Sending:
         params: dict[str, Any],
         routing_key: str | None,
         priority: int,
+        adapter: str | None,
         routes: RouteFormat | None,
         failures: list[str],
         ticket: Ticket | None,
@@ -139,6 +140,7 @@ class _Sending:
         self.params = params
         self.routing_key = routing_key
         self.priority = priority
+        self.adapter = adapter
         self.routes = routes
         self.failures = failures
         self.ticket = ticket
@@ -227,6 +229,7 @@ class RolloutClient:
         watch: Callable[[IntArray], None] | None = None,
         trained: bool = False,
         priority: int = 0,
+        adapter: str | None = None,
         **sampling: Any,
     ) -> Generation:
         """Samples one response. `sampling` overrides configured parameters (temperature, max_new_tokens, stop, ...).
@@ -236,7 +239,8 @@ class RolloutClient:
         is not detected. `keep` supplies the partial response of an earlier attempt and lets its caller see the response
         grow; a finished one is returned without a request. `watch` is called with all token ids so far whenever more
         arrive. A `trained` response must be sampled from the distribution that the trainer scores. A server begins
-        the waiting requests with the lowest `priority` number first.
+        the waiting requests with the lowest `priority` number first. `adapter` names one that the servers have, which
+        answers in place of the policy.
 
         `prompt_ids` is a list of ids, an array, or `Tokens` such as `generation.tokens + [...]`, of which only the new
         ids are read.
@@ -269,7 +273,9 @@ class RolloutClient:
             ):
                 parts.watch = _first(first_token, watch)
                 routes = self._routes if trained else None
-                sending = _Sending(params, routing_key, priority, routes, failures, ticket, deadline, self._random)
+                sending = _Sending(
+                    params, routing_key, priority, adapter, routes, failures, ticket, deadline, self._random
+                )
                 await self._finish(parts, sending)
                 while routes is not None and parts.tokens.routes is None:
                     await self._fetch_routes(parts.tokens, sending)
@@ -397,6 +403,8 @@ class RolloutClient:
         }
         if sending.routes is not None:
             body["custom_labels"] = {ROUTES_FROM: str(parts.tokens.routed)}
+        if sending.adapter is not None:
+            body["lora_path"] = sending.adapter
         ticket = sending.ticket
         url = await self._enter(ticket, body, sending.deadline)
         try:

@@ -35,6 +35,8 @@ ROUTES_FROM = "megasync_routes_from"
 # How the names of the policy's adapters begin; a version follows, and perhaps a dot and a number: "policy-7",
 # "policy-7.1". The one with the highest number is that of the version.
 POLICY_ADAPTER = "policy-"
+# How the names of adapters begin that answer held-out sets; the name of the set follows.
+EVAL_ADAPTER = "eval-"
 # In the folder of a published version, as JSON: {"files": {name: {"bytes": ..., "sha256": ...}}}.
 MANIFEST = "manifest.json"
 

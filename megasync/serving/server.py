@@ -37,6 +37,7 @@ from megasync.serving.control import ServerControl
 from megasync.serving.engine_protocol import (
     ADAPTERS_VARIABLE,
     CLASSIFIER_VARIABLE,
+    EVAL_ADAPTER,
     HOST_VARIABLE,
     STORAGE_VARIABLE,
     STORE_SCHEME,
@@ -105,11 +106,15 @@ _CPU_ARGUMENTS: dict[str, object] = {
 
 @dataclass(frozen=True, slots=True)
 class ServedAdapters:
-    """Adapters that a server serves beside its model: their rank, their projections, and how many in one batch."""
+    """Adapters that a server serves beside its model: their rank, their projections, and how many in one batch.
+
+    ``loaded`` are those that it has from its start, as name and PEFT folder.
+    """
 
     rank: int
     targets: tuple[str, ...]
     most: int
+    loaded: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +223,8 @@ class SGLangServer(Service):
                 # Requests without an adapter count as one.
                 "--max-loras-per-batch": spec.adapters.most + 1,
             }
+            if spec.adapters.loaded:
+                options["--lora-paths"] = tuple(f"{name}={path}" for name, path in spec.adapters.loaded)
         if spec.device == "cpu":
             options |= _CPU_ARGUMENTS
             if spec.adapters is not None:
@@ -416,14 +423,21 @@ class FrozenModelServer(SGLangServer):
 def served_adapters(config: Config) -> ServedAdapters | None:
     """What the policy's servers need to know of a run's adapters; None if they get merged weights.
 
-    Versions in one batch: the one that is current, and those of requests that began up to `max_staleness` before.
+    In one batch: the current version, those of requests that began up to `max_staleness` before, and those of held-out
+    sets.
     """
     if config.sync.transport != "adapters":
         return None
     base = Layout(read_hf_config(config.model.path), Topology.from_config(config.trainer))
     layout = adapter_layout(base, config.trainer)
     assert layout is not None
-    return ServedAdapters(layout.shape.rank, layout.shape.targets, min(config.schedule.max_staleness, 6) + 1)
+    held_out = tuple(
+        (EVAL_ADAPTER + name, str(Path(each.adapter).expanduser().resolve()))
+        for name, each in config.eval.sets.items()
+        if each.adapter is not None
+    )
+    versions = min(config.schedule.max_staleness, 6) + 1
+    return ServedAdapters(layout.shape.rank, layout.shape.targets, versions + len(held_out), held_out)
 
 
 def frozen_server_spec(

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from random_adapters import write_adapters
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.real
 
@@ -24,6 +26,35 @@ def config(miniature, request) -> Path:
         data={"eval": None},
         eval=None,
     )
+
+
+def greedy(folder, prompt: str) -> str:
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    return tokenizer.decode(model.generate(ids, do_sample=False, max_new_tokens=6)[0, ids.shape[1] :])
+
+
+def test_another_adapter_answers_beside_the_one_that_is_trained(miniature, launch, the_run_dir, digits_model, tmp_path):
+    """On the same servers, through the router: whatever the policy has become, the set's adapter answers alike."""
+    other, merged = write_adapters(str(digits_model), tmp_path / "other")
+    rows = {"kind": "digits", "source": "copy", "size": 4, "seed": 1, "options": {"length": 3}}
+    config = miniature(
+        schedule={"total_steps": 2, "groups_per_step": 4, "samples_per_group": 4},
+        rollout={"servers": 1},
+        trainer={"tensor_parallel": 1, "lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"lr": 5.0e-2}},
+        algorithm={"entropy_coef": 0.01},
+        sync={"transport": "adapters"},
+        data={"eval": None},
+        eval={"every_steps": 1, "samples": 4, "sets": {"other": {"data": rows, "adapter": str(other)}}},
+        checkpoint={"export": False},
+    )
+    run = launch("train", config)
+    assert run.wait() == 0, run.output
+    answers = [json.loads(line) for line in (the_run_dir() / "samples.jsonl").read_text().splitlines()]
+    assert {answer["step"] for answer in answers} == {0, 1, 2}
+    texts = {answer["prompt"]: greedy(merged, answer["prompt"]) for answer in answers}
+    assert all(answer["text"] == texts[answer["prompt"]] for answer in answers)
+    assert any(text != greedy(digits_model, prompt) for prompt, text in texts.items())
 
 
 def test_adapters_train_on_real_servers_and_survive_a_kill(config, launch, the_run_dir, tmp_path):

@@ -92,6 +92,10 @@ CONTRADICTIONS = [
         ["sync.transport=adapters", "rollout.external", "transport=disk"],
     ),
     (
+        ["eval.sets.old={data: {kind: digits, source: copy}, adapter: /nowhere}"],
+        ["eval.sets.old.adapter='/nowhere'", "sync.transport=adapters"],
+    ),
+    (
         ["sync.transport=adapters", "trainer.lora.rank=4", "sync.delta=true"],
         ["sync.delta=true", "sync.transport=adapters"],
     ),
@@ -425,6 +429,25 @@ def test_invalid_options_of_experts_are_refused(make, model, overrides, parts):
     (model / "config.json").write_text(json.dumps(values | experts))
     message = refused(make(*overrides))
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("found", "parts"),
+    [
+        (None, ["is not a PEFT folder"]),
+        ({"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}, ["has rank 8", "trainer.lora.rank=4"]),
+        ({"peft_type": "LORA", "r": 4, "target_modules": ["lm_head"]}, ["adapts lm_head", "trainer.lora.targets"]),
+        ({"peft_type": "IA3", "target_modules": ["q_proj"]}, ["peft_type='IA3'"]),
+    ],
+)
+def test_adapters_of_held_out_sets_must_fit_those_of_the_policy(make, tmp_path, found, parts):
+    folder = tmp_path / "old"
+    folder.mkdir()
+    if found is not None:
+        (folder / "adapter_config.json").write_text(json.dumps(found))
+    held_out = f"eval.sets.old={{data: {{kind: digits, source: copy}}, adapter: {folder}}}"
+    message = refused(make("sync.transport=adapters", "trainer.lora.rank=4", held_out))
+    assert all(part in message for part in ["eval.sets.old.adapter", *parts]), message
 
 
 def test_adapters_that_servers_on_a_cpu_would_pad_are_refused(make, model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megasync.config.limits import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, REWARD, limited
+from megasync.config.limits import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, PATH, REWARD, limited
 from megasync.config.schema.data import DatasetConfig
 
 
@@ -32,6 +32,9 @@ class EvalSetConfig:
     # Responses per prompt at temperatures above 0.
     repeats: int | None = limited(None, AT_LEAST_ONE)
     sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
+    # PEFT folder of adapters that answer in place of the policy's, of their rank or a lower one and of the same
+    # projections: those of an earlier run, to compare with. With `sync.transport=adapters`; not in `megasync eval`.
+    adapter: str | None = limited(None, PATH)
     # `math`, `code` or `package.module:function`; null takes the run's reward, or the set's verifier if the run names
     # none.
     reward: str | None = limited(None, REWARD)
