@@ -91,17 +91,22 @@ def line(name: str, run: Path) -> str:
 
 
 def plot(out: Path, runs: dict[str, list[Path]]) -> None:
+    from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 5), dpi=120, layout="constrained")
+    palette = colormaps["tab20"]
+
+    figure = Figure(figsize=(12, 6), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     for axes, losses in zip(figure.subplots(1, 2, sharey=True), (False, True), strict=True):
         for number, name in enumerate(name for name in runs if name.startswith("loss ") == losses):
             for at, run in enumerate(runs[name]):
                 columns = read_metrics(run)
+                # Rows of evaluations have no reward.
+                known = [pair for pair in zip(columns[STEP], columns[REWARD], strict=True) if pair[1] is not None]
                 label = name.removeprefix("loss ") if at == 0 else None
-                axes.plot(columns[STEP], columns[REWARD], color=f"C{number}", label=label, linewidth=1, alpha=0.8)
+                axes.plot(*zip(*known, strict=True), color=palette(number), label=label, linewidth=1)
         axes.set_title("losses, four optimizer steps a batch" if losses else "advantage estimators")
         axes.set_xlabel("training step")
         axes.legend(fontsize="small")
