@@ -85,6 +85,8 @@ _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.Wei
 
 log = logging.getLogger(__name__)
 
+# The policy's adapters that stay loaded whether requests use them or not.
+KEPT = 2
 # Bytes of an error message that a rank sends to its peers.
 MAX_ERROR_BYTES = 4096
 
@@ -317,18 +319,16 @@ class PolicyAdapters:
                 yield answer
 
     async def around_set_version(self, stock: Stock, manager: Any, request: Any) -> None:
-        """Switches, and unloads adapters of other versions that no request uses."""
+        """Switches, and unloads unused adapters; not the last ones, which requests may just have chosen."""
         await stock(manager, request)
         if not manager.enable_lora:
             return
         from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
 
         loaded = _loaded(manager)
-        current = policy_adapter(request.new_version, loaded)
-        for name, reference in loaded.items():
-            # The others go with a later switch: unloading waits for their requests, and loading for the unloading.
-            idle = manager.lora_registry._counters[reference.lora_id].value() == 0
-            if name.startswith(POLICY_ADAPTER) and name != current and idle:
+        for name in sorted((name for name in loaded if name.startswith(POLICY_ADAPTER)), key=_age_of)[:-KEPT]:
+            # Others go with a later switch: unloading waits for their requests, and loading for the unloading.
+            if manager.lora_registry._counters[loaded[name].lora_id].value() == 0:
                 task = asyncio.create_task(manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name)))
                 self._unloading.add(task)
                 task.add_done_callback(self._unloading.discard)
@@ -343,7 +343,7 @@ class PolicyAdapters:
 def policy_adapter(served: str, names: Iterable[str]) -> str | None:
     """The latest adapter of a version among ``names``, or None."""
     own = [name for name in names if name.startswith(POLICY_ADAPTER) and _version_of(name) == served]
-    return max(own, key=lambda name: int(name.partition(".")[2] or 0), default=None)
+    return max(own, key=_age_of, default=None)
 
 
 def set_version(meta: dict[str, Any], served: str) -> None:
@@ -367,6 +367,12 @@ def damage(folder: Path) -> str:
 
 def _version_of(adapter: str) -> str:
     return adapter.removeprefix(POLICY_ADAPTER).partition(".")[0]
+
+
+def _age_of(adapter: str) -> tuple[int, int]:
+    """Sorts the policy's adapters by version, and those of one version by the number of its publish."""
+    served, _, again = adapter.removeprefix(POLICY_ADAPTER).partition(".")
+    return int(served), int(again or 0)
 
 
 def _loaded(manager: Any) -> dict[str, Any]:

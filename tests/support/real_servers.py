@@ -44,6 +44,13 @@ def serving(folder: Path, logs: Path, tensor_parallel: Sequence[int], expert_par
     servers = [make_server(folder, logs / f"{index}.log", tp) for index, tp in enumerate(tensor_parallel)]
     for server in servers:
         server.spec.rollout.expert_parallel = min(expert_parallel, server.spec.rollout.tensor_parallel)
+    with running(servers) as urls:
+        yield urls
+
+
+@contextmanager
+def running(servers: Sequence[SGLangServer]) -> Iterator[list[str]]:
+    """Their URLs, while they run."""
 
     async def start():
         return await asyncio.gather(*(server.start(180) for server in servers))
