@@ -253,6 +253,8 @@ class RolloutClient:
         params = merge_params(self._base, sampling)
         if trained:
             check_trained(params, self._base["temperature"])
+            if adapter is not None:
+                raise DataError(f"adapter={adapter!r} is not the policy, whose tokens are trained; leave it out")
         budget = min(params["max_new_tokens"], self.context_length - len(prompt))
         if budget < 1:
             raise ContextLengthExceeded(

@@ -549,3 +549,11 @@ async def test_invalid_scores_raise_an_invalid_answer_error(fake, client, answer
     with pytest.raises(InvalidAnswer, match=f"{fake.url}/generate"):
         await client.score(client.servers[0], [1, 2])
     assert client.metrics() == {"rollout/invalid_answers": 1.0}
+
+
+async def test_another_adapter_may_answer_but_not_what_is_trained(client, fake):
+    await client.generate([1, 2], adapter="eval-old")
+    await client.generate([1, 2])
+    assert [body.get("lora_path") for body in fake.requests] == ["eval-old", None]
+    with pytest.raises(DataError, match="adapter='eval-old' is not the policy"):
+        await client.generate([1, 2], adapter="eval-old", trained=True)
