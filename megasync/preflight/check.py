@@ -31,8 +31,8 @@ from megasync.config.schema import (
 from megasync.config.server_args import OF_ROLLOUT, check_server_args, check_trained_args
 from megasync.errors import CheckpointError, ConfigError
 from megasync.importing import keyword_options, load_function
-from megasync.layout.adapter import SERVED_TARGETS, adapter_layout
-from megasync.layout.adapter_files import check_adapter_folder, check_served_folder
+from megasync.layout.adapter import adapter_layout
+from megasync.layout.adapter_files import check_adapter_folder
 from megasync.layout.families import Sizes
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import (
@@ -43,6 +43,7 @@ from megasync.layout.model_files import (
     read_storage,
 )
 from megasync.layout.topology import Topology
+from megasync.preflight.check_adapters import check_lora, check_served_adapters
 from megasync.preflight.check_algorithm import check_algorithm, check_critic, check_critic_model, check_optimizer
 from megasync.preflight.check_evaluation import check_evaluation
 from megasync.preflight.check_frozen_models import check_frozen_models
@@ -319,7 +320,7 @@ def _check_trainer(config: Config) -> None:
 
     _check_recompute(trainer)
     _check_smallest(trainer)
-    _check_lora(trainer)
+    check_lora(trainer)
     if trainer.overlap_grad_reduce and trainer.data_parallel * trainer.context_parallel == 1:
         raise ConfigError(
             "trainer.overlap_grad_reduce=true reduces gradients over data-parallel ranks, but trainer.data_parallel=1; "
@@ -372,62 +373,6 @@ def _check_precision(config: Config) -> None:
         ):
             if refused:
                 raise ConfigError(f"{key} needs {needed}; {fix}")
-
-
-def _check_lora(trainer: TrainerConfig) -> None:
-    if not trainer.lora.rank:
-        reason = "with trainer.lora.rank=0, which trains all weights; set rank above 0"
-        refuse_unused(trainer.lora, "trainer.lora", ("alpha", "targets", "path"), reason)
-
-
-# On CPUs, SGLang pads the width of MLPs to a multiple of this on each rank.
-_CPU_WIDTH = 32
-
-
-def _check_served_adapters(config: Config, layout: Layout) -> None:
-    """Refuses adapters that servers cannot compute beside the model."""
-    held_out = {f"eval.sets.{name}.adapter": each.adapter for name, each in config.eval.sets.items()}
-    if config.sync.transport != "adapters":
-        if key := next((key for key, path in held_out.items() if path is not None), None):
-            raise ConfigError(
-                f"{key}={held_out[key]!r} needs servers of adapters, but sync.transport={config.sync.transport}; set "
-                f"sync.transport=adapters, or {key}=null"
-            )
-        return
-    adapters = adapter_layout(layout, config.trainer)
-    if adapters is None:
-        raise ConfigError(
-            "sync.transport=adapters publishes adapters alone, but trainer.lora.rank=0 trains all weights; set rank "
-            "above 0, or transport=auto"
-        )
-    if config.rollout.external:
-        raise ConfigError(
-            "sync.transport=adapters needs servers that were started for it, but rollout.external names servers that "
-            "run already; set transport=disk"
-        )
-    for key, path in held_out.items():
-        if path is not None:
-            check_served_folder(key, path, adapters.shape)
-    experts = any(each.item.ep is not None for each in adapters.adapted(0))
-    if others := sorted(set(adapters.shape.targets) - SERVED_TARGETS):
-        raise ConfigError(
-            f"sync.transport=adapters serves adapters of {', '.join(sorted(SERVED_TARGETS))}, but trainer.lora.targets "
-            f"includes {others[0]}; leave it out, or set transport=auto, which merges them"
-        )
-    tensor, padded = config.rollout.tensor_parallel, _CPU_WIDTH * config.rollout.tensor_parallel
-    mlps = any(target in ("gate_proj", "up_proj", "down_proj") for target in adapters.shape.targets)
-    for name, count in layout.sizes.widths.items() if mlps else ():
-        if config.cluster.device == "cpu" and tensor > 1 and count % padded:
-            raise ConfigError(
-                f"sync.transport=adapters on a CPU needs {name} to be a multiple of {padded}, since servers of "
-                f"rollout.tensor_parallel={tensor} pad it, but not its adapters; it is {count}: set tensor_parallel=1, "
-                f"transport=auto, or name the projections of attention in trainer.lora.targets"
-            )
-    if experts:
-        raise ConfigError(
-            "sync.transport=adapters does not serve adapters of experts; name the projections of attention in "
-            "trainer.lora.targets, or set transport=auto, which merges them"
-        )
 
 
 def _check_smallest(trainer: TrainerConfig) -> None:
@@ -571,7 +516,7 @@ def _check_model(config: Config, planning: bool) -> None:
     _check_server_experts(config, layout.sizes.experts)
     _check_routing_replay(config, layout.sizes.experts, source)
     _check_server_split(config.rollout, layout.sizes, source)
-    _check_served_adapters(config, layout)
+    check_served_adapters(config, layout)
     if config.critic.enabled:
         check_critic_model(config, layout)
     if not planning:

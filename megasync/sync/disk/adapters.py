@@ -17,10 +17,11 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 from safetensors.torch import load_file, save_file
 
-from megasync.errors import SyncError
+from megasync.errors import ServerError, SyncError
 from megasync.files import atomic_write, fsync
 from megasync.layout.adapter import AdapterLayout, adapter_config
 from megasync.layout.shards import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -60,7 +61,13 @@ class AdapterServer(DiskServer):
         self.reading = sealed.path
         # A version that is published again has a folder of another name, and so have its adapters.
         name = POLICY_ADAPTER + sealed.path.name.removeprefix("v")
-        await self.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(sealed.path)})
+        try:
+            await self.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(sealed.path)})
+        except ServerError as error:
+            # One that has not answered may still be reading.
+            if not isinstance(error.__cause__, TimeoutError):
+                self.reading = None
+            raise
         self.reading = None
 
     async def switch(self, attempt: Attempt) -> None:
@@ -80,9 +87,8 @@ class AdapterSync(DiskSync):
     _update_type = AdapterServer
 
     async def _install(self, servers: Sequence[DiskServer], sealed: SealedVersion, attempt: Attempt) -> None:
-        own = [server for server in servers if isinstance(server, AdapterServer)]
         await in_phases(
-            own,
+            cast("Sequence[AdapterServer]", servers),
             attempt,
             ("load", lambda server: server.load(sealed, attempt)),
             ("switch", lambda server: server.switch(attempt)),
