@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasync.runs import FloatArray, IntArray, Runs, float_array, int_array
+from megasync.support import Support
 
 Ids = Sequence[int] | NDArray[Any]
 Numbers = Sequence[float] | NDArray[Any]
@@ -30,6 +31,9 @@ BASELINE = "baseline"
 # Name of the array with the experts of each position but the last, prompt and response, [prompt + response tokens - 1,
 # expert layers, experts per token] (`layout.routes`).
 ROUTES = "routes"
+# Names of the arrays with the support of each response token, if truncated sampling chose it (`support.Support`): the
+# sizes, and all ids, which are as many as the sizes add up to.
+SUPPORT_SIZES, SUPPORT = "support_sizes", "support"
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)
@@ -40,7 +44,7 @@ class Trajectory:
     of the behaviour policy, ``versions`` the published weight version that sampled each token; the server reports both.
     ``reward`` is None until the trajectory is scored, and remains None if the reward function declines to score it.
     ``text`` is for the reward function; it is not recorded. ``arrays`` holds further arrays by name, whose first
-    dimension are the response tokens; only that of `ROUTES` has the prompt's too.
+    dimension are the response tokens; only that of `ROUTES` has the prompt's too, and that of `SUPPORT` any number.
     """
 
     prompt_ids: IntArray
@@ -84,11 +88,14 @@ class Trajectory:
         if not self.prompt_ids.size:
             raise ValueError("a trajectory needs at least one prompt token")
         per_token = {"loss_mask": self.loss_mask, "logprobs": self.logprobs, "versions": self.versions}
-        others = {name: array for name, array in self.arrays.items() if name != ROUTES}
+        others = {name: array for name, array in self.arrays.items() if name not in (ROUTES, SUPPORT)}
         _check_lengths(len(self.response_ids), per_token | others)
         fed = len(self.prompt_ids) + len(self.response_ids) - 1
         if (routes := self.arrays.get(ROUTES)) is not None and (routes.ndim != 3 or len(routes) != fed):
             raise ValueError(f"{ROUTES} has the shape {routes.shape} for {fed} positions, and needs three dimensions")
+        if (SUPPORT in self.arrays) != (SUPPORT_SIZES in self.arrays):
+            raise ValueError(f"it has one of the arrays {SUPPORT} and {SUPPORT_SIZES}, and needs both or none")
+        _field(SUPPORT, lambda _: self.support, None)
 
     @classmethod
     def of_arrays(
@@ -122,6 +129,12 @@ class Trajectory:
         if not len(loss_mask) == len(logprobs) == len(versions) == len(response_ids):
             _check_lengths(len(response_ids), {"loss_mask": loss_mask, "logprobs": logprobs, "versions": versions})
         return trajectory
+
+    @property
+    def support(self) -> Support | None:
+        """That of each response token; None if all of them could be any token."""
+        sizes = self.arrays.get(SUPPORT_SIZES)
+        return None if sizes is None else Support(sizes, self.arrays[SUPPORT])
 
     @property
     def oldest_version(self) -> int | None:
@@ -174,6 +187,7 @@ class Partial:
     versions: Runs
     finish_reason: str  # "stop" or "length" when complete
     text: str
+    support: Support | None  # if sampling was truncated
 
     def __init__(
         self,
@@ -183,6 +197,7 @@ class Partial:
         versions: Ids,
         finish_reason: str = "abort",
         text: str = "",
+        support: Support | None = None,
     ) -> None:
         """Raises ValueError, naming the field, for values of another kind or number."""
         _set(
@@ -193,8 +208,10 @@ class Partial:
             versions=_field("versions", Runs.of, versions),
             finish_reason=finish_reason,
             text=text,
+            support=support,
         )
-        _check_lengths(len(self.token_ids), {"logprobs": self.logprobs, "versions": self.versions})
+        per_token = {"logprobs": self.logprobs, "versions": self.versions}
+        _check_lengths(len(self.token_ids), per_token if support is None else per_token | {"support": support})
 
     def __eq__(self, other: object) -> bool:
         return _equal(self, other)

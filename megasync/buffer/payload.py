@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from megasync.errors import DataError
 from megasync.runs import Runs
+from megasync.support import Support
 from megasync.trajectory import Group, Partial, Trajectory
 
 # Arrays begin at multiples of this many bytes.
@@ -180,6 +181,8 @@ class _PartialHeader(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
     version_runs: int
     checksum: int
+    # The number of ids of the support of all tokens; None without truncated sampling.
+    support: int | None = None
 
 
 _partial_header = msgspec.msgpack.Decoder(_PartialHeader)
@@ -374,6 +377,8 @@ def decode_trajectory(header: TrajectoryHeader, prompt: bytes | memoryview, own:
 def encode_partial(partial: Partial) -> EncodedPartial:
     writer = _Writer()
     writer.add_words(partial.token_ids, partial.logprobs, partial.versions.values, partial.versions.ends)
+    if partial.support is not None:
+        writer.add_words(partial.support.sizes, partial.support.ids)
     body = writer.body()
     header = _PartialHeader(
         partial.request_digest,
@@ -382,6 +387,7 @@ def encode_partial(partial: Partial) -> EncodedPartial:
         len(partial.token_ids),
         len(partial.versions.values),
         writer.checksum,
+        None if partial.support is None else len(partial.support.ids),
     )
     head = _packer.encode(header)
     newest = int(partial.versions.values.max()) if len(partial.versions) else 0
@@ -394,12 +400,13 @@ def decode_partial(data: bytes) -> Partial:
     header, body = _partial_header.decode(data[4 : 4 + size]), data[4 + size :]
     if zlib.crc32(body) != header.checksum:
         raise ValueError("a partial response does not match its checksum")
-    reader = _Reader(body)
+    reader, tokens, support = _Reader(body), header.tokens, header.support
     return Partial(
         header.request_digest,
-        reader.array(np.int32, header.tokens),
-        reader.array(np.float32, header.tokens),
+        reader.array(np.int32, tokens),
+        reader.array(np.float32, tokens),
         reader.runs(header.version_runs),
         header.finish_reason,
         header.text,
+        None if support is None else Support(reader.array(np.int32, tokens), reader.array(np.int32, support)),
     )

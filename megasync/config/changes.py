@@ -46,6 +46,7 @@ FIXED = {
     "rollout.sampling.temperature": _DISTRIBUTION,
     "rollout.sampling.top_p": _DISTRIBUTION,
     "rollout.sampling.top_k": _DISTRIBUTION,
+    "rollout.sampling.min_p": _DISTRIBUTION,
 }
 
 FREE = frozenset(

@@ -45,9 +45,10 @@ from megasync.layout.model_files import (
 from megasync.layout.topology import Topology
 from megasync.preflight.check_adapters import check_lora, check_served_adapters
 from megasync.preflight.check_algorithm import check_algorithm, check_critic, check_critic_model, check_optimizer
-from megasync.preflight.check_evaluation import check_evaluation
+from megasync.preflight.check_evaluation import check_evaluation, check_seeded
 from megasync.preflight.check_frozen_models import check_frozen_models
 from megasync.preflight.check_rollout import check_agent, check_chat, check_environment, check_groups, check_rewards
+from megasync.support import MAX_SUPPORT
 from megasync.trainer.architecture import (
     check_adapters,
     check_architecture,
@@ -281,13 +282,7 @@ def _check_servers(config: Config) -> None:
             f"rollout.stream_interval=0, because requests stream nothing before they end; set it to 0, or "
             f"stream_interval to at least 1"
         )
-    for name, neutral in (("top_p", 1.0), ("top_k", -1)):
-        if (value := getattr(rollout.sampling, name)) != neutral:
-            raise ConfigError(
-                f"rollout.sampling.{name}={value} would truncate the distribution of training rollouts, but the "
-                f"trainer scores the full one, so every importance ratio would be wrong. Set rollout.sampling.{name}="
-                f"{neutral:g}; evaluation may truncate (eval.sampling.{name})"
-            )
+    _check_truncation(config)
     if "" in rollout.sampling.stop:
         raise ConfigError(
             "rollout.sampling.stop contains an empty string, which would end every response at once; remove it"
@@ -537,6 +532,33 @@ def _check_server_experts(config: Config, experts: int) -> None:
             raise ConfigError(f"{given} does not divide {name}={size}; choose a divisor of both")
     if config.cluster.device == "cpu":
         raise ConfigError(f"{given} needs GPUs: SGLang computes distributed experts on no CPU; set it to 1")
+
+
+def _check_truncation(config: Config) -> None:
+    """Training rollouts may be truncated where servers report the support of each token."""
+    sampling = config.rollout.sampling
+    given = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k != -1, "min_p": sampling.min_p > 0}
+    set_ = [f"rollout.sampling.{name}={getattr(sampling, name)}" for name, truncates in given.items() if truncates]
+    if not set_:
+        return
+    if not 1 < sampling.top_k <= MAX_SUPPORT:
+        raise ConfigError(
+            f"{' and '.join(set_)} needs a rollout.sampling.top_k of 2 to {MAX_SUPPORT}, not {sampling.top_k}: servers "
+            f"report which tokens could be sampled, at most that many for each; set it, or drop {' and '.join(set_)}. "
+            f"Evaluation may truncate in any way (eval.sampling)"
+        )
+    check_seeded("rollout.sampling", sampling.min_p, config.rollout.deterministic)
+    if config.teachers:
+        raise ConfigError(
+            f"{set_[0]} samples from a part of the vocabulary, and teachers score all of it, so their log-probs could "
+            f"not be compared; drop {' and '.join(set_)}, or teachers"
+        )
+    for argument in config.rollout.server_args:
+        if argument.startswith("--speculative-"):
+            raise ConfigError(
+                f"{set_[0]} needs the support of each token, which servers with speculative decoding do not report for "
+                f"every sampler; drop rollout.server_args {argument}, or {' and '.join(set_)}"
+            )
 
 
 def _check_routing_replay(config: Config, experts: int, source: Path) -> None:

@@ -28,7 +28,8 @@ def check_evaluation(config: Config, own_eval_rows: bool) -> None:
                 f"nothing is evaluated; name a held-out set under data.eval or eval.sets, or remove the eval section"
             )
         return
-    _check_answers("eval", evaluation.temperatures, evaluation.repeats, evaluation.sampling)
+    deterministic = config.rollout.deterministic
+    _check_answers("eval", evaluation.temperatures, evaluation.repeats, evaluation.sampling, deterministic)
     for name in evaluation.sets:
         _check_set(config, name)
     first = evaluation.temperatures
@@ -50,11 +51,14 @@ def _check_set(config: Config, name: str) -> None:
     if name == _TAKEN:
         raise ConfigError(f"{key}: the set under data.eval is called {_TAKEN!r}; choose another name")
     temperatures = evaluation.temperatures if held_out.temperatures is None else held_out.temperatures
-    _check_answers(key, temperatures, held_out.repeats or evaluation.repeats, held_out.sampling)
+    repeats = held_out.repeats or evaluation.repeats
+    _check_answers(key, temperatures, repeats, held_out.sampling, config.rollout.deterministic)
     _check_size(f"{key}.data", held_out.data, key, held_out.samples or evaluation.samples)
 
 
-def _check_answers(key: str, temperatures: Sequence[float], repeats: int, sampling: EvalSamplingConfig) -> None:
+def _check_answers(
+    key: str, temperatures: Sequence[float], repeats: int, sampling: EvalSamplingConfig, deterministic: bool
+) -> None:
     if not temperatures or not all(0 <= temperature <= LARGEST for temperature in temperatures):
         raise ConfigError(
             f"{key}.temperatures={list(temperatures)} must hold at least one number, each finite and at least 0"
@@ -66,8 +70,18 @@ def _check_answers(key: str, temperatures: Sequence[float], repeats: int, sampli
             f"{key}.repeats={repeats} would repeat the same greedy response, because {key}.temperatures="
             f"{list(temperatures)}; add a temperature above 0, or set repeats to 1"
         )
+    check_seeded(f"{key}.sampling", sampling.min_p or 0.0, deterministic)
     if sampling.top_k is not None and (sampling.top_k == 0 or sampling.top_k < -1):
         raise ConfigError(f"{key}.sampling.top_k={sampling.top_k} must be -1 (all tokens) or at least 1")
+
+
+def check_seeded(key: str, min_p: float, deterministic: bool) -> None:
+    """SGLang stops at a request for min_p if its sampling has seeds."""
+    if deterministic and min_p > 0:
+        raise ConfigError(
+            f"{key}.min_p={min_p:g} cannot be sampled with seeds, which rollout.deterministic=true needs; use top_p, or "
+            f"set rollout.deterministic=false"
+        )
 
 
 def _check_size(data_key: str, data: DatasetConfig, key: str, samples: int) -> None:

@@ -41,13 +41,13 @@ from megasync.rollout.partials import PartialResponse, request_digest
 from megasync.rollout.quarantine import Quarantine, Ticket
 from megasync.rollout.reply_parser import ReplyParser
 from megasync.rollout.request_body import RequestBody
-from megasync.rollout.sampling import base_params, check_trained, merge_params
+from megasync.rollout.sampling import base_params, check_trained, merge_params, truncates
 from megasync.rollout.shared_prompts import SharedPrompts
 from megasync.rollout.tokens import Tokens
 from megasync.runs import IntArray
 from megasync.serving.answers import AnswerLimits, StreamedError, events, read_bounded, read_generated, read_scored
 from megasync.serving.control import ServerControl
-from megasync.serving.engine_protocol import ROUTES_FROM
+from megasync.serving.engine_protocol import ROUTES_FROM, WITH_SUPPORT
 from megasync.serving.router import ROUTING_KEY_HEADER, STICKY_POLICIES
 
 log = logging.getLogger(__name__)
@@ -132,6 +132,7 @@ class _Sending:
         priority: int,
         adapter: str | None,
         routes: RouteFormat | None,
+        support: int,
         failures: list[str],
         ticket: Ticket | None,
         deadline: asyncio.Timeout,
@@ -142,6 +143,8 @@ class _Sending:
         self.priority = priority
         self.adapter = adapter
         self.routes = routes
+        # About the largest support of a token, if supports are requested; 0 otherwise.
+        self.support = support
         self.failures = failures
         self.ticket = ticket
         self.deadline = deadline
@@ -252,7 +255,7 @@ class RolloutClient:
         prompt = self._checked(prompt_ids)
         params = merge_params(self._base, sampling)
         if trained:
-            check_trained(params, self._base["temperature"])
+            check_trained(params, self._base)
             if adapter is not None:
                 raise DataError(f"adapter={adapter!r} is not the policy, whose tokens are trained; leave it out")
         budget = min(params["max_new_tokens"], self.context_length - len(prompt))
@@ -275,8 +278,9 @@ class RolloutClient:
             ):
                 parts.watch = _first(first_token, watch)
                 routes = self._routes if trained else None
+                support = params["top_k"] if trained and truncates(params) else 0
                 sending = _Sending(
-                    params, routing_key, priority, adapter, routes, failures, ticket, deadline, self._random
+                    params, routing_key, priority, adapter, routes, support, failures, ticket, deadline, self._random
                 )
                 await self._finish(parts, sending)
                 while routes is not None and parts.tokens.routes is None:
@@ -298,6 +302,7 @@ class RolloutClient:
             finish_reason=parts.finish_reason,
             text=parts.texts[0],
             parts=count,
+            support=parts.support if support else None,
         )
 
     async def chat(
@@ -403,14 +408,17 @@ class RolloutClient:
             "stream": self._stream,
             "priority": sending.priority,
         }
-        if sending.routes is not None:
-            body["custom_labels"] = {ROUTES_FROM: str(parts.tokens.routed)}
+        labels = {} if sending.routes is None else {ROUTES_FROM: str(parts.tokens.routed)}
+        if sending.support:
+            labels[WITH_SUPPORT] = "1"
+        if labels:
+            body["custom_labels"] = labels
         if sending.adapter is not None:
             body["lora_path"] = sending.adapter
         ticket = sending.ticket
         url = await self._enter(ticket, body, sending.deadline)
         try:
-            await self._request(url, body, _headers(sending.routing_key, sending.invalid), parts, sending.routes)
+            await self._request(url, body, parts, sending)
         except _TransientError as failure:
             sending.failures.append(str(failure))
             if self._quarantine is not None and ticket is not None and failure.cut:
@@ -455,9 +463,8 @@ class RolloutClient:
         self,
         url: str,
         body: dict[str, Any],
-        headers: dict[str, str] | None,
         parts: PartialResponse,
-        routes: RouteFormat | None,
+        sending: _Sending,
     ) -> None:
         """Sends one request and adds its tokens to `parts`.
 
@@ -468,13 +475,15 @@ class RolloutClient:
         budget = sampling["max_new_tokens"]
         parts.begin_request(budget, self.published_version())
         positions = len(ids) + budget - 1 - parts.first_requested
-        limits = AnswerLimits(self.vocab_size, budget, sampling["stop"], self.newest_version, routes, positions)
+        limits = AnswerLimits(
+            self.vocab_size, budget, sampling["stop"], self.newest_version, sending.routes, positions, sending.support
+        )
         try:
             async with self._open().post(
                 # A redirect would send the request elsewhere.
                 url + "/generate",
                 data=RequestBody(ids, self.vocab_size, rest),
-                headers=headers,
+                headers=_headers(sending.routing_key, sending.invalid),
                 allow_redirects=False,
             ) as response:
                 if response.status != 200:

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from megasync.rollout.tokens import Tokens
 from megasync.runs import FloatArray, Runs, float_array
-from megasync.trajectory import ROUTES, TOKEN_REWARDS, Trajectory
+from megasync.support import Support
+from megasync.trajectory import ROUTES, SUPPORT, SUPPORT_SIZES, TOKEN_REWARDS, Trajectory
 
 if TYPE_CHECKING:
     from megasync.rollout.conversation import Conversation
@@ -32,7 +33,7 @@ class Generation:
     that this one continues, which the conversation sets.
     """
 
-    __slots__ = ("_logprobs", "_spans", "finish_reason", "parent", "parts", "prompt", "text", "tokens")
+    __slots__ = ("_logprobs", "_spans", "finish_reason", "parent", "parts", "prompt", "support", "text", "tokens")
 
     def __init__(
         self,
@@ -43,8 +44,12 @@ class Generation:
         finish_reason: str,
         text: str = "",
         parts: int = 1,
+        support: Support | None = None,
     ) -> None:
-        """`logprobs` are natural logarithms of probabilities at the sampling temperature, kept as float32."""
+        """`logprobs` are natural logarithms of probabilities at the sampling temperature, kept as float32.
+
+        `support` is what truncated sampling left to choose each token from, over which the probabilities are.
+        """
         self.prompt = Tokens.of(prompt_ids)
         self.tokens = self.prompt + token_ids
         self._logprobs: FloatArray = float_array(logprobs)
@@ -53,6 +58,7 @@ class Generation:
         self.finish_reason = finish_reason
         self.text = text
         self.parts = parts
+        self.support = support
         self.parent: Generation | None = None
 
     @property
@@ -103,6 +109,7 @@ class Generation:
         logprobs = np.zeros(response.size, np.float32)
         masks: list[tuple[int, int]] = []
         versions: list[tuple[int, int]] = []
+        supports: list[Support] = []
         at = 0
         for generation in line:
             start, end = len(generation.prompt) - prompt, len(generation.tokens) - prompt
@@ -110,8 +117,12 @@ class Generation:
             # Tokens between generations were not sampled. Their versions only fill the gap and are never read.
             masks += [(0, start - at), (int(generation not in untrained), end - start)]
             versions += [(versions[-1][0] if versions else 0, start - at), *generation._spans]
+            supports += [Support.whole(start - at), generation.support or Support.whole(end - start)]
             at = end
         arrays: dict[str, NDArray[Any]] = {}
+        if any(generation.support is not None for generation in line):
+            support = Support.join(supports)
+            arrays |= {SUPPORT_SIZES: support.sizes, SUPPORT: support.ids}
         if turn_rewards:
             arrays[TOKEN_REWARDS] = rewards = np.full(response.size, np.nan, np.float32)
             for generation in line:

@@ -87,6 +87,7 @@ class GroupSpec:
     seed: int | None = None
     teachers: Teachers | None = None
     routed: bool = False
+    truncated: bool = False
     baseline: bool = False
     token_rewards: bool = False
 
@@ -105,6 +106,7 @@ class GroupSpec:
             seed,
             teachers,
             routed=rollout.routing_replay,
+            truncated=rollout.sampling.top_k != -1,
             baseline=needs_baseline(algorithm),
             token_rewards=takes_tokens(algorithm, config.critic.enabled),
         )
@@ -193,7 +195,7 @@ class GroupWorker:
         self._more_metrics = more_metrics
         self._buffer = buffer
         self._workflow = spec.workflow
-        self._check = TrajectoryCheck(spec.workflow, spec.routed)
+        self._check = TrajectoryCheck(spec.workflow, spec.routed, spec.truncated)
         self._check_baseline = TrajectoryCheck(spec.workflow)
         self._baseline = spec.baseline
         self._token_rewards = spec.token_rewards

@@ -33,6 +33,7 @@ from megasync.errors import InvalidAnswer
 from megasync.rollout.tokens import Tokens
 from megasync.runs import FloatArray, IntArray, Runs
 from megasync.serving.answers import GeneratedPiece
+from megasync.support import Support
 from megasync.trajectory import Partial
 
 # Tokens per batch of saved responses: a message of a few megabytes, which the buffer records in a fraction of a second.
@@ -54,11 +55,14 @@ class PartialResponse:
     __slots__ = (
         "_budget",
         "_empty",
+        "_kept",
         "_logprobs",
         "_prompt",
         "_routed",
+        "_sizes",
         "_spans",
         "_start",
+        "_start_kept",
         "_start_span",
         "_version",
         "finish_reason",
@@ -75,6 +79,7 @@ class PartialResponse:
         versions: Runs | Sequence[int] = (),
         texts: Sequence[str] = (),
         finish_reason: str = "abort",
+        support: Support | None = None,
     ) -> None:
         # The ids of prompt and response, and the length of the prompt.
         self.tokens = Tokens.of(token_ids)
@@ -82,14 +87,17 @@ class PartialResponse:
         self._logprobs = array("f", logprobs)
         # (version, number of tokens), in the order of the tokens.
         self._spans = Runs.of(versions).spans()
+        # The support of each token, as sizes and ids; both are empty if sampling is not truncated.
+        self._sizes = array("i", () if support is None else support.sizes)
+        self._kept = array("i", () if support is None else support.ids)
         self.texts = list(texts)
         self.finish_reason = finish_reason
         # The `state` that was last saved.
         self.saved: tuple[int, str] = (0, "abort")
         self.watch: Callable[[IntArray], None] | None = None
-        # Of the current request: the indices of its first token and of its first span, its token budget, the version of
-        # its latest piece, and how many consecutive pieces had no token.
-        self._start = self._start_span = self._budget = self._empty = 0
+        # Of the current request: the indices of its first token, of its first span and of its first support's first id,
+        # its token budget, the version of its latest piece, and how many consecutive pieces had no token.
+        self._start = self._start_span = self._start_kept = self._budget = self._empty = 0
         # The positions whose routes were known before the current request.
         self._routed = 0
         self._version: int | None = None
@@ -98,7 +106,9 @@ class PartialResponse:
     def from_saved(cls, partial: Partial) -> PartialResponse:
         """Restores a saved response, to be continued or, if it is finished, returned."""
         texts = [partial.text] if len(partial.token_ids) else []
-        response = cls(partial.token_ids, partial.logprobs, partial.versions, texts, partial.finish_reason)
+        response = cls(
+            partial.token_ids, partial.logprobs, partial.versions, texts, partial.finish_reason, partial.support
+        )
         response.saved = response.state
         return response
 
@@ -110,7 +120,13 @@ class PartialResponse:
         """The response as it is now."""
         text = "".join(self.texts)
         return Partial(
-            request_digest, self.token_ids, np.array(self._logprobs), self.versions, self.finish_reason, text
+            request_digest,
+            self.token_ids,
+            np.array(self._logprobs),
+            self.versions,
+            self.finish_reason,
+            text,
+            self.support,
         )
 
     def __len__(self) -> int:
@@ -130,6 +146,11 @@ class PartialResponse:
         view = np.frombuffer(self._logprobs, np.float32)
         view.flags.writeable = False
         return view
+
+    @property
+    def support(self) -> Support | None:
+        """A copy of the support of each token; None if sampling is not truncated."""
+        return Support(np.array(self._sizes), np.array(self._kept)) if self._sizes else None
 
     @property
     def versions(self) -> Runs:
@@ -159,6 +180,7 @@ class PartialResponse:
         if not self.texts or len(self) > self._start:
             self.texts.append("")
         self._start, self._start_span, self._routed = len(self), len(self._spans), self.tokens.routed
+        self._start_kept = len(self._kept)
         self._budget, self._version, self._empty = budget, published, 0
 
     def add(self, piece: GeneratedPiece) -> bool:
@@ -191,6 +213,9 @@ class PartialResponse:
             self._spans[self._start_span :] = piece.spans
             self.finish_reason = piece.finish.type
         self._logprobs.extend(piece.logprobs)
+        if piece.support is not None:
+            self._sizes.extend(piece.support.sizes)
+            self._kept.extend(piece.support.ids)
         self.tokens = self.tokens + piece.token_ids
         if piece.routes is not None:
             self.tokens.add_routes(self.first_requested, piece.routes)
@@ -204,6 +229,7 @@ class PartialResponse:
         self.tokens.forget_routes(self._routed)
         self.tokens = self.tokens.first(self._prompt + self._start)
         del self._logprobs[self._start :], self._spans[self._start_span :]
+        del self._sizes[self._start :], self._kept[self._start_kept :]
         self.texts[-1] = ""
         self.finish_reason = "abort"
 

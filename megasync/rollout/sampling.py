@@ -5,6 +5,7 @@ An omitted parameter would take the default of the server or the model, which th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -13,7 +14,6 @@ from megasync.errors import DataError
 
 # Sent with every request, in addition to the parameters of `SamplingConfig`.
 _NEUTRAL = {
-    "min_p": 0.0,
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
@@ -26,12 +26,11 @@ _NEUTRAL = {
 }
 
 
-# Any other value changes the sampling distribution, so that it is no longer the one that the trainer scores. It is
-# truncated, or depends on earlier tokens, or, with a minimum length that rules out the end, on the response's length.
-_TRAINED = {"top_p": 1.0, "top_k": -1} | {
-    name: _NEUTRAL[name]
-    for name in ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens")
-}
+# Any other value changes the sampling distribution, so that it is no longer the one that the trainer scores. It depends
+# on earlier tokens or, with a minimum length that rules out the end, on the response's length.
+_TRAINED = ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens")
+# The trainer scores the distribution of these, at the configured values.
+_CONFIGURED = ("temperature", "top_p", "top_k", "min_p")
 
 
 def base_params(sampling: SamplingConfig) -> dict[str, Any]:
@@ -40,6 +39,7 @@ def base_params(sampling: SamplingConfig) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
         "max_new_tokens": sampling.max_new_tokens,
         "stop": list(sampling.stop),
     }
@@ -63,19 +63,27 @@ def merge_params(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, A
         raise DataError(f"top_p must be in (0, 1], not {params['top_p']!r}")
     if params["top_k"] != -1 and params["top_k"] < 1:
         raise DataError(f"top_k must be -1 (all) or at least 1, not {params['top_k']!r}")
+    if not 0 <= params["min_p"] <= 1:
+        raise DataError(f"min_p must be in [0, 1], not {params['min_p']!r}")
     if params["max_new_tokens"] < 1:
         raise DataError(f"max_new_tokens must be at least 1, not {params['max_new_tokens']!r}")
     return params
 
 
-def check_trained(params: dict[str, Any], temperature: float) -> None:
-    """Check the parameters of a training rollout.
+def truncates(params: Mapping[str, Any]) -> bool:
+    """Whether some tokens are never sampled, so that the trainer needs to know which remain (`megasync.support`)."""
+    return params["top_k"] != -1 or params["top_p"] < 1 or params["min_p"] > 0
+
+
+def check_trained(params: Mapping[str, Any], base: Mapping[str, Any]) -> None:
+    """Check the parameters of a training rollout, with those of the configuration as ``base``.
 
     Raises DataError if they would sample from another distribution than the trainer scores.
     """
-    for name, value in (_TRAINED | {"temperature": temperature}).items():
+    for name in (*_CONFIGURED, *_TRAINED):
+        value = base[name]
         if params[name] != value:
-            why = "rollout.sampling.temperature" if name == "temperature" else "the full distribution"
+            why = f"rollout.sampling.{name}" if name in _CONFIGURED else "the full distribution"
             raise DataError(
                 f"{name}={params[name]!r} is not allowed in a training rollout: the trainer scores tokens at {why}, "
                 f"which is {name}={value!r}. Leave {name} out; evaluation may use other values (eval.sampling)"

@@ -22,7 +22,7 @@ import numpy as np
 
 from megasync.errors import DataError
 from megasync.importing import name_of
-from megasync.trajectory import ROUTES, TOKEN_REWARDS, Trajectory, finite_float
+from megasync.trajectory import ROUTES, SUPPORT_SIZES, TOKEN_REWARDS, Trajectory, finite_float
 
 if TYPE_CHECKING:
     from megasync.rollout.sample_client import SampleClient
@@ -39,11 +39,14 @@ async def single_turn(client: SampleClient, sample: dict[str, Any]) -> Trajector
 
 
 class TrajectoryCheck:
-    """Checks what one workflow returns. `routed` trajectories need the routes of all positions."""
+    """Checks what one workflow returns. `routed` trajectories need the routes of all positions, `truncated` ones the
+    support of each trained token.
+    """
 
-    def __init__(self, workflow: Workflow, routed: bool = False) -> None:
+    def __init__(self, workflow: Workflow, routed: bool = False, truncated: bool = False) -> None:
         self._name = name_of(workflow)
         self._routed = routed
+        self._truncated = truncated
         self._reported: set[str] = set()
 
     def check(self, result: object) -> list[Trajectory]:
@@ -69,6 +72,11 @@ class TrajectoryCheck:
             raise self._error(
                 "no routes, which rollout.routing_replay=true needs; build it with generation.trajectory(), or "
                 "reply.trajectories()"
+            )
+        if self._truncated and (missing := _without_support(trajectory)):
+            raise self._error(
+                f"{missing} trained tokens without a support, which rollout.sampling.top_k needs; build it with "
+                f"generation.trajectory(), or reply.trajectories()"
             )
         return replace(trajectory, **changed)
 
@@ -106,6 +114,13 @@ class TrajectoryCheck:
 
     def _error(self, problem: str) -> DataError:
         return DataError(f"the workflow {self._name} returned a trajectory with {problem}")
+
+
+def _without_support(trajectory: Trajectory) -> int:
+    """The number of trained tokens of which nobody knows what else could have been sampled."""
+    trained = trajectory.loss_mask.expand() > 0
+    sizes = trajectory.arrays.get(SUPPORT_SIZES)
+    return int(trained.sum()) if sizes is None else int((trained & (sizes < 1)).sum())
 
 
 def _encodable(text: str) -> bool:

@@ -19,6 +19,7 @@ import msgspec
 
 from megasync.errors import InvalidAnswer
 from megasync.layout.routes import RouteArray, RouteFormat
+from megasync.support import Support
 
 T = TypeVar("T")
 
@@ -29,6 +30,8 @@ _VERSION_DIGITS = 15
 # Bytes of an answer: its frame; and per token its log-prob, its text, and its share of a streamed piece's frame.
 _FRAME_BYTES = 1 << 20
 _TOKEN_BYTES = 4096
+# Bytes of an id and its comma in JSON, and as much again.
+_ID_BYTES = 24
 _SHOWN = 300
 # The content type of a streamed answer, the prefix of each event, and the event that ends the stream.
 EVENT_STREAM = "text/event-stream"
@@ -57,6 +60,9 @@ class _Meta(msgspec.Struct):
     finish_reason: Finish | None
     weight_version: str | int | None = None
     output_token_logprobs: list[_Entry] | None = None
+    # The ids that truncated sampling left at each token, and the log-prob of the token among them.
+    output_token_sampling_mask: list[list[int]] | None = None
+    output_token_sampling_logprobs: list[float] | None = None
     weight_versions: list[_Span] | None = None
     routed_experts: str | None = None
 
@@ -92,7 +98,8 @@ class AnswerLimits:
 
     `tokens` is the maximum number of tokens. `newest` is called for each piece and returns the newest weight version
     that any server can hold, or None where it is unknown. `routes` is the format of routes, if they were requested, of
-    at most `positions` positions.
+    at most `positions` positions. `support` is about how many tokens a token's support has at most; 0 if none was
+    requested.
     """
 
     vocab_size: int
@@ -101,11 +108,12 @@ class AnswerLimits:
     newest: Callable[[], int | None] = lambda: None
     routes: RouteFormat | None = None
     positions: int = 0
+    support: int = 0
 
     @property
     def most_bytes(self) -> int:
         routes = 0 if self.routes is None else self.routes.text_bytes * self.positions
-        return _FRAME_BYTES + _TOKEN_BYTES * self.tokens + routes
+        return _FRAME_BYTES + (_TOKEN_BYTES + _ID_BYTES * self.support) * self.tokens + routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +122,7 @@ class GeneratedPiece:
 
     Only the last piece has a `finish`, and only it tells which token has which version: `spans` are (version, tokens).
     The other pieces carry the version at the time of sending. `routes` are those of the requested positions, if the
-    last piece has them.
+    last piece has them. `support` is that of each token, over which its log-prob is, if it was requested.
     """
 
     token_ids: array[int]
@@ -124,6 +132,7 @@ class GeneratedPiece:
     version: int
     spans: list[tuple[int, int]]
     routes: RouteArray | None = None
+    support: Support | None = None
 
 
 class StreamedError(Exception):
@@ -150,6 +159,10 @@ def read_generated(raw: bytes, limits: AnswerLimits) -> GeneratedPiece:
     )
     if answer.output_ids is not None and answer.output_ids != token_ids:
         raise InvalidAnswer(f"{len(answer.output_ids)} output_ids and other log-probs, of {len(token_ids)} tokens")
+    support = None
+    if limits.support and token_ids:
+        logprobs = meta.output_token_sampling_logprobs or ()
+        support = _support(meta.output_token_sampling_mask or (), logprobs, token_ids, limits)
     if token_ids:
         _check_tokens(token_ids, logprobs, limits)
     finish = meta.finish_reason
@@ -166,6 +179,7 @@ def read_generated(raw: bytes, limits: AnswerLimits) -> GeneratedPiece:
         _version(meta.weight_version, limits) if finish is None else -1,
         _spans(meta.weight_versions or [], limits),
         None if meta.routed_experts is None else _routes(meta.routed_experts, limits),
+        support,
     )
 
 
@@ -253,6 +267,25 @@ def _routes(text: str, limits: AnswerLimits) -> RouteArray:
     if len(routes) > limits.positions:
         raise InvalidAnswer(f"it has routes of {len(routes)} positions, and at most {limits.positions} were requested")
     return routes
+
+
+def _support(
+    masks: Sequence[list[int]], logprobs: Sequence[float], token_ids: Sequence[int], limits: AnswerLimits
+) -> Support:
+    if not len(masks) == len(logprobs) == len(token_ids):
+        raise InvalidAnswer(
+            f"it has sampling masks of {len(masks)} tokens and log-probs within them of {len(logprobs)}, not of "
+            f"{len(token_ids)}; start the server with megasync's plugin, or sample from the full distribution "
+            f"(rollout.sampling.top_k=-1, top_p=1 and min_p=0)"
+        )
+    for token, mask in zip(token_ids, masks, strict=True):
+        if token not in mask or len(set(mask)) < len(mask):
+            raise InvalidAnswer(f"the sampling mask {mask!r:.{_SHOWN}} of token {token} lacks it, or names one twice")
+        if min(mask) < 0 or max(mask) >= limits.vocab_size:
+            raise InvalidAnswer(
+                f"the sampling mask {mask!r:.{_SHOWN}} is outside the vocabulary [0, {limits.vocab_size})"
+            )
+    return Support.of(masks)
 
 
 def _spans(spans: list[_Span], limits: AnswerLimits) -> list[tuple[int, int]]:

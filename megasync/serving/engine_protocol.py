@@ -31,6 +31,8 @@ ADAPTERS_VARIABLE = "MEGASYNC_ADAPTERS"
 # Custom label of a request whose answer shall have the routes of all positions from this one on. The router drops
 # SGLang's own fields for it, which it does not know.
 ROUTES_FROM = "megasync_routes_from"
+# Custom label, "1", of a request whose answer shall have the support of each token.
+WITH_SUPPORT = "megasync_with_support"
 
 # How the names of the policy's adapters begin; a version follows, and perhaps a dot and a number: "policy-7",
 # "policy-7.1". The one with the highest number is that of the version.

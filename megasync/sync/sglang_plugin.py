@@ -11,7 +11,7 @@ ranks already wait for this one's answer; errors come back as data.
 
 `dequantize_weights` is for servers of a folder in block FP8 or MXFP4, which they serve unquantized.
 
-`request_routes` lets requests for routes through the router.
+`request_arrays` lets requests for routes and supports through the router.
 
 `PolicyAdapters` gives requests the adapter of the server's version.
 
@@ -58,6 +58,7 @@ from megasync.serving.engine_protocol import (
     ROUTES_FROM,
     STORAGE_VARIABLE,
     STORE_SCHEME,
+    WITH_SUPPORT,
     Hello,
     RankAnswer,
     TraceRequest,
@@ -280,13 +281,17 @@ def dequantize_weights(storage: Storage, stock: Stock, *arguments: Any, **option
     return mxfp4.dequantized(weights) if storage == mxfp4.MXFP4 else block_fp8.dequantized(weights, storage)
 
 
-def request_routes(manager: Any, request: Any, *_: Any, **__: Any) -> None:
-    """Turns the label of a request for routes into SGLang's own fields, before SGLang reads it."""
-    labels = getattr(request, "custom_labels", None) or {}
-    if (start := labels.get(ROUTES_FROM, "")).isdecimal():
+def request_arrays(manager: Any, request: Any, *_: Any, **__: Any) -> None:
+    """Turns labels that request routes and supports into SGLang's own fields, before SGLang reads them."""
+    labels = dict(getattr(request, "custom_labels", None) or {})
+    # What remains becomes labels of SGLang's metrics.
+    start, with_support = labels.pop(ROUTES_FROM, ""), labels.pop(WITH_SUPPORT, "")
+    if start.isdecimal():
         request.return_routed_experts, request.routed_experts_start_len = True, int(start)
-        # Otherwise it becomes a label of SGLang's metrics.
-        request.custom_labels = {name: label for name, label in labels.items() if name != ROUTES_FROM} or None
+    if with_support == "1":
+        request.return_sampling_mask = True
+    if start or with_support:
+        request.custom_labels = labels or None
 
 
 class PolicyAdapters:
@@ -391,7 +396,7 @@ def meet(url: str, timeout: timedelta, **_: object) -> Iterator[tuple[TCPStore, 
 def register() -> None:
     """The entry point that SGLang calls."""
     Plugin().register()
-    _hook("BEFORE", _GENERATE, request_routes)
+    _hook("BEFORE", _GENERATE, request_arrays)
     if os.environ.get(ADAPTERS_VARIABLE) == "1":
         PolicyAdapters().register()
     if stored := os.environ.get(STORAGE_VARIABLE):

@@ -19,8 +19,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 
 from megasync.layout.routes import RouteArray
+from megasync.support import Support
 from megasync.trainer.attention import AttentionPlan, Segment, plan_attention
 from megasync.trainer.context import ContextPlan, plan_context, split_tokens
+from megasync.trainer.logprobs import TargetSupport
 from megasync.trainer.packing import Ints, Lengths, Microbatch
 from megasync.trajectory import Ids
 
@@ -32,6 +34,7 @@ class Sample:
     ``scored`` is an ascending integer array and not empty. Only the first ``fed`` response tokens are fed to the model:
     the last scored token and those after it predict no scored token. ``routes`` are the experts of at least the prompt
     and the fed tokens, [positions, expert layers, experts per token]; None if the trainer's own router chooses them.
+    ``support`` is that of each scored token; None if each could be any token.
     """
 
     prompt: NDArray[np.int32]
@@ -39,6 +42,7 @@ class Sample:
     scored: NDArray[Any]
     fed: int
     routes: RouteArray | None = None
+    support: Support | None = None
 
     @classmethod
     def of(cls, prompt: Ids, response: Ids, scored: Ids | None = None) -> Sample:
@@ -84,7 +88,8 @@ class Batch:
     [targets] are grouped by sample, in the order of `Microbatch.sequences`; ``counts`` are the numbers of targets per
     sample. ``kept`` are the places of those targets that this rank's tokens predict; None if it has all tokens.
     ``counted`` is false for a masked copy. ``padding`` [1, tokens] is true at padding. ``routes`` [tokens, expert
-    layers, experts per token] are replayed, if there are any.
+    layers, experts per token] are replayed, if there are any. ``support`` is that of the targets that this rank's
+    tokens predict; None if each could be any token.
     """
 
     index: int
@@ -96,6 +101,7 @@ class Batch:
     padding: torch.Tensor
     kept: torch.Tensor | None = None
     routes: torch.Tensor | None = None
+    support: TargetSupport | None = None
 
     @property
     def own_targets(self) -> torch.Tensor:
@@ -125,6 +131,7 @@ class _Packed:
         self.first_positions: list[int] = []
         self.rows: list[Ints] = []
         self.targets: list[NDArray[np.int32]] = []
+        self.supports: list[Support | None] = []
         self.padding: list[range] = []
         # One array for each of `ids`, or for several of them.
         self.routes: list[RouteArray] = []
@@ -182,6 +189,14 @@ class _Packed:
                 rows[0] = starts[0] - 1
             self.rows.append(rows)
             self.targets.append(member.response[member.scored])
+            self.supports.append(member.support)
+
+    def support(self) -> Support | None:
+        """That of all targets; None if each could be any token."""
+        if not any(self.supports):
+            return None
+        parts = zip(self.supports, self.targets, strict=True)
+        return Support.join(Support.whole(len(targets)) if own is None else own for own, targets in parts)
 
     def positions(self) -> Ints:
         lengths = [segment.length for segment in self.segments]
@@ -233,7 +248,7 @@ def make_batch(
     for part in packing.padding:
         padding[part.start : part.stop] = True
     routes = np.concatenate(packing.routes, dtype=np.int16) if replays else None
-    kept = None
+    kept, support = None, packing.support()
     if ranks > 1:
         own = split_tokens(lengths, ranks)[rank]
         place = np.full(packing.tokens, -1)
@@ -242,6 +257,7 @@ def make_batch(
         routes = None if routes is None else routes[own]
         kept = np.flatnonzero(rows >= 0)
         rows = rows[kept]
+        support = None if support is None else support.at(kept)
         packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = starts
     packed.rows = tensor(rows)
     if ranks > 1 and flavour != "te":
@@ -259,4 +275,5 @@ def make_batch(
         padding=tensor(padding)[None],
         kept=None if kept is None else tensor(kept),
         routes=None if routes is None else tensor(routes),
+        support=None if support is None else TargetSupport.of(support, device),
     )

@@ -483,6 +483,7 @@ class MegatronEngine:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-prob and entropy of each target, float32 [targets], from what `run` passes to ``evaluate``.
 
+        Both are those of the distribution over the target's support, where sampling was truncated.
         ``temperature`` is one number, or one of each target. Context-parallel ranks return the same, and must compute
         the same loss of it: each has the rows of its own targets, and gets their gradients. Raises TrainingError if the
         engine has a value head.
@@ -498,6 +499,7 @@ class MegatronEngine:
             temperature=temperature,
             group=self._tensor_group,
             dtype=torch.float32 if self.trainer_config.float32_head else None,
+            support=batch.support,
         )
         if batch.kept is None:
             return own

@@ -3,16 +3,19 @@
 The output layer is sharded over the vocabulary, and no rank ever holds a row of the whole vocabulary. Rows are
 projected a part at a time, so a rank never holds more than `PART_ELEMENTS` logits. A microbatch of a single part keeps
 its logits for the backward pass; one of several projects them again there. Padded vocabulary columns count as -inf:
-they have no probability and no gradient.
+they have no probability and no gradient. So do tokens outside the support of a target (`megasync.support`).
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
+
+from megasync.support import Support
 
 # Logits of a rank that exist at one time: 128 MiB in bfloat16, or 447 rows of 150,000 columns. With much fewer rows the
 # product would be slow.
@@ -30,10 +33,45 @@ class _Columns(NamedTuple):
     number: int
 
 
+class TargetSupport(NamedTuple):
+    """The support of each target. ``starts`` [targets + 1] are where its ids begin, as numbers of the host.
+
+    ``targets`` and ``ids`` [ids] are the number of the target and the token; ``whole`` [targets] is true for targets
+    that could be any token.
+    """
+
+    starts: list[int]
+    targets: torch.Tensor
+    ids: torch.Tensor
+    whole: torch.Tensor
+
+    @classmethod
+    def of(cls, support: Support, device: torch.device) -> TargetSupport:
+        targets = np.repeat(np.arange(len(support)), support.sizes)
+        arrays = (targets, support.ids.astype(np.int64), support.sizes == 0)
+        starts = np.cumsum([0, *support.sizes], dtype=np.int64).tolist()
+        return cls(starts, *(torch.from_numpy(array).to(device) for array in arrays))
+
+    def outside(self, rows: slice, columns: _Columns) -> torch.Tensor:
+        """Whether each column of this rank is outside the support of each of these targets, [rows, columns]."""
+        ids = slice(self.starts[rows.start], self.starts[rows.stop])
+        local, targets = self.ids[ids] - columns.first, self.targets[ids] - rows.start
+        own = (local >= 0) & (local < columns.number)
+        whole = self.whole[rows]
+        # The last entry takes what other ranks own: the host would have to wait for the number of the others.
+        flat = whole.new_empty(len(whole) * columns.number + 1)
+        outside = flat[:-1].view(len(whole), columns.number)
+        outside.copy_(~whole[:, None])
+        flat[torch.where(own, targets * columns.number + local, len(flat) - 1)] = False
+        return outside
+
+
 class _Scores(torch.autograd.Function):
     """With z the logits over the temperature, p = softmax(z), H = -sum(p log p), and t the target:
 
     d log p_t / d z_j = [j = t] - p_j   and   d H / d z_j = -p_j (log p_j + H)
+
+    Softmax and sum are over the support of the target; outside of it p and both gradients are 0.
     """
 
     @staticmethod
@@ -46,6 +84,7 @@ class _Scores(torch.autograd.Function):
         temperature: float | torch.Tensor,
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
+        support: TargetSupport | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         local = (targets - columns.first).clamp(0, max(columns.number - 1, 0))
         owned = (targets >= columns.first) & (targets < columns.first + columns.number)
@@ -60,10 +99,16 @@ class _Scores(torch.autograd.Function):
             logits = linear(rows[part].to(dtype), own_weight)
             for chunk, of in _chunks(logits, part):
                 z = _scaled(chunk, temperature, of)
+                outside = None if support is None else support.outside(of, columns)
+                if outside is not None:
+                    z.masked_fill_(outside, -torch.inf)
                 peak[of] = z.amax(dim=-1)
-                z.sub_(peak[of, None])
-                sums[2, of] = z.gather(1, local[of, None]).squeeze(1).mul_(owned[of])
+                # Without a token of the support among these columns the sums are zero.
+                z.sub_(torch.where(peak[of] == -torch.inf, 0.0, peak[of])[:, None])
+                sums[2, of] = torch.where(owned[of], z.gather(1, local[of, None]).squeeze(1), 0.0)
                 weights = z.exp()
+                if outside is not None:
+                    z.masked_fill_(outside, 0.0)
                 sums[0, of] = weights.sum(dim=-1)
                 sums[1, of] = weights.mul_(z).sum(dim=-1)
         if group is not None and group.size() > 1:
@@ -73,7 +118,7 @@ class _Scores(torch.autograd.Function):
         entropy = log_total - sums[1] / sums[0]
         kept = logits if len(parts) == 1 else None
         ctx.save_for_backward(rows, weight, kept, peak + log_total, entropy, local, owned)
-        ctx.columns, ctx.temperature, ctx.dtype = columns, temperature, dtype
+        ctx.columns, ctx.temperature, ctx.dtype, ctx.support = columns, temperature, dtype, support
         ctx.set_materialize_grads(False)
         return sums[2] - log_total, entropy
 
@@ -106,6 +151,8 @@ class _Scores(torch.autograd.Function):
                     total = p.mul_(-of_logprob[of, None])
                 else:
                     total = p.zero_()
+                if ctx.support is not None:
+                    total.masked_fill_(ctx.support.outside(of, ctx.columns), 0.0)
                 if of_logprob is not None:
                     total.scatter_add_(1, local[of, None], (of_logprob[of] * owned[of])[:, None])
                 chunk.copy_(_divided(total, ctx.temperature, of))
@@ -118,7 +165,7 @@ class _Scores(torch.autograd.Function):
                 of_weight[:count] += logits.T @ own_rows
         if of_weight is not None:
             of_weight = of_weight.to(weight.dtype)
-        return of_rows, of_weight, None, None, None, None, None
+        return of_rows, of_weight, None, None, None, None, None, None
 
 
 def _combine(peak: torch.Tensor, sums: torch.Tensor, owned: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -168,6 +215,7 @@ def token_logprobs(
     temperature: float | torch.Tensor = 1.0,
     group: dist.ProcessGroup | None = None,
     dtype: torch.dtype | None = None,
+    support: TargetSupport | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each target and entropy of its distribution, differentiable and equal on all ranks of ``group``.
 
@@ -180,13 +228,14 @@ def token_logprobs(
         vocab_size: number of real columns over all ranks; the columns after them are padding.
         temperature: divides the logits, as the sampler does; one number, or one of each target.
         dtype: that of the logits; by default that of ``weight``.
+        support: the tokens that have a probability, for each target; by default all.
 
     Returns:
         (log-probs, entropies), float32 [targets].
     """
     first = (group.rank() if group is not None else 0) * len(weight)
     columns = _Columns(first, min(max(vocab_size - first, 0), len(weight)))
-    return _Scores.apply(rows, weight, targets, columns, temperature, group, dtype or weight.dtype)
+    return _Scores.apply(rows, weight, targets, columns, temperature, group, dtype or weight.dtype, support)
 
 
 def squared_norms(logprobs: torch.Tensor, colder: torch.Tensor) -> torch.Tensor:

@@ -583,7 +583,15 @@ def _load(
 
 def _sample(trajectory: Trajectory, fed: int) -> Sample:
     scored = np.flatnonzero(trajectory.loss_mask.expand())
-    return Sample(trajectory.prompt_ids, trajectory.response_ids, scored, fed, trajectory.arrays.get(ROUTES))
+    support = trajectory.support
+    return Sample(
+        trajectory.prompt_ids,
+        trajectory.response_ids,
+        scored,
+        fed,
+        trajectory.arrays.get(ROUTES),
+        None if support is None else support.at(scored),
+    )
 
 
 def _longest(members: Members, prompts: int) -> Ints:

@@ -29,12 +29,12 @@ BASE = base_params(SamplingConfig(temperature=0.8))
 )
 def test_parameters_that_change_the_sampling_distribution_are_refused(name, value):
     with pytest.raises(DataError, match=rf"{name}={value}.*the trainer scores.*eval.sampling"):
-        check_trained(merge_params(BASE, {name: value}), BASE["temperature"])
+        check_trained(merge_params(BASE, {name: value}), BASE)
 
 
 def test_stop_conditions_are_allowed_in_training_rollouts():
     asked = {"max_new_tokens": 3, "stop": ["x"], "stop_token_ids": [5], "ignore_eos": True, "temperature": 0.8}
-    check_trained(merge_params(BASE, asked), BASE["temperature"])
+    check_trained(merge_params(BASE, asked), BASE)
 
 
 def test_every_sampling_parameter_is_classified_by_its_effect_on_the_distribution():
@@ -44,7 +44,15 @@ def test_every_sampling_parameter_is_classified_by_its_effect_on_the_distributio
     bending = {name for name in BASE if name not in only_ends | only_text}
     for name in bending:
         with pytest.raises(DataError, match=name):
-            check_trained(BASE | {name: 0.123}, BASE["temperature"])
+            check_trained(BASE | {name: 0.123}, BASE)
+
+
+def test_what_is_trained_is_truncated_as_configured_and_not_otherwise():
+    base = base_params(SamplingConfig(top_k=20, top_p=0.9, min_p=0.1))
+    check_trained(merge_params(base, {"top_k": 20}), base)
+    for name, value in {"top_k": -1, "top_p": 1.0, "min_p": 0.0}.items():
+        with pytest.raises(DataError, match=rf"{name}=.*rollout.sampling.{name}"):
+            check_trained(merge_params(base, {name: value}), base)
 
 
 @pytest.mark.parametrize("trained", [True, False])

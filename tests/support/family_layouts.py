@@ -121,7 +121,12 @@ def reference(path, rows, balance=0.0):
     for row in rows:
         ids = torch.tensor([row["prompt"] + row["response"]])
         output = model(ids, output_router_logits=True) if balance else model(ids)
-        log_p = output.logits[0, len(row["prompt"]) - 1 : -1].log_softmax(-1)
+        logits = output.logits[0, len(row["prompt"]) - 1 : -1]
+        if "support" in row:
+            outside = torch.tensor([[token not in ids for token in range(logits.shape[1])] for ids in row["support"]])
+            # Without a probability, but with a finite logarithm for the entropy.
+            logits = logits.masked_fill(outside, -1e9)
+        log_p = logits.log_softmax(-1)
         logprobs.append(log_p.gather(1, ids[0, len(row["prompt"]) :, None])[:, 0])
         entropy = -(log_p.exp() * log_p).sum(-1)
         loss = loss - (logprobs[-1].sum() + 0.1 * entropy.sum()) / tokens

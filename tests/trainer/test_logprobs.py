@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from megasync.preflight import memory
+from megasync.support import Support
 from megasync.trainer import logprobs
-from megasync.trainer.logprobs import squared_norms, token_logprobs
+from megasync.trainer.logprobs import TargetSupport, squared_norms, token_logprobs
 
 
 def plain(rows, weight, targets, vocab_size, temperature):
@@ -39,6 +40,35 @@ def test_values_and_gradients_equal_plain_torch(monkeypatch, part, temperature, 
     expected = gradients(lambda by: plain(rows, weight, targets, 100, by), divisor)
     for a, b in zip(mine, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("part", [10**6, 400], ids=["one part", "several parts"])
+def test_values_and_gradients_of_truncated_targets_equal_plain_torch(monkeypatch, part):
+    """Targets 0 and 5 are not truncated, and target 1 could be nothing else."""
+    monkeypatch.setattr(logprobs, "CPU_CHUNK_ELEMENTS", 300)
+    monkeypatch.setattr(logprobs, "PART_ELEMENTS", part)
+    generator = torch.Generator().manual_seed(2)
+    rows, weight = (torch.randn(count, 16, generator=generator).requires_grad_() for count in (9, 128))
+    targets = torch.randint(0, 100, (9,), generator=generator)
+    others = [torch.randperm(100, generator=generator)[:size].tolist() for size in (0, 0, 3, 40, 99, 0, 2, 1, 7)]
+    supports = [sorted({*ids, target}) for ids, target in zip(others, targets.tolist(), strict=True)]
+    support = Support.of([[] if at in (0, 5) else ids for at, ids in enumerate(supports)])
+    outside = torch.tensor([[at not in (0, 5) and i not in ids for i in range(100)] for at, ids in enumerate(supports)])
+    factors = torch.randn(2, 9, generator=generator)
+
+    def expected_scores():
+        log_p = ((rows @ weight.T)[:, :100] / 0.7).masked_fill(outside, -1e9).log_softmax(-1)
+        return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+    def gradients(logprob, entropy):
+        total = (factors[0] * logprob).sum() + (factors[1] * entropy).sum()
+        return *torch.autograd.grad(total, (rows, weight)), logprob, entropy
+
+    of_targets = TargetSupport.of(support, torch.device("cpu"))
+    mine = gradients(*token_logprobs(rows, weight, targets, vocab_size=100, temperature=0.7, support=of_targets))
+    for a, b in zip(mine, gradients(*expected_scores()), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    assert mine[2][1] == mine[3][1] == 0.0
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -60,6 +60,7 @@ from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_du
 from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
 
 from megasync.errors import CheckpointError, ConfigError, TrainingError  # noqa: E402
+from megasync.support import Support  # noqa: E402
 from megasync.trainer import checkpoint  # noqa: E402
 from megasync.trainer.architecture import rope_parameters  # noqa: E402
 from megasync.trainer.batch import Sample  # noqa: E402
@@ -105,11 +106,16 @@ def join(rank, world):
 
 
 def to_samples(rows):
-    """Rows may have ``routes`` [prompt and response tokens - 1, expert layers, experts per token]."""
-    samples = [Sample.of(row["prompt"], row["response"]) for row in rows]
+    """Rows may have ``routes`` [prompt and response tokens - 1, expert layers, experts per token], and as ``support`` the
+    ids of each response token.
+    """
     return [
-        replace(sample, routes=np.array(row["routes"], np.uint8)) if "routes" in row else sample
-        for sample, row in zip(samples, rows, strict=True)
+        replace(
+            Sample.of(row["prompt"], row["response"]),
+            routes=np.array(row["routes"], np.uint8) if "routes" in row else None,
+            support=Support.of(row["support"]) if "support" in row else None,
+        )
+        for row in rows
     ]
 
 

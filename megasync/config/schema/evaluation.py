@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megasync.config.limits import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, PATH, REWARD, limited
+from megasync.config.limits import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, PATH, REWARD, Range, limited
 from megasync.config.schema.data import DatasetConfig
 
 
@@ -16,6 +16,8 @@ class EvalSamplingConfig:
     top_p: float | None = limited(None, FRACTION)
     # Number of most likely tokens to sample from; -1 for all.
     top_k: int | None = None
+    # Smallest probability to sample from, as a fraction of the most likely token's.
+    min_p: float | None = limited(None, Range(0, 1))
     # Maximum response length in tokens.
     max_new_tokens: int | None = limited(None, AT_LEAST_ONE)
 

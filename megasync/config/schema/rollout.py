@@ -34,10 +34,13 @@ class SamplingConfig:
 
     # Temperature. The trainer computes log-probs at the same temperature.
     temperature: float = limited(1.0, POSITIVE)
-    # Only 1 (all tokens): the trainer scores the full distribution. Evaluation may truncate by `eval.sampling.top_p`.
+    # Sample from the most likely tokens that together have this probability; 1 for all. Below 1 it needs a top_k.
     top_p: float = limited(1.0, FRACTION)
-    # Only -1 (all tokens): the trainer scores the full distribution. Evaluation may truncate by `eval.sampling.top_k`.
+    # Sample from so many of the most likely tokens, up to 4,096; -1 for all. Servers report which tokens top_k, top_p
+    # and min_p left, and the trainer scores the same distribution. docs/algorithms.md#truncated-sampling
     top_k: int = -1
+    # Sample from tokens with at least this fraction of the most likely one's probability. Above 0 it needs a top_k.
+    min_p: float = limited(0.0, Range(0, 1))
     # Maximum response length in tokens.
     max_new_tokens: int = limited(256, AT_LEAST_ONE)
     # Stop strings.
