@@ -79,8 +79,8 @@ def check_seeded(key: str, min_p: float, deterministic: bool) -> None:
     """SGLang stops at a request for min_p if its sampling has seeds."""
     if deterministic and min_p > 0:
         raise ConfigError(
-            f"{key}.min_p={min_p:g} cannot be sampled with seeds, which rollout.deterministic=true needs; use top_p, or "
-            f"set rollout.deterministic=false"
+            f"{key}.min_p={min_p:g} cannot be sampled with seeds, which rollout.deterministic=true needs; use top_p "
+            f"instead, or set rollout.deterministic=false"
         )
 
 

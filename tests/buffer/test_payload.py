@@ -19,6 +19,7 @@ from megasync.buffer.payload import (
 )
 from megasync.buffer.segments import SegmentWriter, load_trajectories
 from megasync.errors import DataError
+from megasync.support import Support
 from megasync.trajectory import Group, Partial, Trajectory
 
 IDS = st.integers(0, 2**31 - 1)
@@ -157,6 +158,12 @@ def test_a_partial_response_survives_encoding(tokens, text):
     partial = Partial("digest", ids, logprobs, versions, "stop", text)
     encoded = encode_partial(partial)
     assert decode_partial(encoded.data) == partial and encoded.newest_version == max(versions, default=0)
+
+
+@pytest.mark.parametrize("support", [[[3, 9], [4], [5, 1, 2]], [[3], [4], [5]], [[], [], []]])
+def test_a_partial_response_keeps_its_supports(support):
+    partial = Partial("digest", [3, 4, 5], [-0.5] * 3, [0, 0, 1], "stop", "text", Support.of(support))
+    assert decode_partial(encode_partial(partial).data) == partial
 
 
 def test_a_damaged_partial_response_is_noticed():

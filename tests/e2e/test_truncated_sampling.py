@@ -36,7 +36,7 @@ def test_the_trainer_scores_what_the_server_sampled_and_a_killed_run_goes_on(con
     assert whole.wait() == 0, whole.output
     expected = steps_of(the_run_dir())
     for row in expected.values():
-        # Over all tokens, log-probs would differ by the probability that was cut off, a tenth or more.
+        # Over all tokens they would differ by 1.
         assert row["train/logprob_diff"] < 1e-4
         assert row["train/entropy"] < 1.4  # that of four tokens is at most log 4
     shutil.move(the_run_dir(), tmp_path / "whole")

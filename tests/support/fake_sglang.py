@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 from aiohttp import web
 
-from megasync.serving.engine_protocol import ROUTES_FROM
+from megasync.serving.engine_protocol import ROUTES_FROM, WITH_SUPPORT
 
 # Tokens in a piece of a streamed answer.
 PIECE = 3
@@ -53,6 +53,8 @@ class FakeSGLang:
         self.parser_status = 200
         # Number of layers in the routes of an answer whose request asks for them; 0 for a server that reports none.
         self.route_layers = 3
+        # The support of a token, in an answer whose request asks for it; None for a server that reports none.
+        self.support: Callable[[int], list[int]] | None = lambda token: [token, (token + 1) % self.vocab]
         # Decodes token ids to text.
         self.words: Callable[[list[int]], str] = lambda ids: "".join(f"<{i}>" for i in ids)
 
@@ -110,6 +112,9 @@ class FakeSGLang:
             "weight_version": str(version),
             "output_token_logprobs": [[-i / 128, i, None] for i in ids],
         }
+        if body.get("custom_labels", {}).get(WITH_SUPPORT) == "1" and self.support is not None:
+            meta["output_token_sampling_mask"] = [self.support(token) for token in ids]
+            meta["output_token_sampling_logprobs"] = [-i / 256 for i in ids]
         return {"text": self.words(ids), "output_ids": ids, "meta_info": meta | (last or {})}
 
     async def _generate(self, request: web.Request) -> web.Response:

@@ -106,8 +106,8 @@ def join(rank, world):
 
 
 def to_samples(rows):
-    """Rows may have ``routes`` [prompt and response tokens - 1, expert layers, experts per token], and as ``support`` the
-    ids of each response token.
+    """Rows may have ``routes`` [prompt and response tokens - 1, expert layers, experts per token] and a ``support``,
+    ids for each response token.
     """
     return [
         replace(
