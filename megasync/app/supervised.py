@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megasync.app.run_directory import export_newest, export_step, new_run_dir, stop_signals
 from megasync.app.run_lock import RunLock
@@ -30,6 +31,7 @@ from megasync.config.changes import check_changes
 from megasync.config.pools import trainer_pool
 from megasync.data.datasets import load_conversations
 from megasync.data.render import load_tokenizer
+from megasync.data.row_file import write_rows
 from megasync.data.supervised import SupervisedRenderer, TokenRow
 from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError, RankLost, TrainingError
@@ -43,6 +45,9 @@ from megasync.preflight.check import check_steps, check_supervised
 from megasync.trainer.checkpoint import latest, step_of
 
 log = logging.getLogger(__name__)
+
+# The rows that ranks read, in the run directory.
+TRAIN_FILE, VALIDATION_FILE = "sft-train.safetensors", "sft-validation.safetensors"
 
 
 @dataclass(frozen=True)
@@ -58,11 +63,20 @@ class SupervisedRows:
     def steps_per_epoch(self) -> int:
         return -(-len(self.train) // self.rows_per_step)
 
-    def of_step(self, step: int) -> list[TokenRow]:
-        """The rows of a step; steps count from 0 here."""
+    def of_step(self, step: int) -> NDArray[np.int64]:
+        """The numbers of the rows of a step; steps count from 0 here."""
         epoch, place = divmod(step, self.steps_per_epoch)
         order = _order(self.seed, epoch, len(self.train))
-        return [self.train[row] for row in order[place * self.rows_per_step : (place + 1) * self.rows_per_step]]
+        return order[place * self.rows_per_step : (place + 1) * self.rows_per_step]
+
+    def write(self, run_dir: Path) -> None:
+        """Writes the files that ranks read. Raises TrainingError."""
+        for name, rows in ((TRAIN_FILE, self.train), (VALIDATION_FILE, self.validation)):
+            try:
+                if rows:
+                    write_rows(run_dir / name, rows)
+            except OSError as error:
+                raise TrainingError(f"{run_dir / name} cannot be written: {error}; make room and resume") from None
 
     def described(self) -> dict[str, object]:
         """What a resumed run compares."""
@@ -73,8 +87,8 @@ class SupervisedRows:
 
 
 @lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, rows: int) -> list[int]:
-    return np.random.default_rng([seed, epoch]).permutation(rows).tolist()
+def _order(seed: int, epoch: int, rows: int) -> NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(rows)
 
 
 def prepare_rows(config: Config) -> tuple[SupervisedRows, list[str]]:
@@ -196,6 +210,8 @@ class SupervisedRun:
             check_capabilities()
             with RunObserver(self.config, self.run_dir) as observer:
                 self._say = observer.message
+                # A resumed run writes them again: the held-out rows may be others.
+                await asyncio.to_thread(self._rows.write, self.run_dir)
                 for note in self._notes:
                     self._say(note)
                 async with AsyncExitStack() as stack:
@@ -256,7 +272,7 @@ class SupervisedRun:
             await self._validate(trainer, observer)
         while self._step < total and not self._stop.is_set():
             observer.activity("trainer", "training")
-            metrics = await trainer.fit(self._rows.of_step(self._step), self._step + 1)
+            metrics = await trainer.fit(TRAIN_FILE, self._rows.of_step(self._step), self._step + 1)
             self._step += 1
             observer.step(self._step, 0, metrics)
             every = sft.validate_every_steps
@@ -277,7 +293,7 @@ class SupervisedRun:
         if not self._rows.validation:
             return
         observer.activity("trainer", "computing the validation loss")
-        loss = await trainer.loss(self._rows.validation)
+        loss = await trainer.loss(VALIDATION_FILE)
         self._losses.append((self._step, loss))
         observer.validation(self._step, loss)
 

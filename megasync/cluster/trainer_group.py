@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megasync.buffer.payload import LeasedGroup
 from megasync.cluster.actors import ActorGroup, kill_unresponsive
 from megasync.cluster.pools import Pools
 from megasync.concurrency.tasks import wait_for_first
 from megasync.config import Config
-from megasync.data.supervised import TokenRow
 from megasync.errors import CheckpointError, MegasyncError, ProcessLost, RankLost
 from megasync.layout.topology import Topology
 from megasync.trainer import checkpoint
@@ -147,11 +148,11 @@ class TrainerGroup:
     async def step(self, groups: list[LeasedGroup], step: int, version: int) -> dict[str, float]:
         return (await self.call("step", groups, step, version, timeout=self._timeouts.train_step))[0]
 
-    async def fit(self, rows: Sequence[TokenRow], step: int) -> dict[str, float]:
-        return (await self.call("fit", rows, step, timeout=self._timeouts.train_step))[0]
+    async def fit(self, file: str, rows: NDArray[np.int64], step: int) -> dict[str, float]:
+        return (await self.call("fit", file, rows, step, timeout=self._timeouts.train_step))[0]
 
-    async def loss(self, rows: Sequence[TokenRow]) -> float:
-        return (await self.call("loss", rows, timeout=self._timeouts.train_step))[0]
+    async def loss(self, file: str) -> float:
+        return (await self.call("loss", file, timeout=self._timeouts.train_step))[0]
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-prob of each token but the first of each sequence."""

@@ -12,14 +12,18 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megasync.buffer.payload import LeasedGroup
 from megasync.buffer.segments import load_trajectories
 from megasync.config.host import resolve_host
 from megasync.config.schema import Config
-from megasync.data.supervised import TokenRow
+from megasync.data.row_file import RowFile
 from megasync.errors import CheckpointError
 from megasync.importing import quick_imports
 
@@ -168,13 +172,17 @@ class TrainerRank:
         """Runs one training step; returns the same metrics on every rank."""
         return self._policy.step(groups, load_trajectories, step, version)
 
-    def fit(self, rows: list[TokenRow], step: int) -> dict[str, float]:
-        """Runs one supervised step; returns the same metrics on every rank."""
-        return self._supervised.step(rows, step)
+    def fit(self, file: str, rows: NDArray[np.int64], step: int) -> dict[str, float]:
+        """Runs one supervised step on rows of a file in the run folder; returns the same metrics on every rank."""
+        return self._supervised.step(self._rows(file), rows, step)
 
-    def loss(self, rows: list[TokenRow]) -> float:
-        """The mean negative log-prob of the trained tokens of all rows."""
-        return self._supervised.loss(rows)
+    def loss(self, file: str) -> float:
+        """The mean negative log-prob of the trained tokens of all rows of a file in the run folder."""
+        return self._supervised.loss(self._rows(file))
+
+    @lru_cache(maxsize=2)  # noqa: B019 - a rank lives as long as its process
+    def _rows(self, file: str) -> RowFile:
+        return RowFile(self._run_dir / file)
 
     def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs of all tokens of each sequence except the first, under the current weights."""

@@ -1,4 +1,4 @@
-"""Supervised steps of an initialised engine: rows of tokens in, optimizer steps and losses out.
+"""Supervised steps of an initialised engine: numbers of rows in, optimizer steps and losses out.
 
 The loss is the negative log-prob of the trained tokens, summed and divided by their number in the whole step.
 """
@@ -8,33 +8,34 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from megasync.data.row_file import RowFile
 from megasync.data.supervised import TokenRow
 from megasync.trainer.batch import Batch, Sample
 from megasync.trainer.engine import MegatronEngine, Share
 from megasync.trainer.nonfinite import SkipBudget
+from megasync.trainer.packing import Ints, Lengths
 
 log = logging.getLogger(__name__)
 
 
 class SupervisedTrainer:
-    """Every method is a collective and returns the same on every rank."""
+    """Every method is a collective and returns the same on every rank. A rank reads only the rows that it computes."""
 
     def __init__(self, engine: MegatronEngine) -> None:
         self._engine = engine
         self._budget = SkipBudget(engine.trainer_config.max_skipped_steps)
 
-    def step(self, rows: Sequence[TokenRow], step: int) -> dict[str, float]:
-        """Takes an optimizer step; ``step`` counts from 1 and determines the learning rate.
+    def step(self, file: RowFile, rows: Ints, step: int) -> dict[str, float]:
+        """Takes an optimizer step on rows of a file; ``step`` counts from 1 and determines the learning rate.
 
         Raises NonFiniteError if more steps in a row than allowed had a non-finite loss or gradient.
         """
         start = time.monotonic()
-        share, tokens = self._share(rows), _trained(rows)
+        share, tokens = self._share(file, rows), int(file.trained_tokens[rows].sum())
 
         def loss(batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, dict]:
             return _negative_sum(batch, logprobs) / tokens, {}
@@ -57,25 +58,26 @@ class SupervisedTrainer:
             "train/seconds": time.monotonic() - start,
         }
 
-    def loss(self, rows: Sequence[TokenRow]) -> float:
-        """The mean negative log-prob of all trained tokens, without a step."""
+    def loss(self, file: RowFile) -> float:
+        """The mean negative log-prob of all trained tokens of a file, without a step."""
 
         def total(batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, dict]:
             return _negative_sum(batch, logprobs), {}
 
-        return self._engine.total(self._share(rows), total)["loss"] / _trained(rows)
+        share = self._share(file, np.arange(len(file)))
+        return self._engine.total(share, total)["loss"] / int(file.trained_tokens.sum())
 
-    def _share(self, rows: Sequence[TokenRow]) -> Share:
-        return self._engine.share([_sample(row) for row in rows])
+    def _share(self, file: RowFile, rows: Ints) -> Share:
+        packing = self._engine.plan(Lengths(file.prompts[rows], file.prompt_tokens[rows], file.fed[rows]))
+        microbatches = self._engine.own_microbatches(packing)
+        own = {index for part in microbatches for index in part.sequences}
+        samples = {index: _sample(file.row(int(rows[index]))) for index in own}
+        return Share(microbatches, samples, packing.counted_tokens)
 
 
 def _negative_sum(batch: Batch, logprobs: torch.Tensor) -> torch.Tensor:
     # A masked copy only keeps a rank in step with others.
     return -logprobs.sum() * float(batch.counted)
-
-
-def _trained(rows: Sequence[TokenRow]) -> int:
-    return sum(int(row.trained.sum()) for row in rows)
 
 
 def _sample(row: TokenRow) -> Sample:

@@ -39,10 +39,10 @@ def hugging_faces_loss(model, chosen):
 
 
 @pytest.fixture(scope="module")
-def results(run_ranks, models):
-    found = {}
+def results(run_ranks, models, tmp_path_factory):
+    folder, found = tmp_path_factory.mktemp("rows"), {}
     for world, layouts in LAYOUTS.items():
-        ranks = run_ranks("supervised", world, model=models["qwen3"], layouts=layouts, rows=rows())
+        ranks = run_ranks("supervised", world, model=models["qwen3"], layouts=layouts, rows=rows(), folder=str(folder))
         found |= {name: [rank[name] for rank in ranks] for name in layouts}
     return found
 

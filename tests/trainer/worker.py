@@ -37,6 +37,7 @@ from megasync.config.schema import (
     OptimizerConfig,
     TrainerConfig,
 )
+from megasync.data.row_file import RowFile, write_rows
 from megasync.data.supervised import TokenRow
 from megasync.device import resolve_device
 from megasync.layout import shards
@@ -652,16 +653,18 @@ def streamed_reference(runs):
     return found
 
 
-def supervised(model, layouts, rows):
+def supervised(model, layouts, rows, folder):
     """Steps on the first four rows and on the last one; the loss of all rows before and after."""
     found = {}
     rows = [TokenRow(np.array(ids, np.int32), np.array(trained, np.bool_)) for ids, trained in rows]
+    path = Path(folder) / f"rows-{dist.get_rank()}"
+    write_rows(path, rows)
     for label, trainer in layouts.items():
         engine = make_engine(model, trainer, {"betas": [0.9, 0.95], "clip_grad": 1.0})
-        trainer = SupervisedTrainer(engine)
-        losses = [trainer.loss(rows)]
-        steps = [trainer.step(rows[:4], 1), trainer.step(rows[4:], 2)]
-        found[label] = {"steps": steps, "losses": [*losses, trainer.loss(rows)]}
+        trainer, file, numbers = SupervisedTrainer(engine), RowFile(path), np.arange(len(rows))
+        losses = [trainer.loss(file)]
+        steps = [trainer.step(file, numbers[:4], 1), trainer.step(file, numbers[4:], 2)]
+        found[label] = {"steps": steps, "losses": [*losses, trainer.loss(file)]}
         close(engine)
     return found
 
