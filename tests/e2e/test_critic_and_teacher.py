@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megasync.models.digits import write_digits
+
 pytestmark = pytest.mark.real
 
 STEPS = 4
@@ -76,3 +78,33 @@ def test_a_killed_run_repeats_the_one_that_was_not(config, launch, the_run_dir, 
     refused = launch("resume", the_run_dir(), "critic.enabled=false", "algorithm.advantage=grpo")
     assert refused.wait() == 2, refused.output
     assert "critic.enabled=false cannot replace true" in " ".join(refused.output.split())
+
+
+@pytest.mark.matrix
+def test_each_set_of_rows_has_its_own_teacher(miniature, digits_model: Path, launch, the_run_dir, tmp_path):
+    """One teacher is the policy before training, the other has other weights."""
+    write_digits(other := tmp_path / "other", seed=1)
+
+    def teacher(path: Path, source: str) -> dict:
+        servers = {"max_total_tokens": 4096, "max_running_requests": 16, "mem_fraction": 0.2}
+        return {"path": str(path), "sources": [source], **servers}
+
+    def rows(source: str) -> dict:
+        return {"data": {"kind": "digits", "source": source, "size": 64, "options": {"length": 3}}}
+
+    config = miniature(
+        data={"train": None, "eval": None, "sets": {"copy": rows("copy"), "increment": rows("increment")}},
+        eval=None,
+        schedule={"total_steps": 2, "groups_per_step": 4, "samples_per_group": 2, "max_staleness": 0},
+        trainer={"tensor_parallel": 1, "optimizer": {"lr": 1.0e-9}},
+        rollout={"servers": 1},
+        algorithm={"teacher_coef": 0.1},
+        teachers={"before": teacher(digits_model, "copy"), "another": teacher(other, "increment")},
+        checkpoint={"export": False},
+    )
+    run = launch("train", config, "schedule.stop_at_score=null")
+    assert run.wait() == 0, run.output
+    rows_of_run = steps_of(the_run_dir())
+    assert {rows_of_run[-1][f"teachers/{name}/requests"] for name in ("before", "another")} == {2 * 2 * 2}
+    # The policy hardly changes, so the first teacher agrees with it, and only the second one counts.
+    assert all(abs(row["train/teacher_kl"]) > 1e-3 for row in rows_of_run)
