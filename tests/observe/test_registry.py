@@ -1,0 +1,76 @@
+"""Every metric is documented once, under the name that a run logs."""
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import megasync
+from megasync.observe.registry import CHAPTERS, METRICS, PAGE, metric_of, page
+
+SOURCE = Path(megasync.__file__).parent
+PREFIXES = {metric.name.partition("/")[0] for metric in METRICS if "/" in metric.name}
+# A name as the source writes it; {} stands for what an f-string fills in.
+NAME = re.compile(rf"(?:{'|'.join(PREFIXES)})/[\w{{}}@/]*(?:[^\W_]|}})")
+CATCH_ALL = metric_of("rollout/no such metric")
+
+
+def test_the_page_is_up_to_date():
+    """`python -m megasync.observe.registry` updates it."""
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+def names_of(tree):
+    """Texts of a module that look like metrics, with {} for what is filled in."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_every_name_in_the_source_is_in_the_registry():
+    found = {
+        name
+        for path in SOURCE.rglob("*.py")
+        if path.name != "registry.py"
+        for name in names_of(ast.parse(path.read_text(encoding="utf-8")))
+        if NAME.fullmatch(name)
+    }
+    assert {"train/loss", "eval/score", "rollout/dropped_{}", "sync/{}_seconds"} <= found
+    # Runs show the rest of names that are filled in altogether: a test of a whole run looks up what it has logged.
+    written = {name.replace("{}", "x") for name in found if not name.endswith("/{}")}
+    assert not {name for name in written if metric_of(name) in (None, CATCH_ALL)}
+
+
+@pytest.mark.parametrize(
+    ("logged", "name"),
+    [
+        ("train/loss", "train/loss"),
+        ("train/server_kl@3", "train/server_kl@<versions>"),
+        ("eval/score@0.7", "eval/score@<temperature>"),
+        ("eval/hard-set/pass8@1", "eval/<set>/pass<k>@<temperature>"),
+        ("sync/pause_seconds", "sync/pause_seconds"),
+        ("sync/wire_seconds", "sync/<phase>_seconds"),
+        ("rollout/reward/math/none", "rollout/reward/<function>/none"),
+        ("rollout/dropped_uniform", "rollout/dropped_<reason>"),
+        ("rollout/search/hits", "rollout/<metric...>"),
+        ("teachers/large/too_long", "teachers/<name>/too_long"),
+    ],
+)
+def test_a_logged_name_belongs_to_its_metric(logged, name):
+    assert metric_of(logged).name == name
+
+
+@pytest.mark.parametrize("name", ["trian/loss", "train/", "loss", "eval/a/b/score", "version/x"])
+def test_an_unknown_name_belongs_to_none(name):
+    assert metric_of(name) is None
+
+
+def test_names_are_there_once_and_each_has_a_sentence():
+    assert max(Counter(metric.name for metric in METRICS).values()) == 1
+    assert len({chapter.title for chapter in CHAPTERS}) == len(CHAPTERS)
+    for metric in METRICS:
+        assert metric.meaning.endswith(".") and metric.meaning[0].isupper() and "|" not in metric.meaning
