@@ -1,0 +1,397 @@
+"""The recorded responses of a run: what was sampled, what it was worth, and how it was trained or why it was dropped.
+
+    trainer ranks     responses of trained groups, each rank those that it computes ─┐
+    rollout workers   responses of dropped groups                                    ├─▶ RUN/rollouts ─▶ RolloutIndex
+                                                                                     ┘
+    <process>-<n>.index    a JSON line a response: what a table shows and filters
+    <process>-<n>.body     the tokens of the responses, at the places that the lines name
+
+One process writes a file, and only appends. A line is written after its body, so a complete line has a body; a torn
+last line is not read. A process begins a new pair of files when it starts and when a pair has reached an eighth of its
+bytes, and removes its oldest pairs: `RolloutLog._begin` keeps it within its bound, so the newest responses stay.
+
+Which groups are recorded follows from their uids (`chosen`, `is_sampled`), so all processes agree on it without
+communication. Recording never fails: what cannot be written is logged and left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from megasync.errors import DataError
+from megasync.runs import Runs
+
+log = logging.getLogger(__name__)
+
+FOLDER = "rollouts"
+INDEX, BODY = ".index", ".body"
+_PAIR = re.compile(r"(?P<process>.+)-(?P<number>\d+)\.index")
+# A process has at most this many pairs of files, so it forgets an eighth of its responses at a time.
+PAIRS = 8
+# `Filters.dropped`: of trained groups, and of dropped groups whatever the reason.
+TRAINED, DROPPED = "trained", "dropped"
+# `Row.sample` of a dropped group without any response.
+NO_SAMPLE = -1
+
+Floats = NDArray[np.float32]
+
+
+class Row(msgspec.Struct, omit_defaults=True, gc=False):
+    """One response in the index. ``at`` and ``size`` are the place of its body, in bytes.
+
+    ``sample`` is its position in its group. ``step`` is the training step, 0 of a dropped group, whose reason
+    ``dropped`` is. ``version`` is that of the weights that the step began with; of a dropped group the newest that
+    sampled a token. ``staleness`` is that version minus the oldest that sampled a trained token. ``tokens`` are those
+    of the response, tool outputs included. ``advantage`` is the mean over the trained tokens, ``gap`` the mean absolute
+    difference between the log-probs of trainer and server there; both are None where nothing was computed. ``metrics``
+    are what workflow and reward functions reported. ``pair`` is the file's name, which only a reader knows.
+    """
+
+    uid: str
+    sample: int
+    step: int
+    version: int
+    time: float
+    tokens: int
+    prompt_tokens: int
+    set: str = ""
+    reward: float | None = None
+    advantage: float | None = None
+    staleness: int = 0
+    finish_reason: str = ""
+    dropped: str = ""
+    gap: float | None = None
+    metrics: dict[str, float | None] = {}
+    at: int = 0
+    size: int = 0
+    pair: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """The tokens of a response, and what is known of each.
+
+    ``ids``, ``logprobs`` (of the server), ``mask`` and ``versions`` have an entry for each response token, and so have
+    ``trainer_logprobs`` (before the update), ``advantages`` and ``rewards``, which are NaN for tokens without one and
+    None if there are none. ``text`` is what the reward function saw, ``problem`` the error of a dropped group; both are
+    empty if unknown.
+    """
+
+    prompt_ids: NDArray[np.int32]
+    ids: NDArray[np.int32]
+    logprobs: Floats
+    mask: Runs
+    versions: Runs
+    trainer_logprobs: Floats | None = None
+    advantages: Floats | None = None
+    rewards: Floats | None = None
+    text: str = ""
+    problem: str = ""
+
+
+class _Body(msgspec.Struct, array_like=True):
+    """A response as MessagePack; arrays are bytes, little-endian, and runs are their values and their ends."""
+
+    prompt_ids: bytes
+    ids: bytes
+    logprobs: bytes
+    mask: tuple[bytes, bytes]
+    versions: tuple[bytes, bytes]
+    trainer_logprobs: bytes | None
+    advantages: bytes | None
+    rewards: bytes | None
+    text: str
+    problem: str
+
+
+def _number(value: Any) -> Any:
+    """Converts scalars of NumPy and torch, which users' functions return; what is no number becomes None."""
+    try:
+        return float(value)
+    except Exception:  # noqa: BLE001 - a user's class may raise anything
+        return None
+
+
+_line = msgspec.json.Encoder(enc_hook=_number)
+_row = msgspec.json.Decoder(Row)
+_pack = msgspec.msgpack.Encoder()
+_unpack = msgspec.msgpack.Decoder(_Body)
+
+
+# Which groups are recorded
+
+
+def _place(uid: str) -> float:
+    """A number in [0, 1) that spreads uids evenly, the same in every process."""
+    return int.from_bytes(blake2b(uid.encode(), digest_size=6).digest(), "big") / 2**48
+
+
+def chosen(groups: Sequence[tuple[str, int]], most: int) -> list[int]:
+    """Positions of the groups of a step that are recorded, ascending; groups are (uid, number of responses).
+
+    As many groups as have together at most ``most`` responses, and at least one unless ``most`` is 0.
+    """
+    taken: list[int] = []
+    left = most
+    for position in sorted(range(len(groups)), key=lambda position: _place(groups[position][0])):
+        left -= groups[position][1]
+        if most <= 0 or (left < 0 and taken):
+            break
+        taken.append(position)
+    return sorted(taken)
+
+
+def is_sampled(uid: str, share: float) -> bool:
+    """Whether a group that no step has taken is recorded, if this share of all groups is."""
+    return _place(uid) < share
+
+
+# Writing
+
+
+class RolloutLog:
+    """Appends the responses that one process records. Opens nothing before the first of them."""
+
+    def __init__(self, run_dir: Path, process: str, limit_bytes: int) -> None:
+        """`process` names the writer among all of the run, such as ``trainer-0``."""
+        self._folder = Path(run_dir) / FOLDER
+        self._process = process
+        self._limit = limit_bytes
+        self._name = ""
+        self._size = self._body_size = 0
+
+    def append(self, responses: Iterable[tuple[Row, Response]]) -> None:
+        """Records responses. Never raises: logs what could not be written."""
+        try:
+            self._append(responses)
+        except Exception as error:  # noqa: BLE001 - recording must not end a training step, whatever a response holds
+            # The next ones go to new files, after the damage.
+            self._name = ""
+            log.warning("Could not record responses in %s: %s: %s", self._folder, type(error).__name__, error)
+
+    def _append(self, responses: Iterable[tuple[Row, Response]]) -> None:
+        if not self._name or self._size >= self._limit / PAIRS:
+            self._begin()
+        bodies, lines, at = [], [], self._body_size
+        for row, response in responses:
+            body = _pack.encode(_packed(response))
+            row.at, row.size = at, len(body)
+            at += len(body)
+            bodies.append(body)
+            lines.append(_line.encode(row) + b"\n")
+        for suffix, parts in ((BODY, bodies), (INDEX, lines)):
+            with (self._folder / f"{self._name}{suffix}").open("ab") as file:
+                file.write(b"".join(parts))
+        self._body_size = at
+        self._size += sum(map(len, bodies)) + sum(map(len, lines))
+
+    def _begin(self) -> None:
+        """Begins a pair of files, and removes the oldest until the others leave room for it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        earlier = sorted(
+            (int(found["number"]), name.removesuffix(INDEX))
+            for name in os.listdir(self._folder)
+            if (found := _PAIR.fullmatch(name)) and found["process"] == self._process
+        )
+        number = earlier[-1][0] + 1 if earlier else 1
+        kept, room = 0, self._limit - self._limit / PAIRS
+        for _, name in reversed(earlier):
+            pair = [self._folder / f"{name}{suffix}" for suffix in (INDEX, BODY)]
+            kept += sum(path.stat().st_size for path in pair if path.exists())
+            if kept > room:
+                for path in pair:
+                    path.unlink(missing_ok=True)
+        self._name = f"{self._process}-{number}"
+        self._size = self._body_size = 0
+
+
+def _packed(response: Response) -> _Body:
+    def numbers(array: NDArray[Any] | None, dtype: str = "<f4") -> bytes | None:
+        return None if array is None else np.asarray(array, dtype).tobytes()
+
+    def runs(given: Runs) -> tuple[bytes, bytes]:
+        return np.asarray(given.values, "<i4").tobytes(), np.asarray(given.ends, "<i4").tobytes()
+
+    return _Body(
+        prompt_ids=numbers(response.prompt_ids, "<i4") or b"",
+        ids=numbers(response.ids, "<i4") or b"",
+        logprobs=numbers(response.logprobs) or b"",
+        mask=runs(response.mask),
+        versions=runs(response.versions),
+        trainer_logprobs=numbers(response.trainer_logprobs),
+        advantages=numbers(response.advantages),
+        rewards=numbers(response.rewards),
+        text=response.text,
+        problem=response.problem,
+    )
+
+
+def _unpacked(body: _Body) -> Response:
+    def numbers(data: bytes | None) -> Floats | None:
+        return None if data is None else np.frombuffer(data, "<f4")
+
+    def runs(data: tuple[bytes, bytes]) -> Runs:
+        return Runs(*(np.frombuffer(part, "<i4") for part in data))
+
+    return Response(
+        prompt_ids=np.frombuffer(body.prompt_ids, "<i4"),
+        ids=np.frombuffer(body.ids, "<i4"),
+        logprobs=np.frombuffer(body.logprobs, "<f4"),
+        mask=runs(body.mask),
+        versions=runs(body.versions),
+        trainer_logprobs=numbers(body.trainer_logprobs),
+        advantages=numbers(body.advantages),
+        rewards=numbers(body.rewards),
+        text=body.text,
+        problem=body.problem,
+    )
+
+
+# Reading
+
+# From and to, both included; None for no bound.
+Bounds = tuple[float | None, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """What rows must have; None and empty texts let every row pass.
+
+    A row without a reward is outside every bound on rewards. ``dropped`` is `TRAINED`, `DROPPED` or a reason, ``uid`` a
+    part of the uid.
+    """
+
+    reward: Bounds | None = None
+    length: Bounds | None = None
+    staleness: Bounds | None = None
+    step: Bounds | None = None
+    set: str | None = None
+    dropped: str = ""
+    uid: str = ""
+
+    def passes(self, row: Row) -> bool:
+        return (
+            _within(row.reward, self.reward)
+            and _within(row.tokens, self.length)
+            and _within(row.staleness, self.staleness)
+            and _within(row.step, self.step)
+            and (self.set is None or row.set == self.set)
+            and (
+                not self.dropped or self.dropped == row.dropped or self.dropped == (DROPPED if row.dropped else TRAINED)
+            )
+            and self.uid in row.uid
+        )
+
+
+def _within(value: float | None, bounds: Bounds | None) -> bool:
+    if bounds is None or bounds == (None, None):
+        return True
+    least, most = bounds
+    return value is not None and (least is None or value >= least) and (most is None or value <= most)
+
+
+class RolloutIndex:
+    """The recorded responses of a run directory, also while it is being written.
+
+    `rows` has each response once, as it was recorded last: a run that returns to a checkpoint trains groups again.
+    `damaged` counts lines that could not be read.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = Path(run_dir) / FOLDER
+        # How many bytes of each index have been read.
+        self._read: dict[str, int] = {}
+        self._rows: dict[tuple[str, int], Row] = {}
+        self.damaged = 0
+
+    @property
+    def rows(self) -> list[Row]:
+        return list(self._rows.values())
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def update(self) -> list[Row]:
+        """Reads what was written since the last call; returns the new rows. Without a folder there are none."""
+        try:
+            found = sorted(name.removesuffix(INDEX) for name in os.listdir(self._folder) if _PAIR.fullmatch(name))
+        except OSError:
+            found = []
+        if gone := self._read.keys() - set(found):
+            self._rows = {key: row for key, row in self._rows.items() if row.pair not in gone}
+            for pair in gone:
+                del self._read[pair]
+        return [row for pair in found for row in self._new_rows(pair)]
+
+    def _new_rows(self, pair: str) -> list[Row]:
+        path, start = self._folder / f"{pair}{INDEX}", self._read.get(pair, 0)
+        try:
+            with path.open("rb") as file:
+                file.seek(start)
+                data = file.read()
+        except OSError:
+            return []  # removed meanwhile, or not readable now
+        data = data[: data.rfind(b"\n") + 1]
+        self._read[pair] = start + len(data)
+        rows = []
+        for line in data.splitlines():
+            try:
+                row = _row.decode(line)
+            except msgspec.DecodeError:
+                self.damaged += 1
+                continue
+            row.pair = pair
+            key = row.uid, row.sample
+            known = self._rows.get(key)
+            if known is None or known.time <= row.time:
+                self._rows[key] = row
+                rows.append(row)
+        return rows
+
+    def select(self, filters: Filters | None = None, sort: str = "time", descending: bool = True) -> list[Row]:
+        """The rows that pass, sorted by one of their fields; those without a value come last."""
+        rows = self.rows if filters is None else [row for row in self._rows.values() if filters.passes(row)]
+        known = [row for row in rows if getattr(row, sort) is not None]
+        known.sort(key=lambda row: getattr(row, sort), reverse=descending)
+        return known if len(known) == len(rows) else known + [row for row in rows if getattr(row, sort) is None]
+
+    def group(self, uid: str) -> list[Row]:
+        """The recorded responses of a group, by their position in it."""
+        return sorted((row for row in self._rows.values() if row.uid == uid), key=lambda row: row.sample)
+
+    def read(self, row: Row) -> Response:
+        """The tokens of a response. Raises DataError if they are gone or damaged."""
+        path = self._folder / f"{row.pair}{BODY}"
+        try:
+            file = os.open(path, os.O_RDONLY)
+            try:
+                return _unpacked(_unpack.decode(os.pread(file, row.size, row.at)))
+            finally:
+                os.close(file)
+        except (OSError, ValueError) as error:
+            raise DataError(f"response {row.sample} of group {row.uid} cannot be read from {path}: {error}") from error
+
+    def search(self, rows: Iterable[Row], text: str, text_of: Callable[[Response], str]) -> Iterator[Row]:
+        """Those of the rows whose text contains ``text``, in any case; reads one body after the other.
+
+        The text is the recorded one, else what ``text_of`` makes of the tokens. Bodies that cannot be read are skipped.
+        """
+        wanted = text.casefold()
+        for row in rows:
+            try:
+                response = self.read(row)
+            except DataError:
+                continue
+            if wanted in (response.text or text_of(response)).casefold():
+                yield row
