@@ -1,0 +1,196 @@
+"""What happened in a run, as lines of `events.jsonl`: faults, recoveries, checkpoints, evaluations, its start and end.
+
+    {"time": 1764000000.5, "kind": "fault", "what": "server-0", "text": "its process has ended. ...", "step": 12}
+
+One process writes, the driver that holds the run's lock, and each line is one write, so a reader sees whole lines and
+perhaps a torn last one, which readers and the next writer drop. A resumed run appends. Times are in seconds since the
+epoch and need not ascend: a resumed run records when the driver before it died.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+EVENTS_FILE = "events.jsonl"
+# The kinds of events.
+START, END, MESSAGE, FAULT, RECOVERY, EVALUATION, CHECKPOINT, SYNC = (
+    *("start", "end", "message", "fault", "recovery", "evaluation", "checkpoint", "sync"),
+)
+# What recovers with the first step that is trained after a fault.
+TRAINING = "training"
+# Characters of a text that are kept: a reason may have the end of a process's log.
+MOST_TEXT = 4000
+
+
+class EventSink(Protocol):
+    """Whoever records what happens to the processes of a run."""
+
+    def fault(self, what: str, text: str, **fields: Any) -> None:
+        """A process died, hung or failed: ``what`` as in `Event`, ``text`` says why."""
+        ...
+
+    def recovery(self, what: str, text: str, **fields: Any) -> None:
+        """It works again, or another in its place."""
+        ...
+
+
+class NoEvents:
+    """An `EventSink` that records nothing."""
+
+    def fault(self, what: str, text: str, **fields: Any) -> None: ...
+    def recovery(self, what: str, text: str, **fields: Any) -> None: ...
+
+
+NO_EVENTS = NoEvents()
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line. ``what`` names a part of the run, such as `rank 1`, `server-0`, `worker-2`, `router` or `driver`."""
+
+    time: float
+    kind: str
+    text: str = ""
+    what: str = ""
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that died, hung or failed, and how long it took. None means "not yet", or that it is not known."""
+
+    what: str
+    time: float
+    text: str
+    # When it worked again, and the seconds from the fault to the end of the next trained step.
+    recovered: float | None = None
+    seconds_to_next_step: float | None = None
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+class EventLog:
+    """Appends to the events of a run directory. Raises OSError; ``clock`` returns seconds since the epoch."""
+
+    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.time) -> None:
+        self._path = Path(run_dir) / EVENTS_FILE
+        self._clock = clock
+        self._handle: int | None = None
+
+    def write(self, kind: str, text: str, what: str = "", *, at: float | None = None, **fields: Any) -> None:
+        """Writes one line; ``at`` is when it happened, if not now. Values of ``fields`` are plain data."""
+        if self._handle is None:
+            self._handle = _opened(self._path)
+        row = {"time": round(self._clock() if at is None else at, 3), "kind": kind, "what": what}
+        row |= {"text": _clipped(text)} | fields
+        line = (json.dumps(row, ensure_ascii=False, default=str) + "\n").encode("utf-8", "replace")
+        if os.write(self._handle, line) != len(line):
+            # Opening it again removes what was written.
+            self.close()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+
+    def close(self) -> None:
+        """The next line opens the file again."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+class EventReader:
+    """Reads the events of a run directory as they are written."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = Path(run_dir) / EVENTS_FILE
+        self._read = 0
+        # Lines that were not events and were left out.
+        self.damaged = 0
+
+    def update(self) -> list[Event]:
+        """The events since the last call, in the order of the file; none where there is no file. Raises OSError."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                new = file.read()
+        except FileNotFoundError:
+            return []
+        whole = new[: new.rfind(b"\n") + 1]
+        self._read += len(whole)
+        events = [_event(line) for line in whole.splitlines()]
+        self.damaged += events.count(None)
+        return [event for event in events if event is not None]
+
+
+def read_events(run_dir: Path) -> list[Event]:
+    """The events of a run by time; none where there is no file. Leaves out lines that are not events."""
+    return sorted(EventReader(run_dir).update(), key=lambda event: event.time)
+
+
+def trained_at(columns: Mapping[str, Sequence[Any]]) -> list[float]:
+    """When each step was trained, ascending, from the columns of `observe.metrics.read_metrics`."""
+    versions = columns.get("version", ())
+    return sorted(at for at, version in zip(columns.get("time", ()), versions, strict=False) if version is not None)
+
+
+def faults(events: Iterable[Event], step_times: Sequence[float] = ()) -> list[Fault]:
+    """The faults by time, each with when what it names recovered, and with the time to the next trained step.
+
+    ``step_times`` are those of `trained_at`. The metrics of steps that were trained again are gone; the events
+    remember the first step after each fault.
+    """
+    ordered = sorted(events, key=lambda event: event.time)
+    recovered: dict[str, list[float]] = {TRAINING: list(step_times)}
+    for event in ordered:
+        if event.kind == RECOVERY:
+            recovered.setdefault(event.what, []).append(event.time)
+    recovered[TRAINING].sort()
+    found = []
+    for event in ordered:
+        if event.kind == FAULT:
+            step = _next(recovered[TRAINING], event.time)
+            found.append(
+                Fault(
+                    what=event.what,
+                    time=event.time,
+                    text=event.text,
+                    recovered=_next(recovered.get(event.what, ()), event.time),
+                    seconds_to_next_step=None if step is None else step - event.time,
+                    fields=event.fields,
+                )
+            )
+    return found
+
+
+def _next(times: Sequence[float], after: float) -> float | None:
+    place = bisect_right(times, after)
+    return times[place] if place < len(times) else None
+
+
+def _opened(path: Path) -> int:
+    """Opens for appending, without a line that a killed process has left unfinished."""
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    size = os.fstat(handle).st_size
+    if size and os.pread(handle, 1, size - 1) != b"\n":
+        # A line is at most MOST_TEXT characters of up to 6 bytes, and a few fields.
+        start = max(0, size - 64 * 1024)
+        os.ftruncate(handle, start + os.pread(handle, size - start, start).rfind(b"\n") + 1)
+    return handle
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT // 2]} ... {text[-MOST_TEXT // 2 :]}"
+
+
+def _event(line: bytes) -> Event | None:
+    try:
+        row = json.loads(line)
+        at, kind = float(row.pop("time")), str(row.pop("kind"))
+        return Event(at, kind, str(row.pop("text", "")), str(row.pop("what", "")), row)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
