@@ -1,0 +1,437 @@
+"""Everything that one run directory holds, read again and again while the run goes on, and never changed.
+
+Whatever is absent, half written, damaged or of another version is left out and named in `RunFolder.missing`; nothing is
+guessed in its place. `refresh` reads only what was appended since the last one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sqlite3
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import yaml
+
+from megasync.app.run_lock import FILE as LOCK_FILE
+from megasync.app.run_lock import is_held
+from megasync.buffer.groups import LIVE, RENAMED_REASONS, TRAINED, GroupState
+from megasync.buffer.ledger import FILE as LEDGER_FILE
+from megasync.config import CONFIG_FILE, ROWS_FILE, Config, load_config
+from megasync.config.pacing import Pacing
+from megasync.errors import ConfigError
+from megasync.observe import names
+from megasync.observe.metrics import METRICS_FILE
+from megasync.observe.samples import SAMPLES_FILE, SampleAnswer
+from megasync.watch.growing_file import GrowingFile
+from megasync.watch.metric_table import Floats, Integers, MetricTable, Series
+
+LOG_FILE = Path("logs", "controller.log")
+# The end of the log that tells how a run of an older version ended.
+LOG_TAIL_BYTES = 65536
+LOG_OF_FAILURE = b"Run failed"
+# A ledger above this size is not copied to count its groups; the metrics have the counts too.
+LARGEST_LEDGER_BYTES = 1 << 30
+STARTING, RUNNING, FINISHED, STOPPED, FAILED, CRASHED = (
+    "starting", "running", "finished", "stopped", "failed", "crashed",
+)  # fmt: skip
+ACTIVE = (STARTING, RUNNING)
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """Where the admitted prompts are: `admitted == trained + dropped + live`, unless something was lost."""
+
+    admitted: int
+    trained: int
+    live: int
+    # By reason.
+    dropped: dict[str, int] = field(default_factory=dict)
+    # The file that the counts are from.
+    source: str = LEDGER_FILE
+
+    @property
+    def lost(self) -> int:
+        """Prompts that are neither trained nor dropped nor live; anything but 0 is a bug."""
+        return self.admitted - self.trained - self.live - sum(self.dropped.values())
+
+
+class RunFolder:
+    """A run of any kind and in any state. `clock` gives seconds since the epoch.
+
+    Reading never raises for what lies in the directory. Call `refresh` from one thread at a time.
+    """
+
+    def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
+        self.path = Path(path)
+        self.name = self.path.resolve().name
+        self.metrics = MetricTable()
+        # First answers to the same held-out prompts, oldest first.
+        self.answers: list[SampleAnswer] = []
+        # Whether a driver holds the run's lock; None if the lock cannot be read.
+        self.driven: bool | None = None
+        self._clock = clock
+        self._metrics_file = GrowingFile(self.path / METRICS_FILE)
+        self._answers_file = GrowingFile(self.path / SAMPLES_FILE)
+        self._problems: dict[str, str] = {}
+        self._damaged_answers = 0
+        self._balance: tuple[Any, Balance | None] = (None, None)
+        self._config_version: Any = None
+        self.settings: dict[str, Any] = {}
+        self.refresh()
+
+    # Reading
+
+    def refresh(self) -> bool:
+        """Reads what is new. Returns whether the metrics, the answers or the status changed."""
+        before = (len(self.metrics), len(self.answers), self.driven)
+        self._read_lock()
+        self._read_settings()
+        restarted = self._read_metrics()
+        self._read_answers()
+        return restarted or before != (len(self.metrics), len(self.answers), self.driven)
+
+    @property
+    def missing(self) -> list[str]:
+        """What cannot be shown and why, as sentences."""
+        found = dict(self._problems)
+        if not self.path.is_dir():
+            return [f"{self.path} does not exist or is not a folder."]
+        active = self.status in ACTIVE
+        if METRICS_FILE not in found and not len(self.metrics):
+            found[METRICS_FILE] = f"{METRICS_FILE} has no lines yet." if active else f"There is no {METRICS_FILE}."
+        if self.metrics.damaged:
+            found["damaged"] = (
+                f"{_lines(self.metrics.damaged)} of {METRICS_FILE} left out: not JSON with step and time."
+            )
+        if not active and self._metrics_file.torn():
+            found["torn"] = f"The last line of {METRICS_FILE} is torn and left out."
+        if self._damaged_answers:
+            found["answers"] = f"{_lines(self._damaged_answers)} of {SAMPLES_FILE} left out: not a sample response."
+        return list(found.values())
+
+    def _read_lock(self) -> None:
+        try:
+            self.driven = is_held(self.path)
+        except OSError as error:
+            self.driven = None
+            self._problems[LOCK_FILE] = f"{_cannot(LOCK_FILE, error)}, so whether the run is alive is unknown."
+        else:
+            self._problems.pop(LOCK_FILE, None)
+
+    def _read_settings(self) -> None:
+        path = self.path / CONFIG_FILE
+        try:
+            version = _version(path)
+            if version == self._config_version:
+                return
+            values = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            if not isinstance(values, dict):
+                raise ValueError("it holds no keys")
+        except FileNotFoundError:
+            self._problems[CONFIG_FILE] = f"There is no {CONFIG_FILE}: the staleness bound and settings are unknown."
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            self._problems[CONFIG_FILE] = f"{_cannot(CONFIG_FILE, error)}."
+        else:
+            self._problems.pop(CONFIG_FILE, None)
+            self._config_version, self.settings = version, dict(_flat(values))
+            self.__dict__.pop("config", None)
+
+    def _read_metrics(self) -> bool:
+        try:
+            new = self._metrics_file.read()
+        except OSError as error:
+            self._problems[METRICS_FILE] = f"{_cannot(METRICS_FILE, error)}."
+            return False
+        self._problems.pop(METRICS_FILE, None)
+        if new.restarted:
+            self.metrics = MetricTable()
+        if new.lines:
+            self.metrics.add(new.lines)
+        return new.restarted
+
+    def _read_answers(self) -> None:
+        try:
+            new = self._answers_file.read()
+        except OSError as error:
+            self._problems[SAMPLES_FILE] = f"{_cannot(SAMPLES_FILE, error)}."
+            return
+        self._problems.pop(SAMPLES_FILE, None)
+        if new.restarted:
+            self.answers, self._damaged_answers = [], 0
+        for line in new.lines:
+            try:
+                self.answers.append(msgspec.json.decode(line, type=SampleAnswer))
+            except msgspec.DecodeError:
+                self._damaged_answers += 1
+
+    # What was run
+
+    @cached_property
+    def config(self) -> Config | None:
+        """The typed configuration; None if this version cannot read it (`settings` has the keys as they are)."""
+        try:
+            config = load_config(self.path / CONFIG_FILE)
+        except ConfigError as error:
+            if self.settings:
+                self._problems["config"] = f"{CONFIG_FILE} is of another version of megasync: {error}."
+            return None
+        self._problems.pop("config", None)
+        return config
+
+    @property
+    def supervised(self) -> bool:
+        return (self.path / ROWS_FILE).is_file() or names.TRAINING_LOSS in self.metrics.names
+
+    @property
+    def pacing(self) -> Pacing | None:
+        """Capacity of the buffer and staleness bound; None if the configuration is not known."""
+        if self.supervised or not any(key.startswith("schedule.") for key in self.settings):
+            return None
+        setting = self.settings.get
+        try:
+            return Pacing(
+                int(setting("schedule.groups_per_step", 0)),
+                int(setting("schedule.max_staleness", 0)),
+                int(setting("schedule.weight_sync_steps", 1)),
+                setting("schedule.window_fraction"),
+            )
+        except (TypeError, ValueError):
+            return None
+
+    @property
+    def total_steps(self) -> int | None:
+        total = self.settings.get("schedule.total_steps")
+        return total if isinstance(total, int) else None
+
+    # How far it came
+
+    @property
+    def status(self) -> str:
+        """starting, running, finished, stopped, failed or crashed (no driver is left, and none said goodbye)."""
+        if self.driven:
+            return RUNNING if len(self.metrics) else STARTING
+        return self._ending
+
+    @property
+    def _ending(self) -> str:
+        """How a run without a driver ended, from what it left."""
+        if LOG_OF_FAILURE in self._log_of_last_start():
+            return FAILED
+        target = self.settings.get("schedule.stop_at_score")
+        score = self.metrics.latest(names.SCORE)
+        reached = isinstance(target, (int, float)) and score is not None and score >= target
+        if (self.total_steps is not None and self.step >= self.total_steps) or reached:
+            return FINISHED
+        saved = self.path / "checkpoints" / f"step-{self.step:08d}" / "COMPLETE"
+        return STOPPED if self.step and saved.is_file() else CRASHED
+
+    @property
+    def step(self) -> int:
+        """The latest trained step."""
+        for name in ("time/step", names.TRAINING_LOSS, "version"):
+            if len(steps := self.metrics.series(name).steps):
+                return int(steps[-1])
+        return 0
+
+    @property
+    def version(self) -> int:
+        """The latest published version."""
+        return int(self.metrics.latest("version") or 0)
+
+    @property
+    def start(self) -> float | None:
+        """Seconds since the epoch of the first measurement, or of its first step's beginning if that is earlier."""
+        times = self.metrics.times
+        if not len(times):
+            return None
+        first = self.metrics.series("time/step")
+        begun = first.times[0] - first.values[0] if len(first) and np.isfinite(first.values[0]) else times[0]
+        return float(min(times.min(), begun))
+
+    @property
+    def end(self) -> float | None:
+        """Seconds since the epoch of the latest measurement; now, while the run is active."""
+        if self.status in ACTIVE:
+            return self._clock()
+        times = self.metrics.times
+        return float(times.max()) if len(times) else None
+
+    @property
+    def seconds(self) -> float | None:
+        """From `start` to `end`, times without a driver included."""
+        return None if self.start is None or self.end is None else max(0.0, self.end - self.start)
+
+    # Measurements
+
+    def series(self, name: str) -> Series:
+        """A metric by step; empty if it was never logged."""
+        return self.metrics.series(name)
+
+    def under(self, prefix: str) -> list[str]:
+        """Names of metrics that begin with `prefix`, in the order of their numbers and letters."""
+        return sorted((name for name in self.metrics.names if name.startswith(prefix)), key=_natural)
+
+    @property
+    def scores(self) -> dict[str, Series]:
+        """Held-out scores by metric, such as eval/score@0 and eval/<set>/score@0."""
+        found = {}
+        for name in self.under("eval/"):
+            if name.startswith(names.HELD_OUT_PREFIX) or names.SET_SCORE_AT.fullmatch(name):
+                found[name] = self.series(name)
+        return found
+
+    def trained_tokens(self, steps: Integers) -> Floats:
+        """Tokens trained up to and with each of these steps: [steps]."""
+        tokens = self.series(names.TRAINED_TOKENS).finite
+        sums = np.concatenate([[0.0], np.cumsum(tokens.values)])
+        return sums[np.searchsorted(tokens.steps, steps, side="right")]
+
+    def elapsed(self, times: Floats) -> Floats:
+        """Seconds from the start of the run to each of these times: [times]."""
+        return times - (self.start or 0.0)
+
+    @property
+    def balance(self) -> Balance | None:
+        """Where the admitted prompts are; None for a supervised run, or if nothing tells."""
+        if self.supervised:
+            return None
+        if not self.driven:
+            path = self.path / LEDGER_FILE
+            version = (_version_or_none(path), _version_or_none(path.with_name(f"{LEDGER_FILE}-wal")))
+            if version[0] is not None:
+                if self._balance[0] != version:
+                    self._balance = (version, self._count_ledger(path))
+                if self._balance[1] is not None:
+                    return self._balance[1]
+        return self._logged_balance()
+
+    def _logged_balance(self) -> Balance | None:
+        counts = {name: self.metrics.latest(f"groups/{name}") for name in ("admitted", "trained", "live", "dropped")}
+        if any(count is None for count in counts.values()):
+            return None
+        whole = {name: int(count or 0) for name, count in counts.items()}
+        prefix = "rollout/dropped_"
+        dropped = Counter(
+            {name.removeprefix(prefix): int(self.metrics.latest(name) or 0) for name in self.under(prefix)}
+        )
+        # The counts by reason begin again when a run is resumed.
+        if (rest := whole["dropped"] - sum(dropped.values())) > 0:
+            dropped["reason not recorded"] = rest
+        elif rest < 0:
+            dropped = Counter({"any reason": whole["dropped"]})
+        return Balance(whole["admitted"], whole["trained"], whole["live"], +dropped, METRICS_FILE)
+
+    def _count_ledger(self, path: Path) -> Balance | None:
+        """Counts in a copy: even reading SQLite's log would write beside it."""
+        try:
+            with tempfile.TemporaryDirectory(prefix="megasync-") as folder:
+                for name in (LEDGER_FILE, f"{LEDGER_FILE}-wal"):
+                    source = path.with_name(name)
+                    if source.is_file():
+                        if source.stat().st_size > LARGEST_LEDGER_BYTES:
+                            raise OSError(f"{name} is larger than 1 GiB")
+                        shutil.copyfile(source, Path(folder, name))
+                with closing(sqlite3.connect(Path(folder, LEDGER_FILE))) as database:
+                    rows = database.execute("SELECT state, reason, count(*) FROM groups GROUP BY state, reason")
+                    balance = _balance(rows.fetchall())
+        except (OSError, sqlite3.Error) as error:
+            self._problems[LEDGER_FILE] = f"{_cannot(LEDGER_FILE, error)}: prompts are counted from {METRICS_FILE}."
+            return None
+        self._problems.pop(LEDGER_FILE, None)
+        return balance
+
+    def _log_of_last_start(self) -> bytes:
+        try:
+            with (self.path / LOG_FILE).open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - LOG_TAIL_BYTES))
+                tail = file.read()
+        except OSError:
+            return b""
+        return tail[max(0, tail.rfind(b"starting Ray")) :]
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run directory, complete or not."""
+    return any((path / name).is_file() for name in (METRICS_FILE, LOCK_FILE)) or (
+        (path / CONFIG_FILE).is_file() and ((path / "logs").is_dir() or (path / "custom.json").is_file())
+    )
+
+
+def find_runs(path: str | Path) -> list[Path]:
+    """The run directory itself, or those in a folder of runs, by name.
+
+    Raises ConfigError for a path that is no folder or cannot be listed.
+    """
+    path = Path(path)
+    try:
+        if not path.is_dir():
+            what = "is a file; name its run directory" if path.exists() else "does not exist; check the path"
+            raise ConfigError(f"{path} {what}")
+        if is_run(path):
+            return [path]
+        return sorted(entry for entry in path.iterdir() if entry.is_dir() and is_run(entry))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}; check its permissions") from None
+
+
+def _balance(rows: list[tuple[str, str, int]]) -> Balance:
+    trained, live = {state.value for state in TRAINED}, {state.value for state in LIVE}
+    dropped: Counter[str] = Counter()
+    for state, reason, count in rows:
+        if state == GroupState.DROPPED.value:
+            dropped[RENAMED_REASONS.get(reason, reason)] += count
+    return Balance(
+        admitted=sum(count for *_, count in rows),
+        trained=sum(count for state, _, count in rows if state in trained),
+        live=sum(count for state, _, count in rows if state in live),
+        dropped=dict(dropped),
+    )
+
+
+def _flat(values: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of nested mappings by their dotted keys; an empty mapping and a list are leaves."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _natural(name: str) -> list[tuple[str, int]]:
+    """Sorts server_kl@10 after server_kl@9."""
+    return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
+
+
+def _version(path: Path) -> tuple[int, int, int]:
+    """Differs after any change of the file. Raises OSError."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _version_or_none(path: Path) -> tuple[int, int, int] | None:
+    try:
+        return _version(path)
+    except OSError:
+        return None
+
+
+def _cannot(name: str, error: Exception) -> str:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+    return f"{name} cannot be read: {reason}"
+
+
+def _lines(count: int) -> str:
+    return "1 line" if count == 1 else f"{count} lines"
