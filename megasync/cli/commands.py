@@ -282,6 +282,29 @@ def evaluate(
 
 
 @app.command(
+    epilog="[bold]Examples[/]\n\nmegasync trace runs/quickstart-20260101-120000\n\n"
+    "megasync trace runs/quickstart-20260101-120000 step.json",
+    rich_help_panel=RUNS,
+)
+def trace(
+    run: RunDirectory,
+    out: Annotated[
+        Path | None, typer.Argument(metavar="[OUT]", help="Output file. Default: RUN/trace.json.gz.")
+    ] = None,
+) -> None:
+    """Merge the traces of all processes of RUN into one file, for ui.perfetto.dev or chrome://tracing.
+
+    RUN may be running. A name that ends in .gz gives a compressed file, which both
+    programs read.
+    """
+    from megasync.observe.spans import write_perfetto
+
+    path = out or run / "trace.json.gz"
+    spans = write_perfetto(run, path)
+    _console().print(f"wrote {spans} spans to {path}", highlight=False, soft_wrap=True)
+
+
+@app.command(
     epilog="[bold]Example[/]\n\nmegasync export runs/quickstart-20260101-120000 models/digits-trained",
     rich_help_panel=MODELS,
 )

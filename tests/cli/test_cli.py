@@ -22,6 +22,7 @@ COMMANDS = (
     "scale",
     "eval",
     "export",
+    "trace",
     "to-megatron",
     "from-megatron",
     "check-layout",

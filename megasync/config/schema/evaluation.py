@@ -71,3 +71,5 @@ class ObserveConfig:
     tensorboard: bool = True
     # Number of sample responses written before and after training.
     samples: int = limited(8, NOT_NEGATIVE)
+    # Record when each process does what, in trace/ of the run directory: `megasync trace RUN` merges it to one file.
+    trace: bool = True

@@ -1,0 +1,137 @@
+"""Reads the traces of a run (`observe.trace`), also while they are written.
+
+A segment that vanishes between two looks, a last line that is still being written and a damaged line cost nothing but
+themselves: `TraceReader` skips them and counts the damaged ones.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from megasync.errors import DataError
+from megasync.observe.trace import LANES, TRACE_FOLDER, ChromeEvent, process_of, segments
+
+
+class Span(msgspec.Struct, frozen=True, gc=False):
+    """Work of one process, in seconds since the epoch on the driver's clock. An instant ends when it starts.
+
+    Spans of one process, track and lane do not overlap.
+    """
+
+    process: str
+    track: str
+    lane: int
+    name: str
+    start: float
+    end: float
+    args: dict[str, Any] = {}
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class TraceReader:
+    """Reads each byte of a run's traces once."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = Path(run_dir) / TRACE_FOLDER
+        # Bytes read of each segment.
+        self._read: dict[Path, int] = {}
+        self._lines = msgspec.json.Decoder(list[ChromeEvent])
+        # Lines that could not be read.
+        self.damaged = 0
+
+    def update(self) -> list[Span]:
+        """The spans that were written since the last call, by process and in the order of their ends."""
+        spans: list[Span] = []
+        for path in segments(self._folder):
+            spans.extend(self.update_from(path))
+        return spans
+
+    def update_from(self, path: Path) -> Iterator[Span]:
+        """The spans that were added to one segment since it was last read."""
+        at = self._read.get(path, 0)
+        try:
+            if path.stat().st_size <= at:
+                return
+            with path.open("rb") as file:
+                file.seek(at)
+                data = file.read()
+        except OSError:
+            return
+        whole = data.rfind(b"\n") + 1
+        self._read[path] = at + whole
+        process = process_of(path)
+        for event in self._decode(data[:whole]):
+            if event.ph in "Xi":
+                start = event.ts / 1e6
+                end = start + max(0, event.dur) / 1e6
+                yield Span(process, event.cat, event.tid % LANES, event.name, start, end, event.args)
+
+    def _decode(self, data: bytes) -> list[ChromeEvent]:
+        data = data.removeprefix(b"[\n").rstrip(b",\n")
+        try:
+            return self._lines.decode(b"[%b]" % data)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return list(self._decode_each(data.split(b"\n")))
+
+    def _decode_each(self, lines: Iterable[bytes]) -> Iterator[ChromeEvent]:
+        for line in lines:
+            try:
+                yield from self._lines.decode(b"[%b]" % line.rstrip(b","))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                self.damaged += 1
+
+
+def write_perfetto(run_dir: Path, out: Path) -> int:
+    """Merges the traces of all processes of a run into one file of Chrome JSON; compressed if it ends in `.gz`.
+
+    Returns the number of spans and instants. Raises DataError if the run has no trace, or `out` cannot be written.
+    """
+    paths = segments(Path(run_dir) / TRACE_FOLDER)
+    if not paths:
+        raise DataError(f"{run_dir} has no trace: {TRACE_FOLDER}/ is empty or missing (observe.trace)")
+    try:
+        with gzip.open(out, "wb") if out.suffix == ".gz" else out.open("wb") as file:
+            return _merge(paths, TraceReader(run_dir), file)
+    except OSError as error:
+        raise DataError(f"cannot write {out}: {error}") from error
+
+
+def _merge(paths: list[Path], reader: TraceReader, file: IO[bytes] | gzip.GzipFile) -> int:
+    """Numbers processes and threads anew: process ids of several hosts and of restarted processes are ambiguous."""
+    encode = msgspec.json.Encoder().encode
+    processes: dict[str, int] = {}
+    threads: dict[tuple[str, str, int], int] = {}
+    count = 0
+    file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+    separator = b""
+    for path in paths:
+        for span in reader.update_from(path):
+            events: list[ChromeEvent] = []
+            if (pid := processes.get(span.process)) is None:
+                pid = processes[span.process] = len(processes) + 1
+                events.append(ChromeEvent("M", "process_name", pid, 0, args={"name": span.process}))
+                events.append(ChromeEvent("M", "process_sort_index", pid, 0, args={"sort_index": pid}))
+            thread = (span.process, span.track, span.lane)
+            if (tid := threads.get(thread)) is None:
+                tid = threads[thread] = len(threads) + 1
+                title = f"{span.track} {span.lane + 1}" if span.lane else span.track
+                events.append(ChromeEvent("M", "thread_name", pid, tid, args={"name": title}))
+            at, duration = round(span.start * 1e6), round(span.seconds * 1e6)
+            if duration > 0:
+                event = ChromeEvent("X", span.name, pid, tid, at, duration, cat=span.track, args=span.args)
+            else:
+                event = ChromeEvent("i", span.name, pid, tid, at, cat=span.track, s="p", args=span.args)
+            for each in (*events, event):
+                file.write(separator + encode(each))
+                separator = b",\n"
+            count += 1
+    file.write(b"\n]}\n")
+    return count

@@ -1,0 +1,198 @@
+"""Spans reach the reader as they were, whatever happens to files and processes; a trace is bounded and never raises."""
+
+import gzip
+import json
+import logging
+import os
+import time
+from itertools import pairwise
+
+import pytest
+
+from megasync.errors import DataError
+from megasync.observe import trace
+from megasync.observe.spans import TraceReader, write_perfetto
+
+
+@pytest.fixture(autouse=True)
+def stopped():
+    yield
+    trace.stop()
+
+
+def start(run_dir, process="driver", **options):
+    trace.start(run_dir / "trace", process, **options)
+
+
+def spans_of(run_dir):
+    trace.stop()
+    return TraceReader(run_dir).update()
+
+
+def test_a_span_has_its_times_and_arguments(tmp_path):
+    start(tmp_path)
+    before = time.time()
+    with trace.span("trainer", "train", step=3) as args:
+        args["tokens"] = 17
+    after = time.time()
+    (span,) = spans_of(tmp_path)
+    assert (span.process, span.track, span.lane, span.name) == ("driver", "trainer", 0, "train")
+    assert span.args == {"step": 3, "tokens": 17}
+    assert before - 1e-5 <= span.start <= span.end <= after + 1e-5
+
+
+def test_a_span_that_raises_is_recorded_with_its_error(tmp_path):
+    start(tmp_path)
+    with pytest.raises(ValueError, match="no"), trace.span("trainer", "train"):
+        raise ValueError("no")
+    (span,) = spans_of(tmp_path)
+    assert span.args == {"error": "ValueError"}
+
+
+def test_nothing_is_written_before_start_and_after_stop(tmp_path):
+    with trace.span("trainer", "train") as args:
+        args["step"] = 1
+    trace.instant("faults", "rank 1")
+    start(tmp_path)
+    trace.stop()
+    trace.complete("buffer", "finished", 1.0, 2.0)
+    assert spans_of(tmp_path) == []
+
+
+def test_overlapping_spans_of_a_track_get_lanes_of_their_own(tmp_path):
+    start(tmp_path)
+    for begin, end in [(0, 3), (1, 4), (3, 5), (2, 6), (6, 7)]:
+        trace.complete("generate", "g", begin, end)
+    lanes: dict[int, list] = {}
+    for span in spans_of(tmp_path):
+        lanes.setdefault(span.lane, []).append((span.start, span.end))
+    assert len(lanes) == 3
+    for lane in lanes.values():
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(lane))
+
+
+def test_times_are_on_the_clock_of_the_driver(tmp_path):
+    start(tmp_path, clock_offset=-2.5)
+    trace.complete("generate", "g", 10.0, 11.0)
+    (span,) = spans_of(tmp_path)
+    assert (span.start, span.end) == (7.5, 8.5)
+
+
+def test_arguments_of_any_type_are_written(tmp_path):
+    start(tmp_path)
+    trace.instant("faults", "lost", where=tmp_path, none=None, error=ValueError("x"))
+    (span,) = spans_of(tmp_path)
+    assert span.args == {"where": str(tmp_path), "none": None, "error": "x"}
+    assert span.start == span.end
+
+
+def test_a_reader_gets_each_span_once_while_the_trace_is_written(tmp_path):
+    reader = TraceReader(tmp_path)
+    assert reader.update() == []
+    start(tmp_path)
+    trace.complete("t", "one", 1.0, 2.0)
+    trace.stop()
+    assert [span.name for span in reader.update()] == ["one"]
+    start(tmp_path)
+    trace.complete("t", "two", 1.0, 2.0)
+    trace.stop()
+    assert [span.name for span in reader.update()] == ["two"]
+    assert reader.update() == []
+
+
+def test_torn_and_damaged_lines_cost_only_themselves(tmp_path):
+    start(tmp_path)
+    for name in "abc":
+        trace.complete("t", name, 1.0, 2.0)
+    trace.stop()
+    (path,) = (tmp_path / "trace").iterdir()
+    lines = path.read_bytes().splitlines(keepends=True)
+    damaged = next(number for number, line in enumerate(lines) if b'"b"' in line)
+    lines[damaged] = b'{"ph":"X","na\xff\n'
+    path.write_bytes(b"".join(lines) + b'{"ph":"X","name":"t')
+    reader = TraceReader(tmp_path)
+    assert [span.name for span in reader.update()] == ["a", "c"]
+    assert reader.damaged == 1
+
+
+def test_the_segments_of_a_process_stay_below_its_limit(tmp_path):
+    limit = 600_000
+    for _ in range(3):
+        start(tmp_path, limit_bytes=limit)
+        for number in range(5_000):
+            trace.complete("t", f"span {number}", number, number + 1)
+        trace.stop()
+    files = list((tmp_path / "trace").iterdir())
+    # Each of the two segments may exceed its half by one batch.
+    assert sum(path.stat().st_size for path in files) < limit + 2 * trace.BATCH * 120
+    assert TraceReader(tmp_path).update()[-1].name == "span 4999"
+
+
+def test_a_restarted_process_keeps_what_it_wrote_before(tmp_path):
+    for name in ("before", "after"):
+        start(tmp_path, "trainer-0")
+        trace.instant("rank", name)
+        trace.stop()
+    assert [span.name for span in TraceReader(tmp_path).update()] == ["before", "after"]
+
+
+def test_a_trace_that_cannot_be_written_ends_with_one_warning(tmp_path, caplog):
+    (tmp_path / "trace").write_text("not a folder")
+    with caplog.at_level(logging.WARNING, "megasync"):
+        logging.getLogger("megasync").propagate = True
+        start(tmp_path)
+        trace.instant("t", "one")
+        trace.stop()
+        trace.instant("t", "two")
+    (record,) = [record for record in caplog.records if record.name == trace.__name__]
+    assert "No further trace of driver" in record.message
+
+
+def test_a_full_disk_turns_the_trace_off(tmp_path, monkeypatch):
+    start(tmp_path)
+    monkeypatch.setattr(trace._Writer, "_write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    trace.instant("t", "one")
+    trace._writer._stopping.set()
+    trace._writer._thread.join()
+    assert trace._writer is None
+    with trace.span("t", "two"):
+        pass
+
+
+def test_each_segment_is_a_json_array_without_its_bracket(tmp_path):
+    start(tmp_path, "worker-3")
+    trace.complete("tool", "python", 5.0, 6.5, uid="0:1")
+    trace.stop()
+    (path,) = (tmp_path / "trace").iterdir()
+    name, lane, event = json.loads(path.read_text().rstrip().rstrip(",") + "]")
+    assert path.name == "worker-3-1.json"
+    assert (name["ph"], name["args"]) == ("M", {"name": "worker-3"})
+    assert (lane["ph"], lane["args"]) == ("M", {"name": "tool"})
+    assert event == {
+        **{"ph": "X", "name": "python", "pid": os.getpid(), "tid": lane["tid"], "cat": "tool"},
+        **{"ts": 5_000_000, "dur": 1_500_000, "args": {"uid": "0:1"}},
+    }
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_one_file_has_the_spans_of_all_processes(tmp_path, name):
+    for process in ("driver", "trainer-0"):
+        start(tmp_path, process)
+        trace.complete("rank", "load", 1.0, 2.0)
+        trace.complete("rank", "score", 1.5, 2.5)
+        trace.instant("faults", "lost")
+        trace.stop()
+    out = tmp_path / name
+    assert write_perfetto(tmp_path, out) == 6
+    data = out.read_bytes()
+    events = json.loads(gzip.decompress(data) if name.endswith("gz") else data)["traceEvents"]
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert sorted(processes.values()) == ["driver", "trainer-0"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == 4
+    assert len({(event["pid"], event["tid"]) for event in spans}) == 4
+
+
+def test_a_run_without_a_trace_is_refused(tmp_path):
+    with pytest.raises(DataError, match="has no trace"):
+        write_perfetto(tmp_path, tmp_path / "out.json")
