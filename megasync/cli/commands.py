@@ -237,6 +237,28 @@ def scale(
 
 
 @app.command(
+    epilog="[bold]Examples[/]\n\nmegasync watch runs\n\n"
+    "megasync watch runs/quickstart-20260101-120000 --port 0\n\n"
+    "megasync watch /mnt/shared/runs --host 10.0.0.5",
+    rich_help_panel=RUNS,
+)
+def watch(
+    path: Annotated[Path, typer.Argument(metavar="RUN_OR_FOLDER", help="Run directory, or folder of them.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any that is free.")] = 8420,
+    with_token: Annotated[
+        bool, typer.Option("--token/--no-token", help="Ask for the access token that the printed address contains.")
+    ] = True,
+) -> None:
+    """Show RUN_OR_FOLDER as a live page in the browser: reading only, also of finished and crashed runs."""
+    from megasync.watch.server import serve
+
+    console = _console()
+    with _interruptible():
+        serve(path, host, port, with_token, lambda text: console.print(text, highlight=False, soft_wrap=True))
+
+
+@app.command(
     "eval",
     epilog="[bold]Examples[/]\n\nmegasync eval runs/quickstart-20260101-120000\n\n"
     "megasync eval configs/quickstart.yaml --model models/digits eval.samples=32\n\n"

@@ -1,0 +1,60 @@
+"""Plotly figures on the page. Colours of text and lines come from page.css, so that figures follow light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from nicegui import json, ui
+
+from megasync.watch.elements import text
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+CONFIG = {"displayModeBar": False, "doubleClick": "reset"}
+HEIGHT = 260
+
+
+class Chart:
+    """Draws a figure into the current container: `draw` gives it, or None while there is nothing to show.
+
+    `update` sends the figure only if it differs from the one that the browser has.
+    """
+
+    def __init__(self, draw: Callable[[], Figure | None], height: int = HEIGHT, empty: str = "") -> None:
+        self._draw = draw
+        self._height = height
+        self._empty = empty
+        self._sent: str | None = None
+        self._plot: ui.plotly | None = None
+        self._box = ui.element("div").classes("chart")
+        self.update()
+
+    def update(self) -> None:
+        figure = self._draw()
+        options = None if figure is None else _options(figure, self._height)
+        sent = json.dumps(options)
+        if sent == self._sent:
+            return
+        self._sent = sent
+        if options is not None and self._plot is not None:
+            self._plot.update_figure(options)
+            return
+        self._box.clear()
+        with self._box:
+            self._plot = None
+            if options is not None:
+                self._plot = ui.plotly(options).style(f"height: {self._height}px; width: 100%")
+            elif self._empty:
+                text("div", self._empty, "empty")
+
+
+def _options(figure: Figure, height: int) -> dict[str, Any]:
+    options = figure.to_plotly_json()
+    layout = options["layout"]
+    # Plotly's default template is larger than most figures, and page.css has its colours.
+    layout.pop("template", None)
+    layout["height"] = height
+    layout["autosize"] = True
+    return {"data": options["data"], "layout": layout, "config": CONFIG}

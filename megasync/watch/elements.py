@@ -1,0 +1,158 @@
+"""Small pieces that several views show alike: text, chips, large numbers, stacked bars, tables, notices.
+
+Text is always text, never HTML, so nothing that a run recorded can act in the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from nicegui import ui
+from nicegui.elements.mixins.text_element import TextElement
+
+from megasync.watch import units
+from megasync.watch.run_folder import ACTIVE, CRASHED, FAILED, FINISHED, RUNNING, STARTING, STOPPED, RunFolder
+
+# The look of each status of a run.
+STATUS_LOOKS = {
+    STARTING: "live", RUNNING: "live", FINISHED: "good", STOPPED: "", FAILED: "bad", CRASHED: "bad",
+}  # fmt: skip
+
+
+class Text(TextElement):
+    """Any element with text in it. `say` changes the text if it differs."""
+
+    def __init__(self, tag: str, content: str) -> None:
+        super().__init__(tag=tag, text=content)
+
+    def say(self, content: str) -> None:
+        if self.text != content:
+            self.text = content
+
+
+def text(tag: str, content: str, classes: str = "") -> Text:
+    return Text(tag, content).classes(classes)
+
+
+def notice(content: str, bad: bool = False) -> None:
+    text("div", content, "notice bad" if bad else "notice").props('role="status"')
+
+
+class Chip(Text):
+    """A state: a shape, a colour and a word. Looks: good, warn, bad, live, or none."""
+
+    def __init__(self, word: str, look: str) -> None:
+        super().__init__("span", word)
+        self.classes(f"chip {look}")
+
+    def show(self, word: str, look: str) -> None:
+        self.say(word)
+        self.classes(replace=f"chip {look}")
+
+
+def status_line(run: RunFolder) -> Callable[[], None]:
+    """The run's status as a chip, and how old its newest line is. Returns what updates it."""
+    chip = Chip("", "")
+    line = text("span", "", "right")
+
+    def update() -> None:
+        chip.show(run.status, STATUS_LOOKS[run.status])
+        if run.end is None:
+            line.say("")
+        elif run.status in ACTIVE:
+            line.say(f"running for {units.duration(run.seconds)}")
+        else:
+            line.say(f"ended {units.day_and_clock(run.end)} after {units.duration(run.seconds)}")
+
+    update()
+    return update
+
+
+@contextmanager
+def card(title: str, note: str = "", width: str = "") -> Iterator[ui.element]:
+    """A framed part with a title. Widths in a grid: third, half, two-thirds, or all of it."""
+    with ui.element("section").classes(f"card {width}") as element:
+        with ui.element("div").classes("title"):
+            text("span", title)
+            if note:
+                text("span", note, "note")
+        yield element
+
+
+class Reading:
+    """A large number with a name above and a line below."""
+
+    def __init__(self, name: str) -> None:
+        with ui.element("div").classes("reading"):
+            self._name = text("div", name, "name")
+            with ui.element("div").classes("value"):
+                self._value = text("span", units.NOTHING)
+                self._unit = text("span", "", "unit")
+            self._below = text("div", "", "below")
+
+    def show(self, value: str, unit: str = "", below: str = "", name: str | None = None) -> None:
+        if name is not None:
+            self._name.say(name)
+        self._value.say(value)
+        self._unit.say(unit)
+        self._below.say(below)
+
+
+class Shares:
+    """A bar of parts of a whole, and a legend with each part's amount."""
+
+    def __init__(self, describe: Callable[[float], str]) -> None:
+        self._describe = describe
+        self._shown: object = None
+        self._element = ui.element("div")
+
+    def show(self, parts: Mapping[str, tuple[float, str]], whole: float) -> None:
+        """`parts` are (amount, colour) by label; what is left of `whole` stays empty."""
+        if self._shown == (parts, whole):
+            return
+        self._shown = (dict(parts), whole)
+        self._element.clear()
+        with self._element:
+            with ui.element("div").classes("stack").props('aria-hidden="true"'):
+                for amount, colour in parts.values():
+                    if amount > 0 and whole > 0:
+                        ui.element("div").style(f"width: {100 * amount / whole:.2f}%; background: {colour}")
+            with ui.element("div").classes("legend"):
+                for label, (amount, colour) in parts.items():
+                    with ui.element("span").classes("item"):
+                        ui.element("span").classes("swatch").style(f"background: {colour}")
+                        text("span", label)
+                        text("b", self._describe(amount))
+
+
+# A cell is text, or a chip as (word, look).
+Cell = str | tuple[str, str]
+
+
+class Table:
+    """Rows under headings, drawn again only if they differ. Columns named in `numbers` are right-aligned."""
+
+    def __init__(self, headings: Sequence[str], numbers: Sequence[str] = ()) -> None:
+        self._classes = ["number" if heading in numbers else "" for heading in headings]
+        self._shown: list[Sequence[Cell]] | None = None
+        with ui.element("table").classes("table"):
+            with ui.element("thead"), ui.element("tr"):
+                for heading, classes in zip(headings, self._classes, strict=True):
+                    text("th", heading, classes)
+            self._body = ui.element("tbody")
+
+    def show(self, rows: Sequence[Sequence[Cell]]) -> None:
+        if self._shown == list(rows):
+            return
+        self._shown = list(rows)
+        self._body.clear()
+        with self._body:
+            for row in rows:
+                with ui.element("tr"):
+                    for cell, classes in zip(row, self._classes, strict=True):
+                        if isinstance(cell, str):
+                            text("td", cell, classes)
+                        else:
+                            with ui.element("td").classes(classes):
+                                Chip(*cell)
