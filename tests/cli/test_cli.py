@@ -20,6 +20,7 @@ COMMANDS = (
     "resume",
     "rehearse",
     "scale",
+    "watch",
     "eval",
     "export",
     "trace",
