@@ -32,8 +32,12 @@ from megasync.config import CONFIG_FILE, ROWS_FILE, Config, load_config
 from megasync.config.pacing import Pacing
 from megasync.errors import ConfigError
 from megasync.observe import names
+from megasync.observe.events import EVENTS_FILE, START, Event, EventReader, Fault, faults
 from megasync.observe.metrics import METRICS_FILE
+from megasync.observe.rollouts import FOLDER as ROLLOUTS_FOLDER
+from megasync.observe.rollouts import RolloutIndex
 from megasync.observe.samples import SAMPLES_FILE, SampleAnswer
+from megasync.observe.state_file import ALIVE, OLD_SECONDS, STATE_FILE, RunState, read_state
 from megasync.watch.growing_file import GrowingFile
 from megasync.watch.metric_table import Floats, Integers, MetricTable, Series
 
@@ -77,13 +81,18 @@ class RunFolder:
         self.path = Path(path)
         self.name = self.path.resolve().name
         self.metrics = MetricTable()
-        # First answers to the same held-out prompts, oldest first.
+        # Answers to the same held-out prompts, and what happened: both in the order of their files.
         self.answers: list[SampleAnswer] = []
+        self.events: list[Event] = []
+        # The last state that the driver wrote; None for a run without one.
+        self.state: RunState | None = None
         # Whether a driver holds the run's lock; None if the lock cannot be read.
         self.driven: bool | None = None
         self._clock = clock
         self._metrics_file = GrowingFile(self.path / METRICS_FILE)
         self._answers_file = GrowingFile(self.path / SAMPLES_FILE)
+        self._events_file = EventReader(self.path)
+        self._rollouts: RolloutIndex | None = None
         self._problems: dict[str, str] = {}
         self._damaged_answers = 0
         self._balance: tuple[Any, Balance | None] = (None, None)
@@ -94,13 +103,20 @@ class RunFolder:
     # Reading
 
     def refresh(self) -> bool:
-        """Reads what is new. Returns whether the metrics, the answers or the status changed."""
-        before = (len(self.metrics), len(self.answers), self.driven)
+        """Reads what is new. Returns whether anything but the recorded responses changed."""
+        before = self._seen()
         self._read_lock()
+        self._read_state()
         self._read_settings()
         restarted = self._read_metrics()
         self._read_answers()
-        return restarted or before != (len(self.metrics), len(self.answers), self.driven)
+        self._read_events()
+        if self._rollouts is not None:
+            self._rollouts.update()
+        return restarted or before != self._seen()
+
+    def _seen(self) -> tuple[object, ...]:
+        return len(self.metrics), len(self.answers), len(self.events), self.driven, self.state
 
     @property
     def missing(self) -> list[str]:
@@ -119,6 +135,10 @@ class RunFolder:
             found["torn"] = f"The last line of {METRICS_FILE} is torn and left out."
         if self._damaged_answers:
             found["answers"] = f"{_lines(self._damaged_answers)} of {SAMPLES_FILE} left out: not a sample response."
+        if self._events_file.damaged:
+            found["events"] = f"{_lines(self._events_file.damaged)} of {EVENTS_FILE} left out: not an event."
+        if self._rollouts is not None and self._rollouts.damaged:
+            found["rollouts"] = f"{_lines(self._rollouts.damaged)} of {ROLLOUTS_FOLDER}/ left out: not a response."
         return list(found.values())
 
     def _read_lock(self) -> None:
@@ -176,6 +196,29 @@ class RunFolder:
             except msgspec.DecodeError:
                 self._damaged_answers += 1
 
+    def _read_state(self) -> None:
+        self.state = read_state(self.path)
+        if self.state is None and (self.path / STATE_FILE).is_file():
+            self._problems[STATE_FILE] = f"{STATE_FILE} cannot be read: it is damaged or of another version."
+        else:
+            self._problems.pop(STATE_FILE, None)
+
+    def _read_events(self) -> None:
+        try:
+            self.events += self._events_file.update()
+        except OSError as error:
+            self._problems[EVENTS_FILE] = f"{_cannot(EVENTS_FILE, error)}."
+        else:
+            self._problems.pop(EVENTS_FILE, None)
+
+    @property
+    def rollouts(self) -> RolloutIndex:
+        """The recorded responses; read at the first access, then by every `refresh`."""
+        if self._rollouts is None:
+            self._rollouts = RolloutIndex(self.path)
+            self._rollouts.update()
+        return self._rollouts
+
     # What was run
 
     @cached_property
@@ -212,6 +255,8 @@ class RunFolder:
 
     @property
     def total_steps(self) -> int | None:
+        if self.state is not None and self.state.total_steps:
+            return self.state.total_steps
         total = self.settings.get("schedule.total_steps")
         return total if isinstance(total, int) else None
 
@@ -219,14 +264,36 @@ class RunFolder:
 
     @property
     def status(self) -> str:
-        """starting, running, finished, stopped, failed or crashed (no driver is left, and none said goodbye)."""
-        if self.driven:
+        """starting, running, finished, stopped, failed or crashed (its driver is gone and did not say why)."""
+        state = self.state
+        if self.driven or (self.driven is None and self._fresh):
+            if state is not None and state.status in ALIVE:
+                return state.status
             return RUNNING if len(self.metrics) else STARTING
-        return self._ending
+        if state is None:
+            return self._ending_without_state
+        return CRASHED if state.status in ALIVE else state.status
 
     @property
-    def _ending(self) -> str:
-        """How a run without a driver ended, from what it left."""
+    def reason(self) -> str:
+        """Why the run stopped or failed; empty if it did not, or if that is not known."""
+        return self.state.reason if self.state is not None and self.status not in (*ACTIVE, CRASHED) else ""
+
+    @property
+    def silent_seconds(self) -> float | None:
+        """Since the driver last wrote its state, if that is too long for a run whose driver lives: it hangs."""
+        if not self.driven or self.state is None:
+            return None
+        silent = self._clock() - self.state.time
+        return silent if silent > OLD_SECONDS else None
+
+    @property
+    def _fresh(self) -> bool:
+        return self.state is not None and self._clock() - self.state.time <= OLD_SECONDS
+
+    @property
+    def _ending_without_state(self) -> str:
+        """How a run of an earlier version ended, from what it left."""
         if LOG_OF_FAILURE in self._log_of_last_start():
             return FAILED
         target = self.settings.get("schedule.stop_at_score")
@@ -236,6 +303,11 @@ class RunFolder:
             return FINISHED
         saved = self.path / "checkpoints" / f"step-{self.step:08d}" / "COMPLETE"
         return STOPPED if self.step and saved.is_file() else CRASHED
+
+    @property
+    def faults(self) -> list[Fault]:
+        """What died, hung or failed, by time."""
+        return faults(self.events, sorted(self.series("version").times.tolist()))
 
     @property
     def step(self) -> int:
@@ -262,16 +334,20 @@ class RunFolder:
 
     @property
     def end(self) -> float | None:
-        """Seconds since the epoch of the latest measurement; now, while the run is active."""
+        """Seconds since the epoch of the last sign of life; now, while the run is active."""
         if self.status in ACTIVE:
             return self._clock()
-        times = self.metrics.times
-        return float(times.max()) if len(times) else None
+        times = [*self.metrics.times[-1:], *(event.time for event in self.events)]
+        if self.state is not None:
+            times.append(self.state.time)
+        return float(max(times)) if times else None
 
     @property
     def seconds(self) -> float | None:
-        """From `start` to `end`, times without a driver included."""
-        return None if self.start is None or self.end is None else max(0.0, self.end - self.start)
+        """From `start` to `end`, without the times in which no driver lived."""
+        if self.start is None or self.end is None:
+            return None
+        return max(0.0, float(self.elapsed(np.array([self.end]))[0]))
 
     # Measurements
 
@@ -299,8 +375,20 @@ class RunFolder:
         return sums[np.searchsorted(tokens.steps, steps, side="right")]
 
     def elapsed(self, times: Floats) -> Floats:
-        """Seconds from the start of the run to each of these times: [times]."""
-        return times - (self.start or 0.0)
+        """Seconds from the start of the run to each of these times, without those in which no driver lived: [times]."""
+        begin = self.start or 0.0
+        passed = times - begin
+        for stopped, resumed in self._pauses():
+            if resumed > begin:
+                passed = passed - np.clip(times - max(stopped, begin), 0.0, resumed - max(stopped, begin))
+        return passed
+
+    def _pauses(self) -> list[tuple[float, float]]:
+        """From the last sign of life of each driver to the start of the next one."""
+        starts = sorted(event.time for event in self.events if event.kind == START)[1:]
+        signs = np.sort(np.concatenate([self.metrics.times, [event.time for event in self.events]]))
+        before = np.searchsorted(signs, starts) - 1
+        return [(float(signs[at]), start) for at, start in zip(before, starts, strict=True) if at >= 0]
 
     @property
     def balance(self) -> Balance | None:
@@ -315,9 +403,12 @@ class RunFolder:
                     self._balance = (version, self._count_ledger(path))
                 if self._balance[1] is not None:
                     return self._balance[1]
-        return self._logged_balance()
+        return self._reported_balance()
 
-    def _logged_balance(self) -> Balance | None:
+    def _reported_balance(self) -> Balance | None:
+        if self.state is not None and self.state.buffer is not None:
+            held = self.state.buffer
+            return Balance(held.admitted, held.trained, held.live, dict(held.dropped), STATE_FILE)
         counts = {name: self.metrics.latest(f"groups/{name}") for name in ("admitted", "trained", "live", "dropped")}
         if any(count is None for count in counts.values()):
             return None
@@ -347,7 +438,9 @@ class RunFolder:
                     rows = database.execute("SELECT state, reason, count(*) FROM groups GROUP BY state, reason")
                     balance = _balance(rows.fetchall())
         except (OSError, sqlite3.Error) as error:
-            self._problems[LEDGER_FILE] = f"{_cannot(LEDGER_FILE, error)}: prompts are counted from {METRICS_FILE}."
+            self._problems[LEDGER_FILE] = (
+                f"{_cannot(LEDGER_FILE, error)}: prompts are counted from the reports of the driver."
+            )
             return None
         self._problems.pop(LEDGER_FILE, None)
         return balance
