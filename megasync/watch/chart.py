@@ -31,6 +31,11 @@ class Chart:
         self._box = ui.element("div").classes("chart")
         self.update()
 
+    @property
+    def drawn(self) -> bool:
+        """Whether there is a figure."""
+        return self._plot is not None
+
     def update(self) -> None:
         figure = self._draw()
         options = None if figure is None else _options(figure, self._height)

@@ -39,6 +39,34 @@ def notice(content: str, bad: bool = False) -> None:
     text("div", content, "notice bad" if bad else "notice").props('role="status"')
 
 
+def trouble(run: RunFolder) -> Callable[[], None]:
+    """Why the run ended badly or seems to hang, and what of it could not be read. Returns what updates it."""
+    box = ui.element("div")
+    shown: list[tuple[str, bool]] = []
+
+    def update() -> None:
+        found = []
+        if run.status == CRASHED:
+            found.append(
+                ("The driver of this run is gone and left no reason: it was killed, or its machine failed.", True)
+            )
+        if run.reason:
+            found.append((f"Run {run.status}: {run.reason}", run.status == FAILED))
+        if run.silent_seconds is not None:
+            silent = units.duration(run.silent_seconds)
+            found.append((f"The driver lives, but has written nothing for {silent}: it hangs, or its disk does.", True))
+        found += [(sentence, False) for sentence in run.missing]
+        if found != shown:
+            shown[:] = found
+            box.clear()
+            with box:
+                for sentence, bad in found:
+                    notice(sentence, bad)
+
+    update()
+    return update
+
+
 class Chip(Text):
     """A state: a shape, a colour and a word. Looks: good, warn, bad, live, or none."""
 

@@ -23,10 +23,10 @@ from starlette.responses import RedirectResponse, Response
 
 from megasync.errors import ConfigError
 from megasync.watch import elements
-from megasync.watch.run_folder import RunFolder, find_runs, is_run
+from megasync.watch.run_folder import ACTIVE, RunFolder, find_runs, is_run
 from megasync.watch.run_list import RunList
 from megasync.watch.view import Place, Update, address
-from megasync.watch.views import overview
+from megasync.watch.views import faults, overview, weights
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,8 @@ class View:
 # In the order of the number keys.
 VIEWS: Mapping[str, View] = {
     "overview": View("Overview", overview.build),
+    "weights": View("Weights", weights.build),
+    "faults": View("Faults", faults.build),
 }
 FIRST = next(iter(VIEWS))
 
@@ -80,7 +82,9 @@ class OpenRun:
                 self._looked = time.monotonic()
             elif time.monotonic() - self._looked >= FRESH_SECONDS:
                 # Short, and in the event loop, where no view reads the folder meanwhile.
-                self.revision += self.folder.refresh()
+                changed = self.folder.refresh()
+                # Of a live run, ages and durations go on.
+                self.revision += changed or self.folder.status in ACTIVE
                 self._looked = time.monotonic()
             return self.folder
 

@@ -19,7 +19,7 @@ def number(value: float | None, digits: int = 3) -> str:
     for scale, suffix in _LARGE:
         # 999.9 thousand reads better as 1M than as 1000k.
         if size >= scale * (1 - 0.5 * 10**-digits):
-            return f"{_plain(value / scale, digits)}{suffix}"
+            return f"{value / scale:.{max(0, digits - 1 - math.floor(math.log10(size / scale) + 1e-9))}f}{suffix}"
     if size and size < 10 ** -(digits + 1):
         return f"{value:.{digits - 2}e}"
     return _plain(value, digits)
@@ -57,12 +57,17 @@ def duration(seconds: float | None) -> str:
     return f"{whole} s"
 
 
+def coarse(seconds: float) -> str:
+    """A duration in its largest unit only: 7380 -> 2 h."""
+    return " ".join(duration(seconds if seconds < 1 else math.floor(seconds)).split()[:2])
+
+
 def age(then: float | None, now: float | None = None) -> str:
     """How long ago a moment was, in epoch seconds, in its largest unit: "3 min ago"."""
     if then is None:
         return NOTHING
     seconds = (time.time() if now is None else now) - then
-    return "just now" if seconds < 2 else f"{' '.join(duration(math.floor(seconds)).split()[:2])} ago"
+    return "just now" if seconds < 2 else f"{coarse(seconds)} ago"
 
 
 def size(value: float | None) -> str:
@@ -83,6 +88,11 @@ def clock(moment: float | None) -> str:
 def day_and_clock(moment: float | None) -> str:
     """A moment in epoch seconds as local date and time."""
     return NOTHING if moment is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+
+
+def moment(time_of: float, now: float | None) -> str:
+    """A moment in epoch seconds: its time of day, with the date in front if that is another day than `now`."""
+    return clock(time_of) if now and day_and_clock(time_of)[:10] == day_and_clock(now)[:10] else day_and_clock(time_of)
 
 
 def _plain(value: float, digits: int) -> str:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from nicegui import ui
 from plotly.graph_objects import Figure
 
 from megasync.observe import names
+from megasync.observe.events import FAULT, RECOVERY
+from megasync.observe.state_file import ProcessState, RunState
 from megasync.watch import figures, units
 from megasync.watch.chart import Chart
-from megasync.watch.elements import Reading, Shares, Table, card, notice
+from megasync.watch.elements import Cell, Reading, Shares, Table, card, text, trouble
 from megasync.watch.run_folder import ACTIVE, RunFolder
 from megasync.watch.view import Place, Update
 
-# A trainer's time, and a server's: what a step consists of. Colours are those of page.css.
-TRAINER_WAITS = {
+# What a step of the trainer consists of, and the states of the buffer's slots; colours are those of page.css.
+TRAINER_TIMES = {
     "time/train": ("train", "var(--blue)"),
     "time/wait_for_groups": ("wait for groups", "var(--orange)"),
     "time/sync": ("publish weights", "var(--green)"),
@@ -29,20 +31,28 @@ SLOTS = {
     "leased": "var(--blue)",
     "unpublished": "var(--orange)",
 }
-FLEET = {
-    "healthy": "good", "suspect": "warn", "stale": "warn", "restarting": "warn", "isolated": "warn", "dead": "bad",
-}  # fmt: skip
+LOOKS = {"healthy": "good", "up": "good", "dead": "bad"}
 # Steps over which shares of time are taken.
 RECENT_STEPS = 20
+# More processes of one kind are counted by their state, and those in unusual states are named, up to as many.
+NAMED_PROCESSES = 8
+SHOWN_MESSAGES = 12
+# Heights in pixels.
+LARGE_CHART, SMALL_CHART = 340, 260
 
 
 def build(run: RunFolder, place: Place) -> Update:
     """Draws the overview of a run."""
-    parts = [_missing(run), _readings(run)]
+    parts = [trouble(run), _readings(run)]
     with ui.element("div").classes("grid"):
-        parts += [_chart(run, figures.reward, "two-thirds"), _trainer_time(run)]
-        parts += [_buffer(run), _servers(run)]
-        parts += [_chart(run, draw, "half") for draw in (figures.throughput, figures.staleness)]
+        parts.append(_chart(run, figures.losses if run.supervised else figures.reward, "two-thirds"))
+        with ui.element("div").classes("third pile"):
+            parts.append(_times(run))
+            if not run.supervised:
+                parts.append(_buffer(run))
+        parts += [_processes(run), _messages(run)]
+        if not run.supervised:
+            parts += [_chart(run, draw, "half") for draw in (figures.throughput, figures.staleness)]
 
     def update() -> None:
         for part in parts:
@@ -52,119 +62,283 @@ def build(run: RunFolder, place: Place) -> Update:
     return update
 
 
-def _missing(run: RunFolder) -> Update:
-    box = ui.element("div")
-    shown: list[str] = []
-
-    def update() -> None:
-        if run.missing != shown:
-            shown[:] = run.missing
-            box.clear()
-            with box:
-                for sentence in shown:
-                    notice(sentence)
-
-    return update
+# The large numbers
 
 
 def _readings(run: RunFolder) -> Update:
     with ui.element("div").classes("readings"):
-        step, reward, score = Reading("Step"), Reading("Reward"), Reading("Held-out score")
-        speed, staleness, remaining = Reading("Generated"), Reading("Staleness, mean"), Reading("Remaining")
+        step = Reading("Step")
+        others = _losses(run) if run.supervised else _scores(run)
+        rest = Reading("Remaining")
+
+    def update() -> None:
+        total = run.total_steps
+        version = "" if run.supervised else f"version {run.version}"
+        step.show(str(run.step), f"of {total}" if total else "", version)
+        others()
+        seconds = _step_seconds(run)
+        pace = "" if seconds is None else f"{units.duration(seconds)} a step"
+        if run.status in ACTIVE:
+            rest.show(units.duration(_remaining_seconds(run, seconds)), below=pace, name="Remaining")
+        else:
+            rest.show(units.duration(run.seconds), below=pace, name="Duration")
+
+    return update
+
+
+def _scores(run: RunFolder) -> Update:
+    reward, score, speed = Reading("Reward"), Reading("Held-out score"), Reading("Generated")
+    staleness = Reading("Staleness, mean")
 
     def update() -> None:
         latest = run.metrics.latest
-        total = run.total_steps
-        step.show(str(run.step), f"/ {total}" if total is not None else "", f"version {run.version}")
         reward.show(units.fixed(latest(names.REWARD)), below=_change(run, names.REWARD))
         scores = run.series(names.SCORE).finite
-        best = f"best {units.fixed(float(scores.values.max()))}" if len(scores) else "not evaluated"
+        best = f"best {units.fixed(float(scores.values.max()))}" if len(scores) else "not evaluated yet"
         score.show(units.fixed(latest(names.SCORE)), below=best)
         trained = latest(names.TRAINED_RATE)
-        speed.show(
-            units.number(latest(names.SAMPLED_RATE)),
-            "tokens/s",
-            "" if trained is None else f"{units.number(trained)} tokens/s trained",
-        )
-        bound = run.pacing.staleness_bound if run.pacing else None
+        below = "" if trained is None else f"{units.number(trained)} tokens/s trained"
+        speed.show(units.number(latest(names.SAMPLED_RATE)), "tokens/s", below)
         oldest = f"oldest {units.number(latest(names.STALENESS_MAX))}"
-        staleness.show(
-            units.number(latest(names.STALENESS_MEAN), 2),
-            "versions",
-            oldest if bound is None else f"{oldest}, bound {bound}",
-        )
-        seconds = _recent_step_seconds(run)
-        left = None if seconds is None or total is None else seconds * max(0, total - run.step)
-        pace = "" if seconds is None else f"{units.duration(seconds)} a step"
-        if run.status in ACTIVE:
-            remaining.show(units.duration(left), below=pace, name="Remaining")
-        else:
-            remaining.show(units.duration(run.seconds), below=pace, name="Duration")
+        bound = run.pacing.staleness_bound if run.pacing else None
+        below = oldest if bound is None else f"{oldest}, bound {bound}"
+        staleness.show(units.number(latest(names.STALENESS_MEAN), 2), "versions", below)
+
+    return update
+
+
+def _losses(run: RunFolder) -> Update:
+    training, held_out, norm = Reading("Training loss"), Reading("Validation loss"), Reading("Gradient norm")
+
+    def update() -> None:
+        training.show(units.fixed(run.metrics.latest(names.TRAINING_LOSS)), below=_change(run, names.TRAINING_LOSS))
+        losses = run.series(names.VALIDATION_LOSS).finite
+        best = f"best {units.fixed(float(losses.values.min()))}" if len(losses) else "not evaluated yet"
+        held_out.show(units.fixed(run.metrics.latest(names.VALIDATION_LOSS)), below=best)
+        norm.show(units.number(run.metrics.latest("train/grad_norm")))
 
     return update
 
 
 def _change(run: RunFolder, name: str) -> str:
     """The latest value against that of ten steps before."""
-    values = run.series(name).finite.values
-    if len(values) < 2:
-        return ""
-    return f"{values[-1] - values[max(0, len(values) - 11)]:+.3f} in {min(10, len(values) - 1)} steps"
+    values = run.series(name).finite.values[-11:]
+    return f"{values[-1] - values[0]:+.3f} in {len(values) - 1} steps" if len(values) > 1 else ""
 
 
-def _recent_step_seconds(run: RunFolder) -> float | None:
+def _step_seconds(run: RunFolder) -> float | None:
     seconds = run.series("time/step").finite.values[-RECENT_STEPS:]
     return float(seconds.mean()) if len(seconds) else None
 
 
+def _remaining_seconds(run: RunFolder, step_seconds: float | None) -> float | None:
+    """The driver's own estimate; else, steps that are left by the pace of the latest ones."""
+    if run.state is not None:
+        return run.state.eta_seconds
+    if step_seconds is None or run.total_steps is None:
+        return None
+    return step_seconds * max(0, run.total_steps - run.step)
+
+
+# Curves, and who waits
+
+
 def _chart(run: RunFolder, draw: Callable[[RunFolder], Figure | None], width: str) -> Update:
-    with ui.element("section").classes(f"card {width}"):
-        return Chart(lambda: draw(run)).update
+    with ui.element("section").classes(f"card chart-card {width}"):
+        height = LARGE_CHART if width == "two-thirds" else SMALL_CHART
+        return Chart(lambda: draw(run), height, empty="Nothing measured yet.").update
 
 
-def _trainer_time(run: RunFolder) -> Update:
-    """What the trainer does, and what it waits for, as shares of the latest steps' time."""
-    with card("The trainer's time", f"latest {RECENT_STEPS} steps", "third"):
-        shares = Shares(units.share)
+def _times(run: RunFolder) -> Update:
+    """What the trainer does and waits for, as shares of the latest steps' time, and how busy the servers are."""
+    with card("Who waits", f"latest {RECENT_STEPS} steps"):
+        text("div", "Trainer", "row-name")
+        trainer = Shares(units.share)
+        if not run.supervised:
+            text("div", "Servers", "row-name")
+        servers = Shares(units.share)
 
     def update() -> None:
-        steps, values = run.metrics.aligned(["time/step", *TRAINER_WAITS])
-        seconds = np.nan_to_num(values[:, -RECENT_STEPS:]).sum(axis=1) if len(steps) else np.zeros(5)
-        whole = float(seconds[0])
-        if whole <= 0:
-            return
-        parts = {
-            label: (float(spent) / whole, colour)
-            for (label, colour), spent in zip(TRAINER_WAITS.values(), seconds[1:], strict=True)
-            if spent > 0
-        }
-        parts["other"] = (max(0.0, 1 - sum(amount for amount, _ in parts.values())), "var(--gray)")
-        shares.show(parts, 1.0)
+        trainer.show(_trainer_shares(run), 1.0)
+        servers.show(_server_shares(run), 1.0)
 
     return update
+
+
+def _trainer_shares(run: RunFolder) -> dict[str, tuple[float, str]]:
+    steps, values = run.metrics.aligned(["time/step", *TRAINER_TIMES])
+    if not len(steps):
+        return {}
+    whole, *spent = (float(seconds) for seconds in np.nan_to_num(values[:, -RECENT_STEPS:]).sum(axis=1))
+    if whole <= 0:
+        return {}
+    looks = zip(TRAINER_TIMES.values(), spent, strict=True)
+    parts = {label: (seconds / whole, colour) for (label, colour), seconds in looks if seconds > 0}
+    rest = 1 - sum(share for share, _ in parts.values())
+    return parts | ({"other": (rest, "var(--gray)")} if rest >= 0.005 else {})
+
+
+def _server_shares(run: RunFolder) -> dict[str, tuple[float, str]]:
+    """Paused for a sync; for the rest of the time, by how many of the requests that fit are at the servers."""
+    steps, values = run.metrics.aligned(
+        ["time/step", "sync/pause_seconds", "rollout/inflight_requests", "rollout/inflight_limit"]
+    )
+    if not len(steps):
+        return {}
+    whole, pause, requests, limit = (float(sums) for sums in np.nan_to_num(values[:, -RECENT_STEPS:]).sum(axis=1))
+    if whole <= 0 or limit <= 0:
+        return {}
+    paused = min(1.0, pause / whole)
+    busy = (1 - paused) * min(1.0, requests / limit)
+    return {
+        "requests in use": (busy, "var(--sky)"),
+        "paused for syncs": (paused, "var(--green)"),
+        "room for requests": (1 - paused - busy, "var(--gray)"),
+    }
 
 
 def _buffer(run: RunFolder) -> Update:
-    with card("Buffer", "groups in its slots, by state", "third"):
+    with card("Buffer", "groups in its slots"):
         shares = Shares(units.number)
+        waits = text("div", "", "note")
 
     def update() -> None:
-        latest = {state: run.metrics.latest(f"{names.BUFFER_PREFIX}{state}") for state in SLOTS}
-        counts = {state: (count, SLOTS[state]) for state, count in latest.items() if count is not None}
-        taken = sum(count for count, _ in counts.values())
-        capacity = max(taken, run.pacing.capacity if run.pacing else 0)
-        counts["free"] = (capacity - taken, "var(--line)")
-        shares.show(counts, capacity)
+        state = run.state.buffer if run.state is not None else None
+        logged = {name: run.metrics.latest(f"{names.BUFFER_PREFIX}{name}") for name in SLOTS}
+        found: Mapping[str, float | None] = state.slots if state is not None else logged
+        slots = {name: (count, SLOTS.get(name, "var(--gray)")) for name, count in found.items() if count}
+        taken = sum(count for count, _ in slots.values())
+        capacity = state.capacity if state is not None else run.pacing.capacity if run.pacing else 0
+        if taken or capacity:
+            shares.show(slots | {"free": (max(0, capacity - taken), "var(--line)")}, max(capacity, taken))
+        waiting = state.waiting if state is not None and run.status in ACTIVE else {}
+        waits.say("; ".join(f"{call} waits: {reason}" for call, reason in waiting.items()))
 
     return update
 
 
-def _servers(run: RunFolder) -> Update:
-    with card("Servers", width="third"):
-        table = Table(("state", "servers"), ("servers",))
+# What every part does
+
+
+def _processes(run: RunFolder) -> Update:
+    with card("Parts of the run", width="two-thirds"):
+        note = text("div", "", "note")
+        table = Table(("part", "state", "", "for"), ("for",))
 
     def update() -> None:
-        latest = {state: run.metrics.latest(f"fleet/{state}") for state in FLEET}
-        table.show([((state, FLEET[state]), units.number(count)) for state, count in latest.items() if count])
+        state = run.state
+        if state is None:
+            note.say("This run has no state.json; the servers are those of its latest step.")
+            table.show(_logged_servers(run))
+            return
+        active = run.status in ACTIVE
+        note.say("" if active else f"As of {units.day_and_clock(state.time)}, when the driver last wrote its state.")
+        table.show(_process_rows(state, active))
+
+    return update
+
+
+def _logged_servers(run: RunFolder) -> list[Sequence[Cell]]:
+    states = ("healthy", "suspect", "stale", "restarting", "isolated", "dead")
+    counts = {state: run.metrics.latest(f"fleet/{state}") for state in states}
+    return [("servers", (state, _look(state)), f"{count:.0f}", "") for state, count in counts.items() if count]
+
+
+def _process_rows(state: RunState, active: bool) -> list[Sequence[Cell]]:
+    def since(moment: float | None) -> str:
+        return units.coarse(state.time - moment) if moment and active else ""
+
+    def chip(word: str) -> Cell:
+        return (word, _look(word) if active else "")
+
+    rows: list[Sequence[Cell]] = [
+        (part, "", doing, since(begun)) for part, (doing, begun) in state.activities.items() if active
+    ]
+    router = [state.router] if state.router is not None else []
+    for kind, processes in (
+        ("servers", state.servers),
+        ("router", router),
+        ("workers", state.workers),
+        ("frozen models", state.frozen_models),
+    ):
+        rows += [
+            (process.name, chip(process.state), describe(process), since(process.since)) for process in named(processes)
+        ]
+        rows += [
+            (f"{len(several)} {kind}", chip(word), _describe_several(several), "")
+            for word, several in counted(processes)
+        ]
+    if state.ranks:
+        nodes = {rank.node for rank in state.ranks if rank.node}
+        where = f"on {len(nodes)} node{'s' * (len(nodes) != 1)}" if nodes else ""
+        up = sum(rank.pid is not None for rank in state.ranks)
+        word = "up" if up == len(state.ranks) else f"{up} up"
+        rows.append((f"{len(state.ranks)} rank{'s' * (len(state.ranks) != 1)}", chip(word), where, ""))
+    return rows
+
+
+def named(processes: Sequence[ProcessState]) -> list[ProcessState]:
+    """All of few processes; of many, those that are not as they should be."""
+    if len(processes) <= NAMED_PROCESSES:
+        return list(processes)
+    return [process for process in processes if _look(process.state) != "good"][:NAMED_PROCESSES]
+
+
+def counted(processes: Sequence[ProcessState]) -> list[tuple[str, list[ProcessState]]]:
+    """Of many processes, those that `named` leaves out, by state."""
+    shown = {process.name for process in named(processes)}
+    found: dict[str, list[ProcessState]] = {}
+    for process in processes:
+        if process.name not in shown:
+            found.setdefault(process.state, []).append(process)
+    return list(found.items())
+
+
+def describe(process: ProcessState) -> str:
+    facts = [
+        None if process.version is None else f"version {process.version}",
+        None if process.running is None else f"{process.running} running",
+        None if not process.waiting else f"{process.waiting} waiting",
+        None if process.cache_use is None else f"cache {units.share(process.cache_use)}",
+        None if process.throughput is None else f"{units.number(process.throughput)} tokens/s",
+        None if process.groups is None else f"{process.groups} groups",
+        f"started {process.starts} times" if process.starts > 1 else None,
+        process.reason or None,
+    ]
+    return " · ".join(fact for fact in facts if fact)
+
+
+def _describe_several(processes: Iterable[ProcessState]) -> str:
+    known = list(processes)
+    versions = {process.version for process in known if process.version is not None}
+    running = [process.running for process in known if process.running is not None]
+    rates = [process.throughput for process in known if process.throughput is not None]
+    facts = [
+        f"version {min(versions)}" + (f" to {max(versions)}" if len(versions) > 1 else "") if versions else None,
+        f"{units.number(sum(running))} running" if running else None,
+        f"{units.number(sum(rates))} tokens/s" if rates else None,
+    ]
+    return " · ".join(fact for fact in facts if fact)
+
+
+def _look(state: str) -> str:
+    return LOOKS.get(state, "warn")
+
+
+def _messages(run: RunFolder) -> Update:
+    with card("Newest messages", width="third"):
+        table = Table(("time", ""))
+        empty = text("div", "", "empty")
+
+    def update() -> None:
+        newest = sorted(run.events, key=lambda event: event.time)[-SHOWN_MESSAGES:]
+        looks = {FAULT: ("fault", "bad"), RECOVERY: ("recovered", "good")}
+        table.show(
+            [
+                (units.clock(event.time), f"{event.what}: {event.text}" if event.kind in looks else event.text)
+                for event in reversed(newest)
+            ]
+        )
+        empty.say("" if newest else "This run recorded no messages.")
 
     return update
