@@ -159,12 +159,17 @@ Cell = str | tuple[str, str]
 
 
 class Table:
-    """Rows under headings, drawn again only if they differ. Columns named in `numbers` are right-aligned."""
+    """Rows under headings, drawn again only if they differ; nothing while there are none.
+
+    Columns named in `numbers` are right-aligned.
+    """
 
     def __init__(self, headings: Sequence[str], numbers: Sequence[str] = ()) -> None:
         self._classes = ["number" if heading in numbers else "" for heading in headings]
         self._shown: list[Sequence[Cell]] | None = None
-        with ui.element("table").classes("table"):
+        self._table = ui.element("table").classes("table")
+        self._table.set_visibility(False)
+        with self._table:
             with ui.element("thead"), ui.element("tr"):
                 for heading, classes in zip(headings, self._classes, strict=True):
                     text("th", heading, classes)
@@ -174,6 +179,7 @@ class Table:
         if self._shown == list(rows):
             return
         self._shown = list(rows)
+        self._table.set_visibility(bool(rows))
         self._body.clear()
         with self._body:
             for row in rows:

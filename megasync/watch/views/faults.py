@@ -50,14 +50,14 @@ def build(run: RunFolder, place: Place) -> Update:
 
 def _readings(run: RunFolder) -> Update:
     with ui.element("div").classes("readings"):
-        count, slowest, lost = Reading("Faults"), Reading("Longest until a step"), Reading("Prompts lost")
+        count, slowest, lost = Reading("Faults"), Reading("Longest to the next step"), Reading("Prompts lost")
         open_now, again, dropped = Reading("Not recovered"), Reading("Steps repeated"), Reading("Prompts dropped")
 
     def update() -> None:
         faults = run.faults
         count.show(str(len(faults)), below=f"newest {units.age(faults[-1].time)}" if faults else "none recorded")
         times = [fault.seconds_to_next_step for fault in faults if fault.seconds_to_next_step is not None]
-        slowest.show(units.duration(max(times, default=None)), below="from the fault to the next trained step")
+        slowest.show(units.duration(max(times, default=None)), below="from a fault to a trained step")
         waiting = [fault.what for fault in faults if fault.recovered is None]
         open_now.show(str(len(waiting)), below=", ".join(dict.fromkeys(waiting)))
         again.show(
@@ -67,7 +67,7 @@ def _readings(run: RunFolder) -> Update:
         if balance is None:
             lost.show(units.NOTHING, below="no ledger, and no counts in the metrics")
             return
-        lost.show(str(balance.lost), below="admitted − trained − dropped − live")
+        lost.show(str(balance.lost), below="of all that were admitted")
         total = sum(balance.dropped.values())
         below = f"{units.share(total / balance.admitted)} of those admitted" if balance.admitted else ""
         dropped.show(units.number(total), below=below)

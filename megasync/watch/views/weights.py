@@ -53,7 +53,7 @@ def _readings(run: RunFolder) -> Update:
         parity.show(units.number(latest("sync/parity")), "nats", below)
         norm.show(units.number(latest("train/grad_norm")), below=_largest(run, "train/grad_norm"))
         outside = latest("train/is_outside_fraction")
-        below = "" if outside is None else f"{units.share(outside)} outside the weight's bounds"
+        below = "" if outside is None else f"{units.share(outside)} out of bounds"
         clipped.show(units.share(latest("train/clip_fraction")), below=below)
         effective = latest("train/is_effective_share")
         below = "" if effective is None else f"effective sample {units.share(effective)}"
