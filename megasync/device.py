@@ -58,6 +58,11 @@ class Device:
         return torch.device("cpu") if self.kind == "cpu" else torch.device("cuda", torch.cuda.current_device())
 
     @property
+    def name(self) -> str:
+        """What CUDA calls the GPU of this process; "cpu" on a CPU."""
+        return "cpu" if self.kind == "cpu" else torch.cuda.get_device_name()
+
+    @property
     def spec(self) -> str:
         """The Megatron layer spec: "te" (Transformer Engine) on GPUs, "local" on a CPU."""
         return "te" if self.kind == "cuda" else "local"

@@ -28,7 +28,7 @@ from megasync.evaluation.evaluate import Answerer, HeldOutAnswer, failed_answer,
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.observe.logfile import log_to_file
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
-from megasync.rollout.group_worker import FailurePolicy, GroupSpec, GroupWorker
+from megasync.rollout.group_worker import DropRecord, FailurePolicy, GroupSpec, GroupWorker
 from megasync.rollout.remote_quarantine import RemoteQuarantine
 from megasync.rollout.remote_worker import Outbox, WorkerEnd
 from megasync.serving.control import ServerControl
@@ -197,6 +197,7 @@ class _WorkerParts:
             FailurePolicy(rollout.max_attempts, save_seconds=rollout.save_partials_seconds),
             quarantine=quarantine,
             more_metrics=self._frozen_metrics,
+            record=DropRecord.of(config, setup.run_dir, f"worker-{setup.number}"),
         )
         self._answer = Answerer(client, task.workflow, seed)
         self._sets = {held_out.name: held_out for held_out in task.eval_sets}

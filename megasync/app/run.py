@@ -45,7 +45,7 @@ from megasync.observe.logfile import log_to_file
 from megasync.observe.observer import RunObserver
 from megasync.observe.result import RunResult
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.group_worker import FailurePolicy, GroupSpec, GroupWorker
+from megasync.rollout.group_worker import DropRecord, FailurePolicy, GroupSpec, GroupWorker
 from megasync.rollout.inflight import InflightCap
 from megasync.rollout.rollouter import Rollouter, ServerLimits
 from megasync.serving.control import ServerControl
@@ -232,6 +232,7 @@ class Run:
             GroupSpec.of(config, self._workload.workflow, self._workload.rewards, self._workload.teachers, seed),
             FailurePolicy(rollout.max_attempts, save_seconds=rollout.save_partials_seconds),
             quarantine=servers.quarantine,
+            record=DropRecord.of(config, self.run_dir, "driver"),
         )
         rollouter.add(worker)
         return rollouter

@@ -11,10 +11,11 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -116,6 +117,14 @@ def read_metrics(run_dir: Path) -> dict[str, list[Any]]:
     rows = read_rows(Path(run_dir) / METRICS_FILE)
     keys = dict.fromkeys(key for row in rows for key in row)
     return {key: [row.get(key) for row in rows] for key in keys}
+
+
+def percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
+    """``name_p50``, ``name_p90`` and ``name_p99``; nothing of no values. A percentile is one of the values."""
+    found = np.percentile(values, (50, 90, 99), method="inverted_cdf").tolist() if len(values) else ()
+    return {
+        f"{name}_{percentile}": float(value) for percentile, value in zip(("p50", "p90", "p99"), found, strict=False)
+    }
 
 
 def _superseded(row: Mapping[str, Any], step: int, values: Mapping[str, float]) -> bool:

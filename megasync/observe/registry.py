@@ -73,9 +73,28 @@ CHAPTERS = (
             Metric("train/tokens", "tokens", "Trained tokens."),
             Metric("train/tokens_per_second", "tokens/s", "Trained tokens by wall time, over the latest ten steps."),
             Metric("train/seconds", "s", "The step on a trainer rank."),
+            Metric(
+                "train/mfu",
+                "share",
+                "Model FLOPs utilization: `train/tflops_per_device` by the peak of a device, if that is known.",
+            ),
+            Metric("train/tflops_per_device", "TFLOP/s", "Operations of the model in `train/seconds`, by device."),
+            Metric(
+                "train/tokens_per_second_per_device",
+                "tokens/s",
+                "Tokens of prompts and responses that were computed in `train/seconds`, by device.",
+            ),
             Metric("train/skipped", "steps", "Optimizer steps skipped because a loss or gradient was not finite."),
             Metric("train/staleness_mean", "versions", "Age of the oldest trained token of a response, mean."),
             Metric("train/staleness_max", "versions", "The same, of the oldest response."),
+            Metric("train/token_staleness", "versions", "Age of a trained token, mean."),
+            Metric("train/token_staleness@<versions>", "share", "Trained tokens of that age; the last includes older."),
+            Metric("train/response_length", "tokens", "Length of a trained response, mean."),
+            Metric(
+                "train/response_length_<percentile>",
+                "tokens",
+                "The same, p50, p90 and p99. Below `rollout/response_length_<percentile>`, long responses are lost.",
+            ),
             Metric("train/entropy", "nats", "Entropy of the policy at trained tokens, mean."),
             Metric(
                 "train/kl", "nats", "KL estimate of policy against reference (`algorithm.kl_kind`), mean over tokens."
@@ -140,6 +159,11 @@ CHAPTERS = (
         (
             Metric("rollout/reward_mean", "reward", "Mean reward of the latest groups, dropped ones included."),
             Metric("rollout/response_length", "tokens", "Mean length of the latest responses."),
+            Metric(
+                "rollout/response_length_<percentile>",
+                "tokens",
+                "Of the latest responses, p50, p90 and p99; dropped ones included, aborted ones not.",
+            ),
             Metric("rollout/truncated_share", "share", "Latest responses that reached the maximum length."),
             _counts("rollout/tokens", "tokens", "Generated tokens, also of responses that are not trained."),
             Metric("rollout/tokens_per_second", "tokens/s", "Generated tokens of the last 30 seconds."),
@@ -208,6 +232,7 @@ CHAPTERS = (
         (
             Metric("sync/version", "version", "The version that was published."),
             Metric("sync/bytes", "bytes", "Bytes that left the trainer."),
+            Metric("sync/bytes_per_second", "bytes/s", "The same by the time in which they moved."),
             Metric("sync/pause_seconds", "s", "The longest time that a server generated nothing."),
             Metric(
                 "sync/<phase>_seconds",

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ from numpy.typing import NDArray
 
 from megasync.errors import DataError
 from megasync.runs import Runs
+from megasync.trajectory import TOKEN_REWARDS, Trajectory, finite_float
 
 log = logging.getLogger(__name__)
 
@@ -160,6 +162,92 @@ def is_sampled(uid: str, share: float) -> bool:
 # Writing
 
 
+def rollout_bytes(megabytes: int, processes: int) -> int:
+    """The share of one of several trainer ranks, or of one of several rollout workers, of `observe.rollouts_mb`."""
+    # Half is for ranks, half for workers.
+    return megabytes * 2**20 // 2 // max(1, processes)
+
+
+# Metrics of a trajectory under this name and its training set hold its reward.
+_OF_SET = "reward@"
+
+
+def recorded(
+    uid: str,
+    sample: int,
+    trajectory: Trajectory,
+    *,
+    step: int,
+    version: int,
+    time: float,
+    advantage: float | None = None,
+    scores: Floats | None = None,
+    advantages: Floats | None = None,
+    dropped: str = "",
+    problem: str = "",
+) -> tuple[Row, Response]:
+    """A trajectory as it is recorded.
+
+    ``scores`` are the trainer's log-probs of the trained tokens, and ``advantages`` those of the same tokens if they
+    differ from token to token; then their mean takes the place of ``advantage``.
+    """
+    trained = np.flatnonzero(trajectory.loss_mask.expand())
+    gap = None
+    if scores is not None and len(trained):
+        gap = finite_float(np.abs(scores - trajectory.logprobs[trained]).mean(dtype=np.float64))
+    if advantages is not None:
+        advantage = float(advantages.mean(dtype=np.float64))
+    oldest = trajectory.oldest_version
+    row = Row(
+        uid=uid,
+        sample=sample,
+        step=step,
+        version=version,
+        time=round(time, 3),
+        tokens=len(trajectory.response_ids),
+        prompt_tokens=len(trajectory.prompt_ids),
+        set=next((name.removeprefix(_OF_SET) for name in trajectory.metrics if name.startswith(_OF_SET)), ""),
+        reward=trajectory.reward,
+        advantage=advantage,
+        staleness=0 if oldest is None else version - oldest,
+        finish_reason=trajectory.finish_reason,
+        dropped=dropped,
+        gap=gap,
+        metrics={**trajectory.metrics},
+    )
+    tokens = len(trajectory.response_ids)
+    response = Response(
+        prompt_ids=trajectory.prompt_ids,
+        ids=trajectory.response_ids,
+        logprobs=trajectory.logprobs,
+        mask=trajectory.loss_mask,
+        versions=trajectory.versions,
+        trainer_logprobs=_at(scores, trained, tokens),
+        advantages=_at(advantages, trained, tokens),
+        rewards=trajectory.arrays.get(TOKEN_REWARDS),
+        text=trajectory.text,
+        problem=problem,
+    )
+    return row, response
+
+
+def _at(values: Floats | None, places: NDArray[Any], tokens: int) -> Floats | None:
+    """Values of some tokens as an array over all of them, NaN elsewhere."""
+    if values is None:
+        return None
+    spread = np.full(tokens, np.nan, np.float32)
+    spread[places] = values
+    return spread
+
+
+def nothing_sampled(uid: str, *, time: float, prompt_tokens: int, dropped: str, problem: str) -> tuple[Row, Response]:
+    """A dropped group that has no response."""
+    empty = Trajectory([0], [], [], [], [])
+    row, response = recorded(uid, NO_SAMPLE, empty, step=0, version=0, time=time, dropped=dropped, problem=problem)
+    row.prompt_tokens = prompt_tokens
+    return row, response
+
+
 class RolloutLog:
     """Appends the responses that one process records. Opens nothing before the first of them."""
 
@@ -170,11 +258,13 @@ class RolloutLog:
         self._limit = limit_bytes
         self._name = ""
         self._size = self._body_size = 0
+        self._lock = Lock()
 
     def append(self, responses: Iterable[tuple[Row, Response]]) -> None:
-        """Records responses. Never raises: logs what could not be written."""
+        """Records responses, on any thread. Never raises: logs what could not be written."""
         try:
-            self._append(responses)
+            with self._lock:
+                self._append(responses)
         except Exception as error:  # noqa: BLE001 - recording must not end a training step, whatever a response holds
             # The next ones go to new files, after the damage.
             self._name = ""
@@ -305,7 +395,7 @@ class RolloutIndex:
     """The recorded responses of a run directory, also while it is being written.
 
     `rows` has each response once, as it was recorded last: a run that returns to a checkpoint trains groups again.
-    `damaged` counts lines that could not be read.
+    `damaged` counts lines that could not be read. `revision` grows when `rows` changes.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -314,6 +404,7 @@ class RolloutIndex:
         self._read: dict[str, int] = {}
         self._rows: dict[tuple[str, int], Row] = {}
         self.damaged = 0
+        self.revision = 0
 
     @property
     def rows(self) -> list[Row]:
@@ -332,7 +423,9 @@ class RolloutIndex:
             self._rows = {key: row for key, row in self._rows.items() if row.pair not in gone}
             for pair in gone:
                 del self._read[pair]
-        return [row for pair in found for row in self._new_rows(pair)]
+        rows = [row for pair in found for row in self._new_rows(pair)]
+        self.revision += bool(rows or gone)
+        return rows
 
     def _new_rows(self, pair: str) -> list[Row]:
         path, start = self._folder / f"{pair}{INDEX}", self._read.get(pair, 0)

@@ -2,6 +2,8 @@
 
     start ──▶ samples_per_group workflows ──▶ reward ──▶ selection ──▶ buffer.commit | buffer.drop ──▶ GroupEnded
 
+Trainer ranks record the responses of groups that are trained, workers some of those that they drop (`DropRecord`).
+
 A worker owns everything that belongs to a group and to its requests: the gate that they pass, partial responses,
 rewards, metrics. It runs on one event loop, in the driver or in a process of its own (`remote_worker`), and knows
 neither Ray nor other workers.
@@ -27,6 +29,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol
 
 from megasync.algorithms.choose import needs_baseline, needs_two, takes_tokens
@@ -38,6 +41,7 @@ from megasync.data.sets import SET
 from megasync.errors import DataError, MegasyncError
 from megasync.failures import UnexpectedErrors, cancellation_requested, is_infrastructure
 from megasync.importing import name_of
+from megasync.observe.rollouts import RolloutLog, is_sampled, nothing_sampled, recorded, rollout_bytes
 from megasync.rewards import RewardRunner
 from megasync.rollout.drops import KILLS_SERVERS, Dropped
 from megasync.rollout.inflight import RequestGate
@@ -112,6 +116,34 @@ class GroupSpec:
         )
 
 
+class DropRecord:
+    """Records this share of the dropped groups of one process, with what the reward function said of them."""
+
+    def __init__(self, log: RolloutLog, share: float) -> None:
+        self._log = log
+        self._share = share
+
+    @classmethod
+    def of(cls, config: Config, run_dir: Path, process: str) -> DropRecord | None:
+        """What `observe.rollouts` asks for: as large a share as of the trained groups; None for none."""
+        observe, schedule = config.observe, config.schedule
+        if not observe.rollouts:
+            return None
+        log = RolloutLog(run_dir, process, rollout_bytes(observe.rollouts_mb, config.rollout.workers))
+        return cls(log, observe.rollouts / (schedule.groups_per_step * schedule.samples_per_group))
+
+    async def add(self, prompt: Prompt, responses: Sequence[Trajectory], drop: Dropped) -> None:
+        if is_sampled(prompt.uid, self._share):
+            # The run directory may lie on a slow file system.
+            await asyncio.to_thread(self._write, prompt, responses, drop)
+
+    def _write(self, prompt: Prompt, responses: Sequence[Trajectory], drop: Dropped) -> None:
+        about: dict[str, Any] = {"time": time.time(), "dropped": drop.reason, "problem": drop.problem}
+        newest = max((int(t.versions.values.max()) for t in responses if len(t.versions)), default=0)
+        rows = [recorded(prompt.uid, at, t, step=0, version=newest, **about) for at, t in enumerate(responses)]
+        self._log.append(rows or [nothing_sampled(prompt.uid, prompt_tokens=len(prompt.prompt_ids), **about)])
+
+
 @dataclass(frozen=True, slots=True)
 class FailurePolicy:
     """`max_attempts` at a workflow or reward that raises; the backoff after failures of servers.
@@ -129,13 +161,15 @@ class FailurePolicy:
 class GroupEnded:
     """How a group ended. Neither `taken` nor `dropped` if the buffer declined it: it was closed, or returns the group.
 
-    `scored` summarizes its trajectories, if they were scored. `score` is the mean reward of those that were committed.
+    `scored` summarizes its trajectories, if they were scored; `lengths` are the tokens of each. `score` is the mean
+    reward of those that were committed.
     """
 
     uid: str
     taken: bool = False
     dropped: Dropped | None = None
     scored: Summary | None = None
+    lengths: tuple[int, ...] = ()
     score: float | None = None
 
 
@@ -188,9 +222,11 @@ class GroupWorker:
         *,
         quarantine: PoisonEvidence | None = None,
         more_metrics: Callable[[], Mapping[str, float]] = dict,
+        record: DropRecord | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`more_metrics` are reported with those of the client."""
+        self._record = record
         self._client = client
         self._more_metrics = more_metrics
         self._buffer = buffer
@@ -290,41 +326,46 @@ class GroupWorker:
             if self._failures.save_seconds:
                 saved = await self._buffer.partials(uid)
                 self._partials.restore(uid, {key: decode_partial(data) for key, data in saved.items()})
-            outcome, scored = await self._generate(prompt, batch)
+            outcome, responses, scored = await self._generate(prompt, batch)
             self._partials.forget(uid)
+            ended = GroupEnded(uid, scored=scored, lengths=tuple(len(t.response_ids) for t in responses))
             if isinstance(outcome, Group):
                 # The buffer may decline: it was closed, or the group is stale by now and will be returned.
                 group = encode(outcome)
                 taken = await self._buffer.commit(group)
-                return GroupEnded(uid, taken=taken, scored=scored, score=group.header.mean_reward)
+                return replace(ended, taken=taken, score=group.header.mean_reward)
             try:
                 await self._buffer.drop(uid, outcome.reason)
             except BufferStateError as error:
                 if not again:
                     raise
                 log.info("Group %s was finished by the worker that had it before: %s", uid, error)
-                return GroupEnded(uid, taken=True, scored=scored)
-            return GroupEnded(uid, dropped=outcome, scored=scored)
+                return replace(ended, taken=True)
+            if self._record is not None:
+                await self._record.add(prompt, responses, outcome)
+            return replace(ended, dropped=outcome)
         except BufferClosed:
             return GroupEnded(uid)
 
-    async def _generate(self, prompt: Prompt, batch: int) -> tuple[Group | Dropped, Summary | None]:
-        """The group, or why there is none; and the summary of what was scored."""
+    async def _generate(self, prompt: Prompt, batch: int) -> tuple[Group | Dropped, list[Trajectory], Summary | None]:
+        """The group, or why there is none; its responses, scored if they could be; and the summary of their scores."""
         (samples, problems), greedy = await asyncio.gather(self._sample_all(prompt, batch), self._greedy(prompt, batch))
-        if self._quarantine is not None and (evidence := self._quarantine.evidence(prompt.uid)):
-            return Dropped(KILLS_SERVERS, evidence), None
         trajectories = [t for sample in samples for t in sample]
+        if self._quarantine is not None and (evidence := self._quarantine.evidence(prompt.uid)):
+            return Dropped(KILLS_SERVERS, evidence), trajectories, None
         if not trajectories:
-            return Dropped("no_response", problems[0] if problems else "the workflow returned no trajectory"), None
+            problem = problems[0] if problems else "the workflow returned no trajectory"
+            return Dropped("no_response", problem), [], None
         try:
-            scored = await self._score([*trajectories, *greedy.trajectories], prompt)
+            scored = [*await self._score([*trajectories, *greedy.trajectories], prompt)]
         except DataError as error:
-            return Dropped("reward_error", str(error)), None
+            return Dropped("reward_error", str(error)), trajectories, None
         if self._baseline:
             scored, rewards = scored[: len(trajectories)], [t.reward for t in scored[len(trajectories) :]]
             known = [reward for reward in rewards if reward is not None]
             if not known:
-                return Dropped("no_baseline", greedy.problem or "the greedy response has no reward"), summarize(scored)
+                problem = greedy.problem or "the greedy response has no reward"
+                return Dropped("no_baseline", problem), scored, summarize(scored)
             scored = [replace(t, metrics={**t.metrics, BASELINE: statistics.fmean(known)}) for t in scored]
         if not self._token_rewards:
             scored = [_without(t, TOKEN_REWARDS) for t in scored]
@@ -334,12 +375,12 @@ class GroupWorker:
         chosen = self._selection.select([list(islice(rest, len(sample))) for sample in samples], self._metrics.counts)
         if isinstance(chosen, list):
             try:
-                return Group(prompt.uid, await self._teach(chosen, prompt)), summarize(scored)
+                return Group(prompt.uid, await self._teach(chosen, prompt)), scored, summarize(scored)
             except DataError as error:
-                return Dropped("teacher_error", str(error)), summarize(scored)
+                return Dropped("teacher_error", str(error)), scored, summarize(scored)
         # A failed sample is a likelier cause than what is left of the others.
         drop = replace(chosen, problem=problems[0]) if problems and chosen.problem else chosen
-        return drop, summarize(scored)
+        return drop, scored, summarize(scored)
 
     async def _score(self, trajectories: list[Trajectory], prompt: Prompt) -> Sequence[Trajectory]:
         """Raises DataError when the reward has used up its attempts; server failures do not count."""

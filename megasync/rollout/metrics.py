@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megasync.observe.metrics import percentiles
 from megasync.trajectory import Trajectory
 
 # Seconds over which token throughput is measured: several steps of a small run, a part of a large run's step.
@@ -92,7 +93,7 @@ def summarize(trajectories: Sequence[Trajectory]) -> Summary:
 
 
 class RolloutMetrics:
-    """Counts groups and drops of all workers. Means are over the latest `window` groups."""
+    """Counts groups and drops of all workers. Means and percentiles are over the latest `window` groups."""
 
     def __init__(self, window: int) -> None:
         self.committed = 0
@@ -100,10 +101,13 @@ class RolloutMetrics:
         self.workers_lost = 0
         self.drops: Counter[str] = Counter()
         self._recent: deque[Summary] = deque(maxlen=window)
+        self._lengths: deque[Sequence[int]] = deque(maxlen=window)
         self._lost: list[WorkerStatus] = []
 
-    def add_scored(self, summary: Summary) -> None:
+    def add_scored(self, summary: Summary, lengths: Sequence[int] = ()) -> None:
+        """Adds a group: `lengths` are the tokens of its responses."""
         self._recent.append(summary)
+        self._lengths.append(lengths)
 
     def lost(self, last: WorkerStatus) -> None:
         """Keeps the counts of a lost worker, by its last report."""
@@ -121,6 +125,7 @@ class RolloutMetrics:
         }
         return {
             **means,
+            **percentiles("rollout/response_length", [length for group in self._lengths for length in group]),
             "rollout/tokens": float(total.tokens),
             "rollout/tokens_per_second": sum(status.tokens_per_second for status in now),
             "rollout/groups": float(self.committed),

@@ -385,7 +385,7 @@ class Rollouter:
     def _count(self, prompt: Prompt, group: GroupEnded) -> None:
         """Raises DataError when too many groups have failed; one with nothing to learn has not."""
         if group.scored is not None:
-            self._metrics.add_scored(group.scored)
+            self._metrics.add_scored(group.scored, group.lengths)
         drop = group.dropped
         score = SCORES.get(drop.reason) if drop is not None else group.score if group.taken else None
         if self._curriculum is not None and score is not None:

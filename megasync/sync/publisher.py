@@ -34,6 +34,10 @@ class Scorer(Protocol):
     def __call__(self, server: ServerControl, token_ids: list[int], /) -> Awaitable[list[float]]: ...
 
 
+# The phases in which weights move, of each transport: broadcast, shard to shard, disk.
+MOVING = ("transfer", "stage", "write", "load")
+
+
 class VersionPublisher:
     """`publish(version)` returns metrics, or raises SyncError or ParityError and leaves the version unpublished.
 
@@ -86,6 +90,8 @@ class VersionPublisher:
         report = await self._sync.publish(version, only)
         metrics = {f"sync/{phase}_seconds": seconds for phase, seconds in report.seconds.items()}
         metrics |= {"sync/bytes": float(report.bytes), "sync/version": float(version)}
+        if seconds := sum(report.seconds.get(phase, 0.0) for phase in MOVING):
+            metrics["sync/bytes_per_second"] = report.bytes / seconds
         self._published += 1
         if self._every and self._published % self._every == 0:
             # Not those that joined meanwhile: they do not hold the version.

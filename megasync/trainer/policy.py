@@ -23,7 +23,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -51,18 +52,19 @@ from megasync.buffer.payload import LeasedGroup
 from megasync.config.schema import AlgorithmConfig
 from megasync.errors import MegasyncError, TrainingError
 from megasync.files import atomic_write
+from megasync.layout.model_files import read_hf_config
+from megasync.observe.metrics import percentiles
 from megasync.trainer.batch import Batch, Sample
 from megasync.trainer.critic import Critic, Returns
 from megasync.trainer.engine import MegatronEngine, Share
+from megasync.trainer.flops import ADAPTER_PASSES, TRAINING_PASSES, ModelFlops, Work
 from megasync.trainer.nonfinite import SkipBudget
 from megasync.trainer.offload import Offload
 from megasync.trainer.packing import Ints, Lengths
+from megasync.trainer.recording import Loader, Recorder
 from megasync.trajectory import BASELINE, ROUTES, TEACHER, TOKEN_REWARDS, Trajectory
 
 log = logging.getLogger(__name__)
-
-# Loads some trajectories of a group, by their positions in its header; see `buffer.segments.load_trajectories`.
-Loader = Callable[[LeasedGroup, Sequence[int]], Sequence[Trajectory]]
 
 # Rewards of tokens are float32: what their sum lacks of the response's reward may be an error of rounding.
 ROUNDING = 1e-5
@@ -116,11 +118,17 @@ class Minibatch:
     ``advantages`` of tokens. ``rewards`` are those of each own sample's scored tokens, and whether each has one; empty
     if the estimator takes none. ``teacher`` are a teacher's log-probs of each own sample's scored tokens, NaN where
     there are none; empty without teachers.
+
+    ``work`` is what a pass computes on all ranks.
+
+    ``kept`` are the own samples that are recorded, ``scored`` the log-probs before the update of each own microbatch
+    that has any of them, and its advantages if they are of tokens.
     """
 
     members: Members
     divisor: float
     share: Share
+    work: Work
     behaviour: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     versions: dict[int, NDArray[Any]] = field(default_factory=dict[int, NDArray[Any]])
     proximal: list[torch.Tensor] | None = None
@@ -131,6 +139,10 @@ class Minibatch:
     teacher: dict[int, NDArray[np.float32]] = field(default_factory=dict[int, NDArray[np.float32]])
     rewards: dict[int, tuple[Floats, NDArray[np.bool_]]] = field(
         default_factory=dict[int, tuple[Floats, NDArray[np.bool_]]]
+    )
+    kept: dict[int, Trajectory] = field(default_factory=dict[int, Trajectory])
+    scored: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = field(
+        default_factory=dict[int, tuple[torch.Tensor, torch.Tensor | None]]
     )
 
     def counted(self, index: int) -> bool:
@@ -149,7 +161,8 @@ class PolicyTrainer:
     ``temperature`` is the sampling temperature of the trajectories, at which they are also scored. ``longest`` is the
     number of tokens that a response may have. ``reward_weights`` are the weights of several reward functions by name,
     whose scores are metrics of the trajectories. ``critic`` learns in the same steps, on the same process groups.
-    ``taught``: teachers have scored the trajectories.
+    ``taught``: teachers have scored the trajectories. ``recorder`` records responses of each step.
+    ``peak_tflops`` is the peak of a device, None if it is unknown.
     """
 
     def __init__(
@@ -162,7 +175,13 @@ class PolicyTrainer:
         reward_weights: Mapping[str, float] | None = None,
         critic: Critic | None = None,
         taught: bool = False,
+        recorder: Recorder | None = None,
+        peak_tflops: float | None = None,
     ) -> None:
+        self._peak_tflops = peak_tflops
+        self._flops = _flops_of(engine)
+        self._critic_flops = None if critic is None else _flops_of(critic.engine)
+        self._recorder = recorder
         self._taught = taught
         self._takes_tokens = takes_tokens(algorithm, critic is not None)
         self._critic = critic
@@ -192,18 +211,49 @@ class PolicyTrainer:
         self._current = {"step": step, "version": version}
         members, rewards = _members(groups, self._algorithm, self._reward_weights, self._takes_tokens)
         metrics = _batch_metrics(groups, version)
-        metrics |= self._train(groups, members, rewards, load, step)
+        if self._recorder is not None:
+            self._recorder.begin(groups)
+        parts = [self._minibatch(groups, part, load) for part in _split(members, len(groups), self._minibatches)]
+        metrics |= self._train(groups, members, rewards, parts, load, step)
+        minibatches = [part for part in parts if part is not None]
+        if self._recorder is not None:
+            self._recorder.record(groups, members, minibatches, load, step, version)
         if (every := self._algorithm.reference_every) and step % every == 0:
             self._engine.keep_reference()
-        metrics["train/seconds"] = time.monotonic() - start
-        return metrics
+        metrics["train/seconds"] = seconds = time.monotonic() - start
+        return metrics | self._speed(minibatches, step, seconds)
+
+    def _speed(self, minibatches: Sequence[Minibatch], step: int, seconds: float) -> dict[str, float]:
+        """Tokens and operations by second and device, over all passes of a step that took ``seconds``."""
+        if not minibatches:
+            return {}
+        warms_up = self._critic is not None and step <= self._critic.warmup_steps
+        training = TRAINING_PASSES if self._engine.trained_layout is self._engine.layout else ADAPTER_PASSES
+        operations = 0.0
+        for part in minibatches:
+            scores = (part.proximal is not None) + (part.reference is not None)
+            operations += (scores + (0 if warms_up else training)) * self._flops.forward(part.work)
+            if self._critic_flops is not None:
+                operations += (1 + TRAINING_PASSES) * self._critic_flops.forward(part.work)
+        device_seconds = seconds * self._engine.topology.world
+        teraflops = operations / device_seconds / 1e12
+        found = {
+            "train/tokens_per_second_per_device": sum(part.work.tokens for part in minibatches) / device_seconds,
+            "train/tflops_per_device": teraflops,
+        }
+        return found if self._peak_tflops is None else {**found, "train/mfu": teraflops / self._peak_tflops}
 
     # Optimizer steps
 
     def _train(
-        self, groups: Sequence[LeasedGroup], members: Members, rewards: StepRewards, load: Loader, step: int
+        self,
+        groups: Sequence[LeasedGroup],
+        members: Members,
+        rewards: StepRewards,
+        parts: Sequence[Minibatch | None],
+        load: Loader,
+        step: int,
     ) -> dict[str, float]:
-        parts = [self._minibatch(groups, part, load) for part in _split(members, len(groups), self._minibatches)]
         minibatches = [part for part in parts if part is not None]
         # Scores are computed before any minibatch is trained. With a single minibatch the proximal log-probs are the
         # current ones, which the loss computes anyway.
@@ -385,10 +435,13 @@ class PolicyTrainer:
         needed = sorted({index for microbatch in microbatches for index in microbatch.sequences})
         trajectories = _load(groups, active, needed, load)
         samples = {index: _sample(trajectories[index], int(active.lengths.fed[index])) for index in needed}
+        recorder = self._recorder
+        kept = [index for index in needed if recorder is not None and recorder.takes(int(active.groups[index]))]
         return Minibatch(
             active,
             _divisor(part, algorithm.aggregation, self._longest),
             Share(microbatches, samples, packing.counted_tokens),
+            Work.of(packing, active.lengths, int(active.trained.sum())),
             {index: trajectories[index].logprobs[sample.scored] for index, sample in samples.items()},
             {index: trajectories[index].versions.expand()[sample.scored] for index, sample in samples.items()},
             teacher={
@@ -399,6 +452,7 @@ class PolicyTrainer:
                 index: _token_rewards(trajectories[index], sample.scored, float(active.rewards[index]))
                 for index, sample in (samples.items() if self._takes_tokens else ())
             },
+            kept={index: trajectories[index] for index in kept},
         )
 
     def _optimizer_step(self, minibatch: Minibatch, step: int) -> dict[str, float]:
@@ -428,6 +482,9 @@ class PolicyTrainer:
                 teacher = torch.from_numpy(np.concatenate([minibatch.teacher[index] for index in own])).to(device)
                 gap = torch.where(teacher.isnan(), 0.0, teacher - old)
                 advantages = self._algorithm.reward_coef * advantages + self._algorithm.teacher_coef * gap
+            if not minibatch.kept.keys().isdisjoint(own):
+                of_tokens = minibatch.advantages is not None or gap is not None
+                minibatch.scored[batch.index] = old, advantages if of_tokens else None
             total, sums = policy_loss(
                 self._algorithm,
                 logprobs=logprobs,
@@ -483,6 +540,10 @@ class PolicyTrainer:
         record = json.loads(json.dumps(record), parse_constant=lambda name: str(float(name)))
         self._dump_dir.mkdir(parents=True, exist_ok=True)
         atomic_write(self._dump_dir / f"{name}.json", json.dumps(record, allow_nan=False))
+
+
+def _flops_of(engine: MegatronEngine) -> ModelFlops:
+    return ModelFlops.of(engine.layout, read_hf_config(engine.model_config.path))
 
 
 def _members(
@@ -549,7 +610,8 @@ def _divisor(part: Members, aggregation: str, longest: int) -> float:
 def _batch_metrics(groups: Sequence[LeasedGroup], version: int) -> dict[str, float]:
     """Counts, reward and staleness over all trajectories with a reward.
 
-    Staleness is the number of versions between the current weights and the oldest that sampled a trained token.
+    Staleness is the number of versions between the current weights and the oldest that sampled a trained token; that
+    of tokens is of each trained token by itself.
     """
     members = [(t, t.reward) for group in groups for t in group.header.trajectories if t.reward is not None]
     ages = [version - oldest for t, _ in members if (oldest := t.oldest_version) is not None]
@@ -558,9 +620,27 @@ def _batch_metrics(groups: Sequence[LeasedGroup], version: int) -> dict[str, flo
         "train/tokens": float(sum(t.trained_tokens for t, _ in members)),
         "train/reward": sum(reward for _, reward in members) / max(1, len(members)),
     }
+    metrics |= _lengths([t.response_tokens for t, _ in members])
+    by_age = Counter[int]()
+    for t, _ in members:
+        for sampled, tokens in t.trained:
+            by_age[version - sampled] += tokens
+    if tokens := by_age.total():
+        metrics["train/token_staleness"] = sum(age * count for age, count in by_age.items()) / tokens
+        for age in range(AGES):
+            # The last one includes all older tokens, as that of `train/server_kl` does.
+            count = by_age[age] if age < AGES - 1 else sum(n for other, n in by_age.items() if other >= age)
+            if count:
+                metrics[f"train/token_staleness@{age}"] = count / tokens
     if ages:
         metrics |= {"train/staleness_mean": sum(ages) / len(ages), "train/staleness_max": float(max(ages))}
     return metrics
+
+
+def _lengths(lengths: Sequence[int]) -> dict[str, float]:
+    """Of the responses in tokens, to be compared with those of all generated ones."""
+    name = "train/response_length"
+    return {name: sum(lengths) / len(lengths), **percentiles(name, lengths)} if lengths else {}
 
 
 def _split(members: Members, groups: int, parts: int) -> list[Members]:

@@ -26,6 +26,7 @@ from megasync.config.schema import Config
 from megasync.data.row_file import RowFile
 from megasync.errors import CheckpointError
 from megasync.importing import quick_imports
+from megasync.observe.rollouts import RolloutLog, rollout_bytes
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -96,8 +97,10 @@ class TrainerRank:
             from megasync.sync.stream import Shards
             from megasync.trainer.critic import Critic, critic_engine
             from megasync.trainer.engine import MegatronEngine
+            from megasync.trainer.flops import peak_tflops
             from megasync.trainer.offload import Offload
             from megasync.trainer.policy import PolicyTrainer
+            from megasync.trainer.recording import Recorder
             from megasync.trainer.supervised import SupervisedTrainer
 
         torch.manual_seed(config.seed)
@@ -121,6 +124,10 @@ class TrainerRank:
             engine = critic_engine(config.critic, config.model, config.trainer, self._device, self._rank, **of_run)
             engine.initialize()
             self._critic = Critic(engine, config.critic)
+        recorder = None
+        if most := config.observe.rollouts:
+            share = rollout_bytes(config.observe.rollouts_mb, config.trainer.data_parallel)
+            recorder = Recorder(RolloutLog(self._run_dir, f"trainer-{self._rank}", share), most, self._engine)
         self._policy = PolicyTrainer(
             self._engine,
             config.algorithm,
@@ -130,6 +137,8 @@ class TrainerRank:
             reward_weights={name: reward.weight for name, reward in config.rollout.rewards.items()},
             critic=self._critic,
             taught=bool(config.teachers),
+            recorder=recorder,
+            peak_tflops=config.observe.peak_tflops or peak_tflops(self._device.name),
         )
         self._supervised = SupervisedTrainer(self._engine)
         # Merged adapters take memory, so they exist only for servers that get them.

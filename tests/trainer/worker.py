@@ -43,6 +43,7 @@ from megasync.device import resolve_device
 from megasync.layout import shards
 from megasync.layout.shards import load_shards
 from megasync.layout.topology import Topology
+from megasync.observe.rollouts import RolloutLog
 from megasync.rehearsal.device import RehearsalDevice
 from megasync.rehearsal.packages import add_to_path
 from megasync.trajectory import BASELINE, TEACHER, TOKEN_REWARDS, Group, Trajectory
@@ -72,6 +73,7 @@ from megasync.trainer.model import named_weights, transformer_config  # noqa: E4
 from megasync.trainer.param_attributes import set_param_attributes  # noqa: E402
 from megasync.trainer.policy import PolicyTrainer  # noqa: E402
 from megasync.trainer.rank import TrainerRank  # noqa: E402
+from megasync.trainer.recording import Recorder  # noqa: E402
 from megasync.trainer.reference import SLOTS  # noqa: E402
 from megasync.trainer.supervised import SupervisedTrainer  # noqa: E402
 
@@ -462,6 +464,21 @@ def close_both(rank):
 def policies(model, runs):
     """`train` once per entry of `runs`."""
     return {name: train(model, **arguments) for name, arguments in runs.items()}
+
+
+def recordings(model, folder, runs):
+    """Metrics of a step for each entry of `runs`, whose responses are recorded below ``folder`` under its name."""
+    found = {}
+    for name, arguments in runs.items():
+        engine = make_engine(model, arguments.get("trainer"))
+        record = Recorder(
+            RolloutLog(Path(folder) / name, f"trainer-{dist.get_rank()}", 2**24), arguments["most"], engine
+        )
+        algorithm = AlgorithmConfig(**arguments.get("algorithm", {}))
+        policy = PolicyTrainer(engine, algorithm, dump_dir="unused", recorder=record)
+        found[name] = train_on(policy, make_groups(1, **arguments.get("batch", {})), 1, 2)
+        close(engine)
+    return found
 
 
 def main_weights(model, trainers):

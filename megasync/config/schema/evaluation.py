@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megasync.config.limits import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, PATH, REWARD, Range, limited
+from megasync.config.limits import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, PATH, POSITIVE, REWARD, Range, limited
 from megasync.config.schema.data import DatasetConfig
 
 
@@ -73,3 +73,10 @@ class ObserveConfig:
     samples: int = limited(8, NOT_NEGATIVE)
     # Record when each process does what, in trace/ of the run directory: `megasync trace RUN` merges it to one file.
     trace: bool = True
+    # Responses of a step that are recorded for `megasync watch`: whole groups, at least one; 0 for none. As large a
+    # share of the dropped groups is recorded too.
+    rollouts: int = limited(64, NOT_NEGATIVE)
+    # Largest size of all recorded responses in MiB; the oldest are removed.
+    rollouts_mb: int = limited(2048, AT_LEAST_ONE)
+    # Peak of a trainer device in TFLOP/s, by which `train/mfu` is computed; null takes the GPU's in dense bfloat16.
+    peak_tflops: float | None = limited(None, POSITIVE)

@@ -1,0 +1,100 @@
+"""Workers record the groups that they drop: the responses, what they were worth, and why they are not trained."""
+
+import asyncio
+import sys
+
+from megasync.config.schema import Config, GroupConfig, ObserveConfig
+from megasync.errors import DataError
+from megasync.observe.rollouts import NO_SAMPLE, RolloutIndex, RolloutLog
+from megasync.rewards import RewardRunner
+from megasync.rollout.group_worker import DropRecord, GroupSpec, GroupWorker
+from megasync.rollout.selection import Selection
+from megasync.trajectory import Prompt, Trajectory
+
+
+class Client:
+    def metrics(self):
+        return {}
+
+
+class Sink:
+    """A buffer that takes everything, and the listener that waits for the end of each group."""
+
+    def __init__(self):
+        self.groups = asyncio.Queue()
+
+    async def commit(self, group):
+        return True
+
+    async def drop(self, uid, reason):
+        return True
+
+    def ended(self, worker, group):
+        self.groups.put_nowait(group)
+
+    def failed(self, worker, error):
+        self.groups.put_nowait(error)
+
+
+async def work(record, workflow, reward):
+    sink = Sink()
+    spec = GroupSpec(workflow, RewardRunner(reward), Selection(GroupConfig(drop_uniform=True), 2, sys.maxsize))
+    worker = GroupWorker(Client(), sink, spec, record=record)
+    worker.listen(sink)
+    worker.start(Prompt("0:7", [1, 2, 3], {}), 0)
+    return await asyncio.wait_for(sink.groups.get(), 20)
+
+
+async def answers(client, sample):
+    return Trajectory(sample["prompt_ids"], [4, 5], [1, 1], [-0.5, -0.25], [3, 4], text="the answer")
+
+
+def rows_of(folder):
+    index = RolloutIndex(folder)
+    index.update()
+    return index, index.group("0:7")
+
+
+async def test_a_dropped_group_is_recorded_with_its_reason_rewards_and_text(tmp_path):
+    record = DropRecord(RolloutLog(tmp_path, "worker-0", 2**20), share=1.0)
+    ended = await work(record, answers, lambda completions, **_: [0.5] * len(completions))
+    assert ended.dropped.reason == "uniform"
+    index, rows = rows_of(tmp_path)
+    assert [(row.sample, row.step, row.version, row.staleness) for row in rows] == [(0, 0, 4, 1), (1, 0, 4, 1)]
+    assert {(row.dropped, row.reward, row.tokens, row.prompt_tokens) for row in rows} == {("uniform", 0.5, 2, 3)}
+    response = index.read(rows[0])
+    assert (response.text, response.ids.tolist(), response.logprobs.tolist()) == ("the answer", [4, 5], [-0.5, -0.25])
+    assert response.trainer_logprobs is None
+
+
+async def test_what_the_reward_function_raised_is_recorded(tmp_path):
+    def broken(completions, **_):
+        raise ZeroDivisionError("division by zero in the reward")
+
+    await work(DropRecord(RolloutLog(tmp_path, "worker-0", 2**20), 1.0), answers, broken)
+    index, rows = rows_of(tmp_path)
+    assert {(row.dropped, row.reward) for row in rows} == {("reward_error", None)}
+    assert "division by zero in the reward" in index.read(rows[0]).problem
+
+
+async def test_a_group_without_a_response_has_one_row(tmp_path):
+    async def fails(client, sample):
+        raise DataError("the tool is gone")
+
+    await work(DropRecord(RolloutLog(tmp_path, "worker-0", 2**20), 1.0), fails, None)
+    index, rows = rows_of(tmp_path)
+    assert [(row.sample, row.dropped, row.tokens, row.prompt_tokens) for row in rows] == [
+        (NO_SAMPLE, "no_response", 0, 3)
+    ]
+    assert "the tool is gone" in index.read(rows[0]).problem
+
+
+async def test_committed_groups_and_those_outside_the_share_are_not_recorded(tmp_path):
+    record = DropRecord(RolloutLog(tmp_path, "worker-0", 2**20), 1.0)
+    assert (await work(record, answers, lambda completions, **_: [0.0, 1.0])).taken
+    await work(DropRecord(RolloutLog(tmp_path, "worker-0", 2**20), 0.0), answers, lambda completions, **_: [0.5, 0.5])
+    assert rows_of(tmp_path)[1] == []
+
+
+def test_zero_records_nothing(tmp_path):
+    assert DropRecord.of(Config(observe=ObserveConfig(rollouts=0)), tmp_path, "driver") is None
