@@ -76,6 +76,10 @@ class StepFailed(TrainingError):
 class ProcessLost(TrainingError):
     """A process died or missed its deadline. The call itself is not at fault and can be repeated on a new process."""
 
+    # The numbers of the processes in their group, if they are known, and whether they are alive but did not answer.
+    slots: tuple[int, ...] = ()
+    silent = False
+
 
 class RankLost(ProcessLost):
     """A trainer rank died or is hung. All ranks can be restarted from a checkpoint."""

@@ -103,9 +103,11 @@ class Run:
             check_capabilities()
             self._mailbox.open()
             with RunObserver(self.config, self.run_dir) as observer:
-                async with short_collections(), AsyncExitStack() as stack:
+                async with short_collections(), observer.writing_state(), AsyncExitStack() as stack:
                     self._controller = await self._build(stack, observer)
+                    observer.running()
                     progress = await self._controller.run()
+                    observer.stopped = self._controller.stop_reason
                     observer.message("shutting down servers and trainer ranks")
                 export_dir = await asyncio.to_thread(export_newest, self.config, self.run_dir, observer.message)
             return RunResult(
@@ -178,6 +180,9 @@ class Run:
         stack.push_async_callback(trainer.stop)
         buffer = RemoteBuffer(schedule, schedule.total_steps * schedule.groups_per_step, ledger=ledger)
         stack.callback(buffer.kill)
+        buffer.events = observer
+        servers.report_to(observer)
+        observer.parts.ranks = trainer.states
         if servers.workers is not None:
             buffer.follow(partial(servers.workers.tell, "use_buffer", ""))
         if config.cluster.colocate:

@@ -24,6 +24,7 @@ from megasync.config import Config
 from megasync.config.access import Keys, router_trust
 from megasync.config.pools import PoolSpec, devices_needed
 from megasync.device import Device
+from megasync.observe.observer import RunObserver
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.quarantine import Quarantine
 from megasync.serving.control import ServerControl
@@ -97,6 +98,17 @@ class InferenceServers:
         if workers is not None:
             stack.push_async_callback(workers.stop)
         return cls(fleet, frozen_models, keys, quarantine, workers)
+
+    def report_to(self, observer: RunObserver) -> None:
+        """Shows the servers and workers to the observer, with their faults and recoveries."""
+        self.fleet.report_to(observer)
+        self.frozen_models.report_to(observer)
+        parts = observer.parts
+        parts.servers, parts.router = self.fleet.states, self.fleet.router_state
+        parts.frozen_models = self.frozen_models.states
+        if self.workers is not None:
+            self.workers.events = observer
+            parts.workers = self.workers.states
 
     async def start(self) -> None:
         """Starts all servers, then the workers. Frozen models that share devices start after the rollout servers.

@@ -29,6 +29,7 @@ from megasync.cluster.trainer_group import TrainerGroup
 from megasync.config import CONFIG_FILE, ROWS_FILE, Config, load_config
 from megasync.config.changes import check_changes
 from megasync.config.pools import trainer_pool
+from megasync.control.recovery import named_loss
 from megasync.data.datasets import load_conversations
 from megasync.data.render import load_tokenizer
 from megasync.data.row_file import write_rows
@@ -214,13 +215,15 @@ class SupervisedRun:
                 await asyncio.to_thread(self._rows.write, self.run_dir)
                 for note in self._notes:
                     self._say(note)
-                async with AsyncExitStack() as stack:
+                async with observer.writing_state(), AsyncExitStack() as stack:
                     trainer = await self._start(stack, observer)
                     self._started = True
+                    observer.running()
                     try:
                         await self._train(trainer, observer)
                     finally:
                         await self._exported()
+                    observer.stopped = self._reason
                     observer.message("shutting down trainer ranks")
                 export_dir = await asyncio.to_thread(export_newest, self.config, self.run_dir, observer.message)
             return SupervisedResult(self.run_dir, self._step, self._losses, export_dir, self._reason)
@@ -232,20 +235,24 @@ class SupervisedRun:
         pools = await reserve_pools(stack, config, {"trainer": trainer_pool(config)}, device)
         trainer = TrainerGroup(config, self.run_dir, pools)
         stack.push_async_callback(trainer.stop)
+        observer.parts.ranks = trainer.states
         await trainer.start(self._checkpoint)
         return trainer
 
     async def _train(self, trainer: TrainerGroup, observer: RunObserver) -> None:
         """Trains until the run is over. A lost rank takes it back to the newest checkpoint."""
         limit, furthest, restarts = self.config.trainer.max_restarts, self._step, 0
-        lost: RankLost | None = None
+        lost = ""
         while True:
             try:
-                if lost is not None:
-                    lost = None
+                if lost:
+                    what, lost = lost, ""
                     await self._restart(trainer, observer)
+                    observer.recovery(what, f"the ranks were restarted, training resumes after step {self._step}")
                 return await self._steps(trainer, observer)
             except RankLost as error:
+                lost = named_loss(error)
+                observer.fault(lost, str(error), interrupted=self._step + 1)
                 if self._step > furthest:
                     furthest, restarts = self._step, 0
                 if restarts >= limit:
@@ -255,7 +262,6 @@ class SupervisedRun:
                     ) from error
                 restarts += 1
                 observer.message(f"restarting the trainer ranks, attempt {restarts} of {limit}: {error}")
-                lost = error
 
     async def _restart(self, trainer: TrainerGroup, observer: RunObserver) -> None:
         observer.activity("trainer", "restarting")
@@ -312,6 +318,7 @@ class SupervisedRun:
         if (saved := await trainer.finish_save(wait)) is None:
             return
         self._saved_step, self._saving = self._saving, None
+        observer.checkpoint(self._saved_step, saved.path)
         every = self.config.checkpoint.export_every
         if every and self._saved_step % every == 0:
             self._exporting = asyncio.create_task(self._export(saved.path, observer), name="export")

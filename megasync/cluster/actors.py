@@ -76,10 +76,12 @@ class ActorGroup:
                 raise await _find_death(failure, late) or failure
             if late:
                 slots = [slot for slot, call in enumerate(calls, first) if call in late]
-                raise ProcessLost(
+                loss = ProcessLost(
                     f"{self.role} {slots} did not finish {method}() within {timeout:.0f} s; raise the matching "
                     f"timeouts.* value if the work really takes longer"
                 )
+                loss.slots, loss.silent = tuple(slots), True
+                raise loss
             return [call.result() for call in calls]
         finally:
             await cancel_and_wait(*calls)
@@ -94,7 +96,9 @@ class ActorGroup:
             raise TrainingError(f"{self.role} {slot} failed in {method}(): {type(cause).__name__}: {cause}") from error
         except RayError as error:
             # The actor died, or its node is gone.
-            raise ProcessLost(f"{self.role} {slot} died during {method}(): {error}") from error
+            loss = ProcessLost(f"{self.role} {slot} died during {method}(): {error}")
+            loss.slots = (slot,)
+            raise loss from error
 
     def kill(self) -> None:
         """Kills the actors immediately; use it after `stop`, or when an actor no longer answers."""

@@ -30,6 +30,7 @@ from megasync.cluster.actors import ServiceActor
 from megasync.cluster.pools import Pools
 from megasync.cluster.router_slot import Members, RouterSlot
 from megasync.cluster.server_slot import CHECK, ServerProcess, ServerSlot, ServiceProcess, raise_supervision_error
+from megasync.cluster.slot_faults import SlotFaults
 from megasync.cluster.spread_server import SpreadServer
 from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
 from megasync.config import Config
@@ -37,6 +38,8 @@ from megasync.config.access import Keys, router_trust
 from megasync.config.pools import engine_nodes
 from megasync.device import Device
 from megasync.errors import MegasyncError, ServerError
+from megasync.observe.events import NO_EVENTS, EventSink
+from megasync.observe.state_file import ProcessState
 from megasync.rollout.inflight import ServerLoad
 from megasync.serving.answers import AnswerLimits
 from megasync.serving.control import ServerControl
@@ -105,6 +108,12 @@ class Fleet:
         self.shared_gpus: Sequence[str] = ()
         self._may_start = asyncio.Event()
         self._may_start.set()
+        self._faults = SlotFaults(NO_EVENTS)
+
+    def report_to(self, events: EventSink) -> None:
+        """Records faults and recoveries of the servers and the router there."""
+        self._faults = SlotFaults(events)
+        self._router.events = events
 
     @property
     def router_url(self) -> str:
@@ -309,6 +318,14 @@ class Fleet:
         if slot in self._slots:
             self._slots[slot].health.refund_restart()
 
+    def states(self) -> list[ProcessState]:
+        """Every server, for `state.json`, in slot order."""
+        return [slot.described(server_name(index)) for index, slot in sorted(self._slots.items())]
+
+    def router_state(self) -> ProcessState:
+        """The router, for `state.json`."""
+        return self._router.described()
+
     def metrics(self) -> dict[str, float]:
         """Servers by state, and restarts of servers and router."""
         restarts = sum(slot.starts - 1 for slot in self._slots.values())
@@ -389,6 +406,7 @@ class Fleet:
 
     def _on_change(self, slot: ServerSlot, before: ServerState) -> None:
         state = slot.health.state
+        self._faults.changed(server_name(slot.index), slot, before)
         self._by_state[before].discard(slot)
         self._by_state[state].add(slot)
         if state.up and not before.up and slot.control:
@@ -502,7 +520,8 @@ class Fleet:
         slots = self._pool_slots(index)
 
         def part(node: int, meeting_point: tuple[str, int] | None = None) -> ServiceActor:
-            log_path = str(self._logs / (f"server-{index}.log" if node == 0 else f"server-{index}-node-{node}.log"))
+            name = server_name(index)
+            log_path = str(self._logs / (f"{name}.log" if node == 0 else f"{name}-node-{node}.log"))
             keys = self._keys.admin, self._keys.generation
             arguments = (spec, config.cluster.host, 0, log_path, *keys, node, meeting_point)
             ended = partial(self._pools.ended, "rollout", slots[node])
@@ -529,3 +548,8 @@ class Fleet:
         )
         options = self._pools.node_options("rollout")
         return ServiceActor("router", 0, options, arguments, partial(self._pools.ended, "rollout", 0))
+
+
+def server_name(index: int) -> str:
+    """The name of a rollout server in logs and events."""
+    return f"server-{index}"

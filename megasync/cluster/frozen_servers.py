@@ -21,12 +21,15 @@ from typing import Protocol
 from megasync.cluster.actors import ServiceActor
 from megasync.cluster.pools import Pools
 from megasync.cluster.server_slot import ServerProcess, ServerSlot, raise_supervision_error
+from megasync.cluster.slot_faults import SlotFaults
 from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
 from megasync.config import Config
 from megasync.config.access import Keys
 from megasync.config.pools import frozen_models, frozen_pool
 from megasync.device import Device
 from megasync.errors import ServerError
+from megasync.observe.events import NO_EVENTS, EventSink
+from megasync.observe.state_file import ProcessState
 from megasync.serving.control import ServerControl
 from megasync.serving.health import ServerState
 from megasync.serving.server import frozen_server_spec
@@ -73,6 +76,11 @@ class FrozenServers:
         self._restarts = dict.fromkeys(self._models, 0)
         self._tasks: list[asyncio.Task[None]] = []
         self._last_retired: dict[str, str] = {}
+        self._faults = SlotFaults(NO_EVENTS)
+
+    def report_to(self, events: EventSink) -> None:
+        """Records faults and recoveries of the servers there."""
+        self._faults = SlotFaults(events)
 
     async def start_own(self) -> None:
         """Starts the models that have a pool. Raises MegasyncError, with the log, when a server does not start."""
@@ -88,6 +96,10 @@ class FrozenServers:
         for key, slots in self._slots.items():
             if key in self._last_retired and not slots:
                 raise ServerError(f"{key} has no server left (rollout.health.restarts). {self._last_retired[key]}")
+
+    def states(self) -> list[ProcessState]:
+        """Every server, for `state.json`."""
+        return [slot.described(frozen_name(key, slot.index)) for key, slots in self._slots.items() for slot in slots]
 
     def metrics(self) -> dict[str, float]:
         """Per model: servers that are up, restarts, and the client's counters."""
@@ -147,6 +159,7 @@ class FrozenServers:
 
     def _on_change(self, key: str, slot: ServerSlot, before: ServerState) -> None:
         state, client = slot.health.state, self._clients[key]
+        self._faults.changed(frozen_name(key, slot.index), slot, before)
         if state.up and not before.up and slot.control:
             self._restarts[key] += slot.starts > 1
             client.add_server(slot.control)
@@ -164,7 +177,7 @@ class FrozenServers:
         mem_fraction = self._free_share(key) if shared else model.mem_fraction
         dtype = model.dtype or config.model.dtype
         spec = frozen_server_spec(model, dtype, self._device.kind, mem_fraction, config.seed + index, gpus)
-        log_path = str(self._logs / f"{frozen_pool(key)}-{index}.log")
+        log_path = str(self._logs / f"{frozen_name(key, index)}.log")
         keys = (self._keys.admin, self._keys.generation)
         arguments = (model, spec, config.cluster.host, 0, log_path, *keys)
         pool = "rollout" if shared else frozen_pool(key)
@@ -180,3 +193,8 @@ class FrozenServers:
             if model.pool == "rollout":
                 free -= model.mem_fraction
         return self._models[key].mem_fraction / free
+
+
+def frozen_name(key: str, index: int) -> str:
+    """The name of a server of a frozen model in logs and events, such as `reward-judge-0`."""
+    return f"{frozen_pool(key)}-{index}"

@@ -101,6 +101,20 @@ class Pools:
         table = await asyncio.to_thread(placement_group_table, group)
         await self._agents.ended(table["bundles_to_node_id"][bundle], process)
 
+    async def nodes(self, pool: str) -> dict[int, str]:
+        """The Ray id of the node of each slot of a pool, as far as it is known."""
+        spec = self.specs[pool]
+        if spec.within:
+            table = await asyncio.to_thread(placement_group_table, self._groups[spec.within])
+            return dict.fromkeys(range(spec.slots), str(table["bundles_to_node_id"].get(0) or ""))
+        table = await asyncio.to_thread(placement_group_table, self._groups[pool])
+        nodes = table["bundles_to_node_id"]
+        found = {slot: nodes.get(slot // spec.slots_per_node, "") for slot in range(spec.slots)}
+        for (name, slot), group in list(self._added.items()):
+            if name == pool:
+                found[slot] = (await asyncio.to_thread(placement_group_table, group))["bundles_to_node_id"].get(0, "")
+        return {slot: str(node) for slot, node in found.items() if node}
+
     async def living_slots(self, pool: str) -> list[int]:
         """The initial slots of a pool on nodes that Ray does not know to be lost, ascending.
 

@@ -39,6 +39,7 @@ from megasync.cluster.roles import ROLES
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config.schema import ScheduleConfig
 from megasync.errors import LedgerError, ProcessLost
+from megasync.observe.events import NO_EVENTS, EventSink
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -97,6 +98,9 @@ class RemoteBuffer:
         self._clock = clock
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         self._killed = False
+        self.events: EventSink = NO_EVENTS
+        # Whether the present process has yet to answer a call, after a loss.
+        self._recovering = False
         self._followers: list[Callable[[Any], None]] = []
         self._process = self._start()
 
@@ -135,7 +139,11 @@ class RemoteBuffer:
         while True:
             process = self._process
             try:
-                return await process.call(method, *args, **kwargs)
+                result = await process.call(method, *args, **kwargs)
+                if self._recovering and process is self._process:
+                    self._recovering = False
+                    self.events.recovery("buffer", "restarted from its ledger")
+                return result
             except ProcessLost as loss:
                 if not self._killed and not isinstance(loss.__cause__, RayActorError):
                     await process.end()
@@ -155,6 +163,8 @@ class RemoteBuffer:
                 f". All finished groups are in {self._ledger}: continue with `megasync resume`"
             ) from loss
         self._deaths.append(now)
+        self._recovering = True
+        self.events.fault("buffer", str(loss))
         log.warning("%s; restarting it from %s", loss, self._ledger)
         self._process = self._start()
         for on_start in self._followers:

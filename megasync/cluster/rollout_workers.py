@@ -36,6 +36,8 @@ from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
 from megasync.config import Config
 from megasync.errors import ConfigError, MegasyncError, ProcessLost, ServerError
 from megasync.importing import name_of
+from megasync.observe.events import NO_EVENTS, EventSink
+from megasync.observe.state_file import ProcessState
 from megasync.rollout.placement import Placement
 from megasync.rollout.quarantine import Quarantine
 from megasync.rollout.remote_worker import MARK, Message, Report, WorkerEnd, WorkerLink, WorkerProcess
@@ -85,6 +87,9 @@ class RolloutWorkers:
         self._placeable = asyncio.Event()
         self._questions = 0
         self._last_retired = ""
+        self.events: EventSink = NO_EVENTS
+        # Of each worker: its state, why, and since when.
+        self._states_of: dict[int, tuple[str, str, float]] = {}
 
     async def start(self) -> None:
         """Starts all workers concurrently. Raises MegasyncError when one does not start."""
@@ -117,10 +122,13 @@ class RolloutWorkers:
     async def announce(self, published: int, newest: int) -> None:
         """Tells every worker the published version, and the newest that any server may hold from now on."""
         self._states["set_versions", ""] = ("set_versions", (published, newest))
-        told = [asyncio.ensure_future(link.ask("versions", published, newest)) for link in self._links.values()]
+        told = {asyncio.ensure_future(link.ask("versions", published, newest)): link for link in self._links.values()}
         if told:
-            await asyncio.wait(told, timeout=ANNOUNCE_SECONDS)
+            _, late = await asyncio.wait(told, timeout=ANNOUNCE_SECONDS)
             await cancel_and_wait(*told)
+            for asked in late:
+                # A withdrawn question may have been withdrawn before the worker began to answer it.
+                told[asked].tell("set_versions", published, newest)
 
     async def ask(self, about: str, prompt: Prompt, name: str, *arguments: Any) -> Any:
         """The answer of a worker to a question about this prompt, or of another one if it is lost. Waits for a place.
@@ -163,6 +171,22 @@ class RolloutWorkers:
         await cancel_and_wait(*self._tasks.values())
         self._tasks.clear()
 
+    def states(self) -> list[ProcessState]:
+        """Every worker, for `state.json`."""
+        return [
+            ProcessState(
+                name=worker_name(number),
+                state=state,
+                reason=reason,
+                since=since,
+                running=link.status.inflight_requests if (link := self._links.get(number)) else None,
+            )
+            for number, (state, reason, since) in sorted(self._states_of.items())
+        ]
+
+    def _note(self, number: int, state: str, reason: str = "") -> None:
+        self._states_of[number] = state, reason, time.time()
+
     def _wake(self) -> None:
         self._placeable.set()
         self._placeable = asyncio.Event()
@@ -173,6 +197,7 @@ class RolloutWorkers:
         reason = await self._follow_process(number, process)
         while (wait := budget.take()) is not None:
             log.warning("Rollout worker %d: %s; replacing it", number, reason)
+            self._note(number, "starting", reason)
             await asyncio.sleep(wait)
             process = self._make_process(number)
             try:
@@ -184,7 +209,9 @@ class RolloutWorkers:
                 await process.kill()
                 raise
             else:
+                self.events.recovery(worker_name(number), "replaced")
                 reason = await self._follow_process(number, process)
+        self._note(number, "retired", reason)
         self._last_retired = f"The last one lost was {number}: {reason}"
         log.error("Rollout worker %d is not replaced (rollout.health.restarts=%d): %s", number, health.restarts, reason)
 
@@ -201,6 +228,7 @@ class RolloutWorkers:
         for name, arguments in self._states.values():
             link.tell(name, *arguments)
         self._links[number] = link
+        self._note(number, "up")
         self.placement.add(link, number)
         for on_up, _ in self._followers:
             on_up(link)
@@ -210,6 +238,7 @@ class RolloutWorkers:
             await link.run(process)
         except ProcessLost as error:
             loss, died = error, True
+            self.events.fault(worker_name(number), str(loss))
         finally:
             del self._links[number]
             self.placement.remove(link, str(loss), by_prompts=died)
@@ -325,6 +354,11 @@ class WorkerBuffer:
                 if self._actor is actor:
                     self._opened = None
                 await asyncio.sleep(REPEAT_SECONDS)
+
+
+def worker_name(number: int) -> str:
+    """The name of a rollout worker in events."""
+    return f"worker-{number}"
 
 
 def check_travels(what: str, value: Any) -> None:

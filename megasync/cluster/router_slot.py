@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -16,6 +17,8 @@ from megasync.cluster.server_slot import TAIL_LINES, ServiceProcess
 from megasync.concurrency.tasks import cancel_and_wait, set_within
 from megasync.config import Config
 from megasync.errors import MegasyncError, ServerError
+from megasync.observe.events import NO_EVENTS, EventSink
+from megasync.observe.state_file import ProcessState
 from megasync.serving.restart_budget import RestartBudget
 
 log = logging.getLogger(__name__)
@@ -47,6 +50,8 @@ class RouterSlot:
         """`make_process` takes the servers to start with and the port, 0 for any; `members` the router's URL."""
         self.url = ""
         self.starts = 0
+        self.events: EventSink = NO_EVENTS
+        self._since = time.time()
         self._make_process = make_process
         self._wanted = wanted
         self._config = config.rollout.health
@@ -76,6 +81,8 @@ class RouterSlot:
         while True:
             reason = await self._watch()
             log.warning("Router at %s: %s", self.url, reason)
+            self.events.fault("router", reason, url=self.url)
+            self._since = time.time()
             await self._end_process()
             while self._process is None:
                 wait = self._restarts.take()
@@ -91,6 +98,13 @@ class RouterSlot:
                 except MegasyncError as error:
                     reason = str(error)
             log.warning("Router restarted at %s", self.url)
+            self.events.recovery("router", f"restarted at {self.url}", starts=self.starts)
+            self._since = time.time()
+
+    def described(self) -> ProcessState:
+        """The router, for `state.json`."""
+        state = "restarting" if self._process is None else "up"
+        return ProcessState(name="router", state=state, since=self._since, url=self.url, starts=self.starts)
 
     def refresh(self) -> None:
         """Makes `run` adjust the list now, because the wanted servers have changed."""

@@ -22,6 +22,7 @@ import orjson
 from megasync.concurrency.tasks import set_within, wait_for_first
 from megasync.config import Config
 from megasync.errors import InvalidAnswer, MegasyncError, ServerError
+from megasync.observe.state_file import ProcessState
 from megasync.rollout.inflight import ServerLoad
 from megasync.rollout.partials import PartialResponse
 from megasync.serving.answers import AnswerLimits, StreamedError, events, read_generated, read_scored
@@ -123,6 +124,8 @@ class ServerSlot:
         self._on_change = on_change
         self._process: ServerProcess | None = None
         self._reported = self.health.state
+        # Since when it is in this state, in seconds since the epoch.
+        self._since = time.time()
         self._name = f"{name} {index}"
         self._judge = judge
         self._may_start = may_start
@@ -140,6 +143,22 @@ class ServerSlot:
         """Empty while no server runs in this slot."""
         return self.control.url if self.control is not None else ""
 
+    def described(self, name: str) -> ProcessState:
+        """This server under the name that it has in logs and events, for `state.json`."""
+        load = self.load
+        return ProcessState(
+            name=name,
+            state=self._reported,
+            reason=self.health.reason,
+            since=self._since,
+            url=self.url,
+            starts=self.starts,
+            running=load.running if load else None,
+            waiting=load.waiting if load else None,
+            cache_use=load.token_usage if load else None,
+            throughput=load.throughput if load else None,
+        )
+
     def note(self, event: Callable[..., None], *arguments: str) -> None:
         """Passes an event, a method of the health machine, to it; reports the transition, if any, to the owner."""
         event(*arguments)
@@ -150,6 +169,7 @@ class ServerSlot:
         if state is self._reported:
             return
         before, self._reported = self._reported, state
+        self._since = time.time()
         expected = state in (ServerState.HEALTHY, ServerState.STALE, ServerState.RESTARTING)
         level = logging.INFO if expected else logging.WARNING
         log.log(level, "%s: %s -> %s %s %s", self._name, before, state, self.url, self.health.reason)

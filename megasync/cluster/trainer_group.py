@@ -19,6 +19,7 @@ from megasync.concurrency.tasks import wait_for_first
 from megasync.config import Config
 from megasync.errors import CheckpointError, MegasyncError, ProcessLost, RankLost
 from megasync.layout.topology import Topology
+from megasync.observe.state_file import RankState
 from megasync.trainer import checkpoint
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ class TrainerGroup:
         self._slots = list(range(self._topology.world))
         self._ask_again = 0.0
         self._pids: list[int] = []
+        # Of each rank, the Ray id of its node.
+        self._nodes: list[str] = []
         # The checkpoint that was begun last.
         self._saving = run_dir
         self._actors = self._create()
@@ -63,6 +66,14 @@ class TrainerGroup:
     def data_parallel(self) -> int:
         """The data-parallel size of the present ranks."""
         return self._topology.data
+
+    def states(self) -> list[RankState]:
+        """The present ranks, for `state.json`; without process ids until they are placed."""
+        pids: list[int | None] = [*self._pids] or [None] * self._topology.world
+        nodes = self._nodes or [""] * len(pids)
+        return [
+            RankState(rank=rank, pid=pid, node=node) for rank, (pid, node) in enumerate(zip(pids, nodes, strict=True))
+        ]
 
     def _create(self) -> ActorGroup:
         config = replace(self._config, trainer=replace(self._config.trainer, data_parallel=self.data_parallel))
@@ -78,6 +89,8 @@ class TrainerGroup:
         else:
             await wait_for_first(placed, asyncio.ensure_future(self._node_lost()))
             self._pids = placed.result()
+        nodes = await self._pools.nodes("trainer")
+        self._nodes = [nodes.get(slot, "") for slot in self._slots]
         host, port = (await self.call("rendezvous", timeout=limit))[0]
         await self.call("start", host, port, timeout=limit)
         if path is not None:
@@ -96,7 +109,7 @@ class TrainerGroup:
         await kill_unresponsive(
             self._pools, "trainer", {slot: pid for slot, pid in pids.items() if slot in living}, ANSWER_SECONDS
         )
-        self._pids = []
+        self._pids, self._nodes = [], []
         if self._config.trainer.min_data_parallel is not None:
             await self._place(self._config.trainer.min_data_parallel)
         self._actors = self._create()
@@ -142,8 +155,10 @@ class TrainerGroup:
         """Calls `TrainerRank.method` on every rank; answers in rank order."""
         try:
             return await self._actors.call(method, *args, timeout=timeout)
-        except ProcessLost as loss:
-            raise RankLost(str(loss)) from loss
+        except ProcessLost as error:
+            loss = RankLost(str(error))
+            loss.slots, loss.silent = error.slots, error.silent
+            raise loss from error
 
     async def step(self, groups: list[LeasedGroup], step: int, version: int) -> dict[str, float]:
         return (await self.call("step", groups, step, version, timeout=self._timeouts.train_step))[0]

@@ -329,7 +329,7 @@ class Controller:
         if saved is not None:
             self._saved_step, self._saving = self._saving, None
             await self._buffer.checkpointed(self._saved_step, saved.oldest_step)
-            self._observer.message(f"checkpoint: {saved.path}")
+            self._observer.checkpoint(self._saved_step, saved.path)
             every = self.config.checkpoint.export_every
             if self._export is not None and every and self._saved_step % every == 0:
                 self._exporting = asyncio.create_task(self._export_now(self._export(saved.path)), name="export")
@@ -423,9 +423,10 @@ class Controller:
             await self._rollout_workers.watch()
 
     async def _show_rollout(self) -> None:
-        self._observer.buffer((await self._buffer.counts())["slots"])
+        waiting = await self._buffer.waiting()
+        self._observer.buffer(await self._buffer.counts(), waiting)
         groups = int(self._rollouter.metrics()["rollout/inflight_groups"])
-        waits = [reason for call, reason in (await self._buffer.waiting()).items() if call.startswith("admit")]
+        waits = [reason for call, reason in waiting.items() if call.startswith("admit")]
         if groups or not waits:
             self._observer.activity("rollout", f"generating {groups} groups")
         else:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from megasync.buffer.payload import LeasedGroup
 from megasync.buffer.state import BufferCounts, CheckpointedBuffer, FailedStep
+from megasync.observe.events import EventSink
 
 
 class SavedCheckpoint(Protocol):
@@ -174,15 +175,26 @@ class RolloutProcesses(Protocol):
         """Raises when no worker is left and none can be started."""
 
 
-class Observer(Protocol):
+class Observer(EventSink, Protocol):
     """Sees everything, decides nothing."""
 
     def step(self, step: int, version: int, metrics: dict[str, float]) -> None: ...
     def evaluation(self, step: int, version: int, metrics: dict[str, float]) -> None: ...
     def rewind(self, step: int) -> None: ...
     def activity(self, part: str, doing: str) -> None: ...
-    def buffer(self, counts: dict[str, int]) -> None: ...
+    def buffer(self, counts: Mapping[str, Any], waiting: Mapping[str, str]) -> None:
+        """The buffer's counts (`BufferCounts`), and which of its calls wait for what."""
+        ...
+
     def message(self, text: str) -> None: ...
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        """The checkpoint of a step is complete."""
+        ...
+
+    def published(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
+        """The weights of a step are on the servers, as this version."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,7 @@ class FleetSync:
         async with self._requests_paused():
             metrics = await self._publish_to_all(version)
         self._progress.published(version)
+        self._observer.published(self._progress.step, version, metrics)
         await self._announce()
         await self._buffer.publish(version)
         return metrics
@@ -184,6 +185,7 @@ class FleetSync:
             await self._trainer.check()
         if not error.failed:
             self._link_failures += 1
+            self._observer.fault("sync", str(error))
             if self._link_failures >= LINK_FAILURES:
                 raise error
             self._observer.message(f"retrying the publish: {error}")
@@ -194,6 +196,8 @@ class FleetSync:
         return set(reasons)
 
     async def _let_serve(self, joiners: set[str], version: int) -> None:
+        if self._link_failures:
+            self._observer.recovery("sync", f"version {version} is published")
         self._link_failures = 0
         if joiners:
             await self._fleet.joined(joiners)

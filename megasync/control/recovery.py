@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 # Below the run directory: one file for each batch whose step raised an error.
 FAILED_STEPS_FOLDER = "failed_steps"
 
+# Ranks that a fault names; a hang may involve thousands.
+SHOWN_RANKS = 8
+
 # A step that did not complete: its number and its groups.
 Step = tuple[int, list[LeasedGroup]]
 
@@ -90,6 +93,8 @@ class TrainerRecovery:
         up, and RankLost when a new rank is lost.
         """
         limit = self._config.max_restarts
+        lost = named_loss(loss)
+        self._observer.fault(lost, str(loss), interrupted=incomplete[0] if incomplete else None)
         used_up = self._restarts_in_a_row >= limit
         counts_as_failed = used_up or isinstance(loss, StepFailed)
         if incomplete is not None and counts_as_failed and await self._record_attempt(*incomplete, loss):
@@ -103,6 +108,7 @@ class TrainerRecovery:
         self._faults["trainer_restarts"] += 1
         self._observer.message(f"restarting the trainer ranks, attempt {self._restarts_in_a_row} of {limit}: {loss}")
         await self._restart()
+        self._observer.recovery(lost, f"the ranks were restarted, training resumes after step {self._progress.step}")
 
     async def grow_trainer(self) -> None:
         """Restarts the ranks on all nodes, from the newest checkpoint. Raises RankLost when a new rank is lost."""
@@ -156,6 +162,15 @@ class TrainerRecovery:
             ) from error
         self._observer.message(f"step {step} failed, attempt {attempt} of {attempts} on these groups: {error}")
         return False
+
+
+def named_loss(loss: RankLost | StepFailed) -> str:
+    """The ranks that an error names, as events name them, such as `rank 1`; `trainer` if it names none."""
+    slots = loss.slots if isinstance(loss, RankLost) else ()
+    shown = ", ".join(map(str, slots[:SHOWN_RANKS])) + (
+        f" and {rest} more" if (rest := len(slots) - SHOWN_RANKS) > 0 else ""
+    )
+    return f"rank{'s' * (len(slots) > 1)} {shown}" if slots else "trainer"
 
 
 def write_failed_batch(folder: Path, step: int, version: int, groups: Sequence[LeasedGroup], error: str) -> None:

@@ -13,7 +13,7 @@ import errno
 import json
 import os
 import time
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,7 +168,7 @@ def faults(events: Iterable[Event], step_times: Sequence[float] = ()) -> list[Fa
 
 
 def _next(times: Sequence[float], after: float) -> float | None:
-    place = bisect_right(times, after)
+    place = bisect_left(times, after)
     return times[place] if place < len(times) else None
 
 

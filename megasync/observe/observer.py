@@ -1,27 +1,56 @@
-"""The observer of a run: turns the controller's reports into metrics files, display snapshots and the learning curve.
+"""The observer of a run: turns reports of its parts into metrics, events, `state.json`, the display and the curve.
 
 It never makes a run fail: a failed write is reported once as a warning, and training continues.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
+import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from types import TracebackType
+from typing import Any, Self
 
+from msgspec import structs
 from rich.console import Console
 
+from megasync.concurrency.tasks import set_within
 from megasync.config import Config
 from megasync.config.pacing import Pacing
 from megasync.observe import names
 from megasync.observe.curve import plot_curve
 from megasync.observe.display import Activity, LiveDisplay, RunSnapshot
+from megasync.observe.events import (
+    CHECKPOINT,
+    END,
+    EVALUATION,
+    FAULT,
+    MESSAGE,
+    RECOVERY,
+    START,
+    SYNC,
+    TRAINING,
+    EventLog,
+    read_events,
+)
 from megasync.observe.metrics import MetricsLog
 from megasync.observe.samples import append_answers
+from megasync.observe.state_file import (
+    BufferState,
+    ProcessState,
+    RankState,
+    RunState,
+    Status,
+    read_state,
+    write_state,
+)
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +61,25 @@ SHOWN_MESSAGES = 4
 DRAW_SECONDS = 60.0
 # Rewards that are kept for the display.
 SHOWN_REWARDS = 64
+
+
+# Seconds between two states of the run in `state.json`.
+STATE_SECONDS = 2.0
+# What an event of a published version has of its metrics.
+SYNC_FIELDS = {"bytes": "sync/bytes", "pause_seconds": "sync/pause_seconds"}
+# States of a server in which it answers requests.
+SERVING = ("healthy", "suspect")
+
+
+@dataclass
+class RunParts:
+    """What the processes of a run report of themselves, without asking any: it is called every two seconds."""
+
+    servers: Callable[[], list[ProcessState]] = list
+    router: Callable[[], ProcessState | None] = lambda: None
+    ranks: Callable[[], list[RankState]] = list
+    workers: Callable[[], list[ProcessState]] = list
+    frozen_models: Callable[[], list[ProcessState]] = list
 
 
 class RunObserver:
@@ -61,6 +109,18 @@ class RunObserver:
         self._latest: dict[str, float] = {}
         self._buffer: dict[str, int] = {}
         self._activities: dict[str, tuple[str, float]] = {}
+        self._events = EventLog(self._run_dir)
+        # What the processes of the run report of themselves.
+        self.parts = RunParts()
+        self._started = time.time()
+        self._status: Status = "starting"
+        # Why the run stopped before its end, if it did.
+        self.stopped = ""
+        self._buffer_state: BufferState | None = None
+        # Whether a driver before this one died without recording its end.
+        self._resumes_killed = False
+        # Whether no step was trained since the last fault.
+        self._step_due = False
         self._messages: deque[str] = deque(maxlen=SHOWN_MESSAGES)
         # (time, tokens trained since the first step) after each of the latest steps; excludes the start-up time.
         self._progress: deque[tuple[float, float]] = deque(maxlen=SPEED_STEPS + 1)
@@ -71,26 +131,92 @@ class RunObserver:
 
     def __enter__(self) -> Self:
         self._display.__enter__()
+        with self._guarded("record the start"):
+            self._record_start()
+        with self._guarded("write the state"):
+            write_state(self._run_dir, self.state())
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        reason = self.stopped
+        if isinstance(error, Exception):
+            self._status, reason = "failed", f"{type(error).__name__}: {error}"
+        elif error is not None:
+            # Cancelled, by a second Ctrl-C or from outside.
+            self._status, reason = "stopped", str(error) or type(error).__name__
+        else:
+            self._status = "stopped" if reason else "finished"
+        self.stopped = reason
+        self._record(END, reason, status=self._status)
+        with self._guarded("write the state"):
+            write_state(self._run_dir, self.state())
+        with self._guarded("close the events"):
+            self._events.close()
         self._display.__exit__()
         with self._guarded("close the metrics"):
             self._metrics.close()
         self._draw()
 
+    @asynccontextmanager
+    async def writing_state(self) -> AsyncIterator[None]:
+        """Keeps `state.json` up to date, in the background."""
+        over = asyncio.Event()
+        task = asyncio.create_task(self._write_states(over), name="state of the run")
+        try:
+            yield
+        finally:
+            # Not cancelled: a write that goes on in its thread would replace the last state.
+            over.set()
+            await asyncio.wait([task], timeout=STATE_SECONDS)
+
+    async def _write_states(self, over: asyncio.Event) -> None:
+        while not await set_within(over, STATE_SECONDS):
+            with self._guarded("write the state"):
+                # In a thread: the folder may be on a slow file system.
+                await asyncio.to_thread(write_state, self._run_dir, self.state())
+
     # Reports from the controller
+
+    def running(self) -> None:
+        """Everything has started; the loops of the run begin."""
+        self._status = "running"
+        if self._resumes_killed:
+            self._resumes_killed = False
+            self.recovery("driver", "another driver resumed the run")
+
+    def fault(self, what: str, text: str, **fields: Any) -> None:
+        """Records that a part of the run died, hung or failed; see `observe.events`."""
+        self._step_due = True
+        self._record(FAULT, text, what, **{"step": self._step} | fields)
+
+    def recovery(self, what: str, text: str, **fields: Any) -> None:
+        """Records that it works again."""
+        self._record(RECOVERY, text, what, **{"step": self._step} | fields)
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        """Records a complete checkpoint."""
+        self._show(f"checkpoint: {path}")
+        self._record(CHECKPOINT, str(path), step=step)
+
+    def published(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
+        """Records that the weights of a step are on the servers."""
+        self._version = max(self._version, version)
+        sizes: dict[str, Any] = {name: metrics[key] for name, key in SYNC_FIELDS.items() if key in metrics}
+        self._record(SYNC, f"version {version} is published", step=step, version=version, **sizes)
 
     def step(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
         """Records a trained step; `metrics` has the keys of `observe.names`."""
         self._step, self._version = step, version
+        if self._step_due:
+            self._step_due = False
+            self.recovery(TRAINING, f"step {step} is trained")
         self._rewards.append(metrics.get(names.REWARD))
         if (loss := metrics.get(names.TRAINING_LOSS)) is not None:
             self._losses.append(loss)
         self._latest.update(metrics)
         prefix = names.BUFFER_PREFIX
         if states := {key.removeprefix(prefix): count for key, count in metrics.items() if key.startswith(prefix)}:
-            self.buffer(states)
+            self._buffer = {state: int(count) for state, count in states.items()}
         trained = self._progress[-1][1] + metrics.get(names.TRAINED_TOKENS, 0.0) if self._progress else 0.0
         self._progress.append((self._clock(), trained))
         rate = self._trained_rate()
@@ -107,7 +233,9 @@ class RunObserver:
             match[1]: value for key, value in metrics.items() if (match := names.SET_SCORE.fullmatch(key))
         }
         sets = "".join(f", {name} {score:.3f}" for name, score in self._set_scores.items())
-        self.message(f"held-out score {metrics[names.SCORE]:.3f}{sets} after step {step} (version {version})")
+        text = f"held-out score {metrics[names.SCORE]:.3f}{sets} after step {step} (version {version})"
+        self._show(text)
+        self._record(EVALUATION, text, step=step, version=version, score=metrics[names.SCORE])
         if self._clock() - self._drawn >= DRAW_SECONDS:
             self._draw()
 
@@ -115,7 +243,9 @@ class RunObserver:
         """Records the loss of the held-out rows of a supervised run."""
         self._validation_losses.append((step, loss))
         self._log(step, {names.VALIDATION_LOSS: loss})
-        self.message(f"validation loss {loss:.4f} after step {step}")
+        text = f"validation loss {loss:.4f} after step {step}"
+        self._show(text)
+        self._record(EVALUATION, text, step=step, loss=loss)
 
     def rewind(self, step: int) -> None:
         """Training resumes from an earlier step: discards what was measured after it."""
@@ -138,9 +268,18 @@ class RunObserver:
             with self._guarded("write sample answers"):
                 append_answers(self._run_dir, step, version, kept)
 
-    def buffer(self, counts: Mapping[str, float]) -> None:
-        """Records the number of active groups by state."""
-        self._buffer = {state: int(count) for state, count in counts.items()}
+    def buffer(self, counts: Mapping[str, Any], waiting: Mapping[str, str]) -> None:
+        """Records the buffer's counts (`buffer.state.BufferCounts`), and which of its calls wait for what."""
+        self._buffer = dict(counts["slots"])
+        self._buffer_state = BufferState(
+            slots=self._buffer,
+            capacity=counts["capacity"],
+            admitted=counts["admitted"],
+            trained=counts["trained"],
+            dropped=dict(counts["dropped"]),
+            live=counts["live"],
+            waiting=dict(waiting),
+        )
 
     def activity(self, part: str, doing: str) -> None:
         """Records what a component is doing from now on; the display shows for how long."""
@@ -148,7 +287,11 @@ class RunObserver:
             self._activities[part] = (doing, self._clock())
 
     def message(self, text: str) -> None:
-        """Logs and displays a message."""
+        """Logs, displays and records a message."""
+        self._show(text)
+        self._record(MESSAGE, text)
+
+    def _show(self, text: str) -> None:
         log.info("%s", text)
         self._messages.append(text)
         self._display.message(text)
@@ -181,6 +324,53 @@ class RunObserver:
             activities=tuple(Activity(part, doing, now - since) for part, (doing, since) in self._activities.items()),
             messages=tuple(self._messages),
         )
+
+    def state(self) -> RunState:
+        """The current state of the run, for `state.json`."""
+        now, clock, parts = time.time(), self._clock(), self.parts
+        return RunState(
+            time=now,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            started=self._started,
+            status=self._status,
+            reason=self.stopped,
+            step=self._step,
+            total_steps=self._config.schedule.total_steps,
+            version=self._version,
+            activities={part: (doing, now - (clock - since)) for part, (doing, since) in self._activities.items()},
+            servers=[self._serving(server) for server in parts.servers()],
+            router=parts.router(),
+            ranks=parts.ranks(),
+            workers=parts.workers(),
+            frozen_models=parts.frozen_models(),
+            buffer=self._buffer_state,
+            eta_seconds=self.snapshot().eta_seconds,
+        )
+
+    def _serving(self, server: ProcessState) -> ProcessState:
+        """A server that serves holds the published version."""
+        if server.version is not None or server.state not in SERVING:
+            return server
+        return structs.replace(server, version=self._version)
+
+    def _record_start(self) -> None:
+        events, last = read_events(self._run_dir), read_state(self._run_dir)
+        recorded = [event for event in events if event.kind in (START, END)]
+        if recorded and recorded[-1].kind == START:
+            # The driver before this one has recorded no end.
+            self._resumes_killed = True
+            alive = max([event.time for event in events] + ([last.time] if last else []))
+            driver = f"process {last.pid} on {last.host}" if last else "its process"
+            step = last.step if last else 0
+            text = f"the driver ({driver}) was killed or lost its machine: it has recorded no end"
+            self._events.write(FAULT, text, "driver", at=alive, step=step)
+            self._step_due = True
+        self._events.write(START, self._config.name, pid=os.getpid(), host=socket.gethostname())
+
+    def _record(self, kind: str, text: str, what: str = "", **fields: Any) -> None:
+        with self._guarded("write events"):
+            self._events.write(kind, text, what, **fields)
 
     def _trained_rate(self) -> float | None:
         """Trained tokens per second over the latest steps; None until there are two."""

@@ -487,3 +487,50 @@ def test_the_check_refuses_what_the_client_refuses(body: Any, problem: str | Non
 
 def test_states_that_serve() -> None:
     assert {state for state in ServerState if state.serves} == {ServerState.HEALTHY, ServerState.SUSPECT}
+
+
+# What the fleet records
+
+
+class Recorded:
+    def __init__(self):
+        self.events = []
+
+    def fault(self, what, text, **fields):
+        self.events.append(("fault", what, text))
+
+    def recovery(self, what, text, **fields):
+        self.events.append(("recovery", what, text))
+
+
+@in_virtual_time
+async def test_the_death_of_a_server_and_its_return_are_recorded(fleet):
+    recorded = Recorded()
+    fleet.report_to(recorded)
+    victim = fleet._slots[1]
+    victim.note(victim.health.died, "killed by hand")
+    dead = fleet.states()[1]
+    assert (dead.name, dead.state, dead.reason) == ("server-1", "dead", "killed by hand")
+    await fleet.until(lambda: bool(fleet.joiners()))
+    assert [event[:2] for event in recorded.events] == [("fault", "server-1")], "it is back once it serves"
+    await fleet.all_join()
+    assert [event[:2] for event in recorded.events] == [("fault", "server-1"), ("recovery", "server-1")]
+    assert "killed by hand" in recorded.events[0][2]
+    assert [server.state for server in fleet.states()] == ["healthy"] * 3 and fleet.states()[1].starts == 2
+
+
+@in_virtual_time
+async def test_a_failed_sync_is_a_fault_of_the_server_until_one_succeeds(fleet):
+    recorded = Recorded()
+    fleet.report_to(recorded)
+    await fleet.sync_failed({fleet.made[0].url: "phase transfer"})
+    await fleet.all_join()
+    assert [event[:2] for event in recorded.events] == [("fault", "server-0"), ("recovery", "server-0")]
+
+
+@in_virtual_time
+async def test_a_server_that_is_scaled_away_is_no_fault(fleet):
+    recorded = Recorded()
+    fleet.report_to(recorded)
+    fleet._slots[2].note(fleet._slots[2].health.retire, "removed by a resize")
+    assert recorded.events == [] and [server.name for server in fleet.states()] == ["server-0", "server-1"]

@@ -26,6 +26,9 @@ class FakePools:
         self.asked += 1
         return [slot for slot in range(8) if slot // 2 not in self.lost]
 
+    async def nodes(self, pool: str) -> dict[int, str]:
+        return {slot: f"node {slot // 2}" for slot in range(8) if slot // 2 not in self.lost}
+
 
 class FakeActors:
     """What the ranks were created with."""

@@ -192,6 +192,21 @@ async def test_an_announcement_reaches_every_worker_first_but_does_not_wait_for_
         assert (1, "versions", 1, 2) in crew.told
 
 
+async def test_an_announcement_reaches_a_worker_that_was_busy_for_longer():
+    async with Crew(workers=1) as crew:
+        (process,), free = crew.processes, asyncio.Event()
+        send = process.send
+
+        async def busy(commands, timeout):
+            await free.wait()
+            await send(commands, timeout)
+
+        process.send = busy
+        await crew.workers.announce(1, 2)
+        free.set()
+        await until(lambda: (0, "versions", 1, 2) in crew.told)
+
+
 async def test_a_worker_that_keeps_dying_is_retired_and_the_run_ends_with_the_last_one():
     async with Crew(workers=2, restarts=1) as crew:
         for _ in range(2):
@@ -209,6 +224,25 @@ async def test_a_worker_that_keeps_dying_is_retired_and_the_run_ends_with_the_la
                 while True:
                     await crew.workers.watch()
                     await asyncio.sleep(0.01)
+
+
+async def test_a_lost_worker_and_its_replacement_are_recorded():
+    class Recorded:
+        def fault(self, what, text, **fields):
+            events.append(("fault", what))
+
+        def recovery(self, what, text, **fields):
+            events.append(("recovery", what))
+
+    events = []
+    async with Crew(workers=2) as crew:
+        crew.workers.events = Recorded()
+        crew.processes[1].die()
+        await until(lambda: len(events) == 2)
+        assert events == [("fault", "worker-1"), ("recovery", "worker-1")]
+        await until(lambda: [worker.state for worker in crew.workers.states()] == ["up", "up"])
+        assert [worker.name for worker in crew.workers.states()] == ["worker-0", "worker-1"]
+    assert len(events) == 2, "a worker that is stopped is no fault"
 
 
 async def test_a_worker_that_does_not_start_fails_the_start_and_leaves_none_behind():

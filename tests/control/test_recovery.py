@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from controller_rig import FakePublisher, FakeTrainer, Rig
 
-from megasync.errors import TrainingError
+from megasync.control.recovery import named_loss
+from megasync.errors import RankLost, TrainingError
 from megasync.sync.attempt import PublishError
 
 
@@ -241,3 +242,30 @@ async def test_the_fleet_knows_which_servers_are_in_a_sync() -> None:
     await rig.run()
     assert rig.fleet.synced[:4] == [{"a", "b"}, {"a", "b"}, {"a", "b"}, {"b"}]
     assert rig.fleet.in_sync == set()
+
+
+async def test_a_lost_rank_and_its_return_are_recorded() -> None:
+    rig = Rig(trainer=FakeTrainer(lose={"step 4": 1}), checkpoint_every=2)
+    await rig.run()
+    assert rig.observer.events == [("fault", "trainer"), ("recovery", "trainer")]
+
+
+@pytest.mark.parametrize(
+    ("slots", "named"),
+    [
+        ((), "trainer"),
+        ((1,), "rank 1"),
+        ((0, 2), "ranks 0, 2"),
+        (tuple(range(20)), "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"),
+    ],
+)
+def test_a_loss_is_named_after_its_ranks(slots, named) -> None:
+    loss = RankLost("lost")
+    loss.slots = slots
+    assert named_loss(loss) == named
+
+
+async def test_a_broken_link_is_a_fault_of_the_sync_until_a_version_is_published() -> None:
+    rig = Rig(publisher=FakePublisher(lose={2: []}))
+    await rig.run()
+    assert rig.observer.events == [("fault", "sync"), ("recovery", "sync")]

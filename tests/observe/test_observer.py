@@ -1,6 +1,8 @@
 """The observer turns reports into files and a snapshot, and never ends a run."""
 
+import asyncio
 import logging
+import os
 from io import StringIO
 from pathlib import Path
 
@@ -8,12 +10,16 @@ import pytest
 from rich.console import Console
 
 from megasync.config import load_config
+from megasync.errors import ServerError
 from megasync.observe import names
+from megasync.observe import observer as observer_module
 from megasync.observe.curve import CURVE_FILE, held_out_name, plot_curve, points
 from megasync.observe.display import view
+from megasync.observe.events import EVENTS_FILE, EventReader, faults, read_events, trained_at
 from megasync.observe.metrics import METRICS_FILE, MetricsLog, read_metrics
 from megasync.observe.observer import SPEED_STEPS, RunObserver
 from megasync.observe.samples import SAMPLES_FILE, answers_table, append_answers, before_and_after, read_answers
+from megasync.observe.state_file import STATE_FILE, ProcessState, RankState, read_state
 
 METRICS = {
     names.REWARD: 0.5,
@@ -242,3 +248,120 @@ def test_the_curve_has_one_line_per_held_out_set_and_temperature():
         "eval/score@0.6": "held-out, temperature 0.6",
         "eval/hard/score@1": "hard, temperature 1",
     }
+
+
+# Events and the state
+
+
+COUNTS = {"slots": {"finished": 1}, "capacity": 8, "admitted": 3, "trained": 2, "dropped": {}, "live": 1}
+
+
+def kinds(run_dir):
+    return [(event.kind, event.what) for event in EventReader(run_dir).update()]
+
+
+def test_a_run_records_its_start_its_faults_and_its_end(observer, tmp_path):
+    with observer:
+        observer.running()
+        observer.fault("rank 1", "killed")
+        observer.recovery("rank 1", "restarted")
+        observer.step(1, 1, METRICS)
+        observer.step(2, 2, METRICS)
+        observer.published(2, 2, {"sync/bytes": 10.0})
+        observer.checkpoint(2, tmp_path / "checkpoints")
+        observer.evaluation(2, 2, {names.SCORE: 0.5})
+        observer.message("note")
+    assert kinds(tmp_path) == [
+        ("start", ""),
+        ("fault", "rank 1"),
+        ("recovery", "rank 1"),
+        ("recovery", "training"),
+        *((kind, "") for kind in ("sync", "checkpoint", "evaluation", "message", "end")),
+    ]
+    assert read_state(tmp_path).status == "finished"
+
+
+def test_a_failed_run_records_why(observer, tmp_path):
+    with pytest.raises(ServerError), observer:
+        raise ServerError("no server is left")
+    end = read_events(tmp_path)[-1]
+    assert (end.kind, end.fields["status"]) == ("end", "failed") and "no server is left" in end.text
+    assert read_state(tmp_path).status == "failed" and "no server is left" in read_state(tmp_path).reason
+
+
+def test_a_run_that_was_stopped_records_why(observer, tmp_path):
+    with observer:
+        observer.running()
+        observer.stopped = "SIGTERM"
+    assert (read_state(tmp_path).status, read_state(tmp_path).reason) == ("stopped", "SIGTERM")
+
+
+def another_driver(observer):
+    return RunObserver(observer._config, observer._run_dir, console=Console(file=StringIO()))
+
+
+def test_a_resumed_run_records_the_death_of_the_driver_before_it(observer, tmp_path):
+    observer.__enter__()
+    observer.running()
+    died = read_state(tmp_path).time
+    # Of a killed driver nothing is left but its files.
+    observer._display.__exit__()
+    with another_driver(observer) as resumed:
+        assert [event.what for event in read_events(tmp_path) if event.kind == "fault"] == ["driver"]
+        assert read_events(tmp_path)[-1].kind == "start"
+        resumed.running()
+        resumed.step(1, 1, METRICS)
+        columns = read_metrics(tmp_path)
+    (fault,) = faults(read_events(tmp_path), trained_at(columns))
+    assert fault.time >= died - 0.01 and fault.recovered is not None and fault.seconds_to_next_step is not None
+    assert str(os.getpid()) in fault.text
+
+
+def test_a_resumed_run_that_had_ended_records_no_fault(observer, tmp_path):
+    with observer:
+        pass
+    with another_driver(observer):
+        pass
+    assert kinds(tmp_path) == [("start", ""), ("end", ""), ("start", ""), ("end", "")]
+
+
+async def test_the_state_has_what_the_parts_report(observer, tmp_path, monkeypatch):
+    monkeypatch.setattr(observer_module, "STATE_SECONDS", 0.01)
+    observer.parts.servers = lambda: [
+        ProcessState(name="server-0", state="healthy"),
+        ProcessState(name="server-1", state="dead", reason="killed"),
+    ]
+    observer.parts.ranks = lambda: [RankState(rank=0, pid=1)]
+    with observer:
+        async with observer.writing_state():
+            assert read_state(tmp_path).status == "starting"
+            observer.running()
+            observer.step(3, 2, METRICS)
+            observer.activity("trainer", "training")
+            observer.buffer(COUNTS, {"lease": "groups"})
+            while (state := read_state(tmp_path)).status != "running":
+                await asyncio.sleep(0.01)
+    assert (state.step, state.version, state.ranks) == (3, 2, [RankState(rank=0, pid=1)])
+    assert [(server.name, server.version) for server in state.servers] == [("server-0", 2), ("server-1", None)]
+    assert state.buffer.waiting == {"lease": "groups"} and state.activities["trainer"][0] == "training"
+    assert abs(state.activities["trainer"][1] - state.time) < 60, "activities begin in seconds since the epoch"
+
+
+async def test_a_part_that_cannot_be_described_does_not_end_the_run(observer, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(observer_module, "STATE_SECONDS", 0.01)
+    observer.parts.servers = lambda: 1 / 0
+    with observer:
+        async with observer.writing_state():
+            observer.running()
+            await asyncio.sleep(0.05)
+    assert "ZeroDivisionError" in caplog.text
+    assert kinds(tmp_path)[-1] == ("end", "")
+
+
+def test_events_that_cannot_be_written_do_not_end_the_run(observer, tmp_path, caplog):
+    (tmp_path / EVENTS_FILE).mkdir()
+    (tmp_path / STATE_FILE).mkdir()
+    with observer:
+        observer.fault("server-0", "killed")
+        observer.step(1, 1, METRICS)
+    assert "could not write events" in caplog.text and "could not write the state" in caplog.text

@@ -306,6 +306,7 @@ class FakeObserver:
         self.metrics: list[dict] = []
         self.evaluations: list[int] = []
         self.messages: list[str] = []
+        self.events: list[tuple[str, str]] = []
 
     def step(self, step: int, version: int, metrics: dict) -> None:
         self.steps.append(step)
@@ -316,7 +317,15 @@ class FakeObserver:
 
     def rewind(self, step: int) -> None: ...
     def activity(self, part: str, doing: str) -> None: ...
-    def buffer(self, counts: dict) -> None: ...
+    def buffer(self, counts: dict, waiting: dict) -> None: ...
+    def checkpoint(self, step: int, path: Path) -> None: ...
+    def published(self, step: int, version: int, metrics: dict) -> None: ...
+
+    def fault(self, what: str, text: str, **fields: object) -> None:
+        self.events.append(("fault", what))
+
+    def recovery(self, what: str, text: str, **fields: object) -> None:
+        self.events.append(("recovery", what))
 
     def message(self, text: str) -> None:
         self.messages.append(text)
