@@ -1,0 +1,491 @@
+"""Recorded responses: a table to search and filter, one response token by token, and its group side by side.
+
+Filters, order and pages are applied here and not in the browser, which gets `PAGE` rows at a time, so the table is as
+fast for 100,000 responses as for 100. Tokens are drawn in portions of `PORTION`. The texts of responses come from
+outside: each is the text of an element, never HTML.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from nicegui import ui
+
+from megasync.data.render import load_tokenizer
+from megasync.errors import DataError
+from megasync.observe.rollouts import DROPPED, FOLDER, NO_SAMPLE, TRAINED, Bounds, Filters, Response, RolloutIndex, Row
+from megasync.watch import units
+from megasync.watch.elements import Chip, card, notice, text
+from megasync.watch.responses import SHADINGS, Decoder, Shading, Turn, about, turns, visible
+from megasync.watch.run_folder import RunFolder
+from megasync.watch.view import Place, Update
+
+# Rows of a page, and tokens of a portion.
+PAGE, PORTION = 25, 1500
+# A text search ends after this many matches or seconds, and says so.
+MATCHES, SEARCH_SECONDS = 500, 10.0
+# Responses of a group that are shown side by side, and characters of each.
+MEMBERS, MEMBER_CHARACTERS = 32, 700
+# Folded texts show this many characters.
+PREVIEW = 80
+ANY = "any"
+# Heading, field that it sorts by, and whether it is a number.
+COLUMNS = (
+    ("step", "step", True),
+    ("group", "uid", False),
+    ("sample", "sample", True),
+    ("set", "set", False),
+    ("reward", "reward", True),
+    ("advantage", "advantage", True),
+    ("tokens", "tokens", True),
+    ("staleness", "staleness", True),
+    ("gap", "gap", True),
+    ("ended by", "finish_reason", False),
+    ("trained", "dropped", False),
+)
+# Colours of shades below 0, above 0, and of steps.
+BELOW, ABOVE = "var(--orange)", "var(--blue)"
+STEPS = ("transparent", "var(--gray)", "var(--sky)", "var(--green)", "var(--orange)", "var(--purple)", "var(--red)")
+# Share of a full colour, so that text stays readable on it.
+STRENGTH = 65
+
+
+def build(run: RunFolder, place: Place) -> Update:
+    """Draws the recorded responses of a run. The query may have ``uid``, ``step`` and ``dropped``."""
+    return _Rollouts(run, place).update
+
+
+def decoder_of(run: RunFolder) -> tuple[Decoder, str]:
+    """The tokenizer of the run's model or of its export, and why there is none."""
+    named = str(run.settings.get("model.path") or "")
+    problem = f"there is no folder {named!r} here" if named else "config.yaml names no model"
+    # A relative path is relative to where the run was started, which is often the folder above run_root.
+    folders = [Path(named), run.path.resolve().parent.parent / named] if named else []
+    for path in (*folders, run.path / "export"):
+        if path.is_dir():
+            try:
+                return Decoder(load_tokenizer(str(path))), ""
+            except DataError as error:
+                problem = str(error)
+    return Decoder(), f"Tokens are shown by their ids: {problem}."
+
+
+class _Rollouts:
+    """The view: what is filtered, the page that is shown, and the response that is open."""
+
+    def __init__(self, run: RunFolder, place: Place) -> None:
+        self._run = run
+        self._index: RolloutIndex = run.rollouts
+        self._decoder: Decoder | None = None
+        self._rows: list[Row] = []
+        self._known = -1
+        self._page = 0
+        self._sort, self._descending = "time", True
+        self._found: list[Row] | None = None
+        self._open: Row | None = None
+        self._drawn: list[Row] = []
+        with card("Responses") as frame:
+            self._note = text("div", "", "note")
+            self._controls(place)
+            self._table()
+        self._frame = frame
+        self._detail = ui.element("div")
+        self.update()
+
+    # Filters
+
+    def _controls(self, place: Place) -> None:
+        query = place.query
+        with ui.element("div").classes("filters"):
+            self._text = ui.input("text contains").props("dense outlined clearable")
+            self._uid = ui.input("group", value=query.get("uid", "")).props("dense outlined clearable")
+            self._kind = ui.select([ANY], value=ANY, label="trained or dropped").props("dense outlined")
+            self._set = ui.select([ANY], value=ANY, label="set").props("dense outlined")
+            step = query.get("step", "")
+            self._bounds = {
+                name: (_bound(f"{label} from", start), _bound("to", start))
+                for name, label, start in (
+                    ("reward", "reward", ""),
+                    ("length", "tokens", ""),
+                    ("staleness", "staleness", ""),
+                    ("step", "step", step),
+                )
+            }
+        if dropped := query.get("dropped"):
+            self._kind.set_options([ANY, dropped], value=dropped)
+        self._text.on("keydown.enter", self._search)
+        self._text.on("clear", self._search)
+        for control in (self._uid, self._kind, self._set, *(each for pair in self._bounds.values() for each in pair)):
+            control.on_value_change(self._changed)
+
+    def filters(self) -> Filters:
+        def bounds(name: str) -> Bounds | None:
+            least, most = (field.value for field in self._bounds[name])
+            return None if least is None and most is None else (least, most)
+
+        return Filters(
+            reward=bounds("reward"),
+            length=bounds("length"),
+            staleness=bounds("staleness"),
+            step=bounds("step"),
+            set=None if self._set.value == ANY else self._set.value,
+            dropped="" if self._kind.value == ANY else str(self._kind.value),
+            uid=(self._uid.value or "").strip(),
+        )
+
+    async def _changed(self) -> None:
+        self._page = 0
+        if self._found is not None:
+            await self._search()
+        else:
+            self._select()
+
+    async def _search(self) -> None:
+        """Looks for the text in the responses that pass the other filters, the newest first."""
+        wanted, self._page = (self._text.value or "").strip(), 0
+        if not wanted:
+            self._found = None
+            self._select()
+            return
+        self._note.say("searching ...")
+        rows = self._index.select(self.filters())
+        decoder = await self._get_decoder()
+        found, looked = await asyncio.to_thread(_find, self._index, rows, wanted, decoder)
+        self._found = found
+        self._select()
+        if looked < len(rows):
+            self._note.say(f"{len(found)} matches in the newest {looked} of {len(rows)} responses; narrow the filters.")
+        else:
+            self._note.say(f"{len(found)} of {len(rows)} responses match.")
+
+    async def _get_decoder(self) -> Decoder:
+        if self._decoder is None:
+            self._decoder, problem = await asyncio.to_thread(decoder_of, self._run)
+            if problem:
+                with self._frame:
+                    notice(problem)
+        return self._decoder
+
+    # The table
+
+    def _table(self) -> None:
+        with ui.element("div").classes("scroll-x"), ui.element("table").classes("table responses"):
+            with ui.element("thead"), ui.element("tr"):
+                self._headings = {
+                    field: text("th", heading, "number sortable" if numeric else "sortable")
+                    for heading, field, numeric in COLUMNS
+                }
+                for field, heading in self._headings.items():
+                    heading.on("click", partial(self._sort_by, field)).props('tabindex="0"')
+                    heading.on("keydown.enter", partial(self._sort_by, field))
+            self._body = ui.element("tbody")
+        with ui.element("div").classes("pager"):
+            self._back = ui.button("newer", on_click=partial(self._turn, -1)).props("flat dense no-caps")
+            self._where = text("span", "", "muted")
+            self._next = ui.button("older", on_click=partial(self._turn, 1)).props("flat dense no-caps")
+
+    def _sort_by(self, field: str) -> None:
+        self._descending = not self._descending if field == self._sort else True
+        self._sort, self._page = field, 0
+        self._select()
+
+    def _turn(self, pages: int) -> None:
+        self._page = max(0, self._page + pages)
+        self._draw()
+
+    def update(self) -> None:
+        """Takes in what was recorded since; a search stays as it was found."""
+        if self._known == self._index.revision:
+            return
+        self._known = self._index.revision
+        reasons, sets = set(), set()
+        for row in self._index.rows:
+            reasons.add(row.dropped)
+            sets.add(row.set)
+        self._offer(self._kind, [TRAINED, DROPPED, *sorted(reasons - {""})])
+        self._offer(self._set, sorted(sets - {""}))
+        self._set.set_visibility(bool(sets - {""}))
+        if self._found is None:
+            self._select()
+
+    def _offer(self, control: Any, options: Sequence[str]) -> None:
+        wanted = [ANY, *options]
+        if control.options != wanted:
+            control.set_options(wanted if control.value in wanted else [*wanted, control.value])
+
+    def _select(self) -> None:
+        if self._found is None:
+            self._rows = self._index.select(self.filters(), self._sort, self._descending)
+            total = len(self._index)
+            if not total:
+                self._note.say(f"This run has recorded no responses in {FOLDER}/ (observe.rollouts).")
+            else:
+                self._note.say(f"{len(self._rows):,} of {total:,} recorded responses")
+        else:
+            kept = {id(row) for row in self._found}
+            rows = self._index.select(None, self._sort, self._descending)
+            self._rows = [row for row in rows if id(row) in kept]
+        self._draw()
+
+    def _draw(self) -> None:
+        pages = max(1, -(-len(self._rows) // PAGE))
+        self._page = min(self._page, pages - 1)
+        shown = self._rows[self._page * PAGE : (self._page + 1) * PAGE]
+        newest_first = self._sort == "time" and self._descending
+        self._back.set_text("newer" if newest_first else "back")
+        self._next.set_text("older" if newest_first else "on")
+        self._where.say(f"page {self._page + 1} of {pages}")
+        self._back.set_enabled(self._page > 0)
+        self._next.set_enabled(self._page + 1 < pages)
+        for (heading, field, _), element in zip(COLUMNS, self._headings.values(), strict=True):
+            element.say(heading + (" ▾" if self._descending else " ▴") * (field == self._sort))
+        if [id(row) for row in shown] == [id(row) for row in self._drawn]:
+            return
+        self._drawn = shown
+        self._body.clear()
+        with self._body:
+            for row in shown:
+                with ui.element("tr").classes("open").props('tabindex="0"') as line:
+                    for (_, field, numeric), cell in zip(COLUMNS, _cells(row), strict=True):
+                        if field == "dropped":
+                            with ui.element("td"):
+                                Chip(*(("trained", "good") if not row.dropped else (row.dropped, "warn")))
+                        else:
+                            text("td", cell, "number" if numeric else "")
+                line.on("click", partial(self._show, row))
+                line.on("keydown.enter", partial(self._show, row))
+
+    # One response
+
+    async def _show(self, row: Row) -> None:
+        self._open = row
+        decoder = await self._get_decoder()
+        members = self._index.group(row.uid)
+        read = await asyncio.to_thread(lambda: [_read(self._index, member) for member in members[:MEMBERS]])
+        if self._open is not row:
+            return
+        self._detail.clear()
+        with self._detail:
+            position = next((at for at, member in enumerate(members[:MEMBERS]) if member is row), None)
+            found = read[position] if position is not None else await asyncio.to_thread(_read, self._index, row)
+            _one(row, found, decoder)
+            if len(members) > 1:
+                _group(row, members, read, decoder, self._show)
+        ui.run_javascript(f"getElement({self._detail.id}).$el?.scrollIntoView({{behavior: 'smooth', block: 'start'}})")
+
+
+def _bound(label: str, value: str) -> ui.number:
+    try:
+        start = float(value)
+    except ValueError:
+        start = None
+    return ui.number(label, value=start).props("dense outlined clearable").classes("bound")
+
+
+def _find(index: RolloutIndex, rows: Sequence[Row], wanted: str, decoder: Decoder) -> tuple[list[Row], int]:
+    """The rows whose text has `wanted`, and how many were looked at."""
+    found, looked, start = [], 0, time.monotonic()
+    for row in rows:
+        if len(found) == MATCHES or time.monotonic() - start > SEARCH_SECONDS:
+            break
+        looked += 1
+        found += index.search([row], wanted, lambda response: decoder.text(response.ids))
+    return found, looked
+
+
+def _read(index: RolloutIndex, row: Row) -> Response | str:
+    """The response, or why it cannot be read."""
+    try:
+        return index.read(row)
+    except DataError as error:
+        return str(error)
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        str(row.step) if row.step else "",
+        row.uid,
+        "" if row.sample == NO_SAMPLE else str(row.sample),
+        row.set,
+        units.fixed(row.reward),
+        units.fixed(row.advantage),
+        str(row.tokens),
+        str(row.staleness),
+        units.number(row.gap),
+        row.finish_reason,
+        row.dropped,
+    ]
+
+
+def _one(row: Row, found: Response | str, decoder: Decoder) -> None:
+    """A response with what is known of it, token by token."""
+    what = f"group {row.uid}" + ("" if row.sample == NO_SAMPLE else f", response {row.sample}")
+    with card(f"Response: {what}", units.day_and_clock(row.time)):
+        _facts(row)
+        if isinstance(found, str):
+            notice(found, bad=True)
+            return
+        if found.problem:
+            notice(found.problem, bad=True)
+        if row.sample == NO_SAMPLE:
+            return
+        _folded(f"prompt, {len(found.prompt_ids)} tokens", lambda: decoder.text(found.prompt_ids))
+        _Tokens(found, decoder)
+        if found.text:
+            _folded("the text that the reward function saw", lambda: found.text)
+
+
+def _facts(row: Row) -> None:
+    facts = {
+        "reward": units.fixed(row.reward),
+        "advantage": units.fixed(row.advantage),
+        "tokens": f"{row.tokens} after {row.prompt_tokens} of the prompt",
+        "staleness": f"{row.staleness} at version {row.version}",
+        "gap": "" if row.gap is None else f"{units.number(row.gap)} nats",
+        "ended by": row.finish_reason,
+        "dropped": row.dropped,
+        "set": row.set,
+    }
+    # What the reward functions and the workflow said.
+    facts |= {name: units.number(value) for name, value in sorted(row.metrics.items())}
+    with ui.element("div").classes("legend facts"):
+        for name, value in facts.items():
+            if value:
+                with ui.element("span").classes("item"):
+                    text("span", name)
+                    text("b", value)
+
+
+def _folded(summary: str, content: Callable[[], str]) -> None:
+    """A text that is made when it is unfolded."""
+    with ui.element("details").classes("text-block") as block:
+        text("summary", summary)
+        body = text("pre", "")
+    block.on("toggle", lambda: body.say(_printable(content())), args=[])
+
+
+def _printable(content: str) -> str:
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in content)
+
+
+class _Tokens:
+    """The tokens of a response, coloured by one of `SHADINGS`; turns that were put in are folded."""
+
+    def __init__(self, response: Response, decoder: Decoder) -> None:
+        self._response = response
+        self._pieces = decoder.pieces(response.ids)
+        self._versions = response.versions.expand()
+        self._shadings = {name: made for name, make in SHADINGS.items() if (made := make(response)) is not None}
+        self._elements: dict[int, Any] = {}
+        self._turns = [part for turn in turns(response) for part in _portions(turn)]
+        with ui.element("div").classes("row-name"):
+            names = list(self._shadings)
+            self._choice = ui.toggle(names, value=names[0], on_change=self._colour).props("dense no-caps unelevated")
+        self._legend = ui.element("div").classes("legend")
+        self._body = ui.element("div").classes("tokens text mono")
+        self._more = ui.button("more", on_click=self._draw).props("flat dense no-caps")
+        self._draw()
+
+    def _draw(self) -> None:
+        """The next portion."""
+        left = PORTION
+        with self._body:
+            while self._turns and left > 0:
+                turn = self._turns.pop(0)
+                left -= turn.end - turn.start
+                if turn.generated:
+                    self._draw_tokens(turn)
+                    continue
+                beginning = visible("".join(self._pieces[turn.start : turn.end]))
+                with ui.element("details").classes("text-block"):
+                    shown = beginning.replace("\n", " ")
+                    shown = shown if len(shown) <= PREVIEW else f"{shown[:PREVIEW]} ..."
+                    text("summary", f"not generated, {turn.end - turn.start} tokens: {shown}")
+                    with ui.element("pre"):
+                        self._draw_tokens(turn)
+        rest = sum(turn.end - turn.start for turn in self._turns)
+        self._more.set_text(f"show more, {rest:,} tokens are left")
+        self._more.set_visibility(bool(rest))
+        self._colour()
+
+    def _draw_tokens(self, turn: Turn) -> None:
+        for at in range(turn.start, turn.end):
+            element = self._elements[at] = text("span", visible(self._pieces[at]))
+            element.props["title"] = about(self._response, at, self._versions)
+
+    def _colour(self) -> None:
+        shading = self._shadings[str(self._choice.value)]
+        for at, element in self._elements.items():
+            element.style(replace=f"background: {colour(shading, at)}")
+        self._legend.clear()
+        with self._legend:
+            labels = [(shading.below, BELOW), (shading.above, ABOVE)]
+            for label, shade in [*labels, *zip(shading.steps, map(_step, range(len(shading.steps))), strict=True)]:
+                if label:
+                    with ui.element("span").classes("item"):
+                        ui.element("span").classes("swatch").style(f"background: {shade}")
+                        text("span", label)
+
+
+def _portions(turn: Turn) -> list[Turn]:
+    """A long generated turn in parts of `PORTION` tokens."""
+    if not turn.generated:
+        return [turn]
+    bounds = [*range(turn.start, turn.end, PORTION), turn.end]
+    return [Turn(start, end, True) for start, end in pairwise(bounds)]
+
+
+def colour(shading: Shading, at: int) -> str:
+    """The background of a token, as CSS."""
+    shade = float(shading.shades[at])
+    if np.isnan(shade):
+        return "transparent"
+    if shading.steps:
+        return _step(int(shade))
+    strength = round(min(1.0, abs(shade)) * STRENGTH)
+    return (
+        f"color-mix(in srgb, {BELOW if shade < 0 else ABOVE} {strength}%, transparent)" if strength else "transparent"
+    )
+
+
+def _step(number: int) -> str:
+    """Colours of steps repeat, except the first, which is none."""
+    of_list = STEPS[0] if not number else STEPS[1 + (number - 1) % (len(STEPS) - 1)]
+    return of_list if of_list == "transparent" else f"color-mix(in srgb, {of_list} {STRENGTH}%, transparent)"
+
+
+def _group(
+    row: Row, members: Sequence[Row], read: Sequence[Response | str], decoder: Decoder, show: Callable[[Row], Any]
+) -> None:
+    """All recorded responses to the same prompt, the open one marked."""
+    rewards = [member.reward for member in members if member.reward is not None]
+    mean = f"{len(members)} responses, mean reward {units.fixed(sum(rewards) / len(rewards))}" if rewards else ""
+    with card(f"Group {row.uid} side by side", mean), ui.element("div").classes("members"):
+        for member, found in zip(members, read, strict=False):
+            with ui.element("article").classes("member" + " chosen" * (member is row)) as box:
+                with ui.element("div").classes("legend"):
+                    for name, value in (
+                        ("response", str(member.sample)),
+                        ("reward", units.fixed(member.reward)),
+                        ("advantage", units.fixed(member.advantage)),
+                        ("tokens", str(member.tokens)),
+                    ):
+                        with ui.element("span").classes("item"):
+                            text("span", name)
+                            text("b", value)
+                if isinstance(found, str):
+                    text("div", found, "note")
+                    continue
+                content = found.text or decoder.text(found.ids)
+                cut = content if len(content) <= MEMBER_CHARACTERS else f"{content[:MEMBER_CHARACTERS]} ..."
+                text("div", _printable(cut), "text mono")
+            box.on("click", partial(show, member))
+    if len(members) > MEMBERS:
+        text("div", f"{len(members) - MEMBERS} more are in the table above.", "note")

@@ -1,0 +1,82 @@
+"""How recorded responses are shown: texts of tokens, turns, colours; and the view that searches and pages them."""
+
+import numpy as np
+from made_runs import make_run
+
+from megasync.observe.rollouts import Response
+from megasync.runs import Runs
+from megasync.watch.responses import SHADINGS, Decoder, about, by_gap, by_logprob, by_mask, by_version, turns, visible
+from megasync.watch.run_folder import RunFolder
+from megasync.watch.views.rollouts import colour, decoder_of
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, ids, skip_special_tokens):
+        assert not skip_special_tokens
+        return bytes(ids).decode(errors="replace")
+
+
+def response(mask, versions=None, **fields):
+    tokens = len(mask)
+    return Response(
+        np.zeros(1, np.int32),
+        np.arange(tokens, dtype=np.int32),
+        np.linspace(0, -10, tokens, dtype=np.float32),
+        Runs.of(mask),
+        Runs.of(versions or [1] * tokens),
+        **fields,
+    )
+
+
+def test_pieces_of_tokens_join_to_the_text():
+    decoder, text = Decoder(Bytes()), "1 + 1 = 2, 日本\n"
+    ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    pieces = decoder.pieces(ids)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == decoder.text(ids) == text
+
+
+def test_a_character_that_is_cut_off_is_shown_as_broken():
+    ids = np.frombuffer("ab日".encode()[:-1], np.uint8).astype(np.int32)
+    assert Decoder(Bytes()).pieces(ids) == ["a", "b", "", "\ufffd"]
+
+
+def test_without_a_tokenizer_ids_are_shown():
+    assert Decoder().text([3, 14]) == "3 14"
+    assert Decoder().pieces(np.array([3, 14])) == ["3 ", "14 "]
+
+
+def test_line_breaks_are_visible_and_control_characters_are_not():
+    assert visible("a\r\nb\x1b[31m\u202e") == "a↵\nb\ufffd[31m\ufffd"
+
+
+def test_masked_tokens_are_turns_that_were_not_generated():
+    found = turns(response([1, 1, 0, 0, 0, 1]))
+    assert [(turn.start, turn.end, turn.generated) for turn in found] == [(0, 2, True), (2, 5, False), (5, 6, True)]
+
+
+def test_shades_of_logprobs_gaps_versions_and_masks():
+    one = response([1, 1, 0], [7, 8, 8], trainer_logprobs=np.array([-0.5, -5.0, np.nan], np.float32))
+    assert by_logprob(one).shades.tolist() == [0.0, 1.0, 1.0]
+    gap = by_gap(one)
+    assert gap.shades[:2].tolist() == [-1.0, 0.0] and np.isnan(gap.shades[2])
+    assert by_version(one).shades.tolist() == [1, 0, 0]
+    assert by_version(one).steps == ["version 8", "version 7"]
+    assert by_mask(one).shades.tolist() == [0, 0, 1]
+    assert [colour(gap, at) == "transparent" for at in range(3)] == [False, True, True]
+    assert SHADINGS["advantage of the token"](one) is None
+
+
+def test_all_facts_of_a_token_are_told():
+    one = response([1, 1], [7, 8], advantages=np.array([np.nan, 0.5], np.float32))
+    versions = one.versions.expand()
+    assert about(one, 1, versions) == "token 1 · id 1 · log-prob -10.0000 · advantage 0.5000 · version 8"
+    assert "advantage" not in about(one, 0, versions)
+
+
+def test_a_run_without_its_model_says_so(tmp_path):
+    decoder, problem = decoder_of(RunFolder(make_run(tmp_path, steps=2, settings=["model.path=/no/such/model"])))
+    assert decoder.text([1]) == "1"
+    assert problem == "Tokens are shown by their ids: there is no folder '/no/such/model' here."

@@ -1,0 +1,79 @@
+"""The view of recorded responses: it pages, filters and searches on the server, and shows text as text."""
+
+import pytest
+from made_runs import HOSTILE, make_run
+from nicegui import ui
+from nicegui.testing import user_simulation
+from nicegui.testing.user_interaction import UserInteraction
+
+from megasync.watch.elements import Text
+from megasync.watch.run_folder import RunFolder
+from megasync.watch.view import Place
+from megasync.watch.views import rollouts
+
+# Two groups of two responses in each of 20 steps, and 5 that were dropped.
+TRAINED, DROPPED = 80, 5
+# Tenths of a second: responses are read in threads.
+LONG = 300
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunFolder(make_run(tmp_path, steps=20, settings=["model.path=/no/such/model"]))
+
+
+async def opened(user, run, **query):
+    views = []
+
+    @ui.page("/view")
+    def page():
+        views.append(rollouts.build(run, Place("rollouts", "run", ("run",), query)))
+
+    await user.open("/view")
+    return views
+
+
+def choose(user, content):
+    """Clicks on the row with this text."""
+    cell = next(cell for cell in user.find(content=content, kind=Text).elements if cell.text == content)
+    UserInteraction(user, {cell.parent_slot.parent}, None).click()
+
+
+async def test_rows_come_in_pages(run):
+    async with user_simulation() as user:
+        await opened(user, run)
+        await user.should_see(f"{TRAINED + DROPPED} of {TRAINED + DROPPED} recorded responses")
+        await user.should_see("page 1 of 4")
+        user.find("older").click()
+        await user.should_see("page 2 of 4")
+
+
+async def test_the_address_filters(run):
+    async with user_simulation() as user:
+        await opened(user, run, uid="0:4", step="1")
+        await user.should_see(f"2 of {TRAINED + DROPPED} recorded responses")
+        await user.should_not_see("0:8")
+
+
+async def test_dropped_responses_tell_why(run):
+    async with user_simulation() as user:
+        await opened(user, run, dropped="reward_failed")
+        await user.should_see(f"{DROPPED} of {TRAINED + DROPPED} recorded responses")
+        choose(user, "1:20")
+        await user.should_see("ValueError: no answer", retries=LONG)
+
+
+async def test_a_response_is_shown_with_its_group_and_as_text(run):
+    async with user_simulation() as user:
+        await opened(user, run, uid="0:4")
+        choose(user, "0:4")
+        await user.should_see("Group 0:4 side by side", retries=LONG)
+        await user.should_see(HOSTILE.replace("\u2028", "\ufffd"))
+        await user.should_see("Tokens are shown by their ids")
+        assert not [element for element in user.client.elements.values() if isinstance(element, ui.html)]
+
+
+async def test_a_run_without_responses_says_so(tmp_path):
+    async with user_simulation() as user:
+        await opened(user, RunFolder(make_run(tmp_path, steps=2, rollouts=False)))
+        await user.should_see("This run has recorded no responses")
