@@ -138,12 +138,18 @@ class Screen:
         self._source = source
         self._runs = runs
         self._unknown = unknown
+        # Of a single run: its status in the bar.
+        self._status: Shown | None = None
         self._shown: list[Shown] = []
+        self._tabs: dict[str, elements.Text] = {}
         self._bar = ui.element("header").classes("bar")
-        self._body = ui.element("main").classes("page")
+        self._body = ui.element("div").classes("page")
+        self._draw_bar()
 
     def open(self, name: str, query: Mapping[str, str]) -> None:
-        self._draw_bar(name)
+        ui.page_title(f"{', '.join(self._runs)} · {VIEWS[name].title} · megasync")
+        for key, tab in self._tabs.items():
+            tab.props("aria-current=page" if key == name else "", remove="" if key == name else "aria-current")
         self._draw_body(name, query)
 
     def _turn_to(self, name: str) -> None:
@@ -158,38 +164,33 @@ class Screen:
         for shown in self._shown:
             shown.catch_up()
 
-    def _draw_bar(self, name: str) -> None:
-        self._bar.clear()
-        ui.page_title(f"{', '.join(self._runs)} · {VIEWS[name].title} · megasync")
+    def _draw_bar(self) -> None:
         with self._bar:
             with ui.element("div").classes("bar-top"):
                 if not self._source.single:
                     elements.text("a", "All runs", "brand").props('href="./" data-key="0" title="All runs (key 0)"')
                     elements.text("span", "/", "crumb")
-                self._run_names()
+                self._draw_names()
             with ui.element("nav").classes("tabs").props('aria-label="Views"'):
                 for number, (key, view) in enumerate(VIEWS.items(), start=1):
-                    link = elements.text("a", view.title).props(f'data-key="{number}"')
-                    link.props["href"] = address(key, list(self._runs))
-                    if key == name:
-                        link.props('aria-current="page"')
-                    link.on("click", partial(self._turn_to, key), js_handler=TURN)
+                    tab = self._tabs[key] = elements.text("a", view.title).props(f'data-key="{number}"')
+                    tab.props["href"] = address(key, list(self._runs))
+                    tab.on("click", partial(self._turn_to, key), js_handler=TURN)
 
-    def _run_names(self) -> None:
+    def _draw_names(self) -> None:
         if len(self._runs) != 1:
             elements.text("span", f"{len(self._runs)} runs", "run-name")
             return
         ((name, run),) = self._runs.items()
         elements.text("span", name, "run-name")
-        self._watch([run], elements.status_line(_folder(run)))
+        self._status = Shown([run], elements.status_line(_folder(run)))
 
     def _watch(self, runs: Sequence[OpenRun], update: Update | None) -> None:
         self._shown.append(Shown(runs, update))
 
     def _draw_body(self, name: str, query: Mapping[str, str]) -> None:
         view, runs = VIEWS[name], list(self._runs.values())
-        # The bar's own line stays.
-        self._shown = self._shown[-1:] if len(runs) == 1 else []
+        self._shown = [self._status] if self._status is not None else []
         self._body.clear()
         with self._body:
             for missing in self._unknown:
@@ -199,15 +200,15 @@ class Screen:
                 folders = [_folder(run) for run in runs]
                 self._watch(runs, _attempt(lambda: view.build(folders, place)))
                 return
-            with ui.element("div").classes("columns" if len(runs) > 1 else ""):
+            with ui.element("div").classes("run-columns" if len(runs) > 1 else ""):
                 for key, run in self._runs.items():
                     self._draw_column(view, run, Place(name, key, tuple(self._runs), query))
 
     def _draw_column(self, view: View, run: OpenRun, place: Place) -> None:
         folder = _folder(run)
-        with ui.element("section").classes("column"):
+        with ui.element("section").classes("run-column"):
             if len(self._runs) > 1:
-                with ui.element("div").classes("column-head"):
+                with ui.element("div").classes("run-head"):
                     elements.text("a", place.run).props["href"] = address(place.view, [place.run])
                     self._watch([run], elements.status_line(folder))
             self._watch([run], _attempt(lambda: view.build(folder, place)))

@@ -100,7 +100,7 @@ class RunList:
             elements.text("span", "/", "crumb")
             elements.text("span", str(target), "run-name")
         ui.page_title(f"{target} · megasync")
-        with ui.element("main").classes("page"), ui.element("section").classes("card"):
+        with ui.element("div").classes("page"), ui.element("section").classes("card"):
             with ui.element("div").classes("title"):
                 elements.text("span", "Runs")
                 elements.text("span", "choose several to see them side by side", "note")

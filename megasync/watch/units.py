@@ -19,7 +19,8 @@ def number(value: float | None, digits: int = 3) -> str:
     for scale, suffix in _LARGE:
         # 999.9 thousand reads better as 1M than as 1000k.
         if size >= scale * (1 - 0.5 * 10**-digits):
-            return f"{value / scale:.{max(0, digits - 1 - math.floor(math.log10(size / scale) + 1e-9))}f}{suffix}"
+            whole_digits = 1 + math.floor(math.log10(max(1.0, size / scale)))
+            return f"{value / scale:.{max(0, digits - whole_digits)}f}{suffix}"
     if size and size < 10 ** -(digits + 1):
         return f"{value:.{digits - 2}e}"
     return _plain(value, digits)

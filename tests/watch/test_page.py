@@ -1,0 +1,264 @@
+"""The page of `megasync watch` in a real browser, on runs that are live, finished, crashed, half written and old."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import watched_run
+from playwright.sync_api import Page, expect
+from watch_process import Watch
+
+from megasync.observe.events import MESSAGE, EventLog
+
+pytestmark = pytest.mark.processes
+
+FINISHED, CRASHED, HALF, OLD, LIVE = "digits-1", "digits-2", "half-3", "old-4", "live-5"
+MARKUP = "<img src=x onerror=\"document.title='broken'\">"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder of runs in every state."""
+    folder = tmp_path_factory.mktemp("runs")
+    watched_run.add_faults(watched_run.finished_run(folder / FINISHED, 60))
+    events = EventLog(folder / FINISHED)
+    events.write(MESSAGE, MARKUP, at=watched_run.BEGUN + 1e5)
+    events.close()
+    watched_run.finished_run(folder / CRASHED, 40, 200, "running")
+    half = folder / HALF
+    half.mkdir()
+    whole = watched_run.metrics_line(7, watched_run.BEGUN, watched_run.metrics_of(7))
+    (half / "metrics.jsonl").write_text(whole + whole[: len(whole) // 2])
+    old = watched_run.finished_run(folder / OLD, 30)
+    for later in ("state.json", "events.jsonl"):
+        (old / later).unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def watch(folder) -> Iterator[Watch]:
+    watch = Watch(folder, "--port", "0")
+    yield watch
+    watch.end()
+
+
+@pytest.fixture
+def live(folder) -> Iterator[subprocess.Popen]:
+    command = [sys.executable, watched_run.__file__, str(folder / LIVE), "100000", "0.5"]
+    driver = subprocess.Popen(command)
+    yield driver
+    driver.kill()
+    driver.wait()
+
+
+def reading(page: Page, name: str):
+    """The large number of this name."""
+    return page.locator(".reading", has=page.locator(".name", has_text=name)).locator(".value")
+
+
+def number(page: Page, name: str) -> float:
+    return float(reading(page, name).locator("span").first.inner_text())
+
+
+def logged(run: Path, name: str) -> list[float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row[name] for row in rows if name in row]
+
+
+def test_the_numbers_are_those_of_the_metrics_file(open_page, watch, folder):
+    page = open_page(watch.of("overview", FINISHED))
+    assert number(page, "Step") == 60
+    for name, metric in {
+        "Reward": "rollout/reward_mean",
+        "Held-out score": "eval/score",
+        "Generated": "rollout/tokens_per_second",
+        "Staleness": "train/staleness_mean",
+    }.items():
+        shown = reading(page, name).locator("span").first.inner_text()
+        latest = logged(folder / FINISHED, metric)[-1]
+        scale = 1000 if shown.endswith("k") else 1
+        assert float(shown.rstrip("k")) * scale == pytest.approx(latest, rel=6e-3)
+    expect(page.locator(".bar .chip")).to_have_text("finished")
+
+
+def test_the_curves_have_every_evaluation(open_page, watch, folder):
+    page = open_page(watch.of("overview", FINISHED))
+    page.wait_for_selector(".js-plotly-plot .main-svg")
+    drawn = page.evaluate("document.querySelector('.js-plotly-plot').calcdata.map(trace => trace.length)")
+    assert len(logged(folder / FINISHED, "eval/score")) in drawn
+
+
+def test_a_live_run_moves_on_and_its_death_is_reported(open_page, watch, live):
+    page = open_page(watch.of("overview"))
+    expect(page.locator("body")).to_be_visible()
+    # The run may not be there yet when the page is asked for it.
+    expect(page.locator(".bar .chip")).not_to_have_text("")
+    _wait_for_run(page, watch)
+    expect(page.locator(".bar .chip")).to_have_text("running")
+    first = number(page, "Step")
+    page.wait_for_function(
+        "first => parseFloat(document.querySelector('.reading .value span').textContent) > first", arg=first
+    )
+    expect(page.get_by_text("waiting for groups").first).to_be_visible()
+    live.send_signal(signal.SIGKILL)
+    live.wait()
+    expect(page.locator(".bar .chip")).to_have_text("crashed")
+    expect(page.locator(".notice.bad")).to_contain_text("The driver of this run is gone")
+
+
+def _wait_for_run(page: Page, watch: Watch) -> None:
+    for _ in range(120):
+        page.goto(watch.of("overview", LIVE))
+        page.wait_for_selector(".page")
+        if page.locator(".bar .chip").count() and page.locator(".bar .chip").inner_text() == "running":
+            return
+        page.wait_for_timeout(500)
+    raise AssertionError("the live run does not appear on the page")
+
+
+def test_a_crashed_run_says_so(open_page, watch):
+    page = open_page(watch.of("overview", CRASHED))
+    expect(page.locator(".bar .chip")).to_have_text("crashed")
+    expect(page.locator(".notice.bad")).to_contain_text("left no reason")
+    assert number(page, "Step") == 40
+
+
+def test_a_half_written_folder_shows_what_there_is_and_names_what_is_missing(open_page, watch):
+    page = open_page(watch.of("overview", HALF))
+    assert number(page, "Step") == 7
+    expect(page.get_by_text("There is no config.yaml")).to_be_visible()
+    expect(page.get_by_text("The last line of metrics.jsonl is torn")).to_be_visible()
+
+
+def test_a_run_of_an_older_version_is_shown_from_its_metrics(open_page, watch):
+    page = open_page(watch.of("overview", OLD))
+    expect(page.get_by_text("This run has no state.json")).to_be_visible()
+    expect(page.locator(".chip", has_text="healthy")).to_be_visible()
+    page.goto(watch.of("faults", OLD))
+    expect(page.get_by_text("This run has no events.jsonl.")).to_be_visible()
+    expect(page.get_by_text("from metrics.jsonl")).to_be_visible()
+
+
+def test_faults_have_their_times_and_the_ledger_balances(open_page, watch):
+    page = open_page(watch.of("faults", FINISHED))
+    assert number(page, "Faults") == 3
+    row = page.locator("tr", has_text="signal 9")
+    expect(row).to_contain_text("server-0")
+    expect(row).to_contain_text("6.7 s")
+    expect(page.locator("tr", has_text="probes")).to_contain_text("never")
+    expect(page.locator(".verdict")).to_contain_text("996 admitted = 960 trained + 12 dropped + 24 live")
+    page.get_by_text("No progress for 600 s.").click()
+    expect(page.locator("details[open] pre")).to_contain_text("trainer: waiting for groups")
+
+
+def test_the_gaps_of_the_weights_are_by_age(open_page, watch, folder):
+    page = open_page(watch.of("weights", FINISHED))
+    assert number(page, "Gradient norm") == pytest.approx(logged(folder / FINISHED, "train/grad_norm")[-1], rel=6e-3)
+    table = page.locator(".card", has_text="KL of servers against trainer")
+    expect(table.locator("tbody tr")).to_have_count(2)
+
+
+def test_number_keys_choose_views_and_going_back_returns(open_page, watch):
+    page = open_page(watch.of("overview", FINISHED))
+    current = page.locator(".tabs a[aria-current=page]")
+    second = page.locator(".tabs a").nth(1).inner_text()
+    page.keyboard.press("2")
+    expect(current).to_have_text(second)
+    page.go_back()
+    expect(current).to_have_text("Overview")
+    page.keyboard.press("0")
+    expect(page.get_by_text("choose several to see them side by side")).to_be_visible()
+
+
+def test_the_focused_link_is_marked(open_page, watch):
+    page = open_page(watch.of("overview", FINISHED))
+    page.keyboard.press("Tab")
+    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert page.evaluate("document.activeElement.tagName") == "A"
+    assert outline == "solid"
+
+
+@pytest.mark.parametrize("view", ["overview", "weights", "faults", ""])
+def test_a_narrow_window_does_not_scroll_sideways(open_page, watch, view):
+    page = open_page(watch.of(view, FINISHED), width=390)
+    page.wait_for_selector("section")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.parametrize(("scheme", "darker"), [("light", False), ("dark", True)])
+def test_colours_follow_the_system(open_page, watch, scheme, darker):
+    page = open_page(watch.of("overview", FINISHED), scheme=scheme)
+    back, ink = (
+        sum(int(part) for part in page.evaluate(f"getComputedStyle(document.body).{name}")[4:-1].split(","))
+        for name in ("backgroundColor", "color")
+    )
+    assert (back < ink) is darker
+
+
+def test_the_list_tells_runs_apart_and_opens_several_side_by_side(open_page, watch):
+    page = open_page(watch.of(""))
+    row = page.locator("tr", has=page.get_by_text(FINISHED, exact=True))
+    expect(row).to_contain_text("60 / 60")
+    expect(row.locator(".chip")).to_have_text("finished")
+    expect(page.locator("tr", has_text=CRASHED).locator(".chip")).to_have_text("crashed")
+    for name in (FINISHED, CRASHED):
+        page.get_by_label(f"Choose {name}").check()
+    page.get_by_text("Open 2 side by side").click()
+    expect(page.locator(".run-column")).to_have_count(2)
+    expect(page.locator(".run-head")).to_have_text([f"{CRASHED}crashed", f"{FINISHED}finished"], use_inner_text=False)
+
+
+def test_text_of_a_run_is_not_markup(open_page, watch):
+    page = open_page(watch.of("overview", FINISHED))
+    expect(page.get_by_text(MARKUP)).to_be_visible()
+    assert "broken" not in page.title()
+
+
+def test_nothing_comes_from_outside(open_page, watch, browser):
+    context = browser.new_context()
+    asked: list[str] = []
+    page = context.new_page()
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(watch.of("overview", FINISHED))
+    page.wait_for_selector(".js-plotly-plot .main-svg", timeout=60_000)
+    context.close()
+    assert [url for url in asked if not url.startswith((watch.root, "data:", "blob:"))] == []
+
+
+def test_the_token_leaves_the_address_and_a_wrong_one_gets_nothing(open_page, watch, browser):
+    page = open_page(watch.of("overview", FINISHED))
+    assert watch.token not in page.url
+    context = browser.new_context()
+    stranger = context.new_page()
+    for address in ("", "overview", "?token=wrong", "_nicegui_ws/socket.io/?EIO=4&transport=polling"):
+        answer = stranger.goto(watch.root + address)
+        assert answer is not None and answer.status == 401
+        assert FINISHED not in answer.text()
+    context.close()
+
+
+def test_an_unknown_run_is_named(open_page, watch):
+    page = open_page(watch.of("overview", "../../etc"))
+    expect(page.locator(".notice")).to_contain_text("There is no run '../../etc'")
+
+
+def test_a_port_in_use_gives_a_clear_error(folder):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-c", "from megasync.cli.commands import main; main()", "watch", str(folder)]
+        ended = subprocess.run(
+            [*command, "--port", str(port)], capture_output=True, text=True, timeout=120, check=False
+        )
+    assert ended.returncode == 2
+    assert f"port {port} of 127.0.0.1 is in use" in ended.stderr
+    assert "--port" in ended.stderr
+    assert "Traceback" not in ended.stderr
