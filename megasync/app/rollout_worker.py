@@ -26,6 +26,7 @@ from megasync.config.access import Keys, router_trust
 from megasync.errors import PoisonPrompt
 from megasync.evaluation.evaluate import Answerer, HeldOutAnswer, failed_answer, key_of
 from megasync.evaluation.held_out import HeldOutSet
+from megasync.observe import trace
 from megasync.observe.logfile import log_to_file
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.group_worker import DropRecord, FailurePolicy, GroupSpec, GroupWorker
@@ -145,11 +146,16 @@ def check_workload_travels(task: Task, custom: Custom) -> None:
         check_travels("the rows of train_dataset", dict(row))
 
 
-async def build_worker(setup: WorkerSetup) -> WorkerEnd:
-    """Opens everything that the worker needs, in its process."""
+async def build_worker(setup: WorkerSetup, clock_offset: float = 0.0) -> WorkerEnd:
+    """Opens everything that the worker needs, in its process.
+
+    ``clock_offset`` is what to add to this host's clock to get the driver's, in seconds.
+    """
     config = setup.config
     outbox = Outbox()
     log_to_file(setup.run_dir / "logs" / f"rollout-worker-{setup.number}.log")
+    if config.observe.trace:
+        trace.start(setup.run_dir / trace.TRACE_FOLDER, f"worker-{setup.number}", clock_offset=clock_offset)
     logging.getLogger("megasync").addHandler(outbox)
     task = await asyncio.to_thread(prepare_worker, config, setup.custom, setup.verifier, setup.verifiers)
     await task.open()
@@ -250,3 +256,4 @@ class _WorkerParts:
         await self._task.close()
         await cancel_and_wait(*self._closing)
         await self._stack.aclose()
+        trace.stop()

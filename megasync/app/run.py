@@ -40,6 +40,7 @@ from megasync.evaluation.evaluate import Answerer, PeriodicEvaluation
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
+from megasync.observe import trace
 from megasync.observe.awaits import describe_tasks
 from megasync.observe.logfile import log_to_file
 from megasync.observe.observer import RunObserver
@@ -99,7 +100,11 @@ class Run:
         return True
 
     async def execute(self) -> RunResult:
-        with RunLock(self.run_dir), closing(log_to_file(self.run_dir / "logs" / "controller.log")):
+        with (
+            RunLock(self.run_dir),
+            closing(log_to_file(self.run_dir / "logs" / "controller.log")),
+            trace.recording(self.run_dir, "driver", self.config.observe.trace),
+        ):
             check_capabilities()
             self._mailbox.open()
             with RunObserver(self.config, self.run_dir) as observer:

@@ -38,6 +38,7 @@ from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError, RankLost, TrainingError
 from megasync.files import atomic_write
 from megasync.layout.model_files import read_hf_config
+from megasync.observe import trace
 from megasync.observe.awaits import describe_tasks
 from megasync.observe.logfile import log_to_file
 from megasync.observe.observer import RunObserver
@@ -207,7 +208,11 @@ class SupervisedRun:
         log.warning("State of the run, requested by a signal:\nstep %d\n%s", self._step, describe_tasks())
 
     async def execute(self) -> SupervisedResult:
-        with RunLock(self.run_dir), closing(log_to_file(self.run_dir / "logs" / "controller.log")):
+        with (
+            RunLock(self.run_dir),
+            closing(log_to_file(self.run_dir / "logs" / "controller.log")),
+            trace.recording(self.run_dir, "driver", self.config.observe.trace),
+        ):
             check_capabilities()
             with RunObserver(self.config, self.run_dir) as observer:
                 self._say = observer.message

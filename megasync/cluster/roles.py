@@ -35,7 +35,7 @@ ROLES = {
             "trainer",
             TrainerRank,
             (
-                *("pid", "rendezvous", "start", "step", "fit", "loss", "logprobs", "stop"),
+                *("pid", "clock", "rendezvous", "start", "step", "fit", "loss", "logprobs", "stop"),
                 *("begin_save", "finish_save", "load", "offload", "restore", "visible_devices"),
                 *("sync_listen", "sync_join", "sync_send", "sync_leave"),
                 *("shard_listen", "shard_prepare", "shard_send", "shard_leave"),
@@ -46,7 +46,7 @@ ROLES = {
         # In the pool of its model, or on the devices of a server of the rollout pool.
         Role("frozen_model", None, FrozenModelServer, ("start", "stop", "process_id", "tail")),
         Role("router", "rollout", Router, ("start", "stop", "process_id", "tail")),
-        Role("rollout_worker", "rollout", RolloutWorker, ("prepare", "open", "poll", "send")),
+        Role("rollout_worker", "rollout", RolloutWorker, ("prepare", "clock", "open", "poll", "send")),
         # One on each node that has servers.
         Role("node_agent", None, ProcessWatch, ("ended",)),
         Role(

@@ -19,6 +19,7 @@ import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +37,7 @@ from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
 from megasync.config import Config
 from megasync.errors import ConfigError, MegasyncError, ProcessLost, ServerError
 from megasync.importing import name_of
+from megasync.observe.clock import clock_offset
 from megasync.observe.events import NO_EVENTS, EventSink
 from megasync.observe.state_file import ProcessState
 from megasync.rollout.placement import Placement
@@ -252,7 +254,7 @@ class RolloutWorkers:
 class WorkerActor:
     """A `WorkerProcess` in a Ray actor, without a device, on one of the nodes of the rollout pool."""
 
-    def __init__(self, number: int, pools: Pools, build: Callable[[], Awaitable[WorkerEnd]]) -> None:
+    def __init__(self, number: int, pools: Pools, build: Callable[[float], Awaitable[WorkerEnd]]) -> None:
         self._number = number
         self._options = pools.node_options("rollout", number)
         self._build = build
@@ -265,7 +267,8 @@ class WorkerActor:
         remote = ray.remote(role.actor).options(**self._options, max_restarts=0)
         self._group = ActorGroup(role.name, [remote.remote()])
         self._pid = await self._group.call_one(0, "prepare", sys.path, self._mark, timeout=timeout)
-        await self._group.call_one(0, "open", self._build, timeout=timeout)
+        offset = await clock_offset(partial(self._group.call_one, 0, "clock", timeout=timeout))
+        await self._group.call_one(0, "open", self._build, offset, timeout=timeout)
 
     async def poll(self, seconds: float, timeout: float) -> Report:
         return await self._call("poll", seconds, timeout=timeout)

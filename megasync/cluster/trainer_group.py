@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from megasync.concurrency.tasks import wait_for_first
 from megasync.config import Config
 from megasync.errors import CheckpointError, MegasyncError, ProcessLost, RankLost
 from megasync.layout.topology import Topology
+from megasync.observe import trace
+from megasync.observe.clock import clock_offsets
 from megasync.observe.state_file import RankState
 from megasync.trainer import checkpoint
 
@@ -91,8 +94,11 @@ class TrainerGroup:
             self._pids = placed.result()
         nodes = await self._pools.nodes("trainer")
         self._nodes = [nodes.get(slot, "") for slot in self._slots]
+        offsets = await clock_offsets(
+            await self.call("clock", timeout=limit), partial(self._actors.call_one, method="clock", timeout=limit)
+        )
         host, port = (await self.call("rendezvous", timeout=limit))[0]
-        await self.call("start", host, port, timeout=limit)
+        await self.call("start", host, port, offsets, timeout=limit)
         if path is not None:
             await self.call("load", str(path), timeout=limit)
 
@@ -103,18 +109,19 @@ class TrainerGroup:
         `trainer.min_data_parallel` allows it, and as many as configured once all nodes are back. Returns the state
         saved with that checkpoint, or None when there is none and the ranks hold the initial weights.
         """
-        self._actors.kill()
-        pids = dict(zip(self._slots, self._pids, strict=False))
-        living = await self._pools.living_slots("trainer")
-        await kill_unresponsive(
-            self._pools, "trainer", {slot: pid for slot, pid in pids.items() if slot in living}, ANSWER_SECONDS
-        )
-        self._pids, self._nodes = [], []
-        if self._config.trainer.min_data_parallel is not None:
-            await self._place(self._config.trainer.min_data_parallel)
-        self._actors = self._create()
-        newest = checkpoint.latest(self._run_dir)
-        await self.start(newest)
+        with trace.span("trainer", "restart"):
+            self._actors.kill()
+            pids = dict(zip(self._slots, self._pids, strict=False))
+            living = await self._pools.living_slots("trainer")
+            await kill_unresponsive(
+                self._pools, "trainer", {slot: pid for slot, pid in pids.items() if slot in living}, ANSWER_SECONDS
+            )
+            self._pids, self._nodes = [], []
+            if self._config.trainer.min_data_parallel is not None:
+                await self._place(self._config.trainer.min_data_parallel)
+            self._actors = self._create()
+            newest = checkpoint.latest(self._run_dir)
+            await self.start(newest)
         return None if newest is None else checkpoint.read_state(newest)
 
     async def _place(self, least: int) -> None:
@@ -161,13 +168,16 @@ class TrainerGroup:
             raise loss from error
 
     async def step(self, groups: list[LeasedGroup], step: int, version: int) -> dict[str, float]:
-        return (await self.call("step", groups, step, version, timeout=self._timeouts.train_step))[0]
+        with trace.span("trainer", "train", step=step, version=version):
+            return (await self.call("step", groups, step, version, timeout=self._timeouts.train_step))[0]
 
     async def fit(self, file: str, rows: NDArray[np.int64], step: int) -> dict[str, float]:
-        return (await self.call("fit", file, rows, step, timeout=self._timeouts.train_step))[0]
+        with trace.span("trainer", "train", step=step):
+            return (await self.call("fit", file, rows, step, timeout=self._timeouts.train_step))[0]
 
     async def loss(self, file: str) -> float:
-        return (await self.call("loss", file, timeout=self._timeouts.train_step))[0]
+        with trace.span("trainer", "validate"):
+            return (await self.call("loss", file, timeout=self._timeouts.train_step))[0]
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-prob of each token but the first of each sequence."""
@@ -192,7 +202,8 @@ class TrainerGroup:
         A checkpoint that was begun before must be finished.
         """
         self._saving = checkpoint.step_path(self._run_dir, step)
-        await self._call_saving("begin_save", str(self._saving), state)
+        with trace.span("trainer", "checkpoint", step=step):
+            await self._call_saving("begin_save", str(self._saving), state)
 
     async def finish_save(self, wait: bool) -> Saved | None:
         """The checkpoint that was begun, once it is complete; None without ``wait`` as long as ranks write it.
@@ -200,8 +211,9 @@ class TrainerGroup:
         Removes older ones beyond `checkpoint.keep`. Raises CheckpointError, which names the earlier checkpoint to
         continue from, if the new one could not be written.
         """
-        if not await self._call_saving("finish_save", wait):
-            return None
+        with trace.span("trainer", "finish checkpoint"):
+            if not await self._call_saving("finish_save", wait):
+                return None
         keep, every = self._config.checkpoint.keep, self._config.algorithm.reference_every
         kept = [checkpoint.step_of(path) for path in checkpoint.complete(self._run_dir)[-keep:]]
         # A resumed run reads its reference weights from them.

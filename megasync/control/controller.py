@@ -52,6 +52,7 @@ from megasync.errors import (
     SyncError,
     TrainingError,
 )
+from megasync.observe import trace
 from megasync.observe.awaits import describe_tasks
 
 log = logging.getLogger(__name__)
@@ -217,7 +218,8 @@ class Controller:
             lease = asyncio.create_task(self._buffer.lease(self.progress.step + 1, self.progress.version), name="lease")
             stop = asyncio.create_task(self._stop.wait(), name="stop")
             try:
-                await self._fleet_sync.wait_for_fleet_or(lease, stop)
+                with trace.span("trainer", "wait for groups", step=self.progress.step + 1):
+                    await self._fleet_sync.wait_for_fleet_or(lease, stop)
             finally:
                 await cancel_and_wait(lease, stop)
             if not lease.cancelled():
@@ -263,6 +265,8 @@ class Controller:
     async def _train_on(self, groups: list[LeasedGroup], step: int) -> dict[str, float]:
         """Raises RankLost, NonFiniteError, and StepFailed for any other error of the ranks."""
         self._incomplete = step, groups
+        for group in groups:
+            trace.end("buffer", group.uid, step=step)
         await self._turns.of_ranks()
         self._observer.activity("trainer", "training")
         self._trainer_fit = False
@@ -382,7 +386,8 @@ class Controller:
             step, version = self.progress.step, self.progress.version
             if self.progress.history and self.progress.history[-1][0] == step:
                 return
-            metrics = await self._evaluate(step, version)
+            with trace.span("evaluation", "evaluation", step=step, version=version):
+                metrics = await self._evaluate(step, version)
         if step > self.progress.step:
             # Training went back behind this step meanwhile; the step is evaluated when it comes again.
             return

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import ServerParityError
+from megasync.observe import trace
 from megasync.sync.attempt import PublishError
 
 if TYPE_CHECKING:
@@ -69,8 +70,9 @@ class FleetSync:
         version = self._progress.next_version()
         # Before any server can hold it: a worker refuses answers of versions that it does not know.
         await self._announce()
-        async with self._requests_paused():
-            metrics = await self._publish_to_all(version)
+        with trace.span("trainer", "publish", step=self._progress.step, version=version):
+            async with self._requests_paused():
+                metrics = await self._publish_to_all(version)
         self._progress.published(version)
         self._observer.published(self._progress.step, version, metrics)
         await self._announce()
@@ -91,7 +93,8 @@ class FleetSync:
                 continue
             self._observer.activity("trainer", f"syncing weights to {len(joiners)} joining servers")
             try:
-                _, disagreeing = await self._publish_to(self._progress.version, joiners, joiners)
+                with trace.span("trainer", "publish to joiners", version=self._progress.version, servers=len(joiners)):
+                    _, disagreeing = await self._publish_to(self._progress.version, joiners, joiners)
             except PublishError as error:
                 await self._handle_failure(error)
             else:

@@ -7,6 +7,7 @@ from typing import Any
 from megasync.config.schema import EnvironmentConfig
 from megasync.environments.pool import EnvironmentPool
 from megasync.environments.protocol import environment_factory
+from megasync.observe import trace
 from megasync.rollout.sample_client import SampleClient
 from megasync.trajectory import Trajectory
 
@@ -37,7 +38,8 @@ class Play:
             while not done and len(rewards) < self._max_turns:
                 reply = await client.chat([*messages, {"role": "user", "content": observation}])
                 messages = reply.messages
-                observation, reward, done = await episode.step(reply.text)
+                with trace.span("tool", "environment"):
+                    observation, reward, done = await episode.step(reply.text)
                 rewards.append(reward)
         metrics = {"environment/turns": float(len(rewards)), "environment/finished": float(done)}
         return client.conversation.trajectories(sum(rewards), metrics, rewards)

@@ -19,6 +19,7 @@ from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import DataError
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.failures import cancellation_requested
+from megasync.observe import trace
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.sample_client import Client, SampleClient, request_seed
 from megasync.rollout.workflow import TrajectoryCheck, Workflow
@@ -165,8 +166,9 @@ class Answerer:
         key = key_of(held_out, prompt)
         client = SampleClient(self._client, self._gate, routing_key=key, seed=seed, **sampling)
         sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
-        trajectories = self._check.check(await self._workflow(client, sample))
-        scored = await held_out.rewards.score(trajectories, prompt.columns, prompt.uid)
+        with trace.about(uid=key):
+            trajectories = self._check.check(await self._workflow(client, sample))
+            scored = await held_out.rewards.score(trajectories, prompt.columns, prompt.uid)
         rewards = [t.reward for t in scored if t.reward is not None]
         if not rewards:
             raise DataError(f"the reward function did not score prompt {prompt.uid}")

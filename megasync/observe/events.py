@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from megasync.observe import trace
+
 EVENTS_FILE = "events.jsonl"
 # The kinds of events.
 START, END, MESSAGE, FAULT, RECOVERY, EVALUATION, CHECKPOINT, SYNC = (
@@ -86,6 +88,8 @@ class EventLog:
 
     def write(self, kind: str, text: str, what: str = "", *, at: float | None = None, **fields: Any) -> None:
         """Writes one line; ``at`` is when it happened, if not now. Values of ``fields`` are plain data."""
+        if kind in (FAULT, RECOVERY):
+            trace.instant("faults", what, kind=kind, text=_clipped(text))
         if self._handle is None:
             self._handle = _opened(self._path)
         row = {"time": round(self._clock() if at is None else at, 3), "kind": kind, "what": what}

@@ -1,9 +1,9 @@
 """Spans of this process's work, written as Chrome JSON: `trace/<process>-<n>.json` in the run directory.
 
-    trace.start(run_dir / "trace", "worker-0")
-    with trace.span("generate", uid, sample=3) as args:
-        ...
-        args["tokens"] = 118
+    with trace.recording(run_dir, "worker-0"):
+        with trace.about(uid="0:17"), trace.span("generate", "generate", turn=2) as args:
+            ...
+            args["tokens"] = 118
 
 A module-level API like `logging`: every function has no effect until `start`, and none of them ever raises into the
 program. A span costs its process two readings of the clock and an append to a queue; a daemon thread encodes and writes
@@ -26,8 +26,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -44,6 +45,8 @@ LIMIT_BYTES = 128 * 2**20
 FLUSH_SECONDS = 1.0
 # Spans that wait to be written; where they arrive faster than they can be written, the oldest are lost.
 PENDING = 200_000
+# Spans of `begin` that may be open; beyond these the oldest are forgotten.
+OPEN = 100_000
 # Encoded together, so that a segment exceeds its limit by no more than these.
 BATCH = 1_000
 # Lanes per track that have thread ids of their own.
@@ -51,6 +54,10 @@ LANES = 100_000
 
 # Track, name, start and end in seconds since the epoch on this host's clock, and arguments. An instant has no end.
 _Event = tuple[str, str, float, float | None, dict[str, Any]]
+
+
+_about: ContextVar[dict[str, Any]] = ContextVar("about")
+_NOTHING: dict[str, Any] = {}
 
 
 def start(folder: Path, process: str, limit_bytes: int = LIMIT_BYTES, clock_offset: float = 0.0) -> None:
@@ -72,18 +79,57 @@ def stop() -> None:
         writer.close()
 
 
+@contextmanager
+def recording(run_dir: Path, process: str, on: bool = True) -> Iterator[None]:
+    """Traces this process within a block, if `on`."""
+    if on:
+        start(Path(run_dir) / TRACE_FOLDER, process)
+    try:
+        yield
+    finally:
+        stop()
+
+
+@contextmanager
+def about(**args: Any) -> Iterator[None]:
+    """Adds arguments to all spans of a block, and of the tasks that are created in it."""
+    if _writer is None:
+        yield
+        return
+    token = _about.set({**_about.get(_NOTHING), **args})
+    try:
+        yield
+    finally:
+        _about.reset(token)
+
+
 def span(track: str, name: str, **args: Any) -> AbstractContextManager[dict[str, Any]]:
     """A context whose time is recorded as a span. It yields `args`, to which the block may add.
 
     A block that raises is recorded with the name of its exception under `error`.
     """
-    return _OFF if _writer is None else _Timed(_writer, track, name, args)
+    return _OFF if _writer is None else _Timed(_writer, track, name, {**_about.get(_NOTHING), **args})
 
 
 def complete(track: str, name: str, start: float, end: float, **args: Any) -> None:
     """Records a span from `start` to `end`, in seconds since the epoch on this host's clock."""
     if _writer is not None:
         _writer.pending.append((track, name, start, end, args))
+
+
+def begin(track: str, name: str, uid: str) -> None:
+    """Begins a span about a group that `end` completes, from anywhere in this process."""
+    if _writer is not None:
+        _writer.open[track, uid] = name, time.time()
+        if len(_writer.open) > OPEN:
+            _writer.open.pop(next(iter(_writer.open)), None)
+
+
+def end(track: str, uid: str, **args: Any) -> None:
+    """Completes the span of this track and group; has no effect if it was not begun."""
+    if _writer is not None and (begun := _writer.open.pop((track, uid), None)) is not None:
+        name, started = begun
+        _writer.pending.append((track, name, started, time.time(), {"uid": uid, **args}))
 
 
 def instant(track: str, name: str, **args: Any) -> None:
@@ -163,6 +209,8 @@ class _Writer:
 
     def __init__(self, folder: Path, process: str, limit_bytes: int, clock_offset: float) -> None:
         self.pending: deque[_Event] = deque(maxlen=PENDING)
+        # By track and group: the name and the start of a span that was begun.
+        self.open: dict[tuple[str, str], tuple[str, float]] = {}
         self._folder = Path(folder)
         self._process = process
         self._half = limit_bytes // 2

@@ -23,6 +23,7 @@ from megasync.concurrency.tasks import within
 from megasync.errors import DataError, ServerError
 from megasync.failures import cancellation_requested
 from megasync.importing import name_of
+from megasync.observe import trace
 from megasync.rewards.function import RewardFunction, combine, combine_tokens, reward_functions
 from megasync.rewards.processes import RewardProcesses, check_picklable
 from megasync.runs import FloatArray
@@ -116,7 +117,8 @@ class RewardRunner:
         arguments["completion_ids"] = [t.response_ids.tolist() for t in trajectories]
         arguments["finish_reasons"] = [t.finish_reason for t in trajectories]
         try:
-            answer = await self._call(function, [t.text for t in trajectories], arguments)
+            with trace.span("reward", function.name, responses=count):
+                answer = await self._call(function, [t.text for t in trajectories], arguments)
         except ServerError:
             # Not the fault of the function or the responses: the caller backs off and retries.
             raise

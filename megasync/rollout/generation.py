@@ -80,6 +80,11 @@ class Generation:
         """The weight version that sampled each token."""
         return list(Runs.of_spans(self._spans))
 
+    @property
+    def newest_version(self) -> int | None:
+        """The weight version that sampled the last token; None without tokens."""
+        return self._spans[-1][0] if self._spans else None
+
     def line(self) -> list[Generation]:
         """Return this generation and its ancestors, oldest first."""
         line, at = [], self

@@ -41,6 +41,7 @@ from megasync.data.sets import SET
 from megasync.errors import DataError, MegasyncError
 from megasync.failures import UnexpectedErrors, cancellation_requested, is_infrastructure
 from megasync.importing import name_of
+from megasync.observe import trace
 from megasync.observe.rollouts import RolloutLog, is_sampled, nothing_sampled, recorded, rollout_bytes
 from megasync.rewards import RewardRunner
 from megasync.rollout.drops import KILLS_SERVERS, Dropped
@@ -321,6 +322,12 @@ class GroupWorker:
     # One group
 
     async def _work(self, prompt: Prompt, batch: int, again: bool) -> GroupEnded:
+        with trace.about(uid=prompt.uid), trace.span("group", "group") as args:
+            ended = await self._finish(prompt, batch, again)
+            args["outcome"] = ended.dropped.reason if ended.dropped else "committed" if ended.taken else "declined"
+            return ended
+
+    async def _finish(self, prompt: Prompt, batch: int, again: bool) -> GroupEnded:
         uid = prompt.uid
         try:
             if self._failures.save_seconds:
@@ -479,7 +486,8 @@ class GroupWorker:
         )
         sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
         check = self._check_baseline if greedy else self._check
-        return check.check(await self._workflow(client, sample))
+        with trace.about(sample=index):
+            return check.check(await self._workflow(client, sample))
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ import psutil
 
 from megasync.concurrency.tasks import cancel_and_wait, set_within, wait_for_first
 from megasync.errors import MegasyncError, ProcessLost
+from megasync.observe.clock import Reading, read_clock
 from megasync.rollout.group_worker import GroupEnded, GroupWorker, Worker, WorkListener
 from megasync.rollout.metrics import WorkerStatus
 from megasync.rollout.quarantine import Quarantine
@@ -164,9 +165,16 @@ class RolloutWorker:
         os.environ[MARK] = mark
         return os.getpid()
 
-    async def open(self, build: Callable[[], Awaitable[WorkerEnd]]) -> None:
-        """Raises what building the worker raises, such as a ConfigError for a port that is taken."""
-        self._end = await build()
+    async def clock(self) -> Reading:
+        """This host, and the time on its clock."""
+        return read_clock()
+
+    async def open(self, build: Callable[[float], Awaitable[WorkerEnd]], clock_offset: float) -> None:
+        """Raises what building the worker raises, such as a ConfigError for a port that is taken.
+
+        ``clock_offset`` is what to add to this host's clock to get the driver's, in seconds.
+        """
+        self._end = await build(clock_offset)
 
     async def poll(self, seconds: float) -> Report:
         return await self._end.poll(seconds)

@@ -36,6 +36,7 @@ from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config.schema import ScheduleConfig
 from megasync.data.curriculum import Curriculum
 from megasync.errors import DataError, PoisonPrompt, ProcessLost, ServerError
+from megasync.observe import trace
 from megasync.rollout.drops import HARMLESS, KILLS_SERVERS, KILLS_WORKERS, LEFT_OUT, DropLimit, Dropped
 from megasync.rollout.group_worker import GroupEnded, Worker
 from megasync.rollout.inflight import InflightCap, ServerLoad
@@ -359,6 +360,8 @@ class Rollouter:
             return
         self._workers[worker] -= 1
         assigned.worker = None
+        if group.taken:
+            trace.begin("buffer", "finished", group.uid)
         self._placement.ended(group.uid)
         try:
             self._count(assigned.prompt, group)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from megasync.observe import trace
 from megasync.rollout.conversation import Conversation
 from megasync.rollout.generation import Generation, Reply
 from megasync.rollout.inflight import RequestGate
@@ -106,7 +107,17 @@ class SampleClient:
             priority = 1 + 2 * self._batch + (turn == 0)
             options |= {"trained": True, "priority": priority}
         async with self._gate.request(priority):
-            return await method(prompt, **options | given)
+            with trace.span("generate", "generate", turn=turn) as args:
+                answer = await method(prompt, **options | given)
+                args |= _described(answer)
+                return answer
+
+
+def _described(answer: Any) -> dict[str, Any]:
+    """What a span says about an answer: its tokens, and the version of the last one."""
+    generation = answer.generation if isinstance(answer, Reply) else answer
+    tokens = len(generation.tokens) - len(generation.prompt)
+    return {"tokens": tokens, "version": generation.newest_version, "prompt_tokens": len(generation.prompt)}
 
 
 def request_seed(*parts: object) -> int:

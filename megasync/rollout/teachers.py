@@ -19,6 +19,7 @@ from megasync.config import Config
 from megasync.data.render import load_tokenizer
 from megasync.data.sets import SET
 from megasync.errors import ConfigError
+from megasync.observe import trace
 from megasync.runs import FloatArray
 from megasync.serving.answers import read_scored
 from megasync.serving.control import ServerControl
@@ -87,7 +88,8 @@ class Teachers:
         teacher = self._of_source.get(str(columns.get(SOURCE, columns.get(SET))), self._of_others)
         if teacher is None:
             return [*trajectories]
-        found = await gather_or_cancel(*(teacher.logprobs(t.prompt_ids, t.response_ids) for t in trajectories))
+        with trace.span("teacher", "teach", responses=len(trajectories)):
+            found = await gather_or_cancel(*(teacher.logprobs(t.prompt_ids, t.response_ids) for t in trajectories))
         return [
             t if logprobs is None else replace(t, arrays=t.arrays | {TEACHER: logprobs})
             for t, logprobs in zip(trajectories, found, strict=True)

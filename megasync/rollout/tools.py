@@ -27,6 +27,7 @@ from megasync.concurrency.threads import AllThreadsStuck, DaemonThreads, Deadlin
 from megasync.errors import ConfigError, DataError
 from megasync.failures import cancellation_requested, is_infrastructure
 from megasync.importing import name_of
+from megasync.observe import trace
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +176,8 @@ class Toolbox:
             self.counts["malformed"] += 1
             return f"Error: {self._cut(str(error))}"
         try:
-            return self._cut(_written(await _within(tool.function, arguments, self.timeout)))
+            with trace.span("tool", call.name):
+                return self._cut(_written(await _within(tool.function, arguments, self.timeout)))
         except DeadlineExceeded:
             self.counts["timeouts"] += 1
             return f"Error: {call.name} did not answer within {self.timeout:g} s."

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megasync.errors import SyncError
+from megasync.observe import trace
 
 # How SGLang's answer begins when a bucket did not arrive. It has not touched the model then.
 NOT_RECEIVED = "Failed to receive weights"
@@ -135,7 +136,7 @@ class Attempt:
     def during(self, phase: str) -> Iterator[None]:
         """Names the current phase and adds its time."""
         self.phase = phase
-        with timed(self.seconds, phase):
+        with timed(self.seconds, phase), trace.span("sync", phase, version=self.version):
             yield
 
     def note(self, part: str, seconds: float) -> None:

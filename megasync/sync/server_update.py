@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megasync.errors import HttpStatusError, ServerError, SyncError
+from megasync.observe import trace
 from megasync.sync.attempt import Attempt, PhaseFailed
 
 if TYPE_CHECKING:
@@ -77,7 +78,9 @@ class ServerUpdate:
         progress = attempt.progress[self.url]
         await self.post("/continue_generation", {"torch_empty_cache": False})
         progress.paused, progress.moved = False, True
-        attempt.note("pause", time.monotonic() - progress.paused_at)
+        seconds = time.monotonic() - progress.paused_at
+        attempt.note("pause", seconds)
+        trace.complete(*("sync", "pause", time.time() - seconds, time.time()), server=self.url, version=attempt.version)
 
     async def verify(self, attempt: Attempt) -> None:
         """Raises SyncError unless the server reports the attempt's version."""

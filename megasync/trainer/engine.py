@@ -41,6 +41,7 @@ from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.shards import load_shards
 from megasync.layout.topology import Topology
+from megasync.observe import trace
 from megasync.trainer import checkpoint
 from megasync.trainer.adapters import Adapters, ReferenceAdapters, attach, fresh_adapters
 from megasync.trainer.architecture import (
@@ -324,8 +325,9 @@ class MegatronEngine:
         data-parallel ranks, never averaged. Returns "loss" and every sum that ``loss`` reports, summed over all
         microbatches and data-parallel ranks; the same on every rank.
         """
-        self.zero_grad()
-        return self._sum_reports(self.run(share, self._reporting(loss, temperature), forward_only=False))
+        with trace.span("rank", "forward_backward", microbatches=len(share.microbatches)):
+            self.zero_grad()
+            return self._sum_reports(self.run(share, self._reporting(loss, temperature), forward_only=False))
 
     def total(self, share: Share, loss: LossFunction, temperature: float = 1.0) -> dict[str, float]:
         """What `forward_backward` returns, without gradients."""
@@ -355,7 +357,8 @@ class MegatronEngine:
         """Takes an optimizer step with the gradients of `forward_backward`, or skips it if any rank saw a non-finite
         value. With `trainer.overlap_param_gather`, call `gather_weights` before `params` are read.
         """
-        update = self.optimizer.step(step, loss_is_finite)
+        with trace.span("rank", "optimizer"):
+            update = self.optimizer.step(step, loss_is_finite)
         self._await_gathers(update.applied and bool(self._bucket_groups()))
         return update
 
@@ -376,7 +379,7 @@ class MegatronEngine:
             weights = self._reference.applied()
         else:
             raise TrainingError("there are no reference weights to score with; call keep_reference first")
-        with torch.no_grad(), weights:
+        with torch.no_grad(), weights, trace.span("rank", "score", reference=reference):
             # The routes were chosen by the current weights, or by those of a few steps ago.
             return self.run(share, collect, forward_only=True, replays=not reference)
 
@@ -390,7 +393,7 @@ class MegatronEngine:
             colder, _ = self.score_rows(rows, batch, temperature / 2)
             return logprobs.sum(), torch.stack([logprobs, squared_norms(logprobs, colder)])
 
-        with torch.no_grad():
+        with torch.no_grad(), trace.span("rank", "score"):
             found = self.run(share, collect, forward_only=True)
         return [each[0] for each in found], [each[1] for each in found]
 

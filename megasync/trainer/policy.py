@@ -53,6 +53,7 @@ from megasync.config.schema import AlgorithmConfig
 from megasync.errors import MegasyncError, TrainingError
 from megasync.files import atomic_write
 from megasync.layout.model_files import read_hf_config
+from megasync.observe import trace
 from megasync.observe.metrics import percentiles
 from megasync.trainer.batch import Batch, Sample
 from megasync.trainer.critic import Critic, Returns
@@ -213,7 +214,8 @@ class PolicyTrainer:
         metrics = _batch_metrics(groups, version)
         if self._recorder is not None:
             self._recorder.begin(groups)
-        parts = [self._minibatch(groups, part, load) for part in _split(members, len(groups), self._minibatches)]
+        with trace.span("rank", "load", groups=len(groups)):
+            parts = [self._minibatch(groups, part, load) for part in _split(members, len(groups), self._minibatches)]
         metrics |= self._train(groups, members, rewards, parts, load, step)
         minibatches = [part for part in parts if part is not None]
         if self._recorder is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
@@ -26,6 +26,8 @@ from megasync.config.schema import Config
 from megasync.data.row_file import RowFile
 from megasync.errors import CheckpointError
 from megasync.importing import quick_imports
+from megasync.observe import trace
+from megasync.observe.clock import Reading, read_clock
 from megasync.observe.rollouts import RolloutLog, rollout_bytes
 
 if TYPE_CHECKING:
@@ -40,7 +42,8 @@ def _delegate(part: str, method: str) -> Callable[..., Any]:
     """A method that calls `method` of the attribute `part`, which `start` sets."""
 
     def call(rank: TrainerRank, *arguments: Any) -> Any:
-        return getattr(getattr(rank, part), method)(*arguments)
+        with trace.span("rank", method):
+            return getattr(getattr(rank, part), method)(*arguments)
 
     return call
 
@@ -61,6 +64,10 @@ class TrainerRank:
         """The process id; answers immediately unless the rank is busy, so it serves as a liveness check."""
         return os.getpid()
 
+    def clock(self) -> Reading:
+        """This host, and the time on its clock."""
+        return read_clock()
+
     def rendezvous(self) -> tuple[str, int] | None:
         """Opens the store of the process group on rank 0 and returns its address; None on other ranks.
 
@@ -74,13 +81,19 @@ class TrainerRank:
         self._store = open_store(host, self._config.timeouts.trainer_start)
         return host, self._store.port
 
-    def start(self, host: str, port: int) -> None:
-        """Joins the process group, builds the model and loads this rank's shard of the model folder."""
+    def start(self, host: str, port: int, clock_offsets: Mapping[str, float] | None = None) -> None:
+        """Joins the process group, builds the model and loads this rank's shard of the model folder.
+
+        ``clock_offsets`` are those of other hosts than the driver's; see `observe.clock`.
+        """
         from megasync.observe.logfile import log_to_file
 
         log_to_file(self._run_dir / "logs" / f"trainer-{self._rank}.log")
 
         config = self._config
+        if config.observe.trace:
+            offset = (clock_offsets or {}).get(read_clock().host, 0.0)
+            trace.start(self._run_dir / trace.TRACE_FOLDER, f"trainer-{self._rank}", clock_offset=offset)
         with quick_imports():
             import torch
 
@@ -179,11 +192,13 @@ class TrainerRank:
 
     def step(self, groups: list[LeasedGroup], step: int, version: int) -> dict[str, float]:
         """Runs one training step; returns the same metrics on every rank."""
-        return self._policy.step(groups, load_trajectories, step, version)
+        with trace.span("step", "step", step=step, version=version):
+            return self._policy.step(groups, load_trajectories, step, version)
 
     def fit(self, file: str, rows: NDArray[np.int64], step: int) -> dict[str, float]:
         """Runs one supervised step on rows of a file in the run folder; returns the same metrics on every rank."""
-        return self._supervised.step(self._rows(file), rows, step)
+        with trace.span("step", "step", step=step):
+            return self._supervised.step(self._rows(file), rows, step)
 
     def loss(self, file: str) -> float:
         """The mean negative log-prob of the trained tokens of all rows of a file in the run folder."""
@@ -199,7 +214,8 @@ class TrainerRank:
 
     def begin_save(self, path: str, state: dict[str, Any]) -> None:
         """Begins to write a checkpoint; see `MegatronEngine.begin_save`."""
-        self._engine.begin_save(Path(path), state)
+        with trace.span("rank", "save"):
+            self._engine.begin_save(Path(path), state)
         if self._critic is not None:
             with self._all_or_nothing():
                 self._critic.begin_save(Path(path))
@@ -249,6 +265,7 @@ class TrainerRank:
         """Leaves all groups and ends the process group."""
         import torch
 
+        trace.stop()
         self._broadcast.leave()
         self._disk.leave()
         self._shards.leave()

@@ -14,6 +14,7 @@ import torch
 
 from megasync.data.row_file import RowFile
 from megasync.data.supervised import TokenRow
+from megasync.observe import trace
 from megasync.trainer.batch import Batch, Sample
 from megasync.trainer.engine import MegatronEngine, Share
 from megasync.trainer.nonfinite import SkipBudget
@@ -35,7 +36,8 @@ class SupervisedTrainer:
         Raises NonFiniteError if more steps in a row than allowed had a non-finite loss or gradient.
         """
         start = time.monotonic()
-        share, tokens = self._share(file, rows), int(file.trained_tokens[rows].sum())
+        with trace.span("rank", "load", rows=len(rows)):
+            share, tokens = self._share(file, rows), int(file.trained_tokens[rows].sum())
 
         def loss(batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, dict]:
             return _negative_sum(batch, logprobs) / tokens, {}

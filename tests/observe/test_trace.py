@@ -1,5 +1,6 @@
 """Spans reach the reader as they were, whatever happens to files and processes; a trace is bounded and never raises."""
 
+import asyncio
 import gzip
 import json
 import logging
@@ -196,3 +197,32 @@ def test_one_file_has_the_spans_of_all_processes(tmp_path, name):
 def test_a_run_without_a_trace_is_refused(tmp_path):
     with pytest.raises(DataError, match="has no trace"):
         write_perfetto(tmp_path, tmp_path / "out.json")
+
+
+def test_spans_of_a_block_and_of_its_tasks_have_what_they_are_about(tmp_path):
+    start(tmp_path)
+
+    async def group():
+        with trace.about(uid="0:1"):
+            await asyncio.gather(sample(0), sample(1))
+
+    async def sample(number):
+        with trace.about(sample=number), trace.span("generate", "generate", turn=0):
+            await asyncio.sleep(0)
+
+    asyncio.run(group())
+    spans = spans_of(tmp_path)
+    assert sorted((span.args["uid"], span.args["sample"], span.args["turn"]) for span in spans) == [
+        ("0:1", 0, 0),
+        ("0:1", 1, 0),
+    ]
+
+
+def test_a_span_may_begin_in_one_place_and_end_in_another(tmp_path):
+    start(tmp_path)
+    trace.begin("buffer", "finished", "0:1")
+    trace.begin("buffer", "finished", "0:2")
+    trace.end("buffer", "0:1", step=4)
+    trace.end("buffer", "0:3", step=4)
+    (span,) = spans_of(tmp_path)
+    assert (span.name, span.args) == ("finished", {"uid": "0:1", "step": 4})
