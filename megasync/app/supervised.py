@@ -286,6 +286,8 @@ class SupervisedRun:
             metrics = await trainer.fit(TRAIN_FILE, self._rows.of_step(self._step), self._step + 1)
             self._step += 1
             observer.step(self._step, 0, metrics)
+            if self._step in self.config.observe.profile_steps:
+                observer.message(f"torch profiles of step {self._step} are in profile/ of the run directory")
             every = sft.validate_every_steps
             if every and self._step % every == 0 and self._step != total:
                 await self._validate(trainer, observer)

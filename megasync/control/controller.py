@@ -254,6 +254,8 @@ class Controller:
         }
         metrics |= self._turns.metrics() | await self._part_metrics()
         self._observer.step(step, progress.version, metrics)
+        if step in self.config.observe.profile_steps:
+            self._observer.message(f"torch profiles of step {step} are in profile/ of the run directory")
         if self._due(self.config.eval.every_steps):
             if self._turns.taken:
                 await self._fleet_sync.sync_joiners_during(self._evaluate_now())

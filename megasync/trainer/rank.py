@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -192,13 +192,21 @@ class TrainerRank:
 
     def step(self, groups: list[LeasedGroup], step: int, version: int) -> dict[str, float]:
         """Runs one training step; returns the same metrics on every rank."""
-        with trace.span("step", "step", step=step, version=version):
+        with trace.span("step", "step", step=step, version=version), self._profiled(step):
             return self._policy.step(groups, load_trajectories, step, version)
 
     def fit(self, file: str, rows: NDArray[np.int64], step: int) -> dict[str, float]:
         """Runs one supervised step on rows of a file in the run folder; returns the same metrics on every rank."""
-        with trace.span("step", "step", step=step):
+        with trace.span("step", "step", step=step), self._profiled(step):
             return self._supervised.step(self._rows(file), rows, step)
+
+    def _profiled(self, step: int) -> AbstractContextManager[None]:
+        observe = self._config.observe
+        if step not in observe.profile_steps or self._rank not in observe.profile_ranks:
+            return nullcontext()
+        from megasync.trainer.profile import profiled
+
+        return profiled(self._run_dir, step, self._rank)
 
     def loss(self, file: str) -> float:
         """The mean negative log-prob of the trained tokens of all rows of a file in the run folder."""

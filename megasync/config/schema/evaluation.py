@@ -80,3 +80,7 @@ class ObserveConfig:
     rollouts_mb: int = limited(2048, AT_LEAST_ONE)
     # Peak of a trainer device in TFLOP/s, by which `train/mfu` is computed; null takes the GPU's in dense bfloat16.
     peak_tflops: float | None = limited(None, POSITIVE)
+    # Training steps that torch.profiler records, in profile/ of the run directory, such as [10, 12].
+    profile_steps: list[int] = field(default_factory=list)
+    # Trainer ranks that do so.
+    profile_ranks: list[int] = field(default_factory=lambda: [0])
