@@ -394,7 +394,7 @@ def _saved_by_layer(config: Config, layout: Layout, sparse: bool, delta: bool) -
     if layout.family.gates_attention and not delta:
         # The sigmoid of the gate, in float32, and the gated output.
         mixer += (1 + FLOAT32_BYTES / ITEM_BYTES[config.model.dtype]) * sizes.q_rows / tensor
-    common = (4 + output_norms) * _hidden(config, layout) + mixer
+    common = (4 + output_norms) * _hidden(config, layout) + mixer + _saved_by_adapters(config, layout, sparse)
     if not sparse:
         return common + wide * sizes.intermediate / tensor
     width = sizes.moe_intermediate / layout.topology.expert_tensor_size
@@ -404,6 +404,20 @@ def _saved_by_layer(config: Config, layout: Layout, sparse: bool, delta: bool) -
         common += sizes.hidden
     common += _saved_around_experts(config, layout)
     return common + wide * sizes.shared_intermediate / tensor + received
+
+
+def _saved_by_adapters(config: Config, layout: Layout, sparse: bool) -> float:
+    """Elements of the narrow vectors between the factors of a layer's adapters, for each token.
+
+    Queries, keys, values, gate and up have the tokens of all tensor ranks, the other two those of one under sequence
+    parallelism. With `trainer.lora.targets` this is not counted: the frozen projections save less by more than that.
+    """
+    trainer = config.trainer
+    if trainer.lora.targets:
+        return 0.0
+    split = trainer.tensor_parallel if trainer.sequence_parallel else 1
+    mlp = 3 * _received(config, layout) if sparse else 2 + 1 / split
+    return trainer.lora.rank * (3 + 1 / split + mlp)
 
 
 def _saved_around_experts(config: Config, layout: Layout) -> float:

@@ -38,7 +38,7 @@ def saved_bytes(engine: MegatronEngine, config: Config) -> int:
     """
     batch = _largest_batch(engine, config)
     counts = in_flight(engine.topology.pipeline, engine.topology.virtual, engine.coords.pp)
-    own = {weight.untyped_storage()._cdata for weight in engine.weights.values()}
+    own = {weight.untyped_storage()._cdata for weight in (*engine.weights.values(), *engine.trained.values())}
     with _without_values(engine):
         passes = [_Forward(chunk, batch, own) for chunk in engine.chunks]
         total = sum(each.nbytes * count for each, count in zip(passes, counts, strict=True))

@@ -10,11 +10,11 @@ from megasync.config.schema import Config
 from megasync.preflight.check import model_layout
 from megasync.preflight.memory import saved_activations, stage_memory
 from megasync.trainer.engine import MegatronEngine
-from megasync.trainer.offload import KINDS
+from megasync.trainer.offload import KINDS, WEIGHTS
 
-ACTIVATIONS = "activations"
+ACTIVATIONS, CRITIC = "activations", "critic"
 # Largest accepted difference between held and planned bytes, relative to the plan, by kind of memory.
-TOLERANCE = {"weights": 0.02, "gradients": 0.02, "optimizer": 0.02, ACTIVATIONS: 0.05}
+TOLERANCE = {"weights": 0.02, "gradients": 0.02, "optimizer": 0.02, ACTIVATIONS: 0.05, CRITIC: 0.02}
 
 
 def held_bytes(engine: MegatronEngine) -> dict[str, int]:
@@ -33,14 +33,25 @@ def held_bytes(engine: MegatronEngine) -> dict[str, int]:
     return held
 
 
+def added_by_critic(critic: Mapping[str, int], policy: Mapping[str, int], takes_turns: bool) -> int:
+    """Bytes that a critic adds to its rank, of what both hold by `KINDS`.
+
+    With ``takes_turns`` (`critic.offload`) gradients and optimizer of only one of the two are on the device.
+    """
+    own, others = (sum(held[kind] for kind in KINDS if kind != WEIGHTS) for held in (critic, policy))
+    return critic[WEIGHTS] + own - (min(own, others) if takes_turns else 0)
+
+
 def planned_bytes(config: Config, rank: int) -> dict[str, int]:
     """What `megasync plan` predicts for the stage of a rank, by the same kinds."""
     layout, _ = model_layout(config, planning=True)
     stage = layout.topology.coords(rank).pp
     memory = stage_memory(config, layout, 0, stage)
-    planned = {kind: getattr(memory, kind) for kind in KINDS}
-    # Of Megatron's own layers the plan has a lower bound only.
-    return planned if layout.spec == "local" else planned | {ACTIVATIONS: saved_activations(config, layout, stage)}
+    kinds = (*KINDS, CRITIC) if config.critic.enabled else KINDS
+    planned = {kind: getattr(memory, kind) for kind in kinds}
+    # Of Megatron's own layers the plan has a lower bound only, of layers with some adapters an upper one.
+    bounded = layout.spec == "local" or config.trainer.lora.targets
+    return planned if bounded else planned | {ACTIVATIONS: saved_activations(config, layout, stage)}
 
 
 def memory_differences(held: Mapping[str, int], planned: Mapping[str, int]) -> list[str]:

@@ -27,8 +27,16 @@ from megasync.layout.model_files import find_hf_config
 from megasync.layout.topology import Topology
 from megasync.rehearsal.activations import saved_bytes
 from megasync.rehearsal.groups import fake_world
-from megasync.rehearsal.memory import ACTIVATIONS, held_bytes, memory_differences, planned_bytes
+from megasync.rehearsal.memory import (
+    ACTIVATIONS,
+    CRITIC,
+    added_by_critic,
+    held_bytes,
+    memory_differences,
+    planned_bytes,
+)
 from megasync.rehearsal.report import RankReport
+from megasync.trainer.critic import critic_engine
 from megasync.trainer.engine import MegatronEngine
 
 META = torch.device("meta")
@@ -66,6 +74,10 @@ def rehearse_rank(config: Config, rank: int, device: MetaDevice, saved: dict[int
                 if (stage := engine.coords.pp) not in saved:
                     saved[stage] = saved_bytes(engine, config)
                 held[ACTIVATIONS] = saved[stage]
+            if config.critic.enabled:
+                critic = built_critic(config, rank, device)
+                found += (f"critic: {text}" for text in differences(critic))
+                held[CRITIC] = added_by_critic(held_bytes(critic), held, config.critic.offload)
             found += memory_differences(held, plan)
     except Exception as error:  # noqa: BLE001 - what stops this rank stops it on a GPU too
         found.append(f"{type(error).__name__}: {error}")
@@ -83,6 +95,16 @@ def built_rank(config: Config, rank: int, device: MetaDevice) -> Iterator[Megatr
             yield engine
         finally:
             parallel_state.destroy_model_parallel()
+
+
+def built_critic(config: Config, rank: int, device: MetaDevice) -> MegatronEngine:
+    """The engine of the critic, on the process groups of `built_rank`, in whose context it must be called."""
+    # A folder of its own has the policy's sizes, and need not be on this machine.
+    critic = replace(config.critic, path=None)
+    model = replace(config.model, path=str(find_hf_config(config.model, planning=True)))
+    engine = critic_engine(critic, model, config.trainer, device, rank, total_steps=config.schedule.total_steps)
+    engine.initialize(load=_absent_weights)
+    return engine
 
 
 def _absent_weights(layout: Layout, rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -235,7 +257,9 @@ def _weight_differences(engine: MegatronEngine) -> Iterator[str]:
         for mark, value in _expected_marks(engine, item, tuple(weight.shape), whole[item.param]).items():
             if (found := getattr(weight, mark, None)) != value:
                 yield f"{item.param} has {mark}={found}; with its shape {tuple(weight.shape)} it must be {value}"
-        if isinstance(weight, torch.nn.Parameter) and (weight in in_expert_buffer) != (item.ep is not None):
+        # Weights below adapters have no gradients, a router's bias neither.
+        trained = isinstance(weight, torch.nn.Parameter) and weight.requires_grad
+        if trained and (weight in in_expert_buffer) != (item.ep is not None):
             yield f"the gradient of {item.param} is not in the buffer of its kind of layer"
 
 
@@ -249,9 +273,10 @@ def _whole_shapes(engine: MegatronEngine) -> dict[str, tuple[int, ...]]:
         for ep in range(topology.expert)
         for name, shape in whole.params(topology.rank(0, 0, engine.coords.pp) + ep).items()
     }
-    # Tensor ranks pad the vocabulary to a multiple of their own.
+    # Tensor ranks pad the vocabulary to a multiple of their own. A value head has one row.
+    vocabulary = VOCABULARY[:1] if layout.value_head else VOCABULARY
     return {
-        name: (layout.padded_vocab, *shape[1:]) if name.endswith(VOCABULARY) else shape
+        name: (layout.padded_vocab, *shape[1:]) if name.endswith(vocabulary) else shape
         for name, shape in shapes.items()
     }
 

@@ -16,6 +16,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 RUNNABLE = (
     "quickstart",
     "quickstart_sft",
+    "quickstart_critic",
     "smollm2_reasoning",
     "smollm2_chain_sum",
     "first_gpu",

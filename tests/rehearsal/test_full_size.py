@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 import pytest
 
 from megasync.config import load_config
-from megasync.config.schema import Config, ModelConfig, OptimizerConfig, TrainerConfig
+from megasync.config.schema import Config, CriticConfig, LoraConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
 from megasync.preflight.check import model_layout
@@ -155,7 +156,9 @@ def assert_as_planned(config: Config, ranks: list[int], megatron: str) -> None:
     layout = layout_of(config)
     for rank in found.ranks:
         assert rank.parameters == sum(map(prod, layout.params(rank.rank).values()))
-        assert rank.held.keys() == rank.planned.keys() == {"weights", "gradients", "optimizer", "activations"}
+        # What frozen projections beside adapters save has no plan.
+        kinds = {"weights", "gradients", "optimizer"} | (set() if config.trainer.lora.targets else {"activations"})
+        assert rank.held.keys() == rank.planned.keys() == kinds
 
 
 @pytest.mark.processes
@@ -201,6 +204,9 @@ OPTIONS = {
         {"optimizer": OptimizerConfig(exp_avg_dtype="bfloat16", store_param_remainders=True)},
     ),
     "overlapped-shared-experts": ("deepseek-v3", {"moe_shared_expert_overlap": True}),
+    "adapters": ("qwen3-32b", {"lora": LoraConfig(rank=64)}),
+    "adapters-of-experts": ("qwen3-30b-a3b", {"lora": LoraConfig(rank=64)}),
+    "some-adapters": ("qwen3-8b", {"lora": LoraConfig(rank=16, targets=["o_proj"])}),
 }
 
 
@@ -239,6 +245,43 @@ def test_every_rank_of_shipped_configurations(path, megatron):
 def test_every_stage_and_expert_coordinate_of_full_size_models(name, megatron):
     config = configuration(name)
     assert_as_planned(config, sampled_ranks(layout_of(config)), megatron)
+
+
+# Critics beside policies: on one stage and on several, in turns, with experts, with tied embeddings, beside adapters.
+CRITICS = {
+    "beside": ("qwen3-8b", {}, {}),
+    "on stages": ("qwen3-32b", {}, {}),
+    "in turns": ("qwen3-32b", {}, {"offload": True}),
+    "with its own optimizer": ("qwen3-8b", {}, {"optimizer": OptimizerConfig(exp_avg_dtype="bfloat16")}),
+    "of experts": ("qwen3-30b-a3b", {}, {}),
+    "of a tied model": ("gemma-3-1b", {}, {}),
+    "of interleaved stages": ("llama3-70b-interleaved", {}, {"offload": True}),
+    "of latent attention": ("deepseek-v3", {}, {}),
+    "beside adapters": ("qwen3-32b", {"lora": LoraConfig(rank=16)}, {}),
+    "in turns with adapters": ("qwen3-32b", {"lora": LoraConfig(rank=16)}, {"offload": True}),
+}
+
+
+def assert_critic_as_planned(case: str) -> None:
+    """The critic of the first and the last rank, which has the value head."""
+    name, options, keys = CRITICS[case]
+    config = replace(configuration(name, **options), critic=CriticConfig(enabled=True, **keys))
+    found = rehearse(config, [0, Topology.from_config(config.trainer).world - 1], RUNS[name][2])
+    assert found.difference is None
+    assert all(rank.held["critic"] > 0 for rank in found.ranks)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", ["in turns", "of experts"])
+def test_critics(case):
+    assert_critic_as_planned(case)
+
+
+@pytest.mark.processes
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", CRITICS)
+def test_every_kind_of_critic(case):
+    assert_critic_as_planned(case)
 
 
 @pytest.mark.parametrize("name", RUNS)
