@@ -54,6 +54,11 @@ class RouteFormat:
         return len(self.sparse), self.per_token
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of a position."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    @property
     def text_bytes(self) -> int:
         """Of a position as it is reported, in base64."""
         return math.ceil(self.layers * self.per_token * _REPORTED_BYTES * 4 / 3)
@@ -63,7 +68,14 @@ class RouteFormat:
         size = self.layers * self.per_token * _REPORTED_BYTES
         if len(raw) % size:
             raise ValueError(f"{len(raw)} bytes are no multiple of {size}")
-        reported = np.frombuffer(raw, np.int32).reshape(-1, self.layers, self.per_token)
+        return self.checked(np.frombuffer(raw, np.int32).reshape(-1, self.layers, self.per_token))
+
+    def checked(self, reported: NDArray[Any]) -> RouteArray:
+        """The routes [positions, *shape] among integers [positions, layers, per_token]. Raises ValueError if they are
+        not different experts of the model.
+        """
+        if reported.shape[1:] != (self.layers, self.per_token):
+            raise ValueError(f"routes of the shape {reported.shape[1:]} instead of {(self.layers, self.per_token)}")
         routes = reported[:, self.sparse]
         if routes.size and (routes.min() < 0 or routes.max() >= self.experts):
             raise ValueError(f"experts {routes.min()} to {routes.max()} are outside [0, {self.experts})")

@@ -13,8 +13,9 @@ from rich.text import Text
 
 from megasync.config.access import describe_access
 from megasync.config.pools import engine_nodes
+from megasync.layout.routes import RouteFormat
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, bytes_text
-from megasync.preflight.memory import HostMemory, ServerMemory, microbatch_tokens
+from megasync.preflight.memory import HostMemory, ServerMemory, longest_sequence, microbatch_tokens
 from megasync.preflight.plan import Plan, PlannedPool, PlannedRank
 
 # Nodes with more devices than this show them in runs.
@@ -89,6 +90,13 @@ def _summary(plan: Plan) -> Table:
         "host memory": _host_memory(plan.host),
         "access": describe_access(config.cluster),
     }
+    form = RouteFormat.of(plan.layout.hf_config) if rollout.routing_replay else None
+    if form is not None:
+        tokens = pacing.capacity * schedule.samples_per_group * longest_sequence(config)
+        rows["routing replay"] = (
+            f"{bytes_text(form.nbytes)} a token of prompts and responses, at most {bytes_text(tokens * form.nbytes)} "
+            f"in the buffer; servers report {bytes_text(form.text_bytes)} a token"
+        )
     if any(stage.reference for stage in plan.stages):
         kept = bytes_text(max(stage.weights for stage in plan.stages))
         rows["reference"] = (

@@ -11,6 +11,7 @@ from verl.utils.dataset.dataset_utils import DatasetPadMode
 
 from megasync.errors import TrainingError
 from megasync.integrations.verl.batches import VerlBatch, check_batch, temperatures
+from megasync.layout.routes import RouteFormat
 from megasync.trainer.batch import make_batch
 
 SEQUENCES = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
@@ -101,3 +102,51 @@ def test_padded_input_is_refused():
     data = TensorDict({"input_ids": torch.ones(2, 3, dtype=torch.int64)}, batch_size=2)
     with pytest.raises(TrainingError, match="left_right_2_no_padding"):
         check_batch(data)
+
+
+FORM = RouteFormat(layers=2, sparse=(1,), per_token=2, experts=4)
+
+
+def routed_batch(routes, counted=(1, 1, 1), **options):
+    """Routes [tokens, layers, experts] of each sequence; ``counted`` says which sequences are trained."""
+    data = batch_of(enable_routing_replay=True, **options)
+    data["loss_mask"] = jagged([[count] * len(ids) for count, ids in zip(counted, SEQUENCES, strict=True)])
+    data["routed_experts"] = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
+    return data
+
+
+def routes_of(lengths=(4, 2, 3)):
+    """Experts (3, 0) in the layer without experts, (1, 2) in the other; verl's zeros at the last token."""
+    routes = [torch.tensor([[[3, 0], [1, 2]]]).repeat(length, 1, 1) for length in lengths]
+    for each in routes:
+        each[-1] = 0
+    return routes
+
+
+def test_routes_are_those_of_expert_layers_and_fed_tokens():
+    batch = VerlBatch([routed_batch(routes_of())], FORM)
+    assert [sample.routes.tolist() for sample in batch.samples] == [[[[1, 2]]] * fed for fed in (3, 1, 2)]
+    assert batch.samples[0].routes.dtype == "uint8"
+
+
+def test_without_verls_flag_routes_are_left_alone():
+    data = routed_batch(routes_of())
+    tu.assign_non_tensor(data, enable_routing_replay=False)
+    assert all(sample.routes is None for sample in VerlBatch([data], FORM).samples)
+
+
+def test_a_token_without_routes_is_refused_unless_its_sequence_fills_up_the_batch():
+    routes = routes_of()
+    routes[2][0] = 0
+    with pytest.raises(TrainingError, match=r"of 3 tokens: a token is routed to one expert twice; .*mode=R3"):
+        VerlBatch([routed_batch(routes)], FORM)
+    filler = VerlBatch([routed_batch(routes, counted=(1, 1, 0))], FORM).samples[2]
+    assert filler.routes.tolist() == [[[0, 1]]] * 2
+
+
+def test_replay_without_routes_or_experts_is_refused():
+    data = routed_batch(routes_of())
+    with pytest.raises(TrainingError, match=r"mode=R3 .* no experts"):
+        VerlBatch([data])
+    with pytest.raises(TrainingError, match=r"mode=R3 .*rollout\.enable_rollout_routing_replay=true"):
+        VerlBatch([data.exclude("routed_experts")], FORM)

@@ -12,6 +12,7 @@ from tiny_models import make_tiny_model
 from verl.trainer.config import CheckpointConfig
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+from verl.workers.config.engine import EngineRouterReplayConfig
 from verl.workers.engine.base import EngineRegistry
 
 from megasync.errors import ConfigError
@@ -80,6 +81,7 @@ def test_sizes_and_layers_are_converted():
         ("override_ddp_config", {"overlap_grad_reduce": True}),
         ("override_transformer_config", {"recompute_granularity": "selective"}),
         ("override_transformer_config", {"moe_router_dtype": "fp32"}),
+        ("router_replay", EngineRouterReplayConfig(mode="R2")),
     ],
 )
 def test_a_setting_that_megasync_lacks_is_refused_by_name(name, value):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from tiny_models import make_tiny_model, make_tiny_value_model
 pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/test.sh`")
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
-from verl_data import OUTPUTS, PROMPT, TEMPERATURE, padded_batch
+from verl_data import OUTPUTS, PROMPT, TEMPERATURE, padded_batch, routed_batch
+
+from megasync.layout.model_files import read_hf_config
+from megasync.layout.routes import RouteFormat
 
 pytestmark = pytest.mark.processes
 
@@ -36,7 +40,7 @@ RUNS = {
     "pipeline": {"settings": SIZES["pipeline"]},
     "data": {"settings": SIZES["data"], "padding": False},
     "bfloat16": {"settings": {**SIZES["tensor"], "dtype": "bfloat16"}},
-    "experts": {"settings": EXPERTS},
+    "experts": {"settings": {**EXPERTS, "router_replay": "R3"}},
     "fsdp2 experts": {"strategy": "fsdp2", "padding": False},
     "critic fsdp2": {"strategy": "fsdp2", "padding": False},
     "critic fsdp2 experts": {"strategy": "fsdp2", "padding": False},
@@ -161,6 +165,30 @@ def test_scores_are_those_of_the_hugging_face_model(found, models, layout):
     critic = AutoModelForTokenClassification.from_pretrained(models[f"critic {layout}"], dtype=torch.float32).eval()
     for row, count, _, logits in response_tokens(critic):
         torch.testing.assert_close(values[row, :count], logits[:, 0], atol=1e-4, rtol=0)
+
+
+def test_given_experts_are_replayed(found, models):
+    """Those of the rollout, `router_replay.mode=R3`."""
+    form = RouteFormat.of(read_hf_config(models["experts"]))
+    data = routed_batch(form)
+    # Layer by layer for each sequence. Hugging Face also feeds the last token, whose experts do not matter.
+    calls = (row[:, layer].long() for row in data["routed_experts"].unbind() for layer in range(form.layers))
+    choose = torch.topk
+
+    def topk(values, k, *arguments, **options):
+        if values.shape[-1] != form.experts or k != form.per_token:
+            return choose(values, k, *arguments, **options)
+        experts = next(calls)
+        return torch.return_types.topk((values.gather(-1, experts), experts))
+
+    policy = AutoModelForCausalLM.from_pretrained(models["experts"], dtype=torch.float32)
+    logprobs = inferred(found["experts"], "log_probs", "routed")
+    with mock.patch("torch.topk", topk):
+        for row, count, ids, logits in response_tokens(policy):
+            expected = (logits / TEMPERATURE).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+            torch.testing.assert_close(logprobs[row, :count], expected, atol=1e-4, rtol=0)
+    assert next(calls, None) is None
+    assert (logprobs - inferred(found["experts"], "log_probs")).abs().max() > 1e-2
 
 
 def test_bfloat16_is_as_close_to_float32_as_its_digits_allow(found):

@@ -26,15 +26,18 @@ from verl.workers.config import (
     McoreOptimizerConfig,
     TrainingWorkerConfig,
 )
+from verl.workers.config.engine import EngineRouterReplayConfig
 from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 from verl.workers.utils.losses import sft_loss
 
 from megasync.errors import ConfigError
 from megasync.integrations.verl import MegasyncEngineConfig
+from megasync.layout.model_files import read_hf_config
+from megasync.layout.routes import RouteFormat
 
 # This file is executed as a program, which pytest's path does not apply to.
 sys.path.append(str(Path(__file__).parents[1] / "support"))
-from verl_data import MINIBATCH, SEQUENCES, jagged_batch, loss_of, padded_output
+from verl_data import MINIBATCH, SEQUENCES, jagged_batch, loss_of, padded_output, routed_batch
 
 MODEL_TYPES = {"actor": "language_model", "critic": "value_model"}
 FULL = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -77,6 +80,8 @@ def worker_config(role, model, strategy, settings, padding):
         optimizer = FSDPOptimizerConfig(**adam)
     else:
         os.environ.pop("VERL_ENGINE_DEVICE", None)
+        if mode := sizes.pop("router_replay", None):
+            sizes["router_replay"] = EngineRouterReplayConfig(mode=mode)
         config = MegasyncEngineConfig(**{"dtype": "float32", **sizes})
         optimizer = McoreOptimizerConfig(lr_decay_style="constant", **adam)
     return TrainingWorkerConfig(
@@ -97,7 +102,7 @@ class Rank:
     """A worker of one role, asked as verl's driver asks all of them."""
 
     def __init__(self, role, model, strategy, settings, padding):
-        self.role = role
+        self.role, self.path = role, model
         # A TrainingWorker that may also be asked for the parts of a step one by one.
         self.worker = TinkerTrainingWorker(worker_config(role, model, strategy, settings, padding))
         self.worker.reset()
@@ -118,6 +123,15 @@ class Rank:
             data.pop("temperature")
             mine = self.engine.get_data_parallel_rank()
             data["temperature"] = torch.linspace(0.5, 1.5, SEQUENCES).split(len(data))[mine]
+        found = self.worker.infer_batch(data.clone())
+        return padded_output(self.role, found, data) if self.engine.is_mp_src_rank_with_outputs() else None
+
+    def routed(self):
+        """As `infer`, with given experts."""
+        each = SEQUENCES // self.engine.get_data_parallel_size()
+        first = self.engine.get_data_parallel_rank() * each
+        form = RouteFormat.of(read_hf_config(self.path))
+        data = routed_batch(form, list(range(first, first + each)))
         found = self.worker.infer_batch(data.clone())
         return padded_output(self.role, found, data) if self.engine.is_mp_src_rank_with_outputs() else None
 
@@ -206,6 +220,8 @@ def run(model, strategy, role="actor", settings=None, padding=True, save=None):
     found = {"dp": rank.engine.get_data_parallel_rank(), "before": rank.weights(), "infer": rank.infer()}
     if role == "actor":
         found |= {"each_its_own": rank.infer(each_its_own=True), "supervised": rank.supervised_loss()}
+    if "router_replay" in (settings or {}):
+        found["routed"] = rank.routed()
     if strategy != "fsdp2":
         reference = Rank(role, model, strategy, {**(settings or {}), "forward_only": True}, padding)
         first = rank.copy()

@@ -151,6 +151,15 @@ def test_a_critic_adds_a_model_without_an_output_layer():
     assert checkpoint_bytes(plain, layout) < checkpoint_bytes(beside, layout) < 2 * checkpoint_bytes(plain, layout)
 
 
+def test_routes_that_are_replayed_take_memory():
+    """48 layers of 8 experts, one byte each; servers report four, in base64."""
+    model = f"model.config={ROOT / 'configs/models/qwen3_30b_a3b.json'}"
+    plain, routed = (load("qwen3_8b_math", model, f"rollout.routing_replay={on}") for on in ("false", "true"))
+    assert "384 B a token of prompts and responses" in rendered(routed)
+    assert "servers report 2.0 kB a token" in " ".join(rendered(routed).split())
+    assert "routing replay" not in rendered(plain)
+
+
 def test_experts_are_distributed_over_their_own_ranks(tmp_path):
     values = json.loads((ROOT / "configs/models/qwen3_8b.json").read_text())
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}

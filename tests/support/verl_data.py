@@ -59,6 +59,19 @@ def jagged_batch(role, rows=slice(None), **options):
     return data
 
 
+def routed_batch(form, rows=slice(None)):
+    """`jagged_batch` of an actor with random experts for each token, as verl sends it with `router_replay.mode=R3`."""
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.rand((SEQUENCES, PROMPT + RESPONSE, form.layers, form.experts), generator=generator)
+    routes = scores.argsort(dim=-1)[..., : form.per_token].to(torch.int16)
+    data = jagged_batch("actor", rows, compute_loss=False)
+    kept = padded_batch()["attention_mask"].bool()
+    mine = [each[mask] for each, mask in zip(routes[rows], kept[rows], strict=True)]
+    data["routed_experts"] = torch.nested.as_nested_tensor(mine, layout=torch.jagged)
+    tu.assign_non_tensor(data, enable_routing_replay=True)
+    return data
+
+
 def padded_output(role, found, data):
     """The outputs for the response tokens by name, each [sequences, RESPONSE]."""
     return {name: no_padding_2_padding(found[name], data) for name in OUTPUTS[role]}

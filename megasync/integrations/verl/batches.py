@@ -8,9 +8,11 @@ of the tokens up to i. The last position of a sequence has none and is zero, as 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
@@ -19,6 +21,7 @@ from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.model import extract_multi_modal_inputs
 
 from megasync.errors import TrainingError
+from megasync.layout.routes import RouteArray, RouteFormat
 from megasync.trainer.batch import Batch, Sample
 from megasync.trainer.packing import Microbatch
 
@@ -29,16 +32,17 @@ REFUSED = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_on
 class VerlBatch:
     """The microbatches of one call, in the engine's format.
 
-    Raises TrainingError if a sequence has fewer than two tokens.
+    ``form`` is that of the model's routes, None without experts. Raises TrainingError if a sequence has fewer than two
+    tokens, or lacks routes that are to be replayed.
     """
 
-    def __init__(self, parts: Sequence[TensorDict]) -> None:
+    def __init__(self, parts: Sequence[TensorDict], form: RouteFormat | None = None) -> None:
         self.samples: list[Sample] = []
         self.microbatches: list[Microbatch] = []
         self._parts = list(parts)
         for part in parts:
             first = len(self.samples)
-            self.samples += _samples(part)
+            self.samples += _samples(part, form)
             # One tree per sequence.
             trees = tuple((index,) for index in range(first, len(self.samples)))
             tokens = sum(len(sample.prompt) + sample.fed for sample in self.samples[first:])
@@ -89,16 +93,44 @@ def temperatures(part: TensorDict) -> float | torch.Tensor:
     return float(first) if bool((temperature == first).all()) else temperature.float()
 
 
-def _samples(part: TensorDict) -> list[Sample]:
+def _samples(part: TensorDict, form: RouteFormat | None) -> list[Sample]:
     ids, offsets = tensor_at(part, "input_ids").values().cpu().numpy(), _offsets(tensor_at(part, "input_ids")).tolist()
     sequences = [ids[start:end] for start, end in pairwise(offsets)]
     samples = []
-    for ids, responses in zip(sequences, _responses(part, sequences), strict=True):
+    for ids, responses, routes in zip(sequences, _responses(part, sequences), _routes(part, form), strict=True):
         if len(ids) < 2:
             raise TrainingError(f"a sequence of {len(ids)} token has nothing to predict; remove it from the batch")
         prompt = len(ids) - responses
-        samples.append(Sample.of(ids[:prompt], ids[prompt:]))
+        samples.append(replace(Sample.of(ids[:prompt], ids[prompt:]), routes=routes))
     return samples
+
+
+def _routes(part: TensorDict, form: RouteFormat | None) -> list[RouteArray] | list[None]:
+    """Those of each sequence, where verl wants them replayed: in the actor's passes, with `router_replay.mode=R3`."""
+    if not tu.get_non_tensor_data(part, key="enable_routing_replay", default=False):
+        return [None] * len(part)
+    if form is None:
+        raise TrainingError("router_replay.mode=R3 replays routes, but the model has no experts; set it to disabled")
+    if "routed_experts" not in part:
+        raise TrainingError(
+            "router_replay.mode=R3 needs the routes of the rollout, and the batch has no routed_experts; set "
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=true"
+        )
+    mask, found = tensor_at(part, "loss_mask"), []
+    for row, counted in zip(tensor_at(part, "routed_experts").unbind(), mask.unbind(), strict=True):
+        # The last token is not fed; servers report no routes of it, and verl fills them up.
+        routes = row[:-1].cpu().numpy()
+        if not counted.any():
+            # A sequence that fills up the batch, without routes.
+            routes = np.broadcast_to(np.arange(form.per_token), routes.shape)
+        try:
+            found.append(form.checked(routes))
+        except ValueError as error:
+            raise TrainingError(
+                f"routed_experts of a sequence of {len(row)} tokens: {error}; with router_replay.mode=R3, each token "
+                f"but the last needs its routes"
+            ) from None
+    return found
 
 
 def _responses(part: TensorDict, sequences: Sequence[NDArray[Any]]) -> list[int]:

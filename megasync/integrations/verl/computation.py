@@ -22,6 +22,7 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepa
 from megasync.errors import TrainingError
 from megasync.integrations.verl.batches import VerlBatch, check_batch, temperatures, tensor_at
 from megasync.integrations.verl.checkpoints import Checkpoints
+from megasync.layout.routes import RouteFormat
 from megasync.sync.stream import Shards
 from megasync.trainer.batch import Batch
 from megasync.trainer.engine import MegatronEngine, Share
@@ -44,6 +45,7 @@ class Computation:
         self._losses_are_finite = True
         # Whether gradients of an earlier call exist.
         self._has_gradients = False
+        self._routes = RouteFormat.of(engine.layout.hf_config)
         self._outputs = self._values if engine.layout.value_head else self._scores
         self.data_group = engine.data_group
         self.offload = Offload(engine.memory, engine.device)
@@ -64,7 +66,7 @@ class Computation:
             dp_group=self.data_group,
             num_batches_divided_by=topology.pipeline if topology.virtual > 1 else None,
         )
-        batch = VerlBatch([part.to(device) for part in parts])
+        batch = VerlBatch([part.to(device) for part in parts], self._routes)
         microbatches, tokens = self._align(batch.microbatches)
         evaluate = partial(self._evaluate, batch, loss, forward_only)
         with nullcontext() if forward_only else self._accumulating():

@@ -76,7 +76,7 @@ class MegasyncEngineConfig(McoreEngineConfig):
         _allow("context_parallel_size", self.context_parallel_size, 1)
         _allow("dynamic_context_parallel", self.dynamic_context_parallel, False)
         _allow("use_dist_checkpointing", self.use_dist_checkpointing, False)
-        _allow("router_replay.mode", self.router_replay.mode, "disabled")
+        _allow("router_replay.mode", self.router_replay.mode, "disabled", "R3")
         _allow("qat.enable", self.qat.enable, False)
         for name in ("override_ddp_config", "override_mcore_model_config"):
             _allow(name, dict(getattr(self, name)), {})
