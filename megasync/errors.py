@@ -17,6 +17,10 @@ class ContextLengthExceeded(DataError):
     """A prompt leaves no room for a response in the context length, so its conversation cannot continue."""
 
 
+class EvaluationAbandoned(MegasyncError):
+    """An evaluation of an exact version has no score: no server holds the version, or an answer is of another one."""
+
+
 class PoisonPrompt(DataError):
     """This prompt crashes servers, or its user code crashes rollout workers, so it is not run again."""
 

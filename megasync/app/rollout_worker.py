@@ -29,6 +29,7 @@ from megasync.evaluation.held_out import HeldOutSet
 from megasync.observe import trace
 from megasync.observe.logfile import log_to_file
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
+from megasync.rollout.destination import ANYWHERE, Destination
 from megasync.rollout.group_worker import DropRecord, FailurePolicy, GroupSpec, GroupWorker
 from megasync.rollout.remote_quarantine import RemoteQuarantine
 from megasync.rollout.remote_worker import Outbox, WorkerEnd
@@ -100,11 +101,18 @@ class AnswersOfWorkers:
         self._workers = workers
 
     async def __call__(
-        self, held_out: HeldOutSet, temperature: float, number: int, prompt: Prompt, repeat: int
+        self,
+        held_out: HeldOutSet,
+        temperature: float,
+        number: int,
+        prompt: Prompt,
+        repeat: int,
+        destination: Destination = ANYWHERE,
+        /,
     ) -> HeldOutAnswer:
-        about = key_of(held_out, prompt)
+        job = held_out.name, temperature, number, prompt, repeat, destination
         try:
-            return await self._workers.ask(about, prompt, "answer", held_out.name, temperature, number, prompt, repeat)
+            return await self._workers.ask(key_of(held_out, prompt), prompt, "answer", *job)
         except PoisonPrompt as error:
             return failed_answer(held_out, temperature, number, prompt, repeat, error)
 
@@ -219,8 +227,10 @@ class _WorkerParts:
             {"answer": self._answered, "versions": self._versions_known, "close": self._close},
         )
 
-    async def _answered(self, name: str, temperature: float, number: int, prompt: Prompt, repeat: int) -> HeldOutAnswer:
-        return await self._answer(self._sets[name], temperature, number, prompt, repeat)
+    async def _answered(
+        self, name: str, temperature: float, number: int, prompt: Prompt, repeat: int, destination: Destination
+    ) -> HeldOutAnswer:
+        return await self._answer(self._sets[name], temperature, number, prompt, repeat, destination)
 
     def _set_versions(self, published: int, newest: int) -> None:
         self._published, self._newest = published, newest

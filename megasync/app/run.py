@@ -36,7 +36,8 @@ from megasync.control.recovery import FAILED_STEPS_FOLDER
 from megasync.control.restore import restore
 from megasync.device import Device, resolve_device
 from megasync.errors import ServerParityError
-from megasync.evaluation.evaluate import Answerer, PeriodicEvaluation
+from megasync.evaluation.evaluate import Answerer
+from megasync.evaluation.periodic import PeriodicEvaluation
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
@@ -51,6 +52,7 @@ from megasync.rollout.inflight import InflightCap
 from megasync.rollout.rollouter import Rollouter, ServerLimits
 from megasync.serving.control import ServerControl
 from megasync.sync.choose import choose_sync
+from megasync.sync.disk.adapters import AdapterSync
 from megasync.sync.publisher import VersionPublisher
 
 log = logging.getLogger(__name__)
@@ -144,7 +146,7 @@ class Run:
         client, fleet = started.client, started.servers.fleet
         client.newest_version = fleet.newest_version = lambda: progress.claimed
         client.published_version = lambda: progress.version
-        publisher = await self._build_publisher(stack, device, started, observer)
+        publisher, held_adapters = await self._build_publisher(stack, device, started, observer)
         seed = config.seed if config.rollout.deterministic else None
         evaluation = None
         if self._workload.eval_sets:
@@ -157,6 +159,7 @@ class Run:
             fleet=fleet,
             frozen_models=started.servers.frozen_models,
             evaluate=evaluation,
+            held_adapters=held_adapters,
             cursor=self._workload.source.state,
             observer=observer,
             rollout_workers=started.servers.workers,
@@ -202,7 +205,7 @@ class Run:
 
     async def _build_publisher(
         self, stack: AsyncExitStack, device: Device, started: StartedRun, observer: RunObserver
-    ) -> VersionPublisher:
+    ) -> tuple[VersionPublisher, AdapterSync | None]:
         config, controls = self.config, started.controls
         layout = Layout(read_hf_config(config.model.path), Topology.from_config(config.trainer), device.spec)
         sync, why = await choose_sync(config, self.run_dir, layout, started.trainer, controls, device)
@@ -218,7 +221,7 @@ class Run:
             server_logprobs=started.client.score,
         )
         started.servers.fleet.follow(publisher.add, publisher.remove, known=controls)
-        return publisher
+        return publisher, sync if isinstance(sync, AdapterSync) else None
 
     def _build_rollouter(self, config: Config, started: StartedRun, seed: int | None) -> Rollouter:
         rollout, schedule, servers = config.rollout, config.schedule, started.servers

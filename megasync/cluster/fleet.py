@@ -13,6 +13,9 @@
 Invariant: the router lists only servers in `serving`, without those that are isolated for a suspected prompt
 (`isolate`), and a server serves only after `joined` (`ServerHealth.serves`). The only exception is the first list,
 before any request is sent: a run generates only after its first `joined`.
+
+A pinned server (`pin`) is healthy but not in `serving`: it has left the router, and syncs leave it out, so it keeps its
+version. When it is unpinned it serves again if nothing newer was published, and is a joiner otherwise.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -63,6 +67,14 @@ RELEASE_POLL_SECONDS = 0.05
 PLACE_SECONDS = 15.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Pin:
+    """The version that a server is kept at. `over` is set once it no longer is."""
+
+    version: int
+    over: asyncio.Event
+
+
 class Fleet:
     """Starts, supervises and resizes the servers and their router."""
 
@@ -101,6 +113,8 @@ class Fleet:
         self.streams = config.rollout.stream_interval > 0
         # Slots that serve but are kept out of the router.
         self._isolated: set[int] = set()
+        # The same, of servers that syncs leave out, by slot.
+        self._pinned: dict[int, _Pin] = {}
         self._on_departures: list[Callable[[int, bool, bool], None]] = []
         self._gray: Counter[str] = Counter()
         self._followers: list[tuple[Callable[[ServerControl], None], Callable[[str], None]]] = []
@@ -158,8 +172,8 @@ class Fleet:
     # The controller's side
 
     def serving(self) -> list[ServerControl]:
-        """Servers that hold the published version and are in the router, in slot order."""
-        return self._controls(ServerState.HEALTHY, ServerState.SUSPECT)
+        """Servers that hold the published version and take part in syncs, in slot order."""
+        return [slot.control for slot in self._unpinned() if slot.control]
 
     def joiners(self) -> list[ServerControl]:
         """Servers that are up and wait for a sync to the published version."""
@@ -295,8 +309,7 @@ class Fleet:
 
         Returns its slot and URL, or None when no server could be isolated. Prefers a slot outside `avoid`.
         """
-        serving = self._in_state(ServerState.HEALTHY, ServerState.SUSPECT)
-        if not serving:
+        if not (serving := self._unpinned()):
             return None
         slot = min(serving, key=lambda slot: slot.index in avoid)
         url = slot.url
@@ -312,6 +325,60 @@ class Fleet:
         """Ends the isolation of a slot: the router may send requests to it again."""
         self._isolated.discard(slot)
         self._router.refresh()
+
+    # Servers that keep a version, for an evaluation
+
+    @property
+    def size(self) -> int:
+        """The number of servers, whatever their state, without those that are lost for good."""
+        return len(self._slots)
+
+    async def pin(self, count: int, version: int) -> list[str]:
+        """Takes up to `count` servers out of the router and of weight syncs, and aborts their requests.
+
+        They hold `version`, the published one, until `unpin`. Prefers those with the fewest requests; another server
+        always stays in the router. Returns their URLs, none if there is no server to spare. Whatever syncs begin after
+        this call leave them out: it marks them before it first waits.
+        """
+
+        def burden(slot: ServerSlot) -> tuple[bool, int, int]:
+            requests = 0 if slot.load is None else slot.load.running + slot.load.waiting
+            return slot.health.state is ServerState.SUSPECT, requests, -slot.index
+
+        routed = self._routed()
+        chosen = {slot: slot.url for slot in sorted(routed, key=burden)[: max(0, min(count, len(routed) - 1))]}
+        for slot in chosen:
+            self._pinned[slot.index] = _Pin(version, asyncio.Event())
+        if not chosen:
+            return []
+        try:
+            alone = await self._settle()
+            drained = await asyncio.gather(*(slot.drain(DRAIN_SECONDS) for slot in chosen))
+        except BaseException:
+            self.unpin(chosen.values())
+            raise
+        self.unpin(url for url, done in zip(chosen.values(), drained, strict=True) if not (alone and done))
+        return [url for slot, url in chosen.items() if slot.index in self._pinned and slot.url == url]
+
+    def unpin(self, urls: Iterable[str]) -> None:
+        """Lets pinned servers serve again: at once if nothing newer can be on any server, else after a sync."""
+        for slot in self._at(urls):
+            if (pin := self._pinned.pop(slot.index, None)) is None:
+                continue
+            pin.over.set()
+            if (newest := self.newest_version()) != pin.version:
+                reason = f"it was kept at version {pin.version} for an evaluation; the newest is {newest}"
+                slot.note(slot.health.missed_sync, reason)
+        self._router.refresh()
+
+    def pinned(self) -> list[ServerControl]:
+        """Servers that `pin` took, in slot order."""
+        return [control for index in sorted(self._pinned) if (control := self._slots[index].control)]
+
+    async def unpinned(self, url: str) -> None:
+        """Returns once the server at this URL is not pinned: it has died, or `unpin` was called."""
+        if (slot := self._by_url.get(url)) is not None and (pin := self._pinned.get(slot.index)) is not None:
+            await pin.over.wait()
 
     def refund_restart(self, slot: int) -> None:
         """A request caused a death of this slot's server, so the slot is not charged with a restart."""
@@ -337,6 +404,7 @@ class Fleet:
             "fleet/restarts": float(restarts),
             "fleet/router_restarts": float(self._router.starts - 1),
             "fleet/isolated": float(len(self._isolated)),
+            "fleet/pinned": float(len(self._pinned)),
             **{f"fleet/gray_{fault}": float(self._gray[fault]) for fault in ("answers", "slow", "parity")},
         }
 
@@ -419,6 +487,8 @@ class Fleet:
                 on_gone(slot.url)
         if before.serves and not state.serves:
             self._isolated.discard(slot.index)
+            if (pin := self._pinned.pop(slot.index, None)) is not None:
+                pin.over.set()
             self._outliers.left(slot.index)
             for on_left in self._on_departures:
                 on_left(slot.index, state is ServerState.DEAD, slot.health.requests_suspected)
@@ -431,15 +501,22 @@ class Fleet:
 
     def _routed(self) -> list[ServerSlot]:
         """The slots that the router should list, in order."""
+        return [slot for slot in self._unpinned() if slot.index not in self._isolated]
+
+    def _unpinned(self) -> list[ServerSlot]:
+        """The slots that serve the published version, in order."""
         serving = self._in_state(ServerState.HEALTHY, ServerState.SUSPECT)
-        return [slot for slot in serving if slot.index not in self._isolated]
+        return [slot for slot in serving if slot.index not in self._pinned]
 
     def _routed_urls(self) -> list[str]:
         return [slot.url for slot in self._routed() if slot.url]
 
-    async def _settle(self) -> None:
+    async def _settle(self) -> bool:
+        """Returns whether the router has applied its list."""
         if None in self._tasks and not await self._router.settle(SETTLE_SECONDS):
             log.warning("Router did not apply its new list within %.0f s; retrying in the background", SETTLE_SECONDS)
+            return False
+        return True
 
     # Resizing
 
@@ -478,8 +555,12 @@ class Fleet:
             self._pools.remove_slot("rollout", place)
 
     def _least_useful(self, count: int) -> list[ServerSlot]:
-        """Servers to remove: those that do not serve first, then the latest."""
-        return sorted(self._slots.values(), key=lambda slot: (slot.health.serves, -slot.index))[:count]
+        """Servers to remove: those that do not serve first, then the latest, pinned ones last."""
+
+        def use(slot: ServerSlot) -> tuple[bool, bool, int]:
+            return slot.health.serves, slot.index in self._pinned, -slot.index
+
+        return sorted(self._slots.values(), key=use)[:count]
 
     async def _remove(self, slot: ServerSlot) -> None:
         """Removes it from the router, then aborts its requests, then stops the process."""

@@ -27,7 +27,7 @@ class SlotFaults:
         state, reason = slot.health.state, slot.health.reason
         if state is ServerState.DEAD:
             self._fault(name, f"dead: {reason}", slot)
-        elif state is ServerState.STALE and before.serves:
+        elif state is ServerState.STALE and before.serves and not slot.health.behind:
             self._fault(name, f"out of service until a weight sync succeeds: {reason}", slot)
         elif state is ServerState.RETIRED and before is ServerState.DEAD:
             self._fault(name, f"not restarted: {reason}", slot)

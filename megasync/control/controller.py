@@ -11,7 +11,8 @@
     rollout     prompts            committed groups         a free slot of the buffer       training (publish), drops
     training    leased groups,     steps, versions          a batch of finished groups, or  rollout (commit); the fleet
                 joiners                                     a server that joins
-    evaluation  published weights  held-out scores          the next due step               training
+    evaluation  published weights  held-out scores          the next due step; a server to  training; the fleet
+                                                            spare (`pinning`)
     watch       the fleet's state  the error that ends all  its own tick                    the clock
 
 Rollout and training wait for each other only through the buffer, so closing the buffer ends both waits. A lost rank, a
@@ -36,7 +37,8 @@ from pathlib import Path
 from megasync.buffer.payload import LeasedGroup
 from megasync.concurrency.tasks import cancel_and_wait, within
 from megasync.config import Config
-from megasync.control.interfaces import ControlledParts
+from megasync.control.interfaces import ControlledParts, PinnedVersion
+from megasync.control.pinning import Pinning
 from megasync.control.progress import Progress
 from megasync.control.publishing import FleetSync
 from megasync.control.recovery import TrainerRecovery
@@ -44,6 +46,7 @@ from megasync.control.turns import Turns
 from megasync.control.watchdog import Watchdog
 from megasync.errors import (
     CheckpointError,
+    EvaluationAbandoned,
     MegasyncError,
     NonFiniteError,
     RankLost,
@@ -62,6 +65,8 @@ WATCH_SECONDS = 1.0
 STOP_SECONDS = 30.0
 # How many watch ticks to look for a dead process behind a failed request: a server takes a moment to die.
 ROOT_CAUSE_TICKS = 5
+# A joiner may bring a new version into an evaluation for which training waits, once: it publishes all that is trained.
+EXACT_ATTEMPTS = 2
 # Timeout of a dump, which is requested when something hangs and must not hang too.
 DUMP_SECONDS = 5.0
 
@@ -115,6 +120,9 @@ class Controller:
         self._begun = asyncio.Event()
         self._finishing = False
         self._evaluating = asyncio.Lock()
+        # None if evaluations may span versions.
+        self._pinning = Pinning(config, parts, progress) if config.eval.exact else None
+        self._abandoned_evaluations = 0
         # Clock reading at which the trainer began to wait for its next batch.
         self._idle_since = clock()
         # The step that is being trained, or that was interrupted.
@@ -257,8 +265,10 @@ class Controller:
         if step in self.config.observe.profile_steps:
             self._observer.message(f"torch profiles of step {step} are in profile/ of the run directory")
         if self._due(self.config.eval.every_steps):
-            if self._turns.taken:
-                await self._fleet_sync.sync_joiners_during(self._evaluate_now())
+            if self._turns.taken or (self._pinning is not None and self._pinning.needs_a_wait):
+                # The requests of an evaluation have deadlines.
+                with self._watchdog.bounded():
+                    await self._fleet_sync.sync_joiners_during(self._evaluate_now())
             else:
                 self._evaluation_due.set()
         if not self._turns.taken:
@@ -291,6 +301,7 @@ class Controller:
         }
         totals["dropped"] = sum(counts["dropped"].values())
         metrics["trainer/data_parallel"] = float(self._trainer.data_parallel)
+        metrics["faults/abandoned_evaluations"] = float(self._abandoned_evaluations)
         metrics |= {f"groups/{key}": float(number) for key, number in totals.items()}
         if self._frozen_models is not None:
             metrics |= self._frozen_models.metrics()
@@ -379,17 +390,51 @@ class Controller:
         while True:
             await self._evaluation_due.wait()
             self._evaluation_due.clear()
-            await self._evaluate_now()
+            await self._evaluate_beside_training()
 
-    async def _evaluate_now(self) -> None:
-        if self._evaluate is None:
+    async def _evaluate_beside_training(self) -> None:
+        """Evaluates the published version while newer ones may be published."""
+        if self._pinning is None:
+            await self._evaluate_now()
             return
         async with self._evaluating:
-            step, version = self.progress.step, self.progress.version
-            if self.progress.history and self.progress.history[-1][0] == step:
+            if self._is_evaluated(self.progress.step):
                 return
-            with trace.span("evaluation", "evaluation", step=step, version=version):
-                metrics = await self._evaluate(step, version)
+            try:
+                async with self._pinning.beside_training(lambda: self._finishing) as pinned:
+                    if pinned is not None:
+                        await self._score(*pinned)
+            except EvaluationAbandoned as error:
+                self._abandon(error)
+
+    async def _evaluate_now(self) -> None:
+        """Evaluates the published version. With `eval.exact`, training waits meanwhile."""
+        async with self._evaluating:
+            if self._is_evaluated(self.progress.step):
+                return
+            if self._pinning is None:
+                await self._score(self.progress.step, None)
+                return
+            for _ in range(EXACT_ATTEMPTS):
+                try:
+                    await self._score(*self._pinning.published())
+                    return
+                except EvaluationAbandoned as error:
+                    self._abandon(error)
+
+    def _is_evaluated(self, step: int) -> bool:
+        return self._evaluate is None or bool(self.progress.history and self.progress.history[-1][0] == step)
+
+    def _abandon(self, error: EvaluationAbandoned) -> None:
+        self._abandoned_evaluations += 1
+        self._observer.message(f"evaluation abandoned, it has no score: {error}")
+
+    async def _score(self, step: int, pinned: PinnedVersion | None) -> None:
+        """Evaluates the pinned version, or else what servers hold, and records the score as that of the step."""
+        assert self._evaluate is not None
+        version = self.progress.version if pinned is None else pinned.version
+        with trace.span("evaluation", "evaluation", step=step, version=version):
+            metrics = await self._evaluate(step, version, pinned)
         if step > self.progress.step:
             # Training went back behind this step meanwhile; the step is evaluated when it comes again.
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from megasync.buffer.payload import LeasedGroup
 from megasync.buffer.state import BufferCounts, CheckpointedBuffer, FailedStep
 from megasync.observe.events import EventSink
+from megasync.rollout.destination import Destination
 
 
 class SavedCheckpoint(Protocol):
@@ -87,12 +88,35 @@ class ServerFleet(Protocol):
     """The servers. The fleet restarts them on its own; one that needs a weight sync before it can serve is a joiner."""
 
     def serving(self) -> Sequence[Addressed]:
-        """Servers in the router: they hold the published version."""
+        """Servers that hold the published version and take part in syncs."""
         ...
 
     def joiners(self) -> Sequence[Addressed]:
         """Servers that are up but do not hold the published version."""
         ...
+
+    @property
+    def size(self) -> int:
+        """The number of servers, whatever their state, without those that are lost for good."""
+        ...
+
+    async def pin(self, count: int, version: int) -> Sequence[str]:
+        """Keeps up to `count` serving servers, but never the last one, at `version`, the published one: no requests
+        but those sent to their URLs reach them, and syncs leave them out. Returns the URLs.
+
+        It chooses them before it first waits, so a publish that begins after the call leaves them out.
+        """
+        ...
+
+    def unpin(self, urls: Iterable[str]) -> None:
+        """Lets these serve again; one that missed a version is a joiner."""
+
+    def pinned(self) -> Sequence[Addressed]:
+        """Servers that are pinned now."""
+        ...
+
+    async def unpinned(self, url: str) -> None:
+        """Returns once this server is not pinned: it has died, or `unpin` was called."""
 
     async def changed(self) -> None:
         """Waits for a server to come up or go since the last call."""
@@ -118,6 +142,34 @@ class ServerFleet(Protocol):
 
     async def resume_memory(self) -> None:
         """Lets the servers compute and start again; they hold the weights that they held before."""
+
+
+class HeldAdapters(Protocol):
+    """Adapters of published versions that servers keep loaded beside newer ones."""
+
+    async def hold(self, version: int) -> str | None:
+        """The name under which every server has the version; None unless it is the one published last, by a sync.
+
+        Raises SyncError when a server could not load it.
+        """
+        ...
+
+    def let_go(self, name: str) -> None:
+        """Servers may unload it."""
+
+
+class PinnedVersion(Protocol):
+    """A version that stays served for as long as an evaluation takes."""
+
+    @property
+    def version(self) -> int: ...
+
+    async def destination(self, number: int) -> Destination:
+        """Where requests about prompt `number` go. Raises EvaluationAbandoned when nothing holds the version."""
+        ...
+
+    async def lost(self, destination: Destination) -> None:
+        """Returns once the destination no longer holds the version."""
 
 
 class RolloutLoop(Protocol):
@@ -201,9 +253,10 @@ class Observer(EventSink, Protocol):
 class ControlledParts:
     """Everything that the controller drives.
 
-    `evaluate(step, version)` returns the metrics of an evaluation; None when there is nothing to evaluate. `cursor`
-    returns the prompt source's position, for a checkpoint. `export(path)` writes a checkpoint as a Hugging Face folder;
-    None if nobody wants any.
+    `evaluate(step, version, pinned)` returns the metrics of an evaluation, all of whose answers are of the `pinned`
+    version if there is one; None when there is nothing to evaluate. It raises EvaluationAbandoned. `held_adapters` are
+    those of `sync.transport=adapters`. `cursor` returns the prompt source's position, for a checkpoint. `export(path)`
+    writes a checkpoint as a Hugging Face folder; None if nobody wants any.
     """
 
     trainer: Trainer
@@ -213,7 +266,8 @@ class ControlledParts:
     fleet: ServerFleet
     observer: Observer
     cursor: Callable[[], dict[str, Any]]
-    evaluate: Callable[[int, int], Awaitable[dict[str, float]]] | None
+    evaluate: Callable[[int, int, PinnedVersion | None], Awaitable[dict[str, float]]] | None
+    held_adapters: HeldAdapters | None = None
     frozen_models: FrozenModels | None = None
     rollout_workers: RolloutProcesses | None = None
     export: Callable[[Path], Awaitable[None]] | None = None

@@ -2,7 +2,8 @@
 
 A server that fails a sync leaves the router, and the version is published to the rest. A server that alone fails parity
 is restarted; the run ends when all servers disagree with the trainer. The fleet restarts servers and bounds how often.
-A joiner gets the published version while the trainer waits, or the next one.
+A joiner gets the published version while the trainer waits, or the next one. Pinned servers (`pinning`) are left out:
+they are not among those that serve, and no publish is sent to all servers of the transport while there are any.
 
 Invariant: the trainer's weights differ from the published ones only while ``progress.unpublished`` is not zero, so a
 joiner gets exactly the weights that its version number names. `Progress.rewind` and `FleetSync.publish` guarantee it.
@@ -152,8 +153,9 @@ class FleetSync:
             if targets <= failed:
                 # Every server left has failed before and is alive; the fleet ends those that fail too often.
                 failed.clear()
+            only = targets - failed if failed or self._fleet.pinned() else None
             try:
-                metrics, disagreeing = await self._publish_to(version, targets, targets - failed if failed else None)
+                metrics, disagreeing = await self._publish_to(version, targets, only)
             except PublishError as error:
                 failed |= await self._handle_failure(error)
             else:

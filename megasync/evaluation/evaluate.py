@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb
+from typing import Protocol
 
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import DataError
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.failures import cancellation_requested
 from megasync.observe import trace
+from megasync.rollout.destination import ANYWHERE, Destination
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.sample_client import Client, SampleClient, request_seed
 from megasync.rollout.workflow import TrajectoryCheck, Workflow
@@ -30,7 +31,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HeldOutAnswer:
-    """The model's answer number `repeat` to prompt `number` of a set. Without a reward, `error` says what failed."""
+    """The model's answer number `repeat` to prompt `number` of a set. Without a reward, `error` says what failed.
+
+    `versions` counts the sampled tokens of all its requests by version; it is empty if an adapter answered for the set.
+    """
 
     held_out: str
     temperature: float
@@ -40,6 +44,7 @@ class HeldOutAnswer:
     text: str = ""
     reward: float | None = None
     error: str = ""
+    versions: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,21 @@ _Job = tuple[HeldOutSet, float, int, Prompt, int]
 
 # Gives the answer to a prompt: set, temperature, number and prompt, repeat. A failed answer never raises.
 Answer = Callable[[HeldOutSet, float, int, Prompt, int], Awaitable[HeldOutAnswer]]
+
+
+class AnswerAt(Protocol):
+    """An `Answer` whose requests go to a destination."""
+
+    def __call__(
+        self,
+        held_out: HeldOutSet,
+        temperature: float,
+        number: int,
+        prompt: Prompt,
+        repeat: int,
+        destination: Destination = ...,
+        /,
+    ) -> Awaitable[HeldOutAnswer]: ...
 
 
 async def evaluate(
@@ -146,11 +166,22 @@ class Answerer:
         self._gate = RequestGate()
 
     async def __call__(
-        self, held_out: HeldOutSet, temperature: float, number: int, prompt: Prompt, repeat: int
+        self,
+        held_out: HeldOutSet,
+        temperature: float,
+        number: int,
+        prompt: Prompt,
+        repeat: int,
+        destination: Destination = ANYWHERE,
+        /,
     ) -> HeldOutAnswer:
+        client = self._sample_client(held_out, temperature, prompt, repeat, destination)
         try:
-            text, reward = await self._answer(held_out, temperature, prompt, repeat)
-            return HeldOutAnswer(held_out.name, temperature, number, repeat, _text_of(prompt), text, reward)
+            text, reward = await self._answer(client, held_out, prompt)
+            versions = {} if held_out.adapter is not None else _versions(client)
+            return HeldOutAnswer(
+                *(held_out.name, temperature, number, repeat, _text_of(prompt), text, reward), versions=versions
+            )
         except (Exception, asyncio.CancelledError) as error:
             # A user's workflow or reward, or a server, failed: this answer counts as failed, logged in `_scores`.
             if cancellation_requested(error):
@@ -158,21 +189,34 @@ class Answerer:
             log.debug("Evaluation prompt %s of %r failed", prompt.uid, held_out.name, exc_info=error)
             return failed_answer(held_out, temperature, number, prompt, repeat, error)
 
-    async def _answer(self, held_out: HeldOutSet, temperature: float, prompt: Prompt, repeat: int) -> tuple[str, float]:
+    def _sample_client(
+        self, held_out: HeldOutSet, temperature: float, prompt: Prompt, repeat: int, destination: Destination
+    ) -> SampleClient:
         seed = None
         if self._seed is not None:
             seed = request_seed(self._seed, prompt.uid, *filter(None, (held_out.name, repeat)))
-        sampling = {**held_out.sampling, "temperature": temperature, "adapter": held_out.adapter}
-        key = key_of(held_out, prompt)
-        client = SampleClient(self._client, self._gate, routing_key=key, seed=seed, **sampling)
+        where = {"adapter": held_out.adapter or destination.adapter, "server": destination.server}
+        sampling = {**held_out.sampling, "temperature": temperature, **where}
+        return SampleClient(self._client, self._gate, routing_key=key_of(held_out, prompt), seed=seed, **sampling)
+
+    async def _answer(self, client: SampleClient, held_out: HeldOutSet, prompt: Prompt) -> tuple[str, float]:
         sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
-        with trace.about(uid=key):
+        with trace.about(uid=key_of(held_out, prompt)):
             trajectories = self._check.check(await self._workflow(client, sample))
             scored = await held_out.rewards.score(trajectories, prompt.columns, prompt.uid)
         rewards = [t.reward for t in scored if t.reward is not None]
         if not rewards:
             raise DataError(f"the reward function did not score prompt {prompt.uid}")
         return scored[-1].text, sum(rewards) / len(rewards)
+
+
+def _versions(client: SampleClient) -> dict[int, int]:
+    """The sampled tokens of all requests by version, also of those that the workflow discarded: they led to others."""
+    counts: Counter[int] = Counter()
+    for generation in client.conversation.generations:
+        for version, tokens in generation.spans:
+            counts[version] += tokens
+    return dict(counts)
 
 
 def key_of(held_out: HeldOutSet, prompt: Prompt) -> str:
@@ -234,39 +278,6 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 def reported_ks(n: int) -> list[int]:
     """The values of k to report for `n` answers: powers of two, and n itself; none for a single answer."""
     return sorted({2**power for power in range(n.bit_length()) if 2**power <= n} | {n}) if n > 1 else []
-
-
-@dataclass(frozen=True, slots=True)
-class PeriodicEvaluation:
-    """The run's evaluation, called as `await evaluation(step, version)`; the first fields are as in `evaluate`.
-
-    The run's score is that of the first set at its first temperature. `on_answers(step, version, answers)` receives
-    (prompt, text, reward) of the answers to the first `shown` prompts of that set at that temperature.
-    """
-
-    answer: Answer
-    sets: Sequence[HeldOutSet]
-    max_inflight: int
-    on_answers: Callable[[int, int, Sequence[tuple[str, str, float | None]]], None] = field(
-        default=lambda step, version, answers: None, kw_only=True
-    )
-    shown: int = field(default=0, kw_only=True)
-
-    async def __call__(self, step: int, version: int) -> dict[str, float]:
-        """The metrics of `metrics_of`, and eval/seconds."""
-        start = time.monotonic()
-        first = self.sets[0].name, self.sets[0].temperatures[0]
-        kept: dict[int, HeldOutAnswer] = {}
-
-        def keep(answer: HeldOutAnswer) -> None:
-            shown = answer.number < self.shown and answer.repeat == 0 and answer.reward is not None
-            if shown and (answer.held_out, answer.temperature) == first:
-                kept[answer.number] = answer
-
-        scores = await evaluate(self.answer, self.sets, self.max_inflight, keep)
-        answers = [kept[number] for number in sorted(kept)]
-        self.on_answers(step, version, [(answer.prompt, answer.text, answer.reward) for answer in answers])
-        return metrics_of(scores) | {"eval/seconds": time.monotonic() - start}
 
 
 def metrics_of(scores: Sequence[HeldOutScores]) -> dict[str, float]:

@@ -65,6 +65,8 @@ class EvaluationProgress:
     def answer(self, answer: HeldOutAnswer) -> None:
         row = asdict(answer)
         row["set"] = row.pop("held_out") or UNNAMED_SET
+        # The servers hold one folder.
+        del row["versions"]
         assert self._file is not None
         self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self._file.flush()

@@ -142,6 +142,8 @@ CHAPTERS = (
         "Held-out evaluation",
         (
             Metric("eval/score", "share", "Score of the first set at its first temperature: what a run can stop at."),
+            Metric("eval/version", "version", "The evaluated version, which was published when the evaluation began."),
+            Metric("eval/exact_share", "share", "Sampled tokens of that version; always 1 with `eval.exact`."),
             Metric("eval/failed", "answers", "Answers that failed, of all sets."),
             Metric("eval/seconds", "s", "Duration of the evaluation."),
             Metric("eval/score@<temperature>", "share", "Share of right answers, of the set under `data.eval`."),
@@ -253,6 +255,7 @@ CHAPTERS = (
             Metric("fleet/dead", "servers", "Servers that were declared dead."),
             Metric("fleet/restarting", "servers", "Servers that start."),
             Metric("fleet/isolated", "servers", "Servers that only get prompts that may be deadly."),
+            Metric("fleet/pinned", "servers", "Servers that are kept at a version for an evaluation (`eval.exact`)."),
             _counts("fleet/restarts", "restarts", "Restarts of servers."),
             _counts("fleet/router_restarts", "restarts", "Restarts of the router."),
             _counts(
@@ -293,6 +296,7 @@ CHAPTERS = (
             _counts("faults/steps_set_aside", "steps", "Batches that failed too often, and were set aside."),
             _counts("faults/failed_publishes", "publishes", "Publishes that failed for at least one server."),
             _counts("faults/servers_joined", "servers", "Servers that joined a running run."),
+            _counts("faults/abandoned_evaluations", "evaluations", "Evaluations of an exact version without a score."),
             _counts("faults/parity_restarts", "restarts", "Servers that were restarted because of a parity check."),
         ),
     ),

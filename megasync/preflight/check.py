@@ -80,7 +80,7 @@ def check_config(
     check_optimizer(config)
     _check_sync(config)
     _check_exports(config)
-    check_evaluation(config, own_eval_rows)
+    check_evaluation(config, own_eval_rows, training)
     _check_prompt(config)
     check_chat(config)
     check_rewards(config)

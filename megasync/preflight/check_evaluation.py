@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from megasync.config.limits import LARGEST
+from megasync.config.limits import LARGEST, refuse_unused
 from megasync.config.schema import Config, DatasetConfig, EvalConfig, EvalSamplingConfig
 from megasync.errors import ConfigError
 
@@ -13,7 +13,7 @@ from megasync.errors import ConfigError
 _TAKEN = "eval"
 
 
-def check_evaluation(config: Config, own_eval_rows: bool) -> None:
+def check_evaluation(config: Config, own_eval_rows: bool, training: bool = True) -> None:
     """Raises ConfigError for the first contradiction."""
     held_out, evaluation, target = config.data.eval, config.eval, config.schedule.stop_at_score
     if held_out is None and not own_eval_rows and not evaluation.sets:
@@ -42,6 +42,27 @@ def check_evaluation(config: Config, own_eval_rows: bool) -> None:
         )
     if held_out is not None and not own_eval_rows:
         _check_size("data.eval", held_out, "eval", evaluation.samples)
+    if training:
+        _check_exact(config)
+
+
+def _check_exact(config: Config) -> None:
+    """Servers that only evaluate are taken from those that generate, so some must be left."""
+    evaluation, servers = config.eval, config.rollout.servers
+    reason = None
+    if not evaluation.exact:
+        reason = "with eval.exact=false; set exact=true"
+    elif config.cluster.colocate:
+        reason = "with cluster.colocate=true, where training waits for evaluations; set colocate=false"
+    elif config.sync.transport == "adapters":
+        reason = "with sync.transport=adapters, where all servers keep the evaluated version; set another transport"
+    if reason is not None:
+        refuse_unused(evaluation, "eval", ("servers",), reason)
+    elif evaluation.servers >= max(2, servers):
+        raise ConfigError(
+            f"eval.servers={evaluation.servers} leaves none of rollout.servers={servers} to generate; set eval.servers "
+            f"to {max(1, servers - 1)} or less, or rollout.servers to {evaluation.servers + 1} or more"
+        )
 
 
 def _check_set(config: Config, name: str) -> None:

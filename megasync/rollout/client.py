@@ -36,6 +36,7 @@ from megasync.layout.routes import RouteFormat
 from megasync.rollout.auxiliary import AuxiliaryModel
 from megasync.rollout.chat import Chat, ToolLike
 from megasync.rollout.conversation import Conversation
+from megasync.rollout.destination import ANYWHERE, Destination
 from megasync.rollout.generation import Generation, Reply
 from megasync.rollout.partials import PartialResponse, request_digest
 from megasync.rollout.quarantine import Quarantine, Ticket
@@ -130,7 +131,7 @@ class _Sending:
         params: dict[str, Any],
         routing_key: str | None,
         priority: int,
-        adapter: str | None,
+        destination: Destination,
         routes: RouteFormat | None,
         support: int,
         failures: list[str],
@@ -141,7 +142,7 @@ class _Sending:
         self.params = params
         self.routing_key = routing_key
         self.priority = priority
-        self.adapter = adapter
+        self.destination = destination
         self.routes = routes
         # About the largest support of a token, if supports are requested; 0 otherwise.
         self.support = support
@@ -233,6 +234,7 @@ class RolloutClient:
         trained: bool = False,
         priority: int = 0,
         adapter: str | None = None,
+        server: str | None = None,
         **sampling: Any,
     ) -> Generation:
         """Samples one response. `sampling` overrides configured parameters (temperature, max_new_tokens, stop, ...).
@@ -243,7 +245,8 @@ class RolloutClient:
         grow; a finished one is returned without a request. `watch` is called with all token ids so far whenever more
         arrive. A `trained` response must be sampled from the distribution that the trainer scores. A server begins
         the waiting requests with the lowest `priority` number first. `adapter` names one that the servers have, which
-        answers in place of the policy.
+        answers in place of the policy. `server` is the URL of one that is asked in place of the router, although it
+        may hold an older version than the published one.
 
         `prompt_ids` is a list of ids, an array, or `Tokens` such as `generation.tokens + [...]`, of which only the new
         ids are read.
@@ -258,6 +261,7 @@ class RolloutClient:
             check_trained(params, self._base)
             if adapter is not None:
                 raise DataError(f"adapter={adapter!r} is not the policy, whose tokens are trained; leave it out")
+        destination = Destination(server, adapter)
         budget = min(params["max_new_tokens"], self.context_length - len(prompt))
         if budget < 1:
             raise ContextLengthExceeded(
@@ -280,7 +284,8 @@ class RolloutClient:
                 routes = self._routes if trained else None
                 support = params["top_k"] if trained and truncates(params) else 0
                 sending = _Sending(
-                    params, routing_key, priority, adapter, routes, support, failures, ticket, deadline, self._random
+                    *(params, routing_key, priority, destination, routes, support, failures, ticket, deadline),
+                    self._random,
                 )
                 await self._finish(parts, sending)
                 while routes is not None and parts.tokens.routes is None:
@@ -413,10 +418,10 @@ class RolloutClient:
             labels[WITH_SUPPORT] = "1"
         if labels:
             body["custom_labels"] = labels
-        if sending.adapter is not None:
-            body["lora_path"] = sending.adapter
+        if sending.destination.adapter is not None:
+            body["lora_path"] = sending.destination.adapter
         ticket = sending.ticket
-        url = await self._enter(ticket, body, sending.deadline)
+        url = await self._enter(ticket, body, sending.deadline) or sending.destination.server or self.url
         try:
             await self._request(url, body, parts, sending)
         except _TransientError as failure:
@@ -447,17 +452,20 @@ class RolloutClient:
             return nullcontext()
         return self._shared.request(key, prompt)
 
-    async def _enter(self, ticket: Ticket | None, body: dict[str, Any], deadline: asyncio.Timeout) -> str:
-        """Returns the URL for the next request. The deadline is paused while the prompt is held back as a suspect."""
+    async def _enter(self, ticket: Ticket | None, body: dict[str, Any], deadline: asyncio.Timeout) -> str | None:
+        """Waits while the prompt is held back as a suspect, which pauses the deadline.
+
+        Returns the URL of the server that the next request must go to, if that is prescribed.
+        """
         until = deadline.when()
         if self._quarantine is None or ticket is None or until is None:
-            return self.url
+            return None
         clock = asyncio.get_running_loop().time
         left = until - clock()
         deadline.reschedule(None)
         url = await self._quarantine.enter(ticket, body)
         deadline.reschedule(clock() + left)
-        return url or self.url
+        return url
 
     async def _request(
         self,
@@ -473,7 +481,8 @@ class RolloutClient:
         ids, rest = body["input_ids"], {name: value for name, value in body.items() if name != "input_ids"}
         sampling = body["sampling_params"]
         budget = sampling["max_new_tokens"]
-        parts.begin_request(budget, self.published_version())
+        # What answers at a destination may be older than the published version.
+        parts.begin_request(budget, self.published_version() if sending.destination == ANYWHERE else None)
         positions = len(ids) + budget - 1 - parts.first_requested
         limits = AnswerLimits(
             self.vocab_size, budget, sampling["stop"], self.newest_version, sending.routes, positions, sending.support

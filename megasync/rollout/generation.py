@@ -85,6 +85,11 @@ class Generation:
         """The weight version that sampled the last token; None without tokens."""
         return self._spans[-1][0] if self._spans else None
 
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """(version, number of sampled tokens), in the order of the tokens."""
+        return list(self._spans)
+
     def line(self) -> list[Generation]:
         """Return this generation and its ancestors, oldest first."""
         line, at = [], self

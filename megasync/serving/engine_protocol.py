@@ -37,6 +37,8 @@ WITH_SUPPORT = "megasync_with_support"
 # How the names of the policy's adapters begin; a version follows, and perhaps a dot and a number: "policy-7",
 # "policy-7.1". The one with the highest number is that of the version.
 POLICY_ADAPTER = "policy-"
+# How the names of adapters begin that are one of the policy's, kept for an evaluation; the rest is as above.
+KEPT_ADAPTER = "kept-"
 # How the names of adapters begin that answer held-out sets; the name of the set follows.
 EVAL_ADAPTER = "eval-"
 # In the folder of a published version, as JSON: {"files": {name: {"bytes": ..., "sha256": ...}}}.

@@ -4,7 +4,7 @@
     restarting ───────────▶ stale ─────────────────▶ healthy ─────────────────────────────▶ suspect
         ▲                    │ ▲                      │   ▲                                  │   │
         │ begin_restart      │ └──── sync_failed ─────┘   └────── both streaks are over ─────┘   │
-        │                    │       (also from suspect)                                         │
+        │                    │       or missed_sync (also from suspect)                          │
         │                    ▼                                                                   ▼
        dead ◀── too many failures in a row, the process died, too many failed syncs, a gray failure ─┘
         │
@@ -58,6 +58,8 @@ class ServerHealth:
         self._probe_streak = 0
         self._request_streak = 0
         self._sync_streak = 0
+        # For a stale server: whether it has missed a sync, without any failure.
+        self.behind = False
         # Whether a weight sync to this server is in progress.
         self.syncing = False
         # Weight syncs of this server that have begun, over all its starts.
@@ -113,6 +115,12 @@ class ServerHealth:
             self.mark_dead(f"{self._sync_streak} syncs in a row failed: {reason}")
         else:
             self._enter(ServerState.STALE, reason)
+
+    def missed_sync(self, reason: str) -> None:
+        """It holds an older version whole, because syncs left it out, so it does not serve until `synced`."""
+        if self.serves:
+            self._enter(ServerState.STALE, reason)
+            self.behind = True
 
     def probe_ok(self) -> None:
         self._probe_streak = 0
@@ -189,4 +197,5 @@ class ServerHealth:
             self._enter(ServerState.HEALTHY)
 
     def _enter(self, state: ServerState, reason: str = "") -> None:
+        self.behind = False
         self.state, self.reason = state, reason

@@ -423,8 +423,8 @@ class FrozenModelServer(SGLangServer):
 def served_adapters(config: Config) -> ServedAdapters | None:
     """What the policy's servers need to know of a run's adapters; None if they get merged weights.
 
-    In one batch: the current version, those of requests that began up to `max_staleness` before, and those of held-out
-    sets.
+    In one batch: the current version, those of requests that began up to `max_staleness` before, the one that an exact
+    evaluation keeps, and those of held-out sets.
     """
     if config.sync.transport != "adapters":
         return None
@@ -436,7 +436,7 @@ def served_adapters(config: Config) -> ServedAdapters | None:
         for name, each in config.eval.sets.items()
         if each.adapter is not None
     )
-    versions = min(config.schedule.max_staleness, 6) + 1
+    versions = min(config.schedule.max_staleness, 6) + 1 + config.eval.exact
     return ServedAdapters(layout.shape.rank, layout.shape.targets, versions + len(held_out), held_out)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,20 @@ from megasync.cluster.rollout_workers import RolloutWorkers
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config.schema import GroupConfig
 from megasync.control.controller import Controller
-from megasync.control.interfaces import ControlledParts
+from megasync.control.interfaces import ControlledParts, PinnedVersion
 from megasync.control.restore import restore
 from megasync.data import PromptSource, Renderer
-from megasync.errors import CheckpointError, LedgerError, MegasyncError, ProcessLost, ServerError
-from megasync.evaluation.evaluate import Answerer, PeriodicEvaluation
+from megasync.errors import (
+    CheckpointError,
+    EvaluationAbandoned,
+    LedgerError,
+    MegasyncError,
+    ProcessLost,
+    ServerError,
+)
+from megasync.evaluation.evaluate import AnswerAt, Answerer, HeldOutAnswer
 from megasync.evaluation.held_out import HeldOutSet
+from megasync.evaluation.periodic import PeriodicEvaluation
 from megasync.rewards import RewardRunner
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.group_worker import FailurePolicy, GroupSpec, GroupWorker
@@ -37,7 +46,7 @@ from megasync.rollout.selection import Selection
 from megasync.rollout.suspects import CROWD_DEATHS
 from megasync.sim.distant import DistantBuffer
 from megasync.sim.fleet import SimFleet
-from megasync.sim.language import CONTEXT, END, MOST_TOKENS, ROW_TOKEN, VOCABULARY, Tokenizer
+from megasync.sim.language import CONTEXT, END, MOST_TOKENS, ROW_TOKEN, VOCABULARY, Tokenizer, sampled_by
 from megasync.sim.laws import Broken, Laws
 from megasync.sim.network import ROUTER_URL, Network, SimSession
 from megasync.sim.ranks import SimRanks
@@ -68,6 +77,10 @@ REASONS = (
     "the link broke",
     "no rollout worker is left",
 )
+# Responses of an evaluation that takes longer than a few steps.
+EXACT_REPEATS = 12
+# Ends of evaluations of an exact version: with a score although newer versions were published, and without one.
+OUTLIVED, ABANDONED = "an evaluation outlives its version", "an evaluation is abandoned"
 # The schema of a tool as the model receives it.
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
@@ -132,12 +145,13 @@ class Driver:
         config, clock = self._config, self._loop.time
         rewards = RewardRunner(self._reward, 0)
         prompt = Prompt("held out", [ROW_TOKEN], {"prompt": chr(ROW_TOKEN)})
-        held_out = HeldOutSet("", [prompt], rewards, temperatures=[1.0], repeats=2)
+        repeats = EXACT_REPEATS if config.eval.exact else 2
+        held_out = HeldOutSet("", [prompt], rewards, temperatures=[1.0], repeats=repeats)
         self.fleet.follow(self._publisher.add, self._publisher.remove)
         self.fleet.follow(self._client.add_server, self._client.remove_server)
         pressure = config.rollout.kv_pressure
         cap = None if pressure is None else InflightCap(config.rollout.servers, pressure)
-        answer = Answerer(self._client, self._workflow, self._chance.seed)
+        answer = Answerer(self._client, self._held_out_workflow, self._chance.seed)
         if config.rollout.workers:
             self._workers = RolloutWorkers(
                 config,
@@ -175,7 +189,7 @@ class Driver:
             buffer=self.buffer,
             rollouter=rollouter,
             fleet=self.fleet,
-            evaluate=PeriodicEvaluation(answer, [held_out], 2),
+            evaluate=partial(self._evaluate, answer, held_out),
             cursor=self._source.state,
             observer=_Observer(self._laws),
             rollout_workers=self._workers,
@@ -186,7 +200,7 @@ class Driver:
         name = f"{self._number}-{number}-{len(self._worker_processes)}"
         process = SimWorkerProcess(
             *(self._world, self._network, name, self.buffer, self.fleet._control),
-            *(self._workflow, rewards, held_out),
+            *(self._workflow, self._held_out_workflow, rewards, held_out),
         )
         self._worker_processes.append(process)
         return process
@@ -257,6 +271,35 @@ class Driver:
         else:
             reply = await client.generate(sample["prompt_ids"])
         return reply.trajectory()
+
+    async def _held_out_workflow(self, client: Any, sample: dict[str, Any]) -> Trajectory:
+        """The same, with the versions that really sampled the response as its text."""
+        trajectory = await self._workflow(client, sample)
+        sampled = zip(trajectory.logprobs, trajectory.loss_mask, strict=True)
+        versions = sorted({sampled_by(float(logprob)) for logprob, trained in sampled if trained})
+        return replace(trajectory, text=" ".join(map(str, versions)))
+
+    async def _evaluate(
+        self, answer: AnswerAt, held_out: HeldOutSet, step: int, version: int, pinned: PinnedVersion | None
+    ) -> dict[str, float]:
+        """The real evaluation. The last answer of each kind is the one that counts."""
+        answers: dict[tuple[float, int, int], HeldOutAnswer] = {}
+
+        async def answered(*job: Any) -> HeldOutAnswer:
+            found = await answer(*job)
+            answers[found.temperature, found.number, found.repeat] = found
+            return found
+
+        try:
+            metrics = await PeriodicEvaluation(answered, [held_out], 2)(step, version, pinned)
+        except EvaluationAbandoned:
+            self._chance.met[ABANDONED] += 1
+            raise
+        if pinned is not None:
+            self._laws.scored(version, answers.values())
+            self._laws.note(f"step {step} is evaluated at version {version}; {self.progress.version} is published")
+            self._chance.met[OUTLIVED] += self.progress.version > version
+        return metrics
 
     async def _reward(self, completions: list[str], prompt: str, **_: Any) -> list[float]:
         await asyncio.sleep(self._chance.seconds("call", 0.01, f"reward {prompt}"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from megasync.cluster.fleet import Fleet
@@ -33,6 +33,8 @@ class SimFleet(Fleet):
         # Deaths caused by a prompt that were attributed to requests, and deaths whose restarts were refunded.
         self._attributed = self._refunded = 0
         self.on_departure(self._departed)
+        self._laws = network.laws
+        self._laws.pinned = lambda: {server.url for server in self.pinned()}
 
     def up(self) -> list[SimServer]:
         return [server for server in self._network.servers.values() if not server.gone.is_set()]
@@ -46,6 +48,19 @@ class SimFleet(Fleet):
     def refund_restart(self, slot: int) -> None:
         self._refunded += 1
         super().refund_restart(slot)
+
+    async def pin(self, count: int, version: int) -> list[str]:
+        urls = await super().pin(count, version)
+        for url in urls:
+            self._laws.note(f"{url} is pinned to version {version}")
+            self._laws.set_apart(url)
+        return urls
+
+    def unpin(self, urls: Iterable[str]) -> None:
+        urls = list(urls)
+        for url in urls:
+            self._laws.unpinned(url)
+        super().unpin(urls)
 
     def _departed(self, slot: int, died: bool, requests_suspected: bool) -> None:
         server = self._network.servers.get(self._slots[slot].url)

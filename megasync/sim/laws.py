@@ -16,7 +16,7 @@ training      a group whose steps raise errors is set aside after its attempts, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +27,7 @@ from megasync.buffer.segments import load
 from megasync.buffer.state import BufferCounts, TrajectoryBuffer
 from megasync.config.pacing import Pacing
 from megasync.config.schema import TrainerConfig
+from megasync.evaluation.evaluate import HeldOutAnswer
 from megasync.rollout.sample_client import request_seed
 from megasync.sim.language import fault_in, sampled_by
 from megasync.trajectory import Group, Trajectory
@@ -71,6 +72,11 @@ class Laws:
         # Whether ranks and servers share their devices, and who is on them whole now: "ranks", and URLs of servers.
         self.shared_devices = False
         self._on_devices: set[str] = set()
+        # Servers that are pinned for an evaluation, those that were since their last sync, and those that have no other
+        # requests anymore.
+        self.pinned: Callable[[], set[str]] = set
+        self._outdated: set[str] = set()
+        self._apart: set[str] = set()
         # The event log, for debugging a failing seed.
         self.history: list[str] = []
 
@@ -181,7 +187,34 @@ class Laws:
             self.fail(f"{url} answers from a mixture of versions")
         self.names(version, weights)
         allowed = {self.published, *self._begun}
-        self.need(version in allowed, f"{url} answers from version {version}; {sorted(allowed)} may serve")
+        kept = url in self.pinned() or url in self._outdated
+        self.need(version in allowed or kept, f"{url} answers from version {version}; {sorted(allowed)} may serve")
+
+    # Evaluations of an exact version
+
+    def set_apart(self, url: str) -> None:
+        """Record that a server is pinned, and that its requests have ended."""
+        self._apart.add(url)
+
+    def unpinned(self, url: str) -> None:
+        """Record that a server is no longer pinned. It keeps what it holds until its next sync."""
+        self._apart.discard(url)
+        self._outdated.add(url)
+
+    def synced(self, url: str) -> None:
+        self._outdated.discard(url)
+        self.need(url not in self.pinned(), f"{url} is pinned and gets another version")
+
+    def asked(self, url: str, key: str) -> None:
+        """Check that a pinned server is asked for nothing but an evaluation and the checks of the fleet."""
+        for_evaluation = key.startswith("eval:") or not key
+        self.need(url not in self._apart or for_evaluation, f"{url} is pinned and gets a request of {key}")
+
+    def scored(self, version: int, answers: Iterable[HeldOutAnswer]) -> None:
+        """Check that a score belongs to one version. The text of an answer names the versions that sampled it."""
+        for answer in answers:
+            text = answer.text or str(version)
+            self.need(text == str(version), f"an answer of versions {text} counts for the score of version {version}")
 
     # Responses
 

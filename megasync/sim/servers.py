@@ -119,6 +119,7 @@ class SimServer:
         if self.gone.is_set():
             answer.cut()
             return answer
+        self._laws.asked(self.url, key)
         self._begun += 1
         request = _Request(body.get("rid", f"{self.url} {self._begun}"), body, key, answer)
         self._requests[request.rid] = request

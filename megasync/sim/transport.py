@@ -98,6 +98,7 @@ class SimPublisher:
                 failed[url] = "it died in its commit"
                 continue
             server.version, server.weights = version, weights
+            self._laws.synced(url)
             server.resume()
             self._laws.names(version, server.weights)
             moved.append(url)

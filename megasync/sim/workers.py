@@ -56,6 +56,7 @@ class SimWorkerProcess:
         buffer: DistantBuffer,
         control: Callable[[str], Any],
         workflow: Workflow,
+        held_out_workflow: Workflow,
         rewards: RewardRunner,
         held_out: HeldOutSet,
     ) -> None:
@@ -65,7 +66,8 @@ class SimWorkerProcess:
         self._network = network
         self._buffer = buffer
         self._control = control
-        self._workflow, self._rewards, self._held_out = workflow, rewards, held_out
+        self._workflow, self._held_out_workflow = workflow, held_out_workflow
+        self._rewards, self._held_out = rewards, held_out
         self._deadly = "" if world.deadly is None else chr(ROW_TOKEN + world.deadly)
         self._died = asyncio.Event()
         self._hangs = False
@@ -151,7 +153,7 @@ class SimWorkerProcess:
             client,
             self._buffer,
             GroupSpec(
-                self._run_workflow,
+                partial(self._run_workflow, self._workflow),
                 self._rewards,
                 Selection(GroupConfig(), config.schedule.samples_per_group, MOST_TOKENS),
                 seed=seed,
@@ -160,7 +162,7 @@ class SimWorkerProcess:
             quarantine=quarantine,
             clock=self._clock,
         )
-        answerer = Answerer(client, self._run_workflow, seed)
+        answerer = Answerer(client, partial(self._run_workflow, self._held_out_workflow), seed)
 
         async def answer(name: str, *rest: Any) -> Any:
             return await answerer(self._held_out, *rest)
@@ -178,8 +180,8 @@ class SimWorkerProcess:
             {"answer": answer, "versions": versions, "close": close},
         )
 
-    async def _run_workflow(self, client: Any, sample: dict[str, Any]) -> Any:
-        """The driver's, except for the row that kills or blocks its worker."""
+    async def _run_workflow(self, workflow: Workflow, client: Any, sample: dict[str, Any]) -> Any:
+        """The driver's workflow, except for the row that kills or blocks its worker."""
         if self._deadly and sample["prompt"] == self._deadly:
             self._chance.met[DEADLY_ROW] += 1
             self._world.laws.note(f"row {sample['prompt']!r} kills worker {self.name}")
@@ -188,7 +190,7 @@ class SimWorkerProcess:
             else:
                 self.die()
             await asyncio.Event().wait()
-        return await self._workflow(client, sample)
+        return await workflow(client, sample)
 
     def _set_versions(self, published: int, newest: int) -> None:
         self._versions = published, newest

@@ -28,10 +28,11 @@ ROWS = 7
 # Maximum drivers of a run. Once the faults have ceased, the remaining drivers must finish it.
 MAX_DRIVERS = 20
 DEFAULT_TIMEOUTS = "default timeouts"
-# Seeds from this one on have rollout workers in processes of their own, and from the second on ranks and servers that
-# share their devices.
+# Seeds from this one on have rollout workers in processes of their own, from the second on ranks and servers that share
+# their devices, and from the third on evaluations of an exact version.
 FIRST_WITH_WORKERS = 1_000_000
 FIRST_COLOCATED = 2_000_000
+FIRST_EXACT = 3_000_000
 # Settings that may change when a run is resumed.
 RESUMABLE = (
     "schedule.total_steps",
@@ -136,8 +137,10 @@ class World:
             _shorten_timeouts(self.config)
         if FIRST_WITH_WORKERS <= seed < FIRST_COLOCATED:
             self.config.rollout.workers = choice.randint(1, 3)
-        if seed >= FIRST_COLOCATED:
+        if FIRST_COLOCATED <= seed < FIRST_EXACT:
             _colocate(self.config)
+        if seed >= FIRST_EXACT:
+            _evaluate_exactly(self.config, random.Random(f"{seed} exact"))
         self.chats = choice.random() < 0.3
         row = choice.randrange(ROWS)
         self.poison = row if choice.random() < 0.1 else None
@@ -239,6 +242,14 @@ def _config(choice: random.Random) -> Config:
 def _colocate(config: Config) -> None:
     config.cluster.colocate = True
     config.schedule.max_staleness, config.schedule.weight_sync_steps = 0, 1
+
+
+def _evaluate_exactly(config: Config, choice: random.Random) -> None:
+    config.eval.exact = True
+    config.eval.every_steps = choice.randint(1, 2)
+    config.eval.servers = choice.randint(1, 2)
+    config.rollout.servers = choice.choice([1, 2, 2, 3, 3])
+    config.rollout.workers = choice.choice([0, 0, 1, 2])
 
 
 def _shorten_timeouts(config: Config) -> None:

@@ -50,6 +50,7 @@ from megasync.serving.engine_protocol import (
     ADAPTERS_VARIABLE,
     ANSWER,
     CLASSIFIER_VARIABLE,
+    KEPT_ADAPTER,
     LOAD_FORMAT,
     MANIFEST,
     POLICY_ADAPTER,
@@ -319,7 +320,7 @@ class PolicyAdapters:
         async with aclosing(stock(manager, request, *rest, **options)) as answers:
             async for answer in answers:
                 name = request.lora_path
-                if isinstance(name, str) and name.startswith(POLICY_ADAPTER):
+                if isinstance(name, str) and name.startswith((POLICY_ADAPTER, KEPT_ADAPTER)):
                     set_version(answer["meta_info"], _version_of(name))
                 yield answer
 
@@ -371,7 +372,7 @@ def damage(folder: Path) -> str:
 
 
 def _version_of(adapter: str) -> str:
-    return adapter.removeprefix(POLICY_ADAPTER).partition(".")[0]
+    return adapter.removeprefix(POLICY_ADAPTER).removeprefix(KEPT_ADAPTER).partition(".")[0]
 
 
 def _age_of(adapter: str) -> tuple[int, int]:

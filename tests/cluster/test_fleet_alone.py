@@ -326,6 +326,87 @@ async def test_a_removed_server_is_distinguished_from_a_dead_one(fleet):
     assert fleet.left == [(0, False, False), (1, True, True)]
 
 
+# Servers that keep a version for an evaluation
+
+
+@in_virtual_time
+async def test_a_pinned_server_leaves_the_router_and_the_syncs_and_answers_directly(fleet):
+    await fleet.until(lambda: len(fleet.loads()) == 3)
+    fleet.made[0].running = fleet.made[2].running = 5
+    await fleet.until(lambda: sum(load.running for load in fleet.loads()) == 10)
+    (url,) = await fleet.pin(1, 7)
+    assert url == fleet.made[1].url, "the one with the fewest requests"
+    assert fleet.made[1].aborts
+    others = [fleet.made[0], fleet.made[2]]
+    assert fleet.serving() == others and fleet.router.listed == {server.url for server in others}
+    assert fleet.pinned() == [fleet.made[1]] and len(fleet.loads()) == 2
+    assert fleet.metrics()["fleet/pinned"] == 1.0 and fleet.metrics()["fleet/healthy"] == 3.0
+    assert not fleet.left
+
+
+@in_virtual_time
+async def test_an_unpinned_server_serves_at_once_if_it_missed_nothing(fleet):
+    fleet.newest_version = lambda: 7
+    urls = await fleet.pin(2, 7)
+    assert len(urls) == 2
+    fleet.unpin(urls)
+    assert len(fleet.serving()) == 3 and not fleet.joiners() and not fleet.pinned()
+    await fleet.until(lambda: len(fleet.router.listed) == 3)
+
+
+@in_virtual_time
+async def test_an_unpinned_server_that_missed_a_version_waits_for_a_sync(fleet):
+    urls = await fleet.pin(1, 7)
+    fleet.newest_version = lambda: 8
+    fleet.unpin(urls)
+    assert [server.url for server in fleet.joiners()] == urls
+    await fleet.changed()
+    assert fleet.metrics()["fleet/restarts"] == 0.0
+    await fleet.joined(urls)
+    assert len(fleet.serving()) == 3
+    await fleet.until(lambda: len(fleet.router.listed) == 3)
+
+
+@in_virtual_time
+async def test_the_last_server_is_never_pinned_and_no_isolated_one(fleet):
+    assert len(await fleet.pin(5, 7)) == 2
+    assert await fleet.pin(1, 7) == []
+    fleet.unpin([server.url for server in fleet.pinned()])
+    await fleet.all_join()
+    slot, url = await fleet.isolate(())
+    assert url not in await fleet.pin(5, 7)
+    assert len(fleet.pinned()) == 1, "another stays in the router"
+    _, other = await fleet.isolate({slot})
+    assert other not in [server.url for server in fleet.pinned()]
+
+
+@in_virtual_time
+async def test_who_waits_for_a_pinned_server_learns_of_its_death_and_of_its_release(fleet):
+    first, second = await fleet.pin(2, 7)
+    waits = [asyncio.create_task(fleet.unpinned(url)) for url in (first, second)]
+    await asyncio.sleep(1)
+    assert not any(wait.done() for wait in waits)
+    next(server for server in fleet.made if server.url == first).living = False
+    await waits[0]
+    assert [server.url for server in fleet.pinned()] == [second]
+    fleet.unpin([first, second])
+    await waits[1]
+    await fleet.unpinned("http://unknown")
+    await fleet.until(lambda: len(fleet.made) == 4 and len(fleet.joiners()) == 2)
+
+
+@in_virtual_time
+async def test_a_server_that_does_not_end_its_requests_is_not_pinned(fleet):
+    async def refuse(path, body=None, timeout=60.0):
+        raise ServerError("no answer")
+
+    for server in fleet.made:
+        server.post = refuse
+    fleet.newest_version = lambda: 7
+    assert await fleet.pin(1, 7) == []
+    assert not fleet.pinned() and len(fleet.serving()) == 3
+
+
 # Servers that alone misbehave
 
 
@@ -534,3 +615,14 @@ async def test_a_server_that_is_scaled_away_is_no_fault(fleet):
     fleet.report_to(recorded)
     fleet._slots[2].note(fleet._slots[2].health.retire, "removed by a resize")
     assert recorded.events == [] and [server.name for server in fleet.states()] == ["server-0", "server-1"]
+
+
+@in_virtual_time
+async def test_a_server_that_missed_a_sync_has_no_fault(fleet):
+    recorded = Recorded()
+    fleet.report_to(recorded)
+    urls = await fleet.pin(1, 7)
+    fleet.newest_version = lambda: 8
+    fleet.unpin(urls)
+    await fleet.joined(urls)
+    assert recorded.events == [] and len(fleet.serving()) == 3

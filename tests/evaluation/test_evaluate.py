@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasync.errors import DataError, ServerError
-from megasync.evaluation.evaluate import Answerer, PeriodicEvaluation, evaluate, metrics_of, pass_at_k, reported_ks
+from megasync.evaluation.evaluate import Answerer, evaluate, metrics_of, pass_at_k, reported_ks
 from megasync.evaluation.held_out import HeldOutSet
+from megasync.evaluation.periodic import PeriodicEvaluation
 from megasync.rewards import RewardRunner
 from megasync.rollout.workflow import single_turn
 from megasync.trajectory import Prompt
@@ -225,6 +226,9 @@ async def test_each_set_has_metrics_of_its_own_and_the_first_gives_the_score(fak
     metrics = await held_out(3, 5)
     assert metrics.pop("eval/seconds") >= 0
     assert metrics == {
+        "eval/version": 5.0,
+        # The client samples with version 0.
+        "eval/exact_share": 0.0,
         "eval/score": 1.0,
         "eval/failed": 0.0,
         "eval/score@0": 1.0,

@@ -4,6 +4,7 @@ import pytest
 
 from megasync.errors import ConfigError
 from megasync.preflight.check import check_config
+from megasync.preflight.check_evaluation import check_evaluation
 
 SET = "eval.sets.hard={data: {kind: digits, source: copy, split: test}}"
 
@@ -56,3 +57,30 @@ def test_values_of_a_set_are_checked_like_all_others(make, override, message):
     with pytest.raises(ConfigError) as caught:
         make(override)
     assert message in str(caught.value)
+
+
+def test_exact_evaluations_leave_a_server_to_generate(make):
+    for overrides in (
+        ["rollout.servers=1"],
+        ["rollout.servers=2"],
+        ["rollout.servers=4", "eval.servers=3"],
+        ["rollout.servers=1", "cluster.colocate=true", "schedule.max_staleness=0"],
+    ):
+        check_evaluation(make("eval.exact=true", *overrides), own_eval_rows=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["eval.servers=2", "rollout.servers=4"], ["eval.servers=2", "eval.exact=false"]),
+        (["eval.exact=true", "eval.servers=2", "rollout.servers=2"], ["eval.servers=2", "rollout.servers=2", "3 or"]),
+        (["eval.exact=true", "eval.servers=2", "rollout.servers=1"], ["rollout.servers=1", "eval.servers to 1"]),
+        (["eval.exact=true", "eval.servers=2", "cluster.colocate=true"], ["eval.servers=2", "cluster.colocate=true"]),
+        (["eval.exact=true", "eval.servers=2", "sync.transport=adapters"], ["eval.servers=2", "sync.transport"]),
+    ],
+)
+def test_servers_of_evaluations_that_would_do_nothing_or_too_much_are_refused(make, overrides, parts):
+    with pytest.raises(ConfigError) as error:
+        check_evaluation(make(*overrides), own_eval_rows=False)
+    assert all(part in str(error.value) for part in parts), error.value
+    check_evaluation(make(*overrides), own_eval_rows=False, training=False)

@@ -246,6 +246,20 @@ async def test_tokens_of_a_dead_server_are_never_labelled_with_a_too_new_version
     await client.close()
 
 
+async def test_a_request_for_a_server_goes_there_in_every_attempt_and_keeps_its_older_version(fake):
+    async with FakeSGLang() as pinned:
+        client = make_client(fake, stream_interval=3)
+        client.published_version = lambda: 5
+        pinned.version = 3
+        pinned.script += [Break(((2, 3),)), refuse(503)]
+        got = await client.generate([1], server=pinned.url)
+        assert got.versions == [3] * 8
+        assert len(pinned.requests) == 3 and not fake.requests
+        assert (await client.generate([1])).versions == [0] * 8
+        assert len(fake.requests) == 1
+        await client.close()
+
+
 async def test_the_end_of_a_stream_says_exactly_which_token_has_which_version(fake):
     client = make_client(fake, stream_interval=3)
     fake.version = 9

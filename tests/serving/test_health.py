@@ -13,6 +13,7 @@ EVENTS = {
     "started": lambda h: h.started(),
     "synced": lambda h: h.synced(),
     "sync_failed": lambda h: h.sync_failed("lost"),
+    "missed_sync": lambda h: h.missed_sync("it was pinned"),
     "probe_ok": lambda h: h.probe_ok(),
     "probe_failed": lambda h: h.probe_failed("late"),
     "request_ok": lambda h: h.request_ok(),
@@ -49,7 +50,7 @@ events = st.lists(st.sampled_from([*(name for name in EVENTS if name != "retire"
 
 @settings(max_examples=400)
 @given(events)
-def test_a_server_serves_only_if_a_sync_completed_after_its_last_start_and_none_failed_since(names):
+def test_a_server_serves_only_if_a_sync_completed_after_its_last_start_and_none_failed_or_was_missed_since(names):
     health = ServerHealth(POLICY, FakeClock())
     entitled = False
     for name in names:
@@ -57,7 +58,7 @@ def test_a_server_serves_only_if_a_sync_completed_after_its_last_start_and_none_
         EVENTS[name](health)
         if name == "synced" and before.up:
             entitled = True
-        if name in ("sync_failed", "died", "mark_dead", "retire") or not health.up:
+        if name in ("sync_failed", "missed_sync", "died", "mark_dead", "retire") or not health.up:
             entitled = False
         assert health.serves == entitled
         assert health.serves <= health.up
@@ -95,6 +96,15 @@ def test_each_kind_of_failure_has_a_streak_of_its_own(names):
             assert health.state is ServerState.DEAD
             return
         assert health.state is (ServerState.SUSPECT if any(streaks.values()) else ServerState.HEALTHY)
+
+
+def test_a_missed_sync_counts_as_no_failure():
+    health = healthy()
+    for _ in range(POLICY.sync_failures + 1):
+        health.missed_sync("it was pinned")
+        assert health.state is ServerState.STALE
+        health.synced()
+    assert health.state is ServerState.HEALTHY
 
 
 def test_good_probes_do_not_save_a_wedged_scheduler():

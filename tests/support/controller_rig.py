@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from megasync.buffer import AsyncBuffer
 from megasync.buffer.payload import encode
 from megasync.config import Config
 from megasync.control.controller import Controller
-from megasync.control.interfaces import ControlledParts
+from megasync.control.interfaces import ControlledParts, HeldAdapters, PinnedVersion
 from megasync.control.progress import Progress
 from megasync.errors import (
     CheckpointError,
@@ -209,6 +209,10 @@ class FakeFleet:
 
     def __init__(self) -> None:
         self.up = {"a": True, "b": True}
+        # The version that each pinned server is kept at, and what wakes those who wait for its end; all that were.
+        self.kept: dict[str, tuple[int, asyncio.Event]] = {}
+        self.pins: list[tuple[str, int]] = []
+        self.newest: Callable[[], int] = lambda: 0
         self.failed: list[dict[str, str]] = []
         self.disagreeing: list[dict[str, str]] = []
         # Servers of the sync in progress, and of every sync so far.
@@ -218,7 +222,39 @@ class FakeFleet:
         self._change = asyncio.Event()
 
     def serving(self) -> list[FakeServer]:
-        return [FakeServer(url) for url, serves in self.up.items() if serves]
+        return [FakeServer(url) for url, serves in self.up.items() if serves and url not in self.kept]
+
+    @property
+    def size(self) -> int:
+        return len(self.up)
+
+    async def pin(self, count: int, version: int) -> list[str]:
+        chosen = [server.url for server in self.serving()][1 : 1 + count]
+        for url in chosen:
+            self.kept[url] = version, asyncio.Event()
+            self.pins.append((url, version))
+        await asyncio.sleep(0)
+        return chosen
+
+    def unpin(self, urls: Iterable[str]) -> None:
+        for url in [url for url in urls if url in self.kept]:
+            version, over = self.kept.pop(url)
+            over.set()
+            if version != self.newest():
+                self.come(url)
+
+    def pinned(self) -> list[FakeServer]:
+        return [FakeServer(url) for url in self.kept]
+
+    async def unpinned(self, url: str) -> None:
+        if url in self.kept:
+            await self.kept[url][1].wait()
+
+    def die(self, url: str) -> None:
+        del self.up[url]
+        if url in self.kept:
+            self.kept.pop(url)[1].set()
+        self._tell()
 
     def joiners(self) -> list[FakeServer]:
         return [FakeServer(url) for url, serves in self.up.items() if not serves]
@@ -355,6 +391,9 @@ class Rig:
         progress: Progress | None = None,
         frozen_models: FakeFrozenModels | None = None,
         fleet: FakeFleet | None = None,
+        exact: bool = False,
+        evaluation: Callable[[int, int, PinnedVersion | None], Awaitable[None]] | None = None,
+        held_adapters: HeldAdapters | None = None,
         clock: Callable[[], float] = time.monotonic,
         **schedule: object,
     ) -> None:
@@ -362,6 +401,7 @@ class Rig:
         for key, value in ({"total_steps": 6, "groups_per_step": 2, "samples_per_group": 2} | schedule).items():
             setattr(config.schedule, key, value)
         config.eval.every_steps = 2
+        config.eval.exact = exact
         config.checkpoint.every_steps = checkpoint_every
         config.checkpoint.background = background
         config.checkpoint.export_every = export_every
@@ -377,8 +417,8 @@ class Rig:
         self.observer = FakeObserver()
         self.fleet = fleet or FakeFleet()
 
-        async def held_out(step: int, version: int) -> dict[str, float]:
-            await asyncio.sleep(0)
+        async def held_out(step: int, version: int, pinned: PinnedVersion | None) -> dict[str, float]:
+            await (asyncio.sleep(0) if evaluation is None else evaluation(step, version, pinned))
             return {"eval/score": score if score is not None and step >= 2 else 0.1}
 
         parts = ControlledParts(
@@ -389,11 +429,13 @@ class Rig:
             fleet=self.fleet,
             frozen_models=frozen_models,
             evaluate=held_out if evaluate else None,
+            held_adapters=held_adapters,
             cursor=lambda: {"position": 7},
             observer=self.observer,
             export=export,
         )
         self.controller = Controller(config, parts, progress, failed_steps, clock)
+        self.fleet.newest = lambda: self.controller.progress.claimed
 
     async def run(self) -> Progress:
         return await asyncio.wait_for(self.controller.run(), 20)

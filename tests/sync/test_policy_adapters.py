@@ -11,7 +11,9 @@ import pytest
 from megasync.serving.engine_protocol import MANIFEST
 from megasync.sync.sglang_plugin import PolicyAdapters, damage, policy_adapter, set_version
 
-LOADED = {name: object() for name in ("policy-9", "policy-10", "policy-10.2", "policy-10.10", "eval-old", "own")}
+LOADED = {
+    name: object() for name in ("policy-9", "policy-10", "policy-10.2", "policy-10.10", "kept-10", "eval-old", "own")
+}
 
 
 @pytest.mark.parametrize(
@@ -69,12 +71,13 @@ async def test_an_answer_is_labelled_while_it_is_streamed_and_the_stream_is_clos
         return [a["meta_info"]["weight_version"] async for a in PolicyAdapters().around_generate(stock, None, request)]
 
     assert await versions("policy-7.1") == ["7", "7"]
+    assert await versions("kept-6.2") == ["6", "6"]
     assert await versions("eval-old") == ["8", "8"]
     assert await versions(None) == ["8", "8"]
     answers = PolicyAdapters().around_generate(stock, None, SimpleNamespace(lora_path="policy-7"))
     await anext(answers)
     await answers.aclose()
-    assert closed == [True] * 4
+    assert closed == [True] * 5
 
 
 def test_files_that_are_not_those_of_the_manifest_are_refused(tmp_path):

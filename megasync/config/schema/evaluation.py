@@ -57,6 +57,12 @@ class EvalConfig:
     sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
     # Maximum number of responses in generation, over all sets.
     max_inflight: int = limited(32, AT_LEAST_ONE)
+    # Every response of an evaluation comes from one version of the weights. Without it, an evaluation beside the
+    # training may span several versions (`eval/exact_share`). What it costs is in docs/evaluation.md.
+    exact: bool = False
+    # With `exact`: servers that only evaluate meanwhile, out of `rollout.servers`. Unused with `cluster.colocate`, with
+    # `sync.transport=adapters` and with one server.
+    servers: int = limited(1, AT_LEAST_ONE)
     # Additional held-out sets, by their names in the metrics.
     sets: dict[str, EvalSetConfig] = field(default_factory=dict)
 

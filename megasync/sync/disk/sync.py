@@ -261,14 +261,16 @@ class DiskSync(WeightSync[DiskServer]):
         await self._leave_ranks("disk_leave")
 
     async def _finish(self) -> None:
-        """Removes old versions, except those that a server may be reading and the one that late servers get."""
-        busy = {server.reading for server in self._servers.values() if server.reading is not None} | self._left_reading
-        if self._last is not None:
-            busy.add(self._last.path)
+        """Removes old versions, except those that are still needed."""
         try:
-            await asyncio.to_thread(self._folders.prune, busy)
+            await asyncio.to_thread(self._folders.prune, self._busy())
         except OSError as error:
             log.warning("Old versions could not be removed from %s: %s", self._folders.root, error)
+
+    def _busy(self) -> set[Path]:
+        """Versions that a server may be reading, and the one that late servers get."""
+        reading = {server.reading for server in self._servers.values() if server.reading is not None}
+        return reading | self._left_reading | ({self._last.path} if self._last is not None else set())
 
 
 async def in_phases(
