@@ -259,6 +259,34 @@ def watch(
 
 
 @app.command(
+    epilog="[bold]Examples[/]\n\nmegasync report runs/quickstart-20260101-120000\n\n"
+    "megasync report runs/quickstart-20260101-120000 --out report.html\n\n"
+    "megasync report runs/quickstart-20260101-120000 --markdown --out notes/report.md",
+    rich_help_panel=RUNS,
+)
+def report(
+    run: RunDirectory,
+    out: Annotated[
+        Path | None, typer.Option(help="Output file. Default: the run's name with .html or .md, in this folder.")
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Write Markdown, with figures as PNG files in a folder beside it.")
+    ] = False,
+) -> None:
+    """Write a report on RUN: what was run, how it went, why it is as fast as it is, what went wrong.
+
+    One HTML file that needs no network and no server, or Markdown. RUN may be
+    starting, running, finished or crashed, by reinforcement learning or
+    supervised.
+    """
+    from megasync.watch.files import open_run, write_document
+    from megasync.watch.report import make_report
+
+    written = write_document(make_report(open_run(run)), out, run.resolve().name, markdown)
+    _console().print(f"report: {written}", highlight=False, soft_wrap=True)
+
+
+@app.command(
     "eval",
     epilog="[bold]Examples[/]\n\nmegasync eval runs/quickstart-20260101-120000\n\n"
     "megasync eval configs/quickstart.yaml --model models/digits eval.samples=32\n\n"

@@ -400,6 +400,7 @@ class _Plot:
             hoverlabel={"bgcolor": "#161b22" if self._dark else "#ffffff", "font": {"color": ground.text}},
             showlegend=True,
             legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 11}},
+            meta={"note": self._note},
             # Redrawing with new data keeps what the reader zoomed to and hid.
             uirevision="constant",
         )

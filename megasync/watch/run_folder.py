@@ -6,6 +6,7 @@ guessed in its place. `refresh` reads only what was appended since the last one.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ import sqlite3
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,7 +29,7 @@ from megasync.app.run_lock import FILE as LOCK_FILE
 from megasync.app.run_lock import is_held
 from megasync.buffer.groups import LIVE, RENAMED_REASONS, TRAINED, GroupState
 from megasync.buffer.ledger import FILE as LEDGER_FILE
-from megasync.config import CONFIG_FILE, ROWS_FILE, Config, load_config
+from megasync.config import CONFIG_FILE, CUSTOM_FILE, ROWS_FILE, Config, load_config
 from megasync.config.pacing import Pacing
 from megasync.errors import ConfigError
 from megasync.observe import names
@@ -38,6 +39,7 @@ from megasync.observe.rollouts import FOLDER as ROLLOUTS_FOLDER
 from megasync.observe.rollouts import RolloutIndex
 from megasync.observe.samples import SAMPLES_FILE, SampleAnswer
 from megasync.observe.state_file import ALIVE, OLD_SECONDS, STATE_FILE, RunState, read_state
+from megasync.watch.configuration import flat
 from megasync.watch.growing_file import GrowingFile
 from megasync.watch.metric_table import Floats, Integers, MetricTable, Series
 
@@ -165,7 +167,7 @@ class RunFolder:
             self._problems[CONFIG_FILE] = f"{_cannot(CONFIG_FILE, error)}."
         else:
             self._problems.pop(CONFIG_FILE, None)
-            self._config_version, self.settings = version, dict(_flat(values))
+            self._config_version, self.settings = version, dict(flat(values))
             self.__dict__.pop("config", None)
 
     def _read_metrics(self) -> bool:
@@ -232,6 +234,24 @@ class RunFolder:
             return None
         self._problems.pop("config", None)
         return config
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions of the packages that its latest driver ran with; empty for a run that did not record them."""
+        for event in reversed(self.events):
+            found = event.fields.get("versions")
+            if event.kind == START and isinstance(found, dict):
+                return {str(package): str(version) for package, version in found.items()}
+        return {}
+
+    @property
+    def custom(self) -> list[str]:
+        """Names of what the run got from Python instead of its configuration."""
+        try:
+            found = json.loads((self.path / CUSTOM_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return []
+        return [str(name) for name in found] if isinstance(found, list) else []
 
     @property
     def supervised(self) -> bool:
@@ -492,15 +512,6 @@ def _balance(rows: list[tuple[str, str, int]]) -> Balance:
         live=sum(count for state, _, count in rows if state in live),
         dropped=dict(dropped),
     )
-
-
-def _flat(values: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of nested mappings by their dotted keys; an empty mapping and a list are leaves."""
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _natural(name: str) -> list[tuple[str, int]]:

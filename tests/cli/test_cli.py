@@ -21,6 +21,7 @@ COMMANDS = (
     "rehearse",
     "scale",
     "watch",
+    "report",
     "eval",
     "export",
     "trace",

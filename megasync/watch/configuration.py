@@ -1,0 +1,93 @@
+"""What a run was configured to do: the settings that differ from the defaults, or between runs.
+
+Settings are the leaves of `config.yaml` by their dotted keys, as `RunFolder.settings` has them, so that configurations
+of other versions can be compared too. Values of keys that name a secret are hidden.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from omegaconf import MISSING, OmegaConf
+
+from megasync.config import Config
+
+# The last words of keys whose values no report shows, and credentials within a URL.
+_SECRET = re.compile(r"(^|[._])(password|secret|api_key|access_token|auth_token|credentials?)$", re.IGNORECASE)
+_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+# Of a key that a configuration does not have.
+ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A key, its value in each configuration and its default; `ABSENT` where there is none."""
+
+    key: str
+    values: tuple[Any, ...]
+    default: Any
+
+
+@cache
+def defaults() -> dict[str, Any]:
+    """The default of every key; `ABSENT` for a required one."""
+    values = OmegaConf.to_container(OmegaConf.structured(Config), resolve=False)
+    assert isinstance(values, dict)
+    return {key: ABSENT if value == MISSING else value for key, value in flat(values)}
+
+
+def flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of nested mappings by their dotted keys; a list and an empty mapping are leaves."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def changed(settings: Mapping[str, Any]) -> list[Difference]:
+    """The settings that are not the defaults, in the order of the schema."""
+    known = defaults()
+    found = [Difference(key, (value,), known.get(key, ABSENT)) for key, value in settings.items()]
+    # A key that is in no schema belongs to a named entry, such as a held-out set; empty ones say nothing.
+    return [
+        item
+        for item in found
+        if not (_equal(item.values[0], item.default) or (item.default is ABSENT and item.values[0] in (None, {}, [])))
+    ]
+
+
+def differences(runs: Sequence[Mapping[str, Any]]) -> list[Difference]:
+    """The keys in which runs differ from each other; a key that one does not have stands for its default."""
+    known = defaults()
+    found = []
+    for key in dict.fromkeys(key for settings in runs for key in settings):
+        default = known.get(key, ABSENT)
+        values = tuple(settings.get(key, default) for settings in runs)
+        if not all(_equal(values[0], value) for value in values[1:]):
+            found.append(Difference(key, values, default))
+    return found
+
+
+def shown(value: Any, key: str = "") -> str:
+    """A value on one line, as YAML would have it."""
+    if value is ABSENT:
+        return "–"
+    if value is not None and _SECRET.search(key):
+        return "(hidden)"
+    if isinstance(value, str):
+        return _IN_URL.sub("(hidden)@", value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return _IN_URL.sub("(hidden)@", json.dumps(value, ensure_ascii=False, default=str))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    return one == other
