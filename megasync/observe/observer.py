@@ -51,6 +51,7 @@ from megasync.observe.state_file import (
     read_state,
     write_state,
 )
+from megasync.observe.versions import package_versions
 
 log = logging.getLogger(__name__)
 
@@ -366,7 +367,8 @@ class RunObserver:
             text = f"the driver ({driver}) was killed or lost its machine: it has recorded no end"
             self._events.write(FAULT, text, "driver", at=alive, step=step)
             self._step_due = True
-        self._events.write(START, self._config.name, pid=os.getpid(), host=socket.gethostname())
+        who = {"pid": os.getpid(), "host": socket.gethostname(), "versions": package_versions()}
+        self._events.write(START, self._config.name, **who)
 
     def _record(self, kind: str, text: str, what: str = "", **fields: Any) -> None:
         with self._guarded("write events"):

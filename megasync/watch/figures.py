@@ -9,7 +9,7 @@ which keep every extreme; a gap in a line is a value that was not finite.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -110,8 +110,38 @@ def staleness(runs: Runs, x: str = "step", dark: bool = False) -> go.Figure | No
     for run in _each(runs, plot):
         plot.line(run, "mean", run.series(names.STALENESS_MEAN))
         plot.line(run, "max", run.series(names.STALENESS_MAX))
+        plot.line(run, "mean over tokens", run.series("train/token_staleness"))
     bound = _shared(runs, lambda run: None if run.pacing is None else run.pacing.staleness_bound)
     return plot.done(zero=True, level=None if bound is None else (float(bound), "bound"))
+
+
+def staleness_ages(run: RunFolder, dark: bool = False) -> go.Figure | None:
+    """Ages of the trained tokens."""
+    ages = run.under("train/token_staleness@")
+    steps, values = run.metrics.aligned(ages)
+    if not len(steps):
+        return None
+    plot = _Plot("Ages of the trained tokens", "share of tokens", "step", dark)
+    ones = np.ones(len(steps))
+    rows = {f"{name.rpartition('@')[2]} versions": row for name, row in zip(ages, np.nan_to_num(values), strict=True)}
+    plot.stack(steps, {label: (row, ones) for label, row in rows.items() if row.any()}, percent=True)
+    return plot.done(zero=True)
+
+
+def utilization(runs: Runs, x: str = "step", dark: bool = False) -> go.Figure | None:
+    """Model FLOPs utilization of the trainer's devices."""
+    plot = _Plot("Model FLOPs utilization", "share of the peak", x, dark)
+    for run in _each(runs, plot):
+        plot.line(run, "utilization", run.series("train/mfu"))
+    return plot.done(zero=True)
+
+
+def per_device(runs: Runs, x: str = "step", dark: bool = False) -> go.Figure | None:
+    """Tokens that a trainer's device computes in a second of a step."""
+    plot = _Plot("Speed of a trainer's device", "tokens/s", x, dark)
+    for run in _each(runs, plot):
+        plot.line(run, "computed by a device", run.series("train/tokens_per_second_per_device"))
+    return plot.done(zero=True)
 
 
 def time_shares(run: RunFolder, dark: bool = False) -> go.Figure | None:
@@ -173,10 +203,13 @@ def clipping(runs: Runs, x: str = "step", dark: bool = False) -> go.Figure | Non
 
 
 def lengths(runs: Runs, x: str = "step", dark: bool = False) -> go.Figure | None:
-    """Mean length of the responses."""
+    """Lengths of the generated responses and of the trained ones: means and upper percentiles."""
     plot = _Plot("Length of responses", "tokens", x, dark)
     for run in _each(runs, plot):
-        plot.line(run, "generated, mean", run.series("rollout/response_length"))
+        for kind, name in (("generated", "rollout/response_length"), ("trained", "train/response_length")):
+            plot.line(run, f"{kind}, mean", run.series(name))
+            for percentile in () if plot.several else ("p90", "p99"):
+                plot.line(run, f"{kind}, {percentile}", run.series(f"{name}_{percentile}"))
     return plot.done(zero=True)
 
 
@@ -226,19 +259,22 @@ def sync_phases(run: RunFolder, dark: bool = False) -> go.Figure | None:
 
 
 def sync_rate(runs: Runs, x: str = "step", dark: bool = False) -> go.Figure | None:
-    """Bytes that left the trainer, by the time from its first byte to the last."""
+    """Rate at which bytes left the trainer."""
     plot = _Plot("Rate of the weight sync", "MB/s", x, dark)
     for run in _each(runs, plot):
-        plot.line(run, "bytes by stage time", sync_bytes_per_second(run, 1e-6))
+        rate = sync_bytes_per_second(run)
+        plot.line(run, "bytes by the time of their transfer", replace(rate, values=rate.values / 1e6))
     return plot.done(zero=True)
 
 
-def sync_bytes_per_second(run: RunFolder, scale: float = 1.0) -> Series:
-    """`sync/bytes` by the duration of the stage phase, times `scale`; of steps that published something."""
+def sync_bytes_per_second(run: RunFolder) -> Series:
+    """As it was logged; of an earlier version's run, its bytes by the duration of the stage phase."""
+    if len(logged := run.series("sync/bytes_per_second")):
+        return logged
     sent, seconds = run.series("sync/bytes"), run.series("sync/stage_seconds")
     steps, at, where = np.intersect1d(sent.steps, seconds.steps, return_indices=True)
     with np.errstate(divide="ignore", invalid="ignore"):
-        rate = scale * sent.values[at] / seconds.values[where]
+        rate = sent.values[at] / seconds.values[where]
     return Series(steps, sent.times[at], np.where(np.isfinite(rate), rate, np.nan))
 
 
@@ -256,6 +292,8 @@ COMPARABLE: dict[str, Callable[..., go.Figure | None]] = {
     "reward": reward,
     "losses": losses,
     "throughput": throughput,
+    "utilization": utilization,
+    "per_device": per_device,
     "staleness": staleness,
     "lengths": lengths,
     "truncated": truncated,
@@ -267,6 +305,7 @@ COMPARABLE: dict[str, Callable[..., go.Figure | None]] = {
 }
 SINGLE: dict[str, Callable[..., go.Figure | None]] = {
     "time_shares": time_shares,
+    "staleness_ages": staleness_ages,
     "buffer_slots": buffer_slots,
     "servers": servers,
     "sync_phases": sync_phases,

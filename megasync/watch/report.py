@@ -230,7 +230,8 @@ def _how_it_went(run: RunFolder) -> Section:
             run, figures.staleness, "Versions between the weights that sampled a response and those that it trained."
         )
     )
-    section.add(_chart(run, figures.lengths, "Mean length of the latest responses."))
+    section.add(_chart(run, figures.staleness_ages, "Ages of the trained tokens, in versions."))
+    section.add(_chart(run, figures.lengths, "Lengths of the latest responses, and of the trained ones if measured."))
     section.add(_chart(run, figures.truncated, "Responses that reached the maximum length."))
     section.add(_chart(run, figures.entropy, "Entropy of the policy at the trained tokens."))
     section.add(_chart(run, figures.gaps, "How far the servers' probabilities are from the trainer's."))
@@ -325,6 +326,8 @@ def _speed(run: RunFolder) -> Section:
     if text := _bottleneck(run):
         section.add(Text(text))
     section.add(_chart(run, figures.throughput, "Tokens per second of wall time."))
+    section.add(_chart(run, figures.utilization, "Operations of the model by the peak of the devices."))
+    section.add(_chart(run, figures.per_device, "Tokens of prompts and responses that one device computes."))
     section.add(_chart(run, figures.time_shares, "What the trainer's time was spent on.", wide=True))
     section.add(_time_table(run), _waits(run))
     section.add(_chart(run, figures.buffer_slots, "Groups in the buffer by state, when a step ended."))
@@ -332,7 +335,7 @@ def _speed(run: RunFolder) -> Section:
     section.add(_chart(run, figures.servers, "Servers by state, when a step ended."))
     section.add(_chart(run, figures.sync_phases, "Duration of a publish, by phases that follow one another."))
     section.add(_sync_table(run))
-    section.add(_chart(run, figures.sync_rate, "Bytes that left the trainer, by the time that staging them took."))
+    section.add(_chart(run, figures.sync_rate, "Bytes that left the trainer, by the time in which they moved."))
     return section
 
 
@@ -462,7 +465,7 @@ def _sync_table(run: RunFolder) -> Table | None:
     if len(sent):
         rows.append(("bytes sent", *_quantiles(sent, size), None))
     if len(rate):
-        rows.append(("bytes/s of staging", *_quantiles(rate, lambda value: size(value, "/s")), None))
+        rows.append(("bytes/s", *_quantiles(rate, lambda value: size(value, "/s")), None))
     headings = ("Phase", "Median", "95th percentile", "Largest", "Step of the largest")
     return Table("Weight sync, of the slowest rank or server. Phases overlap.", headings, rows)
 

@@ -76,7 +76,7 @@ def make_run(
     clock, rng = Clock(), np.random.default_rng(seed)
     metrics, events = MetricsLog(run_dir, tensorboard=False, clock=clock), EventLog(run_dir, clock=clock)
     if not older:
-        events.write(START, "starting Ray, trainer ranks and servers")
+        events.write(START, name, pid=1, host="made", versions={"megasync": "0.1.0", "torch": "2.11.0"})
     for step in range(steps + 1):
         clock.now = BEGIN + 10 + STEP_SECONDS * step
         if step:
@@ -85,6 +85,7 @@ def make_run(
         if step % 10 == 0:
             _evaluate(run_dir, metrics, None if older else events, step, supervised, total_steps)
         if step == 5 and not older:
+            clock.now += 0.1
             events.write(FAULT, f"its process has ended: exit status -9 {HOSTILE}", "server-0", step=step)
             clock.now += 0.5
             events.write(RECOVERY, "restarted, and has the weights", "server-0", step=step)
@@ -224,6 +225,13 @@ def _step(step: int, rng: np.random.Generator) -> Mapping[str, float]:
         "train/reward": progress,
         "train/staleness_mean": 0.6,
         "train/staleness_max": 1.0,
+        "train/token_staleness": 0.4,
+        "train/token_staleness@0": 0.6,
+        "train/token_staleness@1": 0.4,
+        "train/mfu": 0.3 + 0.01 * rng.random(),
+        "train/tokens_per_second_per_device": 300.0,
+        "train/response_length": 19.0 + step / 10,
+        "train/response_length_p90": 29.0 + step / 10,
         "train/loss": 0.1 * rng.normal(),
         "train/grad_norm": 0.5 + 0.1 * rng.random(),
         "train/lr": 1e-3,
@@ -239,6 +247,7 @@ def _step(step: int, rng: np.random.Generator) -> Mapping[str, float]:
         "time/sync": 0.3,
         "sync/version": step,
         "sync/bytes": 8e5,
+        "sync/bytes_per_second": 9e6,
         "sync/stage_seconds": 0.1,
         "sync/commit_seconds": 0.04,
         "sync/verify_seconds": 0.01,
