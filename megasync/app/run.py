@@ -35,14 +35,15 @@ from megasync.control.progress import Progress
 from megasync.control.recovery import FAILED_STEPS_FOLDER
 from megasync.control.restore import restore
 from megasync.device import Device, resolve_device
-from megasync.errors import ServerParityError
+from megasync.errors import MegasyncError, ServerParityError
 from megasync.evaluation.evaluate import Answerer
 from megasync.evaluation.periodic import PeriodicEvaluation
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
-from megasync.observe import trace
+from megasync.observe import stacks, trace
 from megasync.observe.awaits import describe_tasks
+from megasync.observe.hang import HangReporter
 from megasync.observe.logfile import log_to_file
 from megasync.observe.observer import RunObserver
 from megasync.observe.result import RunResult
@@ -93,6 +94,7 @@ class Run:
         self._checkpoint = checkpoint
         self._mailbox = Mailbox(run_dir)
         self._controller: Controller | None = None
+        self._reports: HangReporter | None = None
 
     def request_stop(self, reason: str) -> bool:
         """Requests a clean end. Returns False while the run is still starting: then it can only be cancelled."""
@@ -110,8 +112,11 @@ class Run:
             check_capabilities()
             self._mailbox.open()
             with RunObserver(self.config, self.run_dir) as observer:
+                self._reports = HangReporter(self.run_dir, observer.state, observer.message)
+                stacks.answer(asyncio.get_running_loop())
                 async with short_collections(), observer.writing_state(), AsyncExitStack() as stack:
-                    self._controller = await self._build(stack, observer)
+                    self._controller = await self._build(stack, observer, self._reports)
+                    self._reports.describe = self._controller.describe
                     observer.running()
                     progress = await self._controller.run()
                     observer.stopped = self._controller.stop_reason
@@ -127,11 +132,13 @@ class Run:
             )
 
     async def dump(self) -> None:
-        """Logs what each part of the run waits for."""
+        """Logs what each part of the run waits for, and writes a hang report."""
         parts = describe_tasks() if self._controller is None else await self._controller.dump()
         log.warning("State of the run, requested by a signal:\n%s", parts)
+        if self._reports is not None:
+            await self._reports.report("requested by SIGUSR1")
 
-    async def _build(self, stack: AsyncExitStack, observer: RunObserver) -> Controller:
+    async def _build(self, stack: AsyncExitStack, observer: RunObserver, reports: HangReporter) -> Controller:
         """Restores progress, starts every process, publishes the weights, and wires the controller."""
         device = resolve_device(self.config.cluster.device)
         # The driver resolves the device: the ranks may run on another kind of machine.
@@ -142,7 +149,7 @@ class Run:
             *(self._checkpoint, ledger, config.schedule, self._workload.source, observer.message),
             self._workload.curriculum,
         )
-        started = await self._start_processes(stack, config, device, ledger, observer)
+        started = await self._start_processes(stack, config, device, ledger, observer, reports)
         client, fleet = started.client, started.servers.fleet
         client.newest_version = fleet.newest_version = lambda: progress.claimed
         client.published_version = lambda: progress.version
@@ -163,6 +170,7 @@ class Run:
             cursor=self._workload.source.state,
             observer=observer,
             rollout_workers=started.servers.workers,
+            reports=reports,
             export=lambda path: asyncio.to_thread(export_step, config, self.run_dir, path, observer.message),
         )
         if (workers := started.servers.workers) is not None:
@@ -170,11 +178,18 @@ class Run:
         await self._first_weights(publisher, progress, fleet, observer)
         await started.buffer.publish(progress.version)
         await fleet.joined([control.url for control in fleet.joiners() if control in started.controls])
-        await stack.enter_async_context(self._mailbox.answering({"scale": partial(self._scale, fleet)}))
+        handlers = {"scale": partial(self._scale, fleet), "stacks": partial(answer_with_report, reports)}
+        await stack.enter_async_context(self._mailbox.answering(handlers))
         return Controller(config, parts, progress, self.run_dir / FAILED_STEPS_FOLDER)
 
     async def _start_processes(
-        self, stack: AsyncExitStack, config: Config, device: Device, ledger: Path, observer: RunObserver
+        self,
+        stack: AsyncExitStack,
+        config: Config,
+        device: Device,
+        ledger: Path,
+        observer: RunObserver,
+        reports: HangReporter,
     ) -> StartedRun:
         """Starts trainer ranks and servers at the same time; where they share devices, first the ranks."""
         workload, schedule = self._workload, config.schedule
@@ -189,8 +204,11 @@ class Run:
         buffer = RemoteBuffer(schedule, schedule.total_steps * schedule.groups_per_step, ledger=ledger)
         stack.callback(buffer.kill)
         buffer.events = observer
-        servers.report_to(observer)
+        servers.report_to(observer, reports)
         observer.parts.ranks = trainer.states
+        trainer.reports = buffer.reports = reports
+        reports.read_node = pools.stacks
+        reports.processes += [trainer.processes, buffer.processes]
         if servers.workers is not None:
             buffer.follow(partial(servers.workers.tell, "use_buffer", ""))
         if config.cluster.colocate:
@@ -288,3 +306,11 @@ class Run:
         except OSError as error:
             return f"{done}; a resumed run will use the old number, because {CONFIG_FILE} cannot be written: {error}"
         return done
+
+
+async def answer_with_report(reports: HangReporter) -> str:
+    """The mailbox's `stacks`: the path of a new hang report. Raises MegasyncError when it could not be written."""
+    path = await reports.report("requested by `megasync stacks`")
+    if path is None:
+        raise MegasyncError("the report could not be written; the run's log says why")
+    return str(path)

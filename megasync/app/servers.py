@@ -24,6 +24,7 @@ from megasync.config import Config
 from megasync.config.access import Keys, router_trust
 from megasync.config.pools import PoolSpec, devices_needed
 from megasync.device import Device
+from megasync.observe.hang import HangReporter
 from megasync.observe.observer import RunObserver
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.quarantine import Quarantine
@@ -99,8 +100,13 @@ class InferenceServers:
             stack.push_async_callback(workers.stop)
         return cls(fleet, frozen_models, keys, quarantine, workers)
 
-    def report_to(self, observer: RunObserver) -> None:
-        """Shows the servers and workers to the observer, with their faults and recoveries."""
+    def report_to(self, observer: RunObserver, reports: HangReporter) -> None:
+        """Shows the servers and workers to the observer, with their faults and recoveries, and in hang reports."""
+        self.fleet.reports = self.frozen_models.reports = reports
+        reports.processes += [self.fleet.processes, self.frozen_models.processes]
+        if self.workers is not None:
+            self.workers.reports = reports
+            reports.processes.append(self.workers.processes)
         self.fleet.report_to(observer)
         self.frozen_models.report_to(observer)
         parts = observer.parts

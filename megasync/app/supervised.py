@@ -38,8 +38,9 @@ from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError, RankLost, TrainingError
 from megasync.files import atomic_write
 from megasync.layout.model_files import read_hf_config
-from megasync.observe import trace
+from megasync.observe import stacks, trace
 from megasync.observe.awaits import describe_tasks
+from megasync.observe.hang import HangReporter
 from megasync.observe.logfile import log_to_file
 from megasync.observe.observer import RunObserver
 from megasync.observe.result import SupervisedResult
@@ -193,6 +194,7 @@ class SupervisedRun:
         self._stop = asyncio.Event()
         self._reason = ""
         self._started = False
+        self._reports: HangReporter | None = None
         self._say: Callable[[str], None] = log.info
 
     def request_stop(self, reason: str) -> bool:
@@ -204,8 +206,10 @@ class SupervisedRun:
         return self._started
 
     async def dump(self) -> None:
-        """Logs what each part of the run waits for."""
+        """Logs what each part of the run waits for, and writes a hang report."""
         log.warning("State of the run, requested by a signal:\nstep %d\n%s", self._step, describe_tasks())
+        if self._reports is not None:
+            await self._reports.report("requested by SIGUSR1")
 
     async def execute(self) -> SupervisedResult:
         with (
@@ -216,12 +220,14 @@ class SupervisedRun:
             check_capabilities()
             with RunObserver(self.config, self.run_dir) as observer:
                 self._say = observer.message
+                reports = self._reports = HangReporter(self.run_dir, observer.state, observer.message)
+                stacks.answer(asyncio.get_running_loop())
                 # A resumed run writes them again: the held-out rows may be others.
                 await asyncio.to_thread(self._rows.write, self.run_dir)
                 for note in self._notes:
                     self._say(note)
                 async with observer.writing_state(), AsyncExitStack() as stack:
-                    trainer = await self._start(stack, observer)
+                    trainer = await self._start(stack, observer, reports)
                     self._started = True
                     observer.running()
                     try:
@@ -233,7 +239,7 @@ class SupervisedRun:
                 export_dir = await asyncio.to_thread(export_newest, self.config, self.run_dir, observer.message)
             return SupervisedResult(self.run_dir, self._step, self._losses, export_dir, self._reason)
 
-    async def _start(self, stack: AsyncExitStack, observer: RunObserver) -> TrainerGroup:
+    async def _start(self, stack: AsyncExitStack, observer: RunObserver, reports: HangReporter) -> TrainerGroup:
         device = resolve_device(self.config.cluster.device)
         config = replace(self.config, cluster=replace(self.config.cluster, device=device.kind))
         observer.message("starting Ray and trainer ranks")
@@ -241,6 +247,9 @@ class SupervisedRun:
         trainer = TrainerGroup(config, self.run_dir, pools)
         stack.push_async_callback(trainer.stop)
         observer.parts.ranks = trainer.states
+        trainer.reports = reports
+        reports.read_node = pools.stacks
+        reports.processes.append(trainer.processes)
         await trainer.start(self._checkpoint)
         return trainer
 

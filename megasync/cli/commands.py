@@ -236,6 +236,18 @@ def scale(
     _console().print(answer, highlight=False, soft_wrap=True)
 
 
+@app.command(epilog="[bold]Example[/]\n\nmegasync stacks runs/quickstart-20260101-120000", rich_help_panel=RUNS)
+def stacks(run: RunDirectory) -> None:
+    """Write a hang report of RUN while it is running: what each process of it is doing.
+
+    The run writes it into RUN/hang. If it does not answer, the stacks of its
+    driver are printed, on the machine where the driver runs.
+    """
+    from megasync.app.stuck_driver import report_of
+
+    _console().print(report_of(run), highlight=False, markup=False, soft_wrap=True)
+
+
 @app.command(
     epilog="[bold]Examples[/]\n\nmegasync watch runs\n\n"
     "megasync watch runs/quickstart-20260101-120000 --port 0\n\n"

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megasync.cluster.roles import ROLES
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import MegasyncError, ProcessLost, TrainingError
+from megasync.observe.stacks import ProcessStacks
 from megasync.serving.process_watch import ProcessId
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class ServiceActor:
         options: dict[str, Any],
         arguments: tuple[Any, ...],
         ended: Callable[[ProcessId], Awaitable[None]],
+        node: Callable[[], str] = str,
     ) -> None:
         """`start` creates the actor.
 
@@ -140,12 +142,14 @@ class ServiceActor:
             options: Ray's, from `Pools`.
             arguments: those of the role's class.
             ended: returns when a process of the actor's node has ended; see `Pools.ended`.
+            node: the Ray id of that node.
         """
         self._name = f"{role} {index}"
         self._role = role
         self._options = options
         self._arguments = arguments
         self._wait_for_end = ended
+        self._node = node
         self._group: ActorGroup | None = None
         self._process: ProcessId | None = None
 
@@ -164,6 +168,10 @@ class ServiceActor:
         url = await self._call("start", timeout, timeout=timeout + ANSWER_SECONDS)
         self._process = await self._call("process_id", timeout=ANSWER_SECONDS)
         return url
+
+    def processes(self) -> list[tuple[str, int]]:
+        """The node and the id of the service's process, if it runs."""
+        return [] if self._process is None else [(self._node(), self._process.pid)]
 
     async def ended(self) -> None:
         if self._process is None:
@@ -210,6 +218,9 @@ class AgentActor:
 
     async def ended(self, processes: Sequence[ProcessId], seconds: float, timeout: float) -> list[ProcessId]:
         return await self._group.call_one(0, "ended", list(processes), seconds, timeout=timeout)
+
+    async def stacks(self, families: Sequence[tuple[str, int]], seconds: float) -> list[ProcessStacks]:
+        return await self._group.call_one(0, "stacks", list(families), seconds, timeout=None)
 
     def kill(self) -> None:
         self._group.kill()

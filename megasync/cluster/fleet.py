@@ -43,6 +43,7 @@ from megasync.config.pools import engine_nodes
 from megasync.device import Device
 from megasync.errors import MegasyncError, ServerError
 from megasync.observe.events import NO_EVENTS, EventSink
+from megasync.observe.hang import NO_REPORTS, HangSink, RunProcess
 from megasync.observe.state_file import ProcessState
 from megasync.rollout.inflight import ServerLoad
 from megasync.serving.answers import AnswerLimits
@@ -123,11 +124,17 @@ class Fleet:
         self._may_start = asyncio.Event()
         self._may_start.set()
         self._faults = SlotFaults(NO_EVENTS)
+        self.reports: HangSink = NO_REPORTS
 
     def report_to(self, events: EventSink) -> None:
         """Records faults and recoveries of the servers and the router there."""
         self._faults = SlotFaults(events)
         self._router.events = events
+
+    def processes(self) -> list[RunProcess]:
+        """The running processes of the servers and the router."""
+        servers = [process for slot in self._slots.values() for process in slot.processes(server_name(slot.index))]
+        return servers + self._router.processes()
 
     @property
     def router_url(self) -> str:
@@ -225,6 +232,9 @@ class Fleet:
         drained = await asyncio.gather(*(slot.drain(DRAIN_SECONDS) for slot in slots))
         for slot in (slot for slot, done in zip(slots, drained, strict=True) if not done and slot.health.up):
             tail = await slot.log_tail()
+            await self.reports.report(
+                f"{server_name(slot.index)} does not abort its requests", {server_name(slot.index)}
+            )
             # Its own supervision may have declared it dead meanwhile.
             if slot.health.up:
                 reason = f"it did not abort its requests after a failed sync. Last lines of its log:\n{tail}"
@@ -445,6 +455,8 @@ class Fleet:
             judge=self,
             may_start=self._may_start,
         )
+        name = server_name(index)
+        slot.on_silent = lambda reason: self.reports.report(f"{name} does not answer: {reason}", {name})
         self._by_state[slot.health.state].add(slot)
         return slot
 
@@ -606,7 +618,8 @@ class Fleet:
             keys = self._keys.admin, self._keys.generation
             arguments = (spec, config.cluster.host, 0, log_path, *keys, node, meeting_point)
             ended = partial(self._pools.ended, "rollout", slots[node])
-            return ServiceActor("server", index, self._pools.options("rollout", slots[node]), arguments, ended)
+            place = partial(self._pools.node, "rollout", slots[node])
+            return ServiceActor("server", index, self._pools.options("rollout", slots[node]), arguments, ended, place)
 
         return part(0) if self._nodes == 1 else SpreadServer(part, self._nodes)
 
@@ -628,7 +641,8 @@ class Fleet:
             config.cluster,
         )
         options = self._pools.node_options("rollout")
-        return ServiceActor("router", 0, options, arguments, partial(self._pools.ended, "rollout", 0))
+        ended, node = partial(self._pools.ended, "rollout", 0), partial(self._pools.node, "rollout", 0)
+        return ServiceActor("router", 0, options, arguments, ended, node)
 
 
 def server_name(index: int) -> str:

@@ -29,6 +29,7 @@ from megasync.config.pools import frozen_models, frozen_pool
 from megasync.device import Device
 from megasync.errors import ServerError
 from megasync.observe.events import NO_EVENTS, EventSink
+from megasync.observe.hang import NO_REPORTS, HangSink, RunProcess
 from megasync.observe.state_file import ProcessState
 from megasync.serving.control import ServerControl
 from megasync.serving.health import ServerState
@@ -77,6 +78,7 @@ class FrozenServers:
         self._tasks: list[asyncio.Task[None]] = []
         self._last_retired: dict[str, str] = {}
         self._faults = SlotFaults(NO_EVENTS)
+        self.reports: HangSink = NO_REPORTS
 
     def report_to(self, events: EventSink) -> None:
         """Records faults and recoveries of the servers there."""
@@ -96,6 +98,11 @@ class FrozenServers:
         for key, slots in self._slots.items():
             if key in self._last_retired and not slots:
                 raise ServerError(f"{key} has no server left (rollout.health.restarts). {self._last_retired[key]}")
+
+    def processes(self) -> list[RunProcess]:
+        """The running processes of the servers."""
+        slots = [(frozen_name(key, slot.index), slot) for key, slots in self._slots.items() for slot in slots]
+        return [process for name, slot in slots for process in slot.processes(name)]
 
     def states(self) -> list[ProcessState]:
         """Every server, for `state.json`."""
@@ -154,6 +161,8 @@ class FrozenServers:
             self._clock,
             f"{key}, server",
         )
+        name = frozen_name(key, index)
+        slot.on_silent = lambda reason: self.reports.report(f"{name} does not answer: {reason}", {name})
         self._slots[key].append(slot)
         return slot
 
@@ -182,7 +191,8 @@ class FrozenServers:
         arguments = (model, spec, config.cluster.host, 0, log_path, *keys)
         pool = "rollout" if shared else frozen_pool(key)
         options = self._pools.same_node_options(pool, index) if shared else self._pools.options(pool, index)
-        return ServiceActor("frozen_model", index, options, arguments, partial(self._pools.ended, pool, index))
+        ended, node = partial(self._pools.ended, pool, index), partial(self._pools.node, pool, index)
+        return ServiceActor("frozen_model", index, options, arguments, ended, node)
 
     def _free_share(self, key: str) -> float:
         """The model's share of a shared device, as SGLang expects it: as a share of what earlier servers left free."""

@@ -22,6 +22,7 @@ from typing import Protocol
 
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import MegasyncError, ProcessLost
+from megasync.observe.stacks import ProcessStacks
 from megasync.serving.process_watch import ProcessId
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,10 @@ class Agent(Protocol):
         """As `ProcessWatch.ended`; raises MegasyncError when no answer comes within `timeout` seconds."""
         ...
 
+    async def stacks(self, families: Sequence[tuple[str, int]], seconds: float) -> list[ProcessStacks]:
+        """As `ProcessWatch.stacks`; the caller has a deadline."""
+        ...
+
     def kill(self) -> None: ...
 
 
@@ -59,6 +64,12 @@ class NodeAgents:
         if node not in self._nodes:
             self._nodes[node] = _Node(node, self._start)
         await self._nodes[node].ended(process)
+
+    async def stacks(self, node: str, families: Sequence[tuple[str, int]], seconds: float) -> list[ProcessStacks]:
+        """The stacks of processes of a node, for at most ``seconds``; the agent may have to start first."""
+        if node not in self._nodes:
+            self._nodes[node] = _Node(node, self._start)
+        return await self._nodes[node].agent().stacks(families, seconds)
 
     def close(self) -> None:
         for node in self._nodes.values():
@@ -82,6 +93,11 @@ class _Node:
             await wait
         finally:
             self._waits.pop(process, None)
+
+    def agent(self) -> Agent:
+        if self._agent is None:
+            self._agent = self._start(self._name)
+        return self._agent
 
     def close(self) -> None:
         self._task.cancel()
@@ -113,10 +129,9 @@ class _Node:
         """Asks the agent once; None if the question is out of date because another process must be watched."""
         # A new agent answers as soon as it runs, because its deadline allows for its start.
         seconds = 0.0 if self._agent is None else CALL_SECONDS
-        if self._agent is None:
-            self._agent = self._start(self._name)
+        agent = self.agent()
         self._added.clear()
-        call = asyncio.ensure_future(self._agent.ended(list(self._waits), seconds, timeout))
+        call = asyncio.ensure_future(agent.ended(list(self._waits), seconds, timeout))
         added = asyncio.ensure_future(self._added.wait())
         try:
             await asyncio.wait({call, added}, return_when=asyncio.FIRST_COMPLETED)

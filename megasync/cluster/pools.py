@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,8 @@ from megasync.cluster.node_agents import NodeAgents
 from megasync.concurrency.tasks import within
 from megasync.config.pools import PoolSpec, node_resource
 from megasync.errors import MegasyncError
+from megasync.observe.hang import RunProcess
+from megasync.observe.stacks import ProcessStacks
 from megasync.serving.process_watch import ProcessId
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,8 @@ class Pools:
         self._groups: dict[str, PlacementGroup] = {}
         self._added: dict[tuple[str, int], PlacementGroup] = {}
         self._agents = NodeAgents(AgentActor)
+        # The nodes of slots, as far as somebody has asked for them.
+        self._nodes: dict[tuple[str, int], str] = {}
 
     async def create(self, timeout: float) -> None:
         """Reserves every pool. Raises MegasyncError when one is not free within `timeout` seconds."""
@@ -99,7 +103,21 @@ class Pools:
         group, bundle = self._place(pool, slot)
         # In a thread, because it asks Ray's head, perhaps while hundreds of servers start.
         table = await asyncio.to_thread(placement_group_table, group)
-        await self._agents.ended(table["bundles_to_node_id"][bundle], process)
+        node = self._nodes[pool, slot] = table["bundles_to_node_id"][bundle]
+        await self._agents.ended(node, process)
+
+    def node(self, pool: str, slot: int) -> str:
+        """The Ray id of the node of a slot whose process is waited for (`ended`); empty where it is not known."""
+        return self._nodes.get((pool, slot), "")
+
+    async def node_of(self, pool: str, node: int) -> str:
+        """The Ray id of the node that `node_options` chooses; empty where it is not known."""
+        spec = self.specs[pool]
+        return (await self.nodes(pool)).get(node % spec.nodes * spec.slots_per_node, "")
+
+    async def stacks(self, node: str, processes: Sequence[RunProcess], seconds: float) -> list[ProcessStacks]:
+        """The stacks of processes of a node and of all that they have started (`observe.hang.ReadNode`)."""
+        return await self._agents.stacks(node, [(process.name, process.pid) for process in processes], seconds)
 
     async def nodes(self, pool: str) -> dict[int, str]:
         """The Ray id of the node of each slot of a pool, as far as it is known."""

@@ -40,6 +40,7 @@ from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config.schema import ScheduleConfig
 from megasync.errors import LedgerError, ProcessLost
 from megasync.observe.events import NO_EVENTS, EventSink
+from megasync.observe.hang import NO_REPORTS, HangSink, RunProcess
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -98,6 +99,7 @@ class RemoteBuffer:
         self._clock = clock
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         self._killed = False
+        self.reports: HangSink = NO_REPORTS
         self.events: EventSink = NO_EVENTS
         # Whether the present process has yet to answer a call, after a loss.
         self._recovering = False
@@ -146,12 +148,25 @@ class RemoteBuffer:
                 return result
             except ProcessLost as loss:
                 if not self._killed and not isinstance(loss.__cause__, RayActorError):
+                    await self._report_silence(process, loss)
                     await process.end()
                 if self._killed:
                     raise
                 # The first caller that notices the loss starts the next process; the others find it here.
                 if self._process is process:
                     self._restart(loss)
+
+    async def _report_silence(self, process: _BufferProcess, loss: ProcessLost) -> None:
+        """Writes a hang report about a process that is about to be killed; the first of its callers does."""
+        if process is self._process and process.report is None:
+            process.report = asyncio.ensure_future(self.reports.report(f"buffer: {loss}", {"buffer"}))
+        if process.report is not None:
+            await asyncio.shield(process.report)
+
+    def processes(self) -> list[RunProcess]:
+        """The buffer's process, on this node."""
+        pid, node = self._process.pid, ray.get_runtime_context().get_node_id()
+        return [] if pid is None else [RunProcess("buffer", node, pid)]
 
     def _restart(self, loss: ProcessLost) -> None:
         if self._ledger is None:
@@ -186,6 +201,7 @@ class _BufferProcess:
         self._actor = ActorGroup("buffer", [self.handle])
         self._title = actor.__name__
         self._pid: int | None = None
+        self.report: asyncio.Future[Path | None] | None = None
         self._ready: asyncio.Future[None] | None = None
         self._pulse: asyncio.Future[int] | None = None
         self._link: Link | None = None
@@ -206,6 +222,11 @@ class _BufferProcess:
             return await self._linked.call_one(0, method, *args, **kwargs, timeout=ANSWER_SECONDS)
         waiting = self._linked.call_one(0, method, *args, **kwargs, timeout=None)
         return await _result_with_checks(waiting, PULSE_SECONDS, self._check_pulse)
+
+    @property
+    def pid(self) -> int | None:
+        """The process id, once it is known."""
+        return self._pid
 
     async def end(self) -> None:
         """Kills the process, even a stopped one. Calls in flight fail."""

@@ -48,7 +48,7 @@ ROLES = {
         Role("router", "rollout", Router, ("start", "stop", "process_id", "tail")),
         Role("rollout_worker", "rollout", RolloutWorker, ("prepare", "clock", "open", "poll", "send")),
         # One on each node that has servers.
-        Role("node_agent", None, ProcessWatch, ("ended",)),
+        Role("node_agent", None, ProcessWatch, ("ended", "stacks")),
         Role(
             "buffer",
             None,

@@ -39,6 +39,7 @@ from megasync.errors import ConfigError, MegasyncError, ProcessLost, ServerError
 from megasync.importing import name_of
 from megasync.observe.clock import clock_offset
 from megasync.observe.events import NO_EVENTS, EventSink
+from megasync.observe.hang import NO_REPORTS, HangSink, RunProcess
 from megasync.observe.state_file import ProcessState
 from megasync.rollout.placement import Placement
 from megasync.rollout.quarantine import Quarantine
@@ -78,6 +79,8 @@ class RolloutWorkers:
         self._on_invalid_answer = on_invalid_answer
         self._clock = clock
         self._links: dict[int, WorkerLink] = {}
+        self._processes: dict[int, WorkerProcess] = {}
+        self.reports: HangSink = NO_REPORTS
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._followers: list[tuple[Callable[[WorkerLink], None], Callable[[WorkerLink], None]]] = []
         # Commands that a worker gets when it starts: the last of each name and subject.
@@ -173,6 +176,14 @@ class RolloutWorkers:
         await cancel_and_wait(*self._tasks.values())
         self._tasks.clear()
 
+    def processes(self) -> list[RunProcess]:
+        """The processes of the workers."""
+        return [
+            RunProcess(worker_name(number), node, pid)
+            for number, process in self._processes.items()
+            for node, pid in process.processes()
+        ]
+
     def states(self) -> list[ProcessState]:
         """Every worker, for `state.json`."""
         return [
@@ -229,7 +240,7 @@ class RolloutWorkers:
         )
         for name, arguments in self._states.values():
             link.tell(name, *arguments)
-        self._links[number] = link
+        self._links[number], self._processes[number] = link, process
         self._note(number, "up")
         self.placement.add(link, number)
         for on_up, _ in self._followers:
@@ -241,8 +252,10 @@ class RolloutWorkers:
         except ProcessLost as error:
             loss, died = error, True
             self.events.fault(worker_name(number), str(loss))
+            if loss.silent:
+                await self.reports.report(f"{worker_name(number)}: {loss}", {worker_name(number)})
         finally:
-            del self._links[number]
+            del self._links[number], self._processes[number]
             self.placement.remove(link, str(loss), by_prompts=died)
             for _, on_lost in self._followers:
                 on_lost(link)
@@ -260,13 +273,19 @@ class WorkerActor:
         self._build = build
         self._mark = uuid.uuid4().hex
         self._pid: int | None = None
+        self._node = ""
+        self._pools = pools
         self._group: ActorGroup | None = None
+
+    def processes(self) -> list[tuple[str, int]]:
+        return [] if self._pid is None else [(self._node, self._pid)]
 
     async def start(self, timeout: float) -> None:
         role = ROLES["rollout_worker"]
         remote = ray.remote(role.actor).options(**self._options, max_restarts=0)
         self._group = ActorGroup(role.name, [remote.remote()])
         self._pid = await self._group.call_one(0, "prepare", sys.path, self._mark, timeout=timeout)
+        self._node = await self._pools.node_of("rollout", self._number)
         offset = await clock_offset(partial(self._group.call_one, 0, "clock", timeout=timeout))
         await self._group.call_one(0, "open", self._build, offset, timeout=timeout)
 
@@ -303,10 +322,12 @@ class WorkerActor:
                 # Ray describes the actor first, on many lines.
                 detail = str(loss.__cause__).rpartition("Worker exit detail: ")[2]
                 raise ProcessLost(f"its process {self._pid} died: {' '.join(detail.split())}") from loss
-            raise ProcessLost(
+            silent = ProcessLost(
                 f"it has not answered for {timeout:.0f} s (timeouts.rollout_worker): user code blocks its event loop, "
                 f"or its process is stopped"
-            ) from loss
+            )
+            silent.silent = loss.silent
+            raise silent from loss
 
 
 def _kill_family(pid: int, mark: str) -> list[int]:

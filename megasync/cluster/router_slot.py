@@ -18,6 +18,7 @@ from megasync.concurrency.tasks import cancel_and_wait, set_within
 from megasync.config import Config
 from megasync.errors import MegasyncError, ServerError
 from megasync.observe.events import NO_EVENTS, EventSink
+from megasync.observe.hang import RunProcess
 from megasync.observe.state_file import ProcessState
 from megasync.serving.restart_budget import RestartBudget
 
@@ -100,6 +101,10 @@ class RouterSlot:
             log.warning("Router restarted at %s", self.url)
             self.events.recovery("router", f"restarted at {self.url}", starts=self.starts)
             self._since = time.time()
+
+    def processes(self) -> list[RunProcess]:
+        """The running process."""
+        return [RunProcess("router", node, pid) for node, pid in self._process.processes()] if self._process else []
 
     def described(self) -> ProcessState:
         """The router, for `state.json`."""

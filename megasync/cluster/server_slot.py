@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ import orjson
 from megasync.concurrency.tasks import set_within, wait_for_first
 from megasync.config import Config
 from megasync.errors import InvalidAnswer, MegasyncError, ServerError
+from megasync.observe.hang import RunProcess
 from megasync.observe.state_file import ProcessState
 from megasync.rollout.inflight import ServerLoad
 from megasync.rollout.partials import PartialResponse
@@ -62,6 +63,10 @@ class ServiceProcess(Protocol):
         ...
 
     async def tail(self, lines: int) -> str: ...
+
+    def processes(self) -> list[tuple[str, int]]:
+        """The nodes and ids of the running processes."""
+        ...
 
     async def stop(self, timeout: float) -> None:
         """Ends the process and its actor, whatever state they are in. Does not raise."""
@@ -137,6 +142,8 @@ class ServerSlot:
         self._phase = (index + 1) * _GOLDEN % 1
         self._throughput = 0.0
         self._wake = asyncio.Event()
+        # Writes a hang report about this server, before one that does not answer is ended.
+        self.on_silent: Callable[[str], Awaitable[object]] | None = None
 
     @property
     def url(self) -> str:
@@ -195,6 +202,8 @@ class ServerSlot:
         while True:
             if self.health.up:
                 await self._watch()
+            if self.health.silent and self.on_silent is not None:
+                await self.on_silent(self.health.reason)
             await self.close()
             if self.health.state is ServerState.RETIRED:
                 return
@@ -210,6 +219,10 @@ class ServerSlot:
                 await self.start()
             except MegasyncError as error:
                 self.note(self.health.died, str(error))
+
+    def processes(self, name: str) -> list[RunProcess]:
+        """The running processes of this server, whose name is ``name``."""
+        return [RunProcess(name, node, pid) for node, pid in self._process.processes()] if self._process else []
 
     async def visible_devices(self) -> str:
         """The GPUs of the running process. Raises MegasyncError when there is none."""

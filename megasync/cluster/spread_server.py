@@ -31,6 +31,9 @@ class SpreadServer:
         """Returns, or raises, when one of the processes has ended: the others cannot go on without it."""
         await wait_for_first(*(asyncio.ensure_future(part.ended()) for part in self._parts))
 
+    def processes(self) -> list[tuple[str, int]]:
+        return [process for part in self._parts for process in part.processes()]
+
     async def tail(self, lines: int) -> str:
         """The last lines of all logs, one after the other."""
         tails = await asyncio.gather(*(part.tail(lines) for part in self._parts), return_exceptions=True)

@@ -22,6 +22,7 @@ from megasync.errors import CheckpointError, MegasyncError, ProcessLost, RankLos
 from megasync.layout.topology import Topology
 from megasync.observe import trace
 from megasync.observe.clock import clock_offsets
+from megasync.observe.hang import NO_REPORTS, HangSink, RunProcess
 from megasync.observe.state_file import RankState
 from megasync.trainer import checkpoint
 
@@ -64,6 +65,7 @@ class TrainerGroup:
         # The checkpoint that was begun last.
         self._saving = run_dir
         self._actors = self._create()
+        self.reports: HangSink = NO_REPORTS
 
     @property
     def data_parallel(self) -> int:
@@ -77,6 +79,10 @@ class TrainerGroup:
         return [
             RankState(rank=rank, pid=pid, node=node) for rank, (pid, node) in enumerate(zip(pids, nodes, strict=True))
         ]
+
+    def processes(self) -> list[RunProcess]:
+        """The processes of the ranks."""
+        return [RunProcess(f"rank {each.rank}", each.node, each.pid) for each in self.states() if each.pid is not None]
 
     def _create(self) -> ActorGroup:
         config = replace(self._config, trainer=replace(self._config.trainer, data_parallel=self.data_parallel))
@@ -165,6 +171,9 @@ class TrainerGroup:
         except ProcessLost as error:
             loss = RankLost(str(error))
             loss.slots, loss.silent = error.slots, error.silent
+            if loss.silent:
+                # Before anybody ends the ranks.
+                await self.reports.report(str(loss), {process.name for process in self.processes()})
             raise loss from error
 
     async def step(self, groups: list[LeasedGroup], step: int, version: int) -> dict[str, float]:
@@ -235,6 +244,7 @@ class TrainerGroup:
 
     async def stop(self) -> None:
         """Asks the ranks to leave their process groups, then kills their processes whatever they answered."""
+        self.reports = NO_REPORTS
         try:
             await self.call("stop", timeout=self._timeouts.shutdown)
         except (MegasyncError, asyncio.CancelledError) as error:

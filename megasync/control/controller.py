@@ -99,6 +99,7 @@ class Controller:
         # The export that is being written beside the training.
         self._exporting: asyncio.Task[None] | None = None
         self._observer = parts.observer
+        self._reports = parts.reports
         self._clock = clock
         self._watchdog = Watchdog(clock)
         self._turns = Turns(config.cluster.colocate, parts.trainer, parts.fleet, parts.observer, self._watchdog, clock)
@@ -161,7 +162,11 @@ class Controller:
         return self.progress
 
     async def dump(self) -> str:
-        """Describes what every task awaits, who waits in the buffer, and the state of the rollout."""
+        """`describe`, and what every task awaits."""
+        return f"{await self.describe()}\n{describe_tasks()}"
+
+    async def describe(self) -> str:
+        """The progress, who waits in the buffer, and the states of servers and rollout."""
         try:
             waiting = await within(self._buffer.waiting(), DUMP_SECONDS)
         except (MegasyncError, TimeoutError) as error:
@@ -172,7 +177,6 @@ class Controller:
                 f"buffer: {waiting}",
                 f"servers: {len(self._fleet.serving())} serving, {len(self._fleet.joiners())} waiting for weights",
                 f"rollout: {self._rollouter.metrics()}",
-                describe_tasks(),
             ]
         )
 
@@ -462,10 +466,12 @@ class Controller:
                 continue
             stalled = self._watchdog.stalled_seconds(self._rollouter.finished_groups, self._trained_steps)
             if stalled > limit:
-                raise TrainingError(
-                    f"no group was finished and no step trained for {stalled:.0f} s "
-                    f"(timeouts.no_progress={limit:.0f}). State of the run:\n{await self.dump()}"
+                problem = (
+                    f"no group was finished and no step trained for {stalled:.0f} s (timeouts.no_progress={limit:.0f})"
                 )
+                report = await self._reports.report(problem)
+                stacks = "" if report is None else f" Stacks of all processes: {report}."
+                raise TrainingError(f"{problem}.{stacks} State of the run:\n{await self.dump()}")
 
     async def _watch_servers(self) -> None:
         await self._fleet.watch()

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from megasync.buffer.payload import LeasedGroup
 from megasync.buffer.state import BufferCounts, CheckpointedBuffer, FailedStep
 from megasync.observe.events import EventSink
+from megasync.observe.hang import NO_REPORTS, HangSink
 from megasync.rollout.destination import Destination
 
 
@@ -256,7 +257,7 @@ class ControlledParts:
     `evaluate(step, version, pinned)` returns the metrics of an evaluation, all of whose answers are of the `pinned`
     version if there is one; None when there is nothing to evaluate. It raises EvaluationAbandoned. `held_adapters` are
     those of `sync.transport=adapters`. `cursor` returns the prompt source's position, for a checkpoint. `export(path)`
-    writes a checkpoint as a Hugging Face folder; None if nobody wants any.
+    writes a checkpoint as a Hugging Face folder; None if nobody wants any. `reports` writes hang reports.
     """
 
     trainer: Trainer
@@ -271,3 +272,4 @@ class ControlledParts:
     frozen_models: FrozenModels | None = None
     rollout_workers: RolloutProcesses | None = None
     export: Callable[[Path], Awaitable[None]] | None = None
+    reports: HangSink = NO_REPORTS

@@ -35,6 +35,7 @@ import psutil
 
 from megasync.concurrency.tasks import cancel_and_wait, set_within, wait_for_first
 from megasync.errors import MegasyncError, ProcessLost
+from megasync.observe import stacks
 from megasync.observe.clock import Reading, read_clock
 from megasync.rollout.group_worker import GroupEnded, GroupWorker, Worker, WorkListener
 from megasync.rollout.metrics import WorkerStatus
@@ -75,6 +76,10 @@ class WorkerProcess(Protocol):
 
     async def poll(self, seconds: float, timeout: float) -> Report: ...
     async def send(self, commands: list[Message], timeout: float) -> None: ...
+
+    def processes(self) -> list[tuple[str, int]]:
+        """The node and the id of the process, if it runs."""
+        ...
 
     async def kill(self) -> None:
         """Returns when the process has ended, as far as that can be known."""
@@ -163,6 +168,7 @@ class RolloutWorker:
         """
         sys.path.extend(folder for folder in path if folder not in sys.path)
         os.environ[MARK] = mark
+        stacks.answer(asyncio.get_running_loop())
         return os.getpid()
 
     async def clock(self) -> Reading:

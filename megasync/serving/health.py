@@ -69,6 +69,8 @@ class ServerHealth:
         self._charged = False
         # For a dead server: whether requests that it ran may have killed it.
         self.requests_suspected = False
+        # For a dead server: whether it lives but does not answer, or fails its syncs.
+        self.silent = False
         self.state = ServerState.RESTARTING
         # Why the server is in this state; empty where the state explains itself.
         self.reason = ""
@@ -113,6 +115,7 @@ class ServerHealth:
         self._sync_streak += 1
         if self._sync_streak >= self._policy.sync_failures:
             self.mark_dead(f"{self._sync_streak} syncs in a row failed: {reason}")
+            self.silent = True
         else:
             self._enter(ServerState.STALE, reason)
 
@@ -147,7 +150,7 @@ class ServerHealth:
     def mark_dead(self, reason: str) -> None:
         """Schedules a restart for a fault that no request has caused."""
         if self.state is not ServerState.RETIRED:
-            self.requests_suspected = False
+            self.requests_suspected = self.silent = False
             self._enter(ServerState.DEAD, reason)
 
     def refund_restart(self) -> None:
@@ -189,6 +192,7 @@ class ServerHealth:
             return
         if streak >= limit:
             self.died(f"{streak} {kind} in a row failed: {reason}")
+            self.silent = True
         elif self.state is ServerState.HEALTHY:
             self._enter(ServerState.SUSPECT, reason)
 

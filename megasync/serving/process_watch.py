@@ -1,4 +1,4 @@
-"""Reports which processes of this machine have ended. It waits on pidfds instead of polling (Linux).
+"""Reports which processes of this machine have ended (by pidfds, without polling; Linux), and where hung ones are.
 
 A process is named by its id and its start time, because ids are reused. `_open` compares the start time after it has
 opened the pidfd, so the pidfd refers to the named process, or that process has ended.
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megasync.concurrency.tasks import set_within
+from megasync.observe.stacks import ProcessStacks, stacks_of_families
 
 
 class ProcessId(NamedTuple):
@@ -66,6 +67,10 @@ class ProcessWatch:
             for descriptor in descriptors:
                 loop.remove_reader(descriptor)
                 os.close(descriptor)
+
+    async def stacks(self, families: Sequence[tuple[str, int]], seconds: float) -> list[ProcessStacks]:
+        """The stacks of processes, (name, process id), and of all that they have started, within ``seconds``."""
+        return await asyncio.to_thread(stacks_of_families, families, seconds)
 
 
 def _open(process: ProcessId) -> int | None:

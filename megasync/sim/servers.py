@@ -79,6 +79,9 @@ class SimServer:
         await self.gone.wait()
         await asyncio.sleep(REPORT_SECONDS * self._chance.share(f"end of {self.url}"))
 
+    def processes(self) -> list[tuple[str, int]]:
+        return []
+
     async def tail(self, lines: int) -> str:
         return "killed"
 
@@ -320,6 +323,9 @@ class SimRouter:
 
     async def ended(self) -> None:
         await self.gone.wait()
+
+    def processes(self) -> list[tuple[str, int]]:
+        return []
 
     async def tail(self, lines: int) -> str:
         return "killed"

@@ -102,6 +102,9 @@ class SimWorkerProcess:
         self._build()
         self._world.laws.note(f"worker {self.name} is up")
 
+    def processes(self) -> list[tuple[str, int]]:
+        return []
+
     async def poll(self, seconds: float, timeout: float) -> Report:
         return _sent(await self._call(lambda: self._end.poll(seconds), timeout))
 

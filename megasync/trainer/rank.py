@@ -86,9 +86,11 @@ class TrainerRank:
 
         ``clock_offsets`` are those of other hosts than the driver's; see `observe.clock`.
         """
+        from megasync.observe import stacks
         from megasync.observe.logfile import log_to_file
 
         log_to_file(self._run_dir / "logs" / f"trainer-{self._rank}.log")
+        stacks.answer()
 
         config = self._config
         if config.observe.trace:

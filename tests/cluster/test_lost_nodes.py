@@ -12,7 +12,7 @@ import pytest
 from megasync.cluster import trainer_group
 from megasync.cluster.trainer_group import TrainerGroup
 from megasync.config import Config
-from megasync.errors import RankLost
+from megasync.errors import ProcessLost, RankLost
 
 
 @dataclass
@@ -51,6 +51,33 @@ class FakeActors:
         return [("localhost", 1)] * len(self.ranks)
 
     def kill(self) -> None: ...
+
+
+async def test_ranks_that_do_not_answer_are_reported_before_anybody_ends_them(group: TrainerGroup, monkeypatch) -> None:
+    reported: list[set[str]] = []
+
+    class Reports:
+        async def report(self, reason: str, only: set[str]) -> None:
+            reported.append(only)
+
+    def lost(silent: bool) -> Any:
+        async def call(*_: object, **__: object) -> None:
+            loss = ProcessLost("trainer [1] did not finish step()")
+            loss.slots, loss.silent = (1,), silent
+            raise loss
+
+        return call
+
+    await group.start(None)
+    group._pids = [*range(100, 108)]
+    group.reports = Reports()
+    for silent in (False, True):
+        monkeypatch.setattr(group._actors, "call", lost(silent))
+        with pytest.raises(RankLost) as error:
+            await group.call("step", timeout=1)
+        assert error.value.slots == (1,)
+    assert reported == [{f"rank {rank}" for rank in range(8)}], "only of those that are alive"
+    assert [state.node for state in group.states()][::2] == [f"node {node}" for node in range(4)]
 
 
 @pytest.fixture

@@ -245,6 +245,22 @@ async def test_a_lost_worker_and_its_replacement_are_recorded():
     assert len(events) == 2, "a worker that is stopped is no fault"
 
 
+async def test_a_worker_that_hangs_is_reported_before_it_is_killed():
+    class Reports:
+        async def report(self, reason, only):
+            seen.append((only, crew.processes[0].killed))
+
+    seen = []
+    async with Crew(workers=2, patience=0.1) as crew:
+        crew.workers.reports = Reports()
+        crew.processes[0].hang()
+        await until(lambda: len(crew.processes) == 3)
+        assert seen == [({"worker-0"}, False)]
+        crew.processes[1].die()
+        await until(lambda: len(crew.processes) == 4)
+        assert len(seen) == 1, "a worker that died is not asked what it does"
+
+
 async def test_a_worker_that_does_not_start_fails_the_start_and_leaves_none_behind():
     crew = Crew(workers=3)
     crew.refuse = ConfigError("the gateway cannot listen at port 80")

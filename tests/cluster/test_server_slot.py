@@ -121,6 +121,37 @@ async def test_a_dead_process_is_replaced_by_another_server_which_is_stale(monke
         await first._runner.cleanup()
 
 
+class Silence:
+    """Whether each process still lived when the slot was reported as silent."""
+
+    def __init__(self, process):
+        self.process, self.lived = process, []
+
+    async def __call__(self, reason):
+        self.lived.append(self.process.living)
+
+
+async def test_a_silent_server_is_reported_before_its_process_is_ended(monkeypatch):
+    first, second = FakeProcess(), FakeProcess()
+    async with living(monkeypatch, first, second) as (slot, seen):
+        slot.on_silent = silence = Silence(first)
+        first.hung = True
+        await until(seen, ServerState.DEAD)
+        await until(seen, ServerState.STALE)
+        assert silence.lived == [True]
+
+
+async def test_a_server_whose_process_has_ended_is_not_reported_as_silent(monkeypatch):
+    first, second = FakeProcess(), FakeProcess()
+    async with living(monkeypatch, first, second) as (slot, seen):
+        await until(seen, ServerState.STALE)
+        slot.on_silent = silence = Silence(first)
+        first.end()
+        await until(seen, ServerState.STALE)
+        assert silence.lived == []
+        await first._runner.cleanup()
+
+
 async def test_a_hung_scheduler_is_detected_although_probes_are_answered(monkeypatch):
     first, second = FakeProcess(), FakeProcess()
     async with living(monkeypatch, first, second) as (slot, seen):

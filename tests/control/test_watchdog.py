@@ -139,3 +139,21 @@ async def test_an_endless_wait_for_servers_is_a_stall(monkeypatch) -> None:
     rig.controller.config.timeouts.shutdown = 0.1
     with pytest.raises(TrainingError, match="no group was finished"):
         await rig.run()
+
+
+async def test_a_stall_is_reported_before_the_run_ends(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("megasync.control.controller.WATCH_SECONDS", 0.01)
+    rig = Rig(publisher=FakePublisher(lose={2: ["a", "b"]}), no_progress=0.2)
+    rig.controller.config.timeouts.shutdown = 0.1
+    reported: list[str] = []
+
+    class Reports:
+        async def report(self, reason, only=None):
+            assert only is None and "timeouts.no_progress" in reason
+            reported.append(reason)
+            return tmp_path / "report.txt"
+
+    rig.controller._reports = Reports()
+    with pytest.raises(TrainingError, match=r"report\.txt"):
+        await rig.run()
+    assert len(reported) == 1

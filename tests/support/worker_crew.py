@@ -64,11 +64,16 @@ class LoopbackProcess:
             if self._dead.is_set():
                 raise ProcessLost("it died")
             if self._hangs or not answer.done():
-                raise ProcessLost("it does not answer")
+                loss = ProcessLost("it does not answer")
+                loss.silent = True
+                raise loss
             return answer.result()
         finally:
             answer.cancel()
             dead.cancel()
+
+    def processes(self):
+        return [("node", self.number)]
 
     async def kill(self):
         self.killed = True
