@@ -219,11 +219,12 @@ def place_of(threads: Sequence[Thread]) -> str:
         method = next((f for f in reversed(thread.frames) if f.file.endswith("megasync/trainer/rank.py")), None)
         if method is None:
             continue
-        entered = [n for n, frame in enumerate(thread.frames) if "torch/distributed/" in frame.file]
+        entered = [frame for frame in thread.frames if "torch/distributed/" in frame.file]
         inside = f"{method.function}(): "
-        # The outermost frame is the collective that was called; wrappers lie within.
-        if entered and entered[-1] + 1 < len(thread.frames):
-            called, caller = thread.frames[entered[-1]], thread.frames[entered[-1] + 1]
+        if entered:
+            # Its logger wraps every collective.
+            called = next((frame for frame in reversed(entered) if "c10d_logger" not in frame.file), entered[-1])
+            caller = thread.frames[thread.frames.index(entered[-1]) + 1]
             return f"{inside}in the collective {called.function}, called by {caller}"
         return f"{inside}{thread.frames[0]}, in no collective"
     first = sorted((t for t in threads if t.frames), key=lambda thread: not thread.name.startswith("MainThread"))

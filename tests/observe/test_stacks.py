@@ -139,8 +139,9 @@ def frames(*places: tuple[str, str]) -> tuple[Frame, ...]:
 
 def test_a_rank_is_placed_in_its_method_and_collective() -> None:
     rank = frames(
-        ("_wait", "/x/site-packages/torch/distributed/c10d_logger.py"),
+        ("_wait", "/x/site-packages/torch/distributed/distributed_c10d.py"),
         ("all_reduce", "/x/site-packages/torch/distributed/distributed_c10d.py"),
+        ("wrapper", "/x/site-packages/torch/distributed/c10d_logger.py"),
         ("reduce", "/x/site-packages/megatron/core/mappings.py"),
         ("step", "/home/me/megasync/trainer/rank.py"),
         ("main", "/x/ray/worker.py"),
