@@ -167,23 +167,26 @@ PLAIN: Mapping[str, Collection[Any]] = {
 }
 
 
-def check_adapter_config(found: Mapping[str, Any], shape: AdapterShape, path: str) -> None:
-    """Raises ConfigError if a folder's ``adapter_config.json`` is not that of an adapter of this shape."""
-    for key, allowed in PLAIN.items():
-        if key in found and found[key] not in allowed:
-            raise ConfigError(f"the adapter in {path} has {key}={found[key]!r}, which is not supported")
+def check_adapter_config(found: Mapping[str, Any], shape: AdapterShape, key: str) -> None:
+    """Raises ConfigError if the ``adapter_config.json`` of a folder is not that of an adapter of this shape.
+
+    ``key`` names the folder in messages.
+    """
+    for name, allowed in PLAIN.items():
+        if name in found and found[name] not in allowed:
+            raise ConfigError(f"{key} has {name}={found[name]!r}, which is not supported")
     own = adapter_config(shape, "")
-    for key, option in (("r", "rank"), ("lora_alpha", "alpha")):
-        if found.get(key) != own[key]:
+    for name, option in (("r", "rank"), ("lora_alpha", "alpha")):
+        if found.get(name) != own[name]:
             raise ConfigError(
-                f"the adapter in {path} has {key}={found.get(key)!r}, but trainer.lora.{option} is {own[key]!r}; set "
-                f"trainer.lora.{option}={found.get(key)!r}"
+                f"{key} has {name}={found.get(name)!r}, but trainer.lora.{option} is {own[name]!r}; set "
+                f"trainer.lora.{option}={found.get(name)!r}"
             )
     targets: Any = found.get("target_modules")
     modules: list[Any] = cast("list[Any]", targets) if isinstance(targets, list) else []
     if {str(module).rpartition(".")[2] for module in modules} != set(shape.targets):
         raise ConfigError(
-            f"the adapter in {path} has target_modules={targets!r}, but trainer.lora.targets is "
+            f"{key} has target_modules={targets!r}, but trainer.lora.targets is "
             f"{sorted(shape.targets)}; they must name the same projections"
         )
 

@@ -47,7 +47,8 @@ def low_rank_product(downs: Sequence[torch.Tensor], up: torch.Tensor, sources: t
 
 def check_adapter_folder(path: str | Path, layout: AdapterLayout) -> None:
     """Raises ConfigError unless ``path`` is a PEFT folder of adapters of this shape; does not read their weights."""
-    check_adapter_config(_adapter_config("trainer.lora.path", path), layout.shape, str(path))
+    key = "trainer.lora.path"
+    check_adapter_config(_adapter_config(key, path), layout.shape, f"{key}={str(path)!r}")
 
 
 def check_served_folder(key: str, path: str | Path, shape: AdapterShape) -> None:

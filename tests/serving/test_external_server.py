@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
@@ -58,6 +59,13 @@ def test_a_server_that_was_started_for_the_run_fits(config: Config, model: dict)
 def test_each_misfit_is_named_with_its_fix(config: Config, model: dict, changed: dict, words: str) -> None:
     found = [*misfits(INFO | changed, model, config)]
     assert len(found) == len(changed) and all(words in problem for problem in found)
+
+
+def test_a_server_that_reports_no_routes_is_refused_where_they_are_replayed(config: Config, model: dict) -> None:
+    config = replace(config, rollout=replace(config.rollout, routing_replay=True))
+    (problem,) = misfits(INFO, model, config)
+    assert "--enable-return-routed-experts" in problem and "rollout.routing_replay=false" in problem
+    assert [*misfits(INFO | {"enable_return_routed_experts": True}, model, config)] == []
 
 
 def test_another_model_is_named_with_both_folders(config: Config, model: dict) -> None:
