@@ -72,11 +72,11 @@ class Laws:
         # Whether ranks and servers share their devices, and who is on them whole now: "ranks", and URLs of servers.
         self.shared_devices = False
         self._on_devices: set[str] = set()
-        # Servers that are pinned for an evaluation, those that were since their last sync, and those that have no other
-        # requests anymore.
+        # Servers that are pinned for an evaluation; those of them that have no other requests anymore; and those that
+        # were pinned since their last sync, with whether they had no other requests.
         self.pinned: Callable[[], set[str]] = set
-        self._outdated: set[str] = set()
         self._apart: set[str] = set()
+        self._unpinned: dict[str, bool] = {}
         # The event log, for debugging a failing seed.
         self.history: list[str] = []
 
@@ -181,13 +181,15 @@ class Laws:
         self._begun = {begun for begun in self._begun if begun > version}
         self.published = max(self.published, version)
 
-    def serves(self, url: str, version: int, weights: Weights | None) -> None:
+    def serves(self, url: str, version: int, weights: Weights | None, key: str) -> None:
         """Check the weights from which a server answers a request. None stands for a mixture of versions."""
         if weights is None:
             self.fail(f"{url} answers from a mixture of versions")
         self.names(version, weights)
         allowed = {self.published, *self._begun}
-        kept = url in self.pinned() or url in self._outdated
+        # After an evaluation its last requests may still run, and rollouts only if the server was never set apart.
+        left = url in self._unpinned and (not self._unpinned[url] or _asks_for_evaluation(key))
+        kept = url in self.pinned() or left
         self.need(version in allowed or kept, f"{url} answers from version {version}; {sorted(allowed)} may serve")
 
     # Evaluations of an exact version
@@ -198,17 +200,17 @@ class Laws:
 
     def unpinned(self, url: str) -> None:
         """Record that a server is no longer pinned. It keeps what it holds until its next sync."""
+        self._unpinned[url] = url in self._apart
         self._apart.discard(url)
-        self._outdated.add(url)
 
     def synced(self, url: str) -> None:
-        self._outdated.discard(url)
+        self._unpinned.pop(url, None)
         self.need(url not in self.pinned(), f"{url} is pinned and gets another version")
 
     def asked(self, url: str, key: str) -> None:
         """Check that a pinned server is asked for nothing but an evaluation and the checks of the fleet."""
-        for_evaluation = key.startswith("eval:") or not key
-        self.need(url not in self._apart or for_evaluation, f"{url} is pinned and gets a request of {key}")
+        alone = url not in self._apart or _asks_for_evaluation(key)
+        self.need(alone, f"{url} is pinned and gets a request of {key}")
 
     def scored(self, version: int, answers: Iterable[HeldOutAnswer]) -> None:
         """Check that a score belongs to one version. The text of an answer names the versions that sampled it."""
@@ -297,6 +299,11 @@ class Laws:
             counts["trained"] == len(groups), f"the buffer counts {counts['trained']} trained groups, not {len(groups)}"
         )
         self.balance(counts)
+
+
+def _asks_for_evaluation(key: str) -> bool:
+    """Return whether this is the routing key of an evaluation, or of a check by the fleet, which has none."""
+    return key.startswith("eval:") or not key
 
 
 def _same(trajectory: Trajectory, committed: Trajectory) -> bool:

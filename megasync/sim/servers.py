@@ -155,7 +155,7 @@ class SimServer:
             await self._running.wait()
             if request.answer.left:
                 return
-            self._laws.serves(self.url, self.version, self.weights)
+            self._laws.serves(self.url, self.version, self.weights, request.key)
             request.sample(self.version)
             if request.token_ids[-1] == END and len(request.token_ids) >= request.least:
                 return self._send(request, "stop")

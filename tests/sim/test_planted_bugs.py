@@ -20,6 +20,8 @@ from megasync.control.progress import Progress
 from megasync.control.publishing import FleetSync
 from megasync.control.turns import Turns
 from megasync.control.watchdog import Watchdog
+from megasync.evaluation.evaluate import HeldOutAnswer
+from megasync.evaluation.periodic import ExactAnswers
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.partials import PartialResponse, PartialResponses
 from megasync.rollout.placement import Placement
@@ -28,21 +30,24 @@ from megasync.serving.answers import GeneratedPiece
 from megasync.serving.health import ServerHealth, ServerState
 from megasync.sim import simulate
 from megasync.sim.chance import OF_TURNS
+from megasync.sim.driver import OUTLIVED
 from megasync.sim.transport import SimPublisher
 from megasync.sim.workers import DEADLY_ROW
-from megasync.sim.world import FIRST_COLOCATED, FIRST_WITH_WORKERS
+from megasync.sim.world import FIRST_COLOCATED, FIRST_EXACT, FIRST_WITH_WORKERS
 from megasync.trajectory import Partial
 
 # Schedules within which each bug is found.
 SEEDS = 300
 
 
+# What only schedules with evaluations of an exact version have.
+EXACT = OUTLIVED
 # The fault that only schedules with shared devices have.
 (TURN_FAULT,) = OF_TURNS
 
 
 def first_failure(likely: str) -> BaseException:
-    first = {DEADLY_ROW: FIRST_WITH_WORKERS, TURN_FAULT: FIRST_COLOCATED}.get(likely, 0)
+    first = {DEADLY_ROW: FIRST_WITH_WORKERS, TURN_FAULT: FIRST_COLOCATED, EXACT: FIRST_EXACT}.get(likely, 0)
     for seed in range(first, first + SEEDS):
         try:
             simulate(seed, likely)
@@ -188,6 +193,24 @@ def wakes_nobody(self: AsyncBuffer, key: Any, call: Callable) -> Any:
     return call()
 
 
+# Evaluations of an exact version
+
+
+async def publishes_to_all(self: FleetSync, version: int, targets: set[str], only: set[str] | None) -> Any:
+    return await PUBLISH_TO(self, version, targets, None)
+
+
+PUBLISH_TO = FleetSync._publish_to
+
+
+async def asks_the_router(self: ExactAnswers, *job: Any) -> HeldOutAnswer:
+    return await self.answer(*job)
+
+
+def routes_pinned(self: Fleet) -> list:
+    return self._in_state(ServerState.HEALTHY, ServerState.SUSPECT)
+
+
 # Workers
 
 
@@ -243,6 +266,10 @@ BUGS = [
     (Turns, "of_new_ranks", restarts_in_any_turn, "have room for one", TURN_FAULT),
     (Turns, "of_servers", leaves_after_the_servers_came, "have room for one", TURN_FAULT),
     (Turns, "of_ranks", restarts_in_any_turn, "not offloaded", TURN_FAULT),
+    (FleetSync, "_publish_to", publishes_to_all, "is pinned and gets another version", EXACT),
+    (Fleet, "_unpinned", routes_pinned, "is pinned and gets", EXACT),
+    (ServerHealth, "missed_sync", lambda self, reason: None, "answers from version", EXACT),
+    (ExactAnswers, "__call__", asks_the_router, "counts for the score of version", EXACT),
     (Fleet, "release_memory", waits_for_no_start, "have room for one", TURN_FAULT),
 ]
 

@@ -12,9 +12,9 @@ import pytest
 from megasync.config.changes import why_fixed
 from megasync.sim import simulate
 from megasync.sim.chance import FAULTS, OF_TURNS
-from megasync.sim.driver import AT_ANY_MOMENT, OF_WORKERS
+from megasync.sim.driver import ABANDONED, AT_ANY_MOMENT, OF_WORKERS, OUTLIVED
 from megasync.sim.workers import DEADLY_ROW
-from megasync.sim.world import FIRST_COLOCATED, FIRST_WITH_WORKERS, RESUMABLE
+from megasync.sim.world import FIRST_COLOCATED, FIRST_EXACT, FIRST_WITH_WORKERS, RESUMABLE
 
 SEEDS = int(os.environ.get("MEGASYNC_SIM_SEEDS", "150"))
 
@@ -52,6 +52,17 @@ def test_every_schedule_with_shared_devices_satisfies_them_too() -> None:
         faults.update(outcome.faults)
     assert ends["finished"] > 0.7 * SEEDS / 3, ends
     assert {*OF_TURNS, "rank dies in a step", "at any moment: server dies"} <= set(faults)
+
+
+def test_every_schedule_with_exact_evaluations_satisfies_them_too() -> None:
+    ends: Counter[str] = Counter()
+    met: Counter[str] = Counter()
+    for seed in range(FIRST_EXACT, FIRST_EXACT + SEEDS // 3):
+        outcome = simulate(seed)
+        ends[outcome.ended] += 1
+        met.update(outcome.faults)
+    assert ends["finished"] > 0.7 * SEEDS / 3, ends
+    assert {OUTLIVED, ABANDONED, "at any moment: server dies"} <= set(met)
 
 
 def test_what_a_resumed_schedule_changes_may_change() -> None:
