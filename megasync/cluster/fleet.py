@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from msgspec import structs
+
 from megasync.cluster.actors import ServiceActor
 from megasync.cluster.pools import Pools
 from megasync.cluster.router_slot import Members, RouterSlot
@@ -397,7 +399,13 @@ class Fleet:
 
     def states(self) -> list[ProcessState]:
         """Every server, for `state.json`, in slot order."""
-        return [slot.described(server_name(index)) for index, slot in sorted(self._slots.items())]
+        return [self._described(slot) for _, slot in sorted(self._slots.items())]
+
+    def _described(self, slot: ServerSlot) -> ProcessState:
+        state = slot.described(server_name(slot.index))
+        if (pin := self._pinned.get(slot.index)) is None:
+            return state
+        return structs.replace(state, version=pin.version, reason=state.reason or "pinned for an evaluation")
 
     def router_state(self) -> ProcessState:
         """The router, for `state.json`."""

@@ -340,6 +340,8 @@ async def test_a_pinned_server_leaves_the_router_and_the_syncs_and_answers_direc
     others = [fleet.made[0], fleet.made[2]]
     assert fleet.serving() == others and fleet.router.listed == {server.url for server in others}
     assert fleet.pinned() == [fleet.made[1]] and len(fleet.loads()) == 2
+    described = fleet.states()[1]
+    assert (described.state, described.version, described.reason) == ("healthy", 7, "pinned for an evaluation")
     assert fleet.metrics()["fleet/pinned"] == 1.0 and fleet.metrics()["fleet/healthy"] == 3.0
     assert not fleet.left
 
