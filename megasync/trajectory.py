@@ -43,8 +43,9 @@ class Trajectory:
     ``loss_mask`` is 0 for tokens that the policy did not generate (tool output, injected text). ``logprobs`` are those
     of the behaviour policy, ``versions`` the published weight version that sampled each token; the server reports both.
     ``reward`` is None until the trajectory is scored, and remains None if the reward function declines to score it.
-    ``text`` is for the reward function; it is not recorded. ``arrays`` holds further arrays by name, whose first
-    dimension are the response tokens; only that of `ROUTES` has the prompt's too, and that of `SUPPORT` any number.
+    ``text`` is for the reward function; the trainer does not get it. ``arrays`` holds further arrays by name, whose
+    first dimension are the response tokens; only that of `ROUTES` has the prompt's too, and that of `SUPPORT` any
+    number.
     """
 
     prompt_ids: IntArray

@@ -113,6 +113,8 @@ CHAPTERS = (
             Metric(
                 "train/is_effective_share", "share", "Effective sample size of the weights, by the number of tokens."
             ),
+            Metric("norms/grad/<layers>", "", "Norm of the gradients of a group of layers, before clipping."),
+            Metric("norms/weight/<layers>", "", "Norm of its weights (`observe.norms_every`)."),
             Metric("trainer/data_parallel", "ranks", "Data-parallel size of the trainer."),
         ),
     ),

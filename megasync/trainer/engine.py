@@ -55,6 +55,7 @@ from megasync.trainer.architecture import (
 from megasync.trainer.batch import Batch, Sample, Samples, lengths_of, make_batch
 from megasync.trainer.collectives import broadcast_json
 from megasync.trainer.context import from_all_ranks
+from megasync.trainer.layer_norms import group_names, groups_of
 from megasync.trainer.loading import load_once
 from megasync.trainer.logprobs import squared_norms
 from megasync.trainer.model import (
@@ -353,14 +354,21 @@ class MegatronEngine:
         # Megatron would now gather in any case.
         self._await_gathers(self._gathers_awaited)
 
-    def update(self, step: int, loss_is_finite: bool) -> Update:
+    def update(self, step: int, loss_is_finite: bool, norms: bool = False) -> Update:
         """Takes an optimizer step with the gradients of `forward_backward`, or skips it if any rank saw a non-finite
         value. With `trainer.overlap_param_gather`, call `gather_weights` before `params` are read.
+
+        With ``norms``, the update has the squares that `layer_norms.named_norms` names.
         """
         with trace.span("rank", "optimizer"):
-            update = self.optimizer.step(step, loss_is_finite)
+            update = self.optimizer.step(step, loss_is_finite, self._squares if norms else None)
         self._await_gathers(update.applied and bool(self._bucket_groups()))
         return update
+
+    def _squares(self) -> torch.Tensor:
+        layers = self.layout.sizes.layers
+        groups = groups_of(self.trained, layers, self.topology, self.coords.pp)
+        return self.optimizer.squares(self.trained, groups, len(group_names(layers)))
 
     def score(self, share: Share, *, temperature: float = 1.0, reference: bool = False) -> list[torch.Tensor]:
         """Log-probs of each microbatch's targets, float32 [targets] on the device; empty before the last stage.

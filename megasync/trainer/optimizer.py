@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
@@ -46,11 +47,15 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 class Update(NamedTuple):
-    """The result of one optimizer step; ``applied`` is false if it was skipped because a value was not finite."""
+    """The result of one optimizer step; ``applied`` is false if it was skipped because a value was not finite.
+
+    ``squares`` are those of the norms of gradients, before clipping, and of weights [2, groups], if they were measured.
+    """
 
     applied: bool
     grad_norm: float
     lr: float
+    squares: torch.Tensor | None = None
 
 
 class Optimizer:
@@ -126,8 +131,11 @@ class Optimizer:
     def zero_grad(self) -> None:
         self._optimizer.zero_grad()
 
-    def step(self, step: int, loss_is_finite: bool) -> Update:
-        """Clips by the global norm and updates, unless any rank saw a non-finite value. A collective."""
+    def step(self, step: int, loss_is_finite: bool, measure: Callable[[], torch.Tensor] | None = None) -> Update:
+        """Clips by the global norm and updates, unless any rank saw a non-finite value. A collective.
+
+        ``measure`` returns `Update.squares`; it is called when the gradients are ready.
+        """
         lr = learning_rate(self._config, step, self._total_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -135,13 +143,37 @@ class Optimizer:
         norm = float(self._optimizer.get_grad_norm())
         if not all_agree(loss_is_finite and math.isfinite(norm), self._device):
             return Update(False, norm, lr)
+        squares = None if measure is None else measure()
         if self._config.clip_grad > 0:
             for part in self._optimizer.chained_optimizers:
                 params: list[torch.Tensor] = [*part.get_parameters()]
                 clip_grad_by_total_norm_fp32(params, self._config.clip_grad, norm, self._precision_aware)
         self._optimizer.step_with_ready_grads()
         self.updates += 1
-        return Update(True, norm, lr)
+        return Update(True, norm, lr, squares)
+
+    def squares(self, params: Mapping[str, torch.Tensor], groups: Mapping[str, int], count: int) -> torch.Tensor:
+        """Squared norms of the gradients and of the weights of each of ``count`` groups, float64 [2, count].
+
+        ``groups`` are those of ``params`` by name. Over all ranks, each element counts once, as in Megatron's norm of
+        all gradients. A collective, between `prepare_grads` and the update.
+        """
+        names = {id(held): name for name, (held, _) in self._held(params).items()}
+        total = torch.zeros(2, count, dtype=torch.float64, device=self._device)
+        for part in self._optimizer.chained_optimizers:
+            own = torch.zeros_like(total)
+            # Without those that other tensor or pipeline ranks hold too.
+            counted = {id(grad): grad for grad in part.get_main_grads_for_grad_norm()}
+            for param in part.get_parameters():
+                grad = getattr(param, "decoupled_grad" if self._precision_aware else "grad", None)
+                if id(grad) not in counted or id(param) not in names:
+                    continue
+                for row, tensor in enumerate((counted[id(grad)], param.detach())):
+                    norm = torch.linalg.vector_norm(tensor, dtype=torch.float32)
+                    own[row, groups[names[id(param)]]] += norm.double().square()
+            dist.all_reduce(own, group=part.get_grad_stats_parallel_group())
+            total += own
+        return total
 
     def update_without_values(self) -> None:
         """Does what `step` does to tensors that have no values: creates the moments and writes the weights."""

@@ -59,6 +59,7 @@ from megasync.trainer.batch import Batch, Sample
 from megasync.trainer.critic import Critic, Returns
 from megasync.trainer.engine import MegatronEngine, Share
 from megasync.trainer.flops import ADAPTER_PASSES, TRAINING_PASSES, ModelFlops, Work
+from megasync.trainer.layer_norms import named_norms
 from megasync.trainer.nonfinite import SkipBudget
 from megasync.trainer.offload import Offload
 from megasync.trainer.packing import Ints, Lengths
@@ -163,7 +164,8 @@ class PolicyTrainer:
     number of tokens that a response may have. ``reward_weights`` are the weights of several reward functions by name,
     whose scores are metrics of the trajectories. ``critic`` learns in the same steps, on the same process groups.
     ``taught``: teachers have scored the trajectories. ``recorder`` records responses of each step.
-    ``peak_tflops`` is the peak of a device, None if it is unknown.
+    ``peak_tflops`` is the peak of a device, None if it is unknown. Every ``norms_every`` steps, norms are measured by
+    groups of layers; 0 for never.
     """
 
     def __init__(
@@ -178,7 +180,9 @@ class PolicyTrainer:
         taught: bool = False,
         recorder: Recorder | None = None,
         peak_tflops: float | None = None,
+        norms_every: int = 0,
     ) -> None:
+        self._norms_every = norms_every
         self._peak_tflops = peak_tflops
         self._flops = _flops_of(engine)
         self._critic_flops = None if critic is None else _flops_of(critic.engine)
@@ -505,10 +509,12 @@ class PolicyTrainer:
             return total / minibatch.divisor, sums
 
         sums = self._engine.forward_backward(minibatch.share, loss, self._temperature)
-        update = self._engine.update(step, math.isfinite(sums["loss"]))
+        measured = bool(self._norms_every) and step % self._norms_every == 0
+        update = self._engine.update(step, math.isfinite(sums["loss"]), measured)
+        norms = {} if update.squares is None else named_norms(update.squares, self._engine.layout.sizes.layers)
         if update.applied:
             self._budget.applied()
-        return {**sums, "applied": float(update.applied), "grad_norm": update.grad_norm, "lr": update.lr}
+        return {**sums, **norms, "applied": float(update.applied), "grad_norm": update.grad_norm, "lr": update.lr}
 
     # Non-finite steps
 
@@ -723,4 +729,6 @@ def _summary(reports: list[dict[str, float]]) -> dict[str, float]:
     # How many tokens of equal weight would have the same variance, as a share (Kish 1965).
     squares = sum(report["is_weight_square"] for report in reports)
     effective = sum(report["is_weight_mean"] for report in reports) ** 2 / (computed * squares) if squares else 0.0
-    return {**means, "train/lr": reports[-1]["lr"], **per_token, "train/is_effective_share": effective}
+    # Of the last optimizer step.
+    norms = {name: value for name, value in reports[-1].items() if name.startswith("norms/")}
+    return {**means, **norms, "train/lr": reports[-1]["lr"], **per_token, "train/is_effective_share": effective}

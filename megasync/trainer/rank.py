@@ -153,6 +153,7 @@ class TrainerRank:
             critic=self._critic,
             taught=bool(config.teachers),
             recorder=recorder,
+            norms_every=config.observe.norms_every,
             peak_tflops=config.observe.peak_tflops or peak_tflops(self._device.name),
         )
         self._supervised = SupervisedTrainer(self._engine)

@@ -481,6 +481,17 @@ def recordings(model, folder, runs):
     return found
 
 
+def layer_norms(runs):
+    """Metrics of a step in which norms are measured by layers, for each entry of `runs`."""
+    found = {}
+    for name, arguments in runs.items():
+        engine = make_engine(**arguments)
+        policy = PolicyTrainer(engine, AlgorithmConfig(), dump_dir="unused", norms_every=2)
+        found[name] = [train_on(policy, make_groups(step), step, step) for step in (1, 2)]
+        close(engine)
+    return found
+
+
 def main_weights(model, trainers):
     """The float32 weights that a bfloat16 optimizer starts from, as one vector per layout."""
     found = {}

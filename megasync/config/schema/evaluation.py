@@ -90,3 +90,5 @@ class ObserveConfig:
     profile_steps: list[int] = field(default_factory=list)
     # Trainer ranks that do so.
     profile_ranks: list[int] = field(default_factory=lambda: [0])
+    # Steps between measurements of gradient and weight norms by groups of layers; 0 for never. One reads all of both.
+    norms_every: int = limited(0, NOT_NEGATIVE)
