@@ -96,7 +96,7 @@ class _Rollouts:
             self._controls(place)
             self._table()
         self._frame = frame
-        self._detail = ui.element("div")
+        self._detail = ui.element("div").classes("pile")
         self.update()
 
     # Filters
