@@ -12,6 +12,8 @@ import torch
 from random_models import MODELS, MORE_MODELS, write_model
 
 WORKER = Path(__file__).parents[1] / "trainer" / "worker.py"
+# Metrics of a step that depend on the clock.
+TIMED = {"train/seconds", "train/tokens_per_second_per_device", "train/tflops_per_device"}
 # Seconds for one request; many times what any needs, even on a crowded machine.
 TIMEOUT = 240
 

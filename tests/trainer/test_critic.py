@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from trainer_ranks import TIMED
 
 STEPS = {"steps": 3}
 PENALTY = {"kl_coef": 0.1, "kl_in": "reward"}
@@ -44,7 +45,7 @@ def spread(run_ranks, model):
 
 def assert_same_metrics(left, right, **tolerance):
     assert left.keys() == right.keys()
-    for name in left.keys() - {"train/seconds"}:
+    for name in left.keys() - TIMED:
         assert left[name] == pytest.approx(right[name], **tolerance), name
 
 

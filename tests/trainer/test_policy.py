@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from trainer_ranks import TIMED
 
 from megasync.config.builtin import ADVANTAGES, LOSSES
 
@@ -108,7 +109,7 @@ def hand(run_ranks, model):
 
 def assert_same_metrics(left, right, **tolerance):
     assert left.keys() == right.keys()
-    for name in left.keys() - {"train/seconds"}:
+    for name in left.keys() - TIMED:
         assert left[name] == pytest.approx(right[name], **tolerance), name
 
 
@@ -231,11 +232,15 @@ def test_all_metrics_are_there_and_finite(runs):
     names = (
         "loss grad_norm lr entropy clip_fraction dual_clip_fraction is_weight_mean is_outside_fraction "
         "is_rejected_fraction is_effective_share logprob_diff "
-        "tokens sequences staleness_mean staleness_max reward seconds skipped"
+        "tokens sequences staleness_mean staleness_max reward seconds skipped token_staleness "
+        "response_length response_length_p50 response_length_p90 response_length_p99 "
+        "tokens_per_second_per_device tflops_per_device"
     )
     for version, metrics in enumerate(runs["plain"]["metrics"], 1):
         # All tokens were sampled by version 0.
-        assert set(metrics) == {f"train/{name}" for name in [*names.split(), f"server_kl@{version}"]}
+        assert set(metrics) == {
+            f"train/{name}" for name in [*names.split(), f"server_kl@{version}", f"token_staleness@{version}"]
+        }
         assert all(math.isfinite(value) for value in metrics.values())
 
 

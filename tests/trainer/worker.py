@@ -48,6 +48,8 @@ from megasync.rehearsal.device import RehearsalDevice
 from megasync.rehearsal.packages import add_to_path
 from megasync.trajectory import BASELINE, TEACHER, TOKEN_REWARDS, Group, Trajectory
 
+# Metrics of a step that depend on the clock, as in `trainer_ranks`.
+TIMED = ("train/seconds", "train/tokens_per_second_per_device", "train/tflops_per_device")
 STORES = Path(sys.argv[3])
 MEETINGS = itertools.count()
 FLAVOUR, _, MEGATRON = sys.argv[4].partition(" ")
@@ -764,7 +766,8 @@ def resume(runs, folder):
         def continue_(engine, policy):
             metrics = [train_on(policy, make_groups(seed), seed) for seed in (3, 4)]
             for entry in metrics:
-                entry.pop("train/seconds")
+                for name in TIMED:
+                    entry.pop(name)
             return metrics, weights(engine)
 
         engine, policy = begin()
@@ -822,7 +825,8 @@ def overlapped(models, trainers, folder, forgotten=False, optimizer=None, dtype=
                         results["reference"] = torch.cat(engine.score_everywhere(samples, reference=True))
                 metrics.append(train_on(policy, make_groups(2), 2))
             for entry in metrics:
-                entry.pop("train/seconds")
+                for name in TIMED:
+                    entry.pop(name)
             found[name, label, overlap] = {
                 **results,
                 "metrics": metrics,
