@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from megasync.app.hang_request import answer_with_report
 from megasync.app.mailbox import Mailbox
 from megasync.app.rollout_worker import AnswersOfWorkers
 from megasync.app.run_directory import export_newest, export_step
@@ -35,7 +36,7 @@ from megasync.control.progress import Progress
 from megasync.control.recovery import FAILED_STEPS_FOLDER
 from megasync.control.restore import restore
 from megasync.device import Device, resolve_device
-from megasync.errors import MegasyncError, ServerParityError
+from megasync.errors import ServerParityError
 from megasync.evaluation.evaluate import Answerer
 from megasync.evaluation.periodic import PeriodicEvaluation
 from megasync.layout.layout import Layout
@@ -306,11 +307,3 @@ class Run:
         except OSError as error:
             return f"{done}; a resumed run will use the old number, because {CONFIG_FILE} cannot be written: {error}"
         return done
-
-
-async def answer_with_report(reports: HangReporter) -> str:
-    """The mailbox's `stacks`: the path of a new hang report. Raises MegasyncError when it could not be written."""
-    path = await reports.report("requested by `megasync stacks`")
-    if path is None:
-        raise MegasyncError("the report could not be written; the run's log says why")
-    return str(path)

@@ -14,12 +14,14 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megasync.app.hang_request import answer_with_report
+from megasync.app.mailbox import Mailbox
 from megasync.app.run_directory import export_newest, export_step, new_run_dir, stop_signals
 from megasync.app.run_lock import RunLock
 from megasync.app.servers import reserve_pools
@@ -222,11 +224,14 @@ class SupervisedRun:
                 self._say = observer.message
                 reports = self._reports = HangReporter(self.run_dir, observer.state, observer.message)
                 stacks.answer(asyncio.get_running_loop())
+                mailbox = Mailbox(self.run_dir)
+                mailbox.open()
+                answers = mailbox.answering({"stacks": partial(answer_with_report, reports)})
                 # A resumed run writes them again: the held-out rows may be others.
                 await asyncio.to_thread(self._rows.write, self.run_dir)
                 for note in self._notes:
                     self._say(note)
-                async with observer.writing_state(), AsyncExitStack() as stack:
+                async with observer.writing_state(), answers, AsyncExitStack() as stack:
                     trainer = await self._start(stack, observer, reports)
                     self._started = True
                     observer.running()

@@ -243,7 +243,7 @@ def stacks(run: RunDirectory) -> None:
     The run writes it into RUN/hang. If it does not answer, the stacks of its
     driver are printed, on the machine where the driver runs.
     """
-    from megasync.app.stuck_driver import report_of
+    from megasync.app.hang_request import report_of
 
     _console().print(report_of(run), highlight=False, markup=False, soft_wrap=True)
 

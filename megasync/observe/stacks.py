@@ -44,6 +44,8 @@ MOST_PROCESSES = 24
 MOST_FRAMES = 60
 AT_ONCE = 4
 
+# The event loop of this process, if it has told one.
+_LOOPS: list[asyncio.AbstractEventLoop] = []
 _SIGNAL = signal.SIGUSR2
 _MEMORY = "megasync-stacks"
 # Where threads wait for work.
@@ -95,20 +97,23 @@ class ProcessStacks:
 def answer(loop: asyncio.AbstractEventLoop | None = None) -> None:
     """Lets other processes of this user ask this one for its stacks, and for what the tasks of ``loop`` await.
 
-    It costs a sleeping thread. Has no effect when called again.
+    It costs a sleeping thread. Another call replaces the loop.
     """
+    _LOOPS[:] = [] if loop is None else [loop]
     if any(thread.name == _MEMORY for thread in threading.enumerate()):
         return
     # Neither is worth a failed start: a container may forbid one of them.
     with suppress(OSError, ValueError, RuntimeError):
-        memory = os.memfd_create(_MEMORY)
-        fcntl.fcntl(memory, fcntl.F_SETFL, os.O_APPEND)
-        faulthandler.register(_SIGNAL, os.fdopen(memory, "ab", buffering=0), all_threads=True)
+        # Whoever has a use of its own for the signal keeps it.
+        if signal.getsignal(_SIGNAL) is signal.SIG_DFL:
+            memory = os.memfd_create(_MEMORY)
+            fcntl.fcntl(memory, fcntl.F_SETFL, os.O_APPEND)
+            faulthandler.register(_SIGNAL, os.fdopen(memory, "ab", buffering=0), all_threads=True)
     with suppress(OSError):
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(_address(os.getpid()))
         listener.listen()
-        threading.Thread(target=_answer_all, args=(listener, loop), name=_MEMORY, daemon=True).start()
+        threading.Thread(target=_answer_all, args=(listener,), name=_MEMORY, daemon=True).start()
 
 
 def own_stacks() -> list[Thread]:
@@ -122,20 +127,20 @@ def own_stacks() -> list[Thread]:
     return [thread for thread in found if thread.name != _MEMORY]
 
 
-def _answer_all(listener: socket.socket, loop: asyncio.AbstractEventLoop | None) -> None:
+def _answer_all(listener: socket.socket) -> None:
     while True:
         with suppress(OSError):
             connection, _ = listener.accept()
             with connection:
                 if _peer(connection)[1] == os.getuid():
                     connection.settimeout(ANSWER_SECONDS)
-                    connection.sendall(json.dumps(_own_answer(loop)).encode())
+                    connection.sendall(json.dumps(_own_answer()).encode())
 
 
-def _own_answer(loop: asyncio.AbstractEventLoop | None) -> dict[str, Any]:
+def _own_answer() -> dict[str, Any]:
     threads = [[thread.name, [[f.function, f.file, f.line] for f in thread.frames]] for thread in own_stacks()]
     more: dict[str, str] = {}
-    if loop is not None:
+    for loop in _LOOPS:
         with suppress(RuntimeError):
             more["tasks, by what they await"] = describe_tasks(asyncio.all_tasks(loop))
     if collectives := _flight_recorder():

@@ -118,6 +118,8 @@ class TrainerRank:
             from megasync.trainer.recording import Recorder
             from megasync.trainer.supervised import SupervisedTrainer
 
+        # Entries of NCCL's flight recorder, which hang reports show.
+        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
         torch.manual_seed(config.seed)
         torch.distributed.init_process_group(
             self._device.backend,

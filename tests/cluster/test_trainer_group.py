@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from megasync.config import Config
 from megasync.config.pools import pool_specs
 from megasync.errors import RankLost, TrainingError
 from megasync.models import fetch
+from megasync.observe.hang import HANG_FOLDER, HangReporter
+from megasync.observe.state_file import RunState
 from megasync.trajectory import Group, Trajectory
 
 pytestmark = pytest.mark.processes
@@ -60,7 +63,9 @@ async def pids(ranks: TrainerGroup) -> list[int]:
     return await ranks.call("pid", timeout=30)
 
 
-async def test_lost_ranks_are_distinguished_from_errors_and_replaced_from_the_checkpoint(ranks: TrainerGroup) -> None:
+async def test_lost_ranks_are_distinguished_from_errors_and_replaced_from_the_checkpoint(
+    ranks: TrainerGroup, tmp_path: Path
+) -> None:
     initial = await ranks.logprobs(PROBE)
 
     # A mistake in a step is no loss: the ranks live, and would make it again.
@@ -92,11 +97,23 @@ async def test_lost_ranks_are_distinguished_from_errors_and_replaced_from_the_ch
     saved = await ranks.finish_save(wait=True)
     assert saved is not None and saved.oldest_step == 1
 
-    # A stopped process misses its deadline, and is killed although it cannot react to a request.
+    # A stopped process misses its deadline, and is killed although it cannot react to a request. Before that, a report
+    # says that it is stopped, and where its peer waits for it.
     second = await pids(ranks)
+    said: list[str] = []
+    state = RunState(time=time.time())
+    ranks.reports = HangReporter(tmp_path, lambda: state, said.append, ranks._pools.stacks, [ranks.processes])
     os.kill(second[0], signal.SIGSTOP)
     with pytest.raises(RankLost, match=r"did not finish step\(\) within 15 s|died during step"):
         await ranks.step(batch(), 2, 1)
+    (report,) = (tmp_path / HANG_FOLDER).iterdir()
+    lines = report.read_text().splitlines()
+    stopped, waits = (
+        next(line for line in lines if line.startswith(f"rank {rank} (process {second[rank]})")) for rank in (0, 1)
+    )
+    assert "STOPPED by a signal" in stopped
+    assert "step(): in the collective" in waits and "(megatron/core/" in waits
+    assert len(said) == 1 and str(report) in said[0]
     assert await ranks.restart() == {"step": 1}
     assert not living(second)
     assert await ranks.logprobs(PROBE) == trained

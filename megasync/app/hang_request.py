@@ -1,4 +1,4 @@
-"""`megasync stacks`: asks a run for a hang report, and looks at its driver from outside if it does not answer."""
+"""`megasync stacks`: the run's answer, and its caller, who looks at a driver from outside that does not answer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from pathlib import Path
 from megasync.app.mailbox import ask
 from megasync.app.run_lock import holder, is_held
 from megasync.errors import ConfigError, MegasyncError
-from megasync.observe.hang import TOTAL_SECONDS
+from megasync.observe.hang import TOTAL_SECONDS, HangReporter
 from megasync.observe.stacks import stacks_of
 
 # Seconds for the stacks of a driver that does not answer.
 DRIVER_SECONDS = 10.0
+
+
+async def answer_with_report(reports: HangReporter) -> str:
+    """The path of a new report, for the mailbox. Raises MegasyncError when it could not be written."""
+    path = await reports.report("requested by `megasync stacks`")
+    if path is None:
+        raise MegasyncError("the report could not be written; the run's log says why")
+    return str(path)
 
 
 def report_of(run_dir: Path) -> str:
