@@ -20,6 +20,7 @@ COMMANDS = (
     "resume",
     "rehearse",
     "scale",
+    "stacks",
     "watch",
     "report",
     "eval",
@@ -119,7 +120,9 @@ def test_plan_prints_the_plan_with_overrides_applied():
     assert all(text in result.stdout for text in ("2 server(s)", "20.0 GB", "nearest configuration that fits"))
 
 
-@pytest.mark.parametrize(("command", "more"), [("resume", []), ("scale", ["rollout=2"]), ("export", ["out"])])
+@pytest.mark.parametrize(
+    ("command", "more"), [("resume", []), ("scale", ["rollout=2"]), ("stacks", []), ("export", ["out"])]
+)
 def test_a_folder_that_is_not_a_run_directory_is_refused(here, command, more, tmp_path):
     status, _, err = here(command, tmp_path / "absent", *more)
     assert status == 2 and "absent" in err
