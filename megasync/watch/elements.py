@@ -5,6 +5,7 @@ Text is always text, never HTML, so nothing that a run recorded can act in the p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -14,6 +15,7 @@ from nicegui.elements.mixins.text_element import TextElement
 from megasync.watch import units
 from megasync.watch.run_folder import ACTIVE, CRASHED, FAILED, FINISHED, RUNNING, STARTING, STOPPED, RunFolder
 
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # The look of each status of a run.
 STATUS_LOOKS = {
     STARTING: "live", RUNNING: "live", FINISHED: "good", STOPPED: "", FAILED: "bad", CRASHED: "bad",
@@ -154,18 +156,37 @@ class Shares:
                         text("b", self._describe(amount))
 
 
-# A cell is text, or a chip as (word, look).
+def plain(content: str) -> str:
+    """Without the colour codes of terminals, which logs and errors of other programs contain."""
+    return ESCAPES.sub("", content).strip()
+
+
+def first_line(content: str) -> str:
+    """What a text of several lines is about. The end of a log, which it may announce, is left out."""
+    return plain(content).partition("\n")[0].removesuffix(" Last lines of its log:")
+
+
+def folded(content: str) -> None:
+    """A long text of which only the first line is shown until it is opened."""
+    with ui.element("details").classes("text-block"):
+        text("summary", first_line(content))
+        text("pre", plain(content))
+
+
+# A cell is text, or a chip as (word, look). Of text of several lines the first one is shown, the others unfold.
 Cell = str | tuple[str, str]
 
 
 class Table:
     """Rows under headings, drawn again only if they differ; nothing while there are none.
 
-    Columns named in `numbers` are right-aligned.
+    Columns named in `numbers` are right-aligned. Only the column `wide` breaks its lines.
     """
 
-    def __init__(self, headings: Sequence[str], numbers: Sequence[str] = ()) -> None:
-        self._classes = ["number" if heading in numbers else "" for heading in headings]
+    def __init__(self, headings: Sequence[str], numbers: Sequence[str] = (), wide: str = "") -> None:
+        self._classes = [
+            "number" if heading in numbers else "wide" if heading == wide else "short" for heading in headings
+        ]
         self._shown: list[Sequence[Cell]] | None = None
         self._table = ui.element("table").classes("table")
         self._table.set_visibility(False)
@@ -185,8 +206,10 @@ class Table:
             for row in rows:
                 with ui.element("tr"):
                     for cell, classes in zip(row, self._classes, strict=True):
-                        if isinstance(cell, str):
-                            text("td", cell, classes)
-                        else:
-                            with ui.element("td").classes(classes):
+                        with ui.element("td").classes(classes):
+                            if not isinstance(cell, str):
                                 Chip(*cell)
+                            elif "\n" in cell.strip():
+                                folded(cell)
+                            else:
+                                text("span", plain(cell))

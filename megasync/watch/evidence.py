@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 # Folders of a run directory, and what a file there is.
@@ -57,9 +58,12 @@ def read_evidence(evidence: Evidence) -> str:
 def _hang_title(path: Path) -> str:
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            return next((line.strip() for line in file if line.strip()), path.name)[:300]
+            lines = [line.strip() for line in islice(file, 5) if line.strip()]
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror}"
+    # The first line only says that it is a report, and of when.
+    told = [line for line in lines if not line.startswith("Hang report")]
+    return (told or lines or [path.name])[0][:300]
 
 
 def _step_title(path: Path) -> str:

@@ -185,7 +185,9 @@ def add_faults(run_dir: Path) -> None:
     events.close()
     hang = run_dir / "hang"
     hang.mkdir()
-    (hang / "20261124-231500.txt").write_text("No progress for 600 s.\n\ntrainer: waiting for groups\n")
+    (hang / "20261124-231500.txt").write_text(
+        "Hang report of 2026-11-24 23:15:00 UTC\nNo progress for 600 s.\n\ntrainer: waiting for groups\n"
+    )
     failed = run_dir / "failed_steps"
     failed.mkdir()
     record = {"step": 34, "version": 33, "error": "rank 1 ended with exit code 1", "uids": ["0:7"], "batch": []}

@@ -185,7 +185,7 @@ def test_the_focused_link_is_marked(open_page, watch):
     assert outline == "solid"
 
 
-@pytest.mark.parametrize("view", ["overview", "weights", "faults", ""])
+@pytest.mark.parametrize("view", ["overview", "rollouts", "weights", "faults", ""])
 def test_a_narrow_window_does_not_scroll_sideways(open_page, watch, view):
     page = open_page(watch.of(view, FINISHED), width=390)
     page.wait_for_selector("section")

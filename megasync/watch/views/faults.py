@@ -78,7 +78,9 @@ def _readings(run: RunFolder) -> Update:
 def _list(run: RunFolder) -> Update:
     with card("Faults", "newest first", "two-thirds"), ui.element("div").classes("scroll"):
         table = Table(
-            ("time", "part", "what happened", "working after", "next step after"), ("working after", "next step after")
+            ("time", "part", "what happened", "working after", "next step after"),
+            ("working after", "next step after"),
+            wide="what happened",
         )
         empty = text("div", "", "empty")
 
@@ -127,7 +129,7 @@ def _balance(run: RunFolder) -> Update:
 
 def _counters(run: RunFolder) -> Update:
     with card("Counts", "since the driver last started", "third"):
-        table = Table(("what", "count"), ("count",))
+        table = Table(("what", "count"), ("count",), wide="what")
         empty = text("div", "", "empty")
 
     def update() -> None:

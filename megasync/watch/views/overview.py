@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from nicegui import ui
 from plotly.graph_objects import Figure
 
 from megasync.observe import names
-from megasync.observe.events import FAULT, RECOVERY
+from megasync.observe.events import CHECKPOINT, FAULT, RECOVERY, SYNC, Event
 from megasync.observe.state_file import ProcessState, RunState
 from megasync.watch import figures, units
 from megasync.watch.chart import Chart
-from megasync.watch.elements import Cell, Reading, Shares, Table, card, text, trouble
+from megasync.watch.elements import Cell, Reading, Shares, Table, card, first_line, text, trouble
 from megasync.watch.run_folder import ACTIVE, RunFolder
 from megasync.watch.view import Place, Update
 
@@ -38,7 +39,7 @@ RECENT_STEPS = 20
 NAMED_PROCESSES = 8
 SHOWN_MESSAGES = 12
 # Heights in pixels.
-LARGE_CHART, SMALL_CHART = 340, 260
+LARGE_CHART, SMALL_CHART = 380, 260
 
 
 def build(run: RunFolder, place: Place) -> Update:
@@ -102,7 +103,7 @@ def _scores(run: RunFolder) -> Update:
         oldest = f"oldest {units.number(latest(names.STALENESS_MAX))}"
         bound = run.pacing.staleness_bound if run.pacing else None
         below = oldest if bound is None else f"{oldest}, bound {bound}"
-        staleness.show(units.number(latest(names.STALENESS_MEAN), 2), "versions", below)
+        staleness.show(units.fixed(latest(names.STALENESS_MEAN), 2), "versions", below)
 
     return update
 
@@ -200,7 +201,7 @@ def _server_shares(run: RunFolder) -> dict[str, tuple[float, str]]:
 def _buffer(run: RunFolder) -> Update:
     with card("Buffer", "groups in its slots"):
         shares = Shares(units.number)
-        waits = text("div", "", "note")
+        waits = text("div", "", "note lines")
 
     def update() -> None:
         state = run.state.buffer if run.state is not None else None
@@ -212,7 +213,7 @@ def _buffer(run: RunFolder) -> Update:
         if taken or capacity:
             shares.show(slots | {"free": (max(0, capacity - taken), "var(--line)")}, max(capacity, taken))
         waiting = state.waiting if state is not None and run.status in ACTIVE else {}
-        waits.say("; ".join(f"{call} waits: {reason}" for call, reason in waiting.items()))
+        waits.say("\n".join(f"{call} waits for {reason}" for call, reason in waiting.items()))
 
     return update
 
@@ -223,7 +224,7 @@ def _buffer(run: RunFolder) -> Update:
 def _processes(run: RunFolder) -> Update:
     with card("Parts of the run", width="two-thirds"):
         note = text("div", "", "note")
-        table = Table(("part", "state", "", "for"), ("for",))
+        table = Table(("part", "state", "now", "for"), ("for",), wide="now")
 
     def update() -> None:
         state = run.state
@@ -303,7 +304,7 @@ def describe(process: ProcessState) -> str:
         None if process.throughput is None else f"{units.number(process.throughput)} tokens/s",
         None if process.groups is None else f"{process.groups} groups",
         f"started {process.starts} times" if process.starts > 1 else None,
-        process.reason or None,
+        first_line(process.reason) or None,
     ]
     return " · ".join(fact for fact in facts if fact)
 
@@ -327,18 +328,25 @@ def _look(state: str) -> str:
 
 def _messages(run: RunFolder) -> Update:
     with card("Newest messages", width="third"):
-        table = Table(("time", ""))
+        with ui.element("div").classes("scroll low"):
+            table = Table(("time", "message"), wide="message")
         empty = text("div", "", "empty")
 
     def update() -> None:
-        newest = sorted(run.events, key=lambda event: event.time)[-SHOWN_MESSAGES:]
-        looks = {FAULT: ("fault", "bad"), RECOVERY: ("recovered", "good")}
-        table.show(
-            [
-                (units.clock(event.time), f"{event.what}: {event.text}" if event.kind in looks else event.text)
-                for event in reversed(newest)
-            ]
-        )
-        empty.say("" if newest else "This run recorded no messages.")
+        # Each step publishes a version; the other views show what that costs.
+        told = sorted((event for event in run.events if event.kind != SYNC), key=lambda event: event.time)
+        table.show([(units.clock(event.time), _message(run, event)) for event in reversed(told[-SHOWN_MESSAGES:])])
+        empty.say("" if told else "This run recorded no messages.")
 
     return update
+
+
+def _message(run: RunFolder, event: Event) -> str:
+    if event.kind == FAULT:
+        return f"{event.what} failed: {first_line(event.text)}"
+    if event.kind == RECOVERY:
+        return f"{event.what} works again: {first_line(event.text)}"
+    if event.kind == CHECKPOINT:
+        return f"checkpoint {Path(event.text).name}"
+    # Paths below the run directory are as short as they can be.
+    return first_line(event.text).replace(f"{run.path.resolve()}/", "")

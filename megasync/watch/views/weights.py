@@ -89,7 +89,9 @@ def _by_age(run: RunFolder) -> Update:
     """How far the servers' policy was from the trainer's, by how many versions old a token was."""
     with card("KL of servers against trainer", "by the age of the trained tokens", "half"):
         table = Table(
-            ("age in versions", "latest", "median", "largest", "steps"), ("latest", "median", "largest", "steps")
+            ("age in versions", "latest", "median", "largest", "steps"),
+            ("latest", "median", "largest", "steps"),
+            "age in versions",
         )
         empty = text("div", "", "empty")
 
