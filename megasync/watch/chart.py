@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 CONFIG = {"displayModeBar": False, "doubleClick": "reset"}
 HEIGHT = 260
+TAG = re.compile(r"<[^>]*>")
 
 
 class Chart:
@@ -28,6 +30,7 @@ class Chart:
         self._empty = empty
         self._sent: str | None = None
         self._plot: ui.plotly | None = None
+        self._note = text("span", "")
         self._box = ui.element("div").classes("chart")
         self.update()
 
@@ -38,28 +41,37 @@ class Chart:
 
     def update(self) -> None:
         figure = self._draw()
-        options = None if figure is None else _options(figure, self._height)
+        title, note, options = ("", "", None) if figure is None else _parts(figure, self._height)
         sent = json.dumps(options)
         if sent == self._sent:
             return
         self._sent = sent
         if options is not None and self._plot is not None:
             self._plot.update_figure(options)
+            self._note.say(note)
             return
         self._box.clear()
         with self._box:
             self._plot = None
             if options is not None:
+                with ui.element("div").classes("chart-title"):
+                    text("span", title)
+                    self._note = text("span", note, "note")
                 self._plot = ui.plotly(options).style(f"height: {self._height}px; width: 100%")
             elif self._empty:
                 text("div", self._empty, "empty")
 
 
-def _options(figure: Figure, height: int) -> dict[str, Any]:
+def _parts(figure: Figure, height: int) -> tuple[str, str, dict[str, Any]]:
+    """A figure without its title, and the title with the note behind it: they are text above the plot.
+
+    Plotly makes room for a legend of several lines, but not for a title above it.
+    """
     options = figure.to_plotly_json()
     layout = options["layout"]
+    title, _, note = layout.pop("title", {}).get("text", "").partition("<span")
     # Plotly's default template is larger than most figures, and page.css has its colours.
     layout.pop("template", None)
-    layout["height"] = height
-    layout["autosize"] = True
-    return {"data": options["data"], "layout": layout, "config": CONFIG}
+    margin = {**layout.get("margin", {}), "t": 8}
+    layout |= {"height": height, "autosize": True, "margin": margin}
+    return title, TAG.sub("", f"<span{note}").strip(), {"data": options["data"], "layout": layout, "config": CONFIG}

@@ -37,33 +37,36 @@ def text(tag: str, content: str, classes: str = "") -> Text:
     return Text(tag, content).classes(classes)
 
 
-def notice(content: str, bad: bool = False) -> None:
-    text("div", content, "notice bad" if bad else "notice").props('role="status"')
+def notice(content: str, bad: bool = False, calm: bool = False) -> None:
+    """Something that the reader should know first: a problem unless it is `calm`, a failure if it is `bad`."""
+    text("div", content, f"notice {'bad' if bad else 'calm' if calm else ''}").props('role="status"')
 
 
 def trouble(run: RunFolder) -> Callable[[], None]:
     """Why the run ended badly or seems to hang, and what of it could not be read. Returns what updates it."""
     box = ui.element("div")
-    shown: list[tuple[str, bool]] = []
+    shown: list[tuple[str, str]] = []
 
     def update() -> None:
         found = []
         if run.status == CRASHED:
             found.append(
-                ("The driver of this run is gone and left no reason: it was killed, or its machine failed.", True)
+                ("The driver of this run is gone and left no reason: it was killed, or its machine failed.", "bad")
             )
         if run.reason:
-            found.append((f"Run {run.status}: {run.reason}", run.status == FAILED))
+            found.append((f"Run {run.status}: {run.reason}", "bad" if run.status == FAILED else "calm"))
         if run.silent_seconds is not None:
             silent = units.duration(run.silent_seconds)
-            found.append((f"The driver lives, but has written nothing for {silent}: it hangs, or its disk does.", True))
-        found += [(sentence, False) for sentence in run.missing]
+            found.append(
+                (f"The driver lives, but has written nothing for {silent}: it hangs, or its disk does.", "bad")
+            )
+        found += [(sentence, "") for sentence in run.missing]
         if found != shown:
             shown[:] = found
             box.clear()
             with box:
-                for sentence, bad in found:
-                    notice(sentence, bad)
+                for sentence, look in found:
+                    notice(sentence, bad=look == "bad", calm=look == "calm")
 
     update()
     return update

@@ -59,7 +59,7 @@ def _readings(run: RunFolder) -> Update:
         times = [fault.seconds_to_next_step for fault in faults if fault.seconds_to_next_step is not None]
         slowest.show(units.duration(max(times, default=None)), below="from a fault to a trained step")
         waiting = [fault.what for fault in faults if fault.recovered is None]
-        open_now.show(str(len(waiting)), below=", ".join(dict.fromkeys(waiting)))
+        open_now.show(str(len(waiting)), below=", ".join(dict.fromkeys(waiting)) or "everything works again")
         again.show(
             units.number(run.metrics.latest("faults/steps_trained_again")), below="trained again after a restart"
         )
