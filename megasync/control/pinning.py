@@ -7,9 +7,9 @@
     training goes on  servers keep the version's adapter under a name of its own       publishes to all
                       (`sync.transport=adapters`)
 
-Invariant: a server is pinned only while the newest version that any server may hold is the published one, and in the
-same moment in which this is known. A publish claims its version before it chooses its servers, so it never reaches a
-pinned one. That each answer really is of the version is checked where it is counted (`evaluation.exact`).
+Invariant: a server is pinned only while the newest version that any server may hold is the published one, and nothing
+is awaited between that check and the choice of the server. A publish claims its version before it chooses its servers,
+so it never reaches a pinned one. Each answer's versions are checked before it is counted (`evaluation.periodic`).
 """
 
 from __future__ import annotations

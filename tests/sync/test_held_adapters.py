@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,6 +97,20 @@ async def test_a_version_is_loaded_once_however_often_it_is_held(world):
     sync.let_go(await sync.hold(3))
     assert await sync.hold(3) == "kept-3"
     assert all(server.loaded == ["policy-3", "kept-3"] for server in servers)
+
+
+async def test_a_hold_that_is_cancelled_leaves_nothing_held(world):
+    sync, servers, folders, publish = world
+    await publish(3)
+    servers[0].faults["/load_lora_adapter"] = ["hang"]
+    holding = asyncio.create_task(sync.hold(3))
+    await asyncio.sleep(0.01)
+    holding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await holding
+    await publish(4)
+    assert folders.left - {"v3"} == {"v4"}
+    assert "kept-3" not in servers[1].loaded and "kept-3" not in servers[0].loaded
 
 
 async def test_a_version_that_a_server_does_not_load_is_not_held(world):

@@ -17,6 +17,7 @@ want of the adapter.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -130,7 +131,11 @@ class AdapterSync(DiskSync):
             name = _name(KEPT_ADAPTER, self._last)
             self._held = {**self._held, name: self._last.path}
             held, servers = self._held, cast("Sequence[AdapterServer]", list(self._servers.values()))
-            failed = await failures(servers, lambda server: server.keep(held))
+            try:
+                failed = await failures(servers, lambda server: server.keep(held))
+            except asyncio.CancelledError:
+                self.let_go(name)
+                raise
         # One that has gone meanwhile loads it before it serves again.
         if problems := {url: cause for url, cause in failed.items() if url in self._servers}:
             self.let_go(name)
