@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from megasync_patches import Patch
+from megasync_patches.sglang_cpu_block_fp8 import PATCH as BLOCK_FP8
 
 from megasync.importing import quick_imports
 
@@ -169,6 +170,10 @@ def main(arguments: list[str]) -> None:
     settings = prepare_server_args(arguments)
     if settings.enable_lora:
         leave_unpinned()
+    from sglang.srt.layers.quantization import fp8
+
+    if not fp8._is_cpu_amx_available:
+        BLOCK_FP8.apply()
     run_server(settings)
 
 

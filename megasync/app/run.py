@@ -41,6 +41,8 @@ from megasync.evaluation.evaluate import Answerer
 from megasync.evaluation.periodic import PeriodicEvaluation
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
+from megasync.layout.quantized import VALUES_DTYPE
+from megasync.layout.shards import served_in_fp8
 from megasync.layout.topology import Topology
 from megasync.observe import stacks, trace
 from megasync.observe.awaits import describe_tasks
@@ -227,13 +229,15 @@ class Run:
     ) -> tuple[VersionPublisher, AdapterSync | None]:
         config, controls = self.config, started.controls
         layout = Layout(read_hf_config(config.model.path), Topology.from_config(config.trainer), device.spec)
+        if config.rollout.fp8:
+            layout = served_in_fp8(layout, Path(config.model.path))
         sync, why = await choose_sync(config, self.run_dir, layout, started.trainer, controls, device)
         stack.push_async_callback(sync.close)
         observer.message(why)
         publisher = VersionPublisher(
             sync,
             config=config.sync,
-            dtype=config.model.dtype,
+            dtype=VALUES_DTYPE if config.rollout.fp8 else config.model.dtype,
             probes=self._workload.probes(PARITY_PROBES),
             servers=controls,
             trainer_logprobs=started.trainer.logprobs,

@@ -436,6 +436,31 @@ def from_megatron(
     _console().print(f"wrote {out}", highlight=False, soft_wrap=True)
 
 
+@app.command(
+    epilog="[bold]Example[/]\n\nmegasync quantize models/qwen3-8b models/qwen3-8b-fp8",
+    rich_help_panel=MODELS,
+)
+def quantize(
+    model: HfFolder,
+    out: OutFolder,
+    block: Annotated[int, typer.Option(min=1, help="Rows and columns of a block. Kernels on GPUs want 128.")] = 128,
+    power_of_two: Annotated[
+        bool, typer.Option("--power-of-two", help="Round scales up to powers of two (scale_fmt ue8m0).")
+    ] = False,
+    dtype: ConvertedDtype = None,
+) -> None:
+    """Write MODEL in block FP8, for servers that keep it so (rollout.fp8=true).
+
+    The linear layers of all blocks are quantized; embeddings, head, norms and
+    routers are not.
+    """
+    from megasync.layout.block_fp8 import Block
+    from megasync.layout.fp8_folder import write_fp8_folder
+
+    write_fp8_folder(model, out, Block(block, block), _converted_model(model, dtype).dtype, power_of_two)
+    _console().print(f"wrote {out}", highlight=False, soft_wrap=True)
+
+
 def _converted_model(path: Path, dtype: str | None) -> ModelConfig:
     from megasync.config.schema import ModelConfig
     from megasync.layout.model_files import read_hf_config
@@ -464,6 +489,10 @@ def check_layout(
     bucket_mb: Annotated[int, typer.Option(min=1, help="Bucket size in MiB (sync.bucket_mb).")] = 256,
     random: Annotated[
         bool, typer.Option("--random", help="Use random weights; MODEL then needs only a config.json.")
+    ] = False,
+    fp8: Annotated[
+        bool,
+        typer.Option("--fp8", help="The servers keep MODEL's block FP8 (rollout.fp8); values and scales are random."),
     ] = False,
     device: Annotated[str, typer.Option(help="Device of the SGLang engine: auto, cpu or cuda.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
@@ -495,8 +524,9 @@ def check_layout(
                 bucket_mb,
                 random,
                 lambda served, specs: engine_ranks(
-                    model, engine_tp, served, place.kind, specs, {"--ep-size": engine_ep}
+                    model, engine_tp, served, place.kind, specs, {"--ep-size": engine_ep}, fp8
                 ),
+                fp8,
             )
     except SyncError as error:
         # The two layouts are incompatible: a negative result, not a usage error.

@@ -2,6 +2,9 @@
 
 The scales of a tensor ``X.weight`` are the tensor ``X.weight_scale_inv``, one row for each row of blocks. An element is
 its stored value times the scale of its block, computed in float32. The last block of a row or column may be smaller.
+
+Quantization is that of DeepGEMM's ``per_block_cast_to_fp8``, which SGLang uses too: the largest element of a block
+becomes 448, and with ``scale_fmt: ue8m0`` scales are rounded up to powers of two.
 """
 
 from __future__ import annotations
@@ -18,6 +21,10 @@ if TYPE_CHECKING:
 SCALES = "_scale_inv"
 # The dtype of the values, by its name in safetensors.
 VALUES = "F8_E4M3"
+# The largest value, and the least maximum of a block that scales are made from: all of a block may be zero.
+LARGEST, LEAST = 448.0, 1e-4
+# Elements that are quantized at a time, which bounds the memory for copies of them.
+STRIP = 1 << 24
 # The dtypes of scales: each converts exactly to float32. Qwen3-FP8 has bfloat16.
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 
@@ -80,6 +87,55 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, box: Box, block: Bloc
         of_elements = of_row.repeat_interleave(block.cols)[skipped : skipped + box.cols]
         result[max(0, first) : first + block.rows] *= of_elements
     return result
+
+
+def strips(box: Box, block: Block) -> Iterator[Box]:
+    """A box in boxes of whole rows, cut between blocks, of about `STRIP` elements."""
+    height = max(1, STRIP // (box.cols * block.rows)) * block.rows
+    row, end = box.row, box.row + box.rows
+    while row < end:
+        below = min(end, (row // block.rows) * block.rows + height)
+        yield box._replace(row=row, rows=below - row)
+        row = below
+
+
+def block_maxima(part: torch.Tensor, box: Box, block: Block) -> torch.Tensor:
+    """The largest magnitude in each block that a box touches (`Block.covering`), float32, of the box's elements alone.
+
+    ``part`` is the box, [rows, cols].
+    """
+    return _blocks(part, box, block).abs().amax((1, 3)).float()
+
+
+def scales_of(maxima: torch.Tensor, power_of_two: bool) -> torch.Tensor:
+    """The scales of blocks with these largest magnitudes, float32."""
+    import torch
+
+    scales = maxima.clamp(min=LEAST) / LARGEST
+    if not power_of_two:
+        return scales
+    fractions, exponents = torch.frexp(scales)
+    return torch.ldexp(torch.ones_like(scales), exponents - (fractions == 0.5).int())
+
+
+def quantize(part: torch.Tensor, scales: torch.Tensor, box: Box, block: Block) -> torch.Tensor:
+    """The values of a box, [rows, cols] float8_e4m3fn, given the scales of the blocks that it touches."""
+    import torch
+
+    top, left = box.row % block.rows, box.col % block.cols
+    values = (_blocks(part, box, block) * (1.0 / scales)[:, None, :, None]).to(torch.float8_e4m3fn)
+    return values.flatten(2).flatten(0, 1)[top : top + box.rows, left : left + box.cols]
+
+
+def _blocks(part: torch.Tensor, box: Box, block: Block) -> torch.Tensor:
+    """A box as [rows of blocks, rows, columns of blocks, columns], with zeros where its blocks go beyond it."""
+    top, left, grid = box.row % block.rows, box.col % block.cols, block.covering(box)
+    shape = (grid.rows * block.rows, grid.cols * block.cols)
+    if part.shape != shape:
+        whole = part.new_zeros(shape)
+        whole[top : top + box.rows, left : left + box.cols] = part
+        part = whole
+    return part.reshape(grid.rows, block.rows, grid.cols, block.cols)
 
 
 def dequantized(weights: Iterable[tuple[str, torch.Tensor]], block: Block) -> Iterator[tuple[str, torch.Tensor]]:

@@ -32,6 +32,7 @@ from megasync.layout.block_fp8 import SCALE_DTYPES, SCALES, VALUES, Block, dequa
 from megasync.layout.families import family_of
 from megasync.layout.families.value_head import value_model_options
 from megasync.layout.layout import Box, Layout, Piece, intersect, split_by_bytes
+from megasync.layout.quantized import QuantizedLayout
 from megasync.layout.storage import storage_of
 from megasync.layout.topology import Topology
 
@@ -158,6 +159,10 @@ class HfFolder(TensorFiles):
                 return dict.fromkeys(self._open(file).keys(), file)
         raise CheckpointError(f"{self.path} has neither {WEIGHTS} nor {INDEX}; only safetensors folders can be loaded")
 
+    def in_fp8(self) -> frozenset[str]:
+        """The names of all tensors in block FP8: those that have scales."""
+        return frozenset(name.removesuffix(SCALES) for name in self._where if name.endswith(SCALES))
+
     def reader(self, name: str, shape: tuple[int, ...]) -> Callable[[Box], torch.Tensor]:
         """A function that reads a box of one tensor; one in block FP8 or MXFP4 becomes float32.
 
@@ -240,6 +245,23 @@ class HfFolder(TensorFiles):
             return readers[name](box)
 
         return read
+
+
+def served_in_fp8(layout: Layout, folder: Path) -> QuantizedLayout:
+    """The layout of the weights as servers of a folder in block FP8 keep them.
+
+    Raises ConfigError for a folder that is not in block FP8, and for tensors that cannot be quantized apart.
+    """
+    config = read_json(folder / "config.json")
+    block = storage_of(config)
+    if not isinstance(block, Block):
+        raise ConfigError(f"rollout.fp8=true needs a folder in block FP8, and model.path={str(folder)!r} is not")
+    power_of_two = config["quantization_config"].get("scale_fmt") == "ue8m0"
+    with HfFolder(folder) as files:
+        quantized = QuantizedLayout(layout, block, files.in_fp8() & layout.hf_tensors.keys(), power_of_two)
+    for pp in range(layout.topology.pipeline):
+        quantized.placed(pp)
+    return quantized
 
 
 def load_shards(
@@ -471,7 +493,7 @@ def write_folder(source: Path, out: Path, layout: Layout, dtype: str, read: Read
             config = adapter_config(layout.shape, str(source.resolve()))
             atomic_write(draft / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
         else:
-            write_companions(source, draft, dtype, layout.value_head)
+            write_companions(source, draft, dtype, layout)
         _write_weights(draft, layout, read, dtype)
         if out.exists():
             out.rmdir()
@@ -510,16 +532,19 @@ def part_name(index: int, count: int) -> str:
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def write_companions(source: Path, out: Path, dtype: str, value_head: bool = False) -> None:
+def write_companions(source: Path, out: Path, dtype: str, layout: Layout) -> None:
     """Writes what a Hugging Face folder has besides weights: the tokenizer, and the config.json for ``dtype``.
 
-    The config.json also gets what its family, and a value model, require of every export. It states no quantization.
+    The config.json also gets what its family, and a value model, require of every export. It states the quantization of
+    a quantized layout, and no other.
     """
     config = read_json(source / "config.json")
     for key in ("quantization_config", "compression_config"):
         config.pop(key, None)
     config |= family_of(config).exported
-    config |= value_model_options(config) if value_head else {}
+    config |= value_model_options(config) if layout.value_head else {}
+    if isinstance(layout, QuantizedLayout):
+        config["quantization_config"] = layout.stated
     config["dtype"] = dtype
     if "torch_dtype" in config:
         config["torch_dtype"] = dtype

@@ -46,6 +46,7 @@ from megasync.layout.topology import Topology
 from megasync.preflight.check_adapters import check_lora, check_served_adapters
 from megasync.preflight.check_algorithm import check_algorithm, check_critic, check_critic_model, check_optimizer
 from megasync.preflight.check_evaluation import check_evaluation, check_seeded
+from megasync.preflight.check_fp8_servers import check_fp8_servers
 from megasync.preflight.check_frozen_models import check_frozen_models
 from megasync.preflight.check_rollout import check_agent, check_chat, check_environment, check_groups, check_rewards
 from megasync.support import MAX_SUPPORT
@@ -512,6 +513,7 @@ def _check_model(config: Config, planning: bool) -> None:
     _check_routing_replay(config, layout.sizes.experts, source)
     _check_server_split(config.rollout, layout.sizes, source)
     check_served_adapters(config, layout)
+    check_fp8_servers(config, layout, source)
     if config.critic.enabled:
         check_critic_model(config, layout)
     if not planning:

@@ -5,6 +5,7 @@ Invalid input is refused before the engine's layout is traced, which takes a pro
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +19,12 @@ from pathlib import Path
 import torch
 
 from megasync.errors import ConfigError
+from megasync.layout.block_fp8 import Block
 from megasync.layout.engine_layout import EngineRank
+from megasync.layout.fp8_folder import linear_matrices
 from megasync.layout.layout import Box, Layout
-from megasync.layout.model_files import read_hf_config
+from megasync.layout.model_files import read_hf_config, read_storage
+from megasync.layout.quantized import QuantizedLayout
 from megasync.layout.shards import HfFolder, Read, box_of
 from megasync.layout.topology import Topology
 from megasync.sync.broadcast.plan import ITEM_BYTES
@@ -120,6 +124,7 @@ def check_layout(
     bucket_mb: int,
     random: bool,
     engine_ranks: Callable[[str, Specs], list[EngineRank]],
+    fp8: bool = False,
 ) -> Report:
     """Checks a Hugging Face folder on a trainer topology.
 
@@ -129,6 +134,7 @@ def check_layout(
         bucket_mb: largest message, in MiB.
         random: use random weights; the folder needs only a config.json.
         engine_ranks: returns what each engine rank keeps, given a dtype and the checkpoint's names and shapes.
+        fp8: the engine keeps the model in the block FP8 of its config.json. Values and scales are random.
 
     Raises:
         ConfigError, CheckpointError: a folder, model, topology or dtype that cannot be used; nothing was started.
@@ -137,17 +143,19 @@ def check_layout(
     """
     config = read_hf_config(model)
     dtype = _dtype(dtype, config)
-    layout = Layout(config, topology, spec)
-    with _weights(model, layout, random) as read:
+    plain = layout = Layout(config, topology, spec)
+    if fp8:
+        layout = _in_fp8(plain, model)
+    with _weights(model, layout, random or fp8) as read:
         engine = engine_ranks(dtype, list(layout.hf_tensors.items()))
         plan = plan_shards(layout, engine, bucket_mb * 2**20, dtype)
         outcome = rehearse(layout, engine, plan, read, dtype)
     return Report(
         model=str(model),
         tensors=len(layout.hf_tensors),
-        parameters=sum(map(prod, layout.hf_tensors.values())),
+        parameters=sum(map(prod, plain.hf_tensors.values())),
         dtype=dtype,
-        trainer=_trainer_uses(layout, plan, dtype),
+        trainer=_trainer_uses(plain, plan, dtype),
         engine=_engine_uses(plan),
         wire_bytes=plan.nbytes,
         minimum_bytes=_minimum(layout, engine, dtype),
@@ -159,6 +167,17 @@ def check_layout(
         problems=tuple(outcome.problems),
         peak_bytes=outcome.peak_bytes,
     )
+
+
+def _in_fp8(layout: Layout, model: Path) -> QuantizedLayout:
+    """The layout with the matrices in block FP8 that config.json says; raises ConfigError if it says none."""
+    block = read_storage(model)
+    if not isinstance(block, Block):
+        raise ConfigError(f"--fp8 needs a model in block FP8, which the config.json in {model} does not state")
+    stated = json.loads((model / "config.json").read_text())["quantization_config"]
+    plain = stated.get("modules_to_not_convert") or stated.get("ignored_layers") or ()
+    names = {name for name in linear_matrices(layout, block) if not any(module in name for module in plain)}
+    return QuantizedLayout(layout, block, names)
 
 
 def _dtype(dtype: str | None, config: Mapping[str, object]) -> str:

@@ -20,6 +20,8 @@ from megasync.config.builtin import ADVANTAGES
 from megasync.config.schema import Config, FrozenModelConfig, LoraConfig, RolloutConfig, SyncConfig
 from megasync.layout.adapter import AdapterLayout, adapter_layout
 from megasync.layout.layout import Layout
+from megasync.layout.quantized import SCALES_DTYPE, VALUES_DTYPE, QuantizedLayout
+from megasync.preflight.check_fp8_servers import planned_fp8
 from megasync.serving.frozen_folder import read_frozen_model
 from megasync.sync.broadcast.plan import ITEM_BYTES
 
@@ -127,7 +129,7 @@ def host_memory(config: Config, layout: Layout, ranks: int, servers: int) -> Hos
                 states[-1] = max(states[-1], _optimizer_elements(critic, own, rank) * state_bytes(critic))
             else:
                 states[-1] += _optimizer_elements(critic, own, rank) * state_bytes(critic)
-    sync, weights = config.sync, _server_weights(config, layout, item)
+    sync, weights = config.sync, _server_weights(config, layout)
     staged = 0
     if config.cluster.colocate:
         return HostMemory(ranks * max(copies), ranks * max(references), 0, ranks * max(states) + servers * weights)
@@ -160,8 +162,14 @@ def stage_memory(config: Config, layout: Layout, bucket: int, stage: int) -> Ran
             shapes = layout.params(rank)
             elements += sum(prod(shapes[each.item.param]) for each in trained.adapted(rank))
     last = stage == trainer.pipeline_parallel - 1
+    copies = 0
+    if (quantized := _in_fp8(config, layout)) is not None:
+        # Values and scales, for servers that keep them.
+        shapes = quantized.params(rank)
+        own = [each for each in quantized.of_rank(rank) if each.dtype in (VALUES_DTYPE, SCALES_DTYPE)]
+        copies = sum(prod(shapes[each.param]) * ITEM_BYTES[each.dtype] for each in own if each.dtype)
     return RankMemory(
-        weights=elements * item,
+        weights=elements * item + copies,
         gradients=learned * GRAD_BYTES,
         optimizer=_optimizer_elements(config, trained, rank) * state_bytes(config),
         activations=_activations(config, layout, stage, item),
@@ -553,13 +561,22 @@ def server_memory(config: Config, layout: Layout, device_bytes: int | None) -> S
     # Every rank keeps the whole latent, which all heads share; otherwise keys and values of its own groups.
     channels = sizes.kv_a_rows or 2 * max(1, sizes.groups // tensor) * sizes.head_dim
     per_token = (sizes.layers - len(sizes.delta_layers)) * channels * item
-    weights = _server_weights(config, layout, item)
+    weights = _server_weights(config, layout)
     return _kv_cache("rollout", rollout, weights, per_token, device_bytes, _arena(config.sync, weights))
 
 
-def _server_weights(config: Config, layout: Layout, item: int) -> int:
+def _in_fp8(config: Config, layout: Layout) -> QuantizedLayout | None:
+    """The weights as the policy's servers keep them, if that is in block FP8."""
+    return planned_fp8(layout, Path(config.model.path)) if config.rollout.fp8 else None
+
+
+def _server_weights(config: Config, layout: Layout) -> int:
     """Bytes of weights on one rank of a server."""
-    total = sum(prod(shape) for shape in layout.hf_tensors.values()) * item
+    if (quantized := _in_fp8(config, layout)) is not None:
+        layout = quantized
+    total = sum(
+        prod(shape) * ITEM_BYTES[layout.hf_dtype(name, config.model.dtype)] for name, shape in layout.hf_tensors.items()
+    )
     return -(-total // config.rollout.tensor_parallel)
 
 

@@ -45,6 +45,7 @@ def engine_ranks(
     device: str,
     specs: Specs,
     server_args: Mapping[str, Any] | None = None,
+    fp8: bool = False,
 ) -> list[EngineRank]:
     """What each rank of a server of this model folder keeps, computed in a separate process from its config.json.
 
@@ -52,19 +53,20 @@ def engine_ranks(
         dtype: the dtype that the server uses.
         device: cpu or cuda; SGLang pads and packs differently on them.
         server_args: further arguments of the server, without the checks of `rollout.server_args`.
+        fp8: the server keeps the folder's block FP8 (`rollout.fp8`).
 
     Raises:
         TraceError: the loader does something that cannot be repeated, or refuses the specs.
         ServerError: SGLang cannot build the model; with its last log lines.
     """
-    return asyncio.run(_ask(model, tensor_parallel, dtype, device, specs, server_args or {}))
+    return asyncio.run(_ask(model, tensor_parallel, dtype, device, specs, server_args or {}, fp8))
 
 
 async def _ask(
-    model: Path, tensor_parallel: int, dtype: str, device: str, specs: Specs, server_args: Mapping[str, Any]
+    model: Path, tensor_parallel: int, dtype: str, device: str, specs: Specs, server_args: Mapping[str, Any], fp8: bool
 ) -> list[EngineRank]:
     arguments = {"--skip-tokenizer-init": True, **server_args}
-    rollout = RolloutConfig(tensor_parallel=tensor_parallel, server_args=arguments)
+    rollout = RolloutConfig(tensor_parallel=tensor_parallel, server_args=arguments, fp8=fp8)
     with tempfile.TemporaryDirectory(prefix="megasync-blueprint-") as folder:
         request, answer, log = (Path(folder) / name for name in ("request.json", "answer.json", "log"))
         # Nothing listens on the port.
@@ -143,7 +145,7 @@ def build(settings: Any, device: str = "meta") -> Any:
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
-    from sglang.srt.model_loader.loader import _initialize_model
+    from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
     from sglang.srt.model_loader.utils import set_default_torch_dtype
     from sglang.srt.runtime_context import get_device, get_parallel
 
@@ -152,7 +154,7 @@ def build(settings: Any, device: str = "meta") -> Any:
     if get_device().device == "cpu":
         config = adjust_config_with_unaligned_cpu_tp(config, load, get_parallel().tp_size)
     with set_default_torch_dtype(config.dtype), torch.device(device):
-        return _initialize_model(config, load)
+        return _initialize_model(config, load, _get_quantization_config(config, load))
 
 
 def main(request: str, answer: str) -> None:

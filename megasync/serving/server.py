@@ -8,7 +8,8 @@ The server keeps its tokenizer although requests are token ids in and out: leavi
 saves 0.03 ms of 1.6 ms CPU per request, and stop strings need it.
 
 A folder in block FP8 or MXFP4 is served unquantized in the policy's dtype, as the trainer holds it: `sglang_plugin`
-dequantizes the tensors that SGLang reads. Frozen models are served as they are stored.
+dequantizes the tensors that SGLang reads. With `rollout.fp8` a folder in block FP8 is served as it is stored, as frozen
+models always are.
 """
 
 from __future__ import annotations
@@ -256,6 +257,8 @@ class SGLangServer(Service):
 
     def _dequantized(self) -> Storage | None:
         """The storage of a folder whose weights are dequantized as the server reads them."""
+        if self.spec.rollout.fp8:
+            return None
         return read_storage(self.model_path) if (self.model_path / "config.json").is_file() else None
 
     def command(self) -> list[str]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
     from megasync.trainer.critic import Critic
+    from megasync.trainer.quantized import QuantizedWeights
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,17 @@ def _delegate(part: str, method: str) -> Callable[..., Any]:
     return call
 
 
+def _send(part: str, method: str) -> Callable[..., Any]:
+    """As `_delegate`, for methods that send the present weights."""
+
+    def call(rank: TrainerRank, *arguments: Any) -> Any:
+        if rank._quantized is not None:
+            rank._quantized.refresh()
+        return getattr(getattr(rank, part), method)(*arguments)
+
+    return call
+
+
 class TrainerRank:
     """One rank of the trainer, the target of the calls of `cluster.trainer_group`."""
 
@@ -57,6 +69,8 @@ class TrainerRank:
         self._world = world
         self._run_dir = Path(run_dir)
         self._critic: Critic | None = None
+        # What servers get of quantized weights, if they keep them so.
+        self._quantized: QuantizedWeights | None = None
         # The store of the process group, on rank 0.
         self._store: TCPStore | None = None
 
@@ -104,6 +118,7 @@ class TrainerRank:
             self._device = resolve_device(config.cluster.device)
             self._device.prepare_process(local_rank=self._rank)
             # Imported after `prepare_process`, which may patch Megatron.
+            from megasync.layout.shards import served_in_fp8
             from megasync.store import join_store
             from megasync.sync.broadcast.sender import BroadcastSender
             from megasync.sync.disk.writer import DiskWriter
@@ -115,6 +130,7 @@ class TrainerRank:
             from megasync.trainer.flops import peak_tflops
             from megasync.trainer.offload import Offload
             from megasync.trainer.policy import PolicyTrainer
+            from megasync.trainer.quantized import QuantizedWeights
             from megasync.trainer.recording import Recorder
             from megasync.trainer.supervised import SupervisedTrainer
 
@@ -166,6 +182,10 @@ class TrainerRank:
             if alone
             else (self._engine.layout, self._engine.params())
         )
+        if config.rollout.fp8:
+            layout = served_in_fp8(layout, Path(config.model.path))
+            self._quantized = QuantizedWeights(layout, self._rank, params)
+            params = self._quantized.params()
         shards = Shards(layout, config.model.dtype, self._rank, params)
         bucket_bytes, host = config.sync.bucket_mb * 2**20, resolve_host(config.cluster.host)
         plan = shards.plan(bucket_bytes)
@@ -263,15 +283,15 @@ class TrainerRank:
 
     sync_listen = _delegate("_broadcast", "listen")
     sync_join = _delegate("_broadcast", "join")
-    sync_send = _delegate("_broadcast", "send")
+    sync_send = _send("_broadcast", "send")
     sync_leave = _delegate("_broadcast", "leave")
     shard_listen = _delegate("_shards", "listen")
     shard_prepare = _delegate("_shards", "prepare")
-    shard_send = _delegate("_shards", "send")
+    shard_send = _send("_shards", "send")
     shard_leave = _delegate("_shards", "leave")
     disk_listen = _delegate("_disk", "listen")
     disk_join = _delegate("_disk", "join")
-    disk_write = _delegate("_disk", "write")
+    disk_write = _send("_disk", "write")
     disk_leave = _delegate("_disk", "leave")
 
     def stop(self) -> None:

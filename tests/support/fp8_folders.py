@@ -13,13 +13,13 @@ PLAIN = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "bias", "shared_expert_
 
 
 def quantize(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and scales: the largest element of each block becomes 448, the largest of float8_e4m3fn."""
+    """Values and scales, block by block: the largest element becomes 448, the largest of float8_e4m3fn."""
     rows, cols = (-(-size // step) for size, step in zip(weight.shape, block, strict=True))
     values, scales = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty(rows, cols)
     for place, scale in block_views(values, scales, block):
         part = weight[place].float()
-        scale.fill_(part.abs().max() / 448)
-        values[place] = (part / scale).to(torch.float8_e4m3fn)
+        scale.fill_(part.abs().max().clamp(min=1e-4) / 448)
+        values[place] = (part * (1 / scale)).to(torch.float8_e4m3fn)
     return values, scales
 
 

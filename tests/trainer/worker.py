@@ -41,6 +41,8 @@ from megasync.data.row_file import RowFile, write_rows
 from megasync.data.supervised import TokenRow
 from megasync.device import resolve_device
 from megasync.layout import shards
+from megasync.layout.block_fp8 import Block
+from megasync.layout.quantized import QuantizedLayout
 from megasync.layout.shards import load_shards
 from megasync.layout.topology import Topology
 from megasync.observe.rollouts import RolloutLog
@@ -74,6 +76,7 @@ from megasync.trainer.layer_specs import chunk_specs  # noqa: E402
 from megasync.trainer.model import named_weights, transformer_config  # noqa: E402
 from megasync.trainer.param_attributes import set_param_attributes  # noqa: E402
 from megasync.trainer.policy import PolicyTrainer  # noqa: E402
+from megasync.trainer.quantized import QuantizedWeights  # noqa: E402
 from megasync.trainer.rank import TrainerRank  # noqa: E402
 from megasync.trainer.recording import Recorder  # noqa: E402
 from megasync.trainer.reference import SLOTS  # noqa: E402
@@ -923,6 +926,26 @@ def read_files(model, trainers, folder):
         found[name] = {"reads": [sorted(folder_reads), sorted(checkpoint_reads)], "all": sorted(exact), "equal": equal}
         close(engine)
     shards.fill_params = checkpoint.fill_params = fill
+    return found
+
+
+def quantized(model, names, block, trainers):
+    """What a rank has for servers in block FP8, before and after its weights have changed, for each layout."""
+    found = {}
+    for label, trainer in trainers.items():
+        engine = make_engine(model, trainer, dtype="bfloat16")
+        weights = QuantizedWeights(
+            QuantizedLayout(engine.layout, Block(*block), names), dist.get_rank(), engine.params()
+        )
+        params, states = weights.params(), []
+        for change in (1.0, 1.5):
+            with torch.no_grad():
+                for param in engine.params().values():
+                    param.mul_(change)
+            weights.refresh()
+            states.append({name: param.clone() for name, param in params.items()})
+        found[label] = states
+        close(engine)
     return found
 
 

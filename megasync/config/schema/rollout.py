@@ -155,6 +155,9 @@ class RolloutConfig:
     # Expert-parallel ranks of each server: into how many of its tensor-parallel ranks the experts are distributed; the
     # others share each expert. SGLang computes this on GPUs only.
     expert_parallel: int = limited(1, PROCESSES)
+    # Serve a model folder in block FP8 as it is stored, and quantize the weights of each sync in the same way; false
+    # serves it in model.dtype. docs/weight_sync.md#servers-in-block-fp8
+    fp8: bool = False
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     # `package.module:function` with the signature `async def rollout(client, sample)`; null is a single turn, or the
     # tool agent if `rollout.tools` has functions.

@@ -15,7 +15,7 @@ from math import prod
 
 from megasync.layout.layout import Layout, Piece, Placed, split_by_bytes
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True, slots=True)

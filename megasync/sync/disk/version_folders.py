@@ -97,7 +97,7 @@ class VersionFolders:
 
     def _complete(self, draft: Path, files: Mapping[str, WrittenFile]) -> Mapping[str, WrittenFile]:
         """Writes what the folder has besides the files of the ranks; returns its weight files."""
-        write_companions(self._source, draft, self._plan.dtype)
+        write_companions(self._source, draft, self._plan.dtype, self._plan.layout)
         where = {
             entry.name: part_name(index, len(self._plan.buckets))
             for index, bucket in enumerate(self._plan.buckets)

@@ -23,7 +23,7 @@ from megasync.sync.messages import WriteReport, WrittenFile
 # Bytes that are copied to the host, hashed and written at a time.
 CHUNK_BYTES = 2**24
 # The dtypes' names in safetensors.
-_DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3"}
 
 
 class DiskWriter(StageSender):

@@ -30,6 +30,7 @@ from math import prod
 from megasync.errors import SyncError
 from megasync.layout.engine_layout import EngineRank, Fill, Slot
 from megasync.layout.layout import Box, Layout, Piece, intersect
+from megasync.layout.quantized import VALUES_DTYPE
 from megasync.sync.broadcast.plan import ITEM_BYTES
 from megasync.sync.messages import InboundBucket, ReceivePlan
 
@@ -178,11 +179,7 @@ def check_coverage(layout: Layout, engine: Sequence[EngineRank]) -> None:
     for target, rank in enumerate(engine):
         for slot in rank.slots:
             kept[slot.hf_name].add(slot.hf_box)
-            if (dtype := rank.dtypes[slot.param]) not in ITEM_BYTES:
-                raise SyncError(
-                    f"the engine keeps {slot.param!r} in {dtype}, which needs more than a cast; serve the model "
-                    f"unquantized, or set sync.transport to broadcast or disk, where the engine loads weights itself"
-                )
+            _check_dtype(layout, slot, rank.dtypes[slot.param])
         if rank.unwritten:
             raise SyncError(
                 f"loading a checkpoint leaves {len(rank.unwritten)} parameters of engine rank {target} unwritten: "
@@ -195,6 +192,24 @@ def check_coverage(layout: Layout, engine: Sequence[EngineRank]) -> None:
         covered = sum(box.rows * box.cols for box in _disjoint(kept[name]))
         if covered != prod(shape):
             raise SyncError(f"the engine's ranks keep {covered} of the {prod(shape)} elements of {name!r}")
+
+
+def _check_dtype(layout: Layout, slot: Slot, dtype: str) -> None:
+    """Raises SyncError if the engine keeps a tensor in a dtype that a cast does not give."""
+    # A tensor that only the engine has is refused for that.
+    sent = layout.hf_dtype(slot.hf_name, "") if slot.hf_name in layout.hf_tensors else ""
+    if dtype in ITEM_BYTES and (dtype == VALUES_DTYPE) == (sent == VALUES_DTYPE):
+        return
+    if sent == VALUES_DTYPE:
+        raise SyncError(
+            f"the engine keeps {slot.param!r} in {dtype}, but rollout.fp8=true sends {slot.hf_name!r} in block FP8; "
+            f"serve the folder as it is stored, or set rollout.fp8=false"
+        )
+    raise SyncError(
+        f"the engine keeps {slot.param!r} in {dtype}, which needs more than a cast; serve the model unquantized, set "
+        f"rollout.fp8=true for a folder in block FP8, or set sync.transport to broadcast or disk, where the engine "
+        f"loads weights itself"
+    )
 
 
 def _disjoint(boxes: set[Box]) -> list[Box]:
