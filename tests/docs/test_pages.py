@@ -60,7 +60,7 @@ def test_links_have_a_target(page):
 def test_commands_exist_with_their_options(page):
     unknown = []
     for command, rest in CALL.findall("\n".join(code(page))):
-        options = set(re.findall(r"(?<=\s)--[a-z][a-z-]*", rest))
+        options = set(re.findall(r"(?<=\s)--[a-z][a-z0-9-]*", rest))
         known = set(chain(*(param.opts for param in COMMANDS[command].params))) if command in COMMANDS else set()
         if command not in COMMANDS or not options <= known | {"--help"}:
             unknown.append(f"{command}{rest}")

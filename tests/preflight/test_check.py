@@ -220,6 +220,7 @@ CONTRADICTIONS = [
         ["rollout.sampling.top_k=50", "rollout.server_args={--speculative-algorithm: NGRAM}"],
         ["rollout.sampling.top_k=50", "--speculative-algorithm", "drop"],
     ),
+    (["rollout.fp8=true"], ["rollout.fp8=true", "model.path=", "`megasync quantize"]),
     (["rollout.server_args={--quantization: fp8}"], ["--quantization='fp8'", "model.dtype", "drop it"]),
     (["rollout.server_args={--torchao-config=int4wo: true}"], ["--torchao-config=int4wo", "drop it"]),
     (["rollout.server_args={--json-model-override-args: x}"], ["--json-model-override-args='x'", "JSON object"]),
@@ -379,6 +380,32 @@ def test_the_error_names_the_models_that_can_be_fetched():
     from megasync.models import MODELS
 
     assert set(FETCHABLE) == set(MODELS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.dtype=float32"], ["rollout.fp8=true with model.dtype=float32", "bfloat16"]),
+        (
+            ["sync.transport=adapters", "trainer.lora.rank=4", "trainer.lora.targets=[q_proj, k_proj, v_proj]"],
+            ["rollout.fp8=true with sync.transport=adapters", "sync.transport=auto"],
+        ),
+        (
+            ["rollout.tensor_parallel=4", "rollout.servers=1"],
+            ["16 rows of 'model.layers.0.self_attn.q_proj.weight'", "its blocks' 32"],
+        ),
+    ],
+)
+def test_servers_that_cannot_keep_block_fp8_are_refused(make, model, tmp_path, overrides, words):
+    fp8 = ["rollout.fp8=true", "model.dtype=bfloat16"]
+    source = write_model(tmp_path / "source", json.loads((model / "config.json").read_text()))
+    folder, _ = write_fp8(source, tmp_path / "fp8", tmp_path / "plain", (32, 32))
+    (folder / "tokenizer.json").touch()
+    check_config(make(*fp8, f"model.path={folder}"))
+    with pytest.raises(ConfigError) as refused:
+        check_config(make(*fp8, f"model.path={folder}", *overrides))
+    for word in words:
+        assert word in str(refused.value)
 
 
 @pytest.mark.parametrize("planning", [False, True])

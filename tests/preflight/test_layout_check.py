@@ -64,7 +64,7 @@ def no_sglang(monkeypatch):
 def in_miniature(monkeypatch):
     """Replaces SGLang with the miniature engine."""
 
-    def ranks(model, size, dtype, device, specs, server_args):
+    def ranks(model, size, dtype, device, specs, server_args, fp8):
         layout = Layout(json.loads((model / "config.json").read_text()), Topology())
         return traced(fake_engine(layout.hf_config, size), layout)
 

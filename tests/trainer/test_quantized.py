@@ -24,9 +24,9 @@ LAYOUTS = {
         "expert_parallel": 2,
         "expert_tensor_parallel": 1,
     },
-    "pp2-vpp2": {"pipeline_parallel": 2, "virtual_pipeline": 2, "tokens_per_microbatch": 64},
+    "pp2": {"pipeline_parallel": 2, "first_stage_layers": 1},
 }
-CASES = {"qwen2": ("tp2", "pp2-vpp2"), "qwen3_moe": ("tp2", "tp2-ep2-etp1"), "deepseek_v3": ("tp2-ep2-etp1",)}
+CASES = {"qwen2": ("tp2", "pp2"), "qwen3_moe": ("tp2", "tp2-ep2-etp1"), "deepseek_v3": ("tp2-ep2-etp1",)}
 
 
 def box_of(shape):
