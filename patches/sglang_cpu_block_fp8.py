@@ -26,14 +26,14 @@ def _apply_linear(method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor |
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def _apply_experts(method: Any, layer: Any, dispatched: Any) -> Any:
+def _apply_experts(method: Any, layer: Any, dispatch_output: Any) -> Any:
     from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
-    x, block = dispatched.hidden_states, method.quant_config.weight_block_size
+    x, block = dispatch_output.hidden_states, method.quant_config.weight_block_size
     weights = {name: _dequantized(layer, name, block, x.dtype) for name in ("w13_weight", "w2_weight")}
     plain = SimpleNamespace(num_experts=layer.num_experts, **weights)
-    output = moe_forward_native(plain, x, dispatched.topk_output, method.moe_runner_config)
+    output = moe_forward_native(plain, x, dispatch_output.topk_output, method.moe_runner_config)
     return StandardCombineInput(hidden_states=output)
 
 
