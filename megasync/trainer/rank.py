@@ -51,11 +51,13 @@ def _delegate(part: str, method: str) -> Callable[..., Any]:
 
 def _send(part: str, method: str) -> Callable[..., Any]:
     """As `_delegate`, for methods that send the present weights."""
+    send = _delegate(part, method)
 
     def call(rank: TrainerRank, *arguments: Any) -> Any:
         if rank._quantized is not None:
-            rank._quantized.refresh()
-        return getattr(getattr(rank, part), method)(*arguments)
+            with trace.span("rank", "quantize"):
+                rank._quantized.refresh()
+        return send(rank, *arguments)
 
     return call
 
