@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -70,7 +71,7 @@ def linear_matrices(layout: Layout, block: Block) -> set[str]:
     Raises ConfigError for matrices that servers fuse and that do not end with a block.
     """
     names: set[str] = set()
-    for item in layout.placed(0):
+    for item in chain.from_iterable(layout.placed(pp) for pp in range(layout.topology.pipeline)):
         matrices = [(name, shape) for name, shape in item.tensors if len(shape) == 2 and _LINEAR in name]
         large = [shape for _, shape in matrices if shape[0] >= block.rows and shape[1] >= block.cols]
         if item.stacked is not None or len(large) < len(item.tensors):

@@ -14,7 +14,7 @@ afterwards, as SGLang's own loaders do, and `refresh_derived`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -41,6 +41,8 @@ from megasync.layout.strided import (
 
 # Methods of modules that derive values from their parameters.
 REFRESHING = ("refresh_gemma_weight",)
+# Set by SGLang on parameters that a checkpoint may lack, such as the scales of an 8-bit key-value cache.
+OPTIONAL = "_skip_weight_check"
 
 # Any callable of the traced model or of torch; its arguments are passed through.
 AnyCallable = Callable[..., Any]
@@ -101,7 +103,8 @@ def trace_load(model: torch.nn.Module, specs: Iterable[tuple[str, Sequence[int]]
             raise TraceError(
                 f"{recorder.loader}: {type(error).__name__} while it loaded {recorder.loading}: {error}"
             ) from error
-    return recorder.result(held, buffers)
+    optional = {name for name, param in model.named_parameters() if getattr(param, OPTIONAL, False)}
+    return recorder.result(held, buffers, optional)
 
 
 def refresh_derived(model: torch.nn.Module) -> None:
@@ -157,7 +160,9 @@ class _Recorder(TorchDispatchMode):
             self.loading = source.name
             yield source.name, source.tensor
 
-    def result(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> EngineRank:
+    def result(
+        self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], optional: Collection[str]
+    ) -> EngineRank:
         loaded = [slot for slots in self._slots.values() for slot in slots]
         # An element that is loaded twice keeps the last value.
         last = {(slot.param, slot.offset, slot.hf_box[1::2], slot[4:]): slot for slot in loaded}
@@ -169,7 +174,7 @@ class _Recorder(TorchDispatchMode):
             fills=tuple(dict.fromkeys(self._fills)),
             dtypes={name: str(tensor.dtype).removeprefix("torch.") for name, tensor in kept.items()},
             sizes={name: tensor.numel() for name, tensor in kept.items()},
-            unwritten=tuple(name for name in parameters if name not in written),
+            unwritten=tuple(name for name in parameters if name not in written and name not in optional),
         )
 
     def __torch_dispatch__(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from megasync.errors import CheckpointError, ConfigError
 from megasync.layout import block_fp8
 from megasync.layout.block_fp8 import Block, block_maxima, quantize, scales_of, strips
-from megasync.layout.fp8_folder import write_fp8_folder
+from megasync.layout.fp8_folder import linear_matrices, write_fp8_folder
 from megasync.layout.layout import Box, Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.quantized import QuantizedLayout
@@ -152,6 +152,15 @@ def test_a_folder_is_quantized_like_block_by_block(source, tmp_path, power_of_tw
                 expected[name] if name + "_scale_inv" in found or "_scale_inv" in name else expected[name].bfloat16()
             )
             assert torch.equal(bits(found[name]), bits(theirs)), name
+
+
+def test_linear_layers_are_those_of_every_stage():
+    config = MODELS["qwen3"] | {"num_hidden_layers": 4}
+    one, two = (linear_matrices(Layout(config, Topology(pipeline=stages)), Block(8, 8)) for stages in (1, 2))
+    assert one == two and "model.layers.3.mlp.down_proj.weight" in one
+    assert {name.split(".")[-2] for name in one} == {
+        *(f"{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up", "down"))
+    }
 
 
 def test_what_cannot_be_quantized_is_refused(source, tmp_path):
