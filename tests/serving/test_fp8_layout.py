@@ -26,7 +26,9 @@ LATENT = {
 }
 
 
-@pytest.mark.parametrize(("family", "sizes"), [("deepseek_v3", LATENT), ("qwen3_moe", {"head_dim": 32})])
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("deepseek_v3", LATENT), ("qwen3_moe", {"head_dim": 32, "mlp_only_layers": []})]
+)
 def test_a_trainer_reaches_every_value_and_scale(tmp_path, family, sizes):
     config = (MODELS | MORE_MODELS)[family] | SIZES | sizes | {"num_hidden_layers": 4, "quantization_config": BLOCK}
     (tmp_path / "config.json").write_text(json.dumps(config))
