@@ -26,7 +26,7 @@ from megasync.watch import elements
 from megasync.watch.run_folder import ACTIVE, RunFolder, find_runs, is_run
 from megasync.watch.run_list import RunList
 from megasync.watch.view import Place, Update, address
-from megasync.watch.views import faults, overview, rollouts, weights
+from megasync.watch.views import faults, overview, rollouts, timeline, weights
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class View:
 # In the order of the number keys.
 VIEWS: Mapping[str, View] = {
     "overview": View("Overview", overview.build),
+    "timeline": View("Timeline", timeline.build),
     "rollouts": View("Rollouts", rollouts.build),
     "weights": View("Weights", weights.build),
     "faults": View("Faults", faults.build),
