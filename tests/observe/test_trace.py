@@ -226,3 +226,20 @@ def test_a_span_may_begin_in_one_place_and_end_in_another(tmp_path):
     trace.end("buffer", "0:3", step=4)
     (span,) = spans_of(tmp_path)
     assert (span.name, span.args) == ("finished", {"uid": "0:1", "step": 4})
+
+
+def test_of_a_large_trace_the_newest_part_of_each_file_is_read(tmp_path):
+    for process in ("driver", "trainer-0"):
+        start(tmp_path, process)
+        for number in range(1_000):
+            trace.complete("t", f"span {number}", number, number + 1)
+        trace.stop()
+    reader = TraceReader(tmp_path, most_bytes=20_000)
+    spans = reader.update()
+    assert reader.partial and reader.damaged == 0
+    assert 50 < len(spans) < 250
+    assert {(span.process, span.name) for span in spans} >= {("driver", "span 999"), ("trainer-0", "span 999")}
+    start(tmp_path, "driver")
+    trace.instant("t", "later")
+    trace.stop()
+    assert [span.name for span in reader.update()] == ["later"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -42,6 +43,8 @@ PALETTE = (BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW)
 ROW, LANE, MOST_ROW = 24, 6, 96
 MARGINS = {"l": 190, "r": 16, "t": 26, "b": 30}
 CONFIG = {"displayModeBar": False, "doubleClick": False}
+# Of a trace that are read: some 700,000 spans, which take two seconds.
+MOST_BYTES = 128 * 2**20
 # Groups of a step that are offered, and characters of an argument that a bar shows.
 GROUPS, CHARACTERS = 64, 80
 
@@ -62,7 +65,7 @@ class _Traces:
     """The trace of one run, shared by all browsers."""
 
     def __init__(self, run: RunFolder) -> None:
-        self._reader = TraceReader(run.path)
+        self._reader = TraceReader(run.path, MOST_BYTES)
         self._lock = threading.Lock()
         self.timeline = Timeline()
 
@@ -72,7 +75,7 @@ class _Traces:
             timeline = self.timeline
             timeline.add(self._reader.update())
             if not len(timeline):
-                return _Answer(None, None, [], None, 0)
+                return _Answer()
             steps = timeline.steps()
             chosen = next((each for each in reversed(steps) if each.number == step), None)
             life = timeline.life(uid) if uid else None
@@ -86,16 +89,20 @@ class _Traces:
             margin = 0.01 * max(1e-3, window[1] - window[0])
             picture = timeline.picture(window[0] - margin, window[1] + margin)
             groups = timeline.groups_of(chosen.number) if chosen else []
-            return _Answer(picture, chosen, groups, life, steps[-1].number if steps else 0)
+            last = steps[-1].number if steps else 0
+            return _Answer(picture, chosen, groups, life, last, self._reader.partial)
 
 
+@dataclass(frozen=True)
 class _Answer:
-    """What the view shows."""
+    """What the view shows. `last` is the newest step; `partial` is whether an older part of the trace was left out."""
 
-    def __init__(
-        self, picture: Picture | None, step: Step | None, groups: list[str], life: Life | None, last: int
-    ) -> None:
-        self.picture, self.step, self.groups, self.life, self.last = picture, step, groups, life, last
+    picture: Picture | None = None
+    step: Step | None = None
+    groups: list[str] = field(default_factory=list[str])
+    life: Life | None = None
+    last: int = 0
+    partial: bool = False
 
 
 _TRACES: WeakKeyDictionary[RunFolder, _Traces] = WeakKeyDictionary()
@@ -123,10 +130,13 @@ class _View:
                         ui.button("whole run", on_click=self._whole).props("flat dense no-caps")
                         ui.button("previous step", on_click=partial(self._turn, -1)).props("flat dense no-caps")
                         ui.button("next step", on_click=partial(self._turn, 1)).props("flat dense no-caps")
-                    self._number = ui.input("step").props("dense outlined type=number")
+                    self._number = ui.input("step", value=place.query.get("step", "")).props(
+                        "dense outlined type=number"
+                    )
                     self._number.on("keydown.enter", lambda: self._go(self._number.value))
                     self._group = ui.input("group", value=self._uid).props("dense outlined clearable")
                     self._group.on("keydown.enter", lambda: self._follow(str(self._group.value or "")))
+                self._note = text("div", "", "note")
                 self._chart = ui.element("div").classes("chart")
                 with self._chart:
                     self._empty = text("div", "Reading the trace...", "empty")
@@ -184,6 +194,7 @@ class _View:
         if answer is None or self._chart.is_deleted:
             return
         self._last = answer.last
+        self._note.say(f"The newest {units.size(MOST_BYTES)} of a larger trace." if answer.partial else "")
         if answer.picture is None:
             self._empty.say(f"There is no trace: {TRACE_FOLDER}/ is missing or empty (observe.trace).")
             return
