@@ -282,7 +282,7 @@ class Controller:
         """Raises RankLost, NonFiniteError, and StepFailed for any other error of the ranks."""
         self._incomplete = step, groups
         for group in groups:
-            trace.end("buffer", group.uid, step=step)
+            trace.end("buffer", "finished", group.uid, step=step)
         await self._turns.of_ranks()
         self._observer.activity("trainer", "training")
         self._trainer_fit = False

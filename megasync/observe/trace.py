@@ -120,15 +120,13 @@ def complete(track: str, name: str, start: float, end: float, **args: Any) -> No
 def begin(track: str, name: str, uid: str) -> None:
     """Begins a span about a group that `end` completes, from anywhere in this process."""
     if _writer is not None:
-        _writer.open[track, uid] = name, time.time()
-        if len(_writer.open) > OPEN:
-            _writer.open.pop(next(iter(_writer.open)), None)
+        _writer.begun(track, name, uid)
 
 
-def end(track: str, uid: str, **args: Any) -> None:
-    """Completes the span of this track and group; has no effect if it was not begun."""
-    if _writer is not None and (begun := _writer.open.pop((track, uid), None)) is not None:
-        name, started = begun
+def end(track: str, name: str, uid: str, **args: Any) -> None:
+    """Completes a span of `begin`. One that begins only later, because its news came late, took no time."""
+    if _writer is not None:
+        started = _writer.ended(track, name, uid)
         _writer.pending.append((track, name, started, time.time(), {"uid": uid, **args}))
 
 
@@ -209,8 +207,8 @@ class _Writer:
 
     def __init__(self, folder: Path, process: str, limit_bytes: int, clock_offset: float) -> None:
         self.pending: deque[_Event] = deque(maxlen=PENDING)
-        # By track and group: the name and the start of a span that was begun.
-        self.open: dict[tuple[str, str], tuple[str, float]] = {}
+        # By track, name and group: when a span was begun; None if it was ended before.
+        self._open: dict[tuple[str, str, str], float | None] = {}
         self._folder = Path(folder)
         self._process = process
         self._half = limit_bytes // 2
@@ -229,6 +227,27 @@ class _Writer:
         self._thread.start()
         atexit.register(self.close)
         return self
+
+    def begun(self, track: str, name: str, uid: str) -> None:
+        key = track, name, uid
+        if self._open.get(key, 0.0) is None:
+            del self._open[key]
+        else:
+            self._keep(key, time.time())
+
+    def ended(self, track: str, name: str, uid: str) -> float:
+        """When the span was begun."""
+        started = self._open.pop((track, name, uid), None)
+        if started is None:
+            self._keep((track, name, uid), None)
+            # An instant would have no duration.
+            return time.time() - 1e-6
+        return started
+
+    def _keep(self, key: tuple[str, str, str], started: float | None) -> None:
+        self._open[key] = started
+        if len(self._open) > OPEN:
+            del self._open[next(iter(self._open))]
 
     def close(self) -> None:
         """Writes what is left. A forked child has the queue of its parent but not its thread, and writes nothing."""

@@ -220,12 +220,24 @@ def test_spans_of_a_block_and_of_its_tasks_have_what_they_are_about(tmp_path):
 
 def test_a_span_may_begin_in_one_place_and_end_in_another(tmp_path):
     start(tmp_path)
+    before = time.time()
     trace.begin("buffer", "finished", "0:1")
     trace.begin("buffer", "finished", "0:2")
-    trace.end("buffer", "0:1", step=4)
-    trace.end("buffer", "0:3", step=4)
+    time.sleep(0.01)
+    trace.end("buffer", "finished", "0:1", step=4)
     (span,) = spans_of(tmp_path)
     assert (span.name, span.args) == ("finished", {"uid": "0:1", "step": 4})
+    assert before - 1e-5 <= span.start < span.end - 0.005
+
+
+def test_a_span_whose_begin_comes_late_took_no_time(tmp_path):
+    start(tmp_path)
+    trace.end("buffer", "finished", "0:1", step=4)
+    trace.begin("buffer", "finished", "0:1")
+    trace.end("buffer", "finished", "0:2", step=5)
+    spans = spans_of(tmp_path)
+    assert [span.args["uid"] for span in spans] == ["0:1", "0:2"]
+    assert all(0 < span.seconds < 1e-4 for span in spans)
 
 
 def test_of_a_large_trace_the_newest_part_of_each_file_is_read(tmp_path):
