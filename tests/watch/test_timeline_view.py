@@ -1,0 +1,51 @@
+"""The figure of a timeline: every bar and mark in its place, and nothing that a run recorded as markup."""
+
+from itertools import pairwise
+
+import pytest
+
+from megasync.observe.spans import Span
+from megasync.watch.timeline import Timeline
+from megasync.watch.views.timeline import _milliseconds, _parsed, figure_of
+
+
+def figure(*spans):
+    found = Timeline()
+    found.add(spans)
+    return figure_of(found.picture(0.0, 10.0))
+
+
+def test_rows_do_not_overlap_and_have_their_names():
+    drawn = figure(
+        Span("driver", "trainer", 0, "train", 1.0, 3.0),
+        Span("driver", "trainer", 0, "train", 2.0, 4.0),
+        Span("trainer-0", "rank", 0, "load", 1.0, 2.0),
+    )
+    train, load = drawn["data"]
+    places = [
+        (y - width / 2, y + width / 2)
+        for y, width in zip(train["y"] + load["y"], train["width"] + load["width"], strict=True)
+    ]
+    assert all(end <= start for (_, end), (start, _) in pairwise(places))
+    assert drawn["layout"]["yaxis"]["ticktext"] == ["driver  trainer", "trainer-0  rank"]
+    assert train["base"] == [_milliseconds(1.0), _milliseconds(2.0)]
+    assert train["x"] == [2000.0, 2000.0]
+
+
+def test_a_fault_is_a_line_with_its_text():
+    fault = Span("driver", "faults", 0, "rank 1", 5.0, 5.0, {"kind": "fault", "text": "it died"})
+    drawn = figure(Span("driver", "trainer", 0, "train", 1.0, 3.0), fault)
+    (line,) = drawn["layout"]["shapes"]
+    assert line["x0"] == line["x1"] == _milliseconds(5.0)
+    assert drawn["data"][-1]["hovertext"] == ["fault: rank 1<br>it died"]
+
+
+def test_what_a_run_recorded_is_no_markup():
+    drawn = figure(Span("driver", "tool", 0, "<b>tool</b>", 1.0, 3.0, {"uid": "<a href='x'>"}))
+    (text,) = drawn["data"][0]["hovertext"]
+    assert "<b>" not in text and "<a" not in text
+
+
+@pytest.mark.parametrize("moment", [1795566214.25, 1782000000.0])
+def test_a_window_that_the_browser_reports_is_the_one_that_was_drawn(moment):
+    assert _parsed(_milliseconds(moment)) == pytest.approx(moment)
