@@ -238,6 +238,24 @@ def norms(runs: Runs, x: str = "step", dark: bool = False) -> go.Figure | None:
     return plot.done(zero=True)
 
 
+def layer_gradients(run: RunFolder, dark: bool = False) -> go.Figure | None:
+    """Norms of gradients by groups of layers (`observe.norms_every`)."""
+    return _layers(run, "Norm of the gradients by layers", "norms/grad/", dark)
+
+
+def layer_weights(run: RunFolder, dark: bool = False) -> go.Figure | None:
+    """Norms of weights by groups of layers (`observe.norms_every`)."""
+    return _layers(run, "Norm of the weights by layers", "norms/weight/", dark)
+
+
+def _layers(run: RunFolder, title: str, prefix: str, dark: bool) -> go.Figure | None:
+    plot = _Plot(title, "norm", "step", dark)
+    for _ in _each(run, plot):
+        for name in run.under(prefix):
+            plot.line(run, name.removeprefix(prefix).replace("_", " "), run.series(name))
+    return plot.done(zero=True)
+
+
 # Phases that follow one another in a publish; others run beside them.
 SYNC_PHASES = {
     "sync/stage_seconds": "stage (weights move while the servers generate)",
@@ -309,6 +327,8 @@ SINGLE: dict[str, Callable[..., go.Figure | None]] = {
     "buffer_slots": buffer_slots,
     "servers": servers,
     "sync_phases": sync_phases,
+    "layer_gradients": layer_gradients,
+    "layer_weights": layer_weights,
 }
 
 

@@ -234,6 +234,7 @@ def _step(step: int, rng: np.random.Generator) -> Mapping[str, float]:
         "train/response_length_p90": 29.0 + step / 10,
         "train/loss": 0.1 * rng.normal(),
         "train/grad_norm": 0.5 + 0.1 * rng.random(),
+        **{f"norms/{kind}/{of}": rng.random() for kind in ("grad", "weight") for of in ("embedding", "layers_0-1")},
         "train/lr": 1e-3,
         "train/entropy": 2.5 - progress,
         "train/clip_fraction": 0.01,

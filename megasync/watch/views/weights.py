@@ -16,6 +16,8 @@ from megasync.watch.view import Place, Update
 CHARTS: tuple[Callable[[RunFolder], Figure | None], ...] = (
     figures.gaps,
     figures.norms,
+    figures.layer_gradients,
+    figures.layer_weights,
     figures.clipping,
     figures.entropy,
     figures.sync_phases,
