@@ -17,9 +17,9 @@ SUPPORT = Path(recorded_workflow.__file__).parent
 ANSWERS = 80
 
 
-@pytest.mark.parametrize("transport", ["auto", "adapters"])
+@pytest.mark.parametrize(("transport", "workers"), [("auto", 1), ("adapters", 0)])
 def test_held_out_tokens_are_of_the_evaluated_version_while_newer_ones_are_published(
-    miniature, launch, the_run_dir, tmp_path, monkeypatch, transport
+    miniature, launch, the_run_dir, tmp_path, monkeypatch, transport, workers
 ):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]))
     record = tmp_path / "responses.jsonl"
@@ -27,7 +27,7 @@ def test_held_out_tokens_are_of_the_evaluated_version_while_newer_ones_are_publi
     lora = {"rank": 4, "alpha": 8.0} if transport == "adapters" else {}
     config = miniature(
         schedule={"total_steps": 12, "groups_per_step": 2, "samples_per_group": 2, "max_staleness": 2},
-        rollout={"servers": 2, "workflow": "recorded_workflow:rollout"},
+        rollout={"servers": 2, "workers": workers, "workflow": "recorded_workflow:rollout"},
         trainer={"tensor_parallel": 1, "lora": lora},
         sync={"transport": transport},
         eval={
