@@ -369,7 +369,9 @@ def _steps(driver: Iterable[Span], rank: Iterable[Span]) -> list[Step]:
     for index, train in enumerate(trained):
         until = trained[index + 1].start if index + 1 < len(trained) else float("inf")
         after = spans[bisect_right(begins, train.start) : bisect_right(begins, until)]
-        end = max([start, train.end, *(span.end for span in after if span.name == PUBLISH and span.end <= until)])
+        # That after a restart is of the step from which training goes on.
+        own = (span.end for span in after if span.name == PUBLISH and span.args.get("step") == train.args["step"])
+        end = max([start, train.end, *(published for published in own if published <= until)])
         reached = bisect_right(begins, end)
         within = [span for span in (*within, *spans[seen:reached]) if span.end > start]
         seen = reached

@@ -122,6 +122,19 @@ def test_a_step_that_failed_counts_into_the_one_that_was_trained():
     assert step.phases == {"train": 3.0, "restart": 3.0}
 
 
+def test_a_restart_counts_into_the_step_that_is_trained_next():
+    found = timeline(
+        span("driver", "trainer", "train", 0.0, 2.0, step=2),
+        span("driver", "trainer", "publish", 2.0, 3.0, step=2),
+        span("driver", "trainer", "restart", 3.0, 8.0),
+        span("driver", "trainer", "publish", 8.0, 9.0, step=1),
+        span("driver", "trainer", "train", 9.0, 10.0, step=2),
+    )
+    first, again = found.steps()
+    assert first.phases == {"train": 2.0, "publish": 1.0}
+    assert again.phases == {"restart": 5.0, "publish": 1.0, "train": 1.0}
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_phases_add_up_whatever_the_spans(seed):
     rng = random.Random(seed)
