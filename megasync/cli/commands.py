@@ -299,6 +299,42 @@ def report(
 
 
 @app.command(
+    epilog="[bold]Examples[/]\n\nmegasync compare runs/math-20260101-120000 runs/math-20260102-120000\n\n"
+    "megasync compare runs/math-* --threshold 0.5 --threshold 0.8\n\n"
+    "megasync compare runs/math-20260101-120000 runs/math-20260102-120000 --out comparison.html",
+    rich_help_panel=RUNS,
+)
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN [RUN...]", help="Run directories.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Write an HTML file with curves; Markdown if it ends in .md.")
+    ] = None,
+    threshold: Annotated[
+        list[float] | None, typer.Option(help="Score (or loss) whose time is told. Repeatable. Default: a few.")
+    ] = None,
+) -> None:
+    """Compare runs: their outcomes, how soon they reached a score, and the settings in which they differ.
+
+    Prints tables, or writes a file like that of megasync report, with the curves
+    by steps, by trained tokens and by time.
+    """
+    from megasync.watch.comparison import compare as compared
+    from megasync.watch.comparison import label_apart, terminal
+    from megasync.watch.files import open_run, write_document
+
+    if len(runs) < 2:
+        raise ConfigError(f"{runs[0]} alone cannot be compared; name two or more runs")
+    opened = [open_run(run) for run in runs]
+    label_apart(opened)
+    document = compared(opened, threshold or ())
+    if out is None:
+        _console().print(terminal(document), highlight=False)
+    else:
+        written = write_document(document, out, out.stem, markdown=out.suffix == ".md")
+        _console().print(f"comparison: {written}", highlight=False, soft_wrap=True)
+
+
+@app.command(
     "eval",
     epilog="[bold]Examples[/]\n\nmegasync eval runs/quickstart-20260101-120000\n\n"
     "megasync eval configs/quickstart.yaml --model models/digits eval.samples=32\n\n"

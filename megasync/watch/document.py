@@ -107,8 +107,8 @@ class Document:
     subtitle: str
     status: str
     abstract: str
-    readings: Readings
     sections: Sequence[Section]
+    readings: Readings = Readings(())
     notes: Sequence[str] = ()
 
     @property

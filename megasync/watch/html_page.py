@@ -86,7 +86,8 @@ def _body(document: Document, figures: list[Chart], numbers: _Numbers) -> Iterat
         f'<div><dt>{_text(name)}</dt><dd>{_cell(value)}<span class="note">{_text(note)}</span></dd></div>'
         for name, value, note in document.readings.rows
     )
-    yield f'<dl class="readings">{cells}</dl>'
+    if cells:
+        yield f'<dl class="readings">{cells}</dl>'
     yield "<main>"
     for number, section in enumerate(document.shown, 1):
         yield f'<section><h2 id="s{number}"><span class="count">{number}</span> {_text(section.title)}</h2>'

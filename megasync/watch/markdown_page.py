@@ -39,7 +39,8 @@ def _parts(document: Document, folder: str, pictures: dict[str, bytes]) -> Itera
     yield _text(document.abstract)
     if document.notes:
         yield "**What is missing.**\n\n" + "\n".join(f"- {_text(note)}" for note in document.notes)
-    yield _rows(("", "", ""), document.readings.rows, (False, True, False))
+    if document.readings.rows:
+        yield _rows(("", "", ""), document.readings.rows, (False, True, False))
     for number, section in enumerate(document.shown, 1):
         yield f"## {number} {_text(section.title)}"
         for block in section.blocks:

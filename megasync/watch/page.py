@@ -26,7 +26,7 @@ from megasync.watch import elements
 from megasync.watch.run_folder import ACTIVE, RunFolder, find_runs, is_run
 from megasync.watch.run_list import RunList
 from megasync.watch.view import Place, Update, address
-from megasync.watch.views import faults, overview, rollouts, timeline, weights
+from megasync.watch.views import compare, faults, overview, rollouts, timeline, weights
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ VIEWS: Mapping[str, View] = {
     "rollouts": View("Rollouts", rollouts.build),
     "weights": View("Weights", weights.build),
     "faults": View("Faults", faults.build),
+    "compare": View("Compare", compare.build, across=True),
 }
 FIRST = next(iter(VIEWS))
 

@@ -23,6 +23,7 @@ COMMANDS = (
     "stacks",
     "watch",
     "report",
+    "compare",
     "eval",
     "export",
     "trace",

@@ -1,0 +1,91 @@
+"""Several runs against each other: outcomes, curves on a common axis, what a threshold took, and what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from nicegui import ui
+from plotly.graph_objects import Figure
+
+from megasync.watch import comparison, figures, units
+from megasync.watch.chart import Chart
+from megasync.watch.document import Cell, Number
+from megasync.watch.document import Table as Rows
+from megasync.watch.elements import Table, card, text
+from megasync.watch.run_folder import RunFolder
+from megasync.watch.view import Place, Update
+
+AXES = {"step": "Steps", "tokens": "Tokens", "time": "Time"}
+
+
+def build(runs: Sequence[RunFolder], place: Place) -> Update | None:
+    """Draws the runs that are open together."""
+    if len(runs) < 2:
+        text("p", "Choose several runs in the list of runs to compare them.", "empty")
+        return None
+    chosen = {"axis": place.query.get("axis", "step")}
+    if chosen["axis"] not in AXES:
+        chosen["axis"] = "step"
+    charts: list[Update] = []
+    with ui.element("div").classes("grid"):
+        tables = [_table("Outcomes", lambda: comparison.outcomes(runs))]
+        with card("Curves", "by", "all"):
+            ui.toggle(AXES, value=chosen["axis"], on_change=lambda event: turn(event.value)).props("dense no-caps")
+        for number, draw in enumerate(figures.COMPARABLE.values()):
+            charts.append(_chart(runs, draw, chosen, "two-thirds" if number == 0 else "half"))
+        tables.append(_table("What it took", lambda: _times(runs)))
+        tables.append(_table("Settings that differ", lambda: comparison.settings_table(runs)))
+
+    def turn(axis: str) -> None:
+        chosen["axis"] = axis
+        for chart in charts:
+            chart()
+
+    def update() -> None:
+        for part in (*tables, *charts):
+            part()
+
+    update()
+    return update
+
+
+def _times(runs: Sequence[RunFolder]) -> Rows | None:
+    goal = comparison.goal_of(runs)
+    return None if goal is None else comparison.times_to(runs, goal)
+
+
+def _chart(runs: Sequence[RunFolder], draw: Callable[..., Figure | None], chosen: dict[str, str], width: str) -> Update:
+    with ui.element("section").classes(f"card {width}") as section:
+        chart = Chart(lambda: draw(runs, chosen["axis"]))
+
+    def update() -> None:
+        chart.update()
+        section.set_visibility(draw(runs, chosen["axis"]) is not None)
+
+    return update
+
+
+def _table(title: str, rows: Callable[[], Rows | None]) -> Update:
+    with card(title, width="all"):
+        box = ui.element("div")
+    table: list[Table] = []
+
+    def update() -> None:
+        found = rows()
+        if found is None or not found.rows:
+            return
+        if not table:
+            numbers = [
+                heading
+                for at, heading in enumerate(found.headings)
+                if any(isinstance(row[at], Number) for row in found.rows)
+            ]
+            with box:
+                table.append(Table(found.headings, numbers))
+        table[0].show([[_cell(cell) for cell in row] for row in found.rows])
+
+    return update
+
+
+def _cell(cell: Cell) -> str:
+    return units.NOTHING if cell is None else cell.text if isinstance(cell, Number) else cell
