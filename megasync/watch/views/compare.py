@@ -32,7 +32,7 @@ def build(runs: Sequence[RunFolder], place: Place) -> Update | None:
         with card("Curves", "by", "all"):
             ui.toggle(AXES, value=chosen["axis"], on_change=lambda event: turn(event.value)).props("dense no-caps")
         for number, draw in enumerate(figures.COMPARABLE.values()):
-            charts.append(_chart(runs, draw, chosen, "two-thirds" if number == 0 else "half"))
+            charts.append(_chart(runs, draw, chosen, "all" if number == 0 else "half"))
         tables.append(_table("What it took", lambda: _times(runs)))
         tables.append(_table("Settings that differ", lambda: comparison.settings_table(runs)))
 
