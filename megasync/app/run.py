@@ -120,8 +120,8 @@ class Run:
                 async with short_collections(), observer.writing_state(), AsyncExitStack() as stack:
                     self._controller = await self._build(stack, observer, self._reports)
                     self._reports.describe = self._controller.describe
-                    observer.running()
-                    progress = await self._controller.run()
+                    with observer.running():
+                        progress = await self._controller.run()
                     observer.stopped = self._controller.stop_reason
                     observer.message("shutting down servers and trainer ranks")
                 export_dir = await asyncio.to_thread(export_newest, self.config, self.run_dir, observer.message)

@@ -234,9 +234,9 @@ class SupervisedRun:
                 async with observer.writing_state(), answers, AsyncExitStack() as stack:
                     trainer = await self._start(stack, observer, reports)
                     self._started = True
-                    observer.running()
                     try:
-                        await self._train(trainer, observer)
+                        with observer.running():
+                            await self._train(trainer, observer)
                     finally:
                         await self._exported()
                     observer.stopped = self._reason

@@ -82,6 +82,12 @@ class RunParts:
     workers: Callable[[], list[ProcessState]] = list
     frozen_models: Callable[[], list[ProcessState]] = list
 
+    def as_now(self) -> RunParts:
+        """Reports of the present, for ever."""
+        servers, router, ranks = self.servers(), self.router(), self.ranks()
+        workers, frozen_models = self.workers(), self.frozen_models()
+        return RunParts(lambda: servers, lambda: router, lambda: ranks, lambda: workers, lambda: frozen_models)
+
 
 class RunObserver:
     """Context manager around a run. All methods are cheap and must be called from the controller's thread."""
@@ -178,12 +184,21 @@ class RunObserver:
 
     # Reports from the controller
 
-    def running(self) -> None:
-        """Everything has started; the loops of the run begin."""
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Wraps the loops of the run, between the start and the shutdown of its parts.
+
+        Afterwards the state shows the parts as they were at the end of the loops.
+        """
         self._status = "running"
         if self._resumes_killed:
             self._resumes_killed = False
             self.recovery("driver", "another driver resumed the run")
+        try:
+            yield
+        finally:
+            with self._guarded("keep the state"):
+                self.parts = self.parts.as_now()
 
     def fault(self, what: str, text: str, **fields: Any) -> None:
         """Records that a part of the run died, hung or failed; see `observe.events`."""

@@ -261,8 +261,7 @@ def kinds(run_dir):
 
 
 def test_a_run_records_its_start_its_faults_and_its_end(observer, tmp_path):
-    with observer:
-        observer.running()
+    with observer, observer.running():
         observer.fault("rank 1", "killed")
         observer.recovery("rank 1", "restarted")
         observer.step(1, 1, METRICS)
@@ -290,8 +289,7 @@ def test_a_failed_run_records_why(observer, tmp_path):
 
 
 def test_a_run_that_was_stopped_records_why(observer, tmp_path):
-    with observer:
-        observer.running()
+    with observer, observer.running():
         observer.stopped = "SIGTERM"
     assert (read_state(tmp_path).status, read_state(tmp_path).reason) == ("stopped", "SIGTERM")
 
@@ -302,15 +300,15 @@ def another_driver(observer):
 
 def test_a_resumed_run_records_the_death_of_the_driver_before_it(observer, tmp_path):
     observer.__enter__()
-    observer.running()
+    observer.running().__enter__()
     died = read_state(tmp_path).time
     # Of a killed driver nothing is left but its files.
     observer._display.__exit__()
     with another_driver(observer) as resumed:
         assert [event.what for event in read_events(tmp_path) if event.kind == "fault"] == ["driver"]
         assert read_events(tmp_path)[-1].kind == "start"
-        resumed.running()
-        resumed.step(1, 1, METRICS)
+        with resumed.running():
+            resumed.step(1, 1, METRICS)
         columns = read_metrics(tmp_path)
     (fault,) = faults(read_events(tmp_path), trained_at(columns))
     assert fault.time >= died - 0.01 and fault.recovered is not None and fault.seconds_to_next_step is not None
@@ -327,20 +325,25 @@ def test_a_resumed_run_that_had_ended_records_no_fault(observer, tmp_path):
 
 async def test_the_state_has_what_the_parts_report(observer, tmp_path, monkeypatch):
     monkeypatch.setattr(observer_module, "STATE_SECONDS", 0.01)
-    observer.parts.servers = lambda: [
+    reported = [
         ProcessState(name="server-0", state="healthy"),
         ProcessState(name="server-1", state="dead", reason="killed"),
     ]
+    observer.parts.servers = lambda: list(reported)
     observer.parts.ranks = lambda: [RankState(rank=0, pid=1)]
     with observer:
         async with observer.writing_state():
             assert read_state(tmp_path).status == "starting"
-            observer.running()
-            observer.step(3, 2, METRICS)
-            observer.activity("trainer", "training")
-            observer.buffer(COUNTS, {"lease": "groups"})
-            while (state := read_state(tmp_path)).status != "running":
-                await asyncio.sleep(0.01)
+            with observer.running():
+                observer.step(3, 2, METRICS)
+                observer.activity("trainer", "training")
+                observer.buffer(COUNTS, {"lease": "groups"})
+                while (state := read_state(tmp_path)).status != "running":
+                    await asyncio.sleep(0.01)
+            # The parts are shut down before the last state is written.
+            observer.step(4, 2, METRICS)
+            reported.clear()
+    assert read_state(tmp_path).servers == state.servers and read_state(tmp_path).step == 4
     assert (state.step, state.version, state.ranks) == (3, 2, [RankState(rank=0, pid=1)])
     assert [(server.name, server.version) for server in state.servers] == [("server-0", 2), ("server-1", None)]
     assert state.buffer.waiting == {"lease": "groups"} and state.activities["trainer"][0] == "training"
@@ -352,8 +355,8 @@ async def test_a_part_that_cannot_be_described_does_not_end_the_run(observer, tm
     observer.parts.servers = lambda: 1 / 0
     with observer:
         async with observer.writing_state():
-            observer.running()
-            await asyncio.sleep(0.05)
+            with observer.running():
+                await asyncio.sleep(0.05)
     assert "ZeroDivisionError" in caplog.text
     assert kinds(tmp_path)[-1] == ("end", "")
 
