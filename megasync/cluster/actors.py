@@ -181,6 +181,10 @@ class ServiceActor:
     async def tail(self, lines: int) -> str:
         return await self._call("tail", lines, timeout=ANSWER_SECONDS)
 
+    async def metrics_url(self) -> str:
+        """See `Router.metrics_url`."""
+        return await self._call("metrics_url", timeout=ANSWER_SECONDS)
+
     async def visible_devices(self) -> str:
         """See `SGLangServer.visible_devices`."""
         return await self._call("visible_devices", timeout=ANSWER_SECONDS)

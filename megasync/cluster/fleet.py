@@ -34,8 +34,8 @@ from msgspec import structs
 
 from megasync.cluster.actors import ServiceActor
 from megasync.cluster.pools import Pools
-from megasync.cluster.router_slot import Members, RouterSlot
-from megasync.cluster.server_slot import CHECK, ServerProcess, ServerSlot, ServiceProcess, raise_supervision_error
+from megasync.cluster.router_slot import Members, RouterProcess, RouterSlot
+from megasync.cluster.server_slot import CHECK, ServerProcess, ServerSlot, raise_supervision_error
 from megasync.cluster.slot_faults import SlotFaults
 from megasync.cluster.spread_server import SpreadServer
 from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
@@ -187,6 +187,11 @@ class Fleet:
     def joiners(self) -> list[ServerControl]:
         """Servers that are up and wait for a sync to the published version."""
         return self._controls(ServerState.STALE)
+
+    def metrics_urls(self) -> dict[str, str]:
+        """Where the metrics of each server that is up, and of the router, can be scraped. Safe in any thread."""
+        urls = {f"server-{slot.index}": f"{url}/metrics" for url, slot in list(self._by_url.items())}
+        return urls | ({"router": self._router.metrics_url} if self._router.metrics_url else {})
 
     async def changed(self) -> None:
         """Returns when a server has come up or gone since the last call; for one caller."""
@@ -616,6 +621,7 @@ class Fleet:
             self._nodes,
             gpus=self._shared_gpus_of(index),
             releases_memory=config.cluster.colocate,
+            metrics=config.observe.prometheus is not None,
             adapters=served_adapters(config),
         )
         slots = self._pool_slots(index)
@@ -635,7 +641,7 @@ class Fleet:
         width = self._config.rollout.tensor_parallel
         return ",".join(self.shared_gpus[index * width : (index + 1) * width])
 
-    def _router_process(self, servers: Collection[str], port: int) -> ServiceProcess:
+    def _router_process(self, servers: Collection[str], port: int) -> RouterProcess:
         config = self._config
         log_path = str(self._logs / "router.log")
         arguments = (

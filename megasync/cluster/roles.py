@@ -45,7 +45,7 @@ ROLES = {
         Role("server", "rollout", SGLangServer, ("meet", "start", "stop", "process_id", "tail", "visible_devices")),
         # In the pool of its model, or on the devices of a server of the rollout pool.
         Role("frozen_model", None, FrozenModelServer, ("start", "stop", "process_id", "tail")),
-        Role("router", "rollout", Router, ("start", "stop", "process_id", "tail")),
+        Role("router", "rollout", Router, ("start", "stop", "process_id", "tail", "metrics_url")),
         Role("rollout_worker", "rollout", RolloutWorker, ("prepare", "clock", "open", "poll", "send")),
         # One on each node that has servers.
         Role("node_agent", None, ProcessWatch, ("ended", "stacks")),

@@ -37,19 +37,27 @@ class Members(Protocol):
     async def close(self) -> None: ...
 
 
+class RouterProcess(ServiceProcess, Protocol):
+    """The process of the router."""
+
+    async def metrics_url(self) -> str:
+        """Where Prometheus can scrape it."""
+        ...
+
+
 class RouterSlot:
-    """Supervises the router. `url` stays the same for the life of the run."""
+    """Supervises the router. `url` stays the same for the life of the run; `metrics_url` is new at each start."""
 
     def __init__(
         self,
-        make_process: Callable[[Collection[str], int], ServiceProcess],
+        make_process: Callable[[Collection[str], int], RouterProcess],
         wanted: Callable[[], Collection[str]],
         members: Callable[[str], Members],
         config: Config,
         clock: Callable[[], float],
     ) -> None:
         """`make_process` takes the servers to start with and the port, 0 for any; `members` the router's URL."""
-        self.url = ""
+        self.url = self.metrics_url = ""
         self.starts = 0
         self.events: EventSink = NO_EVENTS
         self._since = time.time()
@@ -57,9 +65,10 @@ class RouterSlot:
         self._wanted = wanted
         self._config = config.rollout.health
         self._timeouts = config.timeouts
+        self._scraped = config.observe.prometheus is not None
         self._restarts = RestartBudget(self._config.restarts, self._config.restart_window, clock)
         self._reach_members = members
-        self._process: ServiceProcess | None = None
+        self._process: RouterProcess | None = None
         self._members: Members | None = None
         self._lock = asyncio.Lock()
         self._due = asyncio.Event()
@@ -71,6 +80,7 @@ class RouterSlot:
         self._process = self._make_process(servers, port)
         try:
             self.url = await self._process.start(self._timeouts.server_start)
+            self.metrics_url = await self._process.metrics_url() if self._scraped else ""
         except BaseException:
             await self._end_process()
             raise

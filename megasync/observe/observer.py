@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import time
@@ -42,6 +43,7 @@ from megasync.observe.events import (
 )
 from megasync.observe.metrics import MetricsLog
 from megasync.observe.samples import append_answers
+from megasync.observe.sinks import Answers, Row, Sinks
 from megasync.observe.state_file import (
     BufferState,
     ProcessState,
@@ -51,6 +53,7 @@ from megasync.observe.state_file import (
     read_state,
     write_state,
 )
+from megasync.observe.trackers import configured_sinks
 from megasync.observe.versions import package_versions
 
 log = logging.getLogger(__name__)
@@ -105,6 +108,9 @@ class RunObserver:
         self._clock = clock
         self._pacing = Pacing.of(config.schedule)
         self._metrics = MetricsLog(self._run_dir, config.observe.tensorboard)
+        # Addresses of the servers' own metrics by the server's name; asked from another thread.
+        self.server_metrics: Callable[[], Mapping[str, str]] = dict
+        self._sinks = Sinks(configured_sinks(config, self._run_dir, self.snapshot, lambda: self.server_metrics()))
         self._start = clock()
         self._step = 0
         self._version = 0
@@ -142,9 +148,11 @@ class RunObserver:
             self._record_start()
         with self._guarded("write the state"):
             write_state(self._run_dir, self.state())
+        self._sinks.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._pass_on()
         reason = self.stopped
         if isinstance(error, Exception):
             self._status, reason = "failed", f"{type(error).__name__}: {error}"
@@ -162,6 +170,7 @@ class RunObserver:
         self._display.__exit__()
         with self._guarded("close the metrics"):
             self._metrics.close()
+        self._sinks.close(failed=self._status == "failed")
         self._draw()
 
     @asynccontextmanager
@@ -244,7 +253,7 @@ class RunObserver:
         """Records an evaluation of the weights of `version` on held-out prompts; `step` may lie in the past."""
         self._step, self._version = max(self._step, step), max(self._version, version)
         self._scores.append((step, metrics[names.SCORE]))
-        self._log(step, dict(metrics))
+        self._log(step, dict(metrics), evaluation=True)
         self._set_scores = {
             match[1]: value for key, value in metrics.items() if (match := names.SET_SCORE.fullmatch(key))
         }
@@ -258,7 +267,7 @@ class RunObserver:
     def validation(self, step: int, loss: float) -> None:
         """Records the loss of the held-out rows of a supervised run."""
         self._validation_losses.append((step, loss))
-        self._log(step, {names.VALIDATION_LOSS: loss})
+        self._log(step, {names.VALIDATION_LOSS: loss}, evaluation=True)
         text = f"validation loss {loss:.4f} after step {step}"
         self._show(text)
         self._record(EVALUATION, text, step=step, loss=loss)
@@ -274,6 +283,7 @@ class RunObserver:
         self._validation_losses = [(at, loss) for at, loss in self._validation_losses if at <= step]
         self._scores = [(at, score) for at, score in self._scores if at <= step]
         self._progress.clear()
+        self._sinks.rewind(step)
         with self._guarded("rewrite metrics"):
             self._metrics.close()
 
@@ -283,6 +293,7 @@ class RunObserver:
         if kept:
             with self._guarded("write sample answers"):
                 append_answers(self._run_dir, step, version, kept)
+            self._sinks.answers(Answers(step, version, kept))
 
     def buffer(self, counts: Mapping[str, Any], waiting: Mapping[str, str]) -> None:
         """Records the buffer's counts (`buffer.state.BufferCounts`), and which of its calls wait for what."""
@@ -296,6 +307,7 @@ class RunObserver:
             live=counts["live"],
             waiting=dict(waiting),
         )
+        self._pass_on()
 
     def activity(self, part: str, doing: str) -> None:
         """Records what a component is doing from now on; the display shows for how long."""
@@ -396,9 +408,17 @@ class RunObserver:
         (start, before), (end, after) = self._progress[0], self._progress[-1]
         return (after - before) / (end - start) if end > start else None
 
-    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _log(self, step: int, metrics: Mapping[str, float], evaluation: bool = False) -> None:
         with self._guarded("write metrics"):
             self._metrics.log(step, metrics)
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        self._sinks.log(Row(step, time.time(), finite, evaluation))
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Shows what sinks have said, each in its own thread."""
+        for text in self._sinks.messages():
+            self.message(text)
 
     def _draw(self) -> None:
         self._drawn = self._clock()

@@ -17,7 +17,7 @@ from megasync.files import atomic_write
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 # A part of a name that the configuration or a user's function chooses; it matches any text without a slash, or, with
 # three dots, with slashes too.
-_PART = re.compile(r"<[a-z ]+(\.\.\.)?>")
+_PART = re.compile(r"<([a-z ]+)(\.\.\.)?>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,14 @@ class Metric:
     def pattern(self) -> re.Pattern[str]:
         parts, at = "", 0
         for found in _PART.finditer(self.name):
-            parts += re.escape(self.name[at : found.start()]) + (".+" if found[1] else "[^/]+")
+            parts += re.escape(self.name[at : found.start()]) + ("(.+)" if found[2] else "([^/]+)")
             at = found.end()
         return re.compile(parts + re.escape(self.name[at:]))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What stands between the brackets, in the order of the pattern's groups."""
+        return tuple(found[1] for found in _PART.finditer(self.name))
 
 
 @dataclass(frozen=True, slots=True)

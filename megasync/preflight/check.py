@@ -48,6 +48,7 @@ from megasync.preflight.check_algorithm import check_algorithm, check_critic, ch
 from megasync.preflight.check_evaluation import check_evaluation, check_seeded
 from megasync.preflight.check_fp8_servers import check_fp8_servers
 from megasync.preflight.check_frozen_models import check_frozen_models
+from megasync.preflight.check_observe import check_observe
 from megasync.preflight.check_rollout import check_agent, check_chat, check_environment, check_groups, check_rewards
 from megasync.support import MAX_SUPPORT
 from megasync.trainer.architecture import (
@@ -98,6 +99,8 @@ def check_config(
     _check_model(config, planning)
     _check_data(config, planning, own_rows or not training, own_eval_rows)
     _check_folder("run_root", config.run_root)
+    if training:
+        check_observe(config, planning)
 
 
 def check_supervised(config: Config) -> None:
@@ -137,6 +140,7 @@ def check_supervised(config: Config) -> None:
         _check_scales(source.parent, layout)
     trainer_pool(config)
     _check_folder("run_root", config.run_root)
+    check_observe(config, planning=False)
 
 
 def check_steps(config: Config) -> None:

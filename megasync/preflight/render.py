@@ -14,6 +14,7 @@ from rich.text import Text
 from megasync.config.access import describe_access
 from megasync.config.pools import engine_nodes
 from megasync.layout.routes import RouteFormat
+from megasync.observe.trackers import describe_sinks
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, bytes_text
 from megasync.preflight.memory import HostMemory, ServerMemory, longest_sequence, microbatch_tokens
 from megasync.preflight.plan import Plan, PlannedPool, PlannedRank
@@ -89,6 +90,7 @@ def _summary(plan: Plan) -> Table:
         **({"devices": TURNS} if config.cluster.colocate else {}),
         "host memory": _host_memory(plan.host),
         "access": describe_access(config.cluster),
+        "metrics": describe_sinks(config),
     }
     form = RouteFormat.of(plan.layout.hf_config) if rollout.routing_replay else None
     if form is not None:

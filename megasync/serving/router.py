@@ -148,6 +148,11 @@ class Router(Service):
         healthy = {worker.url.rstrip("/") for worker in workers if worker.is_healthy}
         return healthy.issuperset(self.worker_urls)
 
+    def metrics_url(self) -> str:
+        """Where Prometheus can scrape the router; known once it has started."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self._prometheus_port}/metrics"
+
     async def workers(self) -> list[Worker] | None:
         """The servers that the router lists; None while it does not answer.
 

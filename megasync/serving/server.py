@@ -138,6 +138,8 @@ class ServerSpec:
     gpus: str = ""
     # Whether it can free its device memory and get it back: `server_slot.ServerSlot.release_memory`.
     releases_memory: bool = False
+    # Whether it has metrics of its own, which Prometheus can scrape.
+    metrics: bool = False
     adapters: ServedAdapters | None = None
 
 
@@ -211,6 +213,8 @@ class SGLangServer(Service):
             options |= {"--stream-interval": rollout.stream_interval, "--incremental-streaming-output": True}
         if rollout.routing_replay:
             options["--enable-return-routed-experts"] = True
+        if spec.metrics:
+            options["--enable-metrics"] = True
         if spec.deterministic:
             options["--enable-deterministic-inference"] = True
         if spec.releases_memory and spec.device == "cuda":

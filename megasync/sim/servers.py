@@ -327,6 +327,9 @@ class SimRouter:
     def processes(self) -> list[tuple[str, int]]:
         return []
 
+    async def metrics_url(self) -> str:
+        return ""
+
     async def tail(self, lines: int) -> str:
         return "killed"
 

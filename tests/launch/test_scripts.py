@@ -174,14 +174,15 @@ def test_the_script_for_one_machine_has_a_help_text(checkout):
     assert helped.returncode == 0 and helped.stdout.startswith("Trains on this machine only")
 
 
-def test_the_tests_add_verl_and_the_packages_of_the_rehearsal_to_the_environment_once(checkout):
+def test_the_tests_add_verl_trackers_and_the_packages_of_the_rehearsal_to_the_environment_once(checkout):
     python = fake_python(checkout, "true")
     run = partial(bash, checkout / "launch" / "test.sh", PYTHON=str(python))
     assert run().returncode == run().returncode == 0
     pins = [str(requirement) for requirement in requirements_of("rehearsal.lock")]
-    *_, project, verl = (checkout / "pip.txt").read_text().splitlines()[: -len(pins)]
+    *_, project, verl, trackers = (checkout / "pip.txt").read_text().splitlines()[: -len(pins)]
     assert "--editable" in project
     assert "--no-deps" in verl and verl.endswith("launch/verl.lock")
+    assert "--no-deps" in trackers and trackers.endswith("launch/trackers.lock")
     unpacked = (checkout / "pip.txt").read_text().splitlines()[-len(pins) :]
     assert [line.split()[-1] for line in unpacked] == pins and all("--no-deps" in line for line in unpacked)
     folders = sorted(folder.name for folder in (checkout / ".venv" / "rehearsal").iterdir())
@@ -209,15 +210,23 @@ def test_the_checks_run_all_and_name_those_that_fail(checkout):
     assert "ran basedpyright" in failed.stdout
 
 
-@pytest.mark.parametrize("lock", ["verl.lock", "lint.lock"])
+@pytest.mark.parametrize("lock", ["verl.lock", "lint.lock", "trackers.lock"])
 def test_the_locks_do_not_overlap(lock):
     pins = requirements_of(lock)
     assert {str(requirement.specifier)[:2] for requirement in pins} == {"=="}
     assert not {requirement.name for requirement in pins} & {requirement.name for requirement in LOCK}
 
 
+def test_locks_that_share_a_package_pin_the_same_version():
+    """They are installed into one environment, in any order."""
+    pins = {str(pin) for lock in ("verl.lock", "lint.lock", "trackers.lock") for pin in requirements_of(lock)}
+    names = [pin.partition("==")[0].lower().replace("_", "-") for pin in pins]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_the_locks_pin_exactly_and_fit_the_projects_requirements():
-    locked = [*LOCK, *requirements_of("lint.lock")]
+    trackers = [pin for pin in requirements_of("trackers.lock") if pin.name in ("wandb", "mlflow-skinny")]
+    locked = [*LOCK, *requirements_of("lint.lock"), *trackers]
     pins = {requirement.name.lower().replace("_", "-"): requirement for requirement in locked}
     assert len(pins) == len(locked)
     for requirement in locked:
@@ -225,7 +234,9 @@ def test_the_locks_pin_exactly_and_fit_the_projects_requirements():
         assert specifier.operator == "==" and requirement.url is None and "+" not in specifier.version
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = chain(project["dependencies"], *(extras[name] for name in ("tasks", "deepresearch", "test", "lint")))
+    wanted = chain(
+        project["dependencies"], *(extras[name] for name in ("tasks", "deepresearch", "trackers", "test", "lint"))
+    )
     for requirement in map(Requirement, [*wanted, *project_build()]):
         pin = pins[requirement.name.lower().replace("_", "-")]
         assert requirement.specifier.contains(next(iter(pin.specifier)).version), requirement

@@ -7,7 +7,15 @@ limit (`megasync.config.limits`). Nothing here imports torch or Ray.
 
 from megasync.config.schema.cluster import ClusterConfig, SyncConfig, TimeoutConfig
 from megasync.config.schema.data import DataConfig, DatasetConfig, ModelConfig, PromptConfig, SftConfig, TrainSetConfig
-from megasync.config.schema.evaluation import EvalConfig, EvalSamplingConfig, EvalSetConfig, ObserveConfig
+from megasync.config.schema.evaluation import (
+    EvalConfig,
+    EvalSamplingConfig,
+    EvalSetConfig,
+    MlflowConfig,
+    ObserveConfig,
+    PrometheusConfig,
+    WandbConfig,
+)
 from megasync.config.schema.rewards import (
     AuxiliaryModelConfig,
     FrozenModelConfig,
@@ -59,9 +67,11 @@ __all__ = [
     "HealthConfig",
     "LoraConfig",
     "MegatronConfig",
+    "MlflowConfig",
     "ModelConfig",
     "ObserveConfig",
     "OptimizerConfig",
+    "PrometheusConfig",
     "PromptConfig",
     "RewardConfig",
     "RewardModelConfig",
@@ -75,4 +85,5 @@ __all__ = [
     "ToolsConfig",
     "TrainSetConfig",
     "TrainerConfig",
+    "WandbConfig",
 ]

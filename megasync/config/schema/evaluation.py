@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megasync.config.limits import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, PATH, POSITIVE, REWARD, Range, limited
+from megasync.config.limits import (
+    AT_LEAST_ONE,
+    FRACTION,
+    HOST,
+    NOT_NEGATIVE,
+    PATH,
+    POSITIVE,
+    REWARD,
+    Choice,
+    Range,
+    limited,
+)
 from megasync.config.schema.data import DatasetConfig
 
 
@@ -68,6 +79,44 @@ class EvalConfig:
 
 
 @dataclass
+class WandbConfig:
+    """Weights & Biases: docs/watching.md. Its key comes from WANDB_API_KEY or `wandb login`."""
+
+    # online sends metrics as they come; offline writes them below RUN/wandb, for `wandb sync`; disabled is off.
+    mode: str = limited("online", Choice("online", "offline", "disabled"))
+    # Project of the run.
+    project: str = "megasync"
+    # User or team that owns the project; null is the default of the key.
+    entity: str | None = None
+    # Group under which runs are shown together.
+    group: str | None = None
+    # Labels of the run.
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass
+class MlflowConfig:
+    """MLflow: docs/watching.md."""
+
+    # Address of the tracking server, or of a database or folder; null takes MLFLOW_TRACKING_URI.
+    tracking_uri: str | None = None
+    # Experiment of the run; it is created if it does not exist.
+    experiment: str = "megasync"
+    # Name of the run; null takes the name of the run directory.
+    run_name: str | None = None
+
+
+@dataclass
+class PrometheusConfig:
+    """An endpoint that Prometheus scrapes: docs/watching.md. It needs no key, and has no secrets."""
+
+    # Address to listen on; auto is this node's own.
+    host: str = limited("127.0.0.1", HOST)
+    # Port; 0 picks a free one.
+    port: int = limited(9464, Range(0, 65535))
+
+
+@dataclass
 class ObserveConfig:
     """What a run displays and logs."""
 
@@ -77,6 +126,12 @@ class ObserveConfig:
     tensorboard: bool = True
     # Number of sample responses written before and after training.
     samples: int = limited(8, NOT_NEGATIVE)
+    # Also log to Weights & Biases; null does not.
+    wandb: WandbConfig | None = None
+    # Also log to MLflow; null does not.
+    mlflow: MlflowConfig | None = None
+    # Let Prometheus scrape this run and its servers; null does not.
+    prometheus: PrometheusConfig | None = None
     # Record when each process does what, in trace/ of the run directory: `megasync trace RUN` merges it to one file.
     trace: bool = True
     # Responses of a step that are recorded for `megasync watch`: whole groups, at least one; 0 for none. As large a

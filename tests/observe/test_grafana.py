@@ -1,0 +1,145 @@
+"""The dashboard asks only for metrics that exist, and Prometheus itself understands its questions."""
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from contextlib import contextmanager
+from io import StringIO
+
+import pytest
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
+from rich.console import Console
+
+from megasync.config import load_config
+from megasync.config.schema import PrometheusConfig
+from megasync.observe.grafana import FILE, dashboard, text
+from megasync.observe.observer import RunObserver
+from megasync.observe.prometheus import OWN, Exported, PrometheusSink
+from megasync.observe.registry import METRICS
+from megasync.observe.sinks import Row
+
+PROMETHEUS = shutil.which("prometheus")
+QUERIES = [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", ())]
+# Of SGLang, with --enable-metrics; a test of real servers looks them up.
+SERVER_METRICS = {"gen_throughput", "num_queue_reqs", "token_usage"}
+
+
+def test_the_file_is_up_to_date():
+    """`python -m megasync.observe.grafana` writes it."""
+    assert FILE.read_text(encoding="utf-8") == text()
+
+
+def test_every_metric_that_it_asks_for_exists():
+    known = {Exported.of(metric).series for metric in METRICS} | {metric.series for metric in OWN.values()}
+    asked = {name for query in QUERIES for name in re.findall(r"megasync_\w+", query)}
+    assert len(asked) > 50 and asked <= known
+    assert {name for query in QUERIES for name in re.findall(r"sglang\[:_\](\w+)", query)} == SERVER_METRICS
+
+
+def test_panels_do_not_overlap_and_every_question_has_some():
+    panels = dashboard()["panels"]
+    cells = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in panels)
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
+    kinds = [panel["type"] for panel in panels]
+    assert kinds.count("row") == 4 and all(kinds[at + 1] != "row" for at, kind in enumerate(kinds) if kind == "row")
+
+
+def test_labels_in_legends_are_labels_of_the_metric():
+    labels = {
+        exported.series: exported.labels
+        for exported in [Exported.of(metric) for metric in METRICS] + list(OWN.values())
+    }
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            name, *_ = [*re.findall(r"megasync_\w+", target["expr"]), ""]
+            shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            assert shown <= {*labels.get(name, ()), "server"}, target
+
+
+@contextmanager
+def prometheus_server(folder, target):
+    """A Prometheus that scrapes a run every second, as docs/watching.md says; its address."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    config = folder / "prometheus.yml"
+    config.write_text(
+        f"""
+global: {{scrape_interval: 1s}}
+scrape_configs:
+  - job_name: megasync
+    static_configs: [{{targets: ["{target}"]}}]
+  - job_name: megasync-servers
+    http_sd_configs: [{{url: "http://{target}/servers", refresh_interval: 1s}}]
+"""
+    )
+    arguments = [f"--config.file={config}", f"--storage.tsdb.path={folder}/data", f"--web.listen-address={address}"]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen([PROMETHEUS, *arguments], stdout=log, stderr=log)
+    try:
+        yield f"http://{address}"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def ask(address, query):
+    """The series that answer a query, as labels and value."""
+    url = f"{address}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        found = json.load(answer)["data"]["result"]
+    return [(series["metric"], float(series["value"][1])) for series in found]
+
+
+def wait_for(address, query):
+    while True:
+        try:
+            if found := ask(address, query):
+                return found
+        except urllib.error.HTTPError as error:
+            assert error.code == 503, error.read()
+        except urllib.error.URLError:
+            pass  # it still starts
+        time.sleep(0.1)
+
+
+@pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed")
+def test_prometheus_scrapes_a_run_and_its_servers_and_answers_every_query(tmp_path):
+    config = load_config(
+        {"model": {"path": "m"}, "data": {"train": {"kind": "digits", "source": "copy"}}}, ["observe.live=false"]
+    )
+    observer = RunObserver(config, tmp_path / "run-1", console=Console(file=StringIO()))
+    of_server = CollectorRegistry()
+    Gauge("sglang:gen_throughput", "Tokens per second.", registry=of_server).set(70.0)
+    server, thread = start_http_server(0, "127.0.0.1", registry=of_server)
+    servers = {"server-0": f"http://127.0.0.1:{server.server_port}/metrics"}
+    sink = PrometheusSink(PrometheusConfig(port=0), observer.snapshot, lambda: servers)
+    target = urllib.parse.urlsplit(sink.open().split()[3]).netloc
+    try:
+        sink.log(Row(4, 1000.0, {"train/server_kl@2": 0.25, "rollout/tokens": 640.0}))
+        with prometheus_server(tmp_path, target) as address:
+            ((labels, value),) = wait_for(address, "megasync_train_server_kl_versions")
+            assert (labels["versions"], labels["job"], value) == ("2", "megasync", 0.25)
+            ((_, counted),) = wait_for(address, "megasync_rollout_tokens_total")
+            assert counted == 640.0
+            (of_servers,) = (query for query in QUERIES if "gen_throughput" in query)
+            ((labels, value),) = wait_for(address, of_servers.replace("$directory", "run-1"))
+            assert (labels["server"], labels["job"], value) == ("server-0", "megasync-servers", 70.0)
+            for query in QUERIES:
+                # Raises for one that Prometheus does not understand.
+                ask(address, query.replace("$instance", target).replace("$directory", "run-1"))
+    finally:
+        sink.close(failed=False)
+        server.shutdown()
+        server.server_close()
+        thread.join()
