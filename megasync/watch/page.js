@@ -9,3 +9,7 @@ addEventListener("keydown", (event) => {
   }
 });
 addEventListener("popstate", () => location.reload());
+// A chart that is taken away is resized to nothing, which Plotly refuses; there is nothing to do about it.
+addEventListener("unhandledrejection", (event) => {
+  if (String(event.reason?.message ?? event.reason).startsWith("Resize must be passed a displayed plot")) event.preventDefault();
+});

@@ -17,8 +17,9 @@ PATIENCE_MS = 60_000
 expect.set_options(timeout=PATIENCE_MS)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """Of one file, without asynchronous tests: until it is closed, playwright's event loop is the running one."""
     if not CHROMIUM:
         pytest.skip("no chromium is installed; bash launch/browser.sh installs Debian's")
     with sync_playwright() as playwright:
@@ -34,7 +35,7 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def context(browser: Browser) -> Iterator[BrowserContext]:
     """Pages of one context share the browser's cache."""
     context = browser.new_context()
