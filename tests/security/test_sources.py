@@ -18,6 +18,8 @@ OBJECT_COLLECTIVES = {
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
     *("send_object_list", "recv_object_list", "broadcast_pyobj"),
 }
+# Plain values only; the first one is written in C, where PyYAML was built with it.
+SAFE_LOADERS = {"getattr(yaml, 'CSafeLoader', yaml.SafeLoader)", "yaml.SafeLoader"}
 # Checks that an object can be sent to another process: they unpickle what they have just pickled.
 OWN = {
     "megasync/rewards/processes.py",
@@ -44,7 +46,8 @@ def dangers(tree: ast.AST) -> Iterator[str]:
             keywords.get("weights_only") != "True" and keywords.get("allow_pickle") != "False"
         ):
             yield f"{name} without weights_only=True or allow_pickle=False"
-        if name in ("yaml.load", "yaml.unsafe_load", "yaml.full_load"):
+        loader = ast.unparse(node.args[1]) if name == "yaml.load" and len(node.args) > 1 else ""
+        if name in ("yaml.load", "yaml.unsafe_load", "yaml.full_load") and loader not in SAFE_LOADERS:
             yield name
         if keywords.get("trust_remote_code", "False") != "False":
             yield f"{name}(trust_remote_code={keywords['trust_remote_code']})"
