@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import megasync
+from megasync.observe.registry import metric_of
 
 pytestmark = pytest.mark.real
 
@@ -33,6 +34,9 @@ def test_a_run_trains_asynchronously_and_resumes(miniature) -> None:
         assert row["groups/admitted"] == row["groups/trained"] + row["groups/dropped"] + row["groups/live"]
         assert row["sync/parity"] < 1e-4
     assert steps[-1]["groups/trained"] == 16
+    logged = {name for row in rows_of(result.run_dir) for name in row} - {"step", "time"}
+    of_workflows = metric_of("rollout/whatever a workflow reports")
+    assert len(logged) > 90 and not {name for name in logged if metric_of(name) in (None, of_workflows)}
     assert (result.run_dir / "curve.png").stat().st_size > 10_000
     assert list((result.run_dir / "tensorboard").iterdir())
     assert {json.loads(line)["step"] for line in (result.run_dir / "samples.jsonl").read_text().splitlines()} >= {0, 4}
