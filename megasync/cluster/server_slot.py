@@ -22,6 +22,7 @@ import orjson
 from megasync.concurrency.tasks import set_within, wait_for_first
 from megasync.config import Config
 from megasync.errors import InvalidAnswer, MegasyncError, ServerError
+from megasync.observe import trace
 from megasync.observe.hang import RunProcess
 from megasync.observe.state_file import ProcessState
 from megasync.rollout.inflight import ServerLoad
@@ -334,17 +335,27 @@ class ServerSlot:
     async def _probe(self, control: ServerControl) -> None:
         """Asks the HTTP process for the scheduler's last report, which the in-flight cap uses too."""
         await asyncio.sleep(self._phase * self._config.probe_seconds)
+        before = time.time()
         while True:
             try:
                 answer = await control.get("/v1/loads?include=core", timeout=self._config.probe_timeout)
                 self.load = replace(ServerLoad.parse(answer), throughput=self._throughput)
+                before = self._trace_load(self.load, before)
             except ServerError as error:
+                before = time.time()
                 self.note(self.health.probe_failed, f"{type(error).__name__}: {error}")
             else:
                 self.note(self.health.probe_ok)
                 if self._judge is not None and self.health.serves:
                     self._restart_if(self._judge.reported(self.index, self.load))
             await asyncio.sleep(self._config.probe_seconds)
+
+    def _trace_load(self, load: ServerLoad, before: float) -> float:
+        """Records what the server has done since the probe before, as far as this one tells; returns the time."""
+        now, busy = time.time(), load.running + load.waiting > 0
+        loads = {"running": load.running, "waiting": load.waiting, "cache": round(load.token_usage, 3)}
+        trace.complete(self._name.replace(" ", "-"), "generating" if busy else "idle", before, now, **loads)
+        return now
 
     async def _request(self, control: ServerControl) -> None:
         """Asks for what only the scheduler knows. It answers between two batches, even while generation is paused."""

@@ -49,6 +49,8 @@ WAIT, TRAIN, PUBLISH = "wait for groups", "train", "publish"
 _KINDS = (DRIVER, "worker", "trainer", "server")
 _TRACKS = (TRAINER, "step", "rank", SYNC, BUFFER, "evaluation", "group", "generate", "tool", "reward", "teacher")
 _NUMBERED = re.compile(r"(.+)-\d+")
+# The driver's tracks of servers, which are rows of their own.
+_SERVER, LOAD = re.compile(r"server-\d+"), "load"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,9 @@ class Timeline:
                 self._marks.append(_mark(span))
                 continue
             key = span.process, span.track
+            if span.process == DRIVER and _SERVER.fullmatch(span.track):
+                # What the driver's probes learn of a server.
+                key = span.track, LOAD
             if (track := self._tracks.get(key)) is None:
                 track = self._tracks[key] = _Track()
             track.add(span)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from itertools import pairwise
 
 import pytest
 from aiohttp import web
@@ -13,6 +14,8 @@ from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config import Config
 from megasync.config.schema import HealthConfig, TimeoutConfig
 from megasync.errors import ServerError
+from megasync.observe import trace
+from megasync.observe.spans import TraceReader
 from megasync.serving.control import ServerControl
 from megasync.serving.health import ServerState
 
@@ -119,6 +122,19 @@ async def test_a_dead_process_is_replaced_by_another_server_which_is_stale(monke
         assert await until(seen, ServerState.STALE) == slot.url != old
         assert not slot.health.serves
         await first._runner.cleanup()
+
+
+async def test_probes_trace_what_the_server_does(monkeypatch, tmp_path):
+    with trace.recording(tmp_path, "driver"):
+        async with living(monkeypatch, FakeProcess()) as (slot, seen):
+            await until(seen, ServerState.STALE)
+            while slot.load is None:
+                await asyncio.sleep(0.01)
+    spans = TraceReader(tmp_path).update()
+    assert {(span.process, span.track, span.name) for span in spans} == {("driver", "server-0", "generating")}
+    assert spans[0].args == {"running": 2, "waiting": 1, "cache": 0.25} and all(
+        one.end <= other.start for one, other in pairwise(spans)
+    )
 
 
 class Silence:

@@ -35,6 +35,12 @@ def test_a_span_is_a_bar_with_its_arguments():
     )
 
 
+def test_what_probes_learn_of_a_server_is_a_row_of_that_server():
+    spans = [span("driver", f"server-{n}", "generating", at, at + 2.0, running=4) for n in (0, 1) for at in (0.0, 2.0)]
+    found = timeline(*spans, span("driver", "trainer", "train", 1.0, 3.0)).picture(0.0, 4.0)
+    assert [(each.process, len(each.bars)) for each in found.rows] == [("driver", 1), ("server-0", 2), ("server-1", 2)]
+
+
 def test_bars_of_a_row_do_not_overlap():
     rng = random.Random(3)
     spans = [
