@@ -36,7 +36,7 @@ def write_document(document: Document, out: Path | None, name: str, markdown: bo
             text, pictures = render_markdown(document, folder.name)
             folder.mkdir(exist_ok=True)
             for file, data in pictures.items():
-                (folder / file).write_bytes(data)
+                atomic_write(folder / file, data)
             atomic_write(path, text)
         else:
             atomic_write(path, render_html(document))

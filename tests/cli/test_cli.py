@@ -28,6 +28,7 @@ COMMANDS = (
     "export",
     "trace",
     "to-megatron",
+    "quantize",
     "from-megatron",
     "check-layout",
     "doctor",

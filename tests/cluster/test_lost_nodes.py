@@ -13,6 +13,7 @@ from megasync.cluster import trainer_group
 from megasync.cluster.trainer_group import TrainerGroup
 from megasync.config import Config
 from megasync.errors import ProcessLost, RankLost
+from megasync.observe.clock import read_clock
 
 
 @dataclass
@@ -48,7 +49,10 @@ class FakeActors:
         if method == "pid" and self.slots[-1] in self.unplaced:
             # As Ray does until the node is back.
             await asyncio.sleep(timeout)
-        return [("localhost", 1)] * len(self.ranks)
+        return [read_clock() if method == "clock" else ("localhost", 1)] * len(self.ranks)
+
+    async def call_one(self, slot: int, method: str, timeout: float) -> Any:
+        return (await self.call(method, timeout=timeout))[slot]
 
     def kill(self) -> None: ...
 
