@@ -13,12 +13,44 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import megasync
 from megasync.observe.registry import metric_of
+from megasync.observe.rollouts import Filters
+from megasync.observe.spans import TraceReader
+from megasync.watch.html_page import render_html
+from megasync.watch.report import make_report
+from megasync.watch.run_folder import RunFolder
+from megasync.watch.timeline import Timeline
 
 pytestmark = pytest.mark.real
 
 
 def rows_of(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_record(run_dir: Path, steps: list[dict]) -> None:
+    """What the page, a report and the registry of metrics know of a finished run is what its metrics say."""
+    logged = {name for row in rows_of(run_dir) for name in row} - {"step", "time"}
+    of_workflows = metric_of("rollout/whatever a workflow reports")
+    assert len(logged) > 90 and not {name for name in logged if metric_of(name) in (None, of_workflows)}
+
+    run = RunFolder(run_dir)
+    assert (run.status, run.step, run.missing, run.balance.lost) == ("finished", len(steps), [], 0)
+    assert [server.state for server in run.state.servers] == ["healthy"] * 2 and not run.faults
+    rewards = [row["train/reward"] for row in steps]
+    assert run.series("train/reward").values.tolist() == rewards
+    for step, reward in enumerate(rewards, 1):
+        responses = run.rollouts.select(Filters(step=(step, step)))
+        assert len(responses) == steps[step - 1]["train/sequences"]
+        assert sum(row.reward for row in responses) / len(responses) == pytest.approx(reward)
+    reported = render_html(make_report(run))
+    assert f'value="{rewards[-1]!r}"' in reported and "<script src" not in reported
+
+    timeline = Timeline()
+    timeline.add(TraceReader(run_dir).update())
+    assert [step.number for step in timeline.steps()] == [row["step"] for row in steps]
+    for step in timeline.steps():
+        assert sum(step.phases.values()) == pytest.approx(step.seconds) and step.phases["train"] > 0
+    assert {"server-0", "server-1", "trainer-0", "trainer-1"} <= {row.process for row in timeline.picture(0, 2e9).rows}
 
 
 def test_a_run_trains_asynchronously_and_resumes(miniature) -> None:
@@ -34,9 +66,7 @@ def test_a_run_trains_asynchronously_and_resumes(miniature) -> None:
         assert row["groups/admitted"] == row["groups/trained"] + row["groups/dropped"] + row["groups/live"]
         assert row["sync/parity"] < 1e-4
     assert steps[-1]["groups/trained"] == 16
-    logged = {name for row in rows_of(result.run_dir) for name in row} - {"step", "time"}
-    of_workflows = metric_of("rollout/whatever a workflow reports")
-    assert len(logged) > 90 and not {name for name in logged if metric_of(name) in (None, of_workflows)}
+    check_record(result.run_dir, steps)
     assert (result.run_dir / "curve.png").stat().st_size > 10_000
     assert list((result.run_dir / "tensorboard").iterdir())
     assert {json.loads(line)["step"] for line in (result.run_dir / "samples.jsonl").read_text().splitlines()} >= {0, 4}
