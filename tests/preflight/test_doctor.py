@@ -147,7 +147,7 @@ def test_every_patch_has_exact_versions_a_reason_and_a_test():
 
     # Those of trainer ranks are tried one by one, whatever their names are; the others are named in their test.
     names = (
-        *("serving/test_sglang_on_cpu.py", "integrations/test_verl_platform.py"),
+        *("serving/test_sglang_on_cpu.py", "serving/test_block_fp8_real.py", "integrations/test_verl_platform.py"),
         *("security/test_ray.py", "cluster/test_ray_cluster.py"),
     )
     tests = "".join((Path(__file__).parents[1] / name).read_text(encoding="utf-8") for name in names)

@@ -549,10 +549,10 @@ async def test_the_gate_waits_while_suspects_are_on_trial(make_bench):
 async def test_the_gate_extends_its_timeout_after_a_request_was_held_back(make_bench):
     """The request's own deadline was paused meanwhile, so it may end after the gate's timeout."""
     async with held_back(make_bench, busy=False) as (rollouter, suspects, release):
-        gate = asyncio.create_task(rollouter.gate(0.05))
+        gate = asyncio.create_task(rollouter.gate(0.5))
         await asyncio.sleep(0.01)
         suspects.holds += 1
-        await asyncio.sleep(0.06)
+        await asyncio.sleep(0.55)
         assert not gate.done()
         release.set()
         await gate
