@@ -26,7 +26,7 @@ from megasync.observe.sinks import Row
 
 PROMETHEUS = shutil.which("prometheus")
 QUERIES = [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", ())]
-# Of SGLang, with --enable-metrics; a test of real servers looks them up.
+# Of SGLang, with --enable-metrics.
 SERVER_METRICS = {"gen_throughput", "num_queue_reqs", "token_usage"}
 
 
