@@ -17,7 +17,7 @@ SUPPORT = Path(recorded_workflow.__file__).parent
 ANSWERS = 80
 
 
-@pytest.mark.parametrize(("transport", "workers"), [("auto", 1), ("adapters", 0)])
+@pytest.mark.parametrize(("transport", "workers"), [("auto", 1), pytest.param("adapters", 0, marks=pytest.mark.matrix)])
 def test_held_out_tokens_are_of_the_evaluated_version_while_newer_ones_are_published(
     miniature, launch, the_run_dir, tmp_path, monkeypatch, transport, workers
 ):
