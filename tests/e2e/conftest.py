@@ -17,9 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from browser import browser, context, open_page
 from processes import command_line, family, living
 
 from megasync.models import fetch
+
+__all__ = ["browser", "context", "open_page"]
 
 # Seconds for anything that starts or ends the whole stack on a busy machine of two cores.
 PATIENCE = 240.0

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import watched_run
+from browser import number, reading
 from playwright.sync_api import Page, expect
 from watch_process import Watch
 
@@ -56,15 +57,6 @@ def live(folder) -> Iterator[subprocess.Popen]:
     yield driver
     driver.kill()
     driver.wait()
-
-
-def reading(page: Page, name: str):
-    """The large number of this name."""
-    return page.locator(".reading", has=page.locator(".name", has_text=name)).locator(".value")
-
-
-def number(page: Page, name: str) -> float:
-    return float(reading(page, name).locator("span").first.inner_text())
 
 
 def logged(run: Path, name: str) -> list[float]:
