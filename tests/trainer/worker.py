@@ -769,8 +769,8 @@ def resume(runs, folder):
         def continue_(engine, policy):
             metrics = [train_on(policy, make_groups(seed), seed) for seed in (3, 4)]
             for entry in metrics:
-                for name in TIMED:
-                    entry.pop(name)
+                for timed in TIMED:
+                    entry.pop(timed)
             return metrics, weights(engine)
 
         engine, policy = begin()
@@ -828,8 +828,8 @@ def overlapped(models, trainers, folder, forgotten=False, optimizer=None, dtype=
                         results["reference"] = torch.cat(engine.score_everywhere(samples, reference=True))
                 metrics.append(train_on(policy, make_groups(2), 2))
             for entry in metrics:
-                for name in TIMED:
-                    entry.pop(name)
+                for timed in TIMED:
+                    entry.pop(timed)
             found[name, label, overlap] = {
                 **results,
                 "metrics": metrics,
