@@ -310,7 +310,7 @@ def compare(
         Path | None, typer.Option(help="Write an HTML file with curves; Markdown if it ends in .md.")
     ] = None,
     threshold: Annotated[
-        list[float] | None, typer.Option(help="Score (or loss) whose time is told. Repeatable. Default: a few.")
+        list[float] | None, typer.Option(help="Score (or loss) to report the time for. Repeatable. Default: a few.")
     ] = None,
 ) -> None:
     """Compare runs: their outcomes, how soon they reached a score, and the settings in which they differ.

@@ -3,7 +3,7 @@
 It joins what each task of the driver awaits, the stacks of the driver and of every other process on every node, the
 collectives that ranks are in, and the states of buffer and servers. Processes whose stacks are equal are shown once,
 so a report does not grow with the cluster. Every part has a deadline of its own and the whole has `TOTAL_SECONDS`:
-whoever waits for a report, such as a recovery, waits no longer. A part that fails says so in its place.
+a caller that waits for a report, such as a recovery, waits at most that long. A failed part is named in its place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The present state of a run, in `state.json`: written every two seconds by its driver, read by whoever watches it.
+"""The present state of a run, in `state.json`: written every two seconds by its driver, read by the page and scripts.
 
 The file is replaced whole, so a reader never sees a part of one. Whatever a field does not know keeps its default, and
 a reader ignores fields that it does not know, so files of other versions can be read. Times are in seconds since the

@@ -1,4 +1,4 @@
-"""Which sinks a configuration asks for, and what a user is told about them before a run starts."""
+"""Which sinks a configuration names, and what `plan` reports about them before a run starts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a report or a comparison says, apart from how it looks: titled sections of text, tables and figures.
 
-Every text is plain text, whoever wrote it; `html_page` and `markdown_page` escape it.
+Every text is plain text, whatever its source; `html_page` and `markdown_page` escape it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A hang report has everything that could be had in time, and never fails or holds up whoever asks for it."""
+"""A hang report has everything that was available in time, and never fails or delays its caller."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ TOKEN = "secret-token"
 
 
 class Exchange:
-    """Sends one request through a guard and keeps what came of it."""
+    """Sends one request through a guard and keeps its outcome."""
 
     def __init__(self) -> None:
         self.reached = False
