@@ -1,8 +1,9 @@
 """How long the page of a long run takes to open: `python benchmarks/watch.py [--steps 1000] [--responses 100000]`.
 
-Writes a synthetic run of so many steps, with as many recorded responses, and opens each view in chromium
-(`bash launch/browser.sh`): seconds from the request until the view's last chart is drawn, medians over rounds, in a
-browser that has the page's scripts in its cache. The first opening of a run also reads its files.
+Writes a synthetic run of so many steps, with a trace and as many recorded responses, and opens each view in chromium
+(`bash launch/browser.sh`), the timeline also at one step and at one group, and the comparison with a second run as
+long: seconds from the request until the view's last chart is drawn, medians over rounds, in a browser that has the
+page's scripts in its cache. The first opening of a run also reads its files.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import watched_run
 from watch_process import Watch
 
-# A view is open once it has drawn something and every chart in it has its lines.
+# A view is open once it has drawn something, every chart in it has its lines, and no trace is being read.
 OPEN = """
-() => document.querySelector('.page')?.children.length > 0 && document.querySelector('.page section, .page table') &&
+() => document.querySelector('.page section, .page table') && !document.body.innerText.includes('Reading the trace') &&
       [...document.querySelectorAll('.js-plotly-plot')].every(plot => plot.querySelector('.main-svg'))
 """
 
@@ -39,6 +40,8 @@ def main() -> None:
         run = watched_run.finished_run(Path(folder) / "run", options.steps)
         watched_run.add_faults(run)
         watched_run.add_responses(run, options.responses, max(1, options.responses // options.steps))
+        watched_run.add_trace(run, options.steps, options.responses)
+        other = watched_run.finished_run(Path(folder) / "other", options.steps)
         # Scripts in the cache, but not this run in the server's memory.
         small = watched_run.finished_run(Path(folder) / "small", 10)
         watch = Watch(Path(folder), "--port", "0")
@@ -49,12 +52,16 @@ def main() -> None:
         open_seconds(page, watch.of("overview", small.name))
         views = page.locator(".tabs a").evaluate_all("links => links.map(link => link.getAttribute('href'))")
         names = [view.partition("?")[0] for view in views]
+        opened = {name: watch.of(name, run.name) for name in names if name != "compare"}
+        opened["timeline, one step"] = opened["timeline"] + f"&step={options.steps // 2}"
+        opened["timeline, one group"] = opened["timeline"] + f"&uid=0:{options.responses // 16}"
+        opened["compare, two runs"] = watch.of("compare", run.name, other.name)
         print(f"{options.steps} steps, {options.responses} responses", flush=True)
         first = open_seconds(page, watch.of("overview", run.name))
         print(f"{'overview, first opening':<26}{first:6.2f} s", flush=True)
-        for name in names:
-            first = open_seconds(page, watch.of(name, run.name))
-            again = [open_seconds(page, watch.of(name, run.name)) for _ in range(options.rounds)]
+        for name, address in opened.items():
+            first = open_seconds(page, address)
+            again = [open_seconds(page, address) for _ in range(options.rounds)]
             print(f"{name:<26}{first:6.2f} s, then {statistics.median(again):.2f} s", flush=True)
         browser.close()
         watch.end()

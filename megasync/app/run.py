@@ -110,7 +110,12 @@ class Run:
         with (
             RunLock(self.run_dir),
             closing(log_to_file(self.run_dir / "logs" / "controller.log")),
-            trace.recording(self.run_dir, "driver", self.config.observe.trace),
+            trace.recording(
+                self.run_dir,
+                "driver",
+                self.config.observe.trace,
+                trace.share_bytes(self.config.observe.trace_mb, 1 + self.config.rollout.workers),
+            ),
         ):
             check_capabilities()
             self._mailbox.open()

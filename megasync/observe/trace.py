@@ -39,7 +39,7 @@ import numpy as np
 log = logging.getLogger(__name__)
 
 TRACE_FOLDER = "trace"
-# Bytes of all segments of a process: some 700,000 spans.
+# Bytes of all segments of a process, some 700,000 spans; less where the share of `observe.trace_mb` is less.
 LIMIT_BYTES = 128 * 2**20
 # Between two writes. A killed process loses the spans of this time.
 FLUSH_SECONDS = 1.0
@@ -58,6 +58,12 @@ _Event = tuple[str, str, float, float | None, dict[str, Any]]
 
 _about: ContextVar[dict[str, Any]] = ContextVar("about")
 _NOTHING: dict[str, Any] = {}
+
+
+def share_bytes(megabytes: int, processes: int) -> int:
+    """The limit of one of several trainer ranks, or of the driver and each rollout worker, under `observe.trace_mb`."""
+    # Half is for ranks, half for the others.
+    return min(LIMIT_BYTES, megabytes * 2**20 // 2 // max(1, processes))
 
 
 def start(folder: Path, process: str, limit_bytes: int = LIMIT_BYTES, clock_offset: float = 0.0) -> None:
@@ -80,10 +86,10 @@ def stop() -> None:
 
 
 @contextmanager
-def recording(run_dir: Path, process: str, on: bool = True) -> Iterator[None]:
+def recording(run_dir: Path, process: str, on: bool = True, limit_bytes: int = LIMIT_BYTES) -> Iterator[None]:
     """Traces this process within a block, if `on`."""
     if on:
-        start(Path(run_dir) / TRACE_FOLDER, process)
+        start(Path(run_dir) / TRACE_FOLDER, process, limit_bytes)
     try:
         yield
     finally:

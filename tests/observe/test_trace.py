@@ -129,6 +129,13 @@ def test_the_segments_of_a_process_stay_below_its_limit(tmp_path):
     assert TraceReader(tmp_path).update()[-1].name == "span 4999"
 
 
+def test_the_shares_of_all_processes_stay_below_the_limit_of_a_run():
+    ranks, workers = 1024, 40
+    of_rank, of_worker = trace.share_bytes(256, ranks), trace.share_bytes(256, 1 + workers)
+    assert of_rank * ranks + of_worker * (1 + workers) <= 256 * 2**20
+    assert trace.share_bytes(10**6, 2) == trace.LIMIT_BYTES
+
+
 def test_a_restarted_process_keeps_what_it_wrote_before(tmp_path):
     for name in ("before", "after"):
         start(tmp_path, "trainer-0")

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from megasync.app.run_lock import RunLock
+from megasync.observe import trace
 from megasync.observe.events import END, EVALUATION, FAULT, MESSAGE, RECOVERY, START, EventLog
 from megasync.observe.metrics import METRICS_FILE
 from megasync.observe.rollouts import Response, RolloutLog, Row
@@ -209,6 +210,47 @@ def add_responses(run_dir: Path, count: int, step_of: int = 100) -> None:
         for number in range(count)
     ]  # fmt: skip
     log.append((row, response) for row in rows)
+
+
+def add_trace(run_dir: Path, steps: int, responses: int) -> None:
+    """Spans of the driver and of a rank in each step, and of its groups of 8 responses, up to `responses` in all."""
+    groups = responses // 8 // steps
+    at = BEGUN
+    for first in range(1, steps + 1, 100):
+        # No more than a process keeps in its queue.
+        with trace.recording(run_dir, "driver"):
+            for step in range(first, min(first + 100, steps + 1)):
+                values = metrics_of(step)
+                trained = at + values["time/wait_for_groups"]
+                published = trained + values["time/train"]
+                end = at + values["time/step"]
+                trace.complete("trainer", "wait for groups", at, trained, step=step)
+                trace.complete("trainer", "train", trained, published, step=step, version=step - 1)
+                trace.complete(
+                    "trainer", "publish", published, published + values["time/sync"], step=step, version=step
+                )
+                for server in range(2):
+                    pause = values["sync/pause_seconds"]
+                    trace.complete("sync", "pause", published, published + pause, server=f"server-{server}")
+                    trace.complete(f"server-{server}", "generating", at, end, running=30, waiting=4, cache=0.4)
+                for group in range(groups):
+                    uid = f"0:{(step - 1) * groups + group}"
+                    begun = at - 1 + group / groups
+                    for sample in range(8):
+                        trace.complete("generate", "generate", begun, begun + 0.4, uid=uid, sample=sample, tokens=6)
+                    trace.complete("reward", "score", begun + 0.4, begun + 0.5, uid=uid, responses=8)
+                    trace.complete("group", "group", begun, begun + 0.5, uid=uid, outcome="finished")
+                    trace.complete("buffer", "finished", begun + 0.5, max(trained, begun + 0.5), uid=uid, step=step)
+                at = end
+    at = BEGUN
+    with trace.recording(run_dir, "trainer-0"):
+        for step in range(1, steps + 1):
+            values = metrics_of(step)
+            trained = at + values["time/wait_for_groups"]
+            for number, name in enumerate(("load", "score", "forward_backward", "optimizer")):
+                part = values["time/train"] / 4
+                trace.complete("rank", name, trained + number * part, trained + (number + 1) * part)
+            at += values["time/step"]
 
 
 def drive(run_dir: Path, steps: int, seconds: float) -> None:

@@ -59,6 +59,15 @@ def live(folder) -> Iterator[subprocess.Popen]:
     driver.wait()
 
 
+# Where the first curve of the first chart ends.
+LAST_POINT = "document.querySelector('.js-plotly-plot')._fullData[0].x.at(-1)"
+
+
+def _x_of_last_point(page: Page) -> float:
+    page.wait_for_function("document.querySelector('.js-plotly-plot .main-svg')")
+    return page.evaluate(LAST_POINT)
+
+
 def logged(run: Path, name: str) -> list[float]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row[name] for row in rows if name in row]
@@ -206,6 +215,27 @@ def test_the_list_tells_runs_apart_and_opens_several_side_by_side(open_page, wat
     expect(page.locator(".run-column")).to_have_count(2)
     for head, name in zip(page.locator(".run-head").all(), (FINISHED, CRASHED), strict=True):
         expect(head).to_contain_text(name)
+
+
+def test_the_comparison_has_the_outcomes_of_each_run_and_turns_its_curves_to_another_axis(open_page, watch, folder):
+    page = open_page(watch.of("compare", FINISHED, CRASHED))
+    cells = {
+        row.locator("td").first.inner_text(): row.locator("td").all_inner_texts()[1:]
+        for row in page.locator(".card", has_text="Outcomes").locator("tbody tr").all()
+    }
+    assert cells["Status"] == ["finished", "crashed"]
+    assert cells["Trained steps"] == ["60", "40"]
+    for at, name in enumerate((FINISHED, CRASHED)):
+        scores = logged(folder / name, "eval/score")
+        assert float(cells["Held-out score, last"][at]) == pytest.approx(scores[-1], abs=1e-3)
+        assert float(cells["Reward, best"][at]) == pytest.approx(max(logged(folder / name, "train/reward")), abs=1e-3)
+    took = page.locator(".card", has_text="What it took").locator("tbody tr")
+    expect(took.first).to_contain_text("trained steps")
+    expect(page.locator(".card", has_text="Settings that differ")).to_contain_text("schedule.total_steps")
+    assert _x_of_last_point(page) == 60
+    page.get_by_role("button", name="Tokens").click()
+    page.wait_for_function(f"{LAST_POINT} !== 60")
+    assert _x_of_last_point(page) == pytest.approx(sum(logged(folder / FINISHED, "train/tokens")), rel=1e-6)
 
 
 def test_text_of_a_run_is_not_markup(open_page, watch):

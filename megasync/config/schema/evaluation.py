@@ -134,6 +134,8 @@ class ObserveConfig:
     prometheus: PrometheusConfig | None = None
     # Record when each process does what, in trace/ of the run directory: `megasync trace RUN` merges it to one file.
     trace: bool = True
+    # Largest size of all traces in MiB; the oldest half is removed.
+    trace_mb: int = limited(4096, AT_LEAST_ONE)
     # Responses of a step that are recorded for `megasync watch`: whole groups, at least one; 0 for none. As large a
     # share of the dropped groups is recorded too.
     rollouts: int = limited(64, NOT_NEGATIVE)

@@ -45,7 +45,6 @@ def build(runs: Sequence[RunFolder], place: Place) -> Update | None:
         for part in (*tables, *charts):
             part()
 
-    update()
     return update
 
 
@@ -58,9 +57,11 @@ def _chart(runs: Sequence[RunFolder], draw: Callable[..., Figure | None], chosen
     with ui.element("section").classes(f"card {width}") as section:
         chart = Chart(lambda: draw(runs, chosen["axis"]))
 
+    section.set_visibility(chart.drawn)
+
     def update() -> None:
         chart.update()
-        section.set_visibility(draw(runs, chosen["axis"]) is not None)
+        section.set_visibility(chart.drawn)
 
     return update
 
@@ -84,6 +85,7 @@ def _table(title: str, rows: Callable[[], Rows | None]) -> Update:
                 table.append(Table(found.headings, numbers))
         table[0].show([[_cell(cell) for cell in row] for row in found.rows])
 
+    update()
     return update
 
 
