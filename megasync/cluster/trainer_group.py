@@ -60,8 +60,9 @@ class TrainerGroup:
         self._slots = list(range(self._topology.world))
         self._ask_again = 0.0
         self._pids: list[int] = []
-        # Of each rank, the Ray id of its node.
+        # Of each rank, the Ray id of its node, and the name of its device.
         self._nodes: list[str] = []
+        self._devices: list[str] = []
         # The checkpoint that was begun last.
         self._saving = run_dir
         self._actors = self._create()
@@ -75,9 +76,10 @@ class TrainerGroup:
     def states(self) -> list[RankState]:
         """The present ranks, for `state.json`; without process ids until they are placed."""
         pids: list[int | None] = [*self._pids] or [None] * self._topology.world
-        nodes = self._nodes or [""] * len(pids)
+        nodes, devices = (known or [""] * len(pids) for known in (self._nodes, self._devices))
         return [
-            RankState(rank=rank, pid=pid, node=node) for rank, (pid, node) in enumerate(zip(pids, nodes, strict=True))
+            RankState(rank=rank, pid=pid, node=node, device=device)
+            for rank, (pid, node, device) in enumerate(zip(pids, nodes, devices, strict=True))
         ]
 
     def processes(self) -> list[RunProcess]:
@@ -104,7 +106,7 @@ class TrainerGroup:
             await self.call("clock", timeout=limit), partial(self._actors.call_one, method="clock", timeout=limit)
         )
         host, port = (await self.call("rendezvous", timeout=limit))[0]
-        await self.call("start", host, port, offsets, timeout=limit)
+        self._devices = await self.call("start", host, port, offsets, timeout=limit)
         if path is not None:
             await self.call("load", str(path), timeout=limit)
 
@@ -122,7 +124,7 @@ class TrainerGroup:
             await kill_unresponsive(
                 self._pools, "trainer", {slot: pid for slot, pid in pids.items() if slot in living}, ANSWER_SECONDS
             )
-            self._pids, self._nodes = [], []
+            self._pids, self._nodes, self._devices = [], [], []
             if self._config.trainer.min_data_parallel is not None:
                 await self._place(self._config.trainer.min_data_parallel)
             self._actors = self._create()

@@ -55,6 +55,8 @@ class RankState(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     pid: int | None = None
     # Ray's id of its node.
     node: str = ""
+    # What CUDA calls its GPU, or "cpu".
+    device: str = ""
 
 
 class BufferState(msgspec.Struct, kw_only=True, frozen=True):

@@ -97,10 +97,10 @@ class TrainerRank:
         self._store = open_store(host, self._config.timeouts.trainer_start)
         return host, self._store.port
 
-    def start(self, host: str, port: int, clock_offsets: Mapping[str, float] | None = None) -> None:
+    def start(self, host: str, port: int, clock_offsets: Mapping[str, float] | None = None) -> str:
         """Joins the process group, builds the model and loads this rank's shard of the model folder.
 
-        ``clock_offsets`` are those of other hosts than the driver's; see `observe.clock`.
+        ``clock_offsets`` are those of other hosts than the driver's; see `observe.clock`. Returns the device's name.
         """
         from megasync.observe import stacks
         from megasync.observe.logfile import log_to_file
@@ -197,6 +197,7 @@ class TrainerRank:
         links = link_backend(config.cluster.colocate, self._device)
         self._shards = ShardSender(shards, bucket_bytes, self._device, host, links)
         log.info("Trainer rank %d of %d is ready, pid %d", self._rank, self._world, os.getpid())
+        return self._device.name
 
     def visible_devices(self) -> str:
         """The GPUs assigned to this process, in the format of CUDA_VISIBLE_DEVICES; empty for all, or on a CPU."""

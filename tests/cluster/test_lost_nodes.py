@@ -49,7 +49,8 @@ class FakeActors:
         if method == "pid" and self.slots[-1] in self.unplaced:
             # As Ray does until the node is back.
             await asyncio.sleep(timeout)
-        return [read_clock() if method == "clock" else ("localhost", 1)] * len(self.ranks)
+        answers = {"clock": read_clock(), "rendezvous": ("localhost", 1), "start": "GPU"}
+        return [answers.get(method, 1)] * len(self.ranks)
 
     async def call_one(self, slot: int, method: str, timeout: float) -> Any:
         return (await self.call(method, timeout=timeout))[slot]
@@ -82,6 +83,7 @@ async def test_ranks_that_do_not_answer_are_reported_before_anybody_ends_them(gr
         assert error.value.slots == (1,)
     assert reported == [{f"rank {rank}" for rank in range(8)}], "only of those that are alive"
     assert [state.node for state in group.states()][::2] == [f"node {node}" for node in range(4)]
+    assert {state.device for state in group.states()} == {"GPU"}
 
 
 @pytest.fixture
