@@ -1,17 +1,21 @@
 """What a report or a comparison says, apart from how it looks: titled sections of text, tables and figures.
 
-Every text is plain text, whatever its source; `html_page` and `markdown_page` escape it.
+Every text is plain text, whatever its source; `html_page` and `markdown_page` escape it. `Writer` has what both have in
+common: the order of a document, and which method writes which type of block.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from plotly.graph_objects import Figure
 
 from megasync.watch import units
+from megasync.watch.responses import Shading
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +41,11 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Commands:
-    """Lines for a shell."""
+class Verbatim:
+    """Lines that are shown as they are; in Markdown with the colours of a `language`."""
 
     text: str
+    language: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,21 @@ class Chart:
     wide: bool = False
 
 
-Block = Text | Commands | Facts | Table | Chart
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens of a response, shown once for each way to colour them; Markdown has only their text.
+
+    `pieces` are their texts, `about` what else is known of each, and `generated` whether the policy generated it.
+    """
+
+    caption: str
+    pieces: Sequence[str]
+    about: Sequence[str]
+    generated: Sequence[bool]
+    shadings: Mapping[str, Shading]
+
+
+Block = Text | Verbatim | Facts | Table | Chart | Tokens
 
 
 @dataclass(slots=True)
@@ -114,6 +133,75 @@ class Document:
     @property
     def shown(self) -> Iterator[Section]:
         return (section for section in self.sections if section.blocks)
+
+
+class Writer(ABC):
+    """Writes a document part by part."""
+
+    def parts(self, document: Document) -> Iterator[str]:
+        yield self.head(document)
+        if document.notes:
+            yield self.notes(document.notes)
+        if document.readings.rows:
+            yield self.readings(document.readings.rows)
+        for number, section in enumerate(document.shown, 1):
+            yield from self.section(number, section)
+
+    def block(self, block: Block) -> str:
+        writes: dict[type, Callable[[Any], str]] = {
+            Text: self.text,
+            Verbatim: self.verbatim,
+            Facts: self.facts,
+            Table: self.table,
+            Chart: self.chart,
+            Tokens: self.tokens,
+        }
+        return writes[type(block)](block)
+
+    @abstractmethod
+    def head(self, document: Document) -> str:
+        """Title, status, subtitle and abstract."""
+
+    @abstractmethod
+    def notes(self, notes: Sequence[str]) -> str: ...
+
+    @abstractmethod
+    def readings(self, rows: Sequence[tuple[str, Cell, str]]) -> str: ...
+
+    @abstractmethod
+    def section(self, number: int, section: Section) -> Iterator[str]:
+        """A heading, and each block by `block`."""
+
+    @abstractmethod
+    def text(self, block: Text) -> str: ...
+
+    @abstractmethod
+    def verbatim(self, block: Verbatim) -> str: ...
+
+    @abstractmethod
+    def facts(self, block: Facts) -> str: ...
+
+    @abstractmethod
+    def table(self, block: Table) -> str: ...
+
+    @abstractmethod
+    def chart(self, block: Chart) -> str: ...
+
+    @abstractmethod
+    def tokens(self, block: Tokens) -> str: ...
+
+
+def chart(figure: Figure | None, caption: str, wide: bool = False) -> Chart | None:
+    """A figure of `figures` under its caption and its own note; None if there is nothing to draw."""
+    if figure is None:
+        return None
+    note = figure.layout.meta["note"]
+    return Chart(f"{caption} {note[0].upper()}{note[1:]}." if note else caption, figure, wide)
+
+
+def shortened(text: str, most: int) -> str:
+    """Beginning and end of a text of more than `most` characters."""
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
 
 
 def printable(text: str) -> str:

@@ -8,6 +8,7 @@ escaped, so that nothing which a run recorded can act.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html import escape
@@ -20,15 +21,19 @@ from megasync.watch.document import (
     Block,
     Cell,
     Chart,
-    Commands,
     Document,
     Facts,
     Number,
+    Section,
     Table,
     Text,
+    Tokens,
+    Verbatim,
+    Writer,
     printable,
 )
 from megasync.watch.picture import picture
+from megasync.watch.responses import Shading
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 STYLE, SCRIPT = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
@@ -36,11 +41,10 @@ STYLE, SCRIPT = (Path(__file__).with_name(name).read_text(encoding="utf-8") for 
 
 def render_html(document: Document) -> str:
     """The whole file; about 5 MB, since Plotly is part of it."""
-    figures: list[Chart] = []
-    numbers = _Numbers()
-    body = "\n".join(_body(document, figures, numbers))
-    data = json.dumps([json.loads(chart.figure.to_json() or "{}") for chart in figures], separators=(",", ":"))
-    plotly = f"<script>{get_plotlyjs()}</script>" if figures else ""
+    writer = _Html()
+    body = "\n".join(writer.parts(document))
+    data = json.dumps([json.loads(chart.figure.to_json() or "{}") for chart in writer.charts], separators=(",", ":"))
+    plotly = f"<script>{get_plotlyjs()}</script>" if writer.charts else ""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -53,7 +57,9 @@ def render_html(document: Document) -> str:
 <style>{STYLE}</style>
 </head>
 <body>
+<main>
 {body}
+</main>
 {plotly}
 <script type="application/json" id="figures">{_json_in_html(data)}</script>
 <script>{SCRIPT}</script>
@@ -62,41 +68,91 @@ def render_html(document: Document) -> str:
 """
 
 
-class _Numbers:
-    """Counts tables and figures through the document."""
+class _Html(Writer):
+    """Counts tables and figures through the document, and collects the figures that become live ones."""
 
     def __init__(self) -> None:
-        self._counts = {"Table": 0, "Figure": 0}
+        self.charts: list[Chart] = []
+        self._tables = 0
 
-    def next(self, kind: str) -> str:
-        self._counts[kind] += 1
-        return f"{kind} {self._counts[kind]}"
+    def head(self, document: Document) -> str:
+        status = _text(document.status)
+        chip = f' <span class="status {status}">{status}</span>' if status else ""
+        return (
+            f'<header><h1>{_text(document.title)}{chip}</h1><p class="subtitle">{_text(document.subtitle)}</p>'
+            f'<p class="abstract">{_text(document.abstract)}</p></header>'
+        )
 
+    def notes(self, notes: Sequence[str]) -> str:
+        items = "".join(f"<li>{_text(note)}</li>" for note in notes)
+        return f'<aside class="notes"><strong>What is missing.</strong><ul>{items}</ul></aside>'
 
-def _body(document: Document, figures: list[Chart], numbers: _Numbers) -> Iterator[str]:
-    status = f'<span class="status {_text(document.status)}">{_text(document.status)}</span>' if document.status else ""
-    yield f"<header><h1>{_text(document.title)} {status}</h1>"
-    yield f'<p class="subtitle">{_text(document.subtitle)}</p>'
-    yield f'<p class="abstract">{_text(document.abstract)}</p></header>'
-    if document.notes:
-        yield '<aside class="notes"><strong>What is missing.</strong><ul>'
-        yield from (f"<li>{_text(note)}</li>" for note in document.notes)
-        yield "</ul></aside>"
-    cells = "".join(
-        f'<div><dt>{_text(name)}</dt><dd>{_cell(value)}<span class="note">{_text(note)}</span></dd></div>'
-        for name, value, note in document.readings.rows
-    )
-    if cells:
-        yield f'<dl class="readings">{cells}</dl>'
-    yield "<main>"
-    for number, section in enumerate(document.shown, 1):
+    def readings(self, rows: Sequence[tuple[str, Cell, str]]) -> str:
+        cells = "".join(
+            f'<div><dt>{_text(name)}</dt><dd>{_cell(value)}<span class="note">{_text(note)}</span></dd></div>'
+            for name, value, note in rows
+        )
+        return f'<dl class="readings">{cells}</dl>'
+
+    def section(self, number: int, section: Section) -> Iterator[str]:
         yield f'<section><h2 id="s{number}"><span class="count">{number}</span> {_text(section.title)}</h2>'
         for charts, blocks in groupby(paired(section.blocks), lambda block: isinstance(block, Chart)):
             yield '<div class="charts">' if charts else "<div>"
-            yield from (_block(block, figures, numbers) for block in blocks)
+            yield from map(self.block, blocks)
             yield "</div>"
         yield "</section>"
-    yield "</main>"
+
+    def text(self, block: Text) -> str:
+        return f"<p>{_text(block.text)}</p>"
+
+    def verbatim(self, block: Verbatim) -> str:
+        return f"<pre><code>{_text(block.text)}</code></pre>"
+
+    def facts(self, block: Facts) -> str:
+        cells = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in block.rows)
+        return f'<dl class="facts">{cells}</dl>'
+
+    def chart(self, block: Chart) -> str:
+        self.charts.append(block)
+        count, caption, look = len(self.charts), _text(block.caption), " wide" if block.wide else ""
+        still = picture(block.figure, wide=block.wide, prefix=f"figure{count}").decode()
+        return (
+            f'<figure class="chart{look}"><div class="still" role="img" aria-label="{caption}">{still}</div>'
+            f'<div class="live" data-figure="{count - 1}"></div>'
+            f"<figcaption><b>Figure {count}.</b> {caption}</figcaption></figure>"
+        )
+
+    def table(self, block: Table) -> str:
+        self._tables += 1
+        numeric = [any(isinstance(row[at], Number) for row in block.rows) for at in range(len(block.headings))]
+        looks = [
+            ' class="number"' if number else ' class="text"' if heading in block.texts else ""
+            for heading, number in zip(block.headings, numeric, strict=True)
+        ]
+        head = "".join(f"<th{look}>{_text(text)}</th>" for text, look in zip(block.headings, looks, strict=True))
+        rows = "".join(
+            "<tr>" + "".join(f"<td{look}>{_cell(cell)}</td>" for cell, look in zip(row, looks, strict=True)) + "</tr>"
+            for row in block.rows
+        )
+        inner = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+        caption = f"<b>Table {self._tables}.</b> {_text(block.caption)}"
+        if block.folded:
+            return f'<details class="table"><summary>{caption}</summary>{inner}</details>'
+        return f'<figure class="table"><figcaption>{caption}</figcaption>{inner}</figure>'
+
+    def tokens(self, block: Tokens) -> str:
+        views = "".join(
+            f'<p class="legend">{_text(name)}{_legend(shading)}</p><div class="tokens">'
+            + "".join(
+                f'<span title="{_text(about)}"{"" if own else _GIVEN}{_shade(float(shade))}>{_text(piece)}</span>'
+                for piece, about, own, shade in zip(
+                    block.pieces, block.about, block.generated, shading.shades, strict=True
+                )
+            )
+            + "</div>"
+            for name, shading in block.shadings.items()
+        )
+        return f'<figure class="response"><figcaption>{_text(block.caption)}</figcaption>{views}</figure>'
 
 
 def paired(blocks: Sequence[Block]) -> list[Block]:
@@ -112,45 +168,21 @@ def paired(blocks: Sequence[Block]) -> list[Block]:
     return found
 
 
-def _block(block: Block, figures: list[Chart], numbers: _Numbers) -> str:
-    match block:
-        case Text(text):
-            return f"<p>{_text(text)}</p>"
-        case Commands(text):
-            return f"<pre><code>{_text(text)}</code></pre>"
-        case Facts(rows):
-            cells = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in rows)
-            return f'<dl class="facts">{cells}</dl>'
-        case Chart(caption, figure, wide):
-            figures.append(block)
-            still = picture(figure, wide=wide, prefix=f"figure{len(figures)}").decode()
-            name = numbers.next("Figure")
-            look, described = " wide" if wide else "", _text(caption)
-            return (
-                f'<figure class="chart{look}"><div class="still" role="img" aria-label="{described}">{still}</div>'
-                f'<div class="live" data-figure="{len(figures) - 1}"></div>'
-                f"<figcaption><b>{name}.</b> {described}</figcaption></figure>"
-            )
-        case Table():
-            return _table(block, numbers.next("Table"))
+_GIVEN = ' class="given"'
+# Share of a full colour, so that text stays readable on it.
+STRENGTH = 60
 
 
-def _table(table: Table, name: str) -> str:
-    numeric = [any(isinstance(row[at], Number) for row in table.rows) for at in range(len(table.headings))]
-    classes = [
-        ' class="number"' if number else ' class="text"' if heading in table.texts else ""
-        for heading, number in zip(table.headings, numeric, strict=True)
-    ]
-    head = "".join(f"<th{look}>{_text(text)}</th>" for text, look in zip(table.headings, classes, strict=True))
-    rows = "".join(
-        "<tr>" + "".join(f"<td{look}>{_cell(cell)}</td>" for cell, look in zip(row, classes, strict=True)) + "</tr>"
-        for row in table.rows
-    )
-    inner = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-    caption = f"<b>{name}.</b> {_text(table.caption)}"
-    if table.folded:
-        return f'<details class="table"><summary>{caption}</summary><div class="scroll">{inner}</div></details>'
-    return f'<figure class="table"><figcaption>{caption}</figcaption><div class="scroll">{inner}</div></figure>'
+def _shade(shade: float) -> str:
+    """The background of a token, by a shade from -1 to 1; none if it is not known."""
+    strength = 0 if math.isnan(shade) else round(STRENGTH * min(1.0, abs(shade)))
+    side = "below" if shade < 0 else "above"
+    return f' style="background:color-mix(in srgb,var(--{side}) {strength}%,transparent)"' if strength else ""
+
+
+def _legend(shading: Shading) -> str:
+    sides = ((shading.below, -1.0), (shading.above, 1.0))
+    return "".join(f"<span><i{_shade(side)}></i>{_text(label)}</span>" for label, side in sides if label)
 
 
 def _cell(cell: Cell) -> str:

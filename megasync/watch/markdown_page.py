@@ -11,15 +11,17 @@ from html import escape
 from pathlib import Path
 
 from megasync.watch.document import (
-    Block,
     Cell,
     Chart,
-    Commands,
     Document,
     Facts,
     Number,
+    Section,
     Table,
     Text,
+    Tokens,
+    Verbatim,
+    Writer,
     printable,
 )
 from megasync.watch.picture import picture
@@ -29,45 +31,57 @@ _MARKUP = re.compile(r"([\\`*_{}\[\]()#+!|~$])")
 
 def render_markdown(document: Document, folder: str) -> tuple[str, dict[str, bytes]]:
     """The text, and the pictures by their file names; the text expects these in `folder` beside it."""
-    pictures: dict[str, bytes] = {}
-    return "\n\n".join(_parts(document, folder, pictures)) + "\n", pictures
+    writer = _Markdown(folder)
+    return "\n\n".join(writer.parts(document)) + "\n", writer.pictures
 
 
-def _parts(document: Document, folder: str, pictures: dict[str, bytes]) -> Iterator[str]:
-    yield f"# {_text(document.title)}"
-    yield " · ".join(_text(part) for part in (document.status, document.subtitle) if part)
-    yield _text(document.abstract)
-    if document.notes:
-        yield "**What is missing.**\n\n" + "\n".join(f"- {_text(note)}" for note in document.notes)
-    if document.readings.rows:
-        yield _rows(("", "", ""), document.readings.rows, (False, True, False))
-    for number, section in enumerate(document.shown, 1):
+class _Markdown(Writer):
+    """Collects the pictures that the text names."""
+
+    def __init__(self, folder: str) -> None:
+        self.pictures: dict[str, bytes] = {}
+        self._folder = folder
+
+    def head(self, document: Document) -> str:
+        about = " · ".join(_text(part) for part in (document.status, document.subtitle) if part)
+        return f"# {_text(document.title)}\n\n{about}\n\n{_text(document.abstract)}"
+
+    def notes(self, notes: Sequence[str]) -> str:
+        return "**What is missing.**\n\n" + "\n".join(f"- {_text(note)}" for note in notes)
+
+    def readings(self, rows: Sequence[tuple[str, Cell, str]]) -> str:
+        return _rows(("", "", ""), rows, (False, True, False))
+
+    def section(self, number: int, section: Section) -> Iterator[str]:
         yield f"## {number} {_text(section.title)}"
-        for block in section.blocks:
-            yield _block(block, folder, pictures)
+        yield from map(self.block, section.blocks)
 
+    def text(self, block: Text) -> str:
+        return _text(block.text)
 
-def _block(block: Block, folder: str, pictures: dict[str, bytes]) -> str:
-    match block:
-        case Text(text):
-            return _text(text)
-        case Commands(text):
-            # The fence is longer than any within.
-            longest = max((len(run) for run in re.findall("`+", text)), default=0)
-            fence = "`" * max(3, longest + 1)
-            return f"{fence}bash\n{printable(text)}\n{fence}"
-        case Facts(rows):
-            return _rows(("", ""), rows, (False, False))
-        case Chart(caption, figure, wide):
-            name = f"figure-{len(pictures) + 1}.png"
-            pictures[name] = picture(figure, "png", wide)
-            return f"![{_text(caption)}]({Path(folder, name).as_posix().replace(' ', '%20')})\n\n*{_text(caption)}*"
-        case Table(caption, headings, rows, folded):
-            numeric = [any(isinstance(row[at], Number) for row in rows) for at in range(len(headings))]
-            table = _rows(headings, rows, numeric)
-            if folded:
-                return f"<details><summary>{_text(caption)}</summary>\n\n{table}\n\n</details>"
-            return f"**{_text(caption)}**\n\n{table}"
+    def verbatim(self, block: Verbatim) -> str:
+        # The fence is longer than any within.
+        longest = max((len(run) for run in re.findall("`+", block.text)), default=0)
+        fence = "`" * max(3, longest + 1)
+        return f"{fence}{block.language}\n{printable(block.text)}\n{fence}"
+
+    def facts(self, block: Facts) -> str:
+        return _rows(("", ""), block.rows, (False, False))
+
+    def chart(self, block: Chart) -> str:
+        name, caption = f"figure-{len(self.pictures) + 1}.png", _text(block.caption)
+        self.pictures[name] = picture(block.figure, "png", block.wide)
+        return f"![{caption}]({Path(self._folder, name).as_posix().replace(' ', '%20')})\n\n*{caption}*"
+
+    def table(self, block: Table) -> str:
+        numeric = [any(isinstance(row[at], Number) for row in block.rows) for at in range(len(block.headings))]
+        table, caption = _rows(block.headings, block.rows, numeric), _text(block.caption)
+        if block.folded:
+            return f"<details><summary>{caption}</summary>\n\n{table}\n\n</details>"
+        return f"**{caption}**\n\n{table}"
+
+    def tokens(self, block: Tokens) -> str:
+        return f"**{_text(block.caption)}**\n\n{self.verbatim(Verbatim(''.join(block.pieces)))}"
 
 
 def _rows(headings: Sequence[str], rows: Sequence[Sequence[Cell]], numeric: Sequence[bool]) -> str:

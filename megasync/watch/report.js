@@ -15,9 +15,12 @@
   const drawn = [];
   const draw = (place) => {
     const { data, layout } = figures[Number(place.dataset.figure)];
-    delete layout.title;
-    layout.height = 260;
-    layout.margin = { l: 60, r: 12, t: 44, b: 44 };
+    // A figure without a title has its own size.
+    if (layout.title) {
+      delete layout.title;
+      layout.height = 260;
+      layout.margin = { l: 60, r: 12, t: 44, b: 44 };
+    }
     place.parentElement.classList.add("drawn");
     Plotly.newPlot(place, data, layout, { displayModeBar: false, responsive: true })
       .then(() => Plotly.relayout(place, ground()))

@@ -6,6 +6,7 @@ Every number comes from the run's own files; a statement for which they have no 
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,6 @@ from megasync.watch import configuration, figures, units
 from megasync.watch.document import (
     Cell,
     Chart,
-    Commands,
     Document,
     Facts,
     Number,
@@ -28,6 +28,7 @@ from megasync.watch.document import (
     Section,
     Table,
     Text,
+    Verbatim,
     fixed,
     number,
     seconds,
@@ -36,6 +37,8 @@ from megasync.watch.document import (
 )
 from megasync.watch.metric_table import Floats, Series
 from megasync.watch.run_folder import ACTIVE, CRASHED, FAILED, FINISHED, STOPPED, RunFolder
+from megasync.watch.sections.responses import responses
+from megasync.watch.sections.timeline import timeline
 
 # Rows of the table of the course of a run, and of its longest waits.
 COURSE_ROWS, LONGEST_WAITS = 12, 8
@@ -75,8 +78,8 @@ ENDINGS = {
 
 def make_report(run: RunFolder) -> Document:
     """The report on a run in any state."""
-    sections = [_what_was_run(run), _how_it_went(run), _speed(run), _troubles(run), _answers(run), _again(run)]
-    sections.append(_appendix(run))
+    sections = [_what_was_run(run), _how_it_went(run), _speed(run), timeline(run), _troubles(run), _answers(run)]
+    sections += [responses(run), _again(run), _appendix(run)]
     return Document(
         title=run.name,
         subtitle=_subtitle(run),
@@ -172,7 +175,7 @@ def _facts(run: RunFolder) -> list[tuple[str, str]]:
         facts.append(("Servers", _servers(run)))
     facts.append(("Trainer", _trainer(run)))
     facts.append(("Optimizer", "" if get("trainer.optimizer.lr") is None else f"lr {get('trainer.optimizer.lr'):g}"))
-    facts.append(("Device", str(get("cluster.device") or "")))
+    facts.append(("Devices", _devices(run)))
     if run.state is not None:
         facts.append(("Driver", _joined(f"process {run.state.pid}", f"on {run.state.host}", separator=" ")))
     facts += [(name, version) for name, version in run.versions.items()]
@@ -214,6 +217,18 @@ def _trainer(run: RunFolder) -> str:
     ranks = known["tensor"] * known["pipeline"] * known["data"] * known.get("context", 1)
     described = ", ".join(f"{kind} {value}" for kind, value in known.items() if value > 1)
     return f"{_count(ranks, 'Megatron rank')}{f': parallel {described}' if described else ''}"
+
+
+def _devices(run: RunFolder) -> str:
+    """Those of the trainer by name, and the number of hosts; of a run that did not record names, their kind."""
+    ranks, servers = (run.state.ranks, run.state.servers) if run.state is not None else ([], [])
+    kinds = Counter(rank.device for rank in ranks if rank.device)
+    named = [f"{count} × {name}" for name, count in kinds.items()] or [str(run.settings.get("cluster.device") or "")]
+    hosts = {rank.node for rank in ranks if rank.node}
+    places = [f"trainer on {units.counted(len(hosts), 'host')}"] if hosts else []
+    if addresses := {server.url.rpartition(":")[0] for server in servers if server.url}:
+        places.append(f"servers on {units.counted(len(addresses), 'host')}")
+    return "; ".join(part for part in (" and ".join(named), ", ".join(places)) if part)
 
 
 # How it went
@@ -590,7 +605,7 @@ def _again(run: RunFolder) -> Section:
     if not run.supervised:
         lines += ["# score its newest checkpoint", f"megasync eval {path}"]
     lines += ["# look at it, and write this report again", f"megasync watch {path}", f"megasync report {path}"]
-    section.add(Commands("\n".join(lines)))
+    section.add(Verbatim("\n".join(lines), "bash"))
     if custom := run.custom:
         section.add(
             Text(

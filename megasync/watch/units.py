@@ -81,6 +81,11 @@ def size(value: float | None) -> str:
     return f"{value:.0f} B"
 
 
+def counted(count: int, noun: str) -> str:
+    """1, "fault" -> 1 fault; 1200 -> 1,200 faults."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def clock(moment: float | None) -> str:
     """A moment in epoch seconds as the local time of day."""
     return NOTHING if moment is None else time.strftime("%H:%M:%S", time.localtime(moment))

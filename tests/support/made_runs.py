@@ -17,6 +17,7 @@ from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.buffer.ledger import Ledger
 from megasync.buffer.state import BufferStatus
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, ROWS_FILE, Config, load_config, save_config
+from megasync.observe import trace
 from megasync.observe.events import CHECKPOINT, END, EVALUATION, FAULT, RECOVERY, START, EventLog
 from megasync.observe.metrics import MetricsLog
 from megasync.observe.rollouts import Response, RolloutLog, Row
@@ -130,7 +131,7 @@ def made_state(step: int, total_steps: int, status: Any, now: float, supervised:
             ProcessState(name=f"server-{n}", state="healthy", since=BEGIN, pid=10 + n, version=step, running=3)
             for n in range(2)
         ],
-        ranks=[RankState(rank=0, pid=20), RankState(rank=1, pid=21)],
+        ranks=[RankState(rank=n, pid=20 + n, node="made", device="NVIDIA H100 80GB HBM3") for n in range(2)],
         buffer=None if supervised else made_buffer(step),
         eta_seconds=(total_steps - step) * STEP_SECONDS,
     )
@@ -175,6 +176,22 @@ def write_rollouts(run_dir: Path, steps: int, rng: np.random.Generator) -> None:
         trained.append(_response(f"0:{4 * step + group}", sample, step, rng) for group in (0, 1) for sample in (0, 1))
         if step % 4 == 0:
             dropped.append([_response(f"1:{step}", 0, 0, rng, version=step, reason="reward_failed")])
+
+
+def write_trace(run_dir: Path, steps: int) -> None:
+    """Steps as `_step` times them, by the driver and one rank; spans of requests have a hostile name."""
+    with trace.recording(run_dir, "driver"):
+        for step in range(1, steps + 1):
+            begun = BEGIN + 10 + STEP_SECONDS * (step - 1)
+            for name, start, end in (("wait for groups", 0.0, 0.6), ("train", 0.6, 1.6), ("publish", 1.6, 1.9)):
+                trace.complete("trainer", name, begun + start, begun + end, step=step)
+            for number in range(SAMPLES):
+                trace.complete("generate", HOSTILE, begun, begun + 0.3 * (1 + number), uid=f"0:{step}")
+    with trace.recording(run_dir, "trainer-0"):
+        for step in range(1, steps + 1):
+            begun = BEGIN + 10 + STEP_SECONDS * (step - 1)
+            for name, start, end in (("load", 0.6, 0.7), ("forward_backward", 0.7, 1.5)):
+                trace.complete("rank", name, begun + start, begun + end)
 
 
 def _response(

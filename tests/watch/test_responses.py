@@ -5,9 +5,10 @@ from made_runs import make_run
 
 from megasync.observe.rollouts import Response
 from megasync.runs import Runs
+from megasync.watch.decoder import decoder_of
 from megasync.watch.responses import SHADINGS, Decoder, about, by_gap, by_logprob, by_mask, by_version, turns, visible
 from megasync.watch.run_folder import RunFolder
-from megasync.watch.views.rollouts import colour, decoder_of
+from megasync.watch.views.rollouts import colour
 
 
 class Bytes:

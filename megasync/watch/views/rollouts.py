@@ -12,16 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from nicegui import ui
 
-from megasync.data.render import load_tokenizer
 from megasync.errors import DataError
 from megasync.observe.rollouts import DROPPED, FOLDER, NO_SAMPLE, TRAINED, Bounds, Filters, Response, RolloutIndex, Row
 from megasync.watch import units
+from megasync.watch.decoder import decoder_of
 from megasync.watch.elements import Chip, card, notice, text
 from megasync.watch.responses import SHADINGS, Decoder, Shading, Turn, about, turns, visible
 from megasync.watch.run_folder import RunFolder
@@ -60,21 +59,6 @@ STRENGTH = 65
 def build(run: RunFolder, place: Place) -> Update:
     """Draws the recorded responses of a run. The query may have ``uid``, ``step`` and ``dropped``."""
     return _Rollouts(run, place).update
-
-
-def decoder_of(run: RunFolder) -> tuple[Decoder, str]:
-    """The tokenizer of the run's model or of its export, and why there is none."""
-    named = str(run.settings.get("model.path") or "")
-    problem = f"there is no folder {named!r} here" if named else "config.yaml names no model"
-    # A relative path is relative to where the run was started, which is often the folder above run_root.
-    folders = [Path(named), run.path.resolve().parent.parent / named] if named else []
-    for path in (*folders, run.path / "export"):
-        if path.is_dir():
-            try:
-                return Decoder(load_tokenizer(str(path))), ""
-            except DataError as error:
-                problem = str(error)
-    return Decoder(), f"Tokens are shown by their ids: {problem}."
 
 
 class _Rollouts:

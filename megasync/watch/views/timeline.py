@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,29 +23,14 @@ from megasync.observe.trace import TRACE_FOLDER
 from megasync.watch import units
 from megasync.watch.elements import Shares, card, text, trouble
 from megasync.watch.run_folder import RunFolder
-from megasync.watch.timeline import OTHER, Bar, Life, Mark, Picture, Row, Step, Timeline
+from megasync.watch.timeline import OTHER, Life, Picture, Step, Timeline
+from megasync.watch.timeline_figure import colour_of, figure_of, parsed
 from megasync.watch.view import Place, Update
 
-BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW, GRAY = (
-    *("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#b5a800", "#98a1ad"),
-)
-# Colours of the usual spans; others take theirs from `PALETTE` by their names.
-COLOURS = {
-    **{"train": BLUE, "forward_backward": BLUE, "step": BLUE, "group": SKY, "generate": GREEN, "publish": ORANGE},
-    **{"wait for groups": GRAY, OTHER: GRAY, "finished": GRAY, "buffer": GRAY, "pause": RED, "restart": RED},
-    **{"checkpoint": PURPLE, "save": PURPLE, "evaluation": PURPLE, "optimizer": SKY, "load": YELLOW, "score": GREEN},
-    **{"stage": SKY, "commit": ORANGE, "send": ORANGE, "connect": YELLOW, "verify": GREEN, "tool": PURPLE},
-    **{"reward": YELLOW, "teacher": SKY},
-}
-PALETTE = (BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW)
-# Pixels of a row with one lane, and what each further lane adds.
-ROW, LANE, MOST_ROW = 24, 6, 96
-MARGINS = {"l": 190, "r": 16, "t": 26, "b": 30}
-CONFIG = {"displayModeBar": False, "doubleClick": False}
 # Of a trace that are read: some 700,000 spans, which take two seconds.
 MOST_BYTES = 128 * 2**20
-# Groups of a step that are offered, and characters of an argument that a bar shows.
-GROUPS, CHARACTERS = 64, 80
+# Groups of a step that are offered.
+GROUPS = 64
 
 
 def build(run: RunFolder, place: Place) -> Update:
@@ -171,7 +155,7 @@ class _View:
     async def _zoomed(self, event: GenericEventArguments) -> None:
         low, high = event.args.get("xaxis.range[0]"), event.args.get("xaxis.range[1]")
         if low and high:
-            self._window = _parsed(low), _parsed(high)
+            self._window = parsed(low), parsed(high)
             await self._refresh()
 
     # Drawing
@@ -263,136 +247,3 @@ class _View:
 def _shares(phases: Mapping[str, float], whole: float) -> None:
     order = sorted(phases, key=lambda name: (name == OTHER, -phases[name]))
     Shares(units.duration).show({name: (phases[name], colour_of(name)) for name in order}, whole)
-
-
-# The figure
-
-
-def figure_of(picture: Picture) -> dict[str, Any]:
-    """A plotly figure: one trace of bars for each name, rows from the top, and marks as vertical lines."""
-    tops, ticks, y = {}, [], 0.0
-    for number, row in enumerate(picture.rows):
-        height = _height(row)
-        tops[number] = y
-        ticks.append((y + height / 2, f"{row.process}  {row.track}"))
-        y += height + 4
-    traces: dict[str, dict[str, Any]] = {}
-    for number, row in enumerate(picture.rows):
-        height = _height(row)
-        for bar in row.bars:
-            trace = traces.setdefault(bar.name, _new_trace(bar.name))
-            # The first lane is at the top of its row; a density stands on its bottom.
-            low, high = (1 - bar.high, 1 - bar.low) if row.density else (bar.low, bar.high)
-            start, end = max(bar.start, picture.start), min(bar.end, picture.end)
-            trace["base"].append(_milliseconds(start))
-            trace["x"].append((end - start) * 1e3)
-            trace["y"].append(tops[number] + height * (low + high) / 2)
-            # A pixel between lanes.
-            trace["width"].append(height * (high - low) - (0 if row.density else 1))
-            trace["hovertext"].append(_described(row, bar))
-    layout = {
-        "height": round(y) + MARGINS["t"] + MARGINS["b"],
-        "autosize": True,
-        "margin": MARGINS,
-        "barmode": "overlay",
-        "bargap": 0,
-        "showlegend": False,
-        "hovermode": "closest",
-        "dragmode": "zoom",
-        "xaxis": {
-            "type": "date",
-            "range": [_milliseconds(picture.start), _milliseconds(picture.end)],
-            "side": "bottom",
-        },
-        "yaxis": {
-            "range": [max(1.0, y), 0],
-            "fixedrange": True,
-            "tickvals": [at for at, _ in ticks],
-            "ticktext": [label for _, label in ticks],
-            "showgrid": False,
-            "zeroline": False,
-        },
-        "shapes": [_line(mark) for mark in picture.marks],
-    }
-    marks = [_marks(picture.marks)] if picture.marks else []
-    return {"data": [*traces.values(), *marks], "layout": layout, "config": CONFIG}
-
-
-def _new_trace(name: str) -> dict[str, Any]:
-    return {
-        **{"type": "bar", "orientation": "h", "name": name, "hoverinfo": "text", "textposition": "none"},
-        **{"base": [], "x": [], "y": [], "width": [], "hovertext": []},
-        "marker": {"color": colour_of(name), "line": {"width": 0}},
-    }
-
-
-def _height(row: Row) -> int:
-    lanes = 6 if row.density else round(row.peak)
-    return min(MOST_ROW, ROW + LANE * max(0, lanes - 1))
-
-
-def _line(mark: Mark) -> dict[str, Any]:
-    at = _milliseconds(mark.time)
-    line = {"color": _colour_of_mark(mark), "width": 1, "dash": "dot"}
-    return {"type": "line", "x0": at, "x1": at, "yref": "paper", "y0": 0, "y1": 1, "line": line}
-
-
-def _marks(marks: list[Mark]) -> dict[str, Any]:
-    return {
-        **{"type": "scatter", "mode": "markers", "cliponaxis": False, "hoverinfo": "text"},
-        "x": [_milliseconds(mark.time) for mark in marks],
-        "y": [0] * len(marks),
-        "hovertext": [_lines([f"{mark.kind}: {mark.what}", _clipped(mark.text)]) for mark in marks],
-        "marker": {
-            "symbol": ["x" if mark.kind == "fault" else "diamond" for mark in marks],
-            "color": [_colour_of_mark(mark) for mark in marks],
-            "size": 9,
-        },
-    }
-
-
-def _colour_of_mark(mark: Mark) -> str:
-    return {"fault": RED, "recovery": GREEN}.get(mark.kind, PURPLE)
-
-
-def colour_of(name: str) -> str:
-    """The colour of spans of this name; always the same."""
-    return COLOURS.get(name) or PALETTE[sum(name.encode()) % len(PALETTE)]
-
-
-def _described(row: Row, bar: Bar) -> str:
-    if row.density:
-        return _lines([f"{row.process} {row.track}", f"mostly {bar.name}", f"{bar.count} spans", *_pairs(bar)])
-    return _lines([f"{row.process} {row.track}", f"{bar.name}: {units.duration(bar.end - bar.start)}", *_pairs(bar)])
-
-
-def _pairs(bar: Bar) -> list[str]:
-    return [f"{name} {_clipped(str(value))}" for name, value in bar.args.items()]
-
-
-def _lines(lines: list[str]) -> str:
-    """Plotly reads a few tags in its texts: what a run recorded must not be one."""
-    return "<br>".join(line.replace("&", "&amp;").replace("<", "&lt;") for line in lines if line)
-
-
-def _clipped(value: str) -> str:
-    return value if len(value) <= CHARACTERS else f"{value[:CHARACTERS]}..."
-
-
-def _milliseconds(moment: float) -> float:
-    """Plotly shows dates as they are, so they are shifted to this machine's time zone."""
-    return (moment + _zone(moment)) * 1e3
-
-
-def _parsed(date: str | float) -> float:
-    """Seconds since the epoch of a date that plotly reports."""
-    if isinstance(date, (int, float)):
-        moment = date / 1e3
-    else:
-        moment = datetime.fromisoformat(date).replace(tzinfo=UTC).timestamp()
-    return moment - _zone(moment)
-
-
-def _zone(moment: float) -> float:
-    offset = datetime.fromtimestamp(moment).astimezone().utcoffset()
-    return offset.total_seconds() if offset else 0.0

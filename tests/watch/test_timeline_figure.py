@@ -6,7 +6,7 @@ import pytest
 
 from megasync.observe.spans import Span
 from megasync.watch.timeline import Timeline
-from megasync.watch.views.timeline import _milliseconds, _parsed, figure_of
+from megasync.watch.timeline_figure import figure_of, milliseconds, parsed
 
 
 def figure(*spans):
@@ -28,7 +28,7 @@ def test_rows_do_not_overlap_and_have_their_names():
     ]
     assert all(end <= start for (_, end), (start, _) in pairwise(places))
     assert drawn["layout"]["yaxis"]["ticktext"] == ["driver  trainer", "trainer-0  rank"]
-    assert train["base"] == [_milliseconds(1.0), _milliseconds(2.0)]
+    assert train["base"] == [milliseconds(1.0), milliseconds(2.0)]
     assert train["x"] == [2000.0, 2000.0]
 
 
@@ -36,7 +36,7 @@ def test_a_fault_is_a_line_with_its_text():
     fault = Span("driver", "faults", 0, "rank 1", 5.0, 5.0, {"kind": "fault", "text": "it died"})
     drawn = figure(Span("driver", "trainer", 0, "train", 1.0, 3.0), fault)
     (line,) = drawn["layout"]["shapes"]
-    assert line["x0"] == line["x1"] == _milliseconds(5.0)
+    assert line["x0"] == line["x1"] == milliseconds(5.0)
     assert drawn["data"][-1]["hovertext"] == ["fault: rank 1<br>it died"]
 
 
@@ -48,4 +48,4 @@ def test_what_a_run_recorded_is_no_markup():
 
 @pytest.mark.parametrize("moment", [1795566214.25, 1782000000.0])
 def test_a_window_that_the_browser_reports_is_the_one_that_was_drawn(moment):
-    assert _parsed(_milliseconds(moment)) == pytest.approx(moment)
+    assert parsed(milliseconds(moment)) == pytest.approx(moment)

@@ -1,0 +1,136 @@
+"""Recorded responses: one group side by side, one response token by token, and what was dropped for what reason."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megasync.errors import DataError
+from megasync.observe.rollouts import FOLDER, NO_SAMPLE, Response, Row
+from megasync.watch import units
+from megasync.watch.decoder import decoder_of
+from megasync.watch.document import Cell, Number, Section, Table, Text, Tokens, Verbatim, fixed, number, shortened
+from megasync.watch.responses import SHADINGS, Decoder, about, visible
+from megasync.watch.run_folder import RunFolder
+
+# Responses of the group, characters of each and of the prompt, and tokens of the response that is shown token by token:
+# together below a megabyte, however long the responses are.
+MEMBERS, CHARACTERS, PROMPT_CHARACTERS, TOKENS = 16, 1_000, 4_000, 1_000
+# How its tokens are coloured.
+COLOURED_BY = ("log-prob", "trainer/server gap")
+
+
+def responses(run: RunFolder) -> Section:
+    section = Section("Recorded responses")
+    if run.supervised:
+        return section
+    index = run.rollouts
+    if not len(index):
+        section.add(Text(f"The run recorded no responses: {FOLDER}/ is missing or empty (observe.rollouts)."))
+        return section
+    groups: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in index.rows:
+        groups[row.uid].append(row)
+    trained = {uid: rows for uid, rows in groups.items() if not rows[0].dropped}
+    section.add(
+        Text(
+            f"Recorded are {units.counted(len(index), 'response')} of {units.counted(len(groups), 'group')}, of which "
+            f"{len(trained):,} were trained and {len(groups) - len(trained):,} dropped: as large a sample as "
+            "observe.rollouts sets, independent of lengths and rewards."
+        )
+    )
+    if trained:
+        decoder, problem = decoder_of(run)
+        if problem:
+            section.add(Text(problem))
+        uid = max(trained, key=lambda uid: (_differ(trained[uid]), max(row.time for row in trained[uid])))
+        _add_group(section, run, uid, decoder)
+    section.add(_dropped([rows for rows in groups.values() if rows[0].dropped]))
+    return section
+
+
+def _differ(group: Sequence[Row]) -> bool:
+    return len({row.reward for row in group}) > 1
+
+
+def _add_group(section: Section, run: RunFolder, uid: str, decoder: Decoder) -> None:
+    """The group, and of its responses the one with the highest reward."""
+    group = run.rollouts.group(uid)
+    rule = (
+        "The newest group whose rewards differ"
+        if _differ(group)
+        else "The newest group; no group has rewards that differ"
+    )
+    read = [_read(run, row) for row in group[:MEMBERS]]
+    prompt = next((found.prompt_ids for found in read if isinstance(found, Response)), np.zeros(0, np.int32))
+    tokens = units.counted(len(prompt), "token")
+    section.add(
+        Text(
+            f"{rule}: {uid}, trained in step {group[0].step} from version {group[0].version}. Its prompt of {tokens}:"
+        ),
+        Verbatim(shortened(decoder.text(prompt), PROMPT_CHARACTERS)),
+    )
+    rows: list[Sequence[Cell]] = [
+        (
+            Number(row.sample, str(row.sample)),
+            fixed(row.reward),
+            fixed(row.advantage),
+            Number(row.tokens, f"{row.tokens:,}"),
+            Number(row.staleness, str(row.staleness)),
+            number(row.gap),
+            row.finish_reason,
+            shortened(found if isinstance(found, str) else found.text or decoder.text(found.ids), CHARACTERS),
+        )
+        for row, found in zip(group, read, strict=False)
+    ]
+    more = f" The first {MEMBERS} of {len(group)}." if len(group) > MEMBERS else ""
+    headings = ("Sample", "Reward", "Advantage", "Tokens", "Staleness", "Gap", "Ended by", "Response")
+    caption = f"Group {uid}. The gap is the mean |log-prob gap| of trainer and servers, in nats.{more}"
+    section.add(Table(caption, headings, rows, texts=headings[-1:]))
+    pairs = [(row, found) for row, found in zip(group, read, strict=False) if isinstance(found, Response)]
+    if pairs:
+        best = max(pairs, key=lambda pair: (pair[0].reward is not None, pair[0].reward or 0.0))
+        section.add(_token_by_token(*best, decoder))
+
+
+def _read(run: RunFolder, row: Row) -> Response | str:
+    """The response, or why it cannot be read."""
+    try:
+        return run.rollouts.read(row)
+    except DataError as error:
+        return str(error)
+
+
+def _token_by_token(row: Row, response: Response, decoder: Decoder) -> Tokens:
+    """The whole response, or beginning and end of one of more than `TOKENS`."""
+    count = len(response.ids)
+    places, pieces, note = np.arange(count), decoder.pieces(response.ids[:TOKENS]), ""
+    if count > TOKENS:
+        half = TOKENS // 2
+        places = np.concatenate([places[:half], places[-half:]])
+        pieces = [*decoder.pieces(response.ids[:half]), *decoder.pieces(response.ids[-half:])]
+        pieces[half - 1] += " … "
+        note = f" Its first and its last {half} of {count:,} tokens."
+    versions = response.versions.expand()
+    made = {name: SHADINGS[name](response) for name in COLOURED_BY}
+    return Tokens(
+        f"Response {row.sample}, which has the highest reward of the group, token by token.{note}",
+        [visible(piece) for piece in pieces],
+        [about(response, at, versions) for at in places.tolist()],
+        response.mask.expand()[places].astype(bool).tolist(),
+        {name: replace(found, shades=found.shades[places]) for name, found in made.items() if found is not None},
+    )
+
+
+def _dropped(groups: Sequence[Sequence[Row]]) -> Table:
+    """Recorded groups without a step, by reason."""
+    of_groups = Counter(group[0].dropped for group in groups)
+    of_responses = Counter(row.dropped for group in groups for row in group if row.sample != NO_SAMPLE)
+    rows = [
+        (reason, Number(count, f"{count:,}"), Number(of_responses[reason], f"{of_responses[reason]:,}"))
+        for reason, count in of_groups.most_common()
+    ]
+    return Table("Recorded groups that were dropped, by reason.", ("Reason", "Groups", "Responses"), rows)
