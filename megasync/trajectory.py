@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from megasync.runs import FloatArray, IntArray, Runs, float_array, int_array
 from megasync.support import Support
+from megasync.turns import Turn, within
 
 Ids = Sequence[int] | NDArray[Any]
 Numbers = Sequence[float] | NDArray[Any]
@@ -45,7 +46,7 @@ class Trajectory:
     ``reward`` is None until the trajectory is scored, and remains None if the reward function declines to score it.
     ``text`` is for the reward function; the trainer does not get it. ``arrays`` holds further arrays by name, whose
     first dimension are the response tokens; only that of `ROUTES` has the prompt's too, and that of `SUPPORT` any
-    number.
+    number. ``turns`` say who wrote which tokens, where that is known; those behind the last token are left out.
     """
 
     prompt_ids: IntArray
@@ -58,6 +59,7 @@ class Trajectory:
     reward: float | None
     metrics: dict[str, float]
     arrays: dict[str, NDArray[Any]]
+    turns: tuple[Turn, ...]
 
     def __init__(
         self,
@@ -71,6 +73,7 @@ class Trajectory:
         reward: float | None = None,
         metrics: dict[str, float] | None = None,
         arrays: Mapping[str, NDArray[Any]] | None = None,
+        turns: Iterable[Turn] = (),
     ) -> None:
         """Raises ValueError, naming the field, for values of another kind or number."""
         _set(
@@ -85,6 +88,7 @@ class Trajectory:
             reward=reward,
             metrics={} if metrics is None else metrics,
             arrays={name: np.asarray(array) for name, array in (arrays or {}).items()},
+            turns=_field("turns", lambda given: within(given, len(response_ids)), turns),
         )
         if not self.prompt_ids.size:
             raise ValueError("a trajectory needs at least one prompt token")
@@ -111,8 +115,12 @@ class Trajectory:
         reward: float | None,
         metrics: dict[str, float],
         arrays: dict[str, NDArray[Any]],
+        turns: tuple[Turn, ...],
     ) -> Trajectory:
-        """Takes read-only arrays of the right types, and runs, as they are. Raises ValueError for wrong lengths."""
+        """Takes read-only arrays of the right types, runs and turns, as they are.
+
+        Raises ValueError for wrong lengths.
+        """
         trajectory = object.__new__(cls)
         _set(
             trajectory,
@@ -126,6 +134,7 @@ class Trajectory:
             reward=reward,
             metrics=metrics,
             arrays=arrays,
+            turns=turns,
         )
         if not len(loss_mask) == len(logprobs) == len(versions) == len(response_ids):
             _check_lengths(len(response_ids), {"loss_mask": loss_mask, "logprobs": logprobs, "versions": versions})
@@ -167,8 +176,9 @@ class Trajectory:
         return replace(self, loss_mask=Runs.of(self.loss_mask.expand() * (self.versions.expand() >= least)))
 
     def plain(self) -> dict[str, Any]:
-        """All fields by name, with lists in the place of arrays and runs, as for JSON."""
-        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+        """All fields by name, with lists in the place of arrays, runs and turns, as for JSON."""
+        plain = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+        return plain | {"turns": [asdict(turn) for turn in self.turns]}
 
     def __eq__(self, other: object) -> bool:
         return _equal(self, other)

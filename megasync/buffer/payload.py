@@ -4,7 +4,8 @@
     body     raw arrays, about 8 bytes a token; decoding is views of it, without a copy
 
     prompts         int32 ids; equal prompts of a group are there once
-    per trajectory  int32 ids, float32 log-probs, runs of mask and versions (int32 values, then ends), further arrays
+    per trajectory  int32 ids, float32 log-probs, runs of mask and versions (int32 values, then ends), further arrays,
+                    notes of its turns as MessagePack
 
 The body is opaque to the buffer. What becomes of a group later stands in the header alone: trajectories that were
 removed are missing there, and ``mask_below`` masks old tokens. Nothing that is decoded is ever executed.
@@ -29,6 +30,7 @@ from megasync.errors import DataError
 from megasync.runs import Runs
 from megasync.support import Support
 from megasync.trajectory import Group, Partial, Trajectory
+from megasync.turns import Turn
 
 # Arrays begin at multiples of this many bytes.
 ALIGNMENT = 8
@@ -41,7 +43,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
     can be read alone. Trajectories of a group with equal prompts have equal ``prompt_at``. ``fed`` is the offset of the
     last trained response token: it and what follows are not fed to the model. ``trained`` holds (version, number of
     trained tokens), ascending by version. Tokens older than ``mask_below`` are masked. ``arrays`` are names, dtypes and
-    shapes.
+    shapes. ``turns`` is the length of the notes of its turns, in bytes.
     """
 
     prompt_at: int
@@ -59,6 +61,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
     metrics: dict[str, Any]
     arrays: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     mask_below: int = 0
+    turns: int = 0
 
     @property
     def oldest_version(self) -> int | None:
@@ -172,6 +175,7 @@ def _scalar(value: Any) -> Any:
 
 _packer = msgspec.msgpack.Encoder(enc_hook=_scalar)
 _header = msgspec.msgpack.Decoder(GroupHeader)
+_turns = msgspec.msgpack.Decoder(tuple[Turn, ...])
 
 
 class _PartialHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -285,6 +289,8 @@ def _write(t: Trajectory, writer: _Writer, prompts: dict[bytes, tuple[int, int]]
         if array.dtype.kind not in "iubf":
             raise DataError(f"group {uid} holds the array {name!r} of type {array.dtype}, which cannot be recorded")
         writer.add(array)
+    turns = np.frombuffer(_packer.encode(t.turns) if t.turns else b"", np.uint8)
+    writer.add(turns)
     return TrajectoryHeader(
         prompt_at=prompt_at,
         prompt_tokens=len(t.prompt_ids),
@@ -303,6 +309,7 @@ def _write(t: Trajectory, writer: _Writer, prompts: dict[bytes, tuple[int, int]]
         finish_reason=t.finish_reason,
         metrics=t.metrics,
         arrays=tuple((name, array.dtype.str, array.shape) for name, array in t.arrays.items()),
+        turns=len(turns),
     )
 
 
@@ -370,6 +377,7 @@ def decode_trajectory(header: TrajectoryHeader, prompt: bytes | memoryview, own:
         reward=header.reward,
         metrics=header.metrics,
         arrays={name: further.array(dtype, math.prod(shape)).reshape(shape) for name, dtype, shape in header.arrays},
+        turns=_turns.decode(further.array(np.uint8, header.turns).data) if header.turns else (),
     )
     return trajectory.masked(header.mask_below) if header.mask_below else trajectory
 

@@ -71,6 +71,10 @@ class OutsideText:
         ids += self.encode(whole)
         return self._wrapped(ids) if add_special_tokens else ids
 
+    def starts(self, text: str) -> list[int] | None:
+        """Where each token of a guarded text begins, in characters, [tokens]; None if unknown, as in marked text."""
+        return None if MARK in text else self._codec.starts(text)
+
     def _plain(self, text: str) -> list[int]:
         ids = list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
         if self._ids.isdisjoint(ids):

@@ -28,6 +28,12 @@ class TextCodec:
             return backend.encode(text, add_special_tokens=add_special_tokens).ids
         return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
+    def starts(self, text: str) -> list[int] | None:
+        """Where each token of a text begins, in characters, [tokens]; None if the tokenizer does not tell."""
+        if self._backend is None:
+            return None
+        return [start for start, _ in self._backend.encode(text, add_special_tokens=False).offsets]
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, with special tokens and with all blanks."""
         if self._backend is not None:

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from megasync.errors import DataError
 from megasync.runs import Runs
 from megasync.trajectory import TOKEN_REWARDS, Trajectory, finite_float
+from megasync.turns import Turn
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +87,8 @@ class Response:
 
     ``ids``, ``logprobs`` (of the server), ``mask`` and ``versions`` have an entry for each response token, and so have
     ``trainer_logprobs`` (before the update), ``advantages`` and ``rewards``, which are NaN for tokens without one and
-    None if there are none. ``text`` is what the reward function saw, ``problem`` the error of a dropped group; both are
-    empty if unknown.
+    None if there are none. ``text`` is what the reward function saw, ``problem`` the error of a dropped group, and
+    ``turns`` say who wrote which tokens; all are empty if unknown.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -100,6 +101,7 @@ class Response:
     rewards: Floats | None = None
     text: str = ""
     problem: str = ""
+    turns: tuple[Turn, ...] = ()
 
 
 class _Body(msgspec.Struct, array_like=True):
@@ -115,6 +117,7 @@ class _Body(msgspec.Struct, array_like=True):
     rewards: bytes | None
     text: str
     problem: str
+    turns: tuple[Turn, ...] = ()
 
 
 def _number(value: Any) -> Any:
@@ -227,6 +230,7 @@ def recorded(
         rewards=trajectory.arrays.get(TOKEN_REWARDS),
         text=trajectory.text,
         problem=problem,
+        turns=trajectory.turns,
     )
     return row, response
 
@@ -324,6 +328,7 @@ def _packed(response: Response) -> _Body:
         rewards=numbers(response.rewards),
         text=response.text,
         problem=response.problem,
+        turns=response.turns,
     )
 
 
@@ -345,6 +350,7 @@ def _unpacked(body: _Body) -> Response:
         rewards=numbers(body.rewards),
         text=body.text,
         problem=body.problem,
+        turns=body.turns,
     )
 
 

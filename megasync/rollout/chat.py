@@ -12,6 +12,7 @@ from megasync.rollout.generation import Generation, Reply
 from megasync.rollout.reply_formats import reasoning_format, tool_format
 from megasync.rollout.reply_parser import ParsedAnswer, ReplyParser
 from megasync.rollout.tools import Tool, as_tool
+from megasync.turns import Call
 
 # A tool as callers pass it: a function, or a JSON schema in OpenAI's format.
 ToolLike = Callable[..., Any] | Tool | dict[str, Any]
@@ -47,6 +48,8 @@ class Chat:
         generation = conversation.record(await generate(prompt.ids, **options))
         parsed = await self._parsed(generation, schemas, calls_as)
         message = _message(parsed)
+        generation.added = prompt.added
+        generation.calls = tuple(Call(call.name, call.raw_arguments) for call in parsed.calls)
         conversation.answered(self._template, prompt, generation, message)
         return Reply([*prompt.messages, message], generation, conversation, list(parsed.calls), parsed.malformed)
 

@@ -72,6 +72,10 @@ class ChatTemplate:
         """Encode rendered text. No special token is added, because the template writes its own."""
         return self._outside.encode(text)
 
+    def starts(self, text: str) -> list[int] | None:
+        """Return where each token of rendered text begins, in characters. None if unknown."""
+        return self._outside.starts(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Decode the ids, special tokens included, because they delimit tool calls and reasoning."""
         return self._codec.decode(ids)

@@ -20,14 +20,17 @@ token is trained exactly once. `record` and `Generation.trajectory` guarantee th
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from megasync.errors import DataError
 from megasync.rollout.generation import Generation
 from megasync.rollout.tokens import Tokens
 from megasync.trajectory import Trajectory
+from megasync.turns import Turn
 
 Messages = Sequence[dict[str, Any]]
 
@@ -41,6 +44,7 @@ class Template(Protocol):
     def guard(self, message: dict[str, Any]) -> dict[str, Any]: ...
     def render(self, messages: Messages, tools: Messages, *, answer: bool) -> str: ...
     def encode(self, text: str) -> list[int]: ...
+    def starts(self, text: str) -> list[int] | None: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def closing(self, generation: Generation) -> str: ...
     def closings(self, generation: Generation) -> list[str]: ...
@@ -73,7 +77,8 @@ class ChatPrompt:
     """A prompt that is ready to be sent.
 
     `guarded` are the messages as they are rendered. `text` is the text of all tokens; `rendered` is the template's
-    rendering of the messages, the same object where it is the same text.
+    rendering of the messages, the same object where it is the same text. `added` are the turns since the answer that
+    it continues, counted from the first token of the prompt.
     """
 
     messages: list[dict[str, Any]]
@@ -82,6 +87,7 @@ class ChatPrompt:
     ids: Tokens
     text: _Text
     rendered: _Text
+    added: tuple[Turn, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +163,8 @@ class Conversation:
 
         def extended(turn: _Turn, text: _Text, shown: _Text) -> ChatPrompt:
             ids = turn.generation.tokens + template.encode(text.piece)
-            return ChatPrompt(messages, guarded, tools, ids, text, shown)
+            prompt = ChatPrompt(messages, guarded, tools, ids, text, shown)
+            return replace(prompt, added=_turns_of(template, turn, prompt))
 
         for turn in turns:
             if turn.is_continued_by(messages) and (text := turn.text.grown(rendered)).before is not None:
@@ -266,6 +273,62 @@ def _after_answer(template: Template, turn: _Turn, guarded: Messages, tools: Mes
         return None
     found, mark = min(ends)
     return text[found + len(mark) :] if template.closing(turn.generation) else text[found:]
+
+
+def _turns_of(template: Template, turn: _Turn, prompt: ChatPrompt) -> tuple[Turn, ...]:
+    """The turns between an answer and the end of a prompt that continues it, one for each message.
+
+    A turn ends with the text of its message; what the template writes before the next message belongs to that. Messages
+    that cannot be told apart are one turn.
+    """
+    start, end = len(turn.generation.tokens), len(prompt.ids)
+    first = len(turn.prompt.messages) + 1
+    called: dict[str, str] = {}
+    who: list[tuple[str, str]] = []
+    for message in prompt.messages[first - 1 :]:
+        who.append(
+            (str(message.get("role", "")), str(message.get("name") or called.get(str(message.get("tool_call_id")), "")))
+        )
+        for call in message.get("tool_calls") or ():
+            called[str(call.get("id"))] = str((call.get("function") or {}).get("name", ""))
+    # The first is the answer itself, or another message in its place.
+    if not (who := who[1:]):
+        return ()
+    cuts = _cuts(template, prompt, first, end - start) if len(who) > 1 else []
+    if cuts is None:
+        roles, names = (", ".join(dict.fromkeys(filter(None, words))) for words in zip(*who, strict=True))
+        who, cuts = [(roles, names)], []
+    bounds = [start, *(start + cut for cut in cuts), end]
+    return tuple(Turn(*span, *told) for span, told in zip(pairwise(bounds), who, strict=True))
+
+
+def _cuts(template: Template, prompt: ChatPrompt, first: int, tokens: int) -> list[int] | None:
+    """The numbers of added tokens up to the end of each message from the `first` to the last but one.
+
+    None if the template does not render each of them once, in their order, or if it is unknown where tokens begin.
+    """
+    marked, marks = [*prompt.guarded], list[str]()
+    for number, message in enumerate(marked[first:], first):
+        if not isinstance(content := message.get("content"), str):
+            return None
+        # Templates may trim a content, but not within it.
+        said = content.rstrip()
+        marks.append(f"{_END}{number}")
+        marked[number] = message | {"content": said + marks[-1] + content[len(said) :]}
+    try:
+        rest = template.render(marked, prompt.tools, answer=True)
+    except DataError:
+        return None
+    added, starts = prompt.text.piece, template.starts(prompt.text.piece)
+    rest = rest[-len(added) - sum(map(len, marks)) :]
+    pieces: list[str] = []
+    for mark in marks:
+        piece, found, rest = rest.partition(mark)
+        pieces += [piece] if found else []
+    if starts is None or len(starts) != tokens or len(pieces) != len(marks) or "".join(pieces) + rest != added:
+        return None
+    cuts = [bisect_left(starts, at) for at in accumulate(map(len, pieces[:-1]))]
+    return cuts if all(a < b for a, b in pairwise([0, *cuts, tokens])) else None
 
 
 def _marked(answer: dict[str, Any]) -> dict[str, Any]:

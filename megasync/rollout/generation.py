@@ -7,7 +7,7 @@ version of its own generation. Tokens between two generations (tool output, temp
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from megasync.rollout.tokens import Tokens
 from megasync.runs import FloatArray, Runs, float_array
 from megasync.support import Support
 from megasync.trajectory import ROUTES, SUPPORT, SUPPORT_SIZES, TOKEN_REWARDS, Trajectory
+from megasync.turns import ANSWER, Call, Turn
 
 if TYPE_CHECKING:
     from megasync.rollout.conversation import Conversation
@@ -30,10 +31,14 @@ class Generation:
     `tokens` are those of prompt and response, to be continued by the next prompt: `generation.tokens + observation`.
     `prompt_ids`, `token_ids`, `logprobs` and `versions` are new lists with every access. `finish_reason` is "stop" or
     "length". `parts` is the number of requests: 1, plus one for each interruption. `parent` is the earlier generation
-    that this one continues, which the conversation sets.
+    that this one continues, which the conversation sets. A chat notes the turns that its messages `added` to the
+    parent, counted from the first token of the prompt, and the tool `calls` of the answer.
     """
 
-    __slots__ = ("_logprobs", "_spans", "finish_reason", "parent", "parts", "prompt", "support", "text", "tokens")
+    __slots__ = (
+        "_logprobs", "_spans", "added", "calls", "finish_reason", "parent", "parts", "prompt", "support", "text",
+        "tokens",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -60,6 +65,8 @@ class Generation:
         self.parts = parts
         self.support = support
         self.parent: Generation | None = None
+        self.added: tuple[Turn, ...] = ()
+        self.calls: tuple[Call, ...] = ()
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -138,6 +145,7 @@ class Generation:
             for generation in line:
                 if generation in turn_rewards and generation not in untrained and len(generation.token_ids):
                     rewards[len(generation.tokens) - prompt - 1] = turn_rewards[generation]
+        turns = list(self._turns(line))
         if self.tokens.routes is not None:
             arrays[ROUTES] = self.tokens.routes
         # An array that nobody can change is taken as it is.
@@ -153,7 +161,22 @@ class Generation:
             reward=reward,
             metrics=dict(metrics or {}),
             arrays=arrays,
+            # One answer without a call says nothing that the loss mask does not.
+            turns=turns if len(turns) > 1 or self.calls else (),
         )
+
+    def _turns(self, line: Sequence[Generation]) -> Iterator[Turn]:
+        """The turns of a line behind its prompt, in order, which together have all of its tokens."""
+        prompt = at = len(line[0].prompt)
+        for generation in line:
+            start, end = len(generation.prompt), len(generation.tokens)
+            between = [turn for turn in generation.added if at <= turn.start]
+            whole = bool(between) and (between[0].start, between[-1].end) == (at, start)
+            if at < start:
+                yield from (turn.moved(-prompt) for turn in (between if whole else [Turn(at, start)]))
+            if start < end:
+                yield Turn(start - prompt, end - prompt, ANSWER, calls=generation.calls)
+            at = end
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@ import os
 import pickle
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -21,10 +22,12 @@ from megasync.buffer.segments import SegmentWriter, load_trajectories
 from megasync.errors import DataError
 from megasync.support import Support
 from megasync.trajectory import Group, Partial, Trajectory
+from megasync.turns import ANSWER, Call, Turn
 
 IDS = st.integers(0, 2**31 - 1)
 LOGPROBS = st.floats(-1e3, 0, width=32)
 VERSIONS = st.integers(0, 3)
+TURNS = (Turn(0, 3, ANSWER, calls=(Call("f", "{}"),)), Turn(3, 8, "tool", "f"), Turn(8, 30, ANSWER))
 DTYPES = ["<f4", "<f8", "<i2", "|u1", "<i8"]
 
 
@@ -51,6 +54,7 @@ def trajectories(draw):
         reward=draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
         metrics=draw(st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False), max_size=2)),
         arrays=arrays,
+        turns=draw(st.sampled_from([(), TURNS])),
     )
 
 
@@ -145,6 +149,27 @@ def test_what_cannot_be_recorded_is_refused_by_the_name_of_its_group(strange):
     answer = Trajectory([1], [1], [1], [-0.5], [0], reward=1.0, **strange)
     with pytest.raises(DataError, match="group 0:7 holds"):
         encode(Group("0:7", [answer]))
+
+
+def test_a_header_that_was_recorded_without_turns_is_read():
+    answer = Trajectory([1], [1, 2], [1, 0], [-0.5, 0.0], [0, 0], reward=1.0)
+    encoded = encode(Group("0:7", [answer]))
+    fields = msgspec.msgpack.decode(encoded.head)
+    assert fields[-1][0].pop() == 0
+    older = EncodedGroup(msgspec.msgpack.encode(fields), encoded.body)
+    assert decode(older.header, older.body) == Group("0:7", [answer])
+
+
+def test_turns_add_one_number_to_what_the_buffer_reads():
+    tokens = 3000
+    turns = [Turn(n, n + 1, "tool", "search", ()) for n in range(tokens)]
+    plain, noted = (
+        encode(Group("0:7", [Trajectory([1], [5] * tokens, [1] * tokens, [-0.5] * tokens, [0] * tokens, turns=given)]))
+        for given in ((), turns)
+    )
+    assert len(noted.head) - len(plain.head) < 10
+    assert len(noted.body) - len(plain.body) == noted.header.trajectories[0].turns > tokens
+    assert decode(noted.header, noted.body).trajectories[0].turns == tuple(turns)
 
 
 def test_arrays_of_another_length_are_refused():

@@ -1,6 +1,7 @@
 """A codec encodes and decodes as its tokenizer does, whatever the tokenizer was used for before."""
 
 import random
+from bisect import bisect_left
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -67,6 +68,16 @@ def test_it_encodes_and_decodes_as_its_tokenizer(kind, used) -> None:
             ids = list(fresh(text, add_special_tokens=special)["input_ids"])
             assert codec.encode(text, add_special_tokens=special) == ids
         assert codec.decode(ids) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def test_it_tells_where_tokens_begin() -> None:
+    codec = TextCodec(make())
+    for text in texts():
+        ids, starts = codec.encode(text), codec.starts(text)
+        assert starts is not None and len(starts) == len(ids) and starts == sorted(starts)
+        for number in range(len(text) + 1):
+            assert codec.decode(ids[: bisect_left(starts, number)]).startswith(text[:number])
+    assert TextCodec(make(Shouting)).starts("text") is None
 
 
 def test_only_a_plain_tokenizer_is_bypassed() -> None:

@@ -69,6 +69,11 @@ async def test_turns_with_tool_calls_form_one_trajectory_of_the_sampled_tokens(r
     (trajectory,) = await rig.play(agent)
     assert trained(rig, trajectory) == f"So {CALL}{CALL}<eos>{CALL}<eos>three<eos>"
     assert rig.tokenizer.decode(trajectory.response_ids).count("<bos>tool: 3<eos>") == 3
+    # Names of results come from the ids of the calls, which an agent sees under other ids than the conversation.
+    assert [(turn.role, turn.name, [call.name for call in turn.calls]) for turn in trajectory.turns] == [
+        ("answer", "", ["add", "add"]), ("tool", "add", []), ("tool", "add", []),
+        ("answer", "", ["add"]), ("tool", "add", []), ("answer", "", []),
+    ]  # fmt: skip
     assert trajectory.reward == 1.0
     assert (trajectory.metrics["turns"], trajectory.metrics["turns_forked"]) == (3.0, 0.0)
     assert [found.choices[0].finish_reason for found in seen] == ["tool_calls", "tool_calls", "stop"]

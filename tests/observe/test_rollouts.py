@@ -3,6 +3,7 @@
 import math
 import os
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,8 +19,11 @@ from megasync.observe.rollouts import (
     Row,
     chosen,
     is_sampled,
+    recorded,
 )
 from megasync.runs import Runs
+from megasync.trajectory import Trajectory
+from megasync.turns import ANSWER, Call, Turn
 
 LIMIT = 2**20
 
@@ -65,6 +69,25 @@ def test_a_response_reads_back_as_it_was_written(tmp_path):
     for name in ("prompt_ids", "ids", "logprobs", "trainer_logprobs", "advantages", "rewards"):
         np.testing.assert_array_equal(getattr(read, name), getattr(whole, name))
     assert (read.mask, read.versions, read.text, read.problem) == (whole.mask, whole.versions, whole.text, "none")
+
+
+def test_the_turns_of_a_trajectory_read_back(tmp_path):
+    turns = (Turn(0, 2, ANSWER, calls=(Call("add", "{}"),)), Turn(2, 3, "tool", "add"))
+    answer = Trajectory([1], [5] * 3, [1, 1, 0], [-0.5] * 3, [0] * 3, turns=turns)
+    RolloutLog(tmp_path, "trainer-0", LIMIT).append([recorded("0:1", 0, answer, step=1, version=1, time=1.0)])
+    index = index_of(tmp_path)
+    assert index.read(index.rows[0]).turns == turns
+
+
+def test_a_body_that_was_recorded_without_turns_is_read(tmp_path):
+    RolloutLog(tmp_path, "trainer-0", LIMIT).append([(row(), response(text="said"))])
+    index = index_of(tmp_path)
+    (path,) = (tmp_path / FOLDER).glob("*.body")
+    fields = msgspec.msgpack.decode(path.read_bytes())
+    assert fields.pop() == []
+    index.rows[0].size = path.write_bytes(msgspec.msgpack.encode(fields))
+    read = index.read(index.rows[0])
+    assert (read.turns, read.text) == ((), "said")
 
 
 def test_a_reader_goes_on_where_it_was_and_leaves_torn_lines(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from megasync.rollout.sample_client import SampleClient
 from megasync.rollout.tools import Toolbox
 from megasync.serving.control import ServerControl
 from megasync.sync.server_update import ServerUpdate
+from megasync.turns import ANSWER
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
@@ -108,6 +110,22 @@ async def test_two_tools_and_three_turns_with_an_update_between_turns_and_one_wi
         "<eos><bos>tool", "<bos>tool"
     )
 
+    told = [
+        (turn.role, turn.name, client.tokenizer.decode(trajectory.response_ids[turn.start : turn.end]))
+        for turn in trajectory.turns
+    ]
+    assert told == [
+        (ANSWER, "", f"{LOOK}<eos>"),
+        ("tool", "look", "<bos>tool: 4<eos><bos>assistant: "),
+        (ANSWER, "", f"{ADD}<eos>"),
+        ("tool", "add", "<bos>tool: 7<eos><bos>assistant: "),
+        (ANSWER, "", client.tokenizer.decode(reply.generation.token_ids)),
+    ]
+    assert [(call.name, json.loads(call.arguments)) for turn in trajectory.turns for call in turn.calls] == [
+        ("look", {"item": "nut"}),
+        ("add", {"a": 4, "b": 3}),
+    ]
+
     # Every sampled token has the version, and the log-prob, of the weights that sampled it.
     of_turns = [set(generation.versions) for generation in reply.generation.line()]
     assert of_turns == [{0}, {1}, {1, 2}]
@@ -145,6 +163,13 @@ async def test_the_openai_client_streams_and_calls_tools_through_the_gateway(ser
     assert decode(trajectory.response_ids).startswith(LOOK + BETWEEN.format(4) + ADD + BETWEEN.format(7))
     assert (trajectory.metrics["turns"], trajectory.metrics["turns_forked"]) == (3.0, 0.0)
     assert trajectory.metrics["chunks"] >= 9
+    assert [(turn.role, turn.name) for turn in trajectory.turns] == [
+        (ANSWER, ""),
+        ("tool", "look"),
+        (ANSWER, ""),
+        ("tool", "add"),
+        (ANSWER, ""),
+    ]
     answer = trained.removeprefix(f"{LOOK}<eos>{ADD}<eos>").removesuffix("<eos>")
     assert trajectory.reward == answer.count("a") / len(answer)
 

@@ -177,6 +177,7 @@ async def test_an_episode_across_weight_updates_is_one_trajectory_that_the_model
     assert [(mask, len(run)) for mask, run in pieces if mask] == [(1, 12)] * 3
     shown = [tokenizer.decode([trajectory.response_ids[i] for i in run]) for mask, run in pieces if not mask]
     assert shown == [f"<eos>\n<bos>user: Step {step}.<eos>\n<bos>assistant: " for step in (1, 2)]
+    assert [turn.role for turn in trajectory.turns] == ["answer", "user"] * 2 + ["answer"]
     versions = [{trajectory.versions[i] for i in run} for mask, run in pieces if mask]
     assert versions == [{first}, {first + 1}, {first + 2}]
     _check_logprobs(served.model, trajectory)

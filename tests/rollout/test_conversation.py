@@ -14,6 +14,7 @@ from megasync.errors import DataError
 from megasync.rollout.conversation import Conversation
 from megasync.rollout.generation import Generation
 from megasync.trajectory import TOKEN_REWARDS
+from megasync.turns import ANSWER, Turn
 
 USER = {"role": "user", "content": "q"}
 TOOL = {"role": "tool", "content": "r"}
@@ -35,6 +36,7 @@ class Talk:
         logprobs = [-self.version - n / 1000 for n in range(len(ids))]
         versions = [self.version] * len(ids)
         raw = Generation(prompt.ids, ids, logprobs, versions, "stop" if closed else "length", answer)
+        raw.added = prompt.added
         generation = self.conversation.record(raw)
         message = {"role": "assistant", "content": answer} | ({"tool_calls": list(calls)} if calls else {})
         self.conversation.answered(self.template, prompt, generation, message)
@@ -220,6 +222,94 @@ def test_rewards_of_turns_are_at_their_last_tokens_and_sum_up_to_the_reward():
         talk.conversation.trajectories(turn_rewards=[1.0])
 
 
+def turns(trajectory, template):
+    """Who said what."""
+    return [
+        (f"{turn.role} {turn.name}".strip(), template.decode(trajectory.response_ids[turn.start : turn.end]))
+        for turn in trajectory.turns
+    ]
+
+
+class Callless(FakeTemplate):
+    """Renders no tool calls, as SmolLM2's template."""
+
+    def render(self, messages, tools=(), *, answer):
+        return super().render([m | {"tool_calls": []} for m in messages], tools, answer=answer)
+
+
+@pytest.mark.parametrize("tidies", [False, True], ids=["continued", "realigned"])
+def test_turns_tell_who_said_what(tidies):
+    talk = Talk(Callless(tidies=tidies))
+    calls = [{"id": str(n), "type": "function", "function": {"name": f"f{n}", "arguments": {}}} for n in (0, 1)]
+    said, _ = talk.say([USER], "a  b")
+    said, _ = talk.say([*said, USER], "c", calls=calls)
+    # Texts that the template itself writes do not confuse, and neither do blanks that it may trim.
+    results = [
+        {"role": "tool", "tool_call_id": "1", "content": "t\n"},
+        {"role": "tool", "tool_call_id": "0", "name": "own", "content": "o"},
+        {"role": "system", "content": "s"},
+    ]
+    talk.say([*said, *results], "d")
+    (trajectory,) = talk.conversation.trajectories()
+    assert turns(trajectory, talk.template)[:3] == [
+        (ANSWER, "a  b$"), ("user", "<user>q$<assistant>"), (ANSWER, "c$"),
+    ]  # fmt: skip
+    assert turns(trajectory, talk.template)[3:] == [
+        ("tool f1", "<tool>t"), ("tool own", "\n$<tool>o"), ("system", "$<system>s$<assistant>"), (ANSWER, "d$"),
+    ]  # fmt: skip
+    assert talk.counts == (2 * tidies, 0)
+
+
+class Gathering(FakeTemplate):
+    """Renders all results of tools at its end, as no template does."""
+
+    def render(self, messages, tools=(), *, answer):
+        tools_last = sorted(messages, key=lambda message: message["content"][:1] == "r")
+        return super().render(tools_last, tools, answer=answer)
+
+
+class Silent(FakeTemplate):
+    """Does not tell where tokens begin."""
+
+    def starts(self, text):
+        return None
+
+
+@pytest.mark.parametrize("template", [Silent(), Gathering()])
+def test_messages_that_cannot_be_told_apart_are_one_turn(template):
+    talk = Talk(template)
+    said, _ = talk.say([USER], "a")
+    talk.say([*said, TOOL | {"name": "f"}, TOOL | {"name": "g"}, USER], "b")
+    (trajectory,) = talk.conversation.trajectories()
+    assert [(turn.role, turn.name) for turn in trajectory.turns] == [(ANSWER, ""), ("tool, user", "f, g"), (ANSWER, "")]
+    assert [turn.end for turn in trajectory.turns[:-1]] == [turn.start for turn in trajectory.turns[1:]]
+
+
+def test_text_between_raw_generations_is_a_turn_of_nobody():
+    conversation = Conversation()
+    conversation.record(Generation([1, 2], [3], [-0.25], [0], "stop"))
+    conversation.record(Generation([1, 2, 3, 9, 9], [4], [-0.5], [1], "stop"))
+    (trajectory,) = conversation.trajectories()
+    assert trajectory.turns == (Turn(0, 1, ANSWER), Turn(1, 3), Turn(3, 4, ANSWER))
+
+
+def test_an_answer_that_another_trajectory_trains_is_still_an_answer():
+    talk = Talk(FakeTemplate())
+    said, _ = talk.say([USER], "one")
+    talk.say([*said, TOOL], "two")
+    talk.say([*said, USER], "three")
+    _, second = talk.conversation.trajectories()
+    assert masked(second, talk.template).startswith("|one$")
+    assert [turn.role for turn in second.turns] == [ANSWER, "user", ANSWER]
+
+
+def test_one_answer_without_a_call_needs_no_turns():
+    talk = Talk(FakeTemplate())
+    talk.say([USER], "one")
+    (trajectory,) = talk.conversation.trajectories()
+    assert trajectory.turns == ()
+
+
 def test_trajectories_of_nothing_are_refused():
     with pytest.raises(DataError, match="before it generated anything"):
         Conversation().trajectories()
@@ -238,7 +328,7 @@ def test_whatever_the_template_does_each_sampled_token_is_trained_once_as_it_was
     histories = [said]
     for role, answer, closed, back in steps:
         history = histories[max(0, len(histories) - 1 - back)]
-        messages = [*history, {"role": role, "content": "ab"}]
+        messages = [*history, *[{"role": role, "content": "ab"}] * (1 + back % 2)]
         forked = talk.conversation.forked
         said, generation = talk.say(messages, answer, closed=closed)
         if talk.conversation.forked > forked:
@@ -266,3 +356,9 @@ def test_whatever_the_template_does_each_sampled_token_is_trained_once_as_it_was
         # What is trained on is what some request held, and its answer.
         whole = [*trajectory.prompt_ids, *trajectory.response_ids]
         assert any(g.prompt_ids + g.token_ids == whole for g in talk.conversation.generations)
+        if trajectory.turns:
+            bounds = [0, *(turn.end for turn in trajectory.turns)]
+            assert [turn.start for turn in trajectory.turns] == bounds[:-1] and bounds[-1] == len(trajectory.loss_mask)
+        for turn in trajectory.turns:
+            trained_turn = set(trajectory.loss_mask.expand()[turn.start : turn.end].tolist())
+            assert trained_turn <= {0, 1} if turn.role == ANSWER else trained_turn == {0}

@@ -18,6 +18,7 @@ from megasync.rollout.inflight import RequestGate
 from megasync.rollout.partials import PartialResponses
 from megasync.rollout.sample_client import SampleClient
 from megasync.serving.control import ServerControl
+from megasync.turns import ANSWER, Turn
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -124,6 +125,7 @@ async def test_finished_turns_are_replayed_and_the_unfinished_turn_continues(fak
     assert two.token_ids == list(range(51, 59))
     (trajectory,) = again.conversation.trajectories()
     assert trajectory.response_ids.tolist() == [2, 3, 4, 50, *two.token_ids]
+    assert trajectory.turns == (Turn(0, 3, ANSWER), Turn(3, 4), Turn(4, 12, ANSWER))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from megasync.rollout.sample_client import SampleClient
 from megasync.rollout.tool_agent import tool_agent
 from megasync.rollout.workflow import single_turn
 from megasync.serving.control import ServerControl
+from megasync.turns import ANSWER
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -82,6 +83,19 @@ async def test_the_model_calls_sees_and_answers_in_one_trajectory(fake):
     between = [i for i, m in zip(trajectory.response_ids, trajectory.loss_mask, strict=True) if not m]
     assert rig.tokenizer.decode(trained) == f"So {call(a=1, b=2)}{call(a=3, b=4)}<eos>three<eos>"
     assert rig.tokenizer.decode(between) == "<bos>tool: 3<eos><bos>tool: 7<eos><bos>assistant: "
+    told = [
+        (turn.role, turn.name, rig.tokenizer.decode(trajectory.response_ids[turn.start : turn.end]))
+        for turn in trajectory.turns
+    ]
+    assert told == [
+        (ANSWER, "", f"So {call(a=1, b=2)}{call(a=3, b=4)}<eos>"),
+        ("tool", "add", "<bos>tool: 3"),
+        ("tool", "add", "<eos><bos>tool: 7<eos><bos>assistant: "),
+        (ANSWER, "", "three<eos>"),
+    ]
+    assert [(made.name, json.loads(made.arguments)) for made in trajectory.turns[0].calls] == [
+        ("add", {"a": 1, "b": 2}), ("add", {"a": 3, "b": 4}),
+    ]  # fmt: skip
     assert trajectory.text.startswith("<")  # the fake's own text; the tokens above are what counts
     assert trajectory.metrics["tool_calls"] == 2.0
     assert (trajectory.metrics["turns"], trajectory.metrics["turn_limit"]) == (2.0, 0.0)

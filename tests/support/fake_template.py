@@ -53,6 +53,12 @@ class FakeTemplate:
             at += 1 if pair is None else 2
         return ids
 
+    def starts(self, text):
+        starts = [0]
+        for token in self.encode(text):
+            starts.append(starts[-1] + len(self.decode([token])))
+        return starts[:-1]
+
     def decode(self, ids):
         names = {token: pair for pair, token in PAIRS.items()}
         return "".join(names.get(token) or chr(token) for token in ids)
