@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from megasync.errors import DataError
 from megasync.runs import Runs
 from megasync.trajectory import TOKEN_REWARDS, Trajectory, finite_float
-from megasync.turns import Turn
+from megasync.turns import Turn, within
 
 log = logging.getLogger(__name__)
 
@@ -350,7 +350,7 @@ def _unpacked(body: _Body) -> Response:
         rewards=numbers(body.rewards),
         text=body.text,
         problem=body.problem,
-        turns=body.turns,
+        turns=within(body.turns, len(body.ids) // 4),
     )
 
 

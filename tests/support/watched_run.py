@@ -11,7 +11,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +21,11 @@ from megasync.app.run_lock import RunLock
 from megasync.observe import trace
 from megasync.observe.events import END, EVALUATION, FAULT, MESSAGE, RECOVERY, START, EventLog
 from megasync.observe.metrics import METRICS_FILE
-from megasync.observe.rollouts import Response, RolloutLog, Row
+from megasync.observe.rollouts import Response, RolloutLog, Row, recorded
 from megasync.observe.state_file import BufferState, ProcessState, RankState, RunState, write_state
 from megasync.runs import Runs
+from megasync.trajectory import Trajectory
+from megasync.turns import ANSWER, Turn
 
 CONFIG = """\
 name: {name}
@@ -251,6 +254,25 @@ def add_trace(run_dir: Path, steps: int, responses: int) -> None:
                 part = values["time/train"] / 4
                 trace.complete("rank", name, trained + number * part, trained + (number + 1) * part)
             at += values["time/step"]
+
+
+def add_dialogue(run_dir: Path, parts: Sequence[tuple[Turn, str]]) -> None:
+    """Records a response of turns, whose places follow from their texts, and the tokenizer of the run's export."""
+    from tiny_models import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(run_dir / "export")
+    ids, mask, turns = list[int](), list[int](), list[Turn]()
+    for turn, text in parts:
+        added = tokenizer(text, add_special_tokens=False)["input_ids"]
+        turns.append(replace(turn, start=len(ids), end=len(ids) + len(added)))
+        ids += added
+        mask += [int(turn.role == ANSWER)] * len(added)
+    logprobs = -(np.arange(len(ids)) % 7) / 2
+    prompt = tokenizer("<bos>user: 1 + 2?<eos><bos>assistant: ", add_special_tokens=False)["input_ids"]
+    said = Trajectory(prompt, ids, mask, logprobs, [3] * len(ids), reward=1.0, metrics={"turns": 2.0}, turns=turns)
+    log = RolloutLog(run_dir, "trainer-1", 1 << 30)
+    log.append([recorded("0:1", 0, said, step=4, version=3, time=BEGUN + 90, advantage=0.5)])
 
 
 def drive(run_dir: Path, steps: int, seconds: float) -> None:

@@ -17,11 +17,20 @@ from playwright.sync_api import Page, expect
 from watch_process import Watch
 
 from megasync.observe.events import MESSAGE, EventLog
+from megasync.turns import ANSWER, Call, Turn
 
 pytestmark = pytest.mark.processes
 
 FINISHED, CRASHED, HALF, OLD, LIVE = "digits-1", "digits-2", "half-3", "old-4", "live-5"
+CALL = '{"a": 1, "b": 2}'
 MARKUP = "<img src=x onerror=\"document.title='broken'\">"
+
+DIALOGUE = (
+    (Turn(0, 1, ANSWER, calls=(Call("add", CALL),)), f"So <tool_call>{CALL}</tool_call><eos>"),
+    (Turn(0, 1, "tool", "add"), f"<bos>tool: 3 {MARKUP}"),
+    (Turn(0, 1, "user"), "<eos><bos>user: Sure?<eos><bos>assistant: "),
+    (Turn(0, 1, ANSWER), "three\n\nand no more<eos>"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +41,7 @@ def folder(tmp_path_factory) -> Path:
     events = EventLog(folder / FINISHED)
     events.write(MESSAGE, MARKUP, at=watched_run.BEGUN + 61)
     events.close()
+    watched_run.add_dialogue(folder / FINISHED, DIALOGUE)
     watched_run.finished_run(folder / CRASHED, 40, 200, "running")
     half = folder / HALF
     half.mkdir()
@@ -241,6 +251,37 @@ def test_the_comparison_has_the_outcomes_of_each_run_and_turns_its_curves_to_ano
 def test_text_of_a_run_is_not_markup(open_page, watch):
     page = open_page(watch.of("overview", FINISHED))
     expect(page.get_by_text(MARKUP)).to_be_visible()
+    assert "broken" not in page.title()
+
+
+def test_turns_and_tool_calls_are_folded_and_named(open_page, watch):
+    page = open_page(watch.of("rollouts", FINISHED))
+    page.locator("tr.open", has_text="0:1").first.click()
+    tokens = page.locator(".tokens")
+    answer, tool, user, last = tokens.locator("> * > details").all()
+    for block, beginning in (
+        (answer, "answer, 49 tokens: So"),
+        (tool, "tool add, "),
+        (user, "user, "),
+        (last, "answer, "),
+    ):
+        expect(block.locator("> summary")).to_contain_text(beginning)
+    # The last answer is open, and with the keyboard so is any other turn.
+    expect(last.locator("pre")).to_have_text("three↵\n↵\nand no more<eos>")
+    expect(tool.locator("pre")).to_have_count(0)
+    tool.locator("summary").focus()
+    page.keyboard.press("Enter")
+    expect(tool.locator("pre")).to_have_text(f"<bos>tool: 3 {MARKUP}")
+    expect(tool.locator("pre span[title^='token 49 ']")).to_be_visible()
+    answer.locator("> summary").click()
+    call = answer.locator("details")
+    expect(call.locator("summary")).to_have_text(f"add({CALL})")
+    expect(call.locator("pre")).to_have_count(0)
+    call.locator("summary").focus()
+    page.keyboard.press("Enter")
+    expect(call.locator("pre")).to_have_text(CALL)
+    page.keyboard.press("Enter")
+    expect(call.locator("pre")).to_be_hidden()
     assert "broken" not in page.title()
 
 

@@ -5,8 +5,20 @@ from made_runs import make_run
 
 from megasync.observe.rollouts import Response
 from megasync.runs import Runs
+from megasync.turns import ANSWER, Turn
 from megasync.watch.decoder import decoder_of
-from megasync.watch.responses import SHADINGS, Decoder, about, by_gap, by_logprob, by_mask, by_version, turns, visible
+from megasync.watch.responses import (
+    SHADINGS,
+    Decoder,
+    about,
+    by_gap,
+    by_logprob,
+    by_mask,
+    by_version,
+    said,
+    turns,
+    visible,
+)
 from megasync.watch.run_folder import RunFolder
 from megasync.watch.views.rollouts import colour
 
@@ -53,9 +65,18 @@ def test_line_breaks_are_visible_and_control_characters_are_not():
     assert visible("a\r\nb\x1b[31m\u202e") == "a↵\nb\ufffd[31m\ufffd"
 
 
-def test_masked_tokens_are_turns_that_were_not_generated():
+def test_without_notes_masked_tokens_are_turns_that_were_not_generated():
     found = turns(response([1, 1, 0, 0, 0, 1]))
-    assert [(turn.start, turn.end, turn.generated) for turn in found] == [(0, 2, True), (2, 5, False), (5, 6, True)]
+    assert found == [Turn(0, 2, ANSWER), Turn(2, 5), Turn(5, 6, ANSWER)]
+    assert [said(turn) for turn in found] == ["answer", "not generated", "answer"]
+
+
+def test_notes_tell_of_turns_and_the_mask_of_the_rest():
+    noted = (Turn(1, 4, ANSWER), Turn(4, 5, "tool", "a\u202e\nb"))
+    # An old token of an answer, and tokens that nobody noted.
+    found = turns(response([0, 1, 0, 1, 0, 0, 1], turns=noted))
+    assert found == [Turn(0, 1), *noted, Turn(5, 6), Turn(6, 7, ANSWER)]
+    assert said(found[2]) == "tool a\ufffd↵ b"
 
 
 def test_shades_of_logprobs_gaps_versions_and_masks():

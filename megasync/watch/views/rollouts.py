@@ -1,8 +1,8 @@
 """Recorded responses: a table to search and filter, one response token by token, and its group side by side.
 
 Filters, order and pages are applied here and not in the browser, which gets `PAGE` rows at a time, so the table is as
-fast for 100,000 responses as for 100. Tokens are drawn in portions of `PORTION`. The texts of responses come from
-outside: each is the text of an element, never HTML.
+fast for 100,000 responses as for 100. Tokens are drawn in portions of `PORTION`, those of a folded turn when it is
+unfolded. The texts of responses come from outside: each is the text of an element, never HTML.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,15 +18,16 @@ from nicegui import ui
 
 from megasync.errors import DataError
 from megasync.observe.rollouts import DROPPED, FOLDER, NO_SAMPLE, TRAINED, Bounds, Filters, Response, RolloutIndex, Row
+from megasync.turns import ANSWER, Turn
 from megasync.watch import units
 from megasync.watch.decoder import decoder_of
 from megasync.watch.elements import Chip, card, notice, text
-from megasync.watch.responses import SHADINGS, Decoder, Shading, Turn, about, turns, visible
+from megasync.watch.responses import SHADINGS, Decoder, Shading, about, one_line, said, turns, visible
 from megasync.watch.run_folder import RunFolder
 from megasync.watch.view import Place, Update
 
-# Rows of a page, and tokens of a portion.
-PAGE, PORTION = 25, 1500
+# Rows of a page, and tokens and turns of a portion.
+PAGE, PORTION, TURNS = 25, 1500, 200
 # A text search ends after this many matches or seconds, and says so.
 MATCHES, SEARCH_SECONDS = 500, 10.0
 # Responses of a group that are shown side by side, and characters of each.
@@ -349,10 +349,31 @@ def _facts(row: Row) -> None:
 
 def _folded(summary: str, content: Callable[[], str]) -> None:
     """A text that is made when it is unfolded."""
-    with ui.element("details").classes("text-block") as block:
+    _opening(summary, lambda: text("pre", _printable(content())))
+
+
+def _opening(summary: str, draw: Callable[[], object], opened: bool = False) -> None:
+    """A line under which something is drawn when it is first unfolded."""
+    block = ui.element("details").classes("text-block")
+    with block:
         text("summary", summary)
-        body = text("pre", "")
-    block.on("toggle", lambda: body.say(_printable(content())), args=[])
+    drawn = False
+
+    def unfold() -> None:
+        nonlocal drawn
+        if not drawn:
+            drawn = True
+            with block:
+                draw()
+
+    if opened:
+        block.props("open")
+        unfold()
+    block.on("toggle", unfold, args=[])
+
+
+def _beginning(content: str) -> str:
+    return content if len(content) <= PREVIEW else f"{content[:PREVIEW]} ..."
 
 
 def _printable(content: str) -> str:
@@ -360,7 +381,11 @@ def _printable(content: str) -> str:
 
 
 class _Tokens:
-    """The tokens of a response, coloured by one of `SHADINGS`; turns that were put in are folded."""
+    """The tokens of a response by its turns, coloured by one of `SHADINGS`.
+
+    Turns are folded, except the last answer; without notes of turns, no answer is. The tokens of a turn are drawn when
+    it is unfolded.
+    """
 
     def __init__(self, response: Response, decoder: Decoder) -> None:
         self._response = response
@@ -368,41 +393,37 @@ class _Tokens:
         self._versions = response.versions.expand()
         self._shadings = {name: made for name, make in SHADINGS.items() if (made := make(response)) is not None}
         self._elements: dict[int, Any] = {}
-        self._turns = [part for turn in turns(response) for part in _portions(turn)]
+        self._turns = turns(response)
+        self._last = next((turn for turn in reversed(self._turns) if turn.role == ANSWER), None)
         with ui.element("div").classes("row-name"):
             names = list(self._shadings)
             self._choice = ui.toggle(names, value=names[0], on_change=self._colour).props("dense no-caps unelevated")
         self._legend = ui.element("div").classes("legend")
-        self._body = ui.element("div").classes("tokens text mono")
-        self._more = ui.button("more", on_click=self._draw).props("flat dense no-caps")
-        self._draw()
-
-    def _draw(self) -> None:
-        """The next portion."""
-        left = PORTION
-        with self._body:
-            while self._turns and left > 0:
-                turn = self._turns.pop(0)
-                left -= turn.end - turn.start
-                if turn.generated:
-                    self._draw_tokens(turn)
-                    continue
-                beginning = visible("".join(self._pieces[turn.start : turn.end]))
-                with ui.element("details").classes("text-block"):
-                    shown = beginning.replace("\n", " ")
-                    shown = shown if len(shown) <= PREVIEW else f"{shown[:PREVIEW]} ..."
-                    text("summary", f"not generated, {turn.end - turn.start} tokens: {shown}")
-                    with ui.element("pre"):
-                        self._draw_tokens(turn)
-        rest = sum(turn.end - turn.start for turn in self._turns)
-        self._more.set_text(f"show more, {rest:,} tokens are left")
-        self._more.set_visibility(bool(rest))
+        with ui.element("div").classes("tokens text mono"):
+            _in_portions(len(self._turns), TURNS, "turns", lambda number: self._draw_turn(self._turns[number]))
         self._colour()
 
+    def _draw_turn(self, turn: Turn) -> None:
+        if turn.role == ANSWER and not self._response.turns:
+            self._draw_tokens(turn)
+            return
+        words = one_line("".join(self._pieces[turn.start : min(turn.end, turn.start + 4 * PREVIEW)]))
+
+        def draw() -> None:
+            for call in turn.calls:
+                _folded(_beginning(one_line(f"{call.name}({call.arguments})")), partial(str, call.arguments))
+            with ui.element("pre"):
+                self._draw_tokens(turn)
+
+        _opening(f"{said(turn)}, {turn.end - turn.start} tokens: {_beginning(words)}", draw, turn is self._last)
+
     def _draw_tokens(self, turn: Turn) -> None:
-        for at in range(turn.start, turn.end):
-            element = self._elements[at] = text("span", visible(self._pieces[at]))
-            element.props["title"] = about(self._response, at, self._versions)
+        _in_portions(turn.end - turn.start, PORTION, "tokens", lambda number: self._draw_token(turn.start + number))
+
+    def _draw_token(self, at: int) -> None:
+        element = self._elements[at] = text("span", visible(self._pieces[at]))
+        element.props["title"] = about(self._response, at, self._versions)
+        element.style(f"background: {colour(self._shadings[str(self._choice.value)], at)}")
 
     def _colour(self) -> None:
         shading = self._shadings[str(self._choice.value)]
@@ -418,12 +439,22 @@ class _Tokens:
                         text("span", label)
 
 
-def _portions(turn: Turn) -> list[Turn]:
-    """A long generated turn in parts of `PORTION` tokens."""
-    if not turn.generated:
-        return [turn]
-    bounds = [*range(turn.start, turn.end, PORTION), turn.end]
-    return [Turn(start, end, True) for start, end in pairwise(bounds)]
+def _in_portions(count: int, portion: int, what: str, draw: Callable[[int], None]) -> None:
+    """Draws parts 0 to `count`, as many at a time, and a button for the next ones."""
+    box, at = ui.element("span"), 0
+
+    def portions() -> None:
+        nonlocal at
+        end = min(count, at + portion)
+        with box:
+            for number in range(at, end):
+                draw(number)
+        at = end
+        more.set_text(f"show more, {count - at:,} {what} are left")
+        more.set_visibility(at < count)
+
+    more = ui.button("", on_click=portions).props("flat dense no-caps")
+    portions()
 
 
 def colour(shading: Shading, at: int) -> str:
