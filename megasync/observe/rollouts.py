@@ -364,8 +364,8 @@ Bounds = tuple[float | None, float | None]
 class Filters:
     """What rows must have; None and empty texts let every row pass.
 
-    A row without a reward is outside every bound on rewards. ``dropped`` is `TRAINED`, `DROPPED` or a reason, ``uid`` a
-    part of the uid.
+    A row without a reward is outside every bound on rewards. ``dropped`` is `TRAINED`, `DROPPED` or a reason. ``uid``
+    is a whole uid, or with `*` at its end what uids begin with.
     """
 
     reward: Bounds | None = None
@@ -386,8 +386,11 @@ class Filters:
             and (
                 not self.dropped or self.dropped == row.dropped or self.dropped == (DROPPED if row.dropped else TRAINED)
             )
-            and self.uid in row.uid
+            and (not self.uid or self.uid == row.uid or self._begins(row.uid))
         )
+
+    def _begins(self, uid: str) -> bool:
+        return self.uid.endswith("*") and uid.startswith(self.uid[:-1])
 
 
 def _within(value: float | None, bounds: Bounds | None) -> bool:

@@ -24,6 +24,17 @@ from urllib.parse import urlencode
 Update = Callable[[], None]
 
 
+def together(parts: Sequence[Update]) -> Update:
+    """Updates all parts of a view, now and with each call of what it returns."""
+
+    def update() -> None:
+        for part in parts:
+            part()
+
+    update()
+    return update
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a view is: which view of which run, and what else its address says.

@@ -194,12 +194,20 @@ ROWS = [
         (Filters(dropped=TRAINED), [30, 10, 20]),
         (Filters(dropped=DROPPED), [50, 40]),
         (Filters(dropped="uniform"), [40]),
-        (Filters(uid=":1"), [10, 20]),
+        (Filters(uid="0:1"), [10, 20]),
     ],
 )
 def test_filters(tmp_path, filters, tokens):
     RolloutLog(tmp_path, "trainer-0", LIMIT).append([(each, response()) for each in ROWS])
     assert [found.tokens for found in index_of(tmp_path).select(filters)] == tokens
+
+
+@pytest.mark.parametrize(
+    ("uid", "found"),
+    [("0:1", ["0:1"]), ("0:1*", ["0:1", "0:12"]), ("0:", []), (":1", []), ("*", ["0:1", "0:12", "0:2"])],
+)
+def test_a_group_is_named_whole_or_by_its_beginning(uid, found):
+    assert [each for each in ("0:1", "0:12", "0:2") if Filters(uid=uid).passes(row(each))] == found
 
 
 def test_rows_without_a_value_are_last_in_both_orders(tmp_path):

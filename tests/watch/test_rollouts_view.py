@@ -55,6 +55,15 @@ async def test_the_address_filters(run):
         await user.should_not_see("0:8")
 
 
+async def test_the_group_in_the_address_is_that_group_alone(run):
+    async with user_simulation() as user:
+        (view,) = await opened(user, run, uid="0:4")
+        await user.should_see(f"2 of {TRAINED + DROPPED} recorded responses")
+        view.__self__._uid.value = "0:4*"
+        # 0:4, 0:40, 0:41, 0:44, 0:45, 0:48 and 0:49
+        await user.should_see(f"14 of {TRAINED + DROPPED} recorded responses")
+
+
 async def test_dropped_responses_tell_why(run):
     async with user_simulation() as user:
         await opened(user, run, dropped="reward_failed")

@@ -11,7 +11,7 @@ from megasync.watch import units
 from megasync.watch.elements import Cell, Reading, Shares, Table, card, text, trouble
 from megasync.watch.evidence import Evidence, find_evidence, read_evidence
 from megasync.watch.run_folder import ACTIVE, RunFolder
-from megasync.watch.view import Place, Update
+from megasync.watch.view import Place, Update, together
 
 # Counters of metrics.jsonl, which also tell of runs that recorded no events.
 COUNTERS = (
@@ -39,13 +39,7 @@ def build(run: RunFolder, place: Place) -> Update:
     parts = [trouble(run), _readings(run)]
     with ui.element("div").classes("grid"):
         parts += [_list(run), _balance(run), _counters(run), _evidence(run)]
-
-    def update() -> None:
-        for part in parts:
-            part()
-
-    update()
-    return update
+    return together(parts)
 
 
 def _readings(run: RunFolder) -> Update:

@@ -16,7 +16,7 @@ from megasync.watch import figures, units
 from megasync.watch.chart import Chart
 from megasync.watch.elements import Cell, Reading, Shares, Table, card, first_line, text, trouble
 from megasync.watch.run_folder import ACTIVE, RunFolder
-from megasync.watch.view import Place, Update
+from megasync.watch.view import Place, Update, together
 
 # What a step of the trainer consists of, and the states of the buffer's slots; colours are those of page.css.
 TRAINER_TIMES = {
@@ -54,13 +54,7 @@ def build(run: RunFolder, place: Place) -> Update:
         parts += [_processes(run), _messages(run)]
         if not run.supervised:
             parts += [_chart(run, draw, "half") for draw in (figures.throughput, figures.staleness)]
-
-    def update() -> None:
-        for part in parts:
-            part()
-
-    update()
-    return update
+    return together(parts)
 
 
 # The large numbers

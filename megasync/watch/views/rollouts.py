@@ -89,7 +89,8 @@ class _Rollouts:
         query = place.query
         with ui.element("div").classes("filters"):
             self._text = ui.input("text contains").props("dense outlined clearable")
-            self._uid = ui.input("group", value=query.get("uid", "")).props("dense outlined clearable")
+            self._uid = ui.input("group, or 0:1* for several", value=query.get("uid", ""))
+            self._uid.props("dense outlined clearable")
             self._kind = ui.select([ANY], value=ANY, label="trained or dropped").props("dense outlined")
             self._set = ui.select([ANY], value=ANY, label="set").props("dense outlined")
             step = query.get("step", "")

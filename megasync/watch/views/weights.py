@@ -11,7 +11,7 @@ from megasync.watch import figures, units
 from megasync.watch.chart import Chart
 from megasync.watch.elements import Reading, Table, card, text, trouble
 from megasync.watch.run_folder import RunFolder
-from megasync.watch.view import Place, Update
+from megasync.watch.view import Place, Update, together
 
 CHARTS: tuple[Callable[[RunFolder], Figure | None], ...] = (
     figures.gaps,
@@ -33,13 +33,7 @@ def build(run: RunFolder, place: Place) -> Update:
     with ui.element("div").classes("grid"):
         parts += [_chart(run, draw) for draw in CHARTS]
         parts.append(_by_age(run))
-
-    def update() -> None:
-        for part in parts:
-            part()
-
-    update()
-    return update
+    return together(parts)
 
 
 def _readings(run: RunFolder) -> Update:
