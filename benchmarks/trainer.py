@@ -148,7 +148,7 @@ class PlainMegatron:
         self._optimizer.zero_grad()
         get_forward_backward_func()(
             forward_step_func=self._forward,
-            data_iterator=self._engine._batches(share),
+            data_iterator=self._engine._batches(share, replays=False),
             model=self._model,
             num_microbatches=len(share.microbatches),
             seq_length=1,

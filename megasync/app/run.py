@@ -159,7 +159,6 @@ class Run:
         )
         started = await self._start_processes(stack, config, device, ledger, observer, reports)
         client, fleet = started.client, started.servers.fleet
-        observer.server_metrics = fleet.metrics_urls
         client.newest_version = fleet.newest_version = lambda: progress.claimed
         client.published_version = lambda: progress.version
         publisher, held_adapters = await self._build_publisher(stack, device, started, observer)

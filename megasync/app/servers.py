@@ -112,6 +112,7 @@ class InferenceServers:
         parts = observer.parts
         parts.servers, parts.router = self.fleet.states, self.fleet.router_state
         parts.frozen_models = self.frozen_models.states
+        observer.server_metrics = lambda: {**self.fleet.metrics_urls(), **self.frozen_models.metrics_urls()}
         if self.workers is not None:
             self.workers.events = observer
             parts.workers = self.workers.states

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -119,6 +120,15 @@ class FrozenServers:
             metrics |= {f"{key.replace('.', '/')}/{name}": value for name, value in values.items()}
         return metrics
 
+    def metrics_urls(self) -> dict[str, str]:
+        """Where the metrics of each server that is up can be scraped. Safe in any thread."""
+        return {
+            frozen_name(key, slot.index): f"{slot.url}/metrics"
+            for key, slots in list(self._slots.items())
+            for slot in list(slots)
+            if slot.health.up
+        }
+
     async def stop(self) -> None:
         try:
             await cancel_and_wait(*self._tasks)
@@ -186,6 +196,7 @@ class FrozenServers:
         mem_fraction = self._free_share(key) if shared else model.mem_fraction
         dtype = model.dtype or config.model.dtype
         spec = frozen_server_spec(model, dtype, self._device.kind, mem_fraction, config.seed + index, gpus)
+        spec = replace(spec, metrics=config.observe.prometheus is not None)
         log_path = str(self._logs / f"{frozen_name(key, index)}.log")
         keys = (self._keys.admin, self._keys.generation)
         arguments = (model, spec, config.cluster.host, 0, log_path, *keys)

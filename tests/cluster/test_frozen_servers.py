@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
 import psutil
 import pytest
 import pytest_asyncio
@@ -21,7 +22,7 @@ from megasync.cluster.ray_cluster import RayCluster
 from megasync.config import Config
 from megasync.config.access import Keys
 from megasync.config.pools import pool_specs
-from megasync.config.schema import AuxiliaryModelConfig, HealthConfig, RewardModelConfig
+from megasync.config.schema import AuxiliaryModelConfig, HealthConfig, PrometheusConfig, RewardModelConfig
 from megasync.device import resolve_device
 from megasync.errors import ServerError
 from megasync.rewards.model_reward import ModelReward, load_model_reward
@@ -55,6 +56,7 @@ async def rig(tmp_path_factory):
     config.rollout.health = HealthConfig(
         probe_seconds=0.5, probe_timeout=3.0, request_seconds=1.0, request_timeout=10.0
     )
+    config.observe.prometheus = PrometheusConfig()
     config.reward_models = {
         "grader": RewardModelConfig(
             kind="classifier", path=str(make_tiny_classifier(folder / "grader", labels=2)), label=1, **SMALL
@@ -154,6 +156,15 @@ async def test_an_auxiliary_model_writes_what_hugging_face_writes(rig):
         written = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
     expected = tokenizer.decode(written, skip_special_tokens=True)
     assert await rig.refiner.chat(messages, max_new_tokens=8) == expected
+
+
+async def test_each_server_shows_its_metrics_to_prometheus_without_a_key(rig):
+    urls = rig.servers.metrics_urls()
+    assert sorted(urls) == ["auxiliary-refiner-0", "reward-grader-0", "reward-judge-0"]
+    async with httpx.AsyncClient() as client:
+        for url in urls.values():
+            answer = await client.get(url)
+            assert answer.status_code == 200 and "sglang" in answer.text
 
 
 async def test_requests_survive_killed_servers(rig):

@@ -77,7 +77,8 @@ def test_workers_hang_and_are_killed_by_a_prompt_and_their_driver_dies_and_is_re
     trained = [json.loads(line) for line in (the_run_dir() / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in trained if "time/step" in row]
     assert steps == list(range(1, len(steps) + 1))
-    assert trained[-1]["rollout/workers"] == 2.0
+    # The prompt comes again in each pass over the rows, so the last steps may be without workers.
+    assert 2.0 in [row["rollout/workers"] for row in trained[step:]]
     assert counts.trained == 4 * len(steps)
     assert 0 < counts.dropped <= 1 + len(steps) * 4 // 32
 
