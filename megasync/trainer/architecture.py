@@ -223,10 +223,3 @@ def check_adapters(layout: AdapterLayout, trainer: TrainerConfig) -> None:
         raise ConfigError(
             f"{key} trains adapters, which trainer.moe_shared_expert_overlap=true does not compute; set it to false"
         )
-    size = layout.topology.expert_tensor_size
-    adapted = [item for pp in range(layout.topology.pipeline) for item in layout.placed(pp) if item.ep is not None]
-    if adapted and size > 1:
-        raise ConfigError(
-            f"{key} gives experts adapters, which are not split over ranks; set trainer.expert_tensor_parallel=1, not "
-            f"{size}, or name the projections of attention in trainer.lora.targets"
-        )

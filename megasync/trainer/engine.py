@@ -69,6 +69,7 @@ from megasync.trainer.model import (
 from megasync.trainer.offload import Memory, memory_of
 from megasync.trainer.optimizer import Optimizer, Update
 from megasync.trainer.packing import Lengths, Microbatch, Packing, plan_packing
+from megasync.trainer.param_attributes import sum_partial_experts
 from megasync.trainer.reference import ReferenceWeights
 
 log = logging.getLogger(__name__)
@@ -734,5 +735,9 @@ def forward_step(
 
 
 def finalize_summed_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | None, **groups: Any) -> None:
-    """Megatron's gradient reduction over ranks without its division by a token count: the loss is normalised."""
+    """Megatron's gradient reduction over ranks without its division by a token count: the loss is normalised.
+
+    It does not know parameters that the ranks of one expert hold whole.
+    """
     finalize_model_grads(model, None, **groups)
+    sum_partial_experts(param for chunk in model for param in chunk.parameters())

@@ -9,12 +9,18 @@ which this package skips because it loads every weight. The layout table knows h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megasync.layout.families import Split
-from megasync.layout.layout import Layout
+from megasync.layout.layout import Layout, split_by_bytes
+
+# Gradients are copied into messages of at most this many bytes.
+MESSAGE_BYTES = 2**27
 
 
 def set_param_attributes(
@@ -24,14 +30,19 @@ def set_param_attributes(
 
     - ``tensor_model_parallel``, ``partition_dim``: tensor ranks hold different shards. The gradient norm counts other
       parameters on the first tensor rank only. Expert-parallel ranks hold different experts, so experts always count.
+    - ``partial_expert``: the ranks that share an expert all hold this parameter of it whole; only factors of adapters
+    are such. Each computes a part of its gradient, and `sum_partial_experts` adds the parts.
     - ``sequence_parallel``: each tensor rank computes the gradient of its own tokens, so tensor ranks sum it.
     - ``allreduce``: false for experts, whose gradients are summed over the ranks with the same experts.
-    - ``shared``: true for the last stage's copy of a tied embedding, which the gradient norm skips.
+    - ``shared``: true for the last stage's copy of a tied embedding, and for what is whole on several ranks that share
+    an expert, except the first of them. The gradient norm skips these.
 
     ``weights`` are this rank's, under the names of `Layout.params`. ``sequence_parallel`` is whether this run splits
     activations between layers over tensor ranks.
     """
+    expert_part = layout.topology.expert_coords(rank).etp
     for item in layout.of_rank(rank):
+        whole_expert = item.ep is not None and item.split is Split.REPLICATED
         sharded = item.split is not Split.REPLICATED or item.ep is not None
         attributes = {
             "tensor_model_parallel": sharded,
@@ -39,7 +50,24 @@ def set_param_attributes(
             "partition_stride": 1,
             "sequence_parallel": sequence_parallel and not sharded and not item.all_tokens,
             "allreduce": item.ep is None,
-            "shared": item.copy,
+            "partial_expert": whole_expert and layout.topology.expert_tensor_size > 1,
+            "shared": item.copy or (whole_expert and expert_part > 0),
         }
         for name, value in attributes.items():
             setattr(weights[item.param], name, value)
+
+
+def sum_partial_experts(params: Iterable[torch.nn.Parameter]) -> None:
+    """Adds the gradients of ``partial_expert`` parameters over the ranks that share an expert. A collective of these.
+
+    Call it when gradients have been reduced over data-parallel ranks. With a distributed optimizer each rank then has
+    the sum of one range of elements only; ranks that share an expert have the same one.
+    """
+    marked: list[Any] = [param for param in params if getattr(param, "partial_expert", False)]
+    group = cast(dist.ProcessGroup, parallel_state.get_expert_tensor_parallel_group())
+    sized = ((param.main_grad, param.main_grad.nbytes) for param in marked)
+    for grads in split_by_bytes(sized, MESSAGE_BYTES):
+        message = torch.cat([grad.view(-1) for grad in grads])
+        dist.all_reduce(message, group=group)
+        for grad, whole in zip(grads, message.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(whole.view_as(grad))

@@ -206,6 +206,7 @@ OPTIONS = {
     "overlapped-shared-experts": ("deepseek-v3", {"moe_shared_expert_overlap": True}),
     "adapters": ("qwen3-32b", {"lora": LoraConfig(rank=64)}),
     "adapters-of-experts": ("qwen3-30b-a3b", {"lora": LoraConfig(rank=64)}),
+    "adapters-of-cut-experts": ("qwen3-30b-a3b", {"lora": LoraConfig(rank=64), "expert_tensor_parallel": 2}),
     "some-adapters": ("qwen3-8b", {"lora": LoraConfig(rank=16, targets=["o_proj"])}),
 }
 

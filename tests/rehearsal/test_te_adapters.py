@@ -14,6 +14,8 @@ CASES = [
     ("te", "mistral", TENSOR),
     ("te", "gemma3_text", {}),
     ("te", "qwen3_moe", {"data_parallel": 2, "expert_parallel": 2, **WHOLE}),
+    ("te", "qwen3_moe", {"data_parallel": 2, "expert_tensor_parallel": 2, **WHOLE}),
+    (NEWEST, "qwen3_moe", {**TENSOR, "recompute": "full"}),
     (NEWEST, "qwen3_moe", SPLIT_EXPERTS),
     (NEWEST, "deepseek_v3", SPLIT_EXPERTS),
 ]

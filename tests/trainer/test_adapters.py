@@ -38,6 +38,19 @@ EXPERT_LAYOUTS = {
         "pp2-vpp2": {**INTERLEAVED, "recompute": "full"},
     },
 }
+# Ranks that share an expert: those of one sequence, or of several, beside other copies of it and beside other experts.
+CUT_EXPERT_LAYOUTS = {
+    1: EXPERT_LAYOUTS[1],
+    2: {
+        **EXPERT_LAYOUTS[2],
+        "tp2-etp2": {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "full"},
+        "dp2-etp2": {"data_parallel": 2, "expert_tensor_parallel": 2, "tokens_per_microbatch": 64, **WHOLE},
+    },
+    4: {
+        "tp2-dp2-ep2-etp2": SPARSE_LAYOUTS[4]["tp2-dp2-ep2-etp2"],
+        "dp4-etp2-distributed": {"data_parallel": 4, "expert_tensor_parallel": 2},
+    },
+}
 LAYOUTS = {
     1: {**DENSE_LAYOUTS[1], "recompute": EXPERT_LAYOUTS[1]["recompute"]},
     2: {
@@ -50,8 +63,8 @@ FAMILIES = {
     "mistral": LAYOUTS,
     "glm4": LAYOUTS,
     "gemma3_text": {2: {"tp2-sp": LAYOUTS[2]["tp2-sp"]}, 1: {"one": {}}},
-    "qwen3_moe": EXPERT_LAYOUTS,
-    "deepseek_v3": EXPERT_LAYOUTS,
+    "qwen3_moe": CUT_EXPERT_LAYOUTS,
+    "deepseek_v3": {world: CUT_EXPERT_LAYOUTS[world] for world in (1, 2)},
     "minimax_m2": EXPERT_LAYOUTS,
     "gpt_oss": EXPERT_LAYOUTS,
     "qwen3_next": EXPERT_LAYOUTS,
@@ -154,6 +167,71 @@ def test_peft_computes_the_same_from_the_same_folder(folders, models, expected, 
             log_p = model(ids).logits[0, len(row["prompt"]) - 1 : -1].log_softmax(-1)
             found.append(log_p.gather(1, ids[0, len(row["prompt"]) :, None])[:, 0])
     torch.testing.assert_close(torch.cat(found), expected["mistral"][0], atol=1e-5, rtol=0)
+
+
+# With the usual epsilon, Adam makes whole steps of rounding errors where a gradient is zero.
+STEPS, LR, BETAS, EPS, DECAY = 3, 1e-2, (0.9, 0.99), 1e-3, 0.01
+FIT = {
+    2: {
+        "tp2-etp1": {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 1},
+        "tp2-etp2": {"tensor_parallel": 2, "sequence_parallel": True},
+    },
+    4: {"tp2-dp2-etp2-distributed": {"tensor_parallel": 2, "sequence_parallel": True, "data_parallel": 2}},
+}
+
+
+@pytest.fixture(scope="module")
+def fitted(run_ranks, models, rows, folders, tmp_path_factory):
+    """layout -> losses of steps on all ranks, and the PEFT folder after them."""
+    saved, found = tmp_path_factory.mktemp("fitted"), {}
+    lora = {"rank": RANK, "alpha": ALPHA, "path": str(folders["qwen3_moe"][0])}
+    optimizer = {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY, "clip_grad": 0.0}
+    for world, layouts in FIT.items():
+        given = {label: {**options, "lora": lora} for label, options in layouts.items()}
+        arguments = {"layouts": given, "folder": str(saved), "steps": STEPS, "optimizer": optimizer}
+        ranks = run_ranks("fit", world, model=models["qwen3_moe"], rows=rows, **arguments)
+        for label in layouts:
+            export_checkpoint(saved / label, models["qwen3_moe"], saved / f"{label}-peft")
+            found[label] = [rank[label] for rank in ranks], saved / f"{label}-peft"
+    return found
+
+
+@pytest.fixture(scope="module")
+def fitted_by_peft(models, rows, folders):
+    """Losses of the same steps, and the factors after them."""
+    peft = pytest.importorskip("peft")
+    from unfused_experts import UnfusedModel
+
+    base = UnfusedModel(models["qwen3_moe"])
+    model = peft.PeftModel.from_pretrained(base, folders["qwen3_moe"][0], is_trainable=True)
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    adam = torch.optim.AdamW(trained.values(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    tokens, losses = sum(len(row["response"]) for row in rows), []
+    for _ in range(STEPS):
+        loss = 0.0
+        for row in rows:
+            ids = torch.tensor([row["prompt"] + row["response"]])
+            log_p = model.base_model(ids)[0, len(row["prompt"]) - 1 : -1].log_softmax(-1)
+            chosen = log_p.gather(1, ids[0, len(row["prompt"]) :, None])
+            loss = loss - (chosen.sum() - 0.1 * (log_p.exp() * log_p).sum()) / tokens
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        losses.append(loss.item())
+    return losses, {name.replace(".default.", "."): param.detach() for name, param in trained.items()}
+
+
+@pytest.mark.parametrize("layout", [label for layouts in FIT.values() for label in layouts])
+def test_adapters_of_experts_after_some_steps_are_those_of_peft(fitted, fitted_by_peft, layout):
+    losses, factors = fitted_by_peft
+    assert losses[-1] < losses[0] - 0.1
+    ranks, folder = fitted[layout]
+    for rank in ranks:
+        assert rank == pytest.approx(losses, abs=1e-5)
+    exported = load_file(folder / "adapter_model.safetensors")
+    assert exported.keys() == factors.keys() and any(".experts." in name for name in factors)
+    for name, factor in factors.items():
+        torch.testing.assert_close(exported[name], factor, atol=1e-5, rtol=0, msg=f"{name} differs")
 
 
 def refusal(path, **lora):

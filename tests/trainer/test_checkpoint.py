@@ -35,6 +35,11 @@ RUNS = {
             "bfloat16",
             {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "expert_tensor_parallel": 1},
         ),
+        "adapters-of-cut-experts": (
+            "qwen3_moe",
+            "float32",
+            {"data_parallel": 2, "expert_tensor_parallel": 2, "lora": {"rank": 4}},
+        ),
         "experts-virtual-pipeline": ("qwen3_moe", "float32", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
     },
 }
@@ -100,10 +105,13 @@ EXPERTS = [
     ),
     (2, {"tensor_parallel": 2, "sequence_parallel": True}),
     (4, {"data_parallel": 4, "expert_parallel": 2}),
+    (4, {"data_parallel": 4, "expert_tensor_parallel": 2}),
     (4, {"context_parallel": 2, "data_parallel": 2, "expert_parallel": 2}),
 ]
 # Experts with biases are not split.
-UNSPLIT = [run for run in EXPERTS if "tensor_parallel" not in run[1] or "expert_tensor_parallel" in run[1]]
+UNSPLIT = [run for run in EXPERTS if run[1].get("expert_tensor_parallel", run[1].get("tensor_parallel", 1)) == 1]
+# Ranks that share an expert, with and without other copies of it.
+CUT = [run for run in EXPERTS if run not in UNSPLIT]
 ADAPTED = {"lora": {"rank": 4}}
 
 
@@ -152,8 +160,12 @@ def contents(path):
         ("llama", "bfloat16", DENSE),
         ("qwen2_moe", "bfloat16", EXPERTS),
         ("qwen2", "bfloat16", [(world, {**trainer, **ADAPTED}) for world, trainer in DENSE]),
-        ("qwen3_moe", "float32", [(world, {**trainer, **ADAPTED}) for world, trainer in UNSPLIT]),
+        ("qwen3_moe", "float32", [(world, {**trainer, **ADAPTED}) for world, trainer in EXPERTS]),
         pytest.param("qwen3_moe", "float32", EXPERTS, marks=pytest.mark.matrix),
+        pytest.param(
+            *("qwen2_moe", "bfloat16", [(world, {**trainer, **ADAPTED}) for world, trainer in CUT]),
+            marks=pytest.mark.matrix,
+        ),
         pytest.param("deepseek_v3", "bfloat16", EXPERTS, marks=pytest.mark.matrix),
         pytest.param("gpt_oss", "bfloat16", UNSPLIT, marks=pytest.mark.matrix),
     ],

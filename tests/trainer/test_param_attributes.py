@@ -9,6 +9,7 @@ import torch
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
+from megasync.layout.adapter import AdapterLayout, AdapterShape, fused_projections
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
 from megasync.trainer.param_attributes import set_param_attributes
@@ -29,12 +30,17 @@ def layout_of(path, spec, value_head=False, **topology):
     return Layout(values, Topology(**topology), spec, value_head)
 
 
+def adapters_of(layout, rank=4):
+    targets = {name for names in fused_projections(layout) for name in names}
+    return AdapterLayout(layout, AdapterShape(rank, 1.0, tuple(sorted(targets))))
+
+
 def marked(layout, rank, sequence_parallel=True):
     """A rank's parameters; before the call their attributes are wrong, alternately true and false."""
     weights = {}
     for turn, (name, shape) in enumerate(layout.params(rank).items()):
         param = torch.nn.Parameter(torch.empty(shape, device="meta"))
-        for mark in ("tensor_model_parallel", "sequence_parallel", "allreduce", "shared"):
+        for mark in ("tensor_model_parallel", "sequence_parallel", "allreduce", "shared", "partial_expert"):
             setattr(param, mark, bool(turn % 2))
         weights[name] = param
     set_param_attributes(weights, layout, rank, sequence_parallel)
@@ -51,16 +57,44 @@ def test_the_gradient_norm_counts_each_element_once(models, family, spec, value_
     """Over all tensor and pipeline ranks and all expert ranks; embeddings are counted with their padding."""
     expert = {"expert": 2, "expert_tensor": 1} if any(x in family for x in ("moe", "deepseek", "gpt")) else {}
     layout = layout_of(models[family], spec, value_head, tensor=TENSOR, pipeline=2, first_stage_layers=1, **expert)
-    counted = 0
-    for rank in range(layout.topology.world):
-        group = TensorGroup(layout.topology.coords(rank).tp)
-        for param in marked(layout, rank).values():
-            if param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param, group):
-                counted += param.numel()
     padding = layout.padded_vocab - layout.sizes.vocab
     tables = sum(shape[0] == layout.sizes.vocab for shape in layout.hf_tensors.values())
     expected = sum(map(prod, layout.hf_tensors.values())) + tables * padding * layout.sizes.hidden
-    assert counted == expected
+    assert sum(counted(layout, rank) for rank in range(layout.topology.world)) == expected
+
+
+def counted(layout, rank):
+    """Elements that a rank counts in the norm."""
+    group = TensorGroup(layout.topology.coords(rank).tp)
+    return sum(
+        param.numel()
+        for param in marked(layout, rank).values()
+        if param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param, group)
+    )
+
+
+# What of an expert's adapters every rank that shares it holds whole.
+WHOLE = ("linear_fc1.adapter.down", "linear_fc2.adapter.up")
+
+
+@pytest.mark.parametrize("spec", ["local", "te"])
+def test_the_gradient_norm_counts_whole_factors_of_cut_experts_once(models, spec):
+    layout = adapters_of(layout_of(models["qwen3_moe"], spec, tensor=TENSOR, pipeline=2, first_stage_layers=1))
+    expected = sum(map(prod, layout.hf_tensors.values()))
+    assert sum(counted(layout, rank) for rank in range(layout.topology.world)) == expected
+
+
+@pytest.mark.parametrize("spec", ["local", "te"])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_ranks_that_share_an_expert_add_the_gradients_of_its_whole_factors_and_of_nothing_else(models, spec, tensor):
+    layout = adapters_of(layout_of(models["qwen3_moe"], spec, tensor=tensor, data=2 // tensor, expert_tensor=2))
+    for rank in range(layout.topology.world):
+        for name, param in marked(layout, rank).items():
+            whole = ".experts." in name and any(part in name for part in WHOLE)
+            assert param.partial_expert == whole, name
+            assert param.shared == (whole and rank == 1), name
+    alone = adapters_of(layout_of(models["qwen3_moe"], spec, tensor=tensor, data=2 // tensor, expert_tensor=1))
+    assert not any(param.partial_expert or param.shared for param in marked(alone, 1).values())
 
 
 def test_down_projections_are_sharded_in_one_flavour_and_replicated_in_the_other(models):

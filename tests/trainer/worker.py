@@ -170,6 +170,23 @@ def layouts(models, rows, layouts, folder, dtype="float32"):
     return found
 
 
+def fit(model, rows, layouts, folder, steps, optimizer, dtype="float32"):
+    """Losses of some steps on the same rows in each layout, and the checkpoint after them."""
+    found = {}
+    for label, trainer in layouts.items():
+        engine = make_engine(model, trainer, optimizer, dtype)
+        samples = to_samples(rows)
+        loss = cross_entropy(sum(len(sample.scored) for sample in samples))
+        losses = []
+        for step in range(1, steps + 1):
+            losses.append(engine.forward_backward(engine.share(samples), loss)["loss"])
+            engine.update(step, loss_is_finite=True)
+        engine.save(Path(folder) / label)
+        found[label] = losses
+        close(engine)
+    return found
+
+
 def attention_backend():
     """The backend that Transformer Engine chose for the last attention; None with Megatron's own layers."""
     if DEVICE.spec == "local":
