@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from rich.console import Group, RenderableType
@@ -21,11 +20,11 @@ from megasync.observe.curve import held_out_name
 from megasync.watch import configuration, figures, units
 from megasync.watch.document import (
     Cell,
-    Chart,
     Document,
     Number,
     Section,
     Table,
+    chart,
     fixed,
     number,
     printable,
@@ -229,18 +228,11 @@ def _curves(runs: Sequence[RunFolder]) -> Section:
     section = Section("Their curves")
     main = figures.losses if all(run.supervised for run in runs) else figures.reward
     for axis, word in AXIS_WORDS.items():
-        section.add(_chart(main(runs, axis), f"{(main.__doc__ or '').rstrip('.')}, by {word}.", wide=True))
+        section.add(chart(main(runs, axis), f"{(main.__doc__ or '').rstrip('.')}, by {word}.", wide=True))
     for draw in figures.COMPARABLE.values():
         if draw is not main:
-            section.add(_chart(draw(runs), draw.__doc__ or ""))
+            section.add(chart(draw(runs), draw.__doc__ or ""))
     return section
-
-
-def _chart(figure: Any, caption: str, wide: bool = False) -> Chart | None:
-    if figure is None:
-        return None
-    note = figure.layout.meta["note"]
-    return Chart(f"{caption} {note[0].upper()}{note[1:]}." if note else caption, figure, wide)
 
 
 # Text
@@ -259,7 +251,7 @@ def _abstract(runs: Sequence[RunFolder], goal: Goal | None) -> str:
     told = [f"{run.name} with {value:.3f} at step {step}" for value, run, step in ranked]
     sentences = [f"By their best {goal.word}: {', then '.join(told)}."]
     count = len(configuration.differences([run.settings for run in runs]))
-    sentences.append(f"They differ in {count} setting{'' if count == 1 else 's'}.")
+    sentences.append(f"They differ in {units.counted(count, 'setting')}.")
     return " ".join(sentences)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -475,12 +476,13 @@ class _Plot:
         return self._figure
 
     def _look(self, run: RunFolder, label: str) -> tuple[str, str, str]:
+        """Colour, dash and name of a line; Plotly reads tags in names, which what a run recorded must not be."""
         key = run.name if self.several else label
         colour = self._colours.setdefault(key, COLOURS[len(self._colours) % len(COLOURS)])
         if not self.several:
-            return colour, "solid", label
+            return colour, "solid", escape(label, quote=False)
         dash = self._dashes.setdefault(label, DASHES[len(self._dashes) % len(DASHES)])
-        return colour, dash, f"{run.name}: {label}"
+        return colour, dash, escape(f"{run.name}: {label}", quote=False)
 
     def _draw(self, x: Floats, y: Floats, style: dict[str, Any]) -> None:
         kept = thinned(x, y)

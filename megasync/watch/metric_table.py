@@ -37,6 +37,14 @@ class Series:
         kept = np.isfinite(self.values)
         return Series(self.steps[kept], self.times[kept], self.values[kept])
 
+    @property
+    def total(self) -> float:
+        """Of a counter that begins again when a run is resumed: the sum over all starts."""
+        values = self.finite.values
+        if not len(values):
+            return 0.0
+        return float(values[np.flatnonzero(np.diff(values) < 0)].sum() + values[-1])
+
 
 class MetricTable:
     """Grows by lines of `metrics.jsonl`. Lines that are no such object are counted as `damaged` and left out."""

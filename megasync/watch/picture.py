@@ -129,7 +129,7 @@ def _add_spans(axis: Any, trace: dict[str, Any], x: Any, y: Any, look: dict[str,
     start, half = _array(trace["base"]), _array(trace["width"]) / 2
     left, right, low, high = start, start + x, y - half, y + half
     corners = np.stack([np.stack(corner, -1) for corner in ((left, low), (right, low), (right, high), (left, high))], 1)
-    axis.add_collection(PolyCollection([*corners], facecolor=trace["marker"]["color"], linewidth=0, **look))
+    axis.add_collection(PolyCollection([*corners], color=trace["marker"]["color"], linewidth=0.25, **look))
 
 
 def _array(values: Any) -> Any:

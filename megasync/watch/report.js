@@ -21,6 +21,7 @@
       layout.height = 260;
       layout.margin = { l: 60, r: 12, t: 44, b: 44 };
     }
+    place.style.height = `${layout.height}px`;
     place.parentElement.classList.add("drawn");
     Plotly.newPlot(place, data, layout, { displayModeBar: false, responsive: true })
       .then(() => Plotly.relayout(place, ground()))

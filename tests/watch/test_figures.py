@@ -118,3 +118,8 @@ def test_figures_of_a_hundred_thousand_steps_stay_light(tmp_path):
     assert len(run.series("rollout/reward_mean")) == 100_000
     assert len(figures.reward(run).to_json()) < 200_000
     assert len(figures.time_shares(run).to_json()) < 50_000
+
+
+def test_names_of_runs_are_text(tmp_path):
+    runs = [RunFolder(make_run(tmp_path, name, steps=2)) for name in ("<b>one", "two")]
+    assert {trace.name for trace in figures.utilization(runs).data} == {"&lt;b&gt;one: utilization", "two: utilization"}

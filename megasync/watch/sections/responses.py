@@ -18,7 +18,7 @@ from megasync.watch.run_folder import RunFolder
 
 # Responses of the group, characters of each and of the prompt, and tokens of the response that is shown token by token:
 # together below a megabyte, however long the responses are.
-MEMBERS, CHARACTERS, PROMPT_CHARACTERS, TOKENS = 16, 1_000, 4_000, 1_000
+MEMBERS, CHARACTERS, PROMPT_CHARACTERS, TOKENS = 16, 600, 4_000, 1_000
 # How its tokens are coloured.
 COLOURED_BY = ("log-prob", "trainer/server gap")
 

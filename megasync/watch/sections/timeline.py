@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from megasync.observe.spans import TraceReader
@@ -70,9 +71,10 @@ def _phases(shown: Sequence[Step], steps: Sequence[Step]) -> Table | None:
         return (label, *map(seconds, of[-len(shown) :]), seconds(sum(of) / len(of)))
 
     def rows(lead: str, phases: list[dict[str, float]]) -> list[Sequence[Cell]]:
-        whole = {name: sum(each.get(name, 0.0) for each in phases) for each in phases for name in each}
-        order = sorted(whole, key=lambda name: -whole[name])
-        return [row(f"{lead}{name}", [each.get(name, 0.0) for each in phases]) for name in order]
+        whole = Counter[str]()
+        for each in phases:
+            whole.update(each)
+        return [row(f"{lead}{name}", [each.get(name, 0.0) for each in phases]) for name, _ in whole.most_common()]
 
     found: list[Sequence[Cell]] = []
     for each in rows("", [step.phases for step in steps]):
