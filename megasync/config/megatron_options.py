@@ -85,6 +85,10 @@ KEYS: dict[str, dict[str, str]] = {
         "trainer.optimizer.exp_avg_dtype": "exp_avg_dtype use_precision_aware_optimizer",
         "trainer.optimizer.exp_avg_sq_dtype": "exp_avg_sq_dtype",
         "trainer.optimizer.store_param_remainders": "store_param_remainders",
+        "trainer.optimizer.offload": (
+            "optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload "
+            "overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params"
+        ),
         "trainer.distributed_optimizer": "use_distributed_optimizer",
         "trainer.overlap_param_gather": "overlap_param_gather",
         "trainer.max_skipped_steps": "grad_norm_skip_threshold",
@@ -100,7 +104,7 @@ _WEIGHTS = "weight sync and checkpoints read parameters in model.dtype, under th
 _READ_AT_ONCE = (
     "the weight sync reads all parameters right after a step, and trainer.overlap_param_gather provides that"
 )
-_STATE = "megasync keeps Adam's moments and float32 main weights on the device, and gradients in float32"
+_STATE = "megasync keeps main weights and gradients in float32, in Megatron's plain or its distributed optimizer"
 _PACKED = "megasync places the tokens of a packed sequence itself"
 _LOSS = "megasync computes the loss, and normalises it by the tokens of a whole step"
 _INFERENCE = "SGLang generates; this is for generation by Megatron"
@@ -219,11 +223,7 @@ REASONS: dict[str, dict[str, str]] = {
     },
     "optimizer": {
         _READ_AT_ONCE: "overlap_param_gather_with_optimizer_step",
-        _STATE: (
-            "main_grads_dtype main_params_dtype optimizer_cpu_offload optimizer_offload_fraction "
-            "use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params "
-            "use_layer_wise_distributed_optimizer optimizer_cuda_graph"
-        ),
+        _STATE: ("main_grads_dtype main_params_dtype use_layer_wise_distributed_optimizer optimizer_cuda_graph"),
         _WEIGHTS: "fp8_recipe reuse_grad_buf_for_mxfp8_param_ag",
         _ADAM: (
             "optimizer sgd_momentum muon_momentum muon_split_qkv muon_use_nesterov muon_nesterov muon_scale_mode "

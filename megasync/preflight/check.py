@@ -328,6 +328,9 @@ def _check_trainer(config: Config) -> None:
         )
     _check_param_gather(trainer)
     _check_precision(config)
+    _check_optimizer_offload(config, "trainer.optimizer", trainer.optimizer)
+    if config.critic.enabled:
+        _check_optimizer_offload(config, "critic.optimizer", config.critic.optimizer)
     if config.cluster.device == "cpu":
         for key in ("moe_permute_fusion", "moe_deepep", "moe_shared_expert_overlap", "gradient_accumulation_fusion"):
             if getattr(trainer, key):
@@ -373,6 +376,33 @@ def _check_precision(config: Config) -> None:
         ):
             if refused:
                 raise ConfigError(f"{key} needs {needed}; {fix}")
+
+
+def _check_optimizer_offload(config: Config, section: str, optimizer: OptimizerConfig) -> None:
+    if not optimizer.offload:
+        return
+    key = f"{section}.offload={optimizer.offload:g}"
+    if config.cluster.device == "cpu":
+        raise ConfigError(
+            f"{key} needs a GPU, but cluster.device=cpu, where the optimizer's state is in host memory; set it to 0"
+        )
+    if not config.trainer.distributed_optimizer:
+        raise ConfigError(
+            f"{key} needs Megatron's distributed optimizer, but trainer.distributed_optimizer=false; set "
+            f"distributed_optimizer to true"
+        )
+    if config.trainer.megatron.optimizer.get("decoupled_weight_decay") is False:
+        raise ConfigError(
+            f"{key} decouples weight decay from gradients, as AdamW does, but "
+            f"trainer.megatron.optimizer.decoupled_weight_decay=false; remove that, or set offload=0"
+        )
+    default = OptimizerConfig()
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders"):
+        if (value := getattr(optimizer, name)) != getattr(default, name):
+            raise ConfigError(
+                f"{key} keeps moments and main weights in float32, but {section}.{name}={as_typed(value)}; set "
+                f"{name}={as_typed(getattr(default, name))}, or offload=0"
+            )
 
 
 def _check_smallest(trainer: TrainerConfig) -> None:

@@ -29,6 +29,8 @@ from megasync.sync.broadcast.plan import ITEM_BYTES
 GRAD_BYTES = 4
 # float32 master copy of parameters in a shorter dtype.
 MASTER_BYTES = 4
+# Torch rounds a block of pinned memory up to a power of two.
+PINNED = 2
 # Logits that a rank holds at one time, those of them that are converted to float32 at a time, and the number of float32
 # copies (`trainer.logprobs`).
 LOGITS_PART = 2**26
@@ -97,46 +99,56 @@ class HostMemory:
 
     ``checkpoint`` is the copy that is written in the background, ``reference`` the reference policy's weights,
     ``staging`` the next version at the servers. ``offloaded`` is what ranks and servers that share devices move to the
-    host in the other's turn: the optimizer's state, and weights.
+    host in the other's turn: the optimizer's state, and weights. ``optimizer`` is the share of the optimizer's state
+    that is always there, with its gradients (`trainer.optimizer.offload`).
     """
 
     checkpoint: int
     reference: int
     staging: int
     offloaded: int = 0
+    optimizer: int = 0
 
     @property
     def total(self) -> int:
-        return self.checkpoint + self.reference + self.staging + self.offloaded
+        return sum(getattr(self, field.name) for field in fields(self))
 
 
 def host_memory(config: Config, layout: Layout, ranks: int, servers: int) -> HostMemory:
     """``ranks`` and ``servers`` are the most trainer ranks and server ranks on one node."""
     item, topology = ITEM_BYTES[config.model.dtype], layout.topology
-    copies, references, states = [], [], []
+    copies, references, states, kept = [], [], [], []
     trained = adapter_layout(layout, config.trainer) or layout
     in_host = _has_reference(config) and trained is layout
     for rank in (topology.rank(0, 0, stage) for stage in range(topology.pipeline)):
         shapes = {name: prod(shape) for name, shape in layout.params(rank).items()}
         copies.append(_copied(config, trained, rank))
         references.append(sum(shapes.values()) * item if in_host else 0)
-        states.append(_optimizer_elements(config, trained, rank) * state_bytes(config))
+        states.append(_state(config, trained, rank))
+        kept.append(host_state(config, trained, rank))
         if config.critic.enabled:
             critic, own = _critic_config(config), critic_layout(layout)
             copies[-1] += _copied(critic, own, rank)
+            kept[-1] += host_state(critic, own, rank)
             # In turns, one of the two is in host memory.
-            if config.critic.offload:
-                states[-1] = max(states[-1], _optimizer_elements(critic, own, rank) * state_bytes(critic))
-            else:
-                states[-1] += _optimizer_elements(critic, own, rank) * state_bytes(critic)
+            both = (states[-1], _state(critic, own, rank))
+            states[-1] = max(both) if config.critic.offload else sum(both)
     sync, weights = config.sync, _server_weights(config, layout)
-    staged = 0
+    staged = offloaded = 0
     if config.cluster.colocate:
-        return HostMemory(ranks * max(copies), ranks * max(references), 0, ranks * max(states) + servers * weights)
-    offloaded = ranks * max(states) if config.critic.offload else 0
-    if sync.arena == "host" and sync.transport in ("auto", "p2p"):
-        staged = weights if sync.arena_mb is None else sync.arena_mb * 2**20
-    return HostMemory(ranks * max(copies), ranks * max(references), servers * staged, offloaded)
+        offloaded = ranks * max(states) + servers * weights
+    else:
+        if config.critic.offload:
+            offloaded = ranks * max(states)
+        if sync.arena == "host" and sync.transport in ("auto", "p2p"):
+            staged = weights if sync.arena_mb is None else sync.arena_mb * 2**20
+    return HostMemory(
+        checkpoint=ranks * max(copies),
+        reference=ranks * max(references),
+        staging=servers * staged,
+        offloaded=offloaded,
+        optimizer=ranks * max(kept),
+    )
 
 
 def _copied(config: Config, layout: Layout, rank: int) -> int:
@@ -171,7 +183,7 @@ def stage_memory(config: Config, layout: Layout, bucket: int, stage: int) -> Ran
     return RankMemory(
         weights=elements * item + copies,
         gradients=learned * GRAD_BYTES,
-        optimizer=_optimizer_elements(config, trained, rank) * state_bytes(config),
+        optimizer=_state(config, trained, rank),
         activations=_activations(config, layout, stage, item),
         logits=_logits(config, layout, item) if last else 0,
         reference=reference_bytes(config, layout, rank),
@@ -193,7 +205,7 @@ def _critic(config: Config, layout: Layout, rank: int) -> int:
 def _learning(config: Config, layout: Layout, rank: int) -> int:
     """Bytes of gradients and optimizer state, which only the model that learns needs."""
     elements = sum(prod(shape) for shape in layout.params(rank).values())
-    return elements * GRAD_BYTES + _optimizer_elements(config, layout, rank) * state_bytes(config)
+    return elements * GRAD_BYTES + _state(config, layout, rank)
 
 
 def critic_layout(layout: Layout) -> Layout:
@@ -218,11 +230,26 @@ def _optimizer_elements(config: Config, layout: Layout, rank: int) -> int:
     return -(-(elements - experts) // copies) - (-experts // topology.expert_data)
 
 
-def state_bytes(config: Config) -> int:
-    """Bytes of optimizer state for an element of weights: main weight and two moments."""
-    item = ITEM_BYTES[config.model.dtype]
+def _state(config: Config, layout: Layout, rank: int) -> int:
+    """Bytes of optimizer state on a rank's device: main weights and two moments."""
+    item, optimizer = ITEM_BYTES[config.model.dtype], config.trainer.optimizer
     # A main weight of which the weight has the other bytes.
-    return _stored_bytes(config) - (item if config.trainer.optimizer.store_param_remainders else 0)
+    each = _stored_bytes(config) - (item if optimizer.store_param_remainders else 0)
+    elements = _optimizer_elements(config, layout, rank)
+    return (elements - round(elements * optimizer.offload)) * each
+
+
+def host_state(config: Config, layout: Layout, rank: int, pinned: int = PINNED) -> int:
+    """Bytes of optimizer state that a rank has in host memory, with the gradients that are copied there.
+
+    Main weights and moments are float32. ``pinned`` times as much is allocated for what is in pinned memory: gradients,
+    and weights of a float32 model.
+    """
+    short = ITEM_BYTES[config.model.dtype] < MASTER_BYTES
+    weights = MASTER_BYTES * (1 if short else pinned)
+    moments = ITEM_BYTES["float32"] * 2
+    elements = round(_optimizer_elements(config, layout, rank) * config.trainer.optimizer.offload)
+    return elements * (weights + moments + GRAD_BYTES * pinned)
 
 
 def _stored_bytes(config: Config) -> int:

@@ -113,6 +113,7 @@ def _host_memory(memory: HostMemory) -> str:
         "the reference's weights": memory.reference,
         "the next weights of servers": memory.staging,
         "what is offloaded in turns": memory.offloaded,
+        "the optimizer's state that is updated there": memory.optimizer,
     }
     listed = ", ".join(f"{bytes_text(nbytes)} for {what}" for what, nbytes in parts.items() if nbytes)
     return f"at most {bytes_text(memory.total)} on a node besides programs and data: {listed}"

@@ -1,7 +1,7 @@
 """Stand-ins for what Transformer Engine's and Megatron's Python expect of CUDA: calls of torch.cuda, CUDA tensors.
 
 The stand-in GPU is a Hopper. It has one stream, on which everything happens in program order. Its tensors are CPU or
-meta tensors that report `is_cuda`.
+meta tensors that report `is_cuda`, except for pinned memory of the host.
 """
 
 from __future__ import annotations
@@ -63,10 +63,17 @@ class StandInStream:
         return event or StandInEvent()
 
 
+class PinnedTensor(torch.Tensor):
+    """A tensor in pinned memory of the host; so is what is computed of it alone."""
+
+    is_cuda = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+
+
 def install(device: torch.device) -> None:
     """Replaces functions of torch.cuda in this process; ``device``, cpu or meta, becomes the current CUDA device.
 
-    All tensors report `is_cuda`. See `redirect` for tensors that modules create with ``device="cuda"``.
+    All tensors but a `PinnedTensor` report `is_cuda`. See `redirect` for tensors that modules create with
+    ``device="cuda"``.
     """
     stream = StandInStream()
 
@@ -99,6 +106,8 @@ def install(device: torch.device) -> None:
     Tensor.to = _to
     Tensor.is_cuda = property(lambda self: True)
     Tensor.record_stream = lambda self, stream: None
+    Tensor.pin_memory = lambda self, *_: self.clone().as_subclass(PinnedTensor)
+    torch.empty = _empty
     _Redirected.current = device
 
 
@@ -106,6 +115,15 @@ def _redirect_device(kwargs: dict[str, Any]) -> None:
     device = kwargs.get("device")
     if isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda":
         kwargs["device"] = _Redirected.current
+
+
+_tensor_empty = torch.empty
+
+
+def _empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+    if not kwargs.pop("pin_memory", False):
+        return _tensor_empty(*args, **kwargs)
+    return _tensor_empty(*args, **kwargs | {"device": _Redirected.current}).as_subclass(PinnedTensor)
 
 
 _tensor_to = torch.Tensor.to

@@ -7,27 +7,33 @@ from collections.abc import Mapping
 import torch
 
 from megasync.config.schema import Config
+from megasync.layout.adapter import adapter_layout
 from megasync.preflight.check import model_layout
-from megasync.preflight.memory import saved_activations, stage_memory
+from megasync.preflight.memory import host_state, saved_activations, stage_memory
+from megasync.rehearsal.cuda import PinnedTensor
 from megasync.trainer.engine import MegatronEngine
-from megasync.trainer.offload import KINDS, WEIGHTS
+from megasync.trainer.offload import KINDS, OPTIMIZER, WEIGHTS
 
-ACTIVATIONS, CRITIC = "activations", "critic"
+ACTIVATIONS, CRITIC, HOST = "activations", "critic", "host"
 # Largest accepted difference between held and planned bytes, relative to the plan, by kind of memory.
-TOLERANCE = {"weights": 0.02, "gradients": 0.02, "optimizer": 0.02, ACTIVATIONS: 0.05, CRITIC: 0.02}
+TOLERANCE = {"weights": 0.02, "gradients": 0.02, "optimizer": 0.02, ACTIVATIONS: 0.05, CRITIC: 0.02, HOST: 0.02}
 
 
 def held_bytes(engine: MegatronEngine) -> dict[str, int]:
     """Bytes of the storages of a built rank by kind, gradient buffers with their padding included.
 
-    Takes an optimizer step on tensors without memory, because Adam creates its moments at the first one.
+    Takes an optimizer step on tensors without memory, because Adam creates its moments at the first one. What the
+    optimizer has in host memory is a kind of its own.
     """
     with torch.device("cpu"):  # torch's Adam reads its count of steps
         engine.optimizer.update_without_values()
     taken: set[int] = set()
-    held = {}
-    for kind in KINDS:
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in engine.memory()[kind]}
+    held: dict[str, int] = {}
+    memory = engine.memory()
+    on_host = [tensor for tensor in memory[OPTIMIZER] if isinstance(tensor, PinnedTensor)]
+    parts = ({HOST: on_host} if on_host else {}) | dict(memory)
+    for kind, tensors in parts.items():
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         held[kind] = sum(storage.nbytes() for key, storage in storages.items() if key not in taken)
         taken |= storages.keys()
     return held
@@ -49,13 +55,21 @@ def planned_bytes(config: Config, rank: int) -> dict[str, int]:
     memory = stage_memory(config, layout, 0, stage)
     kinds = (*KINDS, CRITIC) if config.critic.enabled else KINDS
     planned = {kind: getattr(memory, kind) for kind in kinds}
+    if config.trainer.optimizer.offload:
+        trained = adapter_layout(layout, config.trainer) or layout
+        planned[HOST] = host_state(config, trained, rank, pinned=1)
     # Of Megatron's own layers the plan has a lower bound only, of layers with some adapters an upper one.
     bounded = layout.spec == "local" or config.trainer.lora.targets
     return planned if bounded else planned | {ACTIVATIONS: saved_activations(config, layout, stage)}
 
 
 def memory_differences(held: Mapping[str, int], planned: Mapping[str, int]) -> list[str]:
-    """The kinds of memory that differ from the plan by more than `TOLERANCE`, in words."""
+    """The kinds of memory that differ from the plan by more than `TOLERANCE`, in words.
+
+    Megatron offloads whole parameters until a share is reached, so of a state in two places the sum is compared.
+    """
+    if planned.get(HOST) and planned[OPTIMIZER]:
+        held, planned = ({**each, OPTIMIZER: each[OPTIMIZER] + each[HOST], HOST: 0} for each in (held, planned))
     return [
         f"{kind}: {held[kind] / 1e9:.3f} GB are held, but `megasync plan` predicts {planned[kind] / 1e9:.3f} GB"
         for kind, share in TOLERANCE.items()

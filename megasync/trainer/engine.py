@@ -211,8 +211,9 @@ class MegatronEngine:
         copies = self.topology.data * self.topology.context
         options = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            # Megatron keeps other dtypes of optimizer states in its distributed optimizer only.
-            use_distributed_optimizer=config.distributed_optimizer and (copies > 1 or config.optimizer.precision_aware),
+            # Megatron keeps other dtypes of optimizer states, or a share of them on the host, in this one only.
+            use_distributed_optimizer=config.distributed_optimizer
+            and (copies > 1 or config.optimizer.precision_aware or config.optimizer.offload > 0),
             overlap_grad_reduce=config.overlap_grad_reduce,
             overlap_param_gather=config.overlap_param_gather and config.distributed_optimizer and copies > 1,
             **converted("ddp", config.megatron.ddp),

@@ -17,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megasync.config.megatron_options import converted
@@ -65,6 +66,9 @@ class Optimizer:
     model's weights from them, so that small updates are not lost. Megatron holds these main weights, or Transformer
     Engine's Adam among its states, if it is precision-aware: then the inner parameters are the model's weights, and
     of a main weight there may be only the bits that the model's weight lacks (`joined`).
+
+    With `trainer.optimizer.offload` a `HybridDeviceOptimizer` holds the main weights, and inside it there is one torch
+    optimizer for the device and one for each parameter whose main weight is in host memory.
     """
 
     def __init__(
@@ -80,6 +84,8 @@ class Optimizer:
         self._device = device
         self._keeps_main_weights = dtype != torch.float32
         self._precision_aware = config.precision_aware
+        # Where Megatron puts gradients for these two.
+        self._decoupled = config.precision_aware or config.offload > 0
         self.moment_dtypes: dict[str, str] = dict(
             zip(MOMENTS, (config.exp_avg_dtype, config.exp_avg_sq_dtype), strict=True)
         )
@@ -100,7 +106,7 @@ class Optimizer:
                 params_dtype=dtype,
                 use_distributed_optimizer=models[0].ddp_config.use_distributed_optimizer,
                 overlap_param_gather=models[0].ddp_config.overlap_param_gather,
-                use_precision_aware_optimizer=config.precision_aware,
+                use_precision_aware_optimizer=self._decoupled,
                 store_param_remainders=config.store_param_remainders,
                 exp_avg_dtype=getattr(torch, config.exp_avg_dtype),
                 exp_avg_sq_dtype=getattr(torch, config.exp_avg_sq_dtype),
@@ -110,11 +116,15 @@ class Optimizer:
             use_gloo_process_groups=False,
         )
         self._optimizer = cast("ChainedOptimizer", optimizer)
+        for part in self._optimizer.chained_optimizers if config.offload else ():
+            if part.optimizer is not None:
+                part.optimizer = with_offload(part.optimizer, config)
+        for group in self._optimizer.param_groups:
+            # Megatron sets wd_mult to 0 for vectors (norms, biases), but only its own scheduler applies it.
+            group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
         for inner in self._inner():
-            for group in inner.param_groups:
-                # Megatron sets wd_mult to 0 for vectors (norms, biases), but only its own scheduler applies it.
-                group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
-                if isinstance(inner, torch.optim.AdamW):
+            if isinstance(inner, torch.optim.AdamW):
+                for group in inner.param_groups:
                     # One pass over the weights instead of eight; torch reads the flag from the group at each step.
                     group["fused"] = True
             if self._precision_aware:
@@ -125,8 +135,17 @@ class Optimizer:
 
     def _inner(self) -> list[torch.optim.Optimizer]:
         """The torch optimizers inside; none on a rank with an empty shard."""
+        inner: list[torch.optim.Optimizer] = []
+        for part in self._optimizer.chained_optimizers:
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
+                inner += part.optimizer.sub_optimizers
+            elif part.optimizer is not None:
+                inner.append(part.optimizer)
+        return inner
+
+    def _hybrids(self) -> list[HybridDeviceOptimizer]:
         chained = (part.optimizer for part in self._optimizer.chained_optimizers)
-        return [optimizer for optimizer in chained if optimizer is not None]
+        return [optimizer for optimizer in chained if isinstance(optimizer, HybridDeviceOptimizer)]
 
     def zero_grad(self) -> None:
         self._optimizer.zero_grad()
@@ -147,8 +166,8 @@ class Optimizer:
         if self._config.clip_grad > 0:
             for part in self._optimizer.chained_optimizers:
                 params: list[torch.Tensor] = [*part.get_parameters()]
-                clip_grad_by_total_norm_fp32(params, self._config.clip_grad, norm, self._precision_aware)
-        self._optimizer.step_with_ready_grads()
+                clip_grad_by_total_norm_fp32(params, self._config.clip_grad, norm, self._decoupled)
+        self._apply()
         self.updates += 1
         return Update(True, norm, lr, squares)
 
@@ -159,18 +178,20 @@ class Optimizer:
         all gradients. A collective, between `prepare_grads` and the update.
         """
         names = {id(held): name for name, (held, _) in self._held(params).items()}
+        outer = {id(param): id(inner) for each in self._hybrids() for param, inner in each.param_to_inner_param.items()}
         total = torch.zeros(2, count, dtype=torch.float64, device=self._device)
         for part in self._optimizer.chained_optimizers:
             own = torch.zeros_like(total)
             # Without those that other tensor or pipeline ranks hold too.
             counted = {id(grad): grad for grad in part.get_main_grads_for_grad_norm()}
             for param in part.get_parameters():
-                grad = getattr(param, "decoupled_grad" if self._precision_aware else "grad", None)
-                if id(grad) not in counted or id(param) not in names:
+                grad = getattr(param, "decoupled_grad" if self._decoupled else "grad", None)
+                name = names.get(outer.get(id(param), id(param)))
+                if id(grad) not in counted or name is None:
                     continue
                 for row, tensor in enumerate((counted[id(grad)], param.detach())):
                     norm = torch.linalg.vector_norm(tensor, dtype=torch.float32)
-                    own[row, groups[names[id(param)]]] += norm.double().square()
+                    own[row, groups[name]] += norm.double().square()
             dist.all_reduce(own, group=part.get_grad_stats_parallel_group())
             total += own
         return total
@@ -181,11 +202,23 @@ class Optimizer:
             if "fused" in group:
                 group["fused"] = False  # torch has no kernel for the meta device
         self._optimizer.prepare_grads()
+        self._apply()
+
+    def _apply(self) -> None:
+        for hybrid in self._hybrids():
+            for param, inner in hybrid.param_to_inner_param.items():
+                # Megatron hands over the gradients of all but these: float32 weights that it updates in place.
+                if param is inner:
+                    param.grad = param.decoupled_grad
         self._optimizer.step_with_ready_grads()
 
     def reload_weights(self) -> None:
         """Copies the model's weights to the main weights, after the model was written from outside."""
         self._optimizer.reload_model_params()
+        for hybrid in self._hybrids():
+            # Megatron leaves out those of float32 weights.
+            for param, copy in hybrid.gpu_params_map_cpu_copy.items():
+                copy.data.copy_(param.data)
 
     def start_from(self, params: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
         """Initialises the main weights with the full precision of the model folder.
@@ -217,14 +250,20 @@ class Optimizer:
             if param in part.model_param_group_index_map:
                 group, place = part.model_param_group_index_map[param]
                 elements: Any = part._get_model_param_range_map(param)["param"]
-                return part.optimizer.param_groups[group]["params"][place], elements.start
+                held = part.optimizer.param_groups[group]["params"][place]
+                if isinstance(part.optimizer, HybridDeviceOptimizer):
+                    held = part.optimizer.param_to_inner_param[held]
+                return held, elements.start
         main: torch.Tensor | None = getattr(param, "main_param", None)
         return param if main is None else main, 0
 
     def tensors(self) -> list[torch.Tensor]:
-        """Main weights and moments; in float32 the main weights are the model's weights."""
+        """Main weights and moments, and the gradients in host memory; in float32 the main weights on the device are the
+        model's weights.
+        """
         moments = (value for inner in self._inner() for state in inner.state.values() for value in state.values())
-        return [*self._parameters(), *(value for value in moments if isinstance(value, torch.Tensor))]
+        gradients = (grad for hybrid in self._hybrids() for grad in hybrid.cpu_copy_map_grad.values())
+        return [*self._parameters(), *(value for value in moments if isinstance(value, torch.Tensor)), *gradients]
 
     @property
     def sharded(self) -> bool:
@@ -267,6 +306,9 @@ class Optimizer:
         """Restores what `slices` returned, after as many updates. Hyperparameters stay those of the configuration."""
         self.updates = updates
         saved = {id(held): (held, slices[name].tensors) for name, (held, _) in self._held(params).items()}
+        for hybrid in self._hybrids():
+            # The same moments once more; it sets them again at its next step.
+            hybrid.state.clear()
         for inner in self._inner():
             if self._precision_aware:
                 for param in self._parameters_of(inner):
@@ -302,6 +344,30 @@ class Optimizer:
     @staticmethod
     def _parameters_of(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
         return [param for group in inner.param_groups for param in group["params"]]
+
+
+def with_offload(adam: torch.optim.Optimizer, config: OptimizerConfig) -> HybridDeviceOptimizer:
+    """Megatron's optimizer for the parameters of ``adam``, with a share of the state in host memory and updated there.
+
+    Megatron's own option would build it twice: first with all weights of the rank, in pinned memory that torch keeps,
+    and then with the part of them whose state the distributed optimizer has.
+    """
+    for group in adam.param_groups:
+        # As for torch's Adam above.
+        group["fused"] = True
+        for param in group["params"]:
+            if not param.is_leaf:
+                # A part of a float32 weight. Torch's optimizers refuse a view unless it keeps its gradient.
+                param.retain_grad()
+    return HybridDeviceOptimizer(
+        adam.param_groups,
+        offload_fraction=config.offload,
+        cpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=type(adam),
+        param_update_in_fp32=True,
+        # A parameter is updated while gradients of the next ones and weights of the former ones are copied.
+        overlap_cpu_optimizer_d2h_h2d=True,
+    )
 
 
 def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:

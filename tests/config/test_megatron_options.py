@@ -83,7 +83,8 @@ def test_decided_fields_exist_in_a_supported_version(table):
         ("ddp", {"overlap_param_gather": True}, "set trainer.overlap_param_gather instead"),
         ("ddp", {"align_param_gather": True}, "weight sync reads all parameters"),
         ("optimizer", {"exp_avg_dtype": "bfloat16"}, "set trainer.optimizer.exp_avg_dtype instead"),
-        ("optimizer", {"main_params_dtype": "float16"}, "megasync keeps Adam's moments and float32 main weights"),
+        ("optimizer", {"main_params_dtype": "float16"}, "megasync keeps main weights and gradients in float32"),
+        ("optimizer", {"optimizer_cpu_offload": True}, "set trainer.optimizer.offload instead"),
     ],
 )
 def test_a_refused_field_is_named_with_the_reason(table, values, message):

@@ -128,6 +128,40 @@ CONTRADICTIONS = [
         ],
         ["exp_avg_sq_dtype=bfloat16 needs Megatron's distributed optimizer", "set distributed_optimizer to true"],
     ),
+    (["trainer.optimizer.offload=1.5"], ["trainer.optimizer.offload=1.5"]),
+    (
+        ["trainer.optimizer.offload=0.5", "cluster.device=cpu"],
+        ["trainer.optimizer.offload=0.5 needs a GPU", "set it to 0"],
+    ),
+    (
+        ["trainer.optimizer.offload=1", "trainer.distributed_optimizer=false", "cluster.device=cuda"],
+        ["trainer.optimizer.offload=1 needs Megatron's distributed optimizer", "set distributed_optimizer to true"],
+    ),
+    (
+        [
+            *("trainer.optimizer.offload=0.5", "trainer.optimizer.exp_avg_dtype=bfloat16"),
+            *("cluster.device=cuda", "model.dtype=bfloat16"),
+        ],
+        ["trainer.optimizer.offload=0.5", "trainer.optimizer.exp_avg_dtype=bfloat16; set exp_avg_dtype=float32"],
+    ),
+    (
+        [
+            *("trainer.optimizer.offload=0.5", "trainer.optimizer.store_param_remainders=true"),
+            *("cluster.device=cuda", "model.dtype=bfloat16"),
+        ],
+        ["trainer.optimizer.store_param_remainders=true; set store_param_remainders=false", "offload=0"],
+    ),
+    (
+        [
+            *("trainer.optimizer.offload=0.5", "trainer.megatron.optimizer.decoupled_weight_decay=false"),
+            "cluster.device=cuda",
+        ],
+        ["trainer.optimizer.offload=0.5", "decoupled_weight_decay=false; remove that"],
+    ),
+    (
+        [*GAE, "critic.optimizer.offload=0.5", "cluster.device=cpu"],
+        ["critic.optimizer.offload=0.5 needs a GPU", "set it to 0"],
+    ),
     (["trainer.moe_permute_fusion=true", "cluster.device=cuda"], ["moe_permute_fusion=true", "no experts"]),
     (["algorithm.reference_every=50"], ["reference_every=50", "kl_coef=0"]),
     (["data.curriculum_options.solved=0.5"], ["curriculum_options", "data.curriculum=null"]),

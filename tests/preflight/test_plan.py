@@ -13,7 +13,7 @@ from megasync.errors import ConfigError
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
 from megasync.preflight.check import check_config, model_layout
-from megasync.preflight.memory import checkpoint_bytes, host_memory, server_memory, stage_memory
+from megasync.preflight.memory import checkpoint_bytes, critic_layout, host_memory, server_memory, stage_memory
 from megasync.preflight.plan import resolve_plan
 from megasync.preflight.render import plan_tables
 
@@ -129,6 +129,44 @@ def test_states_of_the_optimizer_are_counted_in_their_dtypes():
         config.cluster.colocate = True
     offloaded = [host_memory(config, layout, 1, 0).offloaded for config in (plain, short)]
     assert offloaded == [12 * elements, 6 * elements]
+
+
+def test_a_share_of_the_optimizer_is_on_the_host():
+    """There with gradients, in pinned memory that torch rounds up to twice as much. Checkpoints stay what they are."""
+    plain, half, whole = (load("qwen3_8b_math", f"trainer.optimizer.offload={share}") for share in (0, 0.5, 1))
+    layout = layout_of(plain)
+    elements = sum(prod(shape) for shape in layout.params(0).values())
+    assert [stage_memory(each, layout, BUCKET, 0).optimizer for each in (plain, half, whole)] == [
+        12 * elements,
+        6 * elements,
+        0,
+    ]
+    hosts = [host_memory(each, layout, 2, 0) for each in (plain, half, whole)]
+    assert [host.optimizer for host in hosts] == [0, 2 * 10 * elements, 2 * 20 * elements]
+    assert hosts[1].total - hosts[0].total == 2 * 10 * elements
+    assert checkpoint_bytes(whole, layout) == checkpoint_bytes(plain, layout)
+    assert "for the optimizer's state that is updated there" in " ".join(rendered(half).split())
+    for config in (plain, half, whole):
+        config.cluster.colocate = True
+    assert [host_memory(each, layout, 1, 0).offloaded for each in (plain, half, whole)] == [
+        12 * elements,
+        6 * elements,
+        0,
+    ]
+
+
+def test_a_critic_offloads_its_own_share():
+    critic = ["critic.enabled=true", "algorithm.advantage=gae"]
+    plain, own = (
+        load("qwen3_8b_math", *critic, f"critic.optimizer.offload={share}", "trainer.optimizer.offload=0.5")
+        for share in (0, 1)
+    )
+    layout = layout_of(plain)
+    elements = sum(prod(shape) for shape in critic_layout(layout).params(0).values())
+    critics = [stage_memory(config, layout, BUCKET, 0).critic for config in (plain, own)]
+    assert critics == [(2 + 4 + 12) * elements, (2 + 4) * elements]
+    hosts = [host_memory(config, layout, 1, 0).optimizer for config in (plain, own)]
+    assert hosts[1] - hosts[0] == 20 * elements
 
 
 def test_a_critic_adds_a_model_without_an_output_layer():

@@ -158,6 +158,7 @@ def assert_as_planned(config: Config, ranks: list[int], megatron: str) -> None:
         assert rank.parameters == sum(map(prod, layout.params(rank.rank).values()))
         # What frozen projections beside adapters save has no plan.
         kinds = {"weights", "gradients", "optimizer"} | (set() if config.trainer.lora.targets else {"activations"})
+        kinds |= {"host"} if config.trainer.optimizer.offload else set()
         assert rank.held.keys() == rank.planned.keys() == kinds
 
 
@@ -203,6 +204,9 @@ OPTIONS = {
         "qwen3-30b-a3b",
         {"optimizer": OptimizerConfig(exp_avg_dtype="bfloat16", store_param_remainders=True)},
     ),
+    "offloaded": ("qwen3-8b", {"optimizer": OptimizerConfig(offload=1.0)}),
+    "half-offloaded": ("qwen3-30b-a3b", {"optimizer": OptimizerConfig(offload=0.5)}),
+    "offloaded-adapters": ("qwen3-8b", {"optimizer": OptimizerConfig(offload=1.0), "lora": LoraConfig(rank=64)}),
     "overlapped-shared-experts": ("deepseek-v3", {"moe_shared_expert_overlap": True}),
     "adapters": ("qwen3-32b", {"lora": LoraConfig(rank=64)}),
     "adapters-of-experts": ("qwen3-30b-a3b", {"lora": LoraConfig(rank=64)}),
@@ -217,7 +221,7 @@ def assert_option(option: str, megatron: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("option", ["modules", "overlapped-shared-experts"])
+@pytest.mark.parametrize("option", ["modules", "offloaded", "overlapped-shared-experts"])
 def test_options_change_memory_as_planned(option):
     assert_option(option, "0.16.1")
 

@@ -4,13 +4,15 @@ from functools import partial
 
 import pytest
 import torch
-from streamed_gpu import NcclWork, StreamedGpu
+from streamed_gpu import Event, NcclWork, StreamedGpu
 from tiny_shards import random_weights
 from wires import Wires
 
+from megasync.config.schema import OptimizerConfig
 from megasync.device import Device
 from megasync.sync.shard import receiver
 from megasync.trainer import reference
+from megasync.trainer.optimizer import with_offload
 from megasync.trainer.reference import ReferenceWeights
 
 WIDTH = 8
@@ -144,4 +146,60 @@ def no_wait_for_messages(gpu, monkeypatch):
 def test_a_missing_wait_in_a_sync_is_found(gpu, wires, monkeypatch, fault, base, race):
     fault(gpu, monkeypatch)
     assert publish(wires, {"a": "", "b": base}), "what runs in order here hides the fault"
+    assert any(race in found for found in gpu.races), gpu.races
+
+
+def updated_weights(dtype: torch.dtype, share: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Weights after three updates by Megatron's optimizer with a share of its state on the host, and by Adam alone.
+
+    As in training, the next gradients are computed from the weights, in the memory of the former ones.
+    """
+    options = {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    values = [torch.arange(WIDTH, dtype=torch.float32) / (place + 1) for place in range(4)]
+    mains = [torch.nn.Parameter(each.to(dtype).float()) for each in values]
+    adam = torch.optim.AdamW(mains, fused=True, **options)
+    weights = [each.to("cuda").to(dtype) for each in values]
+    gradients = [torch.empty(WIDTH, device="cuda") for _ in values]
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.decoupled_grad = gradient
+    hybrid = with_offload(torch.optim.AdamW(weights, **options), OptimizerConfig(offload=share))
+    with torch.no_grad():
+        for _ in range(3):
+            for main, weight, gradient in zip(mains, weights, gradients, strict=True):
+                main.grad = main.to(dtype).float().sin()
+                gradient.copy_(weight).sin_()
+                if hybrid.param_to_inner_param[weight] is weight:
+                    weight.grad = gradient
+            adam.step()
+            hybrid.step()
+    return weights, [main.detach().to(dtype) for main in mains]
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_megatron_updates_on_the_host_in_order(gpu, dtype, share):
+    weights, expected = updated_weights(dtype, share)
+    for weight, value in zip(weights, expected, strict=True):
+        assert weight.tolist() == value.tolist()
+    assert gpu.races == []
+
+
+def no_wait_for_gradients(gpu, monkeypatch):
+    monkeypatch.setattr(Event, "synchronize", lambda event: None)
+
+
+def no_wait_for_weights(gpu, monkeypatch):
+    monkeypatch.setattr(Event, "wait", lambda event, stream=None: None)
+
+
+@pytest.mark.parametrize(
+    ("fault", "race"),
+    [
+        (no_wait_for_gradients, "_fused_adamw_ reads what copy_ has written"),
+        (no_wait_for_weights, "copy_ reads what copy_ has written"),
+    ],
+)
+def test_a_missing_wait_of_megatrons_optimizer_is_found(gpu, monkeypatch, fault, race):
+    fault(gpu, monkeypatch)
+    updated_weights(torch.bfloat16, 0.5)
     assert any(race in found for found in gpu.races), gpu.races

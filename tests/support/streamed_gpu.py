@@ -70,6 +70,11 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.gpu.join(self.actor, self.gpu.clocks[other.actor])
 
+    def record_event(self) -> Event:
+        event = Event(self.gpu)
+        event.record(self)
+        return event
+
     def synchronize(self) -> None:
         self.gpu.join(HOST, self.gpu.clocks[self.actor])
 
@@ -414,6 +419,8 @@ class _Places(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in ("to", "cpu", "cuda"):
             return self._moved(func, name, args, kwargs)
+        if name == "pin_memory":
+            return gpu.place(torch.empty(args[0].shape, dtype=args[0].dtype), "pinned").copy_(args[0])
         where = "pinned" if kwargs.pop("pin_memory", False) else "pageable"
         if kwargs.get("device") is not None:
             where = "device" if torch.device(kwargs["device"]).type == "cuda" else where

@@ -447,13 +447,16 @@ def critics(model, runs, folder=None):
     return {name: train_with_critic(model, folder=folder, **arguments) for name, arguments in runs.items()}
 
 
-def train_with_critic(model, steps, trainer=None, critic=None, algorithm=None, dtype="float32", folder=None, **batch):
+def train_with_critic(
+    model, steps, trainer=None, critic=None, algorithm=None, optimizer=None, dtype="float32", folder=None, **batch
+):
     """With a `folder`, a checkpoint after the second step is loaded into fresh engines, which go on from there."""
     algorithm = AlgorithmConfig(**{"advantage": "gae", **(algorithm or {})})
-    config = CriticConfig(**{"enabled": True, "optimizer": OptimizerConfig(lr=1e-3), **(critic or {})})
+    critic = {"optimizer": {"lr": 1e-3}, **(critic or {})}
+    config = CriticConfig(**critic | {"enabled": True, "optimizer": OptimizerConfig(**critic["optimizer"])})
 
     def start():
-        engine = make_engine(model, trainer, None, dtype)
+        engine = make_engine(model, trainer, optimizer, dtype)
         second = critic_engine(config, engine.model_config, engine.trainer_config, DEVICE, dist.get_rank(), seed=3)
         second.initialize()
         found = Critic(second, config)
@@ -719,9 +722,9 @@ def supervised(model, layouts, rows, folder):
     return found
 
 
-def guard(model, folder):
+def guard(model, folder, optimizer=None):
     """A NaN that only one data-parallel rank computes with, until training fails."""
-    engine = make_engine(model, {"data_parallel": dist.get_world_size(), "max_skipped_steps": 2})
+    engine = make_engine(model, {"data_parallel": dist.get_world_size(), "max_skipped_steps": 2}, optimizer)
     policy = PolicyTrainer(engine, AlgorithmConfig(), dump_dir=folder)
     good, bad = make_groups(1), make_groups(1)
     first = bad[0].trajectories[0]
