@@ -53,7 +53,8 @@ def rank_refusals(config: Config, stages: tuple[RankMemory, ...], server: Server
     return [
         f"pipeline stage {stage} needs about {memory.total / 1e9:.0f} GB a rank, more than a device's "
         f"{device_bytes / 1e9:.0f} GB{beside}; raise trainer.tensor_parallel, pipeline_parallel or "
-        f"data_parallel, set trainer.recompute=full, or lower trainer.tokens_per_microbatch"
+        f"data_parallel, set trainer.recompute=full, lower trainer.tokens_per_microbatch, or raise "
+        f"trainer.optimizer.offload"
         for stage, memory in enumerate(stages)
         if memory.total > room
     ]

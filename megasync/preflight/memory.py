@@ -240,7 +240,7 @@ def _state(config: Config, layout: Layout, rank: int) -> int:
 
 
 def host_state(config: Config, layout: Layout, rank: int, pinned: int = PINNED) -> int:
-    """Bytes of optimizer state that a rank has in host memory, with the gradients that are copied there.
+    """Bytes of optimizer state that a rank has in host memory at most, with the gradients that are copied there.
 
     Main weights and moments are float32. ``pinned`` times as much is allocated for what is in pinned memory: gradients,
     and weights of a float32 model.
@@ -248,8 +248,15 @@ def host_state(config: Config, layout: Layout, rank: int, pinned: int = PINNED) 
     short = ITEM_BYTES[config.model.dtype] < MASTER_BYTES
     weights = MASTER_BYTES * (1 if short else pinned)
     moments = ITEM_BYTES["float32"] * 2
-    elements = round(_optimizer_elements(config, layout, rank) * config.trainer.optimizer.offload)
-    return elements * (weights + moments + GRAD_BYTES * pinned)
+    share, elements = config.trainer.optimizer.offload, _optimizer_elements(config, layout, rank)
+    offloaded = round(elements * share)
+    if 0 < share < 1:
+        # The parameter with which the share is reached is offloaded whole; experts have an optimizer of their own.
+        experts = {item.param for item in layout.of_rank(rank) if item.ep is not None}
+        sizes = {name: prod(shape) for name, shape in layout.params(rank).items()}
+        for params in (experts, sizes.keys() - experts):
+            offloaded += max((sizes[name] for name in params), default=0)
+    return min(offloaded, elements) * (weights + moments + GRAD_BYTES * pinned)
 
 
 def _stored_bytes(config: Config) -> int:

@@ -126,6 +126,8 @@ class _OnMeta(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = META
+        if func is torch.Tensor.cpu:
+            return args[0]
         if func is torch.Tensor.to:
             args = tuple(META if _is_cuda(argument) else argument for argument in args)
         if func == _SET_DATA and args[0].is_meta:

@@ -138,8 +138,8 @@ class OptimizerConfig:
     # Keep of each float32 main weight only the 16 bits that its bfloat16 weight lacks; nothing is lost. Needs a GPU and
     # model.dtype=bfloat16.
     store_param_remainders: bool = False
-    # Share of the optimizer's state, float32 main weights and moments, that is in host memory and updated there by the
-    # CPU; 0 for none. Needs a GPU and trainer.distributed_optimizer, and keeps moments in float32: docs/scale.md.
+    # Share of main weights and moments that are in host memory and updated there, by the CPU; 0 for none, 1 for all.
+    # Needs a GPU and trainer.distributed_optimizer, and moments in float32: docs/launching.md has its costs.
     offload: float = limited(0.0, Range(0, 1))
 
     @property
