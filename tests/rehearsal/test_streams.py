@@ -1,6 +1,8 @@
 """The code that uses several streams, on a stand-in for them: its races are those that a GPU would have."""
 
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from megasync.config.schema import OptimizerConfig
 from megasync.device import Device
 from megasync.sync.shard import receiver
 from megasync.trainer import reference
-from megasync.trainer.optimizer import with_offload
+from megasync.trainer.offload import OPTIMIZER, Offload
+from megasync.trainer.optimizer import Optimizer, with_offload
 from megasync.trainer.reference import ReferenceWeights
 
 WIDTH = 8
@@ -149,10 +152,11 @@ def test_a_missing_wait_in_a_sync_is_found(gpu, wires, monkeypatch, fault, base,
     assert any(race in found for found in gpu.races), gpu.races
 
 
-def updated_weights(dtype: torch.dtype, share: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def updated_weights(dtype: torch.dtype, share: float) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
     """Weights after three updates by Megatron's optimizer with a share of its state on the host, and by Adam alone.
 
-    As in training, the next gradients are computed from the weights, in the memory of the former ones.
+    The third is that optimizer. As in training, the next gradients are computed from the weights, in the memory of the
+    former ones.
     """
     options = {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.1}
     values = [torch.arange(WIDTH, dtype=torch.float32) / (place + 1) for place in range(4)]
@@ -172,13 +176,13 @@ def updated_weights(dtype: torch.dtype, share: float) -> tuple[list[torch.Tensor
                     weight.grad = gradient
             adam.step()
             hybrid.step()
-    return weights, [main.detach().to(dtype) for main in mains]
+    return weights, [main.detach().to(dtype) for main in mains], hybrid
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_megatron_updates_on_the_host_in_order(gpu, dtype, share):
-    weights, expected = updated_weights(dtype, share)
+    weights, expected, _ = updated_weights(dtype, share)
     for weight, value in zip(weights, expected, strict=True):
         assert weight.tolist() == value.tolist()
     assert gpu.races == []
@@ -203,3 +207,18 @@ def test_a_missing_wait_of_megatrons_optimizer_is_found(gpu, monkeypatch, fault,
     fault(gpu, monkeypatch)
     updated_weights(torch.bfloat16, 0.5)
     assert any(race in found for found in gpu.races), gpu.races
+
+
+def test_turns_on_the_device_leave_alone_what_is_in_host_memory(gpu):
+    *_, hybrid = updated_weights(torch.bfloat16, 0.5)
+    optimizer = object.__new__(Optimizer)
+    optimizer._optimizer = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=hybrid)])
+    held = optimizer.tensors()
+    on_device = [tensor for tensor in held if tensor.is_cuda]
+    on_host = [tensor for tensor in held if not tensor.is_cuda]
+    values = [tensor.tolist() for tensor in on_host]
+    # Of each of two weights in either place a main weight, two moments and a count; on the host a gradient too.
+    assert (len({id(tensor) for tensor in on_device}), len({id(tensor) for tensor in on_host})) == (8, 10)
+    Offload(lambda: {OPTIMIZER: held}, Device("cuda")).offload(OPTIMIZER)
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in on_device)
+    assert [tensor.tolist() for tensor in on_host] == values

@@ -136,6 +136,7 @@ def test_states_of_the_optimizer_in_other_dtypes(run_ranks, models, tmp_path, na
         ("te 0.19.2", ("qwen2", "qwen3_moe", "deepseek_v3"), {}),
         ("te", ("qwen2",), {"optimizer": MOMENTS | REMAINDERS, "dtype": "bfloat16"}),
         ("te 0.19.2", ("qwen2",), {"optimizer": MOMENTS | REMAINDERS, "dtype": "bfloat16"}),
+        ("te", ("qwen2",), {"optimizer": {"offload": 0.5}, "dtype": "bfloat16"}),
     ],
 )
 def test_gathering_weights_in_forward_passes_changes_nothing(run_ranks, models, tmp_path, flavour, families, options):
