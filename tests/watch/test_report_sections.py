@@ -1,6 +1,7 @@
 """The parts of a report that read traces and recorded responses: true to the files, bounded, and without markup."""
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,6 +11,7 @@ from made_runs import BEGIN, HOSTILE, STEP_SECONDS, make_run, write_trace
 from megasync.observe import trace
 from megasync.observe.rollouts import Response, RolloutIndex, RolloutLog, Row
 from megasync.runs import Runs
+from megasync.turns import Turn
 from megasync.watch.document import Chart, Document, Table, Text, Tokens, Verbatim
 from megasync.watch.html_page import render_html
 from megasync.watch.markdown_page import render_markdown
@@ -130,6 +132,18 @@ def test_its_response_with_the_highest_reward_is_shown_token_by_token(run):
     assert tokens.generated == [True, True, True, False]
     assert list(tokens.shadings) == ["log-prob", "trainer/server gap"]
     assert "log-prob -1.0000 · trainer -0.9000" in tokens.about[1]
+    assert tokens.about[3].endswith("not generated")
+
+
+def test_tokens_that_others_wrote_name_their_writers(run):
+    answer = replace(response(4), turns=(Turn(1, 3, "tool", "<b>search"),), mask=Runs.of([1, 0, 0, 1]))
+    RolloutLog(run.path, "trainer-1", 1 << 20).append(
+        [(row(sample, reward=float(sample)), answer) for sample in (0, 1)]
+    )
+    section = responses(run)
+    (tokens,) = of(Tokens, section)
+    assert tokens.generated == [True, False, False, True] and tokens.about[1].endswith("· tool <b>search")
+    assert "<b>search" not in rendered(section)[0]
 
 
 def test_what_is_shown_of_responses_is_bounded(run):

@@ -10,10 +10,11 @@ import numpy as np
 
 from megasync.errors import DataError
 from megasync.observe.rollouts import FOLDER, NO_SAMPLE, Response, Row
+from megasync.turns import ANSWER
 from megasync.watch import units
 from megasync.watch.decoder import decoder_of
 from megasync.watch.document import Cell, Number, Section, Table, Text, Tokens, Verbatim, fixed, number, shortened
-from megasync.watch.responses import SHADINGS, Decoder, about, visible
+from megasync.watch.responses import SHADINGS, Decoder, about, said, turns, visible
 from megasync.watch.run_folder import RunFolder
 
 # Responses of the group, characters of each and of the prompt, and tokens of the response that is shown token by token:
@@ -115,12 +116,17 @@ def _token_by_token(row: Row, response: Response, decoder: Decoder) -> Tokens:
         pieces[half - 1] += " … "
         note = f" Its first and its last {half} of {count:,} tokens."
     versions = response.versions.expand()
+    turn_of = [turn for turn in turns(response) for _ in range(turn.start, turn.end)]
+    answered = [turn_of[at].role == ANSWER for at in places.tolist()]
     made = {name: SHADINGS[name](response) for name in COLOURED_BY}
     return Tokens(
         f"Response {row.sample}, which has the highest reward of the group, token by token.{note}",
         [visible(piece) for piece in pieces],
-        [about(response, at, versions) for at in places.tolist()],
-        response.mask.expand()[places].astype(bool).tolist(),
+        [
+            about(response, at, versions) + ("" if own else f" · {said(turn_of[at])}")
+            for at, own in zip(places.tolist(), answered, strict=True)
+        ],
+        answered,
         {name: replace(found, shades=found.shades[places]) for name, found in made.items() if found is not None},
     )
 
