@@ -257,10 +257,11 @@ def test_text_of_a_run_is_not_markup(open_page, watch):
 def test_turns_and_tool_calls_are_folded_and_named(open_page, watch):
     page = open_page(watch.of("rollouts", FINISHED))
     page.locator("tr.open", has_text="0:1").first.click()
-    tokens = page.locator(".tokens")
-    answer, tool, user, last = tokens.locator("> * > details").all()
+    blocks = page.locator(".tokens > * > details")
+    expect(blocks).to_have_count(4)
+    answer, tool, user, last = blocks.all()
     for block, beginning in (
-        (answer, "answer, 49 tokens: So"),
+        (answer, "answer, 43 tokens: So"),
         (tool, "tool add, "),
         (user, "user, "),
         (last, "answer, "),
@@ -272,7 +273,7 @@ def test_turns_and_tool_calls_are_folded_and_named(open_page, watch):
     tool.locator("summary").focus()
     page.keyboard.press("Enter")
     expect(tool.locator("pre")).to_have_text(f"<bos>tool: 3 {MARKUP}")
-    expect(tool.locator("pre span[title^='token 49 ']")).to_be_visible()
+    expect(tool.locator("pre span[title^='token 43 ']")).to_be_visible()
     answer.locator("> summary").click()
     call = answer.locator("details")
     expect(call.locator("summary")).to_have_text(f"add({CALL})")

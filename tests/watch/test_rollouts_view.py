@@ -82,6 +82,18 @@ async def test_a_response_is_shown_with_its_group_and_as_text(run):
         assert not [element for element in user.client.elements.values() if isinstance(element, ui.html)]
 
 
+async def test_a_long_response_comes_in_portions(run, monkeypatch):
+    monkeypatch.setattr(rollouts, "PORTION", 3)
+    async with user_simulation() as user:
+        (view,) = await opened(user, run, uid="0:4")
+        tokens = view.__self__._rows[0].tokens
+        choose(user, "0:4")
+        await user.should_see(f"show more, {tokens - 3} tokens are left", retries=LONG)
+        user.find("show more").click()
+        await user.should_see(f"show more, {tokens - 6} tokens are left", retries=LONG)
+        await user.should_not_see(f"show more, {tokens - 3} tokens are left")
+
+
 async def test_a_run_without_responses_says_so(tmp_path):
     async with user_simulation() as user:
         await opened(user, RunFolder(make_run(tmp_path, steps=2, rollouts=False)))

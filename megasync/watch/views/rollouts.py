@@ -89,7 +89,7 @@ class _Rollouts:
         query = place.query
         with ui.element("div").classes("filters"):
             self._text = ui.input("text contains").props("dense outlined clearable")
-            self._uid = ui.input("group, or 0:1* for several", value=query.get("uid", ""))
+            self._uid = ui.input("group, or 0:1*", value=query.get("uid", ""))
             self._uid.props("dense outlined clearable")
             self._kind = ui.select([ANY], value=ANY, label="trained or dropped").props("dense outlined")
             self._set = ui.select([ANY], value=ANY, label="set").props("dense outlined")
@@ -441,21 +441,19 @@ class _Tokens:
 
 
 def _in_portions(count: int, portion: int, what: str, draw: Callable[[int], None]) -> None:
-    """Draws parts 0 to `count`, as many at a time, and a button for the next ones."""
-    box, at = ui.element("span"), 0
+    """Draws parts 0 to `count`, as many at a time; a button draws the next ones in its place."""
+    box = ui.element("span")
 
-    def portions() -> None:
-        nonlocal at
-        end = min(count, at + portion)
+    def go_on(start: int) -> None:
+        end = min(count, start + portion)
         with box:
-            for number in range(at, end):
+            for number in range(start, end):
                 draw(number)
-        at = end
-        more.set_text(f"show more, {count - at:,} {what} are left")
-        more.set_visibility(at < count)
+            if end < count:
+                more = ui.button(f"show more, {count - end:,} {what} are left").props("flat dense no-caps")
+                more.on_click(lambda: (go_on(end), more.delete()))
 
-    more = ui.button("", on_click=portions).props("flat dense no-caps")
-    portions()
+    go_on(0)
 
 
 def colour(shading: Shading, at: int) -> str:
