@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from tiny_models import byte_tokenizer
 from tool_model import make_tool_models
 
 import megasync
+from megasync.observe.rollouts import TRAINED, Filters, RolloutIndex
+from megasync.turns import ANSWER
 
 pytestmark = pytest.mark.real
 
@@ -42,3 +45,22 @@ def test_an_agent_named_in_the_configuration_is_trained_through_the_gateway(mini
     assert last["rollout/samples_failed"] == 0.0
     assert 0 < last["train/reward"] < 1
     assert last["sync/parity"] < 1e-4
+    _check_recorded_turns(result.run_dir, byte_tokenizer())
+
+
+def _check_recorded_turns(run_dir, tokenizer) -> None:
+    """Turns were noted by a worker, sent through the buffer, and recorded by a rank."""
+    index = RolloutIndex(run_dir)
+    index.update()
+    rows = index.select(Filters(dropped=TRAINED))
+    assert rows
+    for response in map(index.read, rows):
+        said = [
+            (turn.role, turn.name, tokenizer.decode(response.ids[turn.start : turn.end])) for turn in response.turns
+        ]
+        assert [(role, name) for role, name, _ in said] == [
+            (ANSWER, ""), ("tool", "look"), (ANSWER, ""), ("tool", "add"), (ANSWER, "")
+        ]  # fmt: skip
+        assert [call.name for turn in response.turns for call in turn.calls] == ["look", "add"]
+        assert said[0][2].startswith("<tool_call>") and said[0][2].endswith("</tool_call><eos>")
+        assert said[1][2] == "<bos>tool: 4<eos><bos>assistant: "
