@@ -61,6 +61,7 @@ def check_served_adapters(config: Config, layout: Layout) -> None:
             )
     if experts:
         raise ConfigError(
-            "sync.transport=adapters does not serve adapters of experts; name the projections of attention in "
+            "sync.transport=adapters does not serve adapters of experts: SGLang computes them with kernels for GPUs "
+            "only, which megasync has not compared with its own layers; name the projections of attention in "
             "trainer.lora.targets, or set transport=auto, which merges them"
         )
