@@ -649,7 +649,8 @@ def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Pat
         check_fp8(layout, config.trainer, config.model.dtype)
         if (adapters := adapter_layout(layout, config.trainer)) is not None:
             check_adapters(adapters, config.trainer)
-            if (path := config.trainer.lora.path) is not None and not planning:
+            path = config.trainer.lora.path
+            if path is not None and (not planning or Path(path).expanduser().exists()):
                 check_adapter_folder(path, adapters)
         return layout, source
     except ConfigError as error:

@@ -502,6 +502,14 @@ def test_invalid_options_of_experts_are_refused(make, model, overrides, parts):
     assert all(part in message for part in parts), message
 
 
+def test_a_plan_reads_the_adapter_that_is_there(make, tmp_path):
+    lora = ["trainer.lora.rank=4", f"trainer.lora.path={tmp_path}"]
+    assert "adapter_config.json" in refused(make(*lora), planning=True)
+    gone = make(*lora[:1], f"trainer.lora.path={tmp_path / 'gone'}")
+    check_config(gone, planning=True)
+    assert "gone" in refused(gone)
+
+
 @pytest.mark.parametrize(
     ("found", "parts"),
     [
