@@ -212,7 +212,8 @@ def recovery(groups: int, tokens: int, history: int, folder: Path, repeats: int)
         buffer.change(lambda state, uid=f"live {number}": state.admit(uid))
         buffer.commit(encode(named(group, f"live {number}", 0)))
     rows = ((10_000_000 + n, f"past {n}") for n in range(history))
-    buffer.ledger._db.executemany("INSERT INTO groups VALUES (?, ?, 'dropped', -1, 'failed', 0, '')", rows)
+    assert buffer.ledger is not None
+    buffer.ledger._db.executemany("INSERT INTO groups VALUES (?, ?, 'dropped', -1, 'failed', 0, '', NULL)", rows)
     buffer.ledger.close()
     took = []
     for _ in range(repeats):
@@ -220,6 +221,7 @@ def recovery(groups: int, tokens: int, history: int, folder: Path, repeats: int)
         again = DurableBuffer(schedule, None, time.monotonic, ledger=path)
         took.append(time.perf_counter() - start)
         assert again.state.counts()["slots"]["finished"] == groups
+        assert again.ledger is not None
         again.ledger.close()
     megabytes = sum(f.stat().st_size for f in folder.glob(path.name + "*")) / 1e6
     return f"| {groups} | {tokens} | {history} | {megabytes:.1f} | {statistics.median(took) * 1e3:.0f} |"
@@ -234,7 +236,10 @@ async def bookkeeping(capacity: int, repeats: int) -> str:
         group = make_group(2 * SAMPLES, random.Random(0))
         for number in range(capacity - 100):
             await buffer.admit(f"0:{number}")
-        waits = [asyncio.ensure_future(call) for call in (buffer.lease(1, 0), buffer.reclaim("somebody"))]
+        waits: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(buffer.lease(1, 0)),
+            asyncio.ensure_future(buffer.reclaim("somebody")),
+        ]
         waits += [asyncio.ensure_future(buffer.admit(f"1:{number}")) for number in range(200)]
         await asyncio.sleep(0)
         groups = [encode(named(group, f"0:{number + 1}", 0)) for number in range(100)]

@@ -41,6 +41,7 @@ from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
 from megasync.config import Config
 from megasync.config.access import Keys
 from megasync.config.schema import SamplingConfig
+from megasync.observe.stacks import ProcessStacks
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.serving.control import ServerControl
 from megasync.serving.process_watch import ProcessId, ProcessWatch, process_id
@@ -73,11 +74,14 @@ class NodeAgent:
         slot = hash(self._node) % len(self._group.handles)
         return await self._group.call_one(slot, "ended", self._node, list(processes), seconds, timeout=timeout)
 
+    async def stacks(self, families: Sequence[tuple[str, int]], seconds: float) -> list[ProcessStacks]:
+        return []
+
     def kill(self) -> None: ...
 
 
 class NullProcess:
-    """A server's process: it sleeps, while the null cluster answers under its URL."""
+    """A server's process, or the router's: it sleeps, while the null cluster answers under its URL."""
 
     def __init__(self, url: str, node: str, agents: NodeAgents) -> None:
         self.url = url
@@ -99,6 +103,12 @@ class NullProcess:
     async def visible_devices(self) -> str:
         return ""
 
+    async def metrics_url(self) -> str:
+        return self.url
+
+    def processes(self) -> list[tuple[str, int]]:
+        return [] if self._process is None else [(self._node, self._process.pid)]
+
     async def stop(self, timeout: float) -> None:
         if self._process is not None:
             self._process.kill()
@@ -117,12 +127,12 @@ class NullFleet(Fleet):
         super().__init__(config, Path("."), pools, pools, Keys("key", "key"), VOCABULARY)
         self._base = url
         self._agents = agents
-        self.processes: dict[int, NullProcess] = {}
+        self.started: dict[int, NullProcess] = {}
 
     def _server_process(self, index: int) -> NullProcess:
         url = f"{self._base}/s{index}-{self._slots[index].starts}"
-        self.processes[index] = NullProcess(url, f"node {index // SERVERS_PER_NODE}", self._agents)
-        return self.processes[index]
+        self.started[index] = NullProcess(url, f"node {index // SERVERS_PER_NODE}", self._agents)
+        return self.started[index]
 
     def _router_process(self, servers: Any, port: int) -> NullProcess:
         return NullProcess(f"{self._base}/router", "node 0", self._agents)
@@ -190,7 +200,7 @@ async def drive(
         assert len(fleet.serving()) == servers, fleet.metrics()
         departed.clear()
         killed = time.perf_counter()
-        fleet.processes[servers // 2].kill()
+        fleet.started[servers // 2].kill()
         await departed.wait()
         noticed = 1e3 * (time.perf_counter() - killed)
         return Measured(lags, cpu / wall, len(done) / seconds, noticed)
@@ -229,7 +239,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--servers", type=int, default=512)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=30.0)

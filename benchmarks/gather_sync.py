@@ -12,9 +12,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from megasync.device import Device
 from megasync.layout.layout import Layout
@@ -48,7 +51,10 @@ class GatherPeer:
     def join(self, address: tuple[str, int], engine_ranks: int) -> None:
         ranks = self._layout.topology.world
         store = self._store if self._rank == 0 else join_store(*address, SECONDS)
-        self._peers = dist.ProcessGroupGloo(dist.PrefixStore("peers", store), self._rank, ranks)
+        # Any: torch's stubs lack the methods of the class.
+        self._peers: Any = dist.ProcessGroupGloo(
+            PrefixStore("peers", store), self._rank, ranks, timedelta(seconds=SECONDS)
+        )
         if self._rank == 0:
             self._engines = SyncGroup(store, GROUP, 0, 1 + engine_ranks, Device("cpu").backend, SECONDS, SECONDS)
 

@@ -96,6 +96,7 @@ class LocalRanks:
             raise SyncError(f"trainer rank {rank} is dead")
         number = next(self._ids)
         self._waiting[rank][number] = answer
+        assert process.stdin is not None
         process.stdin.write(to_line((number, method, args)))
         try:
             return await asyncio.wait_for(answer, timeout)
@@ -103,8 +104,9 @@ class LocalRanks:
             raise SyncError(f"trainer rank {rank} did not finish {method} within {timeout:g} s") from None
 
     async def _read(self, rank: int) -> None:
-        waiting = self._waiting[rank]
-        while line := await self.processes[rank].stdout.readline():
+        waiting, answers = self._waiting[rank], self.processes[rank].stdout
+        assert answers is not None
+        while line := await answers.readline():
             number, error, result = from_line(line)
             answer = waiting.pop(number)
             if answer.done():

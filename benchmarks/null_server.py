@@ -20,7 +20,7 @@ TOKEN, LETTER = 5, "$"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hold", type=float, default=0.0, help="seconds until a request is answered")
     hold = parser.parse_args().hold
 

@@ -24,24 +24,27 @@ from torch.nn.functional import linear
 
 from megasync.trainer.logprobs import token_logprobs
 
-Scores = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+# Log-probs of the targets, and entropies if they are computed.
+Found = tuple[torch.Tensor, torch.Tensor | None]
+Scores = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Found]
 
 
-def megasync_scores(rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def megasync_scores(rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Found:
     return token_logprobs(rows, weight, targets, vocab_size=len(weight))
 
 
-def megatron_scores(rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, None]:
+def megatron_scores(rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Found:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    from torch._C._distributed_c10d import HashStore
 
     if not parallel_state.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
     return -vocab_parallel_cross_entropy(linear(rows, weight)[:, None].float(), targets[:, None])[:, 0], None
 
 
-def torch_scores(rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def torch_scores(rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Found:
     log_p = linear(rows, weight).float().log_softmax(-1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
@@ -57,14 +60,14 @@ def run(way: str, args: argparse.Namespace, pipe: Connection) -> None:
     weight = (torch.randn(args.vocabulary, args.hidden, dtype=dtype, device=device) * 0.02).requires_grad_()
     targets = torch.randint(0, args.vocabulary, (args.tokens,), device=device)
     WAYS[way](rows[:2], weight, targets[:2])
-    before, seconds = peak_bytes(device), []
+    before, seconds, total = peak_bytes(device), [], 0.0
     for _ in range(args.steps):
         rows.grad = weight.grad = None
         start = now(device)
         logprobs, _ = WAYS[way](rows, weight, targets)
         logprobs.sum().backward()
         seconds.append(now(device) - start)
-    total = logprobs.double().sum().item()
+        total = logprobs.double().sum().item()
     pipe.send((min(seconds), peak_bytes(device) - before, total))
 
 

@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import tempfile
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,9 @@ def of_hugging_face(model: str, dtype: torch.dtype, device: torch.device, rows: 
     """Log-probs of all tokens but the first of each sequence, and the gradient norm of their mean."""
     from transformers import AutoModelForCausalLM
 
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device)
+    # Any: transformers' `to` has no usable type.
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    network.to(device)
     found, total = [], sum(len(row) - 1 for row in rows)
     for row in rows:
         ids = torch.tensor([row], device=device)

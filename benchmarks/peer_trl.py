@@ -3,6 +3,9 @@
 Trains with `GRPOTrainer` and writes the seconds of each step and the held-out scores to the JSON file OUT.
 """
 
+# Its environment has TRL; see `peers.py`.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import asyncio

@@ -189,6 +189,7 @@ def null_server(script: str = "null_server.py", *options: str):
     """Runs a null server within the context. Yields its URL."""
     command = [sys.executable, str(HERE / script), *options]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
     try:
         yield process.stdout.readline().strip()
     finally:
@@ -206,10 +207,12 @@ async def gateway_agents(bench: Bench) -> AsyncIterator[Play]:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
+    assert process.stdin is not None and process.stdout is not None
+    asks, answers = process.stdin, process.stdout
     done: dict[int, asyncio.Future[None]] = {}
 
     async def listen() -> None:
-        while line := await process.stdout.readline():
+        while line := await answers.readline():
             number, _, problem = line.decode().strip().partition(" ")
             if problem:
                 done.pop(int(number)).set_exception(RuntimeError(problem))
@@ -221,7 +224,7 @@ async def gateway_agents(bench: Bench) -> AsyncIterator[Play]:
         async with gateway.session(client) as session:
             done[number] = asyncio.get_running_loop().create_future()
             waits = done[number]
-            process.stdin.write(f"{number} {gateway.base_url(session)} {session.key}\n".encode())
+            asks.write(f"{number} {gateway.base_url(session)} {session.key}\n".encode())
             async with asyncio.timeout(REQUEST_TIMEOUT):
                 await waits
         return trained(client)
@@ -230,7 +233,7 @@ async def gateway_agents(bench: Bench) -> AsyncIterator[Play]:
     try:
         yield play
     finally:
-        process.stdin.close()
+        asks.close()
         await process.wait()
         await listening
         await gateway.close()
@@ -360,6 +363,7 @@ async def measure_live(url: str, count: int) -> float:
         sample, generation = long_sample(client, gate, number, responses), None
         for _ in range(LONG_TURNS):
             generation, _ = await by_tokens(sample, generation)
+        assert generation is not None
         arrived += 1
         if arrived == count:
             everyone.set()
@@ -411,7 +415,7 @@ def show(rounds: dict[str, list[Round]], requests: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)

@@ -229,7 +229,7 @@ def row(figure: Figure, found: Mapping[str, float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=FIGURES, metavar="NAME", help=", ".join(FIGURES))
     parser.add_argument("--quick", action="store_true", help="shorter measurements")
     parser.add_argument("--check", action="store_true", help="exit with status 1 if a goal is missed")

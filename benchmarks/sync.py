@@ -159,16 +159,16 @@ class Bench:
         stack.push_async_callback(broadcast.close)
 
         async def raw_links(version: int) -> tuple[float, float]:
-            return (await asyncio.to_thread(links.measure),) * 2
+            return twice(await asyncio.to_thread(links.measure))
 
         async def raw_broadcast(version: int) -> tuple[float, float]:
-            return (await asyncio.to_thread(whole.measure),) * 2
+            return twice(await asyncio.to_thread(whole.measure))
 
         async def by_broadcast(version: int) -> tuple[float, float]:
             report = await broadcast.publish(version)
-            return (report.seconds["pause"],) * 2
+            return twice(report.seconds["pause"])
 
-        ways = {
+        ways: dict[str, Publish] = {
             "plain messages, same bytes as p2p": raw_links,
             "plain broadcast, same bytes as broadcast": raw_broadcast,
             "p2p": by_shards,
@@ -269,6 +269,11 @@ class Bench:
         for name, seconds in self.notes.items():
             lines.append(f"| {name} | {statistics.median(seconds[1:]):.3f} | | | |")
         return "\n".join(lines)
+
+
+def twice(seconds: float) -> tuple[float, float]:
+    """A transfer during which servers are paused from its beginning to its end."""
+    return seconds, seconds
 
 
 def rank_bytes(rank, dtype: str) -> int:

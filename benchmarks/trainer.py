@@ -124,9 +124,11 @@ class PlainMegatron:
         config = transformer_config(layout, trainer, device, engine.dtype)
         config.perform_initialization = True
         rope = rope_parameters(layout.hf_config)
+        # Any: Megatron accepts specs of layers here, although it does not declare so.
+        specs: Any = chunk_specs(config, layout, range(layout.sizes.layers), device.spec, rope)
         model = GPTModel(
             config,
-            chunk_specs(config, layout, range(layout.sizes.layers), device.spec, rope),
+            specs,
             vocab_size=layout.padded_vocab,
             max_sequence_length=layout.hf_config["max_position_embeddings"],
             position_embedding_type="rope",

@@ -55,6 +55,7 @@ MODEL = {
 Device("cpu").prepare_process(local_rank=0)
 
 # Megatron may be imported only after `prepare_process`.
+from megasync.trainer.batch import Batch  # noqa: E402
 from megasync.trainer.engine import MegatronEngine, Share  # noqa: E402
 from megasync.trainer.optimizer import Update  # noqa: E402
 from megasync.trainer.packing import Lengths, Packing, plan_packing  # noqa: E402
@@ -91,17 +92,19 @@ class NullEngine(MegatronEngine):
     def zero_grad(self) -> None:
         pass
 
-    def run(self, share: Share, evaluate: Any, *, forward_only: bool) -> list[Any]:
+    def run(self, share: Share, evaluate: Any, *, forward_only: bool, replays: bool = True) -> list[Any]:
         with self.watch.part("batches"):
-            return [evaluate(batch, torch.zeros(()))[1] for batch in self._batches(share)]
+            return [evaluate(batch, torch.zeros(()))[1] for batch in self._batches(share, replays=False)]
 
-    def score_rows(self, rows: torch.Tensor, batch: Any, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def score_rows(
+        self, rows: torch.Tensor, batch: Batch, temperature: float | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(len(batch.targets)), torch.zeros(len(batch.targets))
 
     def _sum_reports(self, reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         return {name: sum(float(report[name]) for report in reports) for name in reports[0]}
 
-    def update(self, step: int, loss_is_finite: bool) -> Update:
+    def update(self, step: int, loss_is_finite: bool, norms: bool = False) -> Update:
         return Update(loss_is_finite, 1.0, 1e-6)
 
 

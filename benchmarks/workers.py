@@ -122,29 +122,30 @@ class Work:
     turns: int
     tokens: int
 
-    def worker(self, quarantine: Any) -> GroupWorker:
-        client = RolloutClient(
+    def client(self, quarantine: Any) -> RolloutClient:
+        return RolloutClient(
             self.url,
             [],
             ServedModel(1000, 1_000_000),
             RequestSettings(SamplingConfig(max_new_tokens=self.tokens), REQUEST_TIMEOUT),
             quarantine=quarantine,
         )
+
+    def worker(self, client: RolloutClient, quarantine: Any) -> GroupWorker:
         selection = Selection(GroupConfig(), SAMPLES, self.tokens)
         spec = GroupSpec(Converse(self.turns), RewardRunner(by_length), selection)
         return GroupWorker(client, NoBuffer(), spec, quarantine=quarantine)
 
 
-async def build(work: Work) -> WorkerEnd:
+async def build(work: Work, clock_offset: float) -> WorkerEnd:
     outbox = Outbox()
     quarantine = RemoteQuarantine(partial(outbox.tell, "quarantine"))
+    client = work.client(quarantine)
 
     async def cpu() -> float:
         return time.process_time()
 
-    async def close() -> None: ...
-
-    return WorkerEnd(work.worker(quarantine), outbox, quarantine, {}, {"cpu": cpu, "close": close})
+    return WorkerEnd(work.worker(client, quarantine), outbox, quarantine, {}, {"cpu": cpu, "close": client.close})
 
 
 @dataclass(frozen=True)
@@ -166,13 +167,12 @@ async def play(work: Work, workers: int, groups: int) -> Round:
     crew = RolloutWorkers(
         config, lambda number: WorkerActor(number, pools, partial(build, work)), quarantine, lambda: None
     )
-    local = None
+    client = work.client(quarantine)
     if workers:
         await crew.start()
         crew.follow(rollouter.add, rollouter.remove)
     else:
-        local = work.worker(quarantine)
-        rollouter.add(local)
+        rollouter.add(work.worker(client, quarantine))
     links = list(crew._links.values())
     before = [await link.ask("cpu") for link in links]
     cpu, start = time.process_time(), time.perf_counter()
@@ -185,8 +185,7 @@ async def play(work: Work, workers: int, groups: int) -> Round:
     theirs = sum([await link.ask("cpu") for link in links]) - sum(before)
     rollouter.stop()
     await run
-    if local is not None:
-        await local._client.close()
+    await client.close()
     await crew.stop()
     await quarantine.close()
     requests = groups * SAMPLES * work.turns
@@ -235,7 +234,7 @@ def show(rounds: dict[int, list[Round]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--groups", type=int, default=96)
     parser.add_argument("--turns", type=int, default=8)

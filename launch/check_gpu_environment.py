@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import ctypes
-import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -147,7 +147,7 @@ def check_trainer_options() -> Iterator[Item]:
 
 def check_patches() -> Iterator[Item]:
     """Every patch fits the installed version, and replaces only what exists."""
-    import megasync_patches
+    import megasync_patches  # pyright: ignore[reportMissingImports] - it is the folder `patches`
 
     os.environ["MEGASYNC_BIND"] = "127.0.0.1"  # a launcher's choice, for the patch of Ray's interface
     for info in pkgutil.iter_modules(megasync_patches.__path__):
@@ -334,8 +334,9 @@ def imported_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names if alias.name.split(".")[0] in PACKAGES)
-        elif isinstance(node, ast.ImportFrom) and not node.level and node.module.split(".")[0] in PACKAGES:
-            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            module = node.module or ""
+            yield from ((module, alias.name) for alias in node.names if module.split(".")[0] in PACKAGES)
 
 
 def find(module: str, name: str) -> None:
@@ -389,12 +390,15 @@ def bind(signature: inspect.Signature, call: ast.Call, target: str) -> None:
     if any(isinstance(argument, ast.Starred) for argument in call.args) or any(k.arg is None for k in call.keywords):
         return
     method = inspect.isclass(resolve(target.rpartition(".")[0]))
-    signature.bind(*([None] * (len(call.args) + method)), **{keyword.arg: None for keyword in call.keywords})
+    named = {keyword.arg: None for keyword in call.keywords if keyword.arg}
+    signature.bind(*([None] * (len(call.args) + method)), **named)
 
 
 def sglang_sources() -> Iterator[Path]:
-    root = Path(importlib.util.find_spec("sglang").submodule_search_locations[0])
-    yield from sorted((root / "srt").rglob("*.py"))
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"the environment has no sglang; {REINSTALL}")
+    yield from sorted((Path(spec.submodule_search_locations[0]) / "srt").rglob("*.py"))
 
 
 def grep(word: str) -> bool:
@@ -410,7 +414,9 @@ def calls_of(name: str) -> Iterator[tuple[str, ast.Call]]:
         if f"{name}(" not in text:
             continue
         for node in ast.walk(ast.parse(text)):
-            called = node.func if isinstance(node, ast.Call) else None
+            if not isinstance(node, ast.Call):
+                continue
+            called = node.func
             inner = isinstance(called, ast.Attribute) and ast.unparse(called).startswith(("self.tp_worker", "recv_req"))
             found = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", None)
             # A manager of the same method name forwards requests; only the updater's own callers are checked.
@@ -652,9 +658,8 @@ def has_gpu() -> bool:
 def stand_in_driver(folder: Path) -> None:
     """Compiles libcuda.so.1 with every function of the CUDA headers; each answers that there is no device."""
     spec = importlib.util.find_spec("nvidia")
-    headers = (
-        [h for place in spec.submodule_search_locations for h in Path(place).glob("*/include/cuda.h")] if spec else []
-    )
+    places = spec.submodule_search_locations if spec else None
+    headers = [header for place in places or () for header in Path(place).glob("*/include/cuda.h")]
     if not headers:
         raise FileNotFoundError(f"the environment has no cuda.h (package nvidia-cuda-runtime); {REINSTALL}")
     text = headers[0].read_text(encoding="utf-8", errors="replace")

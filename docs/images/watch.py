@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page, ViewportSize, sync_playwright
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 
@@ -25,7 +25,7 @@ from megasync.observe.rollouts import RolloutIndex
 from megasync.turns import ANSWER, Call, Turn
 
 HERE = Path(__file__).parent
-WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
+WIDE, NARROW = ViewportSize(width=1440, height=900), ViewportSize(width=390, height=844)
 # Each picture shows a little more than the first screen.
 MOST_HEIGHT = 1500
 QUERY, SUM = '{"query": "population of Lyon", "limit": 3}', '{"a": 522250, "b": 1}'

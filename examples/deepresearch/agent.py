@@ -107,6 +107,7 @@ class SearchAgent:
                 counts["turn_limit"] += 1
                 break
             messages = reply.messages + await _observations(reply, toolbox, seen, counts)
+        assert reply is not None
         calls = toolbox.counts
         counts["malformed"] = calls["malformed"] + calls["unknown"] + counts["unmarked"]
         # Calls that were run. Those that not even the parser could read never became calls.

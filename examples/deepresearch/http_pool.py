@@ -74,9 +74,10 @@ class HttpPool:
             endpoint = self.endpoints.acquire(tried)
             tried.append(endpoint)
             ok: bool | None = None
+            answered: tuple[int, Any] | None = None
             try:
                 async with asyncio.timeout(min(left, self._limits.attempt)):
-                    status, answer = await self._ask(method, endpoint.url + path, body)
+                    answered = await self._ask(method, endpoint.url + path, body)
                 ok = True
             except TimeoutError:
                 ok, problem = False, f"{endpoint.url}: no answer within {min(left, self._limits.attempt):.3g} s"
@@ -84,8 +85,9 @@ class HttpPool:
                 ok, problem = False, f"{endpoint.url}: {type(error).__name__}: {error}"
             finally:
                 self.endpoints.release(endpoint, ok)
-            if not ok:
+            if answered is None:
                 continue
+            status, answer = answered
             if status == 200:
                 return answer
             raise RequestRefused(f"{endpoint.url}{path} refused with status {status}: {answer!r:.300}")

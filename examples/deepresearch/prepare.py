@@ -106,7 +106,7 @@ def _texts(value: Any) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder to make")
     parser.add_argument("--corpus", type=Path, help="your own documents, a JSON object in each line")
     parser.add_argument("--questions", type=Path, help="your own questions, a JSON object in each line")

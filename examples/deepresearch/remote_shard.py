@@ -86,7 +86,7 @@ def create_app(shard: MatrixShard) -> FastAPI:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="folder that prepare.py made")
     parser.add_argument("--shard", type=int, required=True, help="number of the shard, from 0")
     parser.add_argument("--device", default="cpu", help="cpu, cuda:0, ...")

@@ -73,13 +73,14 @@ def create_app(
         began = time.monotonic()
         asked = (batcher.submit(Query(text, request.top_k)) for text in request.queries)
         # All are awaited even when one fails: none may be left behind without anybody to hear of it.
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        problem = next((answer for answer in answers if isinstance(answer, BaseException)), None)
+        ended = await asyncio.gather(*asked, return_exceptions=True)
+        problem = next((answer for answer in ended if isinstance(answer, BaseException)), None)
         stats.request(time.monotonic() - began, ok=problem is None)
         if isinstance(problem, Busy):
             raise HTTPException(503, f"try again later: {problem}")
         if problem is not None:
             raise HTTPException(500, f"the search failed: {type(problem).__name__}: {problem}")
+        answers = [answer for answer in ended if not isinstance(answer, BaseException)]
         return RetrieveResponse(results=[[_found(hit) for hit in hits] for hits in answers])
 
     @app.get("/documents/{document_id:path}")
@@ -105,7 +106,7 @@ def _found(hit: Hit) -> Found:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="folder that prepare.py made")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--shards", nargs="+", metavar="URL", help="shard servers, in any order (remote_shard.py)")

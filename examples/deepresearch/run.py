@@ -51,7 +51,7 @@ async def train(options: argparse.Namespace, data: DataFolder) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the configuration")
     parser.add_argument("--config", default=CONFIG, type=Path)
     parser.add_argument("--data", type=Path, default=Path("runs/deepresearch-data"), help="prepared if it is missing")

@@ -217,7 +217,7 @@ def make(out: Path, demonstrations: int = 80, agent_steps: int = 160, refiner_st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("models/deepresearch"))
     parser.add_argument("--demonstrations", type=int, default=80, help="solved questions that the agent learns from")
     parser.add_argument("--agent-steps", type=int, default=160)

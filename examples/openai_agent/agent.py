@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+from typing import Any
 
 from openai import AsyncOpenAI
 
@@ -17,12 +18,12 @@ RULES = "I think of a number from 1 to 9. Answer with one guess, a number alone.
 
 async def agent(base_url: str, api_key: str, sample: dict, model: str) -> dict:
     """Plays one game. The reward is 1 for a first guess that is right, and less for each further one."""
-    messages = [{"role": "user", "content": f"{RULES} {sample['prompt']}"}]
+    messages: list[Any] = [{"role": "user", "content": f"{RULES} {sample['prompt']}"}]
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         for guess in range(GUESSES):
             completion = await client.chat.completions.create(model=model, messages=messages)
             answer = completion.choices[0].message
-            found = re.search(r"\d+", answer.content)
+            found = re.search(r"\d+", answer.content or "")
             number = int(found[0]) if found else None
             if number == sample["number"]:
                 return {"reward": 1 - guess / GUESSES, "guesses": guess + 1}

@@ -89,10 +89,12 @@ class CpuServer:
 
 class CpuReplica(replica.RolloutReplica):
     async def launch_servers(self) -> None:
-        server = ray.remote(CpuServer).options(name=actor_name(self.replica_rank), max_concurrency=self.max_concurrency)
-        self._server_handle = server.remote(self.config, self.model_config.path, self.replica_rank)
-        self._server_address = await self._server_handle.start.remote()
-        self.servers = [self._server_handle]
+        server: Any = ray.remote(CpuServer)
+        server = server.options(name=actor_name(self.replica_rank), max_concurrency=self.max_concurrency)
+        handle = server.remote(self.config, self.model_config.path, self.replica_rank)
+        self._server_handle = handle
+        self._server_address = await handle.start.remote()
+        self.servers = [handle]
 
 
 class CpuAdapter(base.BaseRollout):
@@ -119,8 +121,10 @@ class CpuAdapter(base.BaseRollout):
         if self.is_leader_rank:
             with tempfile.TemporaryDirectory() as folder:
                 save_file(tensors, Path(folder) / "model.safetensors")
+                assert self.model_config.local_path is not None
                 shutil.copy(Path(self.model_config.local_path) / "config.json", folder)
-                await ray.get_actor(actor_name(self.replica_rank)).load.remote(folder, global_steps)
+                server: Any = ray.get_actor(actor_name(self.replica_rank))
+                await server.load.remote(folder, global_steps)
 
     async def resume(self, tags: list[str]) -> None:
         """The server is always there."""

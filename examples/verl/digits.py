@@ -42,7 +42,8 @@ def write_model(folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokenizer = digits_tokenizer()
+    # Any: tokenizers declare the ids of special tokens as anything that such a token can be.
+    tokenizer: Any = digits_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         **SIZES,
