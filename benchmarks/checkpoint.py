@@ -19,12 +19,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megasync.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
 from megasync.device import resolve_device
+
+if TYPE_CHECKING:
+    from megasync.trainer.engine import MegatronEngine
 
 TOKENS = 128
 
@@ -44,7 +48,7 @@ def torch_save(tensors: list[torch.Tensor], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def measure(engine, step: Callable[[], object], folder: Path, rounds: int) -> dict[str, float]:
+def measure(engine: MegatronEngine, step: Callable[[], object], folder: Path, rounds: int) -> dict[str, float]:
     """Medians in seconds, by name."""
     held = engine.optimizer.slices(engine.weights).values()
     tensors = [*engine.params().values(), *(tensor for part in held for tensor in part.tensors.values())]
@@ -91,7 +95,8 @@ def main() -> None:
         trainer = TrainerConfig(tokens_per_microbatch=TOKENS, optimizer=OptimizerConfig(lr=1e-6))
         engine = MegatronEngine(ModelConfig(path=given.model, dtype=given.dtype), trainer, device, 0, 10)
         engine.initialize()
-        share = engine.share([Sample.of([1], [*range(2, TOKENS + 1)])])
+        ids = [token % engine.layout.sizes.vocab for token in range(TOKENS)]
+        share = engine.share([Sample.of(ids[:1], ids[1:])])
 
         def step() -> None:
             engine.forward_backward(share, lambda batch, logprobs, _: (-logprobs.mean(), {}))

@@ -406,7 +406,8 @@ def show(rounds: dict[str, list[Round]], requests: int) -> None:
         rate = statistics.median(requests / r.seconds for r in found)
         ratio = statistics.median(raw.seconds / r.seconds for raw, r in zip(rounds["raw"], found, strict=True))
         cpu = statistics.median(1e3 * r.cpu / requests for r in found)
-        lags = sorted(lag for r in found for lag in r.lags)
+        # A short round ends before the first lag is known.
+        lags = sorted(lag for r in found for lag in r.lags) or [float("nan")]
         growth = (found[-1].memory - found[0].memory) / 1e6
         print(
             f"| {name} | {rate:.0f} | {ratio:.2f} | {cpu:.2f} | {statistics.median(lags):.1f} | "

@@ -15,6 +15,7 @@ import asyncio
 import os
 import statistics
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import psutil
 from rollout import REQUEST_TIMEOUT, null_server
 
+from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
 from megasync.cluster.rollout_workers import RolloutWorkers, WorkerActor
 from megasync.config import Config
@@ -106,14 +108,22 @@ class Prompts:
 
 
 class NoServers:
-    async def isolate(self, avoid: Any) -> None: ...
+    async def isolate(self, avoid: Collection[int]) -> None: ...
     def release(self, slot: int) -> None: ...
     def refund_restart(self, slot: int) -> None: ...
 
 
-class NoPools:
+class NoPools(Pools):
+    """Workers share the one node of this Ray, without placement groups."""
+
+    def __init__(self) -> None:
+        super().__init__({}, "cpu")
+
     def node_options(self, pool: str, node: int = 0) -> dict[str, Any]:
         return {"num_cpus": 0}
+
+    async def node_of(self, pool: str, node: int) -> str:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -158,12 +168,11 @@ class Round:
 async def play(work: Work, workers: int, groups: int) -> Round:
     config = Config()
     config.rollout.workers = workers
-    servers: Any = NoServers()
-    quarantine = Quarantine(servers)
+    quarantine = Quarantine(NoServers())
     schedule = ScheduleConfig(groups_per_step=16, samples_per_group=SAMPLES, max_inflight_groups=INFLIGHT)
     buffer = NoBuffer(groups)
     rollouter = Rollouter(Prompts(), buffer, schedule)
-    pools: Any = NoPools()
+    pools = NoPools()
     crew = RolloutWorkers(
         config, lambda number: WorkerActor(number, pools, partial(build, work)), quarantine, lambda: None
     )
