@@ -58,10 +58,6 @@ def check(receiver: ShardReceiver, attempt: str, kind: str = KIND) -> None:
     receiver.check({"attempt": attempt, "kind": kind})
 
 
-# Seconds for what happens at once on an idle machine.
-PATIENCE = 60.0
-
-
 class Wires:
     """Trainer ranks (TP2, of ``replicas`` replicas) and the two ranks of one engine that ``feed`` feeds."""
 
@@ -112,7 +108,7 @@ class Wires:
         return self.layout.topology.rank_of(self.feed.replicas, local)
 
     def listen(self) -> None:
-        self.meeting_point, *_ = [sender.listen(PATIENCE) for sender in self.senders]
+        self.meeting_point, *_ = [sender.listen(10) for sender in self.senders]
 
     def weights(self, whole: dict[str, torch.Tensor]) -> None:
         """Gives the trainer these weights."""
@@ -125,22 +121,22 @@ class Wires:
     ) -> tuple[SendRequest, ReceiveRequest]:
         to_send = SendRequest(
             attempt=attempt,
-            timeout=PATIENCE,
+            timeout=10.0,
             stall=stall,
             meeting_point=self.meeting_point,
             engines=(EngineLinks(self.links, KIND, "http://engine", self.feed.replicas),),
             links=(self.links,),
-            join=PATIENCE,
+            join=10.0,
             bases={KIND: base} if base else {},
             stream=stream,
             keep=True,
         )
         host, port = self.meeting_point
         sources = tuple(self.world_rank(source) for source in self.plan.sources)
-        rendezvous = Rendezvous(self.links, host, port, "127.0.0.1", sources, 2, self.backend, PATIENCE)
-        return to_send, ReceiveRequest(attempt, KIND, rendezvous, base, stream or bool(base), PATIENCE, stall, 0.0)
+        rendezvous = Rendezvous(self.links, host, port, "127.0.0.1", sources, 2, self.backend, 10.0)
+        return to_send, ReceiveRequest(attempt, KIND, rendezvous, base, stream or bool(base), 10.0, stall, 0.0)
 
-    def stage(self, attempt: str, base: str = "", stall: float = PATIENCE) -> tuple[list, list]:
+    def stage(self, attempt: str, base: str = "", stall: float = 10.0) -> tuple[list, list]:
         """(what each sender returned or raised, what each receiver reports at the end)."""
         to_send, to_receive = self.requests(attempt, base, stall)
         for receiver in self.receivers:
@@ -154,7 +150,7 @@ class Wires:
             return [future.exception() or future.result() for future in futures]
 
     def end_of_stage(self, receiver: ShardReceiver) -> StageReport:
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + 30
         while (report := handle(receiver, "poll", Empty())).state == "running":
             assert time.monotonic() < end
             time.sleep(0.01)
