@@ -124,10 +124,12 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=8, help="counted steps of a run")
+    parser.add_argument("--steps", type=int, default=8, help="counted steps of a run, at least 2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pools", choices=("apart", "shared"), default="shared")
     given = parser.parse_intermixed_args()
+    if given.steps < 2:
+        parser.error(f"--steps {given.steps}: a spread needs at least 2")
     # Without this handler, SIGTERM would end the benchmark but not its run.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     if given.pools == "apart" and given.staleness[0] != 0:
