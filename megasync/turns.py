@@ -1,4 +1,4 @@
-"""Who said which tokens of a response: the notes of its turns, for people who read it. Nothing is trained on them.
+"""Who wrote which tokens of a response: the notes of its turns, for people who read it. Nothing is trained on them.
 
 Invariant: a note is small whatever a model, a tool or a user wrote; `__post_init__` cuts its texts.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-# The role of what the policy sampled. Other turns have the role of their message, or none if nobody said.
+# The role of what the policy sampled. Other turns have the role of their message, or none if it is unknown.
 ANSWER = "answer"
 # The most characters of a role or name, and of a call's arguments, and the most calls of an answer.
 NAME, ARGUMENTS, CALLS = 80, 400, 16

@@ -162,9 +162,8 @@ async def build_worker(setup: WorkerSetup, clock_offset: float = 0.0) -> WorkerE
     config = setup.config
     outbox = Outbox()
     log_to_file(setup.run_dir / "logs" / f"rollout-worker-{setup.number}.log")
-    if config.observe.trace:
-        limit = trace.share_bytes(config.observe.trace_mb, 1 + config.rollout.workers)
-        trace.start(setup.run_dir / trace.TRACE_FOLDER, f"worker-{setup.number}", limit, clock_offset)
+    limit = trace.share_bytes(config.observe, 1 + config.rollout.workers)
+    trace.start(setup.run_dir / trace.TRACE_FOLDER, f"worker-{setup.number}", limit, clock_offset)
     logging.getLogger("megasync").addHandler(outbox)
     task = await asyncio.to_thread(prepare_worker, config, setup.custom, setup.verifier, setup.verifiers)
     await task.open()

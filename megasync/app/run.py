@@ -107,15 +107,11 @@ class Run:
         return True
 
     async def execute(self) -> RunResult:
+        trace_bytes = trace.share_bytes(self.config.observe, 1 + self.config.rollout.workers)
         with (
             RunLock(self.run_dir),
             closing(log_to_file(self.run_dir / "logs" / "controller.log")),
-            trace.recording(
-                self.run_dir,
-                "driver",
-                self.config.observe.trace,
-                trace.share_bytes(self.config.observe.trace_mb, 1 + self.config.rollout.workers),
-            ),
+            trace.recording(self.run_dir, "driver", trace_bytes),
         ):
             check_capabilities()
             self._mailbox.open()

@@ -217,12 +217,7 @@ class SupervisedRun:
         with (
             RunLock(self.run_dir),
             closing(log_to_file(self.run_dir / "logs" / "controller.log")),
-            trace.recording(
-                self.run_dir,
-                "driver",
-                self.config.observe.trace,
-                trace.share_bytes(self.config.observe.trace_mb, 1),
-            ),
+            trace.recording(self.run_dir, "driver", trace.share_bytes(self.config.observe, 1)),
         ):
             check_capabilities()
             with RunObserver(self.config, self.run_dir) as observer:

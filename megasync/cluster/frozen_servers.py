@@ -14,7 +14,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -195,8 +194,8 @@ class FrozenServers:
         shared = model.pool == "rollout"
         mem_fraction = self._free_share(key) if shared else model.mem_fraction
         dtype = model.dtype or config.model.dtype
-        spec = frozen_server_spec(model, dtype, self._device.kind, mem_fraction, config.seed + index, gpus)
-        spec = replace(spec, metrics=config.observe.prometheus is not None)
+        scraped = config.observe.prometheus is not None
+        spec = frozen_server_spec(model, dtype, self._device.kind, mem_fraction, config.seed + index, gpus, scraped)
         log_path = str(self._logs / f"{frozen_name(key, index)}.log")
         keys = (self._keys.admin, self._keys.generation)
         arguments = (model, spec, config.cluster.host, 0, log_path, *keys)

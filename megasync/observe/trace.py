@@ -36,6 +36,8 @@ from typing import IO, Any, Self
 import msgspec
 import numpy as np
 
+from megasync.config.schema import ObserveConfig
+
 log = logging.getLogger(__name__)
 
 TRACE_FOLDER = "trace"
@@ -60,21 +62,24 @@ _about: ContextVar[dict[str, Any]] = ContextVar("about")
 _NOTHING: dict[str, Any] = {}
 
 
-def share_bytes(megabytes: int, processes: int) -> int:
-    """The limit of one of several trainer ranks, or of the driver and each rollout worker, under `observe.trace_mb`."""
+def share_bytes(settings: ObserveConfig, processes: int) -> int:
+    """The limit of one process, of so many trainer ranks or of driver and rollout workers; 0 if there is no trace."""
+    if not settings.trace:
+        return 0
     # Half is for ranks, half for the others.
-    return min(LIMIT_BYTES, megabytes * 2**20 // 2 // max(1, processes))
+    return min(LIMIT_BYTES, settings.trace_mb * 2**20 // 2 // processes)
 
 
 def start(folder: Path, process: str, limit_bytes: int = LIMIT_BYTES, clock_offset: float = 0.0) -> None:
     """Begins to trace this process under the name `process`, which must be unique within the run.
 
-    `clock_offset` is the seconds to add to this host's clock to get the driver's.
+    With a limit of 0 nothing is traced. `clock_offset` is the seconds to add to this host's clock to get the driver's.
     """
     global _writer
     stop()
-    _writer = _Writer(folder, process, limit_bytes, clock_offset)
-    _writer.begin()
+    if limit_bytes:
+        _writer = _Writer(folder, process, limit_bytes, clock_offset)
+        _writer.begin()
 
 
 def stop() -> None:
@@ -86,10 +91,9 @@ def stop() -> None:
 
 
 @contextmanager
-def recording(run_dir: Path, process: str, on: bool = True, limit_bytes: int = LIMIT_BYTES) -> Iterator[None]:
-    """Traces this process within a block, if `on`."""
-    if on:
-        start(Path(run_dir) / TRACE_FOLDER, process, limit_bytes)
+def recording(run_dir: Path, process: str, limit_bytes: int = LIMIT_BYTES) -> Iterator[None]:
+    """Traces this process within a block; see `start`."""
+    start(Path(run_dir) / TRACE_FOLDER, process, limit_bytes)
     try:
         yield
     finally:

@@ -68,7 +68,7 @@ def planned_bytes(config: Config, rank: int) -> dict[str, int]:
 def memory_differences(held: Mapping[str, int], planned: Mapping[str, int]) -> list[str]:
     """The kinds of memory that differ from the plan by more than `TOLERANCE`, in words.
 
-    Of a state in two places the plan says for each how much is there at most.
+    If the optimizer's state is partly in host memory, the plan is an upper bound for each of the two places.
     """
     bounded = {OPTIMIZER, HOST} if planned.get(HOST) and planned[OPTIMIZER] else set[str]()
     return [

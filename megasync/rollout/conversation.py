@@ -284,22 +284,25 @@ def _turns_of(template: Template, turn: _Turn, prompt: ChatPrompt) -> tuple[Turn
     start, end = len(turn.generation.tokens), len(prompt.ids)
     first = len(turn.prompt.messages) + 1
     called: dict[str, str] = {}
-    who: list[tuple[str, str]] = []
+    # Role and name of each message.
+    writers: list[tuple[str, str]] = []
     for message in prompt.messages[first - 1 :]:
-        who.append(
+        writers.append(
             (str(message.get("role", "")), str(message.get("name") or called.get(str(message.get("tool_call_id")), "")))
         )
         for call in message.get("tool_calls") or ():
             called[str(call.get("id"))] = str((call.get("function") or {}).get("name", ""))
     # The first is the answer itself, or another message in its place.
-    if not (who := who[1:]):
+    if not (writers := writers[1:]):
         return ()
-    cuts = _cuts(template, prompt, first, end - start) if len(who) > 1 else []
+    cuts = _cuts(template, prompt, first, end - start) if len(writers) > 1 else []
     if cuts is None:
-        roles, names = (", ".join(dict.fromkeys(filter(None, words))) for words in zip(*who, strict=True))
-        who, cuts = [(roles, names)], []
+        roles, names = (", ".join(dict.fromkeys(filter(None, words))) for words in zip(*writers, strict=True))
+        writers, cuts = [(roles, names)], []
     bounds = [start, *(start + cut for cut in cuts), end]
-    return tuple(Turn(*span, *told) for span, told in zip(pairwise(bounds), who, strict=True))
+    return tuple(
+        Turn(start, end, role, name) for (start, end), (role, name) in zip(pairwise(bounds), writers, strict=True)
+    )
 
 
 def _cuts(template: Template, prompt: ChatPrompt, first: int, tokens: int) -> list[int] | None:
@@ -312,9 +315,9 @@ def _cuts(template: Template, prompt: ChatPrompt, first: int, tokens: int) -> li
         if not isinstance(content := message.get("content"), str):
             return None
         # Templates may trim a content, but not within it.
-        said = content.rstrip()
+        written = content.rstrip()
         marks.append(f"{_END}{number}")
-        marked[number] = message | {"content": said + marks[-1] + content[len(said) :]}
+        marked[number] = message | {"content": written + marks[-1] + content[len(written) :]}
     try:
         rest = template.render(marked, prompt.tools, answer=True)
     except DataError:

@@ -448,11 +448,17 @@ def served_adapters(config: Config) -> ServedAdapters | None:
 
 
 def frozen_server_spec(
-    model: FrozenModelConfig, dtype: str, device: str, mem_fraction: float, seed: int = 0, gpus: str = ""
+    model: FrozenModelConfig,
+    dtype: str,
+    device: str,
+    mem_fraction: float,
+    seed: int = 0,
+    gpus: str = "",
+    metrics: bool = False,
 ) -> ServerSpec:
     """How a frozen model is served. `mem_fraction` is a share of the memory that is free when the server starts.
 
-    `gpus` are those of the rollout server that it shares devices with.
+    `gpus` are those of the rollout server that it shares devices with. With `metrics`, Prometheus can scrape it.
     """
     serving = RolloutConfig(
         tensor_parallel=model.tensor_parallel,
@@ -464,7 +470,7 @@ def frozen_server_spec(
         stream_interval=0,
         server_args=model.server_args,
     )
-    return ServerSpec(model.path, serving, dtype, device, seed, gpus=gpus)
+    return ServerSpec(model.path, serving, dtype, device, seed, gpus=gpus, metrics=metrics)
 
 
 def stand_ins_path() -> str:

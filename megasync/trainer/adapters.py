@@ -3,9 +3,9 @@
 A forward hook adds ``scale * up @ down @ x`` to what a linear layer computes. The model's own weights are frozen, so
 Megatron makes no gradients, no main weights and no moments for them. The narrow vector ``down @ x`` is what tensor
 ranks exchange: gathered over tokens before the rows of ``up`` that a rank holds, summed after its columns of ``down``.
-Ranks that share an expert exchange nothing here: they get the same tokens, and whoever sent these sums the outputs of
-all of them and the gradients of all inputs. Only the gradients of factors that each of them holds whole are parts of a
-sum (`param_attributes.sum_partial_experts`).
+Ranks that share an expert (`trainer.expert_tensor_parallel`) exchange nothing here: all of them get the same tokens,
+and Megatron's dispatcher adds up their outputs, and in the backward pass the gradients of their inputs. Of a factor
+that each of them holds whole, each computes a part of the gradient; `param_attributes.sum_partial_experts` adds these.
 
 Servers get ``weight + scale * up @ down``, computed in float32 and rounded to the dtype of the model.
 """

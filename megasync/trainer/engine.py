@@ -738,7 +738,7 @@ def forward_step(
 def finalize_summed_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | None, **groups: Any) -> None:
     """Megatron's gradient reduction over ranks without its division by a token count: the loss is normalised.
 
-    It does not know parameters that the ranks of one expert hold whole.
+    Megatron does not sum the gradients of parameters that several ranks of one expert hold whole; this does.
     """
     finalize_model_grads(model, None, **groups)
     sum_partial_experts(param for chunk in model for param in chunk.parameters())

@@ -31,7 +31,7 @@ def set_param_attributes(
     - ``tensor_model_parallel``, ``partition_dim``: tensor ranks hold different shards. The gradient norm counts other
       parameters on the first tensor rank only. Expert-parallel ranks hold different experts, so experts always count.
     - ``partial_expert``: the ranks that share an expert all hold this parameter of it whole; only factors of adapters
-    are such. Each computes a part of its gradient, and `sum_partial_experts` adds the parts.
+    are so. Each rank computes a part of its gradient, and `sum_partial_experts` adds the parts.
     - ``sequence_parallel``: each tensor rank computes the gradient of its own tokens, so tensor ranks sum it.
     - ``allreduce``: false for experts, whose gradients are summed over the ranks with the same experts.
     - ``shared``: true for the last stage's copy of a tied embedding, and for what is whole on several ranks that share
@@ -58,7 +58,7 @@ def set_param_attributes(
 
 
 def sum_partial_experts(params: Iterable[torch.nn.Parameter]) -> None:
-    """Adds the gradients of ``partial_expert`` parameters over the ranks that share an expert. A collective of these.
+    """Adds the gradients of ``partial_expert`` parameters over the ranks that share an expert. All of them call it.
 
     Call it when gradients have been reduced over data-parallel ranks. With a distributed optimizer each rank then has
     the sum of one range of elements only; ranks that share an expert have the same one.

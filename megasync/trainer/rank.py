@@ -109,10 +109,9 @@ class TrainerRank:
         stacks.answer()
 
         config = self._config
-        if config.observe.trace:
-            offset = (clock_offsets or {}).get(read_clock().host, 0.0)
-            limit = trace.share_bytes(config.observe.trace_mb, self._world)
-            trace.start(self._run_dir / trace.TRACE_FOLDER, f"trainer-{self._rank}", limit, offset)
+        offset = (clock_offsets or {}).get(read_clock().host, 0.0)
+        limit = trace.share_bytes(config.observe, self._world)
+        trace.start(self._run_dir / trace.TRACE_FOLDER, f"trainer-{self._rank}", limit, offset)
         with quick_imports():
             import torch
 

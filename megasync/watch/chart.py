@@ -19,20 +19,20 @@ TAG = re.compile(r"<[^>]*>")
 
 
 class Chart:
-    """Draws a figure into the current container: `draw` gives it, or None while there is nothing to show.
+    """A figure in the current container: `draw` gives it, or None while there is nothing to show.
 
-    `update` sends the figure only if it differs from the one that the browser has.
+    `update` draws it, and sends it only if it differs from the one that the browser has.
     """
 
     def __init__(self, draw: Callable[[], Figure | None], height: int = HEIGHT, empty: str = "") -> None:
         self._draw = draw
         self._height = height
         self._empty = empty
+        # None before the first update.
         self._sent: str | None = None
         self._plot: ui.plotly | None = None
         self._note = text("span", "")
         self._box = ui.element("div").classes("chart")
-        self.update()
 
     @property
     def drawn(self) -> bool:

@@ -67,9 +67,9 @@ def one_line(text: str) -> str:
 
 
 def turns(response: Response) -> list[Turn]:
-    """The turns of a response, in order, with all of its tokens. What no note tells of is told by the loss mask.
+    """The turns of a response, in order, with all of its tokens. Tokens without a note are divided by the loss mask.
 
-    Masked tokens are then those that the policy did not generate, or too old ones.
+    Masked tokens are those that the policy did not generate, or too old ones.
     """
     found: list[Turn] = []
     at, tokens = 0, len(response.ids)
@@ -83,7 +83,7 @@ def turns(response: Response) -> list[Turn]:
     return found[:-1]
 
 
-def said(turn: Turn) -> str:
+def writer_of(turn: Turn) -> str:
     """Who wrote a turn."""
     return one_line(f"{turn.role} {turn.name}".strip()) or "not generated"
 

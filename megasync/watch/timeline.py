@@ -37,6 +37,8 @@ MOST_ALIKE = 6
 MOST_LANES = 16
 # Kinds of work of a row that have colours of their own in a density.
 MOST_NAMES = 8
+# What is read of a trace, the newest: some 700,000 spans, which take two seconds.
+MOST_BYTES = 128 * 2**20
 # Faults and recoveries of a picture.
 MOST_MARKS = 200
 OTHER = "other"

@@ -77,7 +77,7 @@ def figure_of(picture: Picture, since: float | None = None) -> dict[str, Any]:
         "yaxis": {
             "range": [max(1.0, y), 0],
             "fixedrange": True,
-            "tickvals": [at for at, _ in ticks],
+            "tickvals": [height for height, _ in ticks],
             "ticktext": [label for _, label in ticks],
             "showgrid": False,
             "zeroline": False,

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 
+from megasync.config.schema import ObserveConfig
 from megasync.errors import DataError
 from megasync.observe import trace
 from megasync.observe.spans import TraceReader, write_perfetto
@@ -131,9 +132,16 @@ def test_the_segments_of_a_process_stay_below_its_limit(tmp_path):
 
 def test_the_shares_of_all_processes_stay_below_the_limit_of_a_run():
     ranks, workers = 1024, 40
-    of_rank, of_worker = trace.share_bytes(256, ranks), trace.share_bytes(256, 1 + workers)
+    settings = ObserveConfig(trace_mb=256)
+    of_rank, of_worker = trace.share_bytes(settings, ranks), trace.share_bytes(settings, 1 + workers)
     assert of_rank * ranks + of_worker * (1 + workers) <= 256 * 2**20
-    assert trace.share_bytes(10**6, 2) == trace.LIMIT_BYTES
+    assert trace.share_bytes(ObserveConfig(trace_mb=10**6), 2) == trace.LIMIT_BYTES
+
+
+def test_a_process_without_a_share_writes_no_trace(tmp_path):
+    with trace.recording(tmp_path, "driver", trace.share_bytes(ObserveConfig(trace=False), 1)):
+        trace.instant("t", "one")
+    assert not (tmp_path / "trace").exists()
 
 
 def test_a_restarted_process_keeps_what_it_wrote_before(tmp_path):

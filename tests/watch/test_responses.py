@@ -15,9 +15,9 @@ from megasync.watch.responses import (
     by_logprob,
     by_mask,
     by_version,
-    said,
     turns,
     visible,
+    writer_of,
 )
 from megasync.watch.run_folder import RunFolder
 from megasync.watch.views.rollouts import colour
@@ -68,7 +68,7 @@ def test_line_breaks_are_visible_and_control_characters_are_not():
 def test_without_notes_masked_tokens_are_turns_that_were_not_generated():
     found = turns(response([1, 1, 0, 0, 0, 1]))
     assert found == [Turn(0, 2, ANSWER), Turn(2, 5), Turn(5, 6, ANSWER)]
-    assert [said(turn) for turn in found] == ["answer", "not generated", "answer"]
+    assert [writer_of(turn) for turn in found] == ["answer", "not generated", "answer"]
 
 
 def test_notes_tell_of_turns_and_the_mask_of_the_rest():
@@ -76,7 +76,7 @@ def test_notes_tell_of_turns_and_the_mask_of_the_rest():
     # An old token of an answer, and tokens that nobody noted.
     found = turns(response([0, 1, 0, 1, 0, 0, 1], turns=noted))
     assert found == [Turn(0, 1), *noted, Turn(5, 6), Turn(6, 7, ANSWER)]
-    assert said(found[2]) == "tool a\ufffd↵ b"
+    assert writer_of(found[2]) == "tool a\ufffd↵ b"
 
 
 def test_shades_of_logprobs_gaps_versions_and_masks():

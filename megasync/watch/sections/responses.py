@@ -14,7 +14,7 @@ from megasync.turns import ANSWER
 from megasync.watch import units
 from megasync.watch.decoder import decoder_of
 from megasync.watch.document import Cell, Number, Section, Table, Text, Tokens, Verbatim, fixed, number, shortened
-from megasync.watch.responses import SHADINGS, Decoder, about, said, turns, visible
+from megasync.watch.responses import SHADINGS, Decoder, about, turns, visible, writer_of
 from megasync.watch.run_folder import RunFolder
 
 # Responses of the group, characters of each and of the prompt, and tokens of the response that is shown token by token:
@@ -123,7 +123,7 @@ def _token_by_token(row: Row, response: Response, decoder: Decoder) -> Tokens:
         f"Response {row.sample}, which has the highest reward of the group, token by token.{note}",
         [visible(piece) for piece in pieces],
         [
-            about(response, at, versions) + ("" if own else f" · {said(turn_of[at])}")
+            about(response, at, versions) + ("" if own else f" · {writer_of(turn_of[at])}")
             for at, own in zip(places.tolist(), answered, strict=True)
         ],
         answered,

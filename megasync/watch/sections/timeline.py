@@ -10,11 +10,9 @@ from megasync.observe.trace import TRACE_FOLDER
 from megasync.watch import units
 from megasync.watch.document import Cell, Chart, Section, Table, Text, chart, seconds
 from megasync.watch.run_folder import RunFolder
-from megasync.watch.timeline import TRAIN, Step, Timeline
+from megasync.watch.timeline import MOST_BYTES, TRAIN, Step, Timeline
 from megasync.watch.timeline_figure import still_figure
 
-# Of a trace that are read, the newest: some 700,000 spans, which take two seconds.
-MOST_BYTES = 128 * 2**20
 # Steps of a figure, and bars that it is drawn with.
 STEPS, MOST_BARS = 3, 1_200
 # A figure without a step shows this many seconds.

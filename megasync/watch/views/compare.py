@@ -13,7 +13,7 @@ from megasync.watch.document import Cell, Number
 from megasync.watch.document import Table as Rows
 from megasync.watch.elements import Table, card, text
 from megasync.watch.run_folder import RunFolder
-from megasync.watch.view import Place, Update
+from megasync.watch.view import Place, Update, together
 
 AXES = {"step": "Steps", "tokens": "Tokens", "time": "Time"}
 
@@ -41,11 +41,7 @@ def build(runs: Sequence[RunFolder], place: Place) -> Update | None:
         for chart in charts:
             chart()
 
-    def update() -> None:
-        for part in (*tables, *charts):
-            part()
-
-    return update
+    return together([*tables, *charts])
 
 
 def _times(runs: Sequence[RunFolder]) -> Rows | None:
@@ -56,8 +52,6 @@ def _times(runs: Sequence[RunFolder]) -> Rows | None:
 def _chart(runs: Sequence[RunFolder], draw: Callable[..., Figure | None], chosen: dict[str, str], width: str) -> Update:
     with ui.element("section").classes(f"card {width}") as section:
         chart = Chart(lambda: draw(runs, chosen["axis"]))
-
-    section.set_visibility(chart.drawn)
 
     def update() -> None:
         chart.update()
@@ -85,7 +79,6 @@ def _table(title: str, rows: Callable[[], Rows | None]) -> Update:
                 table.append(Table(found.headings, numbers))
         table[0].show([[_cell(cell) for cell in row] for row in found.rows])
 
-    update()
     return update
 
 

@@ -22,7 +22,7 @@ from megasync.turns import ANSWER, Turn
 from megasync.watch import units
 from megasync.watch.decoder import decoder_of
 from megasync.watch.elements import Chip, card, notice, text
-from megasync.watch.responses import SHADINGS, Decoder, Shading, about, one_line, said, turns, visible
+from megasync.watch.responses import SHADINGS, Decoder, Shading, about, one_line, turns, visible, writer_of
 from megasync.watch.run_folder import RunFolder
 from megasync.watch.view import Place, Update
 
@@ -416,7 +416,7 @@ class _Tokens:
             with ui.element("pre"):
                 self._draw_tokens(turn)
 
-        _opening(f"{said(turn)}, {turn.end - turn.start} tokens: {_beginning(words)}", draw, turn is self._last)
+        _opening(f"{writer_of(turn)}, {turn.end - turn.start} tokens: {_beginning(words)}", draw, turn is self._last)
 
     def _draw_tokens(self, turn: Turn) -> None:
         _in_portions(turn.end - turn.start, PORTION, "tokens", lambda number: self._draw_token(turn.start + number))

@@ -23,12 +23,10 @@ from megasync.observe.trace import TRACE_FOLDER
 from megasync.watch import units
 from megasync.watch.elements import Shares, card, text, trouble
 from megasync.watch.run_folder import RunFolder
-from megasync.watch.timeline import OTHER, Life, Picture, Step, Timeline
+from megasync.watch.timeline import MOST_BYTES, OTHER, Life, Picture, Step, Timeline
 from megasync.watch.timeline_figure import colour_of, figure_of, parsed
 from megasync.watch.view import Place, Update
 
-# Of a trace that are read: some 700,000 spans, which take two seconds.
-MOST_BYTES = 128 * 2**20
 # Groups of a step that are offered.
 GROUPS = 64
 
