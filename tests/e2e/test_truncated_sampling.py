@@ -53,6 +53,10 @@ def test_the_trainer_scores_what_the_server_sampled_and_a_killed_run_goes_on(con
 
 
 def test_a_smallest_probability_truncates_too(config, launch, the_run_dir):
-    run = launch("train", config, "rollout.deterministic=false", "rollout.sampling.min_p=0.3", "schedule.total_steps=2")
+    settings = ["rollout.deterministic=false", "rollout.sampling.min_p=0.3", "schedule.total_steps=2"]
+    # With the bonus every response is scored, also those of a group with equal rewards.
+    run = launch("train", config, *settings, "algorithm.entropy_coef=0.001")
     assert run.wait() == 0, run.output
-    assert all(row["train/logprob_diff"] < 1e-4 for row in steps_of(the_run_dir()).values())
+    steps = steps_of(the_run_dir())
+    assert len(steps) == 2
+    assert all(row["train/logprob_diff"] < 1e-4 for row in steps.values())

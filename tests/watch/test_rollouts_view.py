@@ -34,8 +34,9 @@ async def opened(user, run, **query):
 
 
 def choose(user, content):
-    """Clicks on the row with this text."""
-    cell = next(cell for cell in user.find(content=content, kind=Text).elements if cell.text == content)
+    """Clicks on the first row with this text."""
+    cells = [cell for cell in user.find(content=content, kind=Text).elements if cell.text == content]
+    cell = min(cells, key=lambda cell: cell.id)
     UserInteraction(user, {cell.parent_slot.parent}, None).click()
 
 
