@@ -112,7 +112,11 @@ class PlainMegatron:
     """
 
     def __init__(self, engine: MegatronEngine) -> None:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
         from megatron.core.models.gpt.gpt_model import GPTModel
 
         from megasync.trainer.architecture import rope_parameters
@@ -123,6 +127,8 @@ class PlainMegatron:
         layout, trainer, device = engine.layout, engine.trainer_config, engine.device
         config = transformer_config(layout, trainer, device, engine.dtype)
         config.perform_initialization = True
+        # Without it no gradient is reduced over ranks.
+        config.finalize_model_grads_func = finalize_model_grads
         rope = rope_parameters(layout.hf_config)
         # Any: Megatron accepts specs of layers here, although it does not declare so.
         specs: Any = chunk_specs(config, layout, range(layout.sizes.layers), device.spec, rope)
