@@ -87,14 +87,14 @@ class Renderer:
             return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         if is_messages(row["prompt"]):
             raise DataError("a row's prompt is a list of chat messages; set data.prompt.format=chat")
-        return self._preamble + _fill("data.prompt.template", self._config.template, self._outside.guard(row))
+        return self._preamble + fill("data.prompt.template", self._config.template, self._outside.guard(row))
 
     def messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The prompt as chat messages, the system message first."""
         system = [{"role": "system", "content": self._config.system}] if self._config.system else []
         if is_messages(row["prompt"]):
             return [*system, *(dict(message) for message in row["prompt"])]
-        return [*system, {"role": "user", "content": _fill("data.prompt.template", self._config.template, row)}]
+        return [*system, {"role": "user", "content": fill("data.prompt.template", self._config.template, row)}]
 
     def prompt_ids(self, row: Mapping[str, Any]) -> list[int]:
         """Token ids, [tokens]. Raises DataError for an empty prompt and for ids outside the vocabulary."""
@@ -132,10 +132,11 @@ class Renderer:
 def _example(config: PromptConfig, row: Mapping[str, Any], number: int) -> str:
     if row.get("answer") is None:
         raise DataError(f"data.prompt.examples={config.examples}, but training row {number} has no answer to show")
-    return _fill("data.prompt.example_template", config.example_template, row)
+    return fill("data.prompt.example_template", config.example_template, row)
 
 
-def _fill(key: str, template: str, row: Mapping[str, Any]) -> str:
+def fill(key: str, template: str, row: Mapping[str, Any]) -> str:
+    """A format string with the columns of a row. Raises DataError that names the configuration's ``key``."""
     try:
         return template.format_map(row)
     except KeyError as error:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megasync.config.schema import PromptConfig, SftConfig
 from megasync.data.outside_text import OutsideText
-from megasync.data.render import Renderer
+from megasync.data.render import Renderer, fill
 from megasync.errors import DataError
 
 ASSISTANT = "assistant"
@@ -94,6 +94,7 @@ class SupervisedRenderer:
                 f"the column {self._config.answer!r} (sft.answer) must be text, got {answer!r:.80}; the columns are "
                 f"{sorted(map(str, row))}"
             )
+        answer = fill("sft.answer_template", self._config.answer_template, {"answer": answer})
         if self._prompts.chat:
             return self._conversation([*self._prompts.messages(row), {"role": ASSISTANT, "content": answer}])
         if not self._stops:

@@ -113,6 +113,11 @@ def check_supervised(config: Config) -> None:
     for name, dataset in (("train", sft.train), ("validation", sft.validation)):
         if dataset is not None:
             _check_dataset(f"sft.{name}", dataset, planning=False)
+    if {*_columns("sft.answer_template", sft.answer_template)} != {"answer"}:
+        raise ConfigError(
+            f"sft.answer_template={sft.answer_template!r} must have {{answer}}, and no other column; write {{{{ and "
+            f"}}}} for literal braces"
+        )
     if sft.rows_per_step < trainer.data_parallel:
         raise ConfigError(
             f"sft.rows_per_step={sft.rows_per_step} is less than trainer.data_parallel={trainer.data_parallel}; each "
@@ -206,24 +211,27 @@ def _check_sync(config: Config) -> None:
 
 def _check_prompt(config: Config) -> None:
     prompt = config.data.prompt
-    for key, template in (("template", prompt.template), ("example_template", prompt.example_template)):
-        try:
-            columns = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-        except ValueError as error:
+    for key in ("template", "example_template"):
+        if not all(columns := _columns(f"data.prompt.{key}", getattr(prompt, key))) or not columns:
             raise ConfigError(
-                f"data.prompt.{key}={template!r} is not a valid format string ({error}); write {{{{ and }}}} for "
-                f"literal braces"
-            ) from None
-        if not columns or not all(columns):
-            raise ConfigError(
-                f"data.prompt.{key}={template!r} must name the columns it shows, such as {{prompt}}; write {{{{ and "
-                f"}}}} for literal braces"
+                f"data.prompt.{key}={getattr(prompt, key)!r} must name the columns it shows, such as {{prompt}}; write "
+                f"{{{{ and }}}} for literal braces"
             )
     if prompt.examples and prompt.format == "chat":
         raise ConfigError(
             f"data.prompt.examples={prompt.examples} is for raw prompts, but data.prompt.format=chat; set examples=0 "
             f"or format=raw"
         )
+
+
+def _columns(key: str, template: str) -> list[str]:
+    """The columns that a format string names."""
+    try:
+        return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ConfigError(
+            f"{key}={template!r} is not a valid format string ({error}); write {{{{ and }}}} for literal braces"
+        ) from None
 
 
 def _check_external(config: Config) -> None:

@@ -27,7 +27,7 @@ PATHS = [key for key, limit in LIMITS.items() if limit is PATH]
 # Numbers and texts that accept every value of their type, or that `check` validates with other keys.
 UNLIMITED = {
     *(f"{data}.{key}" for data in ("data.train", "data.eval", "eval.sets.more.data") for key in ("source", "split")),
-    "sft.answer",
+    *("sft.answer", "sft.answer_template"),
     *(f"data.prompt.{key}" for key in ("template", "system", "example_template")),
     *(f"{section}.top_k" for section in ("rollout.sampling", "eval.sampling", "eval.sets.more.sampling")),
     *(f"rollout.rewards.own.{key}" for key in ("function", "weight", "model")),

@@ -19,6 +19,7 @@ RUNNABLE = (
     "quickstart_critic",
     "smollm2_reasoning",
     "smollm2_chain_sum",
+    "smollm2_sft",
     "first_gpu",
     "qwen3_8b_math",
     "qwen3_32b_math",

@@ -67,6 +67,7 @@ def test_an_answer_is_trained_with_the_end_of_the_response():
     chat = PromptConfig(format="chat", system="s")
     assert rendered(rows, prompt=chat) == [("system:s<eos>\nuser:1+1=<eos>\nassistant:2<eos>", "2<eos>")]
     assert rendered([{"prompt": "a", "reply": "b"}], answer="reply") == [("ab<eos>", "b<eos>")]
+    assert rendered(rows, answer_template=" {answer}!") == [("1+1= 2!<eos>", " 2!<eos>")]
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["rendered", "marked"])

@@ -107,6 +107,8 @@ class SftConfig:
     validation: DatasetConfig | None = None
     # Column with the answer to a row's prompt. `data.prompt` says how the prompt is written.
     answer: str = "answer"
+    # How an answer is written. After a raw prompt that ends with a word, " {answer}" is the natural continuation.
+    answer_template: str = "{answer}"
     # Passes over the training rows, each in another order. `schedule.total_steps` is not read.
     epochs: int = limited(1, AT_LEAST_ONE)
     # Rows of an optimizer step.
