@@ -31,6 +31,7 @@ from megasync.cluster.trainer_group import TrainerGroup
 from megasync.config import CONFIG_FILE, ROWS_FILE, Config, load_config
 from megasync.config.changes import check_changes
 from megasync.config.pools import trainer_pool
+from megasync.config.supervised import supervised_config
 from megasync.control.recovery import named_loss
 from megasync.data.datasets import load_conversations
 from megasync.data.render import load_tokenizer
@@ -154,14 +155,8 @@ async def _begin(config: Config, run_dir: Path | None) -> SupervisedResult:
 
 
 def _for_ranks(config: Config, rows: SupervisedRows) -> Config:
-    return replace(
-        config,
-        schedule=replace(config.schedule, total_steps=config.sft.epochs * rows.steps_per_epoch),
-        # There is neither a reference nor a critic, nor a server that would share devices.
-        algorithm=replace(config.algorithm, kl_coef=0.0, reference_every=0),
-        critic=replace(config.critic, enabled=False),
-        cluster=replace(config.cluster, colocate=False, share_device=False),
-    )
+    steps = config.sft.epochs * rows.steps_per_epoch
+    return supervised_config(replace(config, schedule=replace(config.schedule, total_steps=steps)))
 
 
 def _check_rows(file: Path, described: dict[str, object]) -> None:

@@ -164,18 +164,25 @@ def plan(
 ) -> None:
     """Show what CONFIG would start: pools, ranks, buffer capacity, staleness bound, memory. Starts nothing.
 
+    A CONFIG that names sft.train is planned as a supervised run (megasync sft).
     Exits with status 2 if the run does not fit into device memory, and suggests
     the nearest configuration that does. The model's weights are not needed: set
     model.config to a config.json to plan without them.
     """
     from megasync.config import load_config
-    from megasync.preflight.check import check_config
-    from megasync.preflight.plan import resolve_plan
+    from megasync.config.supervised import is_supervised
+    from megasync.preflight.check import check_as_run
+    from megasync.preflight.check_frozen_models import check_teachers_tokenizers
+    from megasync.preflight.plan import resolve_plan, resolve_supervised
     from megasync.preflight.render import plan_tables
 
     loaded = load_config(config, overrides or ())
-    check_config(loaded, planning=True)
-    resolved = resolve_plan(loaded, None if device_memory is None else int(device_memory * 1e9))
+    check_as_run(loaded, planning=True)
+    supervised = is_supervised(loaded)
+    if not supervised:
+        check_teachers_tokenizers(loaded, planning=True)
+    resolve = resolve_supervised if supervised else resolve_plan
+    resolved = resolve(loaded, None if device_memory is None else int(device_memory * 1e9))
     _console().print(plan_tables(resolved))
     if resolved.refusals:
         raise typer.Exit(REFUSED)

@@ -89,8 +89,12 @@ def check_model_folder(model: ModelConfig) -> None:
     folder = Path(model.path).expanduser()
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.path={model.path!r} has a config.json but no *.safetensors weights; add them")
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         raise ConfigError(f"model.path={model.path!r} has no tokenizer files (tokenizer.json); add them")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def find_hf_config(model: ModelConfig, *, planning: bool = False) -> Path:

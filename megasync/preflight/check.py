@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import string
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,7 +20,7 @@ from megasync.config.host import is_loopback, is_wildcard
 from megasync.config.limits import as_typed, check_limits, refuse_unused
 from megasync.config.megatron_options import check_megatron
 from megasync.config.pacing import Pacing
-from megasync.config.pools import engine_nodes, frozen_models, nodes_needed, pool_specs, trainer_pool
+from megasync.config.pools import PoolSpec, engine_nodes, frozen_models, nodes_needed, pool_specs, trainer_pool
 from megasync.config.schema import (
     Config,
     DataConfig,
@@ -29,6 +30,7 @@ from megasync.config.schema import (
     TrainerConfig,
 )
 from megasync.config.server_args import OF_ROLLOUT, check_server_args, check_trained_args
+from megasync.config.supervised import is_supervised
 from megasync.errors import CheckpointError, ConfigError
 from megasync.importing import keyword_options, load_function
 from megasync.layout.adapter import adapter_layout
@@ -103,8 +105,11 @@ def check_config(
         check_observe(config, planning)
 
 
-def check_supervised(config: Config) -> None:
-    """Raises ConfigError for a configuration that `megasync sft` cannot run; names the key and the fix."""
+def check_supervised(config: Config, *, planning: bool = False) -> None:
+    """Raises ConfigError for a configuration that `megasync sft` cannot run; names the key and the fix.
+
+    With `planning`, `model.config` alone may describe the model, and data files may be missing.
+    """
     check_limits(config)
     _check_trainer(config)
     sft, trainer = config.sft, config.trainer
@@ -112,7 +117,7 @@ def check_supervised(config: Config) -> None:
         raise ConfigError("sft.train is not set; name a dataset with sft.train.kind and sft.train.source")
     for name, dataset in (("train", sft.train), ("validation", sft.validation)):
         if dataset is not None:
-            _check_dataset(f"sft.{name}", dataset, planning=False)
+            _check_dataset(f"sft.{name}", dataset, planning)
     if {*_columns("sft.answer_template", sft.answer_template)} != {"answer"}:
         raise ConfigError(
             f"sft.answer_template={sft.answer_template!r} must have {{answer}}, and no other column; write {{{{ and "
@@ -129,8 +134,8 @@ def check_supervised(config: Config) -> None:
         raise ConfigError(
             f"data.prompt.examples={config.data.prompt.examples} is not used by megasync sft; set it to 0"
         )
-    check_access(config.cluster, planning=False)
-    layout, source = model_layout(config)
+    check_access(config.cluster, planning=planning)
+    layout, source = model_layout(config, planning=planning)
     limit = layout.hf_config.get("max_position_embeddings")
     if limit is None and sft.max_tokens is None:
         raise ConfigError(f"{source} has no max_position_embeddings, so sft.max_tokens must say how long a row may be")
@@ -140,12 +145,18 @@ def check_supervised(config: Config) -> None:
         )
     check_megatron(vars(trainer.megatron), latent=layout.family.latent)
     _check_experts(trainer, layout)
-    check_model_folder(config.model)
+    if not planning:
+        check_model_folder(config.model)
     if read_storage(source) is not None:
         _check_scales(source.parent, layout)
-    trainer_pool(config)
+    _check_nodes(config, {"trainer": trainer_pool(config)})
     _check_folder("run_root", config.run_root)
-    check_observe(config, planning=False)
+    check_observe(config, planning)
+
+
+def check_as_run(config: Config, *, planning: bool = False) -> None:
+    """Raises ConfigError as the command that the configuration is for: `megasync sft` or `megasync train`."""
+    (check_supervised if is_supervised(config) else check_config)(config, planning=planning)
 
 
 def check_steps(config: Config) -> None:
@@ -502,15 +513,22 @@ def _check_cluster(config: Config, training: bool) -> None:
             f"cluster.share_device=true needs sync.transport=disk instead of {config.sync.transport}: by "
             f"default NCCL refuses to connect two processes on one GPU"
         )
+    _check_nodes(config, specs)
+
+
+def _check_nodes(config: Config, specs: Mapping[str, PoolSpec]) -> None:
+    """Refuses pools on several nodes without a cluster that has them, or without addresses to reach them."""
+    cluster = config.cluster
     nodes = nodes_needed(specs, cluster.devices_per_node)
     if nodes == 1:
         return
     need = " + ".join(f"{spec.total_devices:g} for the {name}" for name, spec in specs.items())
+    fewer = "trainer.data_parallel or rollout.servers" if "rollout" in specs else "trainer.data_parallel"
     if cluster.address is None:
         raise ConfigError(
             f"the pools need {need} devices, but one node has fewer (cluster.devices_per_node="
-            f"{cluster.devices_per_node}) and cluster.address=null starts Ray on this machine only; lower "
-            f"trainer.data_parallel or rollout.servers, or join a cluster of {nodes} nodes with cluster.address=auto"
+            f"{cluster.devices_per_node}) and cluster.address=null starts Ray on this machine only; lower {fewer}, "
+            f"or join a cluster of {nodes} nodes with cluster.address=auto"
         )
     if cluster.host != "auto":
         only = "reachable from one machine only" if is_loopback(cluster.host) else "the address of one node"

@@ -17,6 +17,7 @@ from megasync.config.pools import frozen_models
 from megasync.config.schema import Config, FrozenModelConfig, RewardModelConfig
 from megasync.config.server_args import OF_FROZEN_MODELS, check_server_args
 from megasync.errors import ConfigError
+from megasync.layout.model_files import has_tokenizer
 from megasync.serving.frozen_folder import read_frozen_model
 
 # Classes for which SGLang returns scores of a text instead of tokens.
@@ -56,6 +57,25 @@ def check_frozen_models(config: Config, planning: bool) -> None:
             _check_shared(key, model, config)
         _check_folder(key, model, planning)
     _check_memory(config)
+
+
+def check_teachers_tokenizers(config: Config, planning: bool) -> None:
+    """Refuses teachers with other tokens than the policy, as the run does. With `planning`, only those on this machine.
+
+    Raises ConfigError, and DataError for a tokenizer that cannot be loaded.
+    """
+    if not config.teachers:
+        return
+    from megasync.data.render import load_tokenizer
+    from megasync.rollout.teachers import check_tokenizer
+
+    present = {name: has_tokenizer(Path(model.path).expanduser()) for name, model in config.teachers.items()}
+    if planning and not (has_tokenizer(Path(config.model.path).expanduser()) and any(present.values())):
+        return
+    tokenizer = load_tokenizer(config.model.path)
+    for name, known in present.items():
+        if known or not planning:
+            check_tokenizer(config, name, tokenizer)
 
 
 def _check_reading(key: str, model: RewardModelConfig) -> None:

@@ -46,10 +46,10 @@ KEYS = (
 )
 
 
-def rank_refusals(config: Config, stages: tuple[RankMemory, ...], server: ServerMemory, device_bytes: int) -> list[str]:
-    """The pipeline stages whose ranks do not fit."""
-    room = _trainer_room(config, server, device_bytes)
-    beside = f" beside a server of {server.total / 1e9:.1f} GB" if room < device_bytes else ""
+def rank_refusals(stages: tuple[RankMemory, ...], device_bytes: int, server: ServerMemory | None = None) -> list[str]:
+    """The pipeline stages whose ranks do not fit. ``server`` is one on the same device."""
+    room = device_bytes - (server.total if server is not None else 0)
+    beside = f" beside a server of {server.total / 1e9:.1f} GB" if server is not None else ""
     return [
         f"pipeline stage {stage} needs about {memory.total / 1e9:.0f} GB a rank, more than a device's "
         f"{device_bytes / 1e9:.0f} GB{beside}; raise trainer.tensor_parallel, pipeline_parallel or "
@@ -68,7 +68,7 @@ def refusals(
     device_bytes: int,
 ) -> tuple[str, ...]:
     """What does not fit, with the keys that determine it."""
-    found = rank_refusals(config, stages, server, device_bytes)
+    found = rank_refusals(stages, device_bytes, server if config.cluster.share_device else None)
     if not _server_fits(config, server):
         found.append(
             f"a server's KV cache holds {server.kv_tokens} tokens, less than one longest sequence "

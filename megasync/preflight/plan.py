@@ -6,13 +6,15 @@ device, so the plan of a cluster can be read on a laptop.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 from megasync.config.pacing import Pacing
-from megasync.config.pools import PoolSpec, frozen_models, frozen_pool, nodes_needed, pool_specs
+from megasync.config.pools import PoolSpec, frozen_models, frozen_pool, nodes_needed, pool_specs, trainer_pool
 from megasync.config.schema import Config, RewardModelConfig
+from megasync.config.supervised import supervised_config
 from megasync.errors import ConfigError
 from megasync.layout.adapter import adapter_layout
 from megasync.layout.layout import Layout
@@ -74,9 +76,9 @@ class PlannedRank:
     layers: tuple[range, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a configuration starts, and whether it fits into device memory."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerPlan:
+    """What a configuration starts for training, and whether it fits into device memory: all of a supervised run."""
 
     config: Config
     layout: Layout
@@ -85,24 +87,48 @@ class Plan:
     # Number of cluster nodes.
     nodes: int
     trainer: PlannedPool
-    rollout: PlannedPool
-    frozen_models: tuple[PlannedModel, ...]
     ranks: tuple[PlannedRank, ...]
-    # The messages of a sync of the full weights, if they are sent as whole tensors.
-    broadcast: BroadcastPlan
-    # Memory of a trainer rank in each pipeline stage, and of a server rank.
+    # Memory of a trainer rank in each pipeline stage.
     stages: tuple[RankMemory, ...]
-    server: ServerMemory
     host: HostMemory
     device_bytes: int | None
-    # What does not fit, and overrides to the nearest configuration that does; None if none was found.
+    # What does not fit.
     refusals: tuple[str, ...]
-    nearest: tuple[str, ...] | None
 
     @property
     def parameters(self) -> int:
         """Number of parameters of the model."""
         return sum(prod(shape) for shape in self.layout.hf_tensors.values())
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        trainer, longest = self.config.trainer, longest_sequence(self.config)
+        budget, context = trainer.tokens_per_microbatch, trainer.context_parallel
+        found: list[str] = []
+        if longest > budget * context:
+            shared = f" x trainer.context_parallel={context}" if context > 1 else ""
+            found.append(
+                f"the longest sequence ({longest} tokens) exceeds trainer.tokens_per_microbatch={budget}{shared}; "
+                "such a sequence gets a microbatch of its own"
+            )
+        return (*found, *self._other_warnings())
+
+    def _other_warnings(self) -> tuple[str, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(TrainerPlan):
+    """What a configuration of reinforcement learning starts."""
+
+    rollout: PlannedPool
+    frozen_models: tuple[PlannedModel, ...]
+    # The messages of a sync of the full weights, if they are sent as whole tensors.
+    broadcast: BroadcastPlan
+    # Memory of a server rank.
+    server: ServerMemory
+    # Overrides to the nearest configuration that fits; None if none was found.
+    nearest: tuple[str, ...] | None
 
     @property
     def pacing(self) -> Pacing:
@@ -113,24 +139,14 @@ class Plan:
         """Maximum number of groups in generation."""
         return self.config.schedule.max_inflight_groups or self.pacing.capacity
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        found: list[str] = []
-        trainer, longest = self.config.trainer, longest_sequence(self.config)
-        budget, context = trainer.tokens_per_microbatch, trainer.context_parallel
-        if longest > budget * context:
-            shared = f" x trainer.context_parallel={context}" if context > 1 else ""
-            found.append(
-                f"the longest sequence ({longest} tokens) exceeds trainer.tokens_per_microbatch={budget}{shared}; "
-                "such a sequence gets a microbatch of its own"
-            )
+    def _other_warnings(self) -> tuple[str, ...]:
         workers = self.config.rollout.workers
-        if workers > self.max_inflight:
-            found.append(
-                f"rollout.workers={workers} exceeds the {self.max_inflight} groups in generation: "
-                f"{workers - self.max_inflight} workers are idle"
-            )
-        return tuple(found)
+        if workers <= self.max_inflight:
+            return ()
+        return (
+            f"rollout.workers={workers} exceeds the {self.max_inflight} groups in generation: "
+            f"{workers - self.max_inflight} workers are idle",
+        )
 
 
 def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
@@ -140,11 +156,8 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
     ConfigError as `check_config` does, and if `device_bytes` is given for a CPU run.
     """
     layout, source = model_layout(config, planning=True)
-    if config.cluster.device == "cpu" and device_bytes is not None:
-        raise ConfigError("--device-memory is the memory of a GPU, but cluster.device=cpu; drop one of them")
-    if config.cluster.device != "cpu" and device_bytes is None:
-        device_bytes = DEFAULT_DEVICE_BYTES
-    nodes, pools = _place(config)
+    device_bytes = _device_bytes(config, device_bytes)
+    nodes, pools = _place(config, pool_specs(config))
     frozen = tuple(_frozen_model(config, key, pools, device_bytes) for key in frozen_models(config))
     synced = (adapter_layout(layout, config.trainer) if config.sync.transport == "adapters" else None) or layout
     broadcast = plan_broadcast(synced, config.sync.bucket_mb * 2**20, config.model.dtype)
@@ -164,10 +177,11 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
         elif (least := config.trainer.min_data_parallel) is not None:
             fewer = replace(config, trainer=replace(config.trainer, data_parallel=least))
             smallest = layout.on(Topology.from_config(fewer.trainer))
+            beside = server if config.cluster.share_device else None
             memory_of_fewer = tuple(stage_memory(fewer, smallest, largest[stage], stage) for stage in stages)
             refused = tuple(
                 f"with trainer.min_data_parallel={least} as data_parallel, {refusal}"
-                for refusal in rank_refusals(fewer, memory_of_fewer, server, device_bytes)
+                for refusal in rank_refusals(memory_of_fewer, device_bytes, beside)
             )
     return Plan(
         config=config,
@@ -188,6 +202,45 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
     )
 
 
+def resolve_supervised(config: Config, device_bytes: int | None = None) -> TrainerPlan:
+    """The plan of a supervised run. ``config`` passed `check_supervised`; the rest is as for `resolve_plan`.
+
+    A row counts as one long response, of `sft.max_tokens` or as long as the model's context.
+    """
+    layout, source = model_layout(config, planning=True)
+    device_bytes = _device_bytes(config, device_bytes)
+    longest = config.sft.max_tokens or layout.hf_config["max_position_embeddings"]
+    config = supervised_config(config)
+    config = replace(
+        config,
+        data=replace(config.data, prompt=replace(config.data.prompt, max_tokens=0)),
+        rollout=replace(config.rollout, sampling=replace(config.rollout.sampling, max_new_tokens=longest)),
+    )
+    nodes, pools = _place(config, {"trainer": trainer_pool(config)})
+    stages = tuple(stage_memory(config, layout, 0, stage) for stage in range(layout.topology.pipeline))
+    pool = pools["trainer"]
+    return TrainerPlan(
+        config=config,
+        layout=layout,
+        source=source,
+        nodes=nodes,
+        trainer=pool,
+        ranks=tuple(_rank(rank, pool, layout) for rank in range(layout.topology.world)),
+        stages=stages,
+        host=host_memory(config, layout, min(pool.spec.slots, pool.spec.slots_per_node), 0),
+        device_bytes=device_bytes,
+        refusals=() if device_bytes is None else tuple(rank_refusals(stages, device_bytes)),
+    )
+
+
+def _device_bytes(config: Config, given: int | None) -> int | None:
+    if config.cluster.device == "cpu":
+        if given is not None:
+            raise ConfigError("--device-memory is the memory of a GPU, but cluster.device=cpu; drop one of them")
+        return None
+    return DEFAULT_DEVICE_BYTES if given is None else given
+
+
 def _host_memory(config: Config, layout: Layout, nodes: int, pools: dict[str, PlannedPool]) -> HostMemory:
     trainer, rollout = pools["trainer"].spec, pools["rollout"].spec
     ranks, servers = min(trainer.slots, trainer.slots_per_node), min(rollout.slots, rollout.slots_per_node)
@@ -198,9 +251,8 @@ def _host_memory(config: Config, layout: Layout, nodes: int, pools: dict[str, Pl
     return max(either, key=lambda memory: memory.total)
 
 
-def _place(config: Config) -> tuple[int, dict[str, PlannedPool]]:
+def _place(config: Config, specs: Mapping[str, PoolSpec]) -> tuple[int, dict[str, PlannedPool]]:
     """Assigns pools to numbered nodes: all to one node if they fit, else to consecutive nodes."""
-    specs = pool_specs(config)
     nodes = nodes_needed(specs, config.cluster.devices_per_node)
     first, pools = 0, {}
     for name, spec in specs.items():

@@ -17,7 +17,7 @@ from megasync.layout.routes import RouteFormat
 from megasync.observe.trackers import describe_sinks
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, bytes_text
 from megasync.preflight.memory import HostMemory, ServerMemory, longest_sequence, microbatch_tokens
-from megasync.preflight.plan import Plan, PlannedPool, PlannedRank
+from megasync.preflight.plan import Plan, PlannedPool, PlannedRank, TrainerPlan
 
 # Nodes with more devices than this show them in runs.
 CELLS = 16
@@ -29,7 +29,7 @@ MEMORY_COLUMNS = (
     "logits",
     "reference",
     "critic",
-    "sync buckets",
+    "sync_buckets",
     "total",
 )
 
@@ -49,33 +49,33 @@ def findings_table(findings: Sequence[Finding]) -> Table:
     return table
 
 
-def plan_tables(plan: Plan) -> RenderableType:
+def plan_tables(plan: TrainerPlan) -> RenderableType:
     """All tables and messages about a plan, separated by empty lines."""
-    parts = [_summary(plan), _pools(plan), _nodes(plan), _ranks(plan), _memory(plan)]
-    if plan.frozen_models or not plan.config.rollout.external:
-        parts.append(_server(plan))
+    parts: list[RenderableType]
+    if isinstance(plan, Plan):
+        parts = [_summary(plan), _pools(plan), _nodes(plan), _ranks(plan), _memory(plan)]
+        if plan.frozen_models or not plan.config.rollout.external:
+            parts.append(_server(plan))
+    else:
+        parts = [_supervised(plan), _ranks(plan), _memory(plan)]
     parts += [Text(f"warning: {warning}", style="yellow") for warning in plan.warnings]
     parts += [Text(f"does not fit: {refusal}", style="bold red") for refusal in plan.refusals]
-    if plan.refusals and plan.nearest is None:
+    if isinstance(plan, Plan) and plan.refusals and plan.nearest is None:
         parts.append(Text("no other split that was tried fits: use devices with more memory", style="bold red"))
-    elif plan.nearest:
+    elif isinstance(plan, Plan) and plan.nearest:
         parts.append(Text(f"nearest configuration that fits: {' '.join(plan.nearest)}", style="bold"))
     return Group(*(Padding(part, (1, 0, 0, 0)) if at else part for at, part in enumerate(parts)))
 
 
 def _summary(plan: Plan) -> Table:
-    config, sizes, pacing = plan.config, plan.layout.sizes, plan.pacing
+    config, pacing = plan.config, plan.pacing
     schedule, rollout, health = config.schedule, config.rollout, config.rollout.health
-    path = config.model.path
     lost = f"at most {tokens} token(s)" if (tokens := rollout.stream_interval) else "all tokens"
     workers, nodes = config.rollout.workers, plan.rollout.spec.nodes
     shared = f"{workers} processes on {min(workers, nodes)} node(s) of the rollout pool"
     rows = {
         "run": config.name,
-        "model": path if plan.source.parent == Path(path).expanduser() else f"{path} (sizes from {plan.source})",
-        "size": f"{_count(plan.parameters)} parameters in {config.model.dtype}: {sizes.layers} layers, hidden "
-        f"{sizes.hidden}, {sizes.heads} heads, {sizes.groups} KV heads, vocabulary {sizes.vocab}"
-        + (", tied embeddings" if sizes.tied else ""),
+        **_model(plan),
         "step": f"{schedule.groups_per_step * schedule.samples_per_group} responses, in microbatches of at most "
         f"{microbatch_tokens(config)} tokens per rank",
         "buffer": f"at most {pacing.capacity} active groups, {plan.max_inflight} of them in generation",
@@ -105,6 +105,34 @@ def _summary(plan: Plan) -> Table:
             f"initial weights in host memory, at most {kept} a rank; scoring copies them to the device in blocks"
         )
     return facts(rows)
+
+
+def _model(plan: TrainerPlan) -> dict[str, str]:
+    path, sizes, dtype = plan.config.model.path, plan.layout.sizes, plan.config.model.dtype
+    return {
+        "model": path if plan.source.parent == Path(path).expanduser() else f"{path} (sizes from {plan.source})",
+        "size": f"{_count(plan.parameters)} parameters in {dtype}: {sizes.layers} layers, hidden "
+        f"{sizes.hidden}, {sizes.heads} heads, {sizes.groups} KV heads, vocabulary {sizes.vocab}"
+        + (", tied embeddings" if sizes.tied else ""),
+    }
+
+
+def _supervised(plan: TrainerPlan) -> Table:
+    config, sft, pool = plan.config, plan.config.sft, plan.trainer
+    validated = f"every {every} step(s), first and last" if (every := sft.validate_every_steps) else "first and last"
+    return facts(
+        {
+            "run": f"{config.name}, supervised (`megasync sft`), because sft.train is set",
+            **_model(plan),
+            "step": f"{sft.rows_per_step} rows, in microbatches of at most {microbatch_tokens(config)} tokens per rank",
+            "rows": f"at most {longest_sequence(config)} tokens each "
+            f"({'the context of the model' if sft.max_tokens is None else 'sft.max_tokens'}), {sft.epochs} epoch(s)"
+            + ("" if sft.validation is None else f"; held-out loss {validated}"),
+            "processes": f"{pool.spec.slots} trainer rank(s) on node(s) {', '.join(map(str, pool.nodes))}, no servers",
+            "host memory": _host_memory(plan.host),
+            "metrics": describe_sinks(config),
+        }
+    )
 
 
 def _host_memory(memory: HostMemory) -> str:
@@ -197,7 +225,7 @@ def _cells(held: list[str]) -> list[str]:
     return [run[0] if run[0] == run[-1] else f"{run[0]} to {run[-1]}" for run in runs]
 
 
-def _ranks(plan: Plan) -> Table:
+def _ranks(plan: TrainerPlan) -> Table:
     """One row per tensor-parallel group; its ranks are consecutive."""
     experts = ("expert", "expert tensor") if plan.layout.sizes.experts else ()
     table = Table(title="Trainer ranks", title_justify="left")
@@ -224,19 +252,18 @@ def _ranks(plan: Plan) -> Table:
     return table
 
 
-def _memory(plan: Plan) -> Table:
+def _memory(plan: TrainerPlan) -> Table:
     limit = "" if plan.device_bytes is None else f" of {bytes_text(plan.device_bytes)}"
     title = f"Memory of a trainer rank{limit} (activations and logits are estimates)"
     # Compact, so that it fits into 80 columns.
     table = Table(title=title, title_justify="left", collapse_padding=True, pad_edge=False)
     table.add_column("stage")
-    rare = ("reference", "critic")
+    rare = ("reference", "critic", "sync_buckets")
     columns = [name for name in MEMORY_COLUMNS if name not in rare or any(getattr(each, name) for each in plan.stages)]
     for column in columns:
-        table.add_column(column.replace(" ", "\n"), justify="right")
+        table.add_column(column.replace("_", "\n"), justify="right")
     for stage, memory in enumerate(plan.stages):
-        values = (getattr(memory, column.replace(" ", "_")) for column in columns)
-        table.add_row(str(stage), *map(bytes_text, values))
+        table.add_row(str(stage), *(bytes_text(getattr(memory, column)) for column in columns))
     return table
 
 

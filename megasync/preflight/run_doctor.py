@@ -13,11 +13,13 @@ from megasync.config import Config
 from megasync.config.access import check_access, describe_access, generation_needs_key
 from megasync.config.host import is_loopback, resolve_host
 from megasync.config.limits import check_limits
-from megasync.config.pools import devices_needed, frozen_models, pool_specs
+from megasync.config.pools import devices_needed, frozen_models, pool_specs, trainer_pool
+from megasync.config.supervised import is_supervised
 from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError, DataError
 from megasync.layout.model_files import check_model_folder
-from megasync.preflight.check import check_config, model_layout
+from megasync.preflight.check import check_as_run, model_layout
+from megasync.preflight.check_frozen_models import check_teachers_tokenizers
 from megasync.preflight.finding import (
     FAILURE,
     OK,
@@ -39,7 +41,8 @@ def examine_for(config: Config) -> Iterator[Finding]:
     except ConfigError as error:
         yield _refused(error)
         return
-    found = [*check_model(config), *check_frozen_models(config), *check_run_folder(config), *check_keys(config)]
+    frozen = [] if is_supervised(config) else check_frozen_models(config)
+    found = [*check_model(config), *frozen, *check_run_folder(config), *check_keys(config)]
     yield from found
     if all(finding.status == OK for finding in found):  # else it would repeat them
         yield from check_contradictions(config)
@@ -47,15 +50,17 @@ def examine_for(config: Config) -> Iterator[Finding]:
     yield from check_ports(resolve_host(config.cluster.host))
 
 
-def _refused(error: ConfigError) -> Finding:
+def _refused(error: ConfigError | DataError) -> Finding:
     return Finding("configuration", FAILURE, str(error), "change it in the file, or with an override KEY=VALUE")
 
 
 def check_contradictions(config: Config) -> Iterator[Finding]:
-    """Checks what `megasync train` would refuse."""
+    """Checks what `megasync train`, or for a supervised run `megasync sft`, would refuse."""
     try:
-        check_config(config)
-    except ConfigError as error:
+        check_as_run(config)
+        if not is_supervised(config):
+            check_teachers_tokenizers(config, planning=False)
+    except (ConfigError, DataError) as error:
         yield _refused(error)
     else:
         yield Finding("configuration", OK, "no contradictions")
@@ -150,7 +155,8 @@ def check_gpus(config: Config) -> Iterator[Finding]:
             yield Finding("devices", WARNING, str(error), f"to use this machine for more than the driver, {fix}")
         return
     try:
-        needed = devices_needed(pool_specs(config))
+        pools = {"trainer": trainer_pool(config)} if is_supervised(config) else pool_specs(config)
+        needed = devices_needed(pools)
     except ConfigError:  # reported by `check_contradictions`
         return
     if device.kind == "cpu":

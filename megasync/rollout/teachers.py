@@ -96,6 +96,18 @@ class Teachers:
         ]
 
 
+def check_tokenizer(config: Config, name: str, tokenizer: Any) -> None:
+    """Raises as `load_teachers` does if the teacher of this name does not have the tokens of the policy's tokenizer."""
+    key, path = f"teachers.{name}.path", config.teachers[name].path
+    own, needed = load_tokenizer(str(Path(path).expanduser()), key).get_vocab(), tokenizer.get_vocab()
+    if own != needed:
+        token = next(iter(own.items() ^ needed.items()))
+        raise ConfigError(
+            f"{key}={path!r} has another tokenizer than model.path={config.model.path!r} (they differ in "
+            f"{token[0]!r}), so it cannot score the policy's tokens; choose a teacher with the same vocabulary"
+        )
+
+
 def load_teachers(config: Config, tokenizer: Any) -> Teachers:
     """The teachers of a configuration, not connected yet. ``tokenizer`` is the policy's.
 
@@ -105,14 +117,7 @@ def load_teachers(config: Config, tokenizer: Any) -> Teachers:
     teachers = {}
     for name, model in config.teachers.items():
         key = f"teachers.{name}"
-        own = load_tokenizer(str(Path(model.path).expanduser()), f"{key}.path").get_vocab()
-        needed = tokenizer.get_vocab()
-        if own != needed:
-            token = next(iter(own.items() ^ needed.items()))
-            raise ConfigError(
-                f"{key}.path={model.path!r} has another tokenizer than model.path={config.model.path!r} (they differ "
-                f"in {token[0]!r}), so it cannot score the policy's tokens; choose a teacher with the same vocabulary"
-            )
+        check_tokenizer(config, name, tokenizer)
         limit = model.context_length or read_frozen_model(key, model)["max_position_embeddings"]
         client = FrozenModelClient(f"teacher {name!r}", model.max_inflight, config.timeouts.request)
         teachers[name] = Teacher(client, limit)

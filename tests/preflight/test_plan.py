@@ -12,9 +12,9 @@ from megasync.config import load_config
 from megasync.errors import ConfigError
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
-from megasync.preflight.check import check_config, model_layout
+from megasync.preflight.check import check_as_run, check_config, model_layout
 from megasync.preflight.memory import checkpoint_bytes, critic_layout, host_memory, server_memory, stage_memory
-from megasync.preflight.plan import resolve_plan
+from megasync.preflight.plan import TrainerPlan, resolve_plan, resolve_supervised
 from megasync.preflight.render import plan_tables
 
 ROOT = Path(__file__).parents[2]
@@ -33,9 +33,13 @@ def load(name, *overrides):
 
 
 def rendered(config, width: int = 110) -> str:
+    return rendered_plan(resolve_plan(config), width)
+
+
+def rendered_plan(plan: TrainerPlan, width: int = 110) -> str:
     text = StringIO()
     console = Console(file=text, width=width, color_system=None, legacy_windows=False)
-    console.print(plan_tables(resolve_plan(config)))
+    console.print(plan_tables(plan))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 
@@ -391,3 +395,51 @@ def test_the_plan_shows_rollout_workers_and_warns_about_idle_ones():
     config.rollout.workers = 100_000
     assert "rollout.workers=100000 exceeds the" in " ".join(resolve_plan(config).warnings)
     assert "rollout workers" not in rendered(load("qwen3_8b_math"), width=400)
+
+
+def supervised(*overrides) -> TrainerPlan:
+    rows = "sft.train={kind: jsonl, source: absent.jsonl}"
+    config = load_config("configs/qwen3_8b_math.yaml", [rows, *overrides])
+    check_as_run(config, planning=True)
+    return resolve_supervised(config)
+
+
+def test_a_supervised_run_is_planned_without_servers_buffer_and_data():
+    plan = supervised("data.train=null", "sft.rows_per_step=128", "sft.epochs=2", "sft.max_tokens=4096")
+    assert (plan.nodes, len(plan.ranks)) == (1, 4)
+    text = rendered_plan(plan)
+    assert "supervised (`megasync sft`), because sft.train is set" in text
+    assert "128 rows, in microbatches of at most 16384 tokens per rank" in text
+    assert "at most 4096 tokens each (sft.max_tokens), 2 epoch(s)" in text
+    assert "4 trainer rank(s) on node(s) 0, no servers" in text
+    assert not any(word in text for word in ("staleness", "weight sync", "buckets", "KV room", "rollout"))
+
+
+def test_a_supervised_rank_holds_nothing_of_reinforcement_learning():
+    (alone,) = supervised("sft.max_tokens=4096").stages
+    extras = ("algorithm.kl_coef=0.1", "critic.enabled=true", "algorithm.advantage=gae")
+    (beside,) = supervised("sft.max_tokens=4096", *extras).stages
+    assert alone == beside
+    assert (alone.reference, alone.critic, alone.sync_buckets) == (0, 0, 0)
+    trained = resolve_plan(load("qwen3_8b_math")).stages[0]
+    assert (alone.weights, alone.gradients, alone.optimizer) == (trained.weights, trained.gradients, trained.optimizer)
+
+
+def test_adapters_of_a_supervised_run_are_not_merged_for_servers():
+    (rank,) = supervised("trainer.lora.rank=8", "sft.max_tokens=4096").stages
+    (kept,) = resolve_plan(load("qwen3_8b_math", "trainer.lora.rank=8", "sync.transport=adapters")).stages
+    assert rank.weights == kept.weights
+
+
+def test_long_rows_take_memory_and_may_not_fit():
+    """Without sft.max_tokens a row may be as long as the model's context."""
+    short, long = supervised("sft.max_tokens=4096"), supervised()
+    assert long.stages[0].activations > short.stages[0].activations and not short.warnings
+    assert "the longest sequence (40960 tokens) exceeds" in long.warnings[0]
+    (refusal,) = supervised("trainer.recompute=null", "trainer.data_parallel=1").refusals
+    assert "pipeline stage 0 needs about" in refusal and "server" not in refusal
+
+
+def test_a_supervised_run_over_nodes_needs_a_cluster():
+    with pytest.raises(ConfigError, match="lower trainer.data_parallel, or join a cluster of 4 nodes"):
+        supervised("trainer.data_parallel=8", "sft.max_tokens=4096")

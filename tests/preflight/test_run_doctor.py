@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from fp8_folders import write_fp8
+from typer.testing import CliRunner
 
+from megasync.cli.commands import app
 from megasync.config import load_config
 from megasync.config.schema import RewardModelConfig
 from megasync.device import Device
@@ -17,6 +19,8 @@ from megasync.preflight.finding import FAILURE, OK, WARNING
 from megasync.preflight.run_doctor import examine_for
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+ROWS = "{kind: digits, source: increment}"
+TOO_FEW_ROWS = ("sft.rows_per_step=1", "trainer.data_parallel=2")
 
 
 @pytest.fixture(scope="module")
@@ -184,3 +188,39 @@ def test_fewer_gpus_than_the_pools_need(examine, monkeypatch):
 
 def test_an_address_of_another_machine(examine):
     assert "192.0.2.1" in only(examine("cluster.host=192.0.2.1"), "ports").detail
+
+
+@pytest.fixture
+def other_teacher(model, tmp_path):
+    """The policy's model with a token more in its tokenizer."""
+    other = Path(shutil.copytree(model, tmp_path / "teacher"))
+    words = json.loads((other / "tokenizer.json").read_text())
+    added = {"id": 100, "content": "<another>", "special": False}
+    added |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    words["added_tokens"].append(added)
+    (other / "tokenizer.json").write_text(json.dumps(words))
+    return other
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_by_plan_and_doctor_with_one_line(
+    examine, model, tmp_path, other_teacher
+):
+    teacher = f"teachers.one={{path: {other_teacher}, max_total_tokens: 4096}}"
+    detail = only(examine(teacher), "configuration").detail
+    assert f"teachers.one.path='{other_teacher}' has another tokenizer" in detail and "<another>" in detail
+    planned = CliRunner().invoke(app, ["plan", str(CONFIG), f"model.path={model}", f"run_root={tmp_path}", teacher])
+    assert str(planned.exception) == detail
+    (other_teacher / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    assert examine(teacher) == []
+
+
+def test_a_plan_without_the_teachers_folder_compares_nothing(model, tmp_path):
+    absent = "teachers.one.path=/absent"
+    planned = CliRunner().invoke(app, ["plan", str(CONFIG), f"model.path={model}", f"run_root={tmp_path}", absent])
+    assert planned.exit_code == 0 and "one" in planned.stdout
+
+
+def test_a_supervised_run_is_examined_as_one(examine, tmp_path):
+    """It needs neither training prompts nor servers nor teachers."""
+    assert examine("data.train=null", "teachers.one.path=/absent", f"sft.train={ROWS}") == []
+    assert "sft.rows_per_step=1" in only(examine(f"sft.train={ROWS}", *TOO_FEW_ROWS), "configuration").detail
