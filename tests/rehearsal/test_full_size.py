@@ -207,6 +207,10 @@ OPTIONS = {
     "offloaded": ("qwen3-8b", {"optimizer": OptimizerConfig(offload=1.0)}),
     "half-offloaded": ("qwen3-30b-a3b", {"optimizer": OptimizerConfig(offload=0.5)}),
     "offloaded-adapters": ("qwen3-8b", {"optimizer": OptimizerConfig(offload=1.0), "lora": LoraConfig(rank=64)}),
+    "offloaded-adapters-of-cut-experts": (
+        "qwen3-30b-a3b",
+        {"optimizer": OptimizerConfig(offload=1.0), "lora": LoraConfig(rank=64), "expert_tensor_parallel": 2},
+    ),
     "overlapped-shared-experts": ("deepseek-v3", {"moe_shared_expert_overlap": True}),
     "adapters": ("qwen3-32b", {"lora": LoraConfig(rank=64)}),
     "adapters-of-experts": ("qwen3-30b-a3b", {"lora": LoraConfig(rank=64)}),

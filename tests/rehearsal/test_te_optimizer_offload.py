@@ -11,6 +11,8 @@ SHARES = {"none": 0.0, "half": 0.5, "all": 1.0}
 SCHEDULE = {"decay": "cosine", "warmup_steps": 1, "weight_decay": 0.1, "clip_grad": 0.5}
 DATA = {"data_parallel": 2, "minibatches": 2}
 EXPERTS = {"data_parallel": 2, "expert_parallel": 2}
+# Adapters of experts that two ranks share: some of their gradients are parts, which are added up before the copies.
+CUT_ADAPTERS = {"data_parallel": 2, "expert_tensor_parallel": 2, "lora": {"rank": 4, "alpha": 8.0}}
 
 
 def optimizers(**options) -> dict[str, dict]:
@@ -31,8 +33,10 @@ def assert_same_training(found: dict, expected: dict) -> None:
     [
         ("qwen2", DATA, ""),
         ("qwen3_moe", EXPERTS, ""),
+        ("qwen3_moe", CUT_ADAPTERS, ""),
         pytest.param("qwen2", DATA, " 0.19.2", marks=pytest.mark.matrix),
         pytest.param("qwen3_moe", EXPERTS, " 0.19.2", marks=pytest.mark.matrix),
+        pytest.param("qwen3_moe", CUT_ADAPTERS, " 0.19.2", marks=pytest.mark.matrix),
     ],
 )
 def test_training_is_the_same_with_any_share(run_ranks, models, family, trainer, megatron):
@@ -64,10 +68,11 @@ def test_a_checkpoint_of_any_share_loads_into_any_other(run_ranks, models, tmp_p
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(run_ranks, models, tmp_path, dtype):
     optimizer = {"offload": 0.5, "clip_grad": 0.5}
-    run = {"model": models["qwen2"], "dtype": dtype, "trainer": {"data_parallel": 2}, "optimizer": optimizer}
-    for rank in run_ranks("resume", 2, flavour="te", runs={"run": run}, folder=str(tmp_path)):
-        metrics, weights = rank["run"]["straight"]
-        resumed_metrics, resumed_weights = rank["run"]["resumed"]
+    dense = {"model": models["qwen2"], "dtype": dtype, "trainer": {"data_parallel": 2}, "optimizer": optimizer}
+    runs = {"dense": dense, "adapters": {**dense, "model": models["qwen3_moe"], "trainer": CUT_ADAPTERS}}
+    for rank, name in product(run_ranks("resume", 2, flavour="te", runs=runs, folder=str(tmp_path)), runs):
+        metrics, weights = rank[name]["straight"]
+        resumed_metrics, resumed_weights = rank[name]["resumed"]
         assert metrics == resumed_metrics
         assert all(torch.equal(weights[key], resumed_weights[key]) for key in weights)
 
