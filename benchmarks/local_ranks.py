@@ -151,6 +151,7 @@ class Rank:
 
         from megasync.device import Device, set_cuda_environment
         from megasync.layout.layout import Layout
+        from megasync.layout.model_files import read_hf_config
         from megasync.layout.shards import load_shards
 
         torch.set_num_threads(1)
@@ -158,9 +159,7 @@ class Rank:
         if device.kind == "cuda":
             set_cuda_environment()
             torch.cuda.set_device(settings["rank"] % torch.cuda.device_count())
-        config = json.loads((Path(settings["folder"]) / "config.json").read_text())
-        topology = Topology(**settings["topology"])
-        layout = Layout(config, topology)
+        layout = Layout(read_hf_config(settings["folder"]), Topology(**settings["topology"]))
         dtype = getattr(torch, settings["dtype"])
         self._read = lambda folder: load_shards(folder, layout, settings["rank"], dtype)
         loaded = self._read(settings["folder"])

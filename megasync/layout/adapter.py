@@ -77,6 +77,11 @@ class AdapterLayout(Layout):
         self.shape = shape
         _check_targets(base, shape.targets)
 
+    @cached_property
+    def frozen_tensors(self) -> dict[str, tuple[int, ...]]:
+        """None: a folder of adapters has nothing else."""
+        return {}
+
     def on(self, topology: Topology) -> AdapterLayout:
         return AdapterLayout(self.base.on(topology), self.shape)
 
@@ -108,10 +113,17 @@ class AdapterLayout(Layout):
             adapted = _adapted(item)
             down = Split.ROW if item.split is Split.ROW else Split.REPLICATED
             for name, (tensor, shape) in zip(adapted.downs, item.tensors, strict=True):
-                yield Placed(down, name, ((_peft_name(tensor, DOWN), (rank, shape[1])),), ep=item.ep)
+                yield Placed(down, name, ((self._peft_name(tensor, DOWN), (rank, shape[1])),), ep=item.ep)
             up = Split.REPLICATED if item.split is Split.ROW else item.split
-            tensors = tuple((_peft_name(tensor, UP), (shape[0], rank)) for tensor, shape in item.tensors)
+            tensors = tuple((self._peft_name(tensor, UP), (shape[0], rank)) for tensor, shape in item.tensors)
             yield Placed(up, adapted.up, tensors, ep=item.ep)
+
+    def _peft_name(self, tensor: str, ending: str) -> str:
+        root, modules = self.family.root, self.family.modules
+        name = tensor.removesuffix(WEIGHT)
+        if modules and name.startswith(root):
+            name = modules + name.removeprefix(root)
+        return PREFIX + name + ending
 
 
 def is_linear(item: Placed) -> bool:
@@ -227,7 +239,3 @@ def _adapted(item: Placed) -> Adapted:
     expert = leaf.removeprefix("weight")
     downs = tuple(f"{module}.adapter.down{expert}_{index}" for index in range(len(item.tensors)))
     return Adapted(item, downs, f"{module}.adapter.up{expert}")
-
-
-def _peft_name(tensor: str, ending: str) -> str:
-    return PREFIX + tensor.removesuffix(WEIGHT) + ending

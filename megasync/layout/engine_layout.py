@@ -6,10 +6,12 @@ Slots come from tracing the engine's own loader (`layout.trace`), so nothing her
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from megasync.errors import TraceError
 from megasync.layout.layout import Box
 
 if TYPE_CHECKING:
@@ -89,6 +91,26 @@ class EngineRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtypes: dict[str, str]
     sizes: dict[str, int]
     unwritten: tuple[str, ...] = ()
+
+    def without(self, frozen: Collection[str]) -> EngineRank:
+        """The rank without the parameters that only ``frozen`` tensors fill, such as those of a vision tower.
+
+        Raises TraceError for a parameter that other tensors fill as well.
+        """
+        if not frozen:
+            return self
+        kept = tuple(slot for slot in self.slots if slot.hf_name not in frozen)
+        left = {slot.param for slot in self.slots if slot.hf_name in frozen}
+        for slot in kept:
+            if slot.param in left:
+                raise TraceError(f"{slot.param!r} has {slot.hf_name!r} and also tensors that are not trained")
+        return EngineRank(
+            kept,
+            tuple(fill for fill in self.fills if fill.param not in left),
+            {name: dtype for name, dtype in self.dtypes.items() if name not in left},
+            {name: size for name, size in self.sizes.items() if name not in left},
+            self.unwritten,
+        )
 
     def digest(self) -> str:
         """Equal for ranks that keep the same rectangles at the same places."""

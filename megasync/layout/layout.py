@@ -121,7 +121,7 @@ class Layout:
     """The rectangles of one model on one topology.
 
     Args:
-        hf_config: the model's config.json.
+        hf_config: the language model in the model's config.json (`families.language_model`).
         topology: the trainer's ranks.
         spec: "local" or "te", the flavour of Megatron's layers (their parameter names differ).
         value_head: the model outputs one value per token (`families.value_head`), not logits.
@@ -179,6 +179,13 @@ class Layout:
         return {name: shape for item in self._exported() for name, shape in item.tensors}
 
     @cached_property
+    def frozen_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each further tensor of the checkpoint: those of a vision tower, which only servers load."""
+        if self.family.vision is None:
+            return {}
+        return self.family.vision(self.hf_config["vision_config"], self.sizes.hidden)
+
+    @cached_property
     def _own_dtypes(self) -> dict[str, str]:
         return {name: item.dtype for item in self._exported() if item.dtype for name, _ in item.tensors}
 
@@ -234,7 +241,8 @@ class Layout:
         self, rule: Rule, prefix: str, layer: int = 0, local: int = 0, expert: int = 0, local_expert: int = 0
     ) -> Placed:
         tensors = tuple(
-            (tensor.name.format(layer=layer, expert=expert), self.sizes.shape(tensor.shape)) for tensor in rule.tensors
+            (self.family.named(tensor.name).format(layer=layer, expert=expert), self.sizes.shape(tensor.shape))
+            for tensor in rule.tensors
         )
         param = rule.param(self.spec).format(layer=local, expert=local_expert)
         return Placed(

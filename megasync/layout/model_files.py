@@ -10,6 +10,7 @@ from typing import Any, cast
 from megasync.config.limits import path_problem
 from megasync.config.schema import ModelConfig
 from megasync.errors import ConfigError
+from megasync.layout.families import language_model
 from megasync.layout.families.sizes import EXPERT_KEYS
 from megasync.layout.storage import Storage, storage_of
 
@@ -40,13 +41,17 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:
-    """The model that a config.json describes, without how its weights are quantized.
+    """The language model that a config.json describes, without how its weights are quantized.
 
     `path` is the file or the Hugging Face model folder that holds it. Raises ConfigError for a missing folder or file,
     a file that holds no JSON object, and weights that are quantized in another way than `storage` supports.
     """
     values, _ = _read(path)
-    return {key: value for key, value in values.items() if key not in ("quantization_config", "compression_config")}
+    plain = {key: value for key, value in values.items() if key not in ("quantization_config", "compression_config")}
+    try:
+        return language_model(plain)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def read_storage(path: str | Path) -> Storage | None:

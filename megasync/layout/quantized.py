@@ -26,12 +26,17 @@ class QuantizedLayout(Layout):
     """``layout`` with the tensors called ``names`` in block FP8.
 
     A parameter of scales has the name of its Hugging Face tensor. With ``power_of_two`` scales are rounded up to powers
-    of two (``scale_fmt: ue8m0``). Raises ConfigError, once a stage is placed, for tensors that Megatron fuses and of
-    which only some are quantized, and for experts in a single tensor.
+    of two (``scale_fmt: ue8m0``). Raises ConfigError for a model with a vision tower; once a stage is placed, also for
+    tensors that Megatron fuses and of which only some are quantized, and for experts in a single tensor.
     """
 
     def __init__(self, layout: Layout, block: Block, names: Collection[str], power_of_two: bool = False) -> None:
         super().__init__(layout.hf_config, layout.topology, layout.spec, layout.value_head)
+        if self.frozen_tensors:
+            raise ConfigError(
+                f"models of type {self.hf_config['model_type']} have a vision tower, beside which servers of block FP8 "
+                f"have not been tested; serve the model unquantized"
+            )
         self.block = block
         self.power_of_two = power_of_two
         self._plain = layout

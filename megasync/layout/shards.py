@@ -46,7 +46,7 @@ INDEX = "model.safetensors.index.json"
 LAYOUT = "layout.json"
 # Hugging Face's own limit; larger files are awkward to move and to map.
 MAX_FILE_BYTES = 5 * 10**9
-# What a server or a tokenizer needs from the source folder besides weights.
+# What a server, a tokenizer or a vision tower needs from the source folder besides weights.
 COMPANIONS = (
     "generation_config.json",
     "tokenizer*",
@@ -55,6 +55,7 @@ COMPANIONS = (
     "vocab.*",
     "merges.txt",
     "chat_template*",
+    "*processor_config.json",
 )
 
 # The names in safetensors of dtypes that a cast converts.
@@ -232,6 +233,11 @@ class HfFolder(TensorFiles):
         if dtype not in SCALE_DTYPES:
             raise CheckpointError(f"{scales!r} in {self.path} is stored as {dtype}, not as {' or '.join(SCALE_DTYPES)}")
         return tensor
+
+    def as_stored(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A whole tensor, in the dtype of its file. Raises as `reader`."""
+        self.reader(name, shape)
+        return self._slice(name)[:]
 
     def reading(self, shapes: Mapping[str, tuple[int, ...]], absent: Tensors | None = None) -> Read:
         """Reads boxes of all tensors of these shapes, missing ones from ``absent``; first use raises as `reader`."""
@@ -494,7 +500,7 @@ def write_folder(source: Path, out: Path, layout: Layout, dtype: str, read: Read
             atomic_write(draft / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
         else:
             write_companions(source, draft, dtype, layout)
-        _write_weights(draft, layout, read, dtype)
+        _write_weights(source, draft, layout, read, dtype)
         if out.exists():
             out.rmdir()
         fsync_tree(draft)
@@ -505,17 +511,27 @@ def write_folder(source: Path, out: Path, layout: Layout, dtype: str, read: Read
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _write_weights(out: Path, layout: Layout, read: ReadParam, dtype: str) -> None:
-    """Writes the tensors in the layout's order, as one file or as numbered files with an index."""
+def _write_weights(source: Path, out: Path, layout: Layout, read: ReadParam, dtype: str) -> None:
+    """Writes the tensors in the layout's order, as one file or as numbered files with an index.
+
+    Tensors of a vision tower follow, as ``source`` has them.
+    """
     dtypes = {name: getattr(torch, layout.hf_dtype(name, dtype)) for name in layout.hf_tensors}
     nbytes = {name: prod(shape) * dtypes[name].itemsize for name, shape in layout.hf_tensors.items()}
+    frozen: dict[str, torch.Tensor] = {}
+    if layout.frozen_tensors:
+        with HfFolder(source) as folder:
+            frozen = {name: folder.as_stored(name, shape) for name, shape in layout.frozen_tensors.items()}
+    nbytes |= {name: tensor.nbytes for name, tensor in frozen.items()}
     parts = list(split_by_bytes(nbytes.items(), MAX_FILE_BYTES))
     if isinstance(layout, AdapterLayout):
         parts, names = [[*layout.hf_tensors]], [ADAPTER_WEIGHTS]
     else:
         names = [WEIGHTS] if len(parts) == 1 else [part_name(i, len(parts)) for i in range(len(parts))]
     for file, part in zip(names, parts, strict=True):
-        tensors = {name: assemble(name, layout, read).to(dtypes[name]) for name in part}
+        tensors = {
+            name: frozen[name] if name in frozen else assemble(name, layout, read).to(dtypes[name]) for name in part
+        }
         save_file(tensors, out / file, metadata={"format": "pt"})
     if len(parts) > 1:
         where = {name: file for file, part in zip(names, parts, strict=True) for name in part}

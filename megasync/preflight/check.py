@@ -52,6 +52,7 @@ from megasync.preflight.check_fp8_servers import check_fp8_servers
 from megasync.preflight.check_frozen_models import check_frozen_models
 from megasync.preflight.check_observe import check_observe
 from megasync.preflight.check_rollout import check_agent, check_chat, check_environment, check_groups, check_rewards
+from megasync.preflight.check_vision import check_vision_folder, check_vision_policy
 from megasync.support import MAX_SUPPORT
 from megasync.trainer.architecture import (
     check_adapters,
@@ -147,6 +148,7 @@ def check_supervised(config: Config, *, planning: bool = False) -> None:
     _check_experts(trainer, layout)
     if not planning:
         check_model_folder(config.model)
+    check_vision_folder(source, layout)
     if read_storage(source) is not None:
         _check_scales(source.parent, layout)
     _check_nodes(config, {"trainer": trainer_pool(config)})
@@ -574,6 +576,8 @@ def _check_model(config: Config, planning: bool) -> None:
     _check_server_split(config.rollout, layout.sizes, source)
     check_served_adapters(config, layout)
     check_fp8_servers(config, layout, source)
+    check_vision_policy(config, layout)
+    check_vision_folder(source, layout)
     if config.critic.enabled:
         check_critic_model(config, layout)
     if not planning:

@@ -76,8 +76,8 @@ class Report:
 
     ``minimum_bytes`` is what the engine's ranks keep, ``sender_bytes`` the two message buffers of a sending rank,
     ``casts`` the tensors by ``"from -> to"`` dtype, ``constants`` the elements filled with each value by parameter,
-    ``untouched`` the elements that loading does not write, and ``peak_bytes`` the most memory that the check's own
-    tensors took.
+    ``frozen`` the number of tensors of a vision tower, ``untouched`` the elements that loading does not write, and
+    ``peak_bytes`` the most memory that the check's own tensors took.
     """
 
     model: str
@@ -92,6 +92,7 @@ class Report:
     replica_groups: tuple[ReplicaGroup, ...]
     casts: Mapping[str, tuple[str, ...]]
     constants: Mapping[str, Mapping[str, int]]
+    frozen: int
     untouched: Mapping[str, int]
     problems: tuple[Problem, ...]
     peak_bytes: int
@@ -147,7 +148,8 @@ def check_layout(
     if fp8:
         layout = _in_fp8(plain, model)
     with _weights(model, layout, random or fp8) as read:
-        engine = engine_ranks(dtype, list(layout.hf_tensors.items()))
+        specs = [*layout.hf_tensors.items(), *layout.frozen_tensors.items()]
+        engine = [rank.without(layout.frozen_tensors) for rank in engine_ranks(dtype, specs)]
         plan = plan_shards(layout, engine, bucket_mb * 2**20, dtype)
         outcome = rehearse(layout, engine, plan, read, dtype)
     return Report(
@@ -163,6 +165,7 @@ def check_layout(
         replica_groups=_replica_groups(topology, plan),
         casts=_casts(layout, engine, dtype),
         constants=_constants(engine),
+        frozen=len(layout.frozen_tensors),
         untouched=dict(outcome.untouched),
         problems=tuple(outcome.problems),
         peak_bytes=outcome.peak_bytes,

@@ -133,15 +133,15 @@ def host_memory(config: Config, layout: Layout, ranks: int, servers: int) -> Hos
             # In turns, one of the two is in host memory.
             both = (states[-1], _state(critic, own, rank))
             states[-1] = max(both) if config.critic.offload else sum(both)
-    sync, weights = config.sync, _server_weights(config, layout)
+    sync, synced = config.sync, _server_weights(config, layout)
     staged = offloaded = 0
     if config.cluster.colocate:
-        offloaded = ranks * max(states) + servers * weights
+        offloaded = ranks * max(states) + servers * (synced + _frozen_weights(config, layout))
     else:
         if config.critic.offload:
             offloaded = ranks * max(states)
         if sync.arena == "host" and sync.transport in ("auto", "p2p"):
-            staged = weights if sync.arena_mb is None else sync.arena_mb * 2**20
+            staged = synced if sync.arena_mb is None else sync.arena_mb * 2**20
     return HostMemory(
         checkpoint=ranks * max(copies),
         reference=ranks * max(references),
@@ -595,8 +595,9 @@ def server_memory(config: Config, layout: Layout, device_bytes: int | None) -> S
     # Every rank keeps the whole latent, which all heads share; otherwise keys and values of its own groups.
     channels = sizes.kv_a_rows or 2 * max(1, sizes.groups // tensor) * sizes.head_dim
     per_token = (sizes.layers - len(sizes.delta_layers)) * channels * item
-    weights = _server_weights(config, layout)
-    return _kv_cache("rollout", rollout, weights, per_token, device_bytes, _arena(config.sync, weights))
+    synced = _server_weights(config, layout)
+    weights = synced + _frozen_weights(config, layout)
+    return _kv_cache("rollout", rollout, weights, per_token, device_bytes, _arena(config.sync, synced))
 
 
 def _in_fp8(config: Config, layout: Layout) -> QuantizedLayout | None:
@@ -605,12 +606,18 @@ def _in_fp8(config: Config, layout: Layout) -> QuantizedLayout | None:
 
 
 def _server_weights(config: Config, layout: Layout) -> int:
-    """Bytes of weights on one rank of a server."""
+    """Bytes of the weights on one rank of a server that a sync replaces."""
     if (quantized := _in_fp8(config, layout)) is not None:
         layout = quantized
     total = sum(
         prod(shape) * ITEM_BYTES[layout.hf_dtype(name, config.model.dtype)] for name, shape in layout.hf_tensors.items()
     )
+    return -(-total // config.rollout.tensor_parallel)
+
+
+def _frozen_weights(config: Config, layout: Layout) -> int:
+    """Bytes of a vision tower on one rank of a server, which no sync replaces."""
+    total = sum(map(prod, layout.frozen_tensors.values())) * ITEM_BYTES[config.model.dtype]
     return -(-total // config.rollout.tensor_parallel)
 
 

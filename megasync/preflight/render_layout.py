@@ -69,6 +69,7 @@ def _summary(report: Report) -> Table:
         "cast by the engine": "; ".join(f"{cast}: {_names(names)}" for cast, names in report.casts.items())
         or "nothing",
         "filled by the engine": _filled(report) or "nothing",
+        "left as loaded": f"{report.frozen} tensors of the vision tower" if report.frozen else "nothing",
         "not written": _names([f"{n} elements of {name}" for name, n in report.untouched.items()]) or "nothing",
         "memory of this check": f"at most {bytes_text(report.peak_bytes)}, besides the weights' file or generator",
     }

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/test.sh`")
 
+from random_models import MORE_MODELS, write_model
 from tiny_models import make_tiny_model
 from verl.trainer.config import CheckpointConfig
 from verl.utils.config import omega_conf_to_dataclass
@@ -172,3 +173,9 @@ def test_a_model_in_fp8_is_refused_because_verls_servers_would_keep_it_quantized
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stated}))
     with pytest.raises(ConfigError, match=r"is stored quantized, and verl's servers would keep it quantized"):
         to_model(hf_model(str(path.parent)), MegasyncEngineConfig())
+
+
+def test_a_model_with_a_vision_tower_is_refused(tmp_path):
+    write_model(tmp_path / "vision", MORE_MODELS["gemma3"])
+    with pytest.raises(ConfigError, match="has a vision tower"):
+        to_model(hf_model(str(tmp_path / "vision")), MegasyncEngineConfig())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from random_models import ALIASES
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 _SIZES = {
@@ -53,6 +54,25 @@ FAMILIES = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
         },
+    },
+    # The same beside a vision tower.
+    "gemma3": {
+        "text_config": {
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 12,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": {
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 7,
+            "vision_use_head": False,
+        },
+        "mm_tokens_per_image": 4,
     },
     "deepseek_v3": {
         "num_key_value_heads": 4,
@@ -144,7 +164,12 @@ FAMILIES |= {
 
 def make_model(path: Path, family: str, seed: int = 0) -> AutoModelForCausalLM:
     """The model, saved in ``path`` without a tokenizer. Norms and biases are random too, to reveal swapped tensors."""
-    sizes = {name: value for name, value in (_SIZES | FAMILIES[family]).items() if value is not None}
+    own = FAMILIES[family]
+    if "text_config" in own:
+        text = {key: value for key, value in _SIZES.items() if key != "tie_word_embeddings"}
+        sizes = own | {"text_config": text | own["text_config"]}
+    else:
+        sizes = {name: value for name, value in (_SIZES | own).items() if value is not None}
     torch.manual_seed(seed)
     config = AutoConfig.for_model(ALIASES.get(family, family), **copy.deepcopy(sizes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -153,6 +178,14 @@ def make_model(path: Path, family: str, seed: int = 0) -> AutoModelForCausalLM:
             if tensor.dim() == 1:
                 tensor.add_(torch.randn_like(tensor) * 0.1)
     model.save_pretrained(path)
+    if family == "gemma3":
+        # transformers 5.19 saves a tower under names that neither SGLang nor published folders have.
+        file = path / "model.safetensors"
+        published = {
+            name.replace("vision_tower.", "vision_tower.vision_model."): tensor
+            for name, tensor in load_file(file).items()
+        }
+        save_file(published, file, metadata={"format": "pt"})
     values = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(values | {"model_type": family}))
     return model

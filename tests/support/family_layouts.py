@@ -1,5 +1,8 @@
 """Every family in each kind of layout, and what Hugging Face computes for it."""
 
+import json
+from pathlib import Path
+
 import torch
 from random_models import ALIASES
 
@@ -79,6 +82,7 @@ FAMILIES = {
     "mistral": DENSE_LAYOUTS,
     "glm4": DENSE_LAYOUTS,
     "gemma3_text": DENSE_LAYOUTS,
+    "gemma3": DENSE_LAYOUTS,
     "deepseek_v3": LATENT_LAYOUTS,
     "deepseek_v3_plain": LATENT_LAYOUTS,
     "kimi_k2": ONE_RANK,
@@ -112,7 +116,7 @@ def reference(path, rows, balance=0.0):
     """With ``balance``, the loss has that much of Switch Transformer's load-balancing loss, summed over layers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    values = read_hf_config(path)
+    values = json.loads((Path(path) / "config.json").read_text())
     kind = values.pop("model_type")
     config = AutoConfig.for_model(ALIASES.get(kind, kind), **values)
     model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32, attn_implementation="eager")
@@ -144,13 +148,21 @@ def switch_loss(logits, topk):
     return weights.shape[1] * (chosen.mean(0) / topk * weights.mean(0)).sum()
 
 
+# Hugging Face's modules that text does not reach.
+VISION = ("model.vision_tower.", "model.multi_modal_projector.")
+
+
 def gradients(model):
     """Gradients under the names of a checkpoint, where experts are apart."""
     if model.config.model_type == "minimax_m2":
         spelling = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    elif model.config.model_type == "gemma3":
+        spelling = {"model.language_model.": "language_model.model."}
     else:
         spelling = {}
     for name, gradient in _split_experts(model):
+        if name.startswith(VISION):
+            continue
         for found, own in spelling.items():
             name = name.replace(found, own)
         yield name, gradient

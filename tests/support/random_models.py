@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from megasync.layout.families import language_model
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
 
@@ -125,6 +126,27 @@ MORE_MODELS["gemma3_text"] = {
     "rope_theta": 50000.0,
     "rope_local_base_freq": 500.0,
     "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+}
+# The same from a folder with a vision tower, with other sizes so that a key that is read from the wrong part shows.
+MORE_MODELS["gemma3"] = {
+    "model_type": "gemma3",
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "mm_tokens_per_image": 4,
+    "text_config": {
+        key: value
+        for key, value in MORE_MODELS["gemma3_text"].items()
+        if key not in ("architectures", "hidden_act", "tie_word_embeddings")
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 24,
+        "intermediate_size": 36,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 7,
+        "vision_use_head": False,
+    },
 }
 LATENTS = {
     **BASE,
@@ -280,13 +302,15 @@ def write_model(folder: Path, config: dict, seed: int = 0, dtype: torch.dtype = 
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    layout = Layout(config, Topology())
+    layout = Layout(language_model(config), Topology())
     for name, shape in layout.hf_tensors.items():
         # A delta net normalises its small queries and keys, and so enlarges their rounding errors.
         noise = torch.randn(shape, generator=generator) * (0.5 if "conv1d" in name else 0.1)
         # Norms multiply by about 1. That of a delta net's output has no 1 of its own.
         stored = "norm" in name and (not layout.family.zero_centered_norms or "linear_attn" in name)
         tensors[name] = (noise + 1.0 if stored else noise).to(getattr(torch, layout.hf_dtype(name, _name(dtype))))
+    for name, shape in layout.frozen_tensors.items():
+        tensors[name] = (torch.randn(shape, generator=generator) * 0.1).to(dtype)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps({**config, "dtype": _name(dtype)}))
     return folder

@@ -19,7 +19,8 @@ from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizer
 
 from megasync.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
 from megasync.errors import ConfigError
-from megasync.layout.model_files import read_storage
+from megasync.layout.families import family_of
+from megasync.layout.model_files import read_hf_config, read_storage
 
 STRATEGY = "megasync"
 DTYPES = ("bfloat16", "float32")
@@ -185,6 +186,11 @@ def to_model(model: HFModelConfig, engine: McoreEngineConfig) -> ModelConfig:
     changed = {key: value for key, value in model.override_config.items() if key != "attn_implementation" and value}
     _allow("model.override_config", changed, {})
     path = model.local_path or model.path
+    if (Path(path) / "config.json").is_file() and family_of(read_hf_config(path)).vision is not None:
+        raise ConfigError(
+            f"model.path={path!r} has a vision tower, which megasync leaves out, while verl trains it; use another "
+            f"strategy, or a model without one"
+        )
     if (Path(path) / "config.json").is_file() and read_storage(path) is not None:
         raise ConfigError(
             f"model.path={path!r} is stored quantized, and verl's servers would keep it quantized while megasync sends "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from megasync.errors import ConfigError
 from megasync.layout.families.delta_net import DELTA
@@ -18,9 +18,34 @@ from megasync.layout.families.latent import LATENT
 from megasync.layout.families.rules import Family, Rule, Split, Tensor
 from megasync.layout.families.sizes import Sizes, read_sizes
 
-__all__ = ["FAMILIES", "Family", "Rule", "Sizes", "Split", "Tensor", "family_of", "sizes_of"]
+__all__ = ["FAMILIES", "Family", "Rule", "Sizes", "Split", "Tensor", "family_of", "language_model", "sizes_of"]
 
 FAMILIES: dict[str, Family] = {**DENSE, **SPARSE, **LATENT, **DELTA}
+
+
+def language_model(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The language model that a config.json describes: its ``text_config``, if it has a vision tower as well.
+
+    The result keeps the ``model_type`` of the whole and ``vision_config``, and has the values that transformers assumes
+    for missing keys, of which published files leave out most. Raises ConfigError for parts that contradict each other.
+    """
+    kind, text = values.get("model_type"), values.get("text_config")
+    if kind not in FAMILIES or FAMILIES[kind].vision is None:
+        return dict(values)
+    for key in ("text_config", "vision_config"):
+        if not isinstance(values.get(key), dict):
+            raise ConfigError(f"{key}={values.get(key)!r} in config.json must be an object for model_type {kind!r}")
+    stated = {key: value for key, value in cast(dict[str, Any], text).items() if value is not None}
+    whole = {**FAMILIES[kind].defaults, **values}
+    # transformers and SGLang tie by the option of the whole model.
+    tied = whole.get("tie_word_embeddings", False)
+    if stated.get("tie_word_embeddings", tied) != tied:
+        raise ConfigError(
+            f"text_config.tie_word_embeddings={stated['tie_word_embeddings']} in config.json contradicts "
+            f"tie_word_embeddings={tied} of the whole model; make them equal"
+        )
+    del whole["text_config"]
+    return {**whole, **stated, "model_type": kind}
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:

@@ -6,7 +6,10 @@ between the two flavours.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megasync.layout.families.rules import Family, Rule, Split, Tensor
+from megasync.layout.families.vision import siglip
 
 
 def norm(hf: str, local: str, te: str | None = None, size: str = "hidden") -> Rule:
@@ -123,7 +126,7 @@ DENSE: dict[str, Family] = {
         interleaved_rotary=True,
         partial_rotary="partial_rotary_factor",
     ),
-    # The language model of 270M and 1B; larger ones come with a vision tower, under another model_type.
+    # The language model of 270M and 1B.
     "gemma3_text": Family(
         layer=(INPUT_NORM, QKV_WEIGHT, *QK_NORMS, OUTPUT, *GEMMA3_OUTPUT_NORMS),
         dense=(GEMMA3_MLP_NORM, *MLP[1:]),
@@ -154,3 +157,20 @@ DENSE: dict[str, Family] = {
         zero_centered_norms=True,
     ),
 }
+# From 4B on, with a vision tower.
+DENSE["gemma3"] = replace(
+    DENSE["gemma3_text"],
+    defaults={
+        **DENSE["gemma3_text"].defaults,
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+    },
+    vision=siglip,
+    root="language_model.model",
+    modules="model.language_model",
+)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from megasync.layout.families.vision import Tower
+
 
 class Split(Enum):
     """How tensor parallelism cuts a Megatron parameter that is made of one or more Hugging Face tensors."""
@@ -102,7 +104,9 @@ class Family:
     layers with a gated delta net, which replace ``layer`` there; `Sizes.delta_layers` says where.
     ``zero_centered_norms``: norms multiply by 1 plus their weight. ``local_rotary``: layers with a window have a rotary
     base of their own. ``gelu``: gates pass GELU (its approximation by tanh), not SiLU. ``scaled_embeddings``: the
-    embedding of a token is multiplied by the square root of its size.
+    embedding of a token is multiplied by the square root of its size. ``vision``: the folder also has this vision
+    tower, and config.json has the language model in ``text_config``. ``root``: what names of tensors begin with in
+    place of ``model``. ``modules``: what those of transformers' modules begin with, where that is something else.
     """
 
     layer: tuple[Rule, ...]
@@ -123,6 +127,13 @@ class Family:
     local_rotary: bool = False
     gelu: bool = False
     scaled_embeddings: bool = False
+    vision: Tower | None = None
+    root: str = "model"
+    modules: str | None = None
+
+    def named(self, pattern: str) -> str:
+        """The name in this family's folders of a tensor that the rules call ``pattern``."""
+        return self.root + pattern.removeprefix("model") if pattern.startswith("model.") else pattern
 
     @property
     def gates_attention(self) -> bool:

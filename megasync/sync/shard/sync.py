@@ -152,8 +152,10 @@ class ShardSync(WeightSync[Engine]):
 
         async def trace(engine: Engine) -> None:
             if await engine.is_new():
-                ranks = await engine.trace(self._layout.hf_tensors.items(), self._join + GRACE_SECONDS)
-                traced[engine.kind] = ranks
+                frozen = self._layout.frozen_tensors
+                specs = [*self._layout.hf_tensors.items(), *frozen.items()]
+                ranks = await engine.trace(specs, self._join + GRACE_SECONDS)
+                traced[engine.kind] = [rank.without(frozen) for rank in ranks]
                 new.append(engine)
 
         with attempt.during("connect"):

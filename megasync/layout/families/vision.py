@@ -1,0 +1,63 @@
+"""Vision towers as data: the tensors of a model folder that are not part of its language model.
+
+They are frozen, so names and shapes are enough. Servers load them from the model folder and keep them, and an export
+copies them as they are stored. Trainer ranks, checkpoints and weight syncs do not have them (`Layout.hf_tensors`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megasync.errors import ConfigError
+
+Shapes = dict[str, tuple[int, ...]]
+# Makes the tensors from ``vision_config`` and the hidden size of the language model.
+Tower = Callable[[Mapping[str, Any], int], Shapes]
+
+# What transformers assumes where config.json leaves a key out.
+SIGLIP = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 16,
+}
+
+
+def siglip(vision: Mapping[str, Any], hidden: int) -> Shapes:
+    """Gemma 3's SigLIP tower and the projector behind it. Raises ConfigError for sizes that are no whole numbers."""
+    if vision.get("vision_use_head", True):
+        raise ConfigError("vision_config.vision_use_head in config.json must be false: SGLang's tower has no such head")
+    width, inner, layers, channels, image, patch = _sizes(vision, SIGLIP)
+    root = "vision_tower.vision_model"
+    shapes: Shapes = {
+        f"{root}.embeddings.patch_embedding.weight": (width, channels, patch, patch),
+        f"{root}.embeddings.patch_embedding.bias": (width,),
+        f"{root}.embeddings.position_embedding.weight": ((image // patch) ** 2, width),
+    }
+    for layer in range(layers):
+        at = f"{root}.encoder.layers.{layer}"
+        for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            shapes |= _with_bias(f"{at}.self_attn.{projection}", width, width)
+        shapes |= _with_bias(f"{at}.mlp.fc1", inner, width) | _with_bias(f"{at}.mlp.fc2", width, inner)
+        shapes |= _with_bias(f"{at}.layer_norm1", width) | _with_bias(f"{at}.layer_norm2", width)
+    shapes |= _with_bias(f"{root}.post_layernorm", width)
+    return shapes | {
+        "multi_modal_projector.mm_input_projection_weight": (width, hidden),
+        "multi_modal_projector.mm_soft_emb_norm.weight": (width,),
+    }
+
+
+def _sizes(vision: Mapping[str, Any], defaults: Mapping[str, int]) -> list[int]:
+    """The values of ``defaults``' keys, in their order."""
+    found = {**defaults, **{key: vision[key] for key in defaults if vision.get(key) is not None}}
+    for key, value in found.items():
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"vision_config.{key}={value!r} in config.json must be a whole number from 1")
+    return list(found.values())
+
+
+def _with_bias(module: str, *shape: int) -> Shapes:
+    return {f"{module}.weight": shape, f"{module}.bias": shape[:1]}
