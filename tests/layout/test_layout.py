@@ -15,7 +15,6 @@ from megasync.errors import ConfigError
 from megasync.layout import shards as shards_module
 from megasync.layout.families import FAMILIES, Split
 from megasync.layout.families.delta_net import DELTA
-from megasync.layout.families.experts import SPARSE
 from megasync.layout.families.latent import LATENT
 from megasync.layout.layout import Layout, padded_vocab
 from megasync.layout.shards import assemble, load_shards
@@ -78,7 +77,7 @@ def cases(draw):
     elif kind == "gpt_oss":
         yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
         config |= {"num_local_experts": 4, "rope_scaling": yarn, "rope_theta": 10000.0}
-    elif kind in SPARSE or kind in DELTA:
+    elif FAMILIES[kind].sparse and kind not in LATENT:
         config |= {
             "num_experts": 4,
             "shared_expert_intermediate_size": 12,
@@ -164,7 +163,11 @@ def expected_shard(item, whole, layout, rank):
                 sections = tensors[0].split([heads.keys * rows for rows in channels])
             else:
                 sections = []
-                for tensor, rows in zip(tensors, ([*channels, channels[-1]], [heads.group] * 2), strict=True):
+                if len(tensors) == 4:
+                    sections = [*tensors[0].split([heads.keys * rows for rows in channels]), *tensors[1:]]
+                    tensors = []
+                fused = ([*channels, channels[-1]], [heads.group] * 2)[: len(tensors)]
+                for tensor, rows in zip(tensors, fused, strict=True):
                     by_head = tensor.reshape(heads.keys, -1, sizes.hidden)
                     sections += [section.flatten(0, 1) for section in by_head.split(rows, dim=1)]
             return torch.cat([section.chunk(parts)[part] for section in sections])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from random_models import MORE_MODELS, write_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForImageTextToText
 
 from megasync.errors import CheckpointError, ConfigError, TraceError
 from megasync.layout.adapter import AdapterLayout, AdapterShape
@@ -28,9 +28,12 @@ from megasync.layout.shards import (
 )
 from megasync.layout.topology import Topology
 
-FAMILIES = ["gemma3"]
+FAMILIES = ["gemma3", "qwen3_5"]
 # The model without the tower: its type, and how names begin with it and without.
-TEXT = {"gemma3": ("gemma3_text", "language_model.model.", "model.")}
+TEXT = {
+    "gemma3": ("gemma3_text", "language_model.model.", "model."),
+    "qwen3_5": ("qwen3_5_text", "model.language_model.", "model."),
+}
 
 
 @pytest.fixture(params=FAMILIES)
@@ -46,7 +49,9 @@ def folder(family, tmp_path):
 
 
 def logits(path):
-    model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, attn_implementation="eager")
+    model, report = AutoModelForImageTextToText.from_pretrained(
+        path, output_loading_info=True, attn_implementation="eager"
+    )
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
         return model(torch.arange(3, 12)[None]).logits
@@ -133,7 +138,7 @@ def test_adapters_have_the_names_of_peft_and_merge_into_a_complete_folder(folder
     export_checkpoint(step, folder, tmp_path / "peft")
     assert load_file(tmp_path / "peft" / "adapter_model.safetensors").keys() == whole.keys()
     export_model(step, folder, tmp_path / "merged")
-    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    base = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
     with torch.no_grad():
         adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft")(torch.arange(3, 12)[None]).logits
     torch.testing.assert_close(adapted, logits(tmp_path / "merged"), atol=1e-5, rtol=1e-5)

@@ -13,7 +13,7 @@ from megasync.preflight.check import check_config, model_layout
 from megasync.preflight.memory import host_memory, server_memory
 
 
-@pytest.fixture(params=["gemma3"])
+@pytest.fixture(params=["gemma3", "qwen3_5"])
 def vision(request, make, tmp_path):
     """Makes a configuration of a model with a vision tower."""
     folder = write_model(tmp_path / "vision", MORE_MODELS[request.param])
@@ -35,7 +35,10 @@ def test_it_is_accepted(vision):
     ("overrides", "words"),
     [
         (["critic.enabled=true", "algorithm.advantage=gae"], "critic.enabled=true with model_type"),
-        (["trainer.lora.rank=4", "sync.transport=adapters"], "sync.transport=adapters with model_type"),
+        (
+            ["trainer.lora.rank=4", "trainer.lora.targets=[o_proj]", "sync.transport=adapters"],
+            "sync.transport=adapters with model_type",
+        ),
     ],
 )
 def test_what_it_cannot_be_combined_with_is_refused(vision, overrides, words):

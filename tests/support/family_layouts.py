@@ -91,6 +91,8 @@ FAMILIES = {
     "minimax_m2": LATENT_LAYOUTS,
     "gpt_oss": WHOLE_EXPERT_LAYOUTS,
     "qwen3_next": LATENT_LAYOUTS,
+    "qwen3_5_text": ONE_RANK,
+    "qwen3_5": DENSE_LAYOUTS,
 }
 
 
@@ -114,12 +116,13 @@ WHOLE_GRADIENTS = with_whole_gradients(CASES)
 
 def reference(path, rows, balance=0.0):
     """With ``balance``, the loss has that much of Switch Transformer's load-balancing loss, summed over layers."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     values = json.loads((Path(path) / "config.json").read_text())
     kind = values.pop("model_type")
     config = AutoConfig.for_model(ALIASES.get(kind, kind), **values)
-    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32, attn_implementation="eager")
+    kind = AutoModelForImageTextToText if "vision_config" in values else AutoModelForCausalLM
+    model = kind.from_pretrained(path, config=config, dtype=torch.float32, attn_implementation="eager")
     tokens = sum(len(row["response"]) for row in rows)
     logprobs, loss = [], 0.0
     for row in rows:
@@ -149,7 +152,7 @@ def switch_loss(logits, topk):
 
 
 # Hugging Face's modules that text does not reach.
-VISION = ("model.vision_tower.", "model.multi_modal_projector.")
+VISION = ("model.vision_tower.", "model.multi_modal_projector.", "model.visual.")
 
 
 def gradients(model):

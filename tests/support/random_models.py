@@ -127,27 +127,6 @@ MORE_MODELS["gemma3_text"] = {
     "rope_local_base_freq": 500.0,
     "rope_scaling": {"rope_type": "linear", "factor": 4.0},
 }
-# The same from a folder with a vision tower, with other sizes so that a key that is read from the wrong part shows.
-MORE_MODELS["gemma3"] = {
-    "model_type": "gemma3",
-    "architectures": ["Gemma3ForConditionalGeneration"],
-    "mm_tokens_per_image": 4,
-    "text_config": {
-        key: value
-        for key, value in MORE_MODELS["gemma3_text"].items()
-        if key not in ("architectures", "hidden_act", "tie_word_embeddings")
-    },
-    "vision_config": {
-        "model_type": "siglip_vision_model",
-        "hidden_size": 24,
-        "intermediate_size": 36,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 7,
-        "vision_use_head": False,
-    },
-}
 LATENTS = {
     **BASE,
     "model_type": "deepseek_v3",
@@ -294,6 +273,54 @@ MORE_MODELS["qwen3_next"] = {
     "linear_num_value_heads": 8,
     "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
+}
+# A tensor of the delta net for queries, keys and values, and one for each other section of its projection; no experts.
+MORE_MODELS["qwen3_5_text"] = {
+    key: value
+    for key, value in MORE_MODELS["qwen3_next"].items()
+    if key not in {*EXPERTS, "shared_expert_intermediate_size", "norm_topk_prob", "mlp_only_layers"}
+} | {
+    "model_type": "qwen3_5_text",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "num_hidden_layers": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0, "mrope_section": [2, 1, 1]},
+}
+# From folders with a vision tower, whose sizes differ so that a key that is read from the wrong part shows.
+MORE_MODELS["gemma3"] = {
+    "model_type": "gemma3",
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "mm_tokens_per_image": 4,
+    "text_config": {
+        key: value
+        for key, value in MORE_MODELS["gemma3_text"].items()
+        if key not in ("architectures", "hidden_act", "tie_word_embeddings")
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 24,
+        "intermediate_size": 36,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 7,
+        "vision_use_head": False,
+    },
+}
+MORE_MODELS["qwen3_5"] = {
+    "model_type": "qwen3_5",
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "tie_word_embeddings": False,
+    "text_config": {key: value for key, value in MORE_MODELS["qwen3_5_text"].items() if key != "architectures"},
+    "vision_config": {
+        "model_type": "qwen3_5",
+        "depth": 2,
+        "hidden_size": 24,
+        "intermediate_size": 36,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": 48,
+        "num_position_embeddings": 16,
+    },
 }
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from megasync.layout.families.dense import INPUT_NORM, MLP, OUTPUT, QK_NORMS, QKV_WEIGHT
 from megasync.layout.families.experts import EXPERTS, PRE_MLP_NORM, ROUTER, SHARED_EXPERT_GATE, shared_expert
 from megasync.layout.families.rules import Family, Rule, Split, Tensor
+from megasync.layout.families.vision import qwen
 
 HF, MEGATRON = "model.layers.{layer}.linear_attn", "decoder.layers.{layer}.self_attention"
 
@@ -40,6 +41,19 @@ CONVOLUTION = Rule(
 def per_head(name: str) -> Rule:
     return Rule(Split.COLUMN, (Tensor(f"{HF}.{name}", ("delta.values",)),), f"{MEGATRON}.{name}")
 
+
+# The same in a tensor for queries, keys and values, section by section, and one for each of the others.
+APART = Rule(
+    Split.SECTIONS,
+    (
+        Tensor(f"{HF}.in_proj_qkv.weight", ("delta.conv_rows", "hidden")),
+        Tensor(f"{HF}.in_proj_z.weight", ("delta.value_rows", "hidden")),
+        Tensor(f"{HF}.in_proj_b.weight", ("delta.values", "hidden")),
+        Tensor(f"{HF}.in_proj_a.weight", ("delta.values", "hidden")),
+    ),
+    IN_PROJECTION.local,
+    sections=(("delta.key_dim", "delta.key_dim", "delta.group_rows"), ("delta.group_rows",), *[("delta.group",)] * 2),
+)
 
 DELTA_NET = (
     replace(INPUT_NORM, te=f"{MEGATRON}.in_proj.layer_norm_weight"),
@@ -86,3 +100,30 @@ DELTA: dict[str, Family] = {
         zero_centered_norms=True,
     ),
 }
+DELTA["qwen3_5_text"] = Family(
+    layer=DELTA["qwen3_next"].layer,
+    delta=tuple(APART if rule is IN_PROJECTION else rule for rule in DELTA_NET),
+    dense=MLP,
+    fixed={"attention_bias": False, "attn_output_gate": True},
+    defaults={
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "partial_rotary_factor": 0.25,
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    partial_rotary="partial_rotary_factor",
+    zero_centered_norms=True,
+)
+# As published, with a vision tower.
+DELTA["qwen3_5"] = replace(DELTA["qwen3_5_text"], vision=qwen, root="model.language_model")

@@ -50,6 +50,41 @@ def siglip(vision: Mapping[str, Any], hidden: int) -> Shapes:
     }
 
 
+QWEN = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "depth": 27,
+    "in_channels": 3,
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "num_position_embeddings": 2304,
+}
+
+
+def qwen(vision: Mapping[str, Any], hidden: int) -> Shapes:
+    """Qwen3.5's tower. Raises ConfigError for sizes that are no whole numbers or do not fit the language model."""
+    if (out := vision.get("out_hidden_size")) != hidden:
+        raise ConfigError(
+            f"vision_config.out_hidden_size={out} in config.json is not the hidden_size={hidden} of the language model"
+        )
+    if vision.get("deepstack_visual_indexes"):
+        raise ConfigError("vision_config.deepstack_visual_indexes in config.json must be empty, as in Qwen3.5")
+    width, inner, depth, channels, patch, frames, merged, positions = _sizes(vision, QWEN)
+    root, wide = "model.visual", width * merged**2
+    shapes = _with_bias(f"{root}.patch_embed.proj", width, channels, frames, patch, patch)
+    shapes[f"{root}.pos_embed.weight"] = (positions, width)
+    for block in range(depth):
+        at = f"{root}.blocks.{block}"
+        shapes |= _with_bias(f"{at}.attn.qkv", 3 * width, width) | _with_bias(f"{at}.attn.proj", width, width)
+        shapes |= _with_bias(f"{at}.mlp.linear_fc1", inner, width) | _with_bias(f"{at}.mlp.linear_fc2", width, inner)
+        shapes |= _with_bias(f"{at}.norm1", width) | _with_bias(f"{at}.norm2", width)
+    shapes |= _with_bias(f"{root}.merger.linear_fc1", wide, wide) | _with_bias(
+        f"{root}.merger.linear_fc2", hidden, wide
+    )
+    return shapes | _with_bias(f"{root}.merger.norm", width)
+
+
 def _sizes(vision: Mapping[str, Any], defaults: Mapping[str, int]) -> list[int]:
     """The values of ``defaults``' keys, in their order."""
     found = {**defaults, **{key: vision[key] for key in defaults if vision.get(key) is not None}}
