@@ -17,6 +17,8 @@ from oracle import engine_oracle
 
 from megasync.config.schema import RolloutConfig
 from megasync.errors import ServerError
+from megasync.layout.families import sizes_of
+from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
 from megasync.preflight.layout_check import check_layout
 from megasync.serving.control import ServerControl
@@ -35,6 +37,7 @@ UNSCORED = {"qwen2_moe", "minimax_m2"}
 UNSERVED = {
     "gpt_oss": {"--attention-backend": "triton"},
     "qwen3_next": {"--mamba-radix-cache-strategy": "no_buffer", "--disable-overlap-schedule": True},
+    "qwen3_5": {"--mamba-radix-cache-strategy": "no_buffer", "--disable-overlap-schedule": True},
 }
 PROMPT = [5, 6, 7, 8, 250, 300]
 
@@ -154,7 +157,8 @@ def test_a_model_that_is_not_served_here_loads_what_its_trace_says(tensor_parall
     assert [answer["different"] for answer in answers] == [[]] * tensor_parallel
     assert sum(answer["loaded"] for answer in answers) == loaded
     # What trainer ranks send is what a load keeps, with experts over two ranks.
-    topology = Topology(tensor=2, pipeline=2, expert=2, expert_tensor=1)
+    experts = {"expert": 2, "expert_tensor": 1} if sizes_of(read_hf_config(path)).experts else {}
+    topology = Topology(tensor=2, pipeline=2, **experts)
     report = check_layout(path, topology, "te", "float32", 1, False, lambda dtype, specs: ranks)
     assert report.problems == () and report.wire_bytes == report.minimum_bytes
     if family == "gpt_oss":

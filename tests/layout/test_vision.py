@@ -171,6 +171,17 @@ def test_contradictions_in_config_json_are_refused(change, words):
         Layout(language_model({**MORE_MODELS["gemma3"], **change}), Topology()).frozen_tensors  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"out_hidden_size": 32}, "out_hidden_size=32"), ({"deepstack_visual_indexes": [1]}, "deepstack_visual_indexes")],
+)
+def test_towers_that_qwen3_5_does_not_have_are_refused(change, words):
+    values = MORE_MODELS["qwen3_5"]
+    values = language_model({**values, "vision_config": {**values["vision_config"], **change}})
+    with pytest.raises(ConfigError, match=words):
+        Layout(values, Topology()).frozen_tensors  # noqa: B018
+
+
 def test_block_fp8_is_refused(folder):
     layout = Layout(read_hf_config(folder), Topology())
     with pytest.raises(ConfigError, match="vision tower"):

@@ -106,10 +106,15 @@ RUNS = {
         {"tensor_parallel": 4, "pipeline_parallel": 2, "data_parallel": 8, "recompute": None},
         "0.19.2",
     ),
-    # The language model of a folder with a vision tower.
+    # Language models of folders with a vision tower.
     "gemma-3-27b": (
         "gemma_3_27b",
         {"tensor_parallel": 8, "pipeline_parallel": 2, "data_parallel": 8, "recompute": None},
+        "0.16.1",
+    ),
+    "qwen3.5-9b": (
+        "qwen3_5_9b",
+        {"tensor_parallel": 4, "pipeline_parallel": 2, "data_parallel": 8, "recompute": None},
         "0.16.1",
     ),
     "qwen3-next-80b-a3b": (
@@ -175,7 +180,7 @@ def test_shipped_configurations(path):
     assert_as_planned(config, sampled_ranks(layout_of(config)), "0.16.1")
 
 
-FULL_TIER = ("minimax-m2", "gpt-oss-120b", "gemma-3-1b", "gemma-3-27b", "qwen3-next-80b-a3b")
+FULL_TIER = ("minimax-m2", "gpt-oss-120b", "gemma-3-1b", "gemma-3-27b", "qwen3.5-9b", "qwen3-next-80b-a3b")
 # The shipped configurations have these models.
 EVERYWHERE = [
     pytest.param(name, marks=pytest.mark.matrix if name in FULL_TIER else ())

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from random_models import ALIASES
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 _SIZES = {
     "num_hidden_layers": 2,
@@ -144,6 +144,34 @@ FAMILIES |= {
         "linear_num_value_heads": 8,
         "linear_value_head_dim": 12,
     },
+    "qwen3_5": {
+        "text_config": {
+            "num_hidden_layers": 4,
+            "full_attention_interval": 4,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "linear_num_key_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_num_value_heads": 8,
+            "linear_value_head_dim": 12,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [1, 1, 0],
+                "mrope_interleaved": True,
+            },
+        },
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 40,
+            "num_heads": 2,
+            "patch_size": 4,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [],
+        },
+    },
     "gpt_oss": {
         "num_local_experts": 8,
         "num_experts_per_tok": 3,
@@ -165,6 +193,7 @@ FAMILIES |= {
 def make_model(path: Path, family: str, seed: int = 0) -> AutoModelForCausalLM:
     """The model, saved in ``path`` without a tokenizer. Norms and biases are random too, to reveal swapped tensors."""
     own = FAMILIES[family]
+    kind = AutoModelForImageTextToText if "text_config" in own else AutoModelForCausalLM
     if "text_config" in own:
         text = {key: value for key, value in _SIZES.items() if key != "tie_word_embeddings"}
         sizes = own | {"text_config": text | own["text_config"]}
@@ -172,7 +201,7 @@ def make_model(path: Path, family: str, seed: int = 0) -> AutoModelForCausalLM:
         sizes = {name: value for name, value in (_SIZES | own).items() if value is not None}
     torch.manual_seed(seed)
     config = AutoConfig.for_model(ALIASES.get(family, family), **copy.deepcopy(sizes))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = kind.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.dim() == 1:

@@ -320,6 +320,7 @@ MORE_MODELS["qwen3_5"] = {
         "patch_size": 4,
         "out_hidden_size": 48,
         "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [],
     },
 }
 

@@ -106,11 +106,6 @@ DELTA["qwen3_5_text"] = Family(
     dense=MLP,
     fixed={"attention_bias": False, "attn_output_gate": True},
     defaults={
-        "vocab_size": 248320,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 16,
         "num_key_value_heads": 4,
         "head_dim": 256,
         "max_position_embeddings": 32768,

@@ -68,8 +68,11 @@ def qwen(vision: Mapping[str, Any], hidden: int) -> Shapes:
         raise ConfigError(
             f"vision_config.out_hidden_size={out} in config.json is not the hidden_size={hidden} of the language model"
         )
-    if vision.get("deepstack_visual_indexes"):
-        raise ConfigError("vision_config.deepstack_visual_indexes in config.json must be empty, as in Qwen3.5")
+    if vision.get("deepstack_visual_indexes") != []:
+        raise ConfigError(
+            "vision_config.deepstack_visual_indexes in config.json must be [], as published: SGLang assumes other "
+            "mergers where it is missing, transformers none"
+        )
     width, inner, depth, channels, patch, frames, merged, positions = _sizes(vision, QWEN)
     root, wide = "model.visual", width * merged**2
     shapes = _with_bias(f"{root}.patch_embed.proj", width, channels, frames, patch, patch)

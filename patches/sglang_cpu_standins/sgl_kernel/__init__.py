@@ -41,3 +41,12 @@ def murmur_hash32(seed, positions, columns):
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
 _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
 _library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+
+# The module of Qwen3.5 looks for these as it is imported; without an implementation, a call is an error.
+for _name in (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
+    _library.define(f"{_name}(Tensor first) -> Tensor")
