@@ -30,13 +30,14 @@ def language_model(values: Mapping[str, Any]) -> dict[str, Any]:
     for missing keys, of which published files leave out most. Raises ConfigError for parts that contradict each other.
     """
     kind, text = values.get("model_type"), values.get("text_config")
-    if kind not in FAMILIES or FAMILIES[kind].vision is None:
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None or family.vision is None:
         return dict(values)
     for key in ("text_config", "vision_config"):
         if not isinstance(values.get(key), dict):
             raise ConfigError(f"{key}={values.get(key)!r} in config.json must be an object for model_type {kind!r}")
     stated = {key: value for key, value in cast(dict[str, Any], text).items() if value is not None}
-    whole = {**FAMILIES[kind].defaults, **values}
+    whole = {**family.defaults, **values}
     # transformers and SGLang tie by the option of the whole model.
     tied = whole.get("tie_word_embeddings", False)
     if stated.get("tie_word_embeddings", tied) != tied:
