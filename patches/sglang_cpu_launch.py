@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from megasync_patches import Patch
 from megasync_patches.sglang_cpu_block_fp8 import PATCH as BLOCK_FP8
+from megasync_patches.sglang_cpu_llama4 import PATCH as LLAMA4
 
 from megasync.importing import quick_imports
 
@@ -174,6 +175,7 @@ def main(arguments: list[str]) -> None:
 
     if not fp8._is_cpu_amx_available:
         BLOCK_FP8.apply()
+        LLAMA4.apply()
     run_server(settings)
 
 

@@ -60,6 +60,7 @@ from megasync.trainer.architecture import (
     check_context,
     check_experts,
     check_fp8,
+    chunks_of,
 )
 
 
@@ -571,6 +572,7 @@ def _check_model(config: Config, planning: bool) -> None:
     check_megatron(vars(config.trainer.megatron), latent=layout.family.latent)
     _check_experts(config.trainer, layout)
     _check_context(config, layout.hf_config.get("max_position_embeddings"), source)
+    _check_chunks(config, layout, source)
     _check_server_experts(config, layout.sizes.experts)
     _check_routing_replay(config, layout.sizes.experts, source)
     _check_server_split(config.rollout, layout.sizes, source)
@@ -700,6 +702,25 @@ def _check_context(config: Config, limit: int | None, source: Path) -> None:
         raise ConfigError(
             f"data.prompt.max_tokens={prompt} + rollout.sampling.max_new_tokens={response} exceed the model's "
             f"max_position_embeddings={limit} ({source}); lower one of them"
+        )
+
+
+def _check_chunks(config: Config, layout: Layout, source: Path) -> None:
+    """Servers compute attention in chunks like attention to all tokens, and only megasync's class loads the model."""
+    chunks = chunks_of(layout.hf_config)
+    if chunks is None:
+        return
+    if config.rollout.external:
+        raise ConfigError(
+            f"rollout.external={config.rollout.external} names servers that others have started, but SGLang's own "
+            f"class of {layout.hf_config['model_type']} ({source}) leaves experts unloaded; let megasync start servers"
+        )
+    room = config.rollout.context_length or layout.hf_config["max_position_embeddings"]
+    if room > chunks.size:
+        raise ConfigError(
+            f"rollout.context_length={config.rollout.context_length} allows {room} tokens, more than "
+            f"attention_chunk_size={chunks.size} ({source}): servers of {layout.hf_config['model_type']} do not end "
+            f"attention at a chunk, so their log-probs would differ from the trainer's; set it to at most {chunks.size}"
         )
 
 

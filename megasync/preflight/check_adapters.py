@@ -36,6 +36,11 @@ def check_served_adapters(config: Config, layout: Layout) -> None:
             "sync.transport=adapters publishes adapters alone, but trainer.lora.rank=0 trains all weights; set rank "
             "above 0, or transport=auto"
         )
+    if layout.family.chunks:
+        raise ConfigError(
+            f"sync.transport=adapters is not supported for {layout.hf_config['model_type']}, whose adapters have not "
+            f"been compared with SGLang's; set transport=auto, which merges them"
+        )
     if config.rollout.external:
         raise ConfigError(
             "sync.transport=adapters needs servers that were started for it, but rollout.external names servers that "

@@ -17,8 +17,10 @@ from megasync.config.pools import frozen_models
 from megasync.config.schema import Config, FrozenModelConfig, RewardModelConfig
 from megasync.config.server_args import OF_FROZEN_MODELS, check_server_args
 from megasync.errors import ConfigError
+from megasync.layout.families import FAMILIES
 from megasync.layout.model_files import has_tokenizer
 from megasync.serving.frozen_folder import read_frozen_model
+from megasync.trainer.architecture import chunks_of
 
 # Classes for which SGLang returns scores of a text instead of tokens.
 CLASSIFIERS = (
@@ -178,6 +180,12 @@ def _check_folder(key: str, model: FrozenModelConfig, planning: bool) -> None:
     limit = values["max_position_embeddings"]
     if (model.context_length or 0) > limit:
         raise ConfigError(f"{key}.context_length={model.context_length} exceeds the model's {limit}; lower it")
+    chunks = chunks_of(values) if values.get("model_type") in FAMILIES else None
+    if chunks and (model.context_length or limit) > chunks.size:
+        raise ConfigError(
+            f"{key}.context_length={model.context_length} allows more than attention_chunk_size={chunks.size} tokens, "
+            f"but servers of {values['model_type']} do not end attention at a chunk; set it to at most {chunks.size}"
+        )
 
 
 def _check_classifier(

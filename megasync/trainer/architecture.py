@@ -7,7 +7,7 @@ its layers compute. Options that are not listed here do not change the computati
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megasync.errors import ConfigError
 from megasync.layout.families import family_of
@@ -20,7 +20,9 @@ from megasync.layout.layout import Layout
 # Options that change the computation, and the only implemented value, which is also the default.
 FIXED = {"hidden_act": "silu", "use_sliding_window": False}
 # Kinds of attention layers in ``layer_types``.
-WINDOWED, FULL = "sliding_attention", "full_attention"
+WINDOWED, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
+# Of as many layers the last attends to all tokens, in a family whose other layers attend in chunks.
+CHUNK_PATTERN = 4
 # Kinds of rotary scaling, and the constants that each requires.
 ROPE_TYPES = {
     "default": (),
@@ -39,6 +41,7 @@ def check_architecture(hf_config: Mapping[str, Any]) -> None:
         raise ConfigError("config.json has no 'rms_norm_eps'")
     rope_parameters(hf_config)
     window_options(hf_config)
+    chunks_of(hf_config)
     family = family_of(hf_config)
     if family.local_rotary:
         rope_parameters(hf_config, windowed=True)
@@ -93,6 +96,58 @@ def window_options(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"sliding_window={window!r} in config.json must be a whole number from 1")
     # Megatron counts the tokens before the query, config.json counts its own as well.
     return {"window_size": (window - 1, 0), "window_attn_skip_freq": [int(kind == WINDOWED) for kind in kinds]}
+
+
+class Chunks(NamedTuple):
+    """Attention in chunks: a token attends to itself and the tokens before it in its chunk of the sequence.
+
+    ``size`` is the number of positions of a chunk. The layers ``full`` attend to all tokens instead: they rotate
+    nothing, and multiply queries by ``1 + scale * log(1 + floor((position + 1) / positions))`` if ``temperature`` is
+    (scale, positions) (https://arxiv.org/abs/2501.19399). ``normed``: the others normalise queries and keys.
+    """
+
+    size: int
+    full: frozenset[int]
+    normed: bool
+    temperature: tuple[float, int] | None
+
+
+def chunks_of(hf_config: Mapping[str, Any]) -> Chunks | None:
+    """How layers attend in chunks; None if the family has no such layers.
+
+    Raises ConfigError for another pattern of layers than SGLang's, and for numbers that are none.
+    """
+    family = family_of(hf_config)
+    if not family.chunks:
+        return None
+    config = {**family.defaults, **hf_config}
+    layers = range(config["num_hidden_layers"])
+    full = frozenset(layer for layer in layers if (layer + 1) % CHUNK_PATTERN == 0)
+    regular = {
+        "no_rope_layers": [int(layer not in full) for layer in layers],
+        "layer_types": [FULL if layer in full else CHUNKED for layer in layers],
+    }
+    for key, values in regular.items():
+        if config.get(key) and config[key] != values:
+            raise ConfigError(
+                f"{key}={config[key]} in config.json is not supported: SGLang rotates nothing, and attends to all "
+                f"tokens, in every {CHUNK_PATTERN}th layer and in no other"
+            )
+    interval = config.get("no_rope_layer_interval", CHUNK_PATTERN)
+    if interval != CHUNK_PATTERN and not config.get("no_rope_layers"):
+        raise ConfigError(
+            f"no_rope_layer_interval={interval} in config.json is not supported: SGLang assumes {CHUNK_PATTERN}"
+        )
+    for key in ("attention_chunk_size", "floor_scale"):
+        if type(config[key]) is not int or config[key] < 1:
+            raise ConfigError(f"{key}={config[key]!r} in config.json must be a whole number from 1")
+    tuned = config["attn_temperature_tuning"]
+    return Chunks(
+        size=config["attention_chunk_size"],
+        full=full,
+        normed=bool(config["use_qk_norm"]),
+        temperature=(config["attn_scale"], config["floor_scale"]) if tuned else None,
+    )
 
 
 def rope_parameters(hf_config: Mapping[str, Any], *, windowed: bool = False) -> dict[str, Any]:
@@ -155,6 +210,11 @@ def check_context(layout: Layout, trainer: TrainerConfig, dtype: str) -> None:
         )
     if layout.spec != "te":
         return
+    if layout.family.chunks:
+        raise ConfigError(
+            f"trainer.context_parallel={ranks} on GPUs does not compute the attention in chunks of "
+            f"{layout.hf_config['model_type']}; set it to 1"
+        )
     if dtype == "float32":
         raise ConfigError(
             f"trainer.context_parallel={ranks} on GPUs requires model.dtype=bfloat16: Transformer Engine has no "

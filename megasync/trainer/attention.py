@@ -5,7 +5,8 @@ and computed by one call of torch's scaled dot product attention. Padding follow
 hides it. Moving tokens into rectangles and back is a gather in both directions of autograd, because every token has
 exactly one place in one rectangle (`AttentionPlan.place`, `AttentionPlan.token`).
 
-A layer may have a sliding window, which ends as many tokens before a query, and sinks (`attention_sinks`).
+A layer may have a sliding window, which ends as many tokens before a query, or chunks, of which a query sees its own up
+to itself, and sinks (`attention_sinks`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from megasync.trainer.attention_mask import visible
 from megasync.trainer.attention_sinks import with_sinks
 from megasync.trainer.context import ContextPlan, context_attention
 
@@ -79,7 +81,7 @@ class AttentionPlan:
     rectangles: tuple[Rectangle, ...]
     token: torch.Tensor
     place: torch.Tensor
-    _masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int, int | None, int | None], torch.Tensor] = field(default_factory=dict)
 
     def spread(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """From [tokens, ...], one [batch, length, ...] per rectangle, with zeros at padding."""
@@ -91,29 +93,28 @@ class AttentionPlan:
         """The inverse of `spread`."""
         return _Take.apply(torch.cat([part.flatten(0, 1) for part in parts]), self.place, self.token)
 
-    def mask(self, index: int, window: int | None) -> torch.Tensor:
+    def mask(self, index: int, window: int | None, chunk: int | None) -> torch.Tensor:
         """Where the queries of a rectangle may attend, bool [batch or 1, 1, length, prompt length + length].
 
         A query attends to itself and what precedes it in its prompt and its segment; with a window, to the last
-        ``window`` of these tokens. Computed at the first call, for all layers.
+        ``window`` of these tokens; with chunks, to those in its own ``chunk`` positions of the sequence. Computed at
+        the first call, for all layers.
         """
-        if (index, window) not in self._masks:
-            self._masks[index, window] = self._mask(self.rectangles[index], window)
-        return self._masks[index, window]
+        if (index, window, chunk) not in self._masks:
+            self._masks[index, window, chunk] = self._mask(self.rectangles[index], window, chunk)
+        return self._masks[index, window, chunk]
 
-    def _mask(self, rectangle: Rectangle, window: int | None) -> torch.Tensor:
-        length, device = rectangle.length, self.token.device
-        own = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-        own = own if window is None else own.triu(1 - window)
+    def _mask(self, rectangle: Rectangle, window: int | None, chunk: int | None) -> torch.Tensor:
+        device = self.token.device
+        steps = torch.arange(rectangle.length, device=device)
         prefixes = rectangle.prefixes
         if prefixes is None:
-            return own[None, None]
+            return visible(steps, steps, window, chunk)[None, None]
         prompt = torch.arange(self.rectangles[prefixes.source].length, device=device)
-        lengths = prefixes.lengths[:, None, None]
-        seen = (prompt < lengths).expand(-1, length, -1)
-        if window is not None:
-            seen = seen & (lengths + torch.arange(length, device=device)[:, None] - prompt < window)
-        return torch.cat((seen, own.expand(rectangle.batch, -1, -1)), dim=-1)[:, None]
+        lengths = prefixes.lengths[:, None]
+        queries = lengths + steps
+        seen = visible(queries, prompt, window, chunk) & (prompt < lengths)[:, None]
+        return torch.cat((seen, visible(queries, queries, window, chunk)), dim=-1)[:, None]
 
 
 def plan_attention(segments: Sequence[Segment], device: torch.device) -> AttentionPlan:
@@ -186,6 +187,7 @@ def packed_attention(
     scale: float | None = None,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """Attention of packed tokens.
 
@@ -196,6 +198,7 @@ def packed_attention(
         scale: of the scores; dim ** -0.5 by default.
         window: the number of tokens that a query attends to, its own included; None for all.
         sinks: [heads].
+        chunk: the number of positions of a chunk, outside of which a query attends to nothing; None for no chunks.
 
     Returns:
         [tokens, heads, value dim].
@@ -208,12 +211,12 @@ def packed_attention(
         if prefixes := rectangle.prefixes:
             k = torch.cat((keys[prefixes.source].index_select(0, prefixes.rows), k), dim=2)
             v = torch.cat((values[prefixes.source].index_select(0, prefixes.rows), v), dim=2)
-        needed = window if window is not None and window < k.shape[2] else None
+        limits = [limit if limit is not None and limit < k.shape[2] else None for limit in (window, chunk)]
         mask = None
         if sinks is not None:
-            q, k, v, mask = with_sinks(q, k, v, plan.mask(index, needed), sinks / softmax_scale)
-        elif prefixes or needed:
-            mask = plan.mask(index, needed)
+            q, k, v, mask = with_sinks(q, k, v, plan.mask(index, *limits), sinks / softmax_scale)
+        elif prefixes or any(limits):
+            mask = plan.mask(index, *limits)
         plain = q.device.type == "cpu" and q.dtype != torch.float32 and q.shape[2] * k.shape[2] <= FEW_SCORES
         if plain:
             out = _plain_attention(q, k, v, mask, softmax_scale)
@@ -243,7 +246,10 @@ class TreeAttention(torch.nn.Module):
     """The ``core_attention`` of a Megatron layer spec; `PackedTokens.plan` determines which tokens attend to which.
 
     A layer's window and sinks are those of Megatron's configuration; each tensor rank has the sinks of its own heads.
+    A subclass may have chunks (`chunked_attention`).
     """
+
+    chunk: int | None = None
 
     def __init__(
         self,
@@ -281,8 +287,7 @@ class TreeAttention(torch.nn.Module):
         **_: Any,
     ) -> torch.Tensor:
         plan = packed_seq_params.plan
+        limits = {"window": self._window, "chunk": self.chunk, "sinks": self.softmax_offset}
         if isinstance(plan, ContextPlan):
-            return context_attention(
-                query, key, value, plan, self._scale, self._context, self._window, self.softmax_offset
-            )
-        return packed_attention(query, key, value, plan, self._scale, self._window, self.softmax_offset)
+            return context_attention(query, key, value, plan, self._scale, self._context, **limits)
+        return packed_attention(query, key, value, plan, self._scale, **limits)

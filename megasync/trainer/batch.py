@@ -69,8 +69,9 @@ class PackedTokens(PackedSeqParams):
 
     ``rows`` [own targets] are the positions among this rank's tokens whose hidden states predict targets. ``positions``
     [tokens] are the positions of tokens in their sequences; None if ``cu_seqlens`` tell them. ``plan`` says how to
-    attend; None for Transformer Engine, which uses ``cu_seqlens``. ``sequences`` is a plan of those sequences, and
-    ``context`` their split over ranks, made by the first layer that needs them.
+    attend; None for Transformer Engine, which uses ``cu_seqlens``. ``sequences`` is a plan of those sequences,
+    ``context`` their split over ranks, and ``chunks`` has their chunks as sequences, made by the first layer that needs
+    them.
     """
 
     rows: torch.Tensor | None = None
@@ -78,6 +79,7 @@ class PackedTokens(PackedSeqParams):
     plan: AttentionPlan | ContextPlan | None = None
     sequences: AttentionPlan | None = None
     context: ContextPlan | None = None
+    chunks: PackedTokens | None = None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch.nn.functional import scaled_dot_product_attention
 
+from megasync.trainer.attention_mask import visible
 from megasync.trainer.attention_sinks import with_sinks
 from megasync.trainer.packing import Ints
 
@@ -65,6 +66,7 @@ def context_attention(
     group: dist.ProcessGroup | None,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of this rank's queries to the keys of all ranks; a collective, also in the backward pass.
 
@@ -76,6 +78,7 @@ def context_attention(
         group: the context-parallel ranks.
         window: the number of tokens that a query attends to, its own included; None for all.
         sinks: [heads]; see `attention_sinks`.
+        chunk: the number of positions of a chunk, outside of which a query attends to nothing; None for no chunks.
 
     Returns:
         [tokens of this rank, heads, value dim].
@@ -87,14 +90,14 @@ def context_attention(
     parts, start = [], 0
     for length, mine in zip(plan.lengths, queries, strict=True):
         size = length // (2 * plan.ranks)
-        for chunk, part in zip((plan.rank, 2 * plan.ranks - 1 - plan.rank), mine.split(size), strict=True):
-            first = 0 if window is None else max(0, chunk * size - window + 1)
-            seen = slice(start + first, start + (chunk + 1) * size)
+        for share, part in zip((plan.rank, 2 * plan.ranks - 1 - plan.rank), mine.split(size), strict=True):
+            own, end = share * size, (share + 1) * size
+            first = 0 if window is None else max(0, own - window + 1)
+            first = first if chunk is None else max(first, own // chunk * chunk)
+            seen = slice(start + first, start + end)
             q, k, v = (each.transpose(0, 1)[None] for each in (part, keys[seen], values[seen]))
-            # The diagonal on which a query meets its own key.
-            own = chunk * size - first
-            mask = torch.ones(size, k.shape[2], dtype=torch.bool, device=q.device).tril(own)
-            mask = mask if window is None else mask.triu(own - window + 1)
+            places = torch.arange(first, end, device=q.device)
+            mask = visible(places[own - first :], places, window, chunk)
             if sinks is not None:
                 q, k, v, mask = with_sinks(q, k, v, mask, sinks / softmax_scale)
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=softmax_scale, enable_gqa=True)

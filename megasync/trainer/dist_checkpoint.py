@@ -98,9 +98,10 @@ def _zeros(layout: Layout, rank: int, dtype: torch.dtype) -> dict[str, torch.Ten
 
 def _check_family(layout: Layout) -> None:
     family, kind = layout.family, layout.hf_config["model_type"]
-    if family.latent or family.clamped or family.norms_all_heads or family.norms_outputs or family.delta:
+    differs = family.latent or family.clamped or family.norms_all_heads or family.norms_outputs or family.delta
+    if differs or family.chunks:
         raise ConfigError(
-            f"models of type {kind} have parameters here that Megatron's own layers name or order otherwise, so they "
+            f"models of type {kind} have parts here that Megatron's own layers lack, name or order otherwise, so they "
             "cannot be converted; use a Hugging Face folder (`megasync export`) and Megatron Bridge"
         )
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from megasync.layout.layout import Layout
-from megasync.trainer.architecture import window_options
+from megasync.trainer.architecture import chunks_of, window_options
 from megasync.trainer.packing import Ints, Lengths, Packing
 
 # Forward and backward of all weights. With adapters the gradients of the frozen weights are not computed.
@@ -79,14 +79,20 @@ class Work:
     def tokens(self) -> int:
         return int(self.roots.sum() + (self.ends - self.starts).sum())
 
-    def pairs(self, window: int | None = None) -> int:
-        """Query-key pairs of causal attention in which a query sees itself and at most ``window`` - 1 tokens before."""
-        own = _pairs(self.ends, window) - _pairs(self.starts, window)
-        return int(_pairs(self.roots, window).sum() + own.sum())
+    def pairs(self, window: int | None = None, chunk: int | None = None) -> int:
+        """Query-key pairs of causal attention.
+
+        A query sees itself and at most ``window`` - 1 tokens before, or those before it in its ``chunk`` positions.
+        """
+        own = _pairs(self.ends, window, chunk) - _pairs(self.starts, window, chunk)
+        return int(_pairs(self.roots, window, chunk).sum() + own.sum())
 
 
-def _pairs(lengths: Ints, window: int | None) -> Ints:
+def _pairs(lengths: Ints, window: int | None, chunk: int | None) -> Ints:
     """Those of whole sequences."""
+    if chunk is not None:
+        rest = lengths % chunk
+        return lengths // chunk * (chunk * (chunk + 1) // 2) + rest * (rest + 1) // 2
     short = lengths if window is None else np.minimum(lengths, window)
     return short * (short + 1) // 2 + (lengths - short) * short
 
@@ -95,15 +101,16 @@ def _pairs(lengths: Ints, window: int | None) -> Ints:
 class ModelFlops:
     """The operations of one forward pass: of each token, of each target, and of each pair in each attention layer.
 
-    ``full`` layers attend to all tokens, ``windowed`` ones to ``window``.
+    ``full`` layers attend to all tokens, ``limited`` ones to those in a ``window`` or a ``chunk``.
     """
 
     token: float
     target: float
     pair: float
     full: int
-    windowed: int = 0
+    limited: int = 0
     window: int | None = None
+    chunk: int | None = None
 
     @classmethod
     def of(cls, layout: Layout, hf_config: Mapping[str, Any]) -> ModelFlops:
@@ -119,20 +126,22 @@ class ModelFlops:
         # A state of each value head is read, corrected, and read again (Yang et al. 2024, "Gated Delta Networks").
         state = 3 * delta.values * delta.key_dim * delta.value_dim * len(sizes.delta_layers) if delta else 0
         value_dim = sizes.value_dim or sizes.head_dim
-        options = window_options(hf_config)
-        windowed = sum(options["window_attn_skip_freq"]) if options else 0
+        options, chunks = window_options(hf_config), chunks_of(hf_config)
+        limited = sum(options["window_attn_skip_freq"]) if options else 0
+        limited = sizes.layers - len(chunks.full) if chunks else limited
         return cls(
             token=2.0 * (weights + state),
             target=2.0 * sizes.hidden * (1 if layout.value_head else sizes.vocab),
             pair=2.0 * sizes.heads * (sizes.head_dim + value_dim),
-            full=sizes.layers - len(sizes.delta_layers) - windowed,
-            windowed=windowed,
+            full=sizes.layers - len(sizes.delta_layers) - limited,
+            limited=limited,
             window=options["window_size"][0] + 1 if options else None,
+            chunk=chunks.size if chunks else None,
         )
 
     def forward(self, work: Work) -> float:
         """Operations of a forward pass on all ranks together."""
         pairs = self.full * work.pairs()
-        if self.windowed:
-            pairs += self.windowed * work.pairs(self.window)
+        if self.limited:
+            pairs += self.limited * work.pairs(self.window, self.chunk)
         return self.token * work.tokens + self.target * work.targets + self.pair * pairs

@@ -1,6 +1,7 @@
-"""Norms of queries and keys over all heads together, which tensor ranks share (MiniMax-M2).
+"""Norms of queries and keys that Megatron lacks or computes otherwise.
 
-Each rank has the channels of its own heads and the weights for them; the mean of squares is that of all ranks.
+Those over all heads together (MiniMax-M2) are shared by tensor ranks: each has the channels of its own heads and the
+weights for them, and the mean of squares is that of all ranks. Those without weights (Llama 4) are per head.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import rms_norm
 
 
 class _AllHeadsNorm(torch.nn.Module):
@@ -38,6 +40,18 @@ class _AllHeadsNorm(torch.nn.Module):
             squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
         normed = channels * torch.rsqrt(squares / self._width + self._eps)
         return (normed.to(heads.dtype) * self.weight).view_as(heads)
+
+
+class UnweightedNorm(torch.nn.Module):
+    """RMSNorm of each head without weights, with Megatron's constructor. Megatron's own is compiled."""
+
+    def __init__(self, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self._eps = eps
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """``heads`` [..., channels], normalised in float32."""
+        return rms_norm(heads, heads.shape[-1:], eps=self._eps)
 
 
 class AllQueriesNorm(_AllHeadsNorm):

@@ -21,10 +21,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megasync.layout.layout import Layout
+from megasync.trainer.architecture import Chunks, chunks_of
 from megasync.trainer.attention import TreeAttention
+from megasync.trainer.chunked_attention import core_attention
 from megasync.trainer.gated_attention import GatedAttention
 from megasync.trainer.gated_delta_net import DeltaNetSubmodules, GatedDeltaNet
-from megasync.trainer.head_norms import AllKeysNorm, AllQueriesNorm
+from megasync.trainer.head_norms import AllKeysNorm, AllQueriesNorm, UnweightedNorm
 from megasync.trainer.latent_attention import LatentAttention
 from megasync.trainer.routing import PolicyRouter
 from megasync.trainer.windowed_rotary import WindowedRotaryAttention
@@ -100,8 +102,10 @@ def chunk_specs(
     config: TransformerConfig, layout: Layout, layers: range, flavour: str, rope: Mapping[str, Any]
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """The specs of a chunk's ``layers`` (global indices); ``rope`` comes from `architecture.rope_parameters`."""
-    kinds = [(layer in layout.sizes.sparse_layers, layer in layout.sizes.delta_layers) for layer in layers]
-    specs = {kind: _layer_spec(config, layout, *kind, flavour, rope) for kind in set(kinds)}
+    sizes, chunks = layout.sizes, chunks_of(layout.hf_config)
+    full = chunks.full if chunks else frozenset[int]()
+    kinds = [(layer in sizes.sparse_layers, layer in sizes.delta_layers, layer in full) for layer in layers]
+    specs = {kind: _layer_spec(config, layout, *kind, chunks, flavour, rope) for kind in set(kinds)}
     # Megatron accepts a class here, although it does not declare so.
     return TransformerBlockSubmodules([specs[kind] for kind in kinds], _norm(flavour))  # pyright: ignore[reportArgumentType]
 
@@ -116,8 +120,16 @@ def _norm(flavour: str) -> Any:
 
 
 def _layer_spec(
-    config: TransformerConfig, layout: Layout, sparse: bool, delta: bool, flavour: str, rope: Mapping[str, Any]
+    config: TransformerConfig,
+    layout: Layout,
+    sparse: bool,
+    delta: bool,
+    whole: bool,
+    chunks: Chunks | None,
+    flavour: str,
+    rope: Mapping[str, Any],
 ) -> ModuleSpec:
+    """That of a kind of layer. ``whole``: it attends to all tokens where others do in ``chunks``."""
     experts = config.num_moe_experts if sparse else None
     if flavour == "te":
         spec = get_gpt_layer_with_transformer_engine_spec(
@@ -141,6 +153,11 @@ def _layer_spec(
         layer.self_attention.module = GatedAttention
     elif layout.family.local_rotary:
         layer.self_attention.module = WindowedRotaryAttention
+    elif chunks:
+        attention = layer.self_attention.submodules
+        attention.core_attention = core_attention(attention.core_attention, chunks, whole)
+        normed = chunks.normed and not whole
+        attention.q_layernorm = attention.k_layernorm = UnweightedNorm if normed else IdentityOp
     elif layout.family.norms_all_heads:
         attention = layer.self_attention.submodules
         attention.q_layernorm, attention.k_layernorm = AllQueriesNorm, AllKeysNorm

@@ -27,7 +27,7 @@ from megasync.device import Device
 from megasync.errors import ConfigError
 from megasync.layout.families.value_head import BIAS, WEIGHT
 from megasync.layout.layout import Layout
-from megasync.trainer.architecture import rope_parameters, window_options
+from megasync.trainer.architecture import chunks_of, rope_parameters, window_options
 from megasync.trainer.batch import PackedTokens
 from megasync.trainer.latent_attention import latent_options
 from megasync.trainer.layer_specs import chunk_specs
@@ -237,6 +237,7 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
         gated_linear_unit=True,
         **_activation_options(layout, fused=fused),
         **window_options(layout.hf_config),
+        **_chunk_options(layout),
         softmax_type="learnable" if layout.family.has_sinks else "vanilla",
         softmax_scale=_softmax_scale(layout),
         add_bias_linear=any(name.endswith("linear_proj.bias") for name in rules),
@@ -337,6 +338,14 @@ def _softmax_scale(layout: Layout) -> float | None:
     if layout.family.latent or "yarn" not in layout.family.rope_types:
         return None
     return attention_factor(rope_parameters(layout.hf_config)) ** 2 * layout.sizes.head_dim**-0.5
+
+
+def _chunk_options(layout: Layout) -> dict[str, Any]:
+    chunks = chunks_of(layout.hf_config)
+    if chunks is None:
+        return {}
+    unrotated = [int(layer in chunks.full) for layer in range(layout.sizes.layers)]
+    return {"no_rope_freq": unrotated, "qk_l2_norm": chunks.normed}
 
 
 def _recompute_options(trainer: TrainerConfig) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from megasync.layout.layout import Layout
 def score_options(layout: Layout) -> dict[str, Any]:
     """Fields of Megatron's ``TransformerConfig`` that define how logits become chosen experts and their weights."""
     config = {**layout.family.defaults, **layout.hf_config}
+    if layout.family.scales_expert_inputs:
+        return {"moe_router_score_function": "sigmoid", "moe_apply_probs_on_input": True}
     if not layout.family.has_router_bias:
         # A softmax over all experts, renormalised over the chosen ones, is a softmax over the chosen ones.
         return {"moe_router_pre_softmax": not config.get("norm_topk_prob", False)}

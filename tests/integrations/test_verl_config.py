@@ -167,6 +167,14 @@ def test_another_version_of_verl_is_refused(monkeypatch):
         verl_versions.check_version()
 
 
+def test_a_model_that_verls_servers_cannot_load_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]})
+    )
+    with pytest.raises(ConfigError, match="not supported under verl: .* leaves the experts of this model unloaded"):
+        to_model(hf_model(str(tmp_path)), MegasyncEngineConfig())
+
+
 def test_a_model_in_fp8_is_refused_because_verls_servers_would_keep_it_quantized(model, tmp_path):
     path = Path(shutil.copytree(model, tmp_path / "fp8")) / "config.json"
     stated = {"quant_method": "fp8", "weight_block_size": [128, 128]}

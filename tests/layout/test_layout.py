@@ -77,6 +77,14 @@ def cases(draw):
     elif kind == "gpt_oss":
         yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
         config |= {"num_local_experts": 4, "rope_scaling": yarn, "rope_theta": 10000.0}
+    elif kind == "llama4_text":
+        config |= {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size": 8,
+            "intermediate_size_mlp": 4 * draw(st.integers(1, 5)),
+            "interleave_moe_layer_step": draw(st.sampled_from([1, 2])),
+        }
     elif FAMILIES[kind].sparse and kind not in LATENT:
         config |= {
             "num_experts": 4,
@@ -133,7 +141,7 @@ def expected_shard(item, whole, layout, rank):
         part, parts = topology.expert_coords(rank).etp, topology.expert_tensor_size
     tensors = [whole[name] for name, _ in item.tensors]
     if item.stacked is not None:
-        return tensors[0][item.stacked].t()
+        tensors = [tensors[0][item.stacked].t()]
     match item.split:
         case Split.REPLICATED:
             return tensors[0]

@@ -68,7 +68,14 @@ def test_hugging_face_has_a_token_classifier_of_every_other_family():
     from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES as classifiers
 
     plain = {kind for kind, family in FAMILIES.items() if family.vision is None}
-    assert plain - set(classifiers) == {"gemma3_text", "glm4_moe", "kimi_k2", "minimax_m2", "qwen3_5_text"}
+    assert plain - set(classifiers) == {
+        "gemma3_text",
+        "glm4_moe",
+        "kimi_k2",
+        "llama4_text",
+        "minimax_m2",
+        "qwen3_5_text",
+    }
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "glm4", "qwen2_moe", "qwen3_moe"])

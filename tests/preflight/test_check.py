@@ -529,6 +529,32 @@ def test_adapters_of_held_out_sets_must_fit_those_of_the_policy(make, tmp_path, 
     assert all(part in message for part in ["eval.sets.old.adapter", *parts]), message
 
 
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ([], ["context_length=None allows 2048 tokens", "attention_chunk_size=1536", "at most 1536"]),
+        (["rollout.context_length=1537"], ["context_length=1537", "attention_chunk_size=1536"]),
+        (["rollout.external=[http://127.0.0.1:9]", "rollout.servers=1"], ["rollout.external", "leaves experts unload"]),
+        (
+            ["rollout.context_length=1536", "sync.transport=adapters", "trainer.lora.rank=4"],
+            ["sync.transport=adapters is not supported for llama4_text", "transport=auto"],
+        ),
+    ],
+)
+def test_what_servers_do_not_compute_of_llama_4_is_refused(make, model, overrides, parts):
+    values = json.loads((model / "config.json").read_text()) | {
+        "model_type": "llama4_text",
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 96,
+        "attention_chunk_size": 1536,
+        "rope_theta": 1e4,
+    }
+    (model / "config.json").write_text(json.dumps(values))
+    check_config(make("rollout.context_length=1536"))
+    message = refused(make(*overrides))
+    assert all(part in message for part in parts), message
+
+
 def test_adapters_that_servers_on_a_cpu_would_pad_are_refused(make, model):
     values = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(values | {"intermediate_size": 48}))

@@ -167,6 +167,15 @@ def test_a_contradiction_is_refused_with_its_keys(judged, overrides, named):
         assert part in str(caught.value)
 
 
+def test_a_model_whose_servers_do_not_end_attention_at_a_chunk_is_refused(judged, tmp_path):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 4096}
+    kind = {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"], "attention_chunk_size": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | kind))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="judge.context_length=None allows more than attention_chunk_size=1024"):
+        check_config(judged(f"reward_models.judge.path={tmp_path}"))
+
+
 def test_a_plan_does_not_need_the_folder_of_a_reward_model(judged):
     config = judged("reward_models.judge.path=/absent")
     check_config(config, planning=True)

@@ -129,6 +129,19 @@ RUNS = {
         },
         "0.19.2",
     ),
+    # Experts in tensors of all experts that two ranks share.
+    "llama-4-scout": (
+        "llama_4_scout_text",
+        {
+            "tensor_parallel": 4,
+            "pipeline_parallel": 4,
+            "data_parallel": 8,
+            "expert_parallel": 16,
+            "expert_tensor_parallel": 2,
+            "recompute": None,
+        },
+        "0.19.2",
+    ),
     # Experts that two ranks share.
     "kimi-k2": (
         "kimi_k2",
@@ -180,7 +193,15 @@ def test_shipped_configurations(path):
     assert_as_planned(config, sampled_ranks(layout_of(config)), "0.16.1")
 
 
-FULL_TIER = ("minimax-m2", "gpt-oss-120b", "gemma-3-1b", "gemma-3-27b", "qwen3.5-9b", "qwen3-next-80b-a3b")
+FULL_TIER = (
+    "minimax-m2",
+    "gpt-oss-120b",
+    "gemma-3-1b",
+    "gemma-3-27b",
+    "qwen3.5-9b",
+    "qwen3-next-80b-a3b",
+    "llama-4-scout",
+)
 # The shipped configurations have these models.
 EVERYWHERE = [
     pytest.param(name, marks=pytest.mark.matrix if name in FULL_TIER else ())

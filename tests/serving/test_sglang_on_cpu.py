@@ -38,7 +38,8 @@ from megasync.importing import quick_imports
 with quick_imports():
     from sglang.srt.arg_groups.choices import DETERMINISTIC_ATTENTION_BACKEND_CHOICES as backends
     from sglang.srt.entrypoints import engine, http_server
-    from sglang.srt.models import qwen2_classification, qwen3_classification
+    from sglang.srt.layers.moe import fused_moe_native
+    from sglang.srt.models import llama4, qwen2_classification, qwen3_classification
     from sglang.srt.models.deepseek_common import attention_backend_handler as latent
     from sglang.srt.models.registry import ModelRegistry
     import sglang.srt.batch_invariant_ops as batch_invariant_ops
@@ -56,6 +57,14 @@ assert "/freeze_gc" in inspect.getsource(http_server._freeze_gc_after_server_war
 for module in (qwen2_classification, qwen3_classification):
     # A head with a bias, which Hugging Face's classifiers of these families lack (megasync_patches.sglang_score_bias).
     assert "self.score = nn.Linear(config.hidden_size, config.num_labels)\\n" in inspect.getsource(module)
+# Of Llama 4 rotated queries and keys are dropped unless they are rotated in place, and experts are refused
+# (megasync_patches.sglang_cpu_llama4). Its language model alone rotates halves of heads and has no loader of experts
+# (megasync.serving.sglang_models.llama4).
+attention = inspect.getsource(llama4.Llama4Attention)
+assert "q_out_unused, k_out_unused" in attention and ".bfloat16()" in attention and "is_neox_style = True" in attention
+assert "if moe_runner_config.apply_router_weight_on_input:\\n        raise" in inspect.getsource(fused_moe_native)
+assert "load_weights" not in vars(llama4.Llama4ForCausalLM)
+assert "experts" not in inspect.getsource(llama4.Llama4ForCausalLM._legacy_load_weights)
 try:
     batch_invariant_ops.enable_batch_invariant_mode()
 except RuntimeError as error:

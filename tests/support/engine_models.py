@@ -172,6 +172,26 @@ FAMILIES |= {
             "deepstack_visual_indexes": [],
         },
     },
+    # One layer of four attends to all tokens, with larger scores from position 2 on. Chunks are as long as the context:
+    # SGLang's class of the language model alone has none.
+    "llama4_text": {
+        "num_hidden_layers": 4,
+        "intermediate_size": 24,
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 1024,
+        "attn_scale": 0.3,
+        "floor_scale": 2,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "gpt_oss": {
         "num_local_experts": 8,
         "num_experts_per_tok": 3,

@@ -93,6 +93,8 @@ FAMILIES = {
     "qwen3_next": LATENT_LAYOUTS,
     "qwen3_5_text": ONE_RANK,
     "qwen3_5": DENSE_LAYOUTS,
+    "llama4_text": LATENT_LAYOUTS,
+    "llama4_text_plain": ONE_RANK,
 }
 
 
@@ -173,7 +175,7 @@ def gradients(model):
 
 def _split_experts(model):
     for name, parameter in model.named_parameters():
-        if model.config.model_type == "gpt_oss":
+        if model.config.model_type in ("gpt_oss", "llama4_text"):
             yield name, parameter.grad
         elif name.endswith("experts.gate_up_proj"):
             for expert, grad in enumerate(parameter.grad):

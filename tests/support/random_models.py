@@ -253,6 +253,36 @@ MORE_MODELS["gpt_oss"] = {
         "truncate": False,
     },
 }
+# Chunks in three layers of four, the last of which attends to all tokens and makes scores larger from position 5 on;
+# experts in every other layer.
+MORE_MODELS["llama4_text"] = {
+    **BASE,
+    "model_type": "llama4_text",
+    "architectures": ["Llama4ForCausalLM"],
+    "num_hidden_layers": 4,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "use_qk_norm": True,
+    "attention_chunk_size": 6,
+    "attn_temperature_tuning": True,
+    "attn_scale": 0.3,
+    "floor_scale": 5,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+# Without norms of queries and keys, temperature and scaled angles; experts in every layer, and a tied embedding.
+MORE_MODELS["llama4_text_plain"] = {
+    **MORE_MODELS["llama4_text"],
+    "interleave_moe_layer_step": 1,
+    "use_qk_norm": False,
+    "attn_temperature_tuning": False,
+    "tie_word_embeddings": True,
+}
+MORE_MODELS["llama4_text"]["rope_scaling"] = MODELS["llama"]["rope_scaling"]
 
 # Three layers with a gated delta net, one with gated attention; two value heads for each key head, and experts. Where a
 # head reads next to nothing from its state, its norm with a smaller epsilon would enlarge rounding errors.

@@ -68,6 +68,8 @@ FAMILIES = {
     "minimax_m2": EXPERT_LAYOUTS,
     "gpt_oss": EXPERT_LAYOUTS,
     "qwen3_next": EXPERT_LAYOUTS,
+    # All but its experts, which are in tensors of all of them.
+    "llama4_text": {1: {"one": {}}, 2: {"tp2-ep2-etp1": EXPERT_LAYOUTS[2]["tp2-ep2-etp1"]}},
 }
 CASES = cases_of(FAMILIES)
 WHOLE_GRADIENTS = with_whole_gradients(CASES)

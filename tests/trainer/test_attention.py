@@ -16,7 +16,7 @@ from megasync.trainer.packing import Microbatch, plan_packing
 CPU = torch.device("cpu")
 
 
-def dense(query, key, value, sinks, segments, window):
+def dense(query, key, value, sinks, segments, window, chunk=None):
     """The plain formula with a [tokens, tokens] mask, and without sinks if they are None."""
     tokens, heads, dim = query.shape
     positions = torch.cat(
@@ -34,6 +34,8 @@ def dense(query, key, value, sinks, segments, window):
             mask[own, root.start : root.start + root.length] = True
     if window is not None:
         mask &= positions[:, None] - positions < window
+    if chunk is not None:
+        mask &= positions[:, None] // chunk == positions // chunk
     repeat = heads // key.shape[1]
     scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(repeat, 1)) * dim**-0.5
     weights = scores.masked_fill(~mask, -torch.inf).exp()
@@ -63,15 +65,15 @@ def inputs(segments, dtype):
     return tensors, torch.randn(tokens, 6, 8, generator=generator)
 
 
-def differences(segments, dtype, window=None, with_sinks=False):
+def differences(segments, dtype, window=None, with_sinks=False, chunk=None):
     """Largest difference of the outputs, and of each input's gradient."""
     tensors, weight = inputs(segments, dtype)
     inner = tensors if with_sinks else tensors[:3]
     sinks = tensors[3] if with_sinks else None
-    out = packed_attention(*tensors[:3], plan_attention(segments, CPU), window=window, sinks=sinks)
+    out = packed_attention(*tensors[:3], plan_attention(segments, CPU), window=window, sinks=sinks, chunk=chunk)
     grads = torch.autograd.grad((out * weight).sum(), inner)
     wide = [tensor.detach().float().requires_grad_() for tensor in inner]
-    expected = dense(*wide, *(() if with_sinks else (None,)), segments, window)
+    expected = dense(*wide, *(() if with_sinks else (None,)), segments, window, chunk)
     expected_grads = torch.autograd.grad((expected * weight).sum(), wide)
     pairs = zip((out, *grads), (expected, *expected_grads), strict=True)
     return [((a.float() - b).abs().max() / b.abs().max().clamp(min=1.0)).item() for a, b in pairs]
@@ -93,6 +95,13 @@ def test_bfloat16_equals_dense_attention_to_its_precision(segments):
 @settings(max_examples=30)
 def test_windows_and_sinks_are_those_of_dense_attention(segments, window, with_sinks):
     assert max(differences(segments, torch.float32, window, with_sinks)) < 1e-5
+
+
+@given(forests(), st.sampled_from([1, 2, 7, 40, 200]), st.sampled_from([torch.float32, torch.bfloat16]))
+@settings(max_examples=20)
+def test_chunks_are_those_of_dense_attention(segments, chunk, dtype):
+    """Also where a response begins in the middle of a chunk, and its prompt ends in an earlier one."""
+    assert max(differences(segments, dtype, chunk=chunk)) < (1e-5 if dtype == torch.float32 else 0.03)
 
 
 @given(forests(), st.sampled_from([None, 7, 40]))
@@ -133,11 +142,14 @@ def test_layers_have_the_windows_and_sinks_of_megatrons_configuration(window_siz
         torch.testing.assert_close(out, dense(*tensors, sinks, segments, window), atol=1e-5, rtol=0)
 
 
+LIMITS = [(None, None), (1, None), (5, None), (16, None), (100, None), (None, 1), (None, 5)]
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("window", [None, 1, 5, 16, 100])
+@pytest.mark.parametrize(("window", "chunk"), LIMITS)
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_ranks_that_share_sequences_have_the_windows_and_sinks_of_dense_attention(
-    monkeypatch, ranks, window, with_sinks
+def test_ranks_that_share_sequences_have_the_windows_chunks_and_sinks_of_dense_attention(
+    monkeypatch, ranks, window, chunk, with_sinks
 ):
     """All ranks in one process, which have gathered the keys and values of all."""
     lengths = [2 * ranks * size for size in (1, 7, 3)]
@@ -151,9 +163,10 @@ def test_ranks_that_share_sequences_have_the_windows_and_sinks_of_dense_attentio
     for rank, mine in enumerate(own):
         plan = context.plan_context(lengths, ranks, rank, CPU)
         scores = sinks if with_sinks else None
-        parts.append(context.context_attention(query[mine], key[mine], value[mine], plan, None, None, window, scores))
+        shares = (query[mine], key[mine], value[mine])
+        parts.append(context.context_attention(*shares, plan, None, None, window, scores, chunk))
     out = torch.cat(parts)[own.flatten().argsort()]
-    expected = dense(query, key, value, sinks if with_sinks else None, segments, window)
+    expected = dense(query, key, value, sinks if with_sinks else None, segments, window, chunk)
     leaves = [query, key, value, *([sinks] if with_sinks else [])]
     for found, wanted in zip(
         (out, *torch.autograd.grad((out * weight).sum(), leaves)),

@@ -44,7 +44,17 @@ SPARSE = {
 FAMILIES = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "glm4", "gemma3_text"), DENSE),
     **dict.fromkeys(
-        ("qwen3_moe", "qwen2_moe", "deepseek_v3", "deepseek_v3_plain", "minimax_m2", "gpt_oss", "qwen3_next"), SPARSE
+        (
+            "qwen3_moe",
+            "qwen2_moe",
+            "deepseek_v3",
+            "deepseek_v3_plain",
+            "minimax_m2",
+            "gpt_oss",
+            "qwen3_next",
+            "llama4_text",
+        ),
+        SPARSE,
     ),
 }
 LEAN = [("qwen3", 2), ("deepseek_v3", 2)]
@@ -157,6 +167,13 @@ def test_windows_and_sinks_over_ranks_on_gpus_need_the_exchange_of_heads():
     trainer = TrainerConfig(context_parallel=2)
     layout = Layout(MORE_MODELS["gpt_oss"], Topology.from_config(trainer), "te")
     with pytest.raises(ConfigError, match="context_parallel_comm=p2p does not compute .* of gpt_oss"):
+        check_context(layout, trainer, "bfloat16")
+
+
+def test_chunks_over_ranks_on_gpus_are_refused():
+    trainer = TrainerConfig(context_parallel=2, context_parallel_comm="a2a")
+    layout = Layout(MORE_MODELS["llama4_text"], Topology.from_config(trainer), "te")
+    with pytest.raises(ConfigError, match="context_parallel=2 on GPUs does not compute the attention in chunks of lla"):
         check_context(layout, trainer, "bfloat16")
 
 

@@ -36,7 +36,7 @@ def test_other_models_and_folders_that_exist_are_refused(models, tmp_path: Path)
         (f"{there} has no ", "from-megatron", there, models["qwen2"], tmp_path / "other"),
         (f"{there} exists and is not empty", "to-megatron", models["qwen3"], there),
         ("is no checkpoint of Megatron's format", "from-megatron", tmp_path, models["qwen3"], tmp_path / "other"),
-        ("models of type glm4 have parameters", "to-megatron", models["glm4"], tmp_path / "glm4"),
+        ("models of type glm4 have parts", "to-megatron", models["glm4"], tmp_path / "glm4"),
     ):
         refused = convert(*command)
         assert refused.returncode == 2 and words in " ".join(refused.stderr.split())

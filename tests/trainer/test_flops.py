@@ -48,7 +48,7 @@ def expected(config):
     work = whole(TOKENS)
     pairs = TOKENS * TOKENS
     assert work.pairs() == TOKENS * (TOKENS + 1) // 2
-    return flops.token * TOKENS + flops.target * TOKENS + flops.pair * pairs * (flops.full + flops.windowed)
+    return flops.token * TOKENS + flops.target * TOKENS + flops.pair * pairs * (flops.full + flops.limited)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -83,9 +83,22 @@ def test_windows_limit_the_pairs_of_their_layers():
     assert work.pairs(5) == sum(min(place, 5) for place in range(1, 21))
     assert work.pairs(100) == work.pairs() == 210
     flops = flops_of(MORE_MODELS["gpt_oss"])
-    assert (flops.full, flops.windowed, flops.window) == (2, 2, 5)
+    assert (flops.full, flops.limited, flops.window) == (2, 2, 5)
     difference = flops_of({**MORE_MODELS["gpt_oss"], "layer_types": ["full_attention"] * 4}).forward(work)
     assert difference - flops.forward(work) == flops.pair * 2 * (work.pairs() - work.pairs(5))
+
+
+def test_chunks_limit_the_pairs_of_their_layers():
+    work = whole(20)
+    assert work.pairs(chunk=6) == sum(place % 6 + 1 for place in range(20))
+    # A prompt of 10 tokens that is computed once, and two responses to it.
+    tree = Work(np.array([10]), np.array([10, 10]), np.array([13, 15]), 0)
+    computed = [*range(10), *range(10, 13), *range(10, 15)]
+    assert tree.pairs(chunk=6) == sum(place % 6 + 1 for place in computed)
+    flops = flops_of(MORE_MODELS["llama4_text"])
+    assert (flops.full, flops.limited, flops.chunk) == (1, 3, 6)
+    pairs = flops.forward(work) - flops.token * 20 - flops.target * work.targets
+    assert pairs == flops.pair * (210 + 3 * work.pairs(chunk=6))
 
 
 @pytest.mark.parametrize("shared", [True, False])

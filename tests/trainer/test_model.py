@@ -15,7 +15,7 @@ from megasync.errors import ConfigError
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
-from megasync.trainer.architecture import check_architecture, rope_parameters, window_options
+from megasync.trainer.architecture import check_architecture, chunks_of, rope_parameters, window_options
 from megasync.trainer.engine import MegatronEngine
 from megasync.trainer.optimizer import learning_rate
 from megasync.trainer.rotary import attention_factor, inverse_frequencies
@@ -110,6 +110,51 @@ def test_what_gpt_oss_cannot_have_is_refused(stated, words):
 def test_layers_have_the_windows_that_config_json_states(kinds, options):
     """Without a list, as in Hugging Face, every other layer from the first on."""
     assert window_options({**MORE_MODELS["gpt_oss"], "layer_types": kinds}) == options
+
+
+LLAMA4 = MORE_MODELS["llama4_text"]
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"no_rope_layers": [1, 1, 1, 0], "layer_types": ["chunked_attention"] * 3 + ["full_attention"]},
+        {"no_rope_layers": [], "layer_types": None, "moe_layers": [1, 3]},
+    ],
+)
+def test_every_fourth_layer_of_llama_4_attends_to_all_tokens(stated):
+    """In either form of config.json, as Hugging Face reads it."""
+    from transformers import Llama4TextConfig
+
+    config = {**LLAMA4, **stated}
+    check_architecture(config)
+    theirs = Llama4TextConfig(**{key: value for key, value in config.items() if key != "model_type"})
+    chunks = chunks_of(config)
+    assert chunks == (6, {3}, True, (0.3, 5))
+    assert theirs.no_rope_layers == [int(layer not in chunks.full) for layer in range(4)]
+    assert [kind == "full_attention" for kind in theirs.layer_types] == [layer in chunks.full for layer in range(4)]
+    assert set(theirs.moe_layers) == Layout(config, Topology()).sizes.sparse_layers
+    assert chunks_of({**config, "attn_temperature_tuning": False}).temperature is None
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        ({"no_rope_layers": [1, 0, 1, 0]}, "no_rope_layers=.* is not supported: SGLang rotates nothing"),
+        ({"no_rope_layer_interval": 2}, "no_rope_layer_interval=2 .* SGLang assumes 4"),
+        ({"layer_types": ["full_attention"] * 4}, "layer_types=.* is not supported"),
+        ({"attention_chunk_size": None}, "attention_chunk_size=None in config.json must be a whole number"),
+        ({"floor_scale": 0}, "floor_scale=0 in config.json must be a whole number"),
+        ({"num_experts_per_tok": 2}, "num_experts_per_tok=2 .* is not supported for llama4_text; only 1 is"),
+        ({"attention_bias": True}, "attention_bias=True .* is not supported for llama4_text"),
+        ({"moe_layers": [0]}, r"moe_layers=\[0\] .* contradicts interleave_moe_layer_step=2"),
+        ({"interleave_moe_layer_step": 0}, "is 0; it must be at least 1"),
+    ],
+)
+def test_what_llama_4_cannot_have_is_refused(stated, words):
+    with pytest.raises(ConfigError, match=words):
+        check_architecture({**LLAMA4, **stated})
+        Layout({**LLAMA4, **stated}, Topology())
 
 
 GEMMA = MORE_MODELS["gemma3_text"]

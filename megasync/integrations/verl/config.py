@@ -186,12 +186,18 @@ def to_model(model: HFModelConfig, engine: McoreEngineConfig) -> ModelConfig:
     changed = {key: value for key, value in model.override_config.items() if key != "attn_implementation" and value}
     _allow("model.override_config", changed, {})
     path = model.local_path or model.path
-    if (Path(path) / "config.json").is_file() and family_of(read_hf_config(path)).vision is not None:
+    family = family_of(read_hf_config(path)) if (Path(path) / "config.json").is_file() else None
+    if family is not None and family.vision is not None:
         raise ConfigError(
             f"model.path={path!r} has a vision tower, which megasync leaves out, while verl trains it; use another "
             f"strategy, or a model without one"
         )
-    if (Path(path) / "config.json").is_file() and read_storage(path) is not None:
+    if family is not None and family.chunks:
+        raise ConfigError(
+            f"model.path={path!r} is not supported under verl: its servers would use SGLang's own class, which leaves "
+            f"the experts of this model unloaded"
+        )
+    if family is not None and read_storage(path) is not None:
         raise ConfigError(
             f"model.path={path!r} is stored quantized, and verl's servers would keep it quantized while megasync sends "
             f"weights in {engine.dtype}; use an unquantized model"

@@ -87,6 +87,20 @@ def stacked_experts(x: str, fc: str, rows: str, columns: str) -> tuple[Rule, Rul
     )
 
 
+LLAMA4_MLP = "model.layers.{layer}.feed_forward"
+
+
+def joint_experts(x: str, fc: str, split: Split, rows: str, columns: str) -> Rule:
+    """A projection of Llama 4's experts, in one tensor of all experts."""
+    return Rule(
+        split,
+        (Tensor(f"{LLAMA4_MLP}.experts.{x}", ("experts", columns, rows)),),
+        f"decoder.layers.{{layer}}.mlp.experts.local_experts.{{expert}}.linear_{fc}.weight",
+        f"decoder.layers.{{layer}}.mlp.experts.linear_{fc}.weight{{expert}}",
+        stacked=True,
+    )
+
+
 SINKS = Rule(
     Split.COLUMN,
     (Tensor("model.layers.{layer}.self_attn.sinks", ("heads",)),),
@@ -199,5 +213,43 @@ SPARSE: dict[str, Family] = {
         rope_types=("yarn",),
         windows=True,
         clamped=True,
+    ),
+    # The language model alone. Published folders have it beside a vision tower, under another model_type.
+    "llama4_text": Family(
+        layer=(INPUT_NORM, QKV_WEIGHT, OUTPUT),
+        dense=(MLP[0], *gated(LLAMA4_MLP, "decoder.layers.{layer}.mlp", "intermediate")),
+        sparse=(
+            PRE_MLP_NORM,
+            replace(ROUTER, tensors=(Tensor(f"{LLAMA4_MLP}.router.weight", ("experts", "hidden")),)),
+            joint_experts("gate_up_proj", "fc1", Split.GATED, "moe_gate_up", "hidden"),
+            joint_experts("down_proj", "fc2", Split.ROW, "hidden", "moe_intermediate"),
+            *gated(f"{LLAMA4_MLP}.shared_expert", "decoder.layers.{layer}.mlp.shared_experts", "shared_intermediate"),
+        ),
+        # Megatron applies the weight of one expert to its input, not those of several.
+        fixed={"attention_bias": False, "num_experts_per_tok": 1},
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "interleave_moe_layer_step": 1,
+            "rope_theta": 5e5,
+            "use_qk_norm": True,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            "attn_scale": 0.1,
+            "floor_scale": 8192,
+        },
+        spelling={
+            "moe_intermediate_size": "intermediate_size",
+            "shared_expert_intermediate_size": "intermediate_size",
+            "intermediate_size": "intermediate_size_mlp",
+            "decoder_sparse_step": "interleave_moe_layer_step",
+        },
+        interleaved_rotary=True,
+        chunks=True,
+        scales_expert_inputs=True,
     ),
 }

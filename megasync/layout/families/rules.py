@@ -107,6 +107,9 @@ class Family:
     embedding of a token is multiplied by the square root of its size. ``vision``: the folder also has this vision
     tower, and config.json has the language model in ``text_config``. ``root``: what names of tensors begin with in
     place of ``model``. ``modules``: what those of transformers' modules begin with, where that is something else.
+    ``chunks``: tokens attend within chunks of their
+    sequence, except in every fourth layer, which attends to all tokens and rotates nothing (Llama 4).
+    ``scales_expert_inputs``: the one expert of a token gets its input times the sigmoid of its score.
     """
 
     layer: tuple[Rule, ...]
@@ -127,6 +130,8 @@ class Family:
     local_rotary: bool = False
     gelu: bool = False
     scaled_embeddings: bool = False
+    chunks: bool = False
+    scales_expert_inputs: bool = False
     vision: Tower | None = None
     root: str = "model"
     modules: str | None = None

@@ -251,7 +251,19 @@ def _delta(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _sparse_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
-    """Every ``decoder_sparse_step``-th layer from ``first_k_dense_replace`` on, except those in ``mlp_only_layers``."""
+    """Every ``decoder_sparse_step``-th layer from ``first_k_dense_replace`` on, except those in ``mlp_only_layers``.
+
+    Raises ConfigError if ``moe_layers`` (Llama 4) has others: Hugging Face reads it, and SGLang the step.
+    """
     step, first = config.get("decoder_sparse_step", 1), config.get("first_k_dense_replace", 0)
     dense = config.get("mlp_only_layers", ())
-    return frozenset(layer for layer in range(first, layers) if (layer + 1) % step == 0 and layer not in dense)
+    if type(step) is not int or step < 1:
+        raise ConfigError(f"the step between layers with experts in config.json is {step!r}; it must be at least 1")
+    found = frozenset(layer for layer in range(first, layers) if (layer + 1) % step == 0 and layer not in dense)
+    stated = config.get("moe_layers")
+    if stated is not None and sorted(stated) != sorted(found):
+        raise ConfigError(
+            f"moe_layers={stated} in config.json contradicts interleave_moe_layer_step={step}: Hugging Face reads the "
+            f"first, SGLang the second; make them agree"
+        )
+    return found

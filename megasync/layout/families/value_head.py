@@ -1,7 +1,7 @@
 """A value model's head: one number per token in place of logits, stored as in Hugging Face's token classifiers.
 
 `AutoModelForTokenClassification` with one label loads such a folder, for every family here except Gemma 3, GLM-4.5,
-MiniMax-M2, Kimi-K2 and Qwen3.5's text model: transformers has no token classifier of these.
+MiniMax-M2, Llama 4, Kimi-K2 and Qwen3.5's text model: transformers has no token classifier of these.
 """
 
 from __future__ import annotations
