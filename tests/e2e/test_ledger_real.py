@@ -1,4 +1,8 @@
-"""The buffer's process and the whole run are killed on the real stack; the run resumes from its ledger."""
+"""The buffer's process and the whole run are killed on the real stack; the run resumes from its ledger.
+
+In the standard tier, `test_chaos.py` kills both and compares the books, `tests/cluster/test_remote_buffer.py` kills the
+buffer's process at each point of a step, and `test_adapter_run.py` sees that nothing outlives a killed driver.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.matrix]
 
 STEPS = 20
 

@@ -19,6 +19,7 @@ from megasync.config.access import GENERATION_KEY_VARIABLE
 SCRIPT = Path(__file__).parents[2] / "launch" / "multi_node.sh"
 ENDLESS = {"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4}
 APART = "host0=trainer,host1=rollout"
+BACK = ("[host1] Ray node exited", "joined at version")
 
 pytestmark = [
     pytest.mark.real,
@@ -119,11 +120,8 @@ def test_a_run_survives_faults_of_its_other_host_and_is_resumed_after_losing_its
     hosts.heal("host1")
     wait_for_progress(run)
 
-    back = ("[host1] Ray node exited", "joined at version")
     # The launcher brings the Ray node back, the fleet its server, the next sync its weights.
-    after(run, lambda: hosts.kill("host1", "raylet"), *back)
-    wait_for_progress(run)
-    after(run, lambda: power_cycle(hosts, "host1"), *back)
+    after(run, lambda: power_cycle(hosts, "host1"), *BACK)
     wait_for_progress(run)
 
     # The driver is on the head: losing that ends the run, which resumes when it is started again.
@@ -147,11 +145,13 @@ def test_a_run_survives_faults_of_its_other_host_and_is_resumed_after_losing_its
 
 
 @pytest.mark.hosts
-def test_a_network_cut_longer_than_all_deadlines_counts_as_a_lost_host(
+def test_a_dead_raylet_and_a_network_cut_longer_than_all_deadlines_count_as_a_lost_host(
     hosts: FakeHosts, shell: str | Path, small: Path, execute
 ) -> None:
     run = execute("bash", SCRIPT, small, "--hosts", APART, "--shell", shell)
     run.wait_for("step 2/")
+    after(run, lambda: hosts.kill("host1", "raylet"), *BACK)
+    wait_for_progress(run)
     after(run, lambda: hosts.cut("host1"), "-> dead", "[host1] Ray node exited")
     after(run, lambda: hosts.heal("host1"), "[host1] Ray node ready at", "joined at version")
     wait_for_progress(run)

@@ -70,6 +70,11 @@ def kill_after(step: int, config: Path, launch, *overrides: str) -> None:
 
 
 def test_every_trained_response_has_its_routes(config, launch, the_run_dir):
+    """In the ledger of a killed run; the next test resumes one.
+
+    In the standard tier, `tests/buffer/test_payload.py` restores such arrays, and `tests/rollout/test_routes.py`
+    completes responses of an earlier life.
+    """
     # A synchronous run does not keep what it has trained: it would be too old to be trained again.
     kill_after(3, config, launch, "schedule.max_staleness=2")
     groups = groups_since_the_checkpoint(the_run_dir())
@@ -80,10 +85,6 @@ def test_every_trained_response_has_its_routes(config, launch, the_run_dir):
             assert routes.shape == (len(trajectory.prompt_ids) + len(trajectory.response_ids) - 1, 2, 2)
             assert routes.dtype == np.uint8 and routes.max() < 8
             assert (routes[..., 0] != routes[..., 1]).all()
-    resumed = launch("resume", the_run_dir())
-    assert resumed.wait() == 0, resumed.output
-    rows = steps_of(the_run_dir())
-    assert {row["step"] for row in rows} == {1, 2, 3, 4}
 
 
 @pytest.mark.matrix

@@ -1,6 +1,6 @@
 """Every way to stop a run: one signal, two signals, or a failure inside. Nothing is left running.
 
-SIGTERM ends the run of `test_scaling.py`, SIGKILL that of `test_ledger_real.py`.
+SIGTERM ends the run of `test_scaling.py`, SIGKILL those of `test_adapter_run.py` and `test_ledger_real.py`.
 """
 
 from __future__ import annotations

@@ -31,14 +31,28 @@ def steps_of(run_dir: Path) -> dict[int, dict]:
     return {row["step"]: row for row in rows if "time/step" in row}
 
 
-def test_the_trainer_scores_what_the_server_sampled_and_a_killed_run_goes_on(config, launch, the_run_dir, tmp_path):
-    whole = launch("train", config)
-    assert whole.wait() == 0, whole.output
-    expected = steps_of(the_run_dir())
-    for row in expected.values():
+def check_scores(steps: dict[int, dict]) -> None:
+    for row in steps.values():
         # Over all tokens they would differ by 1.
         assert row["train/logprob_diff"] < 1e-4
         assert row["train/entropy"] < 1.4  # that of four tokens is at most log 4
+
+
+def test_the_trainer_scores_what_the_server_sampled(config, launch, the_run_dir):
+    run = launch("train", config)
+    assert run.wait() == 0, run.output
+    steps = steps_of(the_run_dir())
+    assert sorted(steps) == [1, 2, 3, 4]
+    check_scores(steps)
+
+
+@pytest.mark.matrix
+def test_a_killed_run_repeats_the_one_that_was_not(config, launch, the_run_dir, tmp_path):
+    """In the standard tier, `tests/buffer/test_payload.py` keeps and restores what could be sampled."""
+    whole = launch("train", config)
+    assert whole.wait() == 0, whole.output
+    expected = steps_of(the_run_dir())
+    check_scores(expected)
     shutil.move(the_run_dir(), tmp_path / "whole")
     run = launch("train", config)
     run.wait_for("step 3/")
