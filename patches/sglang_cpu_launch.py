@@ -7,15 +7,16 @@ Nine changes, for servers on a CPU only:
   at that point the parent has no accelerator and a single thread.
 - The `torch_native` attention backend is added to SGLang's list of backends for deterministic inference. Without
   deterministic inference SGLang ignores `sampling_seed`.
-- Batch-invariant kernels, which need an accelerator, are not enabled. So the last bits of a matrix product depend on
-  the batch: log-probs change by about 1e-5, and the sampled token practically never.
+- Deterministic inference is to give a request the same bits in any batch. SGLang's kernels for that need an
+  accelerator. Here every row of a float32 matrix product is computed alone, and the attention of decoded requests one
+  by one. Of products in bfloat16 nothing is changed.
 - SGLang does not freeze garbage collection after a skipped warm-up. It would send the request before its port is open,
   and log the refused connection as if the start had failed. `SGLangServer` sends the request once the server responds.
 - Latent attention (DeepSeek) uses its absorbed form with the `torch_native` backend. SGLang selects the form by the
   name of the backend and has no entry for this one. It would prefill with explicit keys and values, but this backend
   reads them from the cache, which contains the latents.
 - The `torch_native` backend decodes the requests of a batch together, where it would compute attention one by one, in
-  about ten small operations per request and layer.
+  about ten small operations per request and layer; not with deterministic inference.
 - Host memory that a GPU would copy from is not registered with CUDA. Servers that report routes allocate some.
 - Servers with adapters do not pin host memory, which torch refuses without an accelerator.
 - If MEGASYNC_INSTANCE is set, it names the server's file in /dev/shm, which SGLang never removes.
@@ -26,6 +27,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -39,6 +41,8 @@ from megasync.importing import quick_imports
 
 # Padded positions that are always cheaper than further operations.
 _PADDED = 4096
+# What `compute_rows_alone` has registered: empty without deterministic inference.
+_INVARIANT: list[torch.library.Library] = []
 
 
 def apply() -> None:
@@ -61,11 +65,11 @@ def apply() -> None:
     decode_one_by_one = TorchNativeAttnBackend._run_sdpa_forward_decode
 
     def decode(self: Any, *args: Any, **kwargs: Any) -> Any:
-        attended = attend_together(*args, **kwargs)
+        attended = None if _INVARIANT else attend_together(*args, **kwargs)
         return decode_one_by_one(self, *args, **kwargs) if attended is None else attended
 
     TorchNativeAttnBackend._run_sdpa_forward_decode = decode
-    batch_invariant_ops.enable_batch_invariant_mode = lambda: None
+    batch_invariant_ops.enable_batch_invariant_mode = compute_rows_alone
     http_server._freeze_gc_after_server_warmup = lambda server_args: None
     common._cuda_host_register = lambda *args: None
 
@@ -86,6 +90,33 @@ def apply() -> None:
         multiprocessing.set_start_method("fork", force=True)
 
     engine._set_envs_and_config = set_environment_and_fork
+
+
+def compute_rows_alone() -> None:
+    """Makes a row of a float32 matrix product independent of the other rows, in this process.
+
+    The product of one row and the matrix is the same call for any number of rows. All rows together are divided into
+    blocks by their number, and a row's place in its block decides the order in which its products are added.
+    """
+    if _INVARIANT:
+        return
+
+    def mm(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        if rows.dtype != torch.float32:
+            return torch.bmm(rows[None], matrix[None])[0]
+        return torch.bmm(rows[:, None], matrix.expand(len(rows), *matrix.shape))[:, 0]
+
+    def addmm(
+        added: torch.Tensor, rows: torch.Tensor, matrix: torch.Tensor, *, beta: float = 1, alpha: float = 1
+    ) -> torch.Tensor:
+        return beta * added + alpha * mm(rows, matrix)
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of what is meant here
+        library.impl("mm", mm, "CPU")
+        library.impl("addmm", addmm, "CPU")
+    _INVARIANT.append(library)
 
 
 def leave_unpinned() -> None:

@@ -33,7 +33,7 @@ def test_sglang_still_does_not_start_without_the_stand_ins():
 
 
 LAUNCH = """
-import inspect, multiprocessing, sys
+import inspect, multiprocessing, sys, torch
 from megasync.importing import quick_imports
 with quick_imports():
     from sglang.srt.arg_groups.choices import DETERMINISTIC_ATTENTION_BACKEND_CHOICES as backends
@@ -77,6 +77,14 @@ PATCH.apply()
 assert backends.count("torch_native") == 1
 assert latent.AttentionBackendRegistry.get_handler("torch_native")(None, None) is latent.AttnForwardMethod.MLA
 batch_invariant_ops.enable_batch_invariant_mode()
+batch_invariant_ops.enable_batch_invariant_mode()
+rows, matrix, bias = torch.randn(64, 96), torch.randn(128, 96), torch.randn(128)
+for product in (lambda rows: rows @ matrix.T, lambda rows: torch.nn.functional.linear(rows, matrix, bias)):
+    with torch.inference_mode():
+        whole = product(rows)
+        assert all(torch.equal(product(rows[:count]), whole[:count]) for count in range(1, 65))
+torch.testing.assert_close(whole, (rows.double() @ matrix.double().T + bias).float())
+print("rows are alone")
 http_server._freeze_gc_after_server_warmup(None)
 from sglang.srt.server_args import ServerArgs
 engine._set_envs_and_config(ServerArgs(model_path="dummy"))
@@ -98,6 +106,10 @@ def launched() -> subprocess.CompletedProcess:
 
 def test_the_launcher_is_still_needed_and_does_what_it_says(launched):
     assert "start method fork" in launched.stdout, launched.stderr[-3000:]
+
+
+def test_a_row_of_a_product_does_not_depend_on_the_others_with_deterministic_inference(launched):
+    assert "rows are alone" in launched.stdout, launched.stderr[-3000:]
 
 
 def test_sglang_imports_only_the_model_that_it_serves_and_still_finds_all_others(launched):

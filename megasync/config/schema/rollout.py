@@ -180,8 +180,8 @@ class RolloutConfig:
     reward_processes: int = limited(0, NOT_NEGATIVE)
     groups: GroupConfig = field(default_factory=GroupConfig)
     environment: EnvironmentConfig | None = None
-    # Sample every request with a seed of its own, independent of the rest of the batch: runs are exactly reproducible,
-    # but slower.
+    # Sample every request with a seed of its own, independent of the rest of the batch, which is slower. With
+    # schedule.max_staleness=0 runs are repeatable: docs/concepts.md#repeatable-runs
     deterministic: bool = False
     # Servers report the experts of each token, and the trainer sends the token to the same ones (routing replay, R3).
     # docs/algorithms.md#routing-replay
