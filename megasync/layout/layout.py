@@ -90,8 +90,8 @@ class Placed:
     ``dtype`` is what an export stores them in, None for the model's own. ``joined`` and ``all_tokens``: see `Rule`.
     ``ep`` is the expert-parallel coordinate of the ranks that hold it; None, outside experts: every rank of the stage.
     ``copy`` marks the last stage's copy of a tied embedding: loaded there, but exported and sent by the first stage.
-    ``stacked``: the parameter is that of this expert, transposed, in a tensor of all experts. ``sections`` are those of
-    a parameter that is cut by sections.
+    ``stacked``: the parameter is that of this expert in a tensor of all experts, ``transposed``: transposed.
+    ``sections`` are those of a parameter that is cut by sections.
     """
 
     split: Split
@@ -103,12 +103,14 @@ class Placed:
     ep: int | None = None
     copy: bool = False
     stacked: int | None = None
+    transposed: bool = False
     sections: tuple[Section, ...] = ()
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of each tensor the shape that it has in the parameter, when that is not split."""
-        return tuple(shape if self.stacked is None else shape[:0:-1] for _, shape in self.tensors)
+        shapes = (shape if self.stacked is None else shape[1:] for _, shape in self.tensors)
+        return tuple(shape[::-1] if self.transposed else shape for shape in shapes)
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
@@ -235,7 +237,8 @@ class Layout:
         share = self.sizes.experts // self.topology.expert
         for expert in range(self.sizes.experts):
             item = self._place(rule, prefix, layer, local, expert, expert % share)
-            yield replace(item, ep=expert // share, stacked=expert if rule.stacked else None)
+            stacked = expert if rule.stacked else None
+            yield replace(item, ep=expert // share, stacked=stacked, transposed=rule.transposed)
 
     def _place(
         self, rule: Rule, prefix: str, layer: int = 0, local: int = 0, expert: int = 0, local_expert: int = 0
@@ -329,12 +332,11 @@ class Layout:
     def _pieces(self, item: Placed, part: int) -> Iterator[Piece]:
         for index, hf, local in self.rectangles(item, part):
             name, shape = item.tensors[index]
-            if item.stacked is None:
-                yield Piece(name, hf, item.param, local)
-                continue
-            turned = hf.transposed()
-            above = item.stacked * prod(shape[1:-1])
-            yield Piece(name, turned._replace(row=turned.row + above), item.param, local.transposed(), turned=True)
+            if item.transposed:
+                hf, local = hf.transposed(), local.transposed()
+            if item.stacked is not None:
+                hf = hf._replace(row=hf.row + item.stacked * prod(shape[1:-1]))
+            yield Piece(name, hf, item.param, local, turned=item.transposed)
 
     def rectangles(self, item: Placed, part: int) -> Iterator[tuple[int, Box, Box]]:
         """(index of the Hugging Face tensor, its box, the local box) of one part of one parameter."""

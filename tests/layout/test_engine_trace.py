@@ -38,6 +38,7 @@ UNSERVED = {
     "gpt_oss": {"--attention-backend": "triton"},
     "qwen3_next": {"--mamba-radix-cache-strategy": "no_buffer", "--disable-overlap-schedule": True},
     "qwen3_5": {"--mamba-radix-cache-strategy": "no_buffer", "--disable-overlap-schedule": True},
+    "qwen3_5_moe": {"--mamba-radix-cache-strategy": "no_buffer", "--disable-overlap-schedule": True},
 }
 PROMPT = [5, 6, 7, 8, 250, 300]
 

@@ -28,7 +28,7 @@ from megasync.layout.shards import (
 )
 from megasync.layout.topology import Topology
 
-FAMILIES = ["gemma3", "qwen3_5"]
+FAMILIES = ["gemma3", "qwen3_5", "qwen3_5_moe"]
 # The model without the tower: its type, and how names begin with it and without.
 TEXT = {
     "gemma3": ("gemma3_text", "language_model.model.", "model."),
@@ -73,6 +73,7 @@ def test_the_tables_name_every_tensor_that_hugging_face_loads(folder):
     assert layout.hf_tensors.keys() | layout.frozen_tensors.keys() == load_file(folder / "model.safetensors").keys()
 
 
+@pytest.mark.parametrize("family", sorted(TEXT), indirect=True)
 def test_the_language_model_is_laid_out_as_without_a_tower(family, folder):
     kind, root, plain = TEXT[family]
     topology = Topology(tensor=2, pipeline=2)

@@ -13,7 +13,7 @@ from megasync.preflight.check import check_config, model_layout
 from megasync.preflight.memory import host_memory, server_memory
 
 
-@pytest.fixture(params=["gemma3", "qwen3_5"])
+@pytest.fixture(params=["gemma3", "qwen3_5", "qwen3_5_moe"])
 def vision(request, make, tmp_path):
     """Makes a configuration of a model with a vision tower."""
     folder = write_model(tmp_path / "vision", MORE_MODELS[request.param])

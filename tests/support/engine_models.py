@@ -208,6 +208,15 @@ FAMILIES |= {
         },
     },
 }
+FAMILIES["qwen3_5_moe"] = FAMILIES["qwen3_5"] | {
+    "text_config": FAMILIES["qwen3_5"]["text_config"]
+    | {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    }
+}
 
 
 def make_model(path: Path, family: str, seed: int = 0) -> AutoModelForCausalLM:
@@ -235,6 +244,9 @@ def make_model(path: Path, family: str, seed: int = 0) -> AutoModelForCausalLM:
             for name, tensor in load_file(file).items()
         }
         save_file(published, file, metadata={"format": "pt"})
+    if family == "qwen3_5_moe":
+        # transformers 5.19 saves experts apart; published folders have them together, as its modules.
+        save_file(model.state_dict(), path / "model.safetensors", metadata={"format": "pt"})
     values = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(values | {"model_type": family}))
     return model

@@ -353,6 +353,20 @@ MORE_MODELS["qwen3_5"] = {
         "deepstack_visual_indexes": [],
     },
 }
+# Experts in tensors of all experts, none of them transposed.
+MORE_MODELS["qwen3_5_moe"] = {
+    **MORE_MODELS["qwen3_5"],
+    "model_type": "qwen3_5_moe",
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "text_config": {
+        **{key: value for key, value in MORE_MODELS["qwen3_5"]["text_config"].items() if key != "intermediate_size"},
+        "model_type": "qwen3_5_moe_text",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 40,
+    },
+}
 
 
 def write_model(folder: Path, config: dict, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:

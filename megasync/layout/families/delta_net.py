@@ -8,7 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megasync.layout.families.dense import INPUT_NORM, MLP, OUTPUT, QK_NORMS, QKV_WEIGHT
-from megasync.layout.families.experts import EXPERTS, PRE_MLP_NORM, ROUTER, SHARED_EXPERT_GATE, shared_expert
+from megasync.layout.families.experts import (
+    EXPERTS,
+    PACKED_EXPERTS,
+    PRE_MLP_NORM,
+    ROUTER,
+    SHARED_EXPERT_GATE,
+    shared_expert,
+)
 from megasync.layout.families.rules import Family, Rule, Split, Tensor
 from megasync.layout.families.vision import qwen
 
@@ -122,3 +129,20 @@ DELTA["qwen3_5_text"] = Family(
 )
 # As published, with a vision tower.
 DELTA["qwen3_5"] = replace(DELTA["qwen3_5_text"], vision=qwen, root="model.language_model")
+DELTA["qwen3_5_moe"] = replace(
+    DELTA["qwen3_5"],
+    sparse=(PRE_MLP_NORM, ROUTER, *PACKED_EXPERTS, *shared_expert("shared_expert"), SHARED_EXPERT_GATE),
+    # SGLang has experts in every layer.
+    fixed={**DELTA["qwen3_5"].fixed, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    defaults={
+        **DELTA["qwen3_5"].defaults,
+        # Of no layer.
+        "intermediate_size": 0,
+        "num_key_value_heads": 2,
+        "norm_topk_prob": True,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+)

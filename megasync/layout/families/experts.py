@@ -1,7 +1,7 @@
 """Families whose layers, or some of them, have a router and experts instead of one MLP.
 
-Experts are named per expert in a checkpoint, except gpt-oss's. In Megatron the local layers have a module for each
-expert of the rank, and Transformer Engine's have one module with a numbered weight for each.
+Experts are named per expert in a checkpoint, except gpt-oss's and Qwen3.5's. In Megatron the local layers have a
+module for each expert of the rank, and Transformer Engine's have one module with a numbered weight for each.
 """
 
 from __future__ import annotations
@@ -34,6 +34,16 @@ EXPERTS = gated(
     "decoder.layers.{layer}.mlp.experts.local_experts.{expert}",
     "moe_intermediate",
     te="decoder.layers.{layer}.mlp.experts.linear_{fc}.weight{expert}",
+)
+# The same with a projection of all experts in one tensor; gate rows precede up rows.
+PACKED_EXPERTS = tuple(
+    replace(rule, tensors=(Tensor(f"model.layers.{{layer}}.mlp.experts.{name}", shape),), stacked=True)
+    for rule, name, shape in zip(
+        EXPERTS,
+        ("gate_up_proj", "down_proj"),
+        (("experts", "moe_gate_up", "hidden"), ("experts", "hidden", "moe_intermediate")),
+        strict=True,
+    )
 )
 
 
@@ -82,8 +92,8 @@ def stacked_experts(x: str, fc: str, rows: str, columns: str) -> tuple[Rule, Rul
     local, te = f"{megatron}.local_experts.{{expert}}.linear_{fc}", f"{megatron}.linear_{fc}"
     weight, bias = Tensor(f"{hf}.{x}", ("experts", columns, rows)), Tensor(f"{hf}.{x}_bias", ("experts", rows))
     return (
-        Rule(Split.COLUMN, (weight,), f"{local}.weight", f"{te}.weight{{expert}}", stacked=True),
-        Rule(Split.COLUMN, (bias,), f"{local}.bias", f"{te}.bias{{expert}}", stacked=True),
+        Rule(Split.COLUMN, (weight,), f"{local}.weight", f"{te}.weight{{expert}}", stacked=True, transposed=True),
+        Rule(Split.COLUMN, (bias,), f"{local}.bias", f"{te}.bias{{expert}}", stacked=True, transposed=True),
     )
 
 
@@ -98,6 +108,7 @@ def joint_experts(x: str, fc: str, split: Split, rows: str, columns: str) -> Rul
         f"decoder.layers.{{layer}}.mlp.experts.local_experts.{{expert}}.linear_{fc}.weight",
         f"decoder.layers.{{layer}}.mlp.experts.linear_{fc}.weight{{expert}}",
         stacked=True,
+        transposed=True,
     )
 
 

@@ -44,9 +44,9 @@ class Rule:
     is what an export always stores, if that is not the model's own. ``joined``: the engine fuses these tensors with
     those of the previous rule, and must receive all of them together. ``all_tokens``: each tensor rank computes a
     replicated parameter's gradient from all tokens, even under sequence parallelism. ``stacked``: the Hugging Face
-    tensor has those of all experts along its first dimension, each transposed. ``sections`` of a parameter that is cut
-    by sections are, for each tensor, the rows that each of its sections has for one key head of a gated delta net.
-    ``grouped``: a tensor has them key head by key head, not section by section.
+    tensor has those of all experts along its first dimension; ``transposed``: each transposed. ``sections`` of a
+    parameter that is cut by sections are, for each tensor, the rows that each of its sections has for one key head of a
+    gated delta net. ``grouped``: a tensor has them key head by key head, not section by section.
     """
 
     split: Split
@@ -60,6 +60,7 @@ class Rule:
     joined: bool = False
     all_tokens: bool = False
     stacked: bool = False
+    transposed: bool = False
     sections: tuple[tuple[str, ...], ...] = ()
     grouped: bool = False
 
