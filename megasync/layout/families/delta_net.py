@@ -136,8 +136,6 @@ DELTA["qwen3_5_moe"] = replace(
     fixed={**DELTA["qwen3_5"].fixed, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     defaults={
         **DELTA["qwen3_5"].defaults,
-        # Of no layer.
-        "intermediate_size": 0,
         "num_key_value_heads": 2,
         "norm_topk_prob": True,
         "num_experts": 256,

@@ -181,15 +181,17 @@ def read_sizes(config: Mapping[str, Any], sparse: bool, latent: bool = False, de
             "groups": config.get("num_key_value_heads", heads),
             "head_dim": config.get("head_dim", hidden // heads),
         }
+        experts = _experts(config, layers) if sparse else {}
+        dense = len(experts.get("sparse_layers", ())) < layers
         return Sizes(
             layers=layers,
             hidden=hidden,
-            intermediate=config["intermediate_size"],
+            intermediate=config["intermediate_size"] if dense else config.get("intermediate_size", 0),
             heads=heads,
             vocab=config["vocab_size"],
             tied=bool(config.get("tie_word_embeddings", False)),
             **(_latents(config, heads) if latent else attention),
-            **(_experts(config, layers) if sparse else {}),
+            **experts,
             **(_delta(config, layers) if delta else {}),
         )
     except KeyError as error:
