@@ -361,6 +361,7 @@ MORE_MODELS["qwen3_5_moe"] = {
     "text_config": {
         **{key: value for key, value in MORE_MODELS["qwen3_5"]["text_config"].items() if key != "intermediate_size"},
         "model_type": "qwen3_5_moe_text",
+        "full_attention_interval": 2,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
