@@ -93,15 +93,12 @@ FAMILIES = {
     "qwen3_next": LATENT_LAYOUTS,
     "qwen3_5_text": ONE_RANK,
     "qwen3_5": DENSE_LAYOUTS,
-<<<<<<< HEAD
     "llama4_text": LATENT_LAYOUTS,
     "llama4_text_plain": ONE_RANK,
-=======
     "qwen3_5_moe": {
         1: {"one": {}},
         2: {label: SPARSE_LAYOUTS[2][label] for label in ("ep2-distributed", "tp2-ep2-etp1", "tp2-etp1")},
     },
->>>>>>> 1a2f0f7 (Add Qwen3.5 with experts)
 }
 
 
@@ -182,11 +179,7 @@ def gradients(model):
 
 def _split_experts(model):
     for name, parameter in model.named_parameters():
-<<<<<<< HEAD
-        if model.config.model_type in ("gpt_oss", "llama4_text"):
-=======
-        if model.config.model_type in ("gpt_oss", "qwen3_5_moe"):
->>>>>>> 1a2f0f7 (Add Qwen3.5 with experts)
+        if model.config.model_type in ("gpt_oss", "llama4_text", "qwen3_5_moe"):
             yield name, parameter.grad
         elif name.endswith("experts.gate_up_proj"):
             for expert, grad in enumerate(parameter.grad):
