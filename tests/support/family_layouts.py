@@ -92,13 +92,10 @@ FAMILIES = {
     "gpt_oss": WHOLE_EXPERT_LAYOUTS,
     "qwen3_next": LATENT_LAYOUTS,
     "qwen3_5_text": ONE_RANK,
-    "qwen3_5": DENSE_LAYOUTS,
+    "qwen3_5": ONE_RANK,
     "llama4_text": LATENT_LAYOUTS,
     "llama4_text_plain": ONE_RANK,
-    "qwen3_5_moe": {
-        1: {"one": {}},
-        2: {label: SPARSE_LAYOUTS[2][label] for label in ("ep2-distributed", "tp2-ep2-etp1", "tp2-etp1")},
-    },
+    "qwen3_5_moe": LATENT_LAYOUTS,
 }
 
 
