@@ -528,6 +528,10 @@ def check_layout(
     vpp: Annotated[int, typer.Option(min=1, help="Virtual pipeline stages per pipeline stage.")] = 1,
     engine_tp: Annotated[int, typer.Option(min=1, help="SGLang tensor-parallel size.")] = 1,
     engine_ep: Annotated[int, typer.Option(min=1, help="SGLang expert-parallel size.")] = 1,
+    engine_pp: Annotated[int, typer.Option(min=1, help="SGLang pipeline-parallel size.")] = 1,
+    engine_dp_attention: Annotated[
+        int, typer.Option(min=1, help="SGLang groups of data-parallel attention (--attn-dp-size).")
+    ] = 1,
     dtype: Annotated[str | None, typer.Option(help="Dtype of both sides. Default: that of config.json.")] = None,
     bucket_mb: Annotated[int, typer.Option(min=1, help="Bucket size in MiB (sync.bucket_mb).")] = 256,
     random: Annotated[
@@ -557,6 +561,11 @@ def check_layout(
     topology = Topology(tensor=tp, pipeline=pp, data=dp, expert=ep, expert_tensor=etp, virtual=vpp)
     check_machine(device, trains=False)
     place = resolve_device(device)
+    if engine_tp % engine_dp_attention:
+        raise ConfigError(
+            f"--engine-dp-attention={engine_dp_attention} does not divide --engine-tp={engine_tp}; choose a divisor"
+        )
+    split = {"--ep-size": engine_ep, "--pp-size": engine_pp, "--attn-dp-size": engine_dp_attention}
     try:
         with _interruptible():
             report = check(
@@ -566,9 +575,7 @@ def check_layout(
                 dtype,
                 bucket_mb,
                 random,
-                lambda served, specs: engine_ranks(
-                    model, engine_tp, served, place.kind, specs, {"--ep-size": engine_ep}, fp8
-                ),
+                lambda served, specs: engine_ranks(model, engine_tp, served, place.kind, specs, split, fp8),
                 fp8,
             )
     except SyncError as error:

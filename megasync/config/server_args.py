@@ -54,6 +54,10 @@ _DISTRIBUTION: dict[str, float | None] = {
     "--watermark-config": None,
 }
 OF_ROLLOUT: dict[str, str | None] = {
+    # Not tested with weight syncs: docs/fleet.md#shapes-of-servers-that-are-refused.
+    "--attn-dp-size": None,
+    "--enable-dp-attention": None,
+    "--disaggregation-mode": None,
     "--ep": "rollout.expert_parallel",
     "--ep-size": "rollout.expert_parallel",
     "--expert-parallel-size": "rollout.expert_parallel",

@@ -2,7 +2,7 @@
 
     python -m megasync.serving.engine_blueprint REQUEST ANSWER      (two JSON files)
 
-For each tensor-parallel rank in turn, SGLang's own model class is built on the meta device, and `layout.trace` runs
+For each rank in turn, stage by stage, SGLang's own model class is built on the meta device, and `layout.trace` runs
 its loader. Layers take their rank and width from SGLang's runtime context, so no process group is needed. What a
 server does to weights after loading (packing for a kernel) is not covered.
 
@@ -107,29 +107,29 @@ def trace_ranks(arguments: Sequence[str], specs: Specs) -> list[EngineRank]:
     # Any: the attributes of ServerArgs exist only at run time.
     settings: Any = prepare_server_args(list(arguments))
     ranks = []
-    for tp in range(settings.tp_size):
-        with rank_context(settings, tp):
+    for rank in range(settings.tp_size * settings.pp_size):
+        with rank_context(settings, rank):
             ranks.append(trace_load(build(settings), specs))
     return ranks
 
 
 @contextmanager
-def rank_context(settings: Any, tp: int) -> Iterator[None]:
+def rank_context(settings: Any, rank: int) -> Iterator[None]:
     """Applies SGLang's runtime context of one rank's scheduler, with groups that only have a rank and a size."""
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe.utils import initialize_moe_config
     from sglang.srt.runtime_context import SpawnRanks, create_context, use_context
 
-    context = create_context(settings, role="scheduler", ranks=SpawnRanks(world_rank=tp, gpu_id=0))
+    context = create_context(settings, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=0))
     parallel = context.parallel
     groups = {}
     for name in _GROUPS:
-        rank, size = getattr(parallel, f"{name}_rank"), getattr(parallel, f"{name}_size")
+        place, size = getattr(parallel, f"{name}_rank"), getattr(parallel, f"{name}_size")
         groups[f"{name}_group"] = SimpleNamespace(
-            rank_in_group=rank,
+            rank_in_group=place,
             world_size=size,
-            is_first_rank=rank == 0,
-            is_last_rank=rank == size - 1,
+            is_first_rank=place == 0,
+            is_last_rank=place == size - 1,
             device_group=None,
             cpu_group=None,
         )

@@ -17,6 +17,7 @@ from oracle import engine_oracle
 
 from megasync.config.schema import RolloutConfig
 from megasync.errors import ServerError
+from megasync.layout.engine_layout import EngineRank
 from megasync.layout.families import sizes_of
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
@@ -40,6 +41,9 @@ UNSERVED = {
     "qwen3_5": {"--mamba-radix-cache-strategy": "no_buffer", "--disable-overlap-schedule": True},
     "qwen3_5_moe": {"--mamba-radix-cache-strategy": "no_buffer", "--disable-overlap-schedule": True},
 }
+# The families whose stages of a pipeline SGLang builds; not with a tied embedding, of which the last stage has no copy.
+PIPELINED = {*FAMILIES} - {"gemma3", "gemma3_text", "qwen3_5", "qwen3_next"}
+UNTIED = ("glm4", "llama", "mistral")
 PROMPT = [5, 6, 7, 8, 250, 300]
 
 
@@ -168,6 +172,52 @@ def test_a_model_that_is_not_served_here_loads_what_its_trace_says(tensor_parall
         config = json.loads((path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
         (tmp_path / "mxfp4" / "config.json").write_text(json.dumps(config))
         assert ranks == engine_ranks(tmp_path / "mxfp4", tensor_parallel, "float32", "cpu", specs, options)
+
+
+@pytest.mark.matrix
+def test_ranks_of_stages_and_of_groups_of_attention_together_load_every_tensor(tmp_path):
+    """Of each family that SGLang can pipeline, tied too, and of some with data-parallel attention."""
+    cases, asked = [], []
+    for family, tied, options in [
+        *((family, False, {"--pp-size": 2}) for family in FAMILIES if family in {*PIPELINED, "gemma3_text"}),
+        *((family, True, {"--pp-size": 2}) for family in (*UNTIED, "qwen2")),
+        *((family, False, {"--attn-dp-size": 2}) for family in ("qwen3", "qwen3_moe", "deepseek_v3")),
+    ]:
+        path = tmp_path / f"{family}-{tied}{''.join(options)}"
+        make_model(path, family)
+        config = json.loads((path / "config.json").read_text())
+        changes = {"tie_word_embeddings": True} if tied else {"sliding_window": None} if family == "mistral" else {}
+        (path / "config.json").write_text(json.dumps(config | changes))
+        specs = [spec for spec in checkpoint_specs(path) if not (tied and spec[0] == "lm_head.weight")]
+        arguments = {"--skip-tokenizer-init": True, **UNSERVED.get(family, {}), **options}
+        rollout = RolloutConfig(tensor_parallel=2, server_args=arguments)
+        server = SGLangServer(ServerSpec(path, rollout, "float32", "cpu"), "127.0.0.1", 30000, tmp_path / "log")
+        cases.append((path, family, tied, options))
+        asked.append((server.command()[3:], specs))
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    program = Path(engine_oracle.__file__).parents[1] / "staged_models.py"
+    command = [sys.executable, str(program), str(tmp_path / "asked.json"), str(tmp_path / "answers.json")]
+    done = subprocess.run(command, env=server.environment(), capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers = json.loads((tmp_path / "answers.json").read_text())
+    wrong = {}
+    for (path, family, tied, options), answer in zip(cases, answers, strict=True):
+        name, problem = path.name, answer["problem"]
+        if family not in PIPELINED or (tied and family in UNTIED):
+            if not problem:
+                wrong[name] = "SGLang has a pipeline for it"
+            continue
+        if not problem:
+            ranks = msgspec.convert(answer["ranks"], list[EngineRank])
+            tensor, each = (1, None) if family == "mistral" else (2, 1 if family == "gpt_oss" else None)
+            topology = Topology(tensor=tensor, pipeline=2, expert_tensor=each)
+            count = 4 if "--pp-size" in options else 2
+            report = check_layout(path, topology, "te", "float32", 1, True, lambda dtype, specs, ranks=ranks: ranks)
+            exact = report.problems == () and report.wire_bytes == report.minimum_bytes
+            problem = "" if exact and len(ranks) == count else f"{len(ranks)} ranks, {report.verdict}"
+        if problem:
+            wrong[name] = problem
+    assert wrong == {}
 
 
 async def test_a_commit_succeeds_on_all_ranks_or_is_refused_by_all(tmp_path, monkeypatch):

@@ -301,6 +301,8 @@ CONTRADICTIONS = [
     (["trainer.tensor_parallel=16"], ["trainer.tensor_parallel=16", "cluster.devices_per_node=8"]),
     (["trainer.data_parallel=12"], ["12 ranks", "cluster.devices_per_node=8", "trainer.data_parallel"]),
     (["rollout.expert_parallel=2"], ["rollout.expert_parallel=2", "the model has none"]),
+    (["rollout.server_args={--attn-dp-size: 2}"], ["--attn-dp-size", "megasync chooses it"]),
+    (["rollout.server_args={--disaggregation-mode: decode}"], ["--disaggregation-mode", "megasync chooses it"]),
     (["rollout.routing_replay=true"], ["rollout.routing_replay=true", "describes one without", "set it to false"]),
     (["rollout.servers=12"], ["rollout.servers=12", "multiple of 8"]),
     (["trainer.data_parallel=8"], ["8 for the trainer + 2 for the rollout", "cluster.address=null", "auto"]),

@@ -1,6 +1,7 @@
 """`megasync check-layout`: invalid input, consistent numbers, and SGLang's own layouts."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -155,9 +156,10 @@ def test_a_tensor_that_the_engine_does_not_keep_is_a_failure(folder, call, in_mi
 @pytest.mark.real
 def test_real_layouts_of_dense_and_expert_models(call, tmp_path):
     make_model(tmp_path / "dense", "qwen3")
-    status, out, err = call(tmp_path / "dense", "--tp", 2, "--pp", 2, "--engine-tp", 2, "--device", "cpu")
+    options = ("--tp", 2, "--pp", 2, "--engine-tp", 2, "--engine-pp", 2, "--device", "cpu")
+    status, out, err = call(tmp_path / "dense", *options)
     assert status == 0, err
-    assert "OK: 24 tensors" in " ".join(out.split())
+    assert re.search("OK: 24 tensors .* into 4 engine rank", " ".join(out.split()))
     make_model(tmp_path / "experts", "qwen3_moe")
     (tmp_path / "experts" / "model.safetensors").unlink()
     options = ("--tp", 2, "--pp", 2, "--ep", 2, "--etp", 1, "--engine-tp", 2, "--random", "--json", "--device", "cpu")
@@ -169,6 +171,11 @@ def test_real_layouts_of_dense_and_expert_models(call, tmp_path):
     assert found["ok"] and len(found["trainer"]) == 4 and len(found["engine"]) == 2
     # 24 rows of an expert over two ranks are padded to what the kernels take.
     assert any("experts" in param for param in found["constants"])
+
+
+def test_groups_of_attention_must_divide_the_ranks(folder, call):
+    status, _, err = call(folder(), "--engine-tp", 3, "--engine-dp-attention", 2)
+    assert status == cli.REFUSED and "--engine-dp-attention=2 does not divide --engine-tp=3" in err
 
 
 @pytest.mark.real
