@@ -24,6 +24,7 @@ from megasync.layout.quantized import SCALES_DTYPE, VALUES_DTYPE, QuantizedLayou
 from megasync.preflight.check_fp8_servers import planned_fp8
 from megasync.serving.frozen_folder import read_frozen_model
 from megasync.sync.broadcast.plan import ITEM_BYTES
+from megasync.trainer.architecture import chunks_of
 
 # Megatron always keeps gradients in float32.
 GRAD_BYTES = 4
@@ -404,7 +405,7 @@ def _recomputed_in_layer(config: Config, layout: Layout, sparse: bool, delta: bo
     shared = wide * sizes.shared_intermediate / trainer.tensor_parallel
     width = sizes.moe_intermediate / layout.topology.expert_tensor_size
     if sparse and "moe" in modules:
-        less += shared + _received(config, layout) * (sizes.hidden + (wide + _clamped(layout)) * width)
+        less += shared + _received(config, layout) * (_expert_input(layout) + (wide + _clamped(layout)) * width)
         less += _saved_around_experts(config, layout)
     elif sparse:
         less += shared * ("shared_experts" in modules)
@@ -440,7 +441,7 @@ def _saved_by_layer(config: Config, layout: Layout, sparse: bool, delta: bool) -
     if not sparse:
         return common + wide * sizes.intermediate / tensor
     width = sizes.moe_intermediate / layout.topology.expert_tensor_size
-    received = _received(config, layout) * (sizes.hidden + (wide + _clamped(layout)) * width)
+    received = _received(config, layout) * (_expert_input(layout) + (wide + _clamped(layout)) * width)
     if config.trainer.moe_shared_expert_overlap and config.trainer.sequence_parallel:
         # Megatron itself gathers the tokens for the shared experts, and keeps them; a linear layer gathers them again.
         common += sizes.hidden
@@ -475,6 +476,11 @@ def _saved_around_experts(config: Config, layout: Layout) -> float:
     return elements
 
 
+def _expert_input(layout: Layout) -> int:
+    """What an expert layer saves of the hidden state of each copy of a token, twice if a weight multiplies it."""
+    return layout.sizes.hidden * (2 if layout.family.scales_expert_inputs else 1)
+
+
 def _clamped(layout: Layout) -> int:
     """What a clamped SwiGLU of experts saves for each of their channels, beside what others do.
 
@@ -505,10 +511,13 @@ def _saved_by_attention(config: Config, layout: Layout) -> float:
         # wide as queries, and the output is saved a second time (`megatron.core.transformer.multi_latent_attention`).
         heads = 4 * sizes.q_rows + sizes.value_rows if _newer_megatron() else 2 * (sizes.q_rows + sizes.value_rows)
         return latents + heads / tensor
-    normed: int = any("q_layernorm" in rule.local for rule in layout.family.layer)
+    normed: float = any("q_layernorm" in rule.local for rule in layout.family.layer)
     if layout.family.norms_all_heads:
         # The norm's float32 input counts as two, and its output before the weights is saved too.
         normed = 3
+    if (chunks := chunks_of(layout.hf_config)) is not None and chunks.normed:
+        # The float32 input of norms without weights, which layers that attend to all tokens lack.
+        normed = 2 * (1 - len(chunks.full) / sizes.layers)
     return (2 + normed) * (sizes.q_rows / tensor + keys)
 
 

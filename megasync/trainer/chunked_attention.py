@@ -45,7 +45,7 @@ class _Tempered(torch.nn.Module):
 
     def forward(self, query: torch.Tensor, *args: Any, packed_seq_params: PackedTokens, **kwargs: Any) -> torch.Tensor:
         scale, steps = self.temperature
-        position = positions(packed_seq_params, len(query))
+        position = positions(packed_seq_params, len(query)).to(query.device)
         factor = 1.0 + scale * torch.log1p(torch.floor((position.float() + 1.0) / steps))
         query = (query * factor[:, None, None]).to(query.dtype)
         return super().forward(query, *args, packed_seq_params=packed_seq_params, **kwargs)
