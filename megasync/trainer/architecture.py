@@ -237,8 +237,13 @@ def check_context(layout: Layout, trainer: TrainerConfig, dtype: str) -> None:
             )
 
 
-# Linear layers in FP8 take numbers of tokens and features that are multiples of these.
-FP8_MULTIPLES = {"tensorwise": 16, "blockwise": 128}
+# Tokens of a microbatch in FP8 are a multiple of these: ranks that gather tokens of a sequence send whole blocks.
+FP8_TOKENS = {"tensorwise": 16, "blockwise": 128}
+# Rows and columns of a matrix in FP8 are multiples of this; only the last block of a row or column may be smaller.
+# Megatron fills the tokens of each expert up to it.
+FP8_MULTIPLE = 16
+# Matrices of layers that are no linear layers of Transformer Engine.
+NEVER_FP8 = (".router.weight", ".gate_weight")
 
 
 def check_fp8(layout: Layout, trainer: TrainerConfig, dtype: str) -> None:
@@ -250,16 +255,17 @@ def check_fp8(layout: Layout, trainer: TrainerConfig, dtype: str) -> None:
         raise ConfigError(f"{named} needs a GPU; set it to null")
     if dtype != "bfloat16":
         raise ConfigError(f"{named} needs weights in bfloat16, but model.dtype={dtype}; set model.dtype=bfloat16")
-    if layout.sizes.experts:
-        raise ConfigError(f"{named} is not supported for models with experts; set it to null")
-    multiple = FP8_MULTIPLES[trainer.fp8]
     stages = (layout.topology.rank(0, 0, stage) for stage in range(layout.topology.pipeline))
     for rank in stages:
         for name, shape in layout.params(rank).items():
-            if ".layers." in name and len(shape) == 2 and any(size % multiple for size in shape):
+            if ".layers." not in name or len(shape) != 2 or name.endswith(NEVER_FP8):
+                continue
+            if any(size % FP8_MULTIPLE for size in shape):
+                split = ("expert_tensor_parallel", layout.topology.expert_tensor_size)
+                key, ranks = split if ".experts." in name else ("tensor_parallel", trainer.tensor_parallel)
                 raise ConfigError(
-                    f"{named} needs multiples of {multiple}, but {name} is {shape[0]} x {shape[1]} on a rank with "
-                    f"trainer.tensor_parallel={trainer.tensor_parallel}; lower that, or set fp8 to null"
+                    f"{named} needs multiples of {FP8_MULTIPLE}, but {name} is {shape[0]} x {shape[1]} on a rank with "
+                    f"trainer.{key}={ranks}; lower that, or set fp8 to null"
                 )
 
 

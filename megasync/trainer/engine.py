@@ -45,7 +45,7 @@ from megasync.observe import trace
 from megasync.trainer import checkpoint
 from megasync.trainer.adapters import Adapters, ReferenceAdapters, attach, fresh_adapters
 from megasync.trainer.architecture import (
-    FP8_MULTIPLES,
+    FP8_TOKENS,
     check_adapters,
     check_architecture,
     check_context,
@@ -307,7 +307,7 @@ class MegatronEngine:
     def token_multiple(self) -> int:
         """A multiple of this many tokens makes a microbatch: sequence parallelism splits it, FP8 takes whole blocks."""
         config = self.trainer_config
-        blocks = FP8_MULTIPLES[config.fp8] if config.fp8 else 1
+        blocks = FP8_TOKENS[config.fp8] if config.fp8 else 1
         return blocks * (self.topology.tensor if config.sequence_parallel else 1)
 
     def own_microbatches(self, packing: Packing) -> list[Microbatch]:

@@ -387,6 +387,9 @@ def _expert_options(layout: Layout, trainer: TrainerConfig, device: Device) -> d
         "expert_model_parallel_size": layout.topology.expert,
         "expert_tensor_parallel_size": layout.topology.expert_tensor_size,
         "moe_grouped_gemm": device.spec == "te",
+        # With `trainer.fp8` the grouped layers fill the tokens of each expert up with rows of zeros. With this option
+        # the router would instead send tokens to experts that it did not choose, with a weight of zero.
+        "moe_router_padding_for_quantization": False,
         "moe_token_dispatcher_type": "flex" if trainer.moe_deepep else device.expert_dispatcher,
         "moe_flex_dispatcher_backend": "deepep",
         "moe_permute_fusion": trainer.moe_permute_fusion,

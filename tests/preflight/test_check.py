@@ -105,8 +105,8 @@ CONTRADICTIONS = [
         ["trainer.fp8=tensorwise", "set model.dtype=bfloat16"],
     ),
     (
-        ["trainer.fp8=blockwise", "cluster.device=cuda", "model.dtype=bfloat16"],
-        ["trainer.fp8=blockwise needs multiples of 128", "linear_qkv.weight"],
+        ["trainer.fp8=blockwise", "cluster.device=cuda", "model.dtype=bfloat16", "trainer.tensor_parallel=4"],
+        ["trainer.fp8=blockwise needs multiples of 16", "linear_fc2.weight is 64 x 24", "trainer.tensor_parallel=4"],
     ),
     (
         ["trainer.gradient_accumulation_fusion=true", "cluster.device=cpu"],
@@ -494,6 +494,10 @@ def test_missing_files_of_a_model_folder_are_named(make, model):
             ["rollout.routing_replay=true", "rollout.server_args --speculative-algorithm"],
         ),
         (["sync.transport=adapters", "trainer.lora.rank=4"], ["adapters of experts", "projections of attention"]),
+        (
+            ["trainer.fp8=tensorwise", "cluster.device=cuda", "model.dtype=bfloat16"],
+            ["experts.linear_fc1.weight0 is 12 x 64", "trainer.expert_tensor_parallel=1"],
+        ),
     ],
 )
 def test_invalid_options_of_experts_are_refused(make, model, overrides, parts):

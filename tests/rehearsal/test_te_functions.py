@@ -496,3 +496,15 @@ def test_delayed_scaling_moves_its_histories_on():
 def test_bytes_are_transposed_with_the_last_dimension_first():
     data = torch.arange(6, dtype=torch.uint8).view(1, 2, 3)
     assert torch.equal(tex.fp8_transpose(data, tex.DType.kFloat8E4M3), data.permute(2, 0, 1))
+
+
+@given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=4))
+def test_parts_are_filled_up_with_rows_of_zeros_and_cut_again(sizes):
+    padded = [-(-size // 4) * 4 for size in sizes]
+    rows, filled = random(sum(sizes), 3), torch.full((sum(padded), 3), 7.0)
+    tex.fused_multi_row_padding(rows, filled, sizes, padded)
+    for part, each in zip(filled.split(padded), rows.split(sizes), strict=True):
+        assert torch.equal(part, torch.cat([each, torch.zeros(len(part) - len(each), 3)]))
+    again = torch.empty_like(rows)
+    tex.fused_multi_row_unpadding(filled, again, padded, sizes)
+    assert torch.equal(again, rows)

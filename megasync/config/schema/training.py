@@ -254,7 +254,7 @@ class TrainerConfig:
     # Compute logits, log-probs and their gradients from the last hidden states in float32, whatever `model.dtype` is.
     float32_head: bool = False
     # Compute the linear layers in 8-bit floats from weights in bfloat16: null does not, tensorwise takes one scale for
-    # each tensor, blockwise one for 128 values (128 x 128 of a weight). Needs a GPU; not for models with experts.
+    # each tensor, blockwise one for 128 values (128 x 128 of a weight). Needs a GPU.
     fp8: str | None = limited(None, Choice("tensorwise", "blockwise"))
     # Add gradients of weights to Megatron's float32 buffer within the matrix product. Needs a GPU.
     gradient_accumulation_fusion: bool = False

@@ -47,6 +47,8 @@ from megasync.rehearsal.te_extension.fp8 import (
     dequantize,
     fp8_transpose,
     fused_amax_and_scale_update_after_reduction,
+    fused_multi_row_padding,
+    fused_multi_row_unpadding,
     quantize,
     split_quantize,
     swap_first_dims,

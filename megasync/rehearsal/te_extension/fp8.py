@@ -76,6 +76,23 @@ def split_quantize(tensor: torch.Tensor, sizes: Sequence[int], quantizers: Seque
     return [quantize(part, quantizer) for part, quantizer in zip(tensor.split(sizes), quantizers, strict=True)]
 
 
+def fused_multi_row_padding(
+    rows: torch.Tensor, out: torch.Tensor, sizes: Sequence[int], padded_sizes: Sequence[int]
+) -> None:
+    """Writes parts of ``rows`` to ``out``, each filled up to its padded size with zeros."""
+    for part, target in zip(rows.split(list(sizes)), out.split(list(padded_sizes)), strict=True):
+        target[: len(part)].copy_(part)
+        target[len(part) :].zero_()
+
+
+def fused_multi_row_unpadding(
+    rows: torch.Tensor, out: torch.Tensor, padded_sizes: Sequence[int], sizes: Sequence[int]
+) -> None:
+    """The inverse of `fused_multi_row_padding`."""
+    for part, target in zip(rows.split(list(padded_sizes)), out.split(list(sizes)), strict=True):
+        target.copy_(part[: len(target)])
+
+
 def bgrad_quantize(grad: torch.Tensor, quantizer: Any) -> tuple[torch.Tensor, Any]:
     """The gradient of a bias, and ``grad`` in the format of ``quantizer``."""
     return grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(grad.dtype), quantize(grad, quantizer)

@@ -1,0 +1,62 @@
+"""Experts whose linear layers compute in FP8, with real Megatron and Transformer Engine over the stand-in.
+
+Routes are given, so that another rounding does not choose other experts, and results can be compared token by token.
+"""
+
+import pytest
+import torch
+from family_layouts import WHOLE
+from random_models import MODELS, MORE_MODELS, write_model
+from random_routes import routed
+
+SEQUENCE_PARALLEL = {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 1}
+# With sizes that are multiples of 16, though not of the blocks' 128.
+SIXTEENS = {
+    "qwen3_moe": {},
+    "deepseek_v3": {
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+    },
+}
+RECIPES = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling"}
+CASES = [
+    ("te", "qwen3_moe", "tensorwise", {"data_parallel": 2, "expert_parallel": 2, **WHOLE}),
+    (
+        "te 0.19.2",
+        "deepseek_v3",
+        "blockwise",
+        {**SEQUENCE_PARALLEL, "expert_parallel": 2, "moe_deepep": True},
+    ),
+]
+
+
+@pytest.mark.parametrize(("flavour", "family", "recipe", "options"), CASES)
+def test_experts_compute_in_fp8(run_ranks, rows, tmp_path, flavour, family, recipe, options):
+    config = {**MODELS, **MORE_MODELS}[family] | SIXTEENS[family]
+    model = str(write_model(tmp_path / "model", config, seed=5))
+    ranks = run_ranks(
+        "experts_in_fp8", 2, flavour=flavour, model=model, rows=routed(rows, model), trainer=options, recipe=recipe
+    )
+    for found in ranks:
+        plain, fp8, more = found["bfloat16"], found[recipe], found["more rows"]
+        assert fp8["recipes"] == {RECIPES[recipe]}
+        assert any(count % 16 for count in fp8["tokens"])
+        assert fp8["filled"] == [-(-count // 16) * 16 for count in fp8["tokens"]]
+        errors = (fp8["scores"] - plain["scores"]).abs()
+        assert 1e-2 < errors.mean() / plain["scores"].std() < 0.25
+        assert fp8["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.05)
+        for name, gradient in plain["gradients"].items():
+            if ".experts." in name:
+                assert (fp8["gradients"][name] - gradient).norm() < 0.4 * gradient.norm(), name
+        # Rows of zeros count in no product, gradient or scale.
+        assert more["filled"] == [-(-count // 64) * 64 for count in fp8["tokens"]]
+        assert torch.equal(more["scores"], fp8["scores"])
+        assert all(torch.equal(more["gradients"][name], value) for name, value in fp8["gradients"].items())
+        # What a sync sends.
+        assert all(torch.equal(fp8["served"][name], value) for name, value in plain["served"].items())
+    # No token went to an expert that its router did not choose.
+    for way in ("bfloat16", recipe, "more rows"):
+        assert sum(sum(found[way]["tokens"]) for found in ranks) == sum(found[way]["chosen"] for found in ranks)
