@@ -44,6 +44,7 @@ with quick_imports():
     from sglang.srt.models.registry import ModelRegistry
     import sglang.srt.batch_invariant_ops as batch_invariant_ops
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as with_towers
     from megasync.layout.families import FAMILIES
     from megasync_patches.sglang_cpu_launch import PATCH
 
@@ -90,7 +91,9 @@ from sglang.srt.server_args import ServerArgs
 engine._set_envs_and_config(ServerArgs(model_path="dummy"))
 print("start method", multiprocessing.get_start_method())
 
-architectures = [names[family] for family in FAMILIES if family != "kimi_k2"]
+# transformers has no Kimi-K2, and SGLang Qwen3.5 with its tower only.
+served = FAMILIES.keys() - {"kimi_k2", "qwen3_5_text"}
+architectures = [(with_towers if FAMILIES[family].vision else names)[family] for family in served]
 architectures += ["Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification"]
 for architecture in architectures:
     assert ModelRegistry.resolve_model_cls([architecture])[1] == architecture

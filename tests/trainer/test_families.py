@@ -80,15 +80,19 @@ def test_weights_after_a_step_are_those_of_one_rank(results, hugging_face, model
         export_checkpoint(folder / f"{family}-{label}", models[family], tmp_path / label)
         weights[label] = load_file(tmp_path / label / "model.safetensors")
     assert weights["one"].keys() == weights[layout].keys()
+    undecided = 0
     for name, expected in weights["one"].items():
         difference = (weights[layout][name] - expected).abs()
+        undecided += int((difference > 1e-5).sum())
         if name not in grads:
             assert (difference == 0).all(), name
             continue
         assert difference.max() < 2.1e-3, name
         assert (difference[grads[name].abs() > 1e-4] < 1e-5).all(), name
+    # A weight that went the other way may change the log-prob of a token by as much as it differs itself.
+    tolerance = 2.1e-3 if undecided else 1e-4
     for rank in results[0][family, layout]:
-        torch.testing.assert_close(rank["after"], results[0][family, "one"][0]["after"], atol=1e-4, rtol=0)
+        torch.testing.assert_close(rank["after"], results[0][family, "one"][0]["after"], atol=tolerance, rtol=0)
 
 
 def test_interleaved_schedules_have_a_multiple_of_the_stages(results):

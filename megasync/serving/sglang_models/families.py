@@ -5,6 +5,7 @@ from importlib import import_module
 MODULES = (
     "deepseek_v2",
     "gemma3_causal",
+    "gemma3_mm",
     "glm4",
     "glm4_moe",
     "gpt_oss",
@@ -15,6 +16,7 @@ MODULES = (
     "qwen2_classification",
     "qwen2_moe",
     "qwen3",
+    "qwen3_5",
     "qwen3_classification",
     "qwen3_moe",
     "qwen3_next",
