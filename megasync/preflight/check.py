@@ -60,6 +60,7 @@ from megasync.trainer.architecture import (
     check_context,
     check_experts,
     check_fp8,
+    check_overlap,
     chunks_of,
 )
 
@@ -98,6 +99,8 @@ def check_config(
     _check_servers(config)
     check_frozen_models(config, planning)
     _check_trainer(config)
+    longest = config.data.prompt.max_tokens + config.rollout.sampling.max_new_tokens
+    _check_padding(config.trainer, longest, "data.prompt.max_tokens + rollout.sampling.max_new_tokens")
     _check_cluster(config, training)
     check_access(config.cluster, planning=planning)
     _check_model(config, planning)
@@ -145,6 +148,10 @@ def check_supervised(config: Config, *, planning: bool = False) -> None:
         raise ConfigError(
             f"sft.max_tokens={sft.max_tokens} exceeds max_position_embeddings={limit} of {source}; lower it"
         )
+    if sft.max_tokens is not None:
+        _check_padding(trainer, sft.max_tokens, "sft.max_tokens")
+    elif limit is not None:
+        _check_padding(trainer, limit, "max_position_embeddings, in place of sft.max_tokens,")
     check_megatron(vars(trainer.megatron), latent=layout.family.latent)
     _check_experts(trainer, layout)
     if not planning:
@@ -349,6 +356,11 @@ def _check_trainer(config: Config) -> None:
             "set it to false"
         )
     _check_param_gather(trainer)
+    if trainer.tp_comm_overlap and trainer.tensor_parallel > config.cluster.devices_per_node:
+        raise ConfigError(
+            f"trainer.tp_comm_overlap=true needs all ranks of trainer.tensor_parallel={trainer.tensor_parallel} on one "
+            f"node, but cluster.devices_per_node={config.cluster.devices_per_node}; set it to false"
+        )
     _check_precision(config)
     _check_optimizer_offload(config, "trainer.optimizer", trainer.optimizer)
     if config.critic.enabled:
@@ -357,6 +369,17 @@ def _check_trainer(config: Config) -> None:
         for key in ("moe_permute_fusion", "moe_deepep", "moe_shared_expert_overlap", "gradient_accumulation_fusion"):
             if getattr(trainer, key):
                 raise ConfigError(f"trainer.{key}=true needs a GPU, but cluster.device=cpu; set it to false")
+
+
+def _check_padding(trainer: TrainerConfig, longest: int, name: str) -> None:
+    """Raises ConfigError if a sequence may be longer than a padded microbatch. ``name`` says what ``longest`` is."""
+    room = trainer.tokens_per_microbatch * trainer.context_parallel
+    if trainer.pad_microbatches and longest > room:
+        raise ConfigError(
+            f"trainer.pad_microbatches=true pads microbatches to trainer.tokens_per_microbatch="
+            f"{trainer.tokens_per_microbatch} x trainer.context_parallel={trainer.context_parallel} tokens, but {name} "
+            f"is {longest}; raise tokens_per_microbatch, or set pad_microbatches to false"
+        )
 
 
 def _check_param_gather(trainer: TrainerConfig) -> None:
@@ -679,6 +702,7 @@ def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Pat
         check_experts(layout, config.trainer)
         check_context(layout, config.trainer, config.model.dtype)
         check_fp8(layout, config.trainer, config.model.dtype)
+        check_overlap(layout, config.trainer, config.model.dtype)
         if (adapters := adapter_layout(layout, config.trainer)) is not None:
             check_adapters(adapters, config.trainer)
             path = config.trainer.lora.path

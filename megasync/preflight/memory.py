@@ -24,7 +24,7 @@ from megasync.layout.quantized import SCALES_DTYPE, VALUES_DTYPE, QuantizedLayou
 from megasync.preflight.check_fp8_servers import planned_fp8
 from megasync.serving.frozen_folder import read_frozen_model
 from megasync.sync.broadcast.plan import ITEM_BYTES
-from megasync.trainer.architecture import chunks_of
+from megasync.trainer.architecture import chunks_of, full_microbatch
 
 # Megatron always keeps gradients in float32.
 GRAD_BYTES = 4
@@ -49,6 +49,8 @@ REFERENCE_ALIGNMENT = 256
 IMBALANCE = 2.0
 # A position of a token.
 INDEX_BYTES = 8
+# Buffers of `trainer.tp_comm_overlap`.
+USER_BUFFERS = 12
 # Tokens of a gated delta net that flash-linear-attention computes together.
 DELTA_CHUNK = 64
 LAYER = re.compile(r"(\d+\.)?decoder\.layers\.\d+\.")
@@ -285,8 +287,13 @@ def _checkpoint_bytes(config: Config, layout: Layout) -> int:
 
 
 def microbatch_tokens(config: Config) -> int:
-    """Tokens of a rank's largest microbatch: the budget, or its share of the longest sequence if that is longer."""
+    """Tokens of a rank's largest microbatch: the budget, or its share of the longest sequence if that is longer.
+
+    With `trainer.pad_microbatches` no sequence is longer, and the budget is rounded up as the trainer does.
+    """
     context = config.trainer.context_parallel
+    if config.trainer.pad_microbatches:
+        return full_microbatch(config.trainer) // context
     share = (
         -(-longest_sequence(config) // context) if context == 1 else 2 * -(-longest_sequence(config) // (2 * context))
     )
@@ -339,10 +346,22 @@ def in_flight(pipeline: int, virtual: int, stage: int) -> tuple[int, ...]:
 
 
 def _activations(config: Config, layout: Layout, stage: int, item: int) -> int:
-    """What the chunks of a stage save, and the buffers of the layer that computes."""
+    """What the chunks of a stage save, buffers of the layer that computes, and those of `trainer.tp_comm_overlap`."""
     sparse = any(layer in layout.sizes.sparse_layers for chunk in layout.stages[stage] for layer in chunk)
     buffers = _dispatch_buffers(config, layout) * item * microbatch_tokens(config) if sparse else 0.0
-    return saved_activations(config, layout, stage) + int(buffers)
+    return saved_activations(config, layout, stage) + int(buffers) + user_buffer_bytes(config, layout)
+
+
+def user_buffer_bytes(config: Config, layout: Layout) -> int:
+    """Bytes of Transformer Engine's buffers for `trainer.tp_comm_overlap`, each with all tokens of a microbatch.
+
+    One for each product of a layer: forward, for the gradient of the input and for that of the weight, of four matrices
+    (`transformer_engine.pytorch.module.base.initialize_ub`).
+    """
+    if not config.trainer.tp_comm_overlap:
+        return 0
+    elements = USER_BUFFERS * microbatch_tokens(config) * layout.sizes.hidden
+    return elements * ITEM_BYTES[config.model.dtype]
 
 
 def saved_activations(config: Config, layout: Layout, stage: int) -> int:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from megasync.config.access import describe_access
 from megasync.config.pools import engine_nodes
+from megasync.config.schema import Config
 from megasync.layout.routes import RouteFormat
 from megasync.observe.trackers import describe_sinks
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, bytes_text
@@ -76,8 +77,7 @@ def _summary(plan: Plan) -> Table:
     rows = {
         "run": config.name,
         **_model(plan),
-        "step": f"{schedule.groups_per_step * schedule.samples_per_group} responses, in microbatches of at most "
-        f"{microbatch_tokens(config)} tokens per rank",
+        "step": f"{schedule.groups_per_step * schedule.samples_per_group} responses, {_microbatches(config)}",
         "buffer": f"at most {pacing.capacity} active groups, {plan.max_inflight} of them in generation",
         **({} if not workers else {"rollout workers": shared}),
         "staleness": f"trained tokens are at most {pacing.staleness_bound} version(s) old, {pacing.window_slack} of "
@@ -117,6 +117,11 @@ def _model(plan: TrainerPlan) -> dict[str, str]:
     }
 
 
+def _microbatches(config: Config) -> str:
+    most = "" if config.trainer.pad_microbatches else "at most "
+    return f"in microbatches of {most}{microbatch_tokens(config)} tokens per rank"
+
+
 def _supervised(plan: TrainerPlan) -> Table:
     config, sft, pool = plan.config, plan.config.sft, plan.trainer
     validated = f"every {every} step(s), first and last" if (every := sft.validate_every_steps) else "first and last"
@@ -124,7 +129,7 @@ def _supervised(plan: TrainerPlan) -> Table:
         {
             "run": f"{config.name}, supervised (`megasync sft`), because sft.train is set",
             **_model(plan),
-            "step": f"{sft.rows_per_step} rows, in microbatches of at most {microbatch_tokens(config)} tokens per rank",
+            "step": f"{sft.rows_per_step} rows, {_microbatches(config)}",
             "rows": f"at most {longest_sequence(config)} tokens each "
             f"({'the context of the model' if sft.max_tokens is None else 'sft.max_tokens'}), {sft.epochs} epoch(s)"
             + ("" if sft.validation is None else f"; held-out loss {validated}"),

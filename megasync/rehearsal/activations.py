@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from megasync.config.schema import Config
 from megasync.preflight.memory import IMBALANCE, in_flight, longest_sequence, microbatch_tokens, recompute_peak
+from megasync.trainer.architecture import token_multiple
 from megasync.trainer.batch import Batch, Sample, make_batch
 from megasync.trainer.engine import MegatronEngine
 from megasync.trainer.gated_delta_net import GatedDeltaNet
@@ -108,7 +109,7 @@ def _largest_batch(engine: MegatronEngine, config: Config) -> Batch:
         microbatch,
         samples,
         index=0,
-        multiple=engine.token_multiple,
+        multiple=token_multiple(engine.trainer_config),
         device=engine.device.torch_device,
         flavour=engine.device.spec,
         context=(context, engine.coords.cp),

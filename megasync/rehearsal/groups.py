@@ -6,11 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
+from torch.distributed import distributed_c10d, new_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megasync.rehearsal.gloo import coalescing_manager
 
 # Collectives of several tensors, for which torch has no implementation on the meta device.
 _COALESCED = ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_", "allreduce_coalesced_")
@@ -22,9 +26,20 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
     _coalesced_on_meta()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        yield
+        with (
+            patch.object(dist, "new_group", _new_group),
+            patch.object(distributed_c10d, "new_group", _new_group),
+            patch.object(dist, "is_backend_available", lambda name: True),
+            patch.object(dist, "_coalescing_manager", coalescing_manager),
+        ):
+            yield
     finally:
         dist.destroy_process_group()
+
+
+def _new_group(*args: Any, **kwargs: Any) -> Any:
+    """`torch.distributed.new_group`, on the fake backend also where Transformer Engine names another one."""
+    return new_group(*args, **{**kwargs, "backend": None})
 
 
 @cache

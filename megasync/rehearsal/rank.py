@@ -38,6 +38,7 @@ from megasync.rehearsal.memory import (
 from megasync.rehearsal.report import RankReport
 from megasync.trainer.critic import critic_engine
 from megasync.trainer.engine import MegatronEngine
+from megasync.trainer.user_buffers import close_buffers
 
 META = torch.device("meta")
 # Ends of the names of parameters with a row for each token of the vocabulary.
@@ -78,7 +79,7 @@ def rehearse_rank(config: Config, rank: int, device: MetaDevice, saved: dict[int
                 critic = built_critic(config, rank, device)
                 found += (f"critic: {text}" for text in differences(critic))
                 held[CRITIC] = added_by_critic(held_bytes(critic), held, config.critic.offload)
-            found += memory_differences(held, plan)
+            found += memory_differences(held, plan, fp8=config.trainer.fp8 is not None)
     except Exception as error:  # noqa: BLE001 - what stops this rank stops it on a GPU too
         found.append(f"{type(error).__name__}: {error}")
     return RankReport(rank, parameters, held, plan, time.monotonic() - begun, tuple(found))
@@ -94,6 +95,8 @@ def built_rank(config: Config, rank: int, device: MetaDevice) -> Iterator[Megatr
             engine.initialize(load=_absent_weights)
             yield engine
         finally:
+            if config.trainer.tp_comm_overlap:
+                close_buffers()
             parallel_state.destroy_model_parallel()
 
 

@@ -110,6 +110,11 @@ def _import_package() -> None:
     # The package ignores an ImportError of this part.
     import_module("transformer_engine.pytorch")
     cuda.redirect("transformer_engine")
+    # Layers that are recomputed in FP8 read the state of the GPU's random numbers.
+    vars(import_module("transformer_engine.pytorch.distributed")).update(
+        _get_cuda_rng_state=lambda *_, **__: torch.get_rng_state(),
+        _set_cuda_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
+    )
 
 
 def _loaded(framework: str) -> None:

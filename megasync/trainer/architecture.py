@@ -7,6 +7,7 @@ its layers compute. Options that are not listed here do not change the computati
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megasync.errors import ConfigError
@@ -239,6 +240,25 @@ def check_context(layout: Layout, trainer: TrainerConfig, dtype: str) -> None:
 
 # Tokens of a microbatch in FP8 are a multiple of these: ranks that gather tokens of a sequence send whole blocks.
 FP8_TOKENS = {"tensorwise": 16, "blockwise": 128}
+
+
+def token_multiple(trainer: TrainerConfig) -> int:
+    """A multiple of this many tokens makes a microbatch of a context-parallel rank.
+
+    Sequence parallelism splits it, FP8 takes whole blocks.
+    """
+    return FP8_TOKENS.get(trainer.fp8 or "", 1) * (trainer.tensor_parallel if trainer.sequence_parallel else 1)
+
+
+def full_microbatch(trainer: TrainerConfig) -> int:
+    """Tokens of a full microbatch on all its context-parallel ranks. With `trainer.pad_microbatches` that of each."""
+    context = trainer.context_parallel
+    tokens = trainer.tokens_per_microbatch * context
+    if not trainer.pad_microbatches:
+        return tokens
+    return tokens + -tokens % lcm(2 * context if context > 1 else 1, context * token_multiple(trainer))
+
+
 # Rows and columns of a matrix in FP8 are multiples of this; only the last block of a row or column may be smaller.
 # Megatron fills the tokens of each expert up to it.
 FP8_MULTIPLE = 16
@@ -267,6 +287,30 @@ def check_fp8(layout: Layout, trainer: TrainerConfig, dtype: str) -> None:
                     f"{named} needs multiples of {FP8_MULTIPLE}, but {name} is {shape[0]} x {shape[1]} on a rank with "
                     f"trainer.{key}={ranks}; lower that, or set fp8 to null"
                 )
+
+
+def check_overlap(layout: Layout, trainer: TrainerConfig, dtype: str) -> None:
+    """Raises ConfigError if tensor-parallel ranks cannot overlap communication as `trainer.tp_comm_overlap` says."""
+    if not trainer.tp_comm_overlap:
+        return
+    named = "trainer.tp_comm_overlap=true"
+    needed = {
+        "cluster.device=cuda": layout.spec == "te",
+        "model.dtype=bfloat16": dtype == "bfloat16",
+        "trainer.tensor_parallel above 1": trainer.tensor_parallel > 1,
+        "trainer.sequence_parallel=true": trainer.sequence_parallel,
+        "trainer.pad_microbatches=true": trainer.pad_microbatches,
+    }
+    if missing := [key for key, met in needed.items() if not met]:
+        raise ConfigError(f"{named} needs {', '.join(missing)}; set that, or tp_comm_overlap to false")
+    excluded = {
+        f"trainer.fp8={trainer.fp8}": trainer.fp8 is not None,
+        f"trainer.lora.rank={trainer.lora.rank}": trainer.lora.rank > 0,
+        "latent attention, for whose projections Megatron has no buffers": layout.family.latent,
+        "gated delta nets, for whose projections there are no buffers": layout.sizes.delta is not None,
+    }
+    if present := [what for what, met in excluded.items() if met]:
+        raise ConfigError(f"{named} does not support {', '.join(present)}; set it to false")
 
 
 def check_experts(layout: Layout, trainer: TrainerConfig) -> None:

@@ -148,15 +148,17 @@ class _Packed:
         return start
 
     def pad(self, tokens: int, *, apart: bool) -> None:
-        """Appends padding, as a segment of its own (``apart``) or to the last segment."""
+        """Appends padding, as a segment of its own (``apart``) or to the last segment.
+
+        It repeats the tokens before it, with their routes: copies of a single token would all go to the same experts.
+        """
         if not tokens:
             return
         self.padding.append(range(self.tokens, self.tokens + tokens))
         if self.routes:
-            # Any experts will do, as long as they differ.
-            *_, layers, per_token = self.routes[0].shape
-            self.routes.append(np.broadcast_to(np.arange(per_token), (tokens, layers, per_token)))
-        start = self.add_segment(np.zeros(tokens, dtype=np.int32))
+            routes = np.concatenate(self.routes)
+            self.routes.append(np.resize(routes, (tokens, *routes.shape[1:])))
+        start = self.add_segment(np.resize(np.concatenate(self.ids), tokens))
         if not apart:
             self.segments.pop()
             self.first_positions.pop()

@@ -45,12 +45,14 @@ from megasync.observe import trace
 from megasync.trainer import checkpoint
 from megasync.trainer.adapters import Adapters, ReferenceAdapters, attach, fresh_adapters
 from megasync.trainer.architecture import (
-    FP8_TOKENS,
     check_adapters,
     check_architecture,
     check_context,
     check_experts,
     check_fp8,
+    check_overlap,
+    full_microbatch,
+    token_multiple,
 )
 from megasync.trainer.batch import Batch, Sample, Samples, lengths_of, make_batch
 from megasync.trainer.collectives import broadcast_json
@@ -71,6 +73,7 @@ from megasync.trainer.optimizer import Optimizer, Update
 from megasync.trainer.packing import Lengths, Microbatch, Packing, plan_packing
 from megasync.trainer.param_attributes import sum_partial_experts
 from megasync.trainer.reference import ReferenceWeights
+from megasync.trainer.user_buffers import close_buffers, open_buffers
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +144,7 @@ class MegatronEngine:
         check_megatron(vars(trainer.megatron), latent=self.layout.family.latent)
         check_context(self.layout, trainer, model.dtype)
         check_fp8(self.layout, trainer, model.dtype)
+        check_overlap(self.layout, trainer, model.dtype)
         self._adapter_layout = None if value_head else adapter_layout(self.layout, trainer)
         if self._adapter_layout is not None:
             check_adapters(self._adapter_layout, trainer)
@@ -170,6 +174,9 @@ class MegatronEngine:
         self._tensor_group = cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
         self._context_group = cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
         self.data_group = cast(dist.ProcessGroup, parallel_state.get_data_parallel_group())
+        if config.tp_comm_overlap:
+            tokens = full_microbatch(self.trainer_config) // self.topology.context
+            open_buffers(tokens, self.layout.sizes.hidden, self.topology.tensor, self.dtype, self.device.backend)
         self.chunks = build_chunks(self.layout, config, self.device, self.dtype)
         self.weights = self.trained = named_weights(self.chunks)
         weights = (load or self._load_folder)(self.layout, self.rank, torch.float32)
@@ -296,25 +303,27 @@ class MegatronEngine:
         return plan_packing(
             lengths,
             ranks=self.topology.data,
-            budget=self.trainer_config.tokens_per_microbatch * context,
+            budget=full_microbatch(self.trainer_config),
             attention_cost=2 * sizes.q_rows / linear,
             share_prompts=self.device.spec == "local" and context == 1,
             multiple=self.topology.pipeline if self.topology.virtual > 1 else 1,
             chunks=2 * context if context > 1 else 1,
         )
 
-    @property
-    def token_multiple(self) -> int:
-        """A multiple of this many tokens makes a microbatch: sequence parallelism splits it, FP8 takes whole blocks."""
-        config = self.trainer_config
-        blocks = FP8_TOKENS[config.fp8] if config.fp8 else 1
-        return blocks * (self.topology.tensor if config.sequence_parallel else 1)
-
     def own_microbatches(self, packing: Packing) -> list[Microbatch]:
-        """Those of this rank, padded to the lengths of its expert-parallel peers if the dispatcher requires it."""
+        """Those of this rank, padded to the lengths of its expert-parallel peers if the dispatcher requires it.
+
+        With `trainer.pad_microbatches` they are padded to a full one; raises TrainingError for a longer one.
+        """
         dp = self.coords.dp
         lockstep = self.layout.sizes.experts and self.device.expert_dispatcher == "allgather"
-        return packing.microbatches(dp, self.topology.expert_peers(dp) if lockstep else None)
+        room = full_microbatch(self.trainer_config) if self.trainer_config.pad_microbatches else 0
+        if room and (longest := int(packing.tokens.max())) > room:
+            raise TrainingError(
+                f"a sequence has {longest} tokens, but trainer.pad_microbatches=true pads microbatches to {room} "
+                f"(trainer.tokens_per_microbatch x context_parallel); raise trainer.tokens_per_microbatch"
+            )
+        return packing.microbatches(dp, self.topology.expert_peers(dp) if lockstep else None, room)
 
     def share(self, samples: Sequence[Sample]) -> Share:
         """This rank's share of samples that every rank has; not a collective."""
@@ -453,7 +462,7 @@ class MegatronEngine:
         ``replays``, samples with routes go to those experts; a critic has experts of its own.
         """
         set_step_tokens(self.chunks, share.tokens)
-        balanced = self.trainer_config.moe_aux_loss > 0
+        balanced = self.trainer_config.moe_aux_loss > 0 or "moe_z_loss_coeff" in self.trainer_config.megatron.model
         interleaved = self.topology.virtual > 1
         replays = replays and not self.layout.value_head and _have_routes(share)
         batches = [self._batches(share, replays) for _ in self._models]
@@ -462,8 +471,8 @@ class MegatronEngine:
             data_iterator=batches if interleaved else batches[0],
             model=self._models if interleaved else self._models[0],
             num_microbatches=len(share.microbatches),
-            # Ignored: microbatches differ in length, so stages send shapes along with tensors.
-            seq_length=1,
+            # Ignored if microbatches differ in length: stages then send shapes along with tensors.
+            seq_length=full_microbatch(self.trainer_config),
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -484,7 +493,7 @@ class MegatronEngine:
                 microbatch,
                 share.samples,
                 index=index,
-                multiple=self.token_multiple,
+                multiple=token_multiple(self.trainer_config),
                 device=self.device.torch_device,
                 flavour=self.device.spec,
                 context=(self.topology.context, self.coords.cp),
@@ -639,7 +648,12 @@ class MegatronEngine:
         self._write(load_once(read, path, layout, self.rank, self.dtype, self.device.torch_device))
 
     def close(self) -> None:
-        """Drops Megatron's process groups; torch.distributed.destroy_process_group closes them."""
+        """Drops Megatron's process groups; torch.distributed.destroy_process_group closes them.
+
+        With `trainer.tp_comm_overlap`, the buffers of all engines of the process end with the first that closes.
+        """
+        if self.trainer_config.tp_comm_overlap:
+            close_buffers()
         # A token dispatcher keeps tensors of the last forward pass. Their graph refers to the model through gradient
         # hooks, which the garbage collector cannot see: model and process groups would never be freed.
         for module in (module for chunk in self.chunks for module in chunk.modules()):
@@ -718,8 +732,8 @@ def forward_step(
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Any]]]:
     """Megatron's forward step: this stage's output, and the function that turns the last stage's into a loss.
 
-    ``balanced``: the model has a load-balancing loss, which needs to know which tokens count. ``replay`` tells the
-    routers of a chunk the experts of its next microbatch.
+    ``balanced``: routers have a loss of their own, and need to know which tokens count. ``replay`` tells the routers of
+    a chunk the experts of its next microbatch.
     """
     batch = next(batches)
     if batch.routes is not None:

@@ -258,6 +258,7 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
         num_layers_in_last_pipeline_stage=trainer.last_stage_layers,
         pipeline_model_parallel_layout=_pipeline_layout(trainer),
         sequence_parallel=trainer.sequence_parallel and trainer.tensor_parallel > 1,
+        tp_comm_overlap=trainer.tp_comm_overlap,
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         # An interleaved schedule could confuse batched messages between the same two ranks.
         overlap_p2p_comm=virtual > 1,
@@ -287,8 +288,8 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
             f"Megatron refuses the options of trainer: {error}; change them (docs/megatron_options.md)"
         ) from error
     # Set after Megatron's validation, which forbids it with the allgather dispatcher. Here it is safe: microbatches
-    # differ in length, but those that meet in a dispatcher are padded to the same length (`packing.pad_alike`).
-    config.variable_seq_lengths = True
+    # may differ in length, but those that meet in a dispatcher are padded to the same (`Packing.microbatches`).
+    config.variable_seq_lengths = not trainer.pad_microbatches
     return config
 
 

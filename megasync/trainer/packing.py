@@ -98,10 +98,15 @@ class Packing:
         """Tokens of all ranks' microbatches without masked copies and padding."""
         return self.trees.unpadded
 
-    def microbatches(self, rank: int, peers: range | None = None) -> list[Microbatch]:
-        """The microbatches of a rank, each padded to the longest of the same position among ``peers`` if given."""
+    def microbatches(self, rank: int, peers: range | None = None, room: int = 0) -> list[Microbatch]:
+        """The microbatches of a rank, each padded to ``room`` tokens.
+
+        With ``peers``, each is padded to the longest of the same position among these ranks.
+        """
         own = self.table[rank]
-        rooms = np.zeros_like(own) if peers is None else self.tokens[self.table[peers.start : peers.stop]].max(axis=0)
+        rooms = np.full_like(own, room)
+        if peers is not None:
+            rooms = np.maximum(rooms, self.tokens[self.table[peers.start : peers.stop]].max(axis=0))
         return [
             Microbatch(tuple(self._trees(index)), int(self.tokens[index]), index < self.counted, room)
             for index, room in zip(own.tolist(), rooms.tolist(), strict=True)

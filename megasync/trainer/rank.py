@@ -305,5 +305,9 @@ class TrainerRank:
         self._broadcast.leave()
         self._disk.leave()
         self._shards.leave()
+        if self._config.trainer.tp_comm_overlap:
+            from megasync.trainer.user_buffers import close_buffers
+
+            close_buffers()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

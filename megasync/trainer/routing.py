@@ -1,5 +1,5 @@
-"""The router of expert layers: Megatron's, with a load-balancing loss that is normalised like all other losses, and
-with routes of a server in the place of its own choice (`layout.routes`).
+"""The router of expert layers: Megatron's, with losses of its own that are normalised like all other losses, and with
+routes of a server in the place of its own choice (`layout.routes`).
 """
 
 from __future__ import annotations
@@ -111,6 +111,20 @@ class PolicyRouter(TopKRouter):
             moe_aux_loss_coeff=self.get_aux_loss_coeff("aux_loss"),
         )
         return MoEAuxLossAutoScaler.apply(probs, loss * tokens / self.step_tokens)
+
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """``logits`` unchanged, with the gradient of the z-loss attached.
+
+        It is equation 5 of ST-MoE (https://arxiv.org/abs/2202.08906). That of a step is the mean over its tokens,
+        without those of ``padding_mask``, and the sum over layers.
+        """
+        coefficient = self.config.moe_z_loss_coeff
+        if not coefficient or not torch.is_grad_enabled():
+            return logits
+        squares = logits.logsumexp(dim=-1).square()
+        if padding_mask is not None:
+            squares = squares.masked_fill(padding_mask.view_as(squares), 0.0)
+        return MoEAuxLossAutoScaler.apply(logits, coefficient * squares.sum() / self.step_tokens)
 
     def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
         """Skips Megatron's count of tokens per expert, which serves to update the bias."""

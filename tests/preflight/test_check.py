@@ -20,6 +20,10 @@ COLOCATED = ["cluster.colocate=true", "schedule.max_staleness=0"]
 MORE = "data.sets.more.data={kind: digits, source: copy}"
 TEACHER = "teachers.one.path=/nowhere"
 GAE = ["algorithm.advantage=gae", "critic.enabled=true"]
+OVERLAP = [
+    *("trainer.tp_comm_overlap=true", "trainer.pad_microbatches=true", "trainer.tensor_parallel=2"),
+    *("trainer.sequence_parallel=true", "cluster.device=cuda", "model.dtype=bfloat16"),
+]
 CONTRADICTIONS = [
     (["schedule.max_inflight_groups=33"], ["max_inflight_groups=33", "32 = (", "null"]),
     (
@@ -107,6 +111,24 @@ CONTRADICTIONS = [
     (
         ["trainer.fp8=blockwise", "cluster.device=cuda", "model.dtype=bfloat16", "trainer.tensor_parallel=4"],
         ["trainer.fp8=blockwise needs multiples of 16", "linear_fc2.weight is 64 x 24", "trainer.tensor_parallel=4"],
+    ),
+    (
+        ["trainer.tp_comm_overlap=true", "cluster.device=cpu", "model.dtype=float32"],
+        [
+            "trainer.tp_comm_overlap=true needs cluster.device=cuda, model.dtype=bfloat16, ",
+            "trainer.tensor_parallel above 1, trainer.sequence_parallel=true, trainer.pad_microbatches=true; set that",
+        ],
+    ),
+    ([*OVERLAP, "trainer.pad_microbatches=false"], ["tp_comm_overlap=true needs trainer.pad_microbatches=true; set"]),
+    ([*OVERLAP, "trainer.fp8=blockwise"], ["tp_comm_overlap=true does not support trainer.fp8=blockwise"]),
+    ([*OVERLAP, "trainer.lora.rank=4"], ["tp_comm_overlap=true does not support trainer.lora.rank=4"]),
+    (
+        [*OVERLAP, "cluster.devices_per_node=1"],
+        ["tp_comm_overlap=true needs all ranks of trainer.tensor_parallel=2", "cluster.devices_per_node=1"],
+    ),
+    (
+        ["trainer.pad_microbatches=true", "trainer.tokens_per_microbatch=64", "data.prompt.max_tokens=100"],
+        ["pads microbatches to trainer.tokens_per_microbatch=64", "max_new_tokens is", "raise tokens_per_microbatch"],
     ),
     (
         ["trainer.gradient_accumulation_fusion=true", "cluster.device=cpu"],

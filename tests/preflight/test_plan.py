@@ -250,6 +250,20 @@ def test_recomputation_sequence_parallelism_and_small_batches_reduce_activations
     assert activations("trainer.tokens_per_microbatch=32768") == pytest.approx(2 * activations(), rel=1e-4)
 
 
+def test_padded_microbatches_and_buffers_of_overlapped_exchanges_are_counted():
+    def plan(*overrides):
+        config = load("qwen3_8b_math", "trainer.tokens_per_microbatch=16390", *overrides)
+        return config, stage_memory(config, layout_of(config), BUCKET, 0).activations
+
+    _, plain = plan()
+    config, padded = plan("trainer.pad_microbatches=true")
+    # A multiple of the four tensor-parallel ranks.
+    assert padded / plain == pytest.approx(16392 / 16390, rel=1e-5)
+    assert "in microbatches of 16392 tokens per rank" in rendered(config)
+    _, overlapped = plan("trainer.pad_microbatches=true", "trainer.tp_comm_overlap=true")
+    assert overlapped - padded == 24 * 16392 * 4096
+
+
 def test_a_kl_term_takes_two_blocks_of_the_model():
     """The embedding is the largest block; on the last rank the output layer is as large."""
     plan = resolve_plan(load("qwen3_32b_math", "algorithm.kl_coef=0.01"))

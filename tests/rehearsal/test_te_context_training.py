@@ -15,7 +15,7 @@ PP2 = {**CP2, "pipeline_parallel": 2, "last_stage_layers": 1}
 LATENT = {**MORE_MODELS["deepseek_v3"], "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 GATHERED = {**CP2, "context_parallel_comm": "all_gather"}
 EXPERTS = {
-    "ring": {**CP2, "expert_parallel": 2},
+    "ring": {**CP2, "expert_parallel": 2, "tokens_per_microbatch": 48, "pad_microbatches": True},
     "gathered": GATHERED,
     "heads": {**CP2, "context_parallel_comm": "a2a"},
 }

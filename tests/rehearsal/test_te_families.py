@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from family_layouts import FAMILIES, biases, layout_of, norm, reference
+from family_layouts import FAMILIES, PADDED, biases, layout_of, norm, reference
 from random_models import MODELS
 from safetensors.torch import load_file
 
@@ -24,7 +24,7 @@ LAYOUTS |= {
         2: {
             "tp2": {"tensor_parallel": 2},
             "tp2-sp": SEQUENCE_PARALLEL,
-            "pp2": {"pipeline_parallel": 2, "last_stage_layers": 1},
+            "pp2": {"pipeline_parallel": 2, "last_stage_layers": 1, **PADDED},
         },
     }
     for family in MODELS

@@ -12,14 +12,20 @@ from random_routes import routed
 SEQUENCE_PARALLEL = {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 1}
 # With sizes that are multiples of 16, though not of the blocks' 128.
 SIXTEENS = {
-    "qwen3_moe": {},
+    "qwen3_moe": {"num_hidden_layers": 2},
     "deepseek_v3": {
+        "num_hidden_layers": 2,
         "q_lora_rank": 32,
         "kv_lora_rank": 32,
         "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 16,
         "v_head_dim": 16,
     },
+    "qwen2_moe": {"shared_expert_intermediate_size": 48},
+    "glm4_moe": {},
+    "minimax_m2": {},
+    "gpt_oss": {},
+    "qwen3_next": {"shared_expert_intermediate_size": 48, "linear_value_head_dim": 16},
 }
 RECIPES = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling"}
 CASES = [
@@ -28,12 +34,22 @@ CASES = [
         "te 0.19.2",
         "deepseek_v3",
         "blockwise",
-        {**SEQUENCE_PARALLEL, "expert_parallel": 2, "moe_deepep": True},
+        {**SEQUENCE_PARALLEL, "expert_parallel": 2, "moe_deepep": True, "recompute": "full"},
     ),
+]
+ALL_CASES = [
+    (flavour, family, recipe, options)
+    for flavour in ("te", "te 0.19.2")
+    for family in SIXTEENS
+    for recipe in RECIPES
+    for options in ({**SEQUENCE_PARALLEL, "expert_parallel": 2}, {"pipeline_parallel": 2, "recompute": "full"})
 ]
 
 
-@pytest.mark.parametrize(("flavour", "family", "recipe", "options"), CASES)
+@pytest.mark.parametrize(
+    ("flavour", "family", "recipe", "options"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.matrix) for case in ALL_CASES)],
+)
 def test_experts_compute_in_fp8(run_ranks, rows, tmp_path, flavour, family, recipe, options):
     config = {**MODELS, **MORE_MODELS}[family] | SIXTEENS[family]
     model = str(write_model(tmp_path / "model", config, seed=5))

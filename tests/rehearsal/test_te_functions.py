@@ -430,8 +430,8 @@ def test_shapes_on_the_meta_device_are_those_on_the_cpu():
 def test_a_function_without_a_stand_in_says_so():
     with pytest.raises(NotImplementedError, match="transformer_engine_torch.newton_schulz was called"):
         tex.newton_schulz()
-    with pytest.raises(NotImplementedError, match=r"transformer_engine_torch\.CommOverlap was called"):
-        tex.CommOverlap(1)
+    with pytest.raises(NotImplementedError, match=r"transformer_engine_torch\.CommOverlapBase was called"):
+        tex.CommOverlapBase(1)
     with pytest.raises(NotImplementedError, match="has no dropout"):
         tex.fused_attn_fwd(*[0] * 4, 0.1, *[0] * 27)
 
@@ -508,3 +508,18 @@ def test_parts_are_filled_up_with_rows_of_zeros_and_cut_again(sizes):
     again = torch.empty_like(rows)
     tex.fused_multi_row_unpadding(filled, again, padded, sizes)
     assert torch.equal(again, rows)
+
+
+def test_a_buffer_takes_tensors_that_fill_it_only():
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    buffer = tex.CommOverlap([4, 3], torch.float32, tex.CommOverlapHelper(group, group), 2)
+    whole, own = random(4, 3), random(1, 2, 3, seed=1)
+    buffer.copy_into_buffer(whole)
+    buffer.copy_into_buffer(own, local_chunk=True)
+    assert torch.equal(buffer.get_buffer(shape=[4, 1, 3])[:, 0], torch.cat([whole[:2], own[0]]))
+    assert torch.equal(buffer.get_buffer(local_chunk=True), own[0])
+    for tensor, own_only in ((whole[:3], False), (own[:, :1], True), (whole.double(), False)):
+        with pytest.raises(RuntimeError, match="does not fill"):
+            buffer.copy_into_buffer(tensor, local_chunk=own_only)
+    with pytest.raises(RuntimeError, match="was asked for as"):
+        buffer.get_buffer(shape=[3, 3])

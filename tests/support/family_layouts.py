@@ -12,6 +12,8 @@ from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
 
 WHOLE = {"distributed_optimizer": False}
+# Microbatches of one length, which the longest of `trainer_ranks.rows` fits.
+PADDED = {"tokens_per_microbatch": 96, "pad_microbatches": True}
 INTERLEAVED = {"pipeline_parallel": 2, "virtual_pipeline": 2, "tokens_per_microbatch": 64}
 SPARSE_LAYOUTS = {
     1: {"one": {}},
@@ -25,6 +27,7 @@ SPARSE_LAYOUTS = {
             "expert_parallel": 2,
             "expert_tensor_parallel": 1,
             "recompute": "full",
+            **PADDED,
         },
         "tp2-etp1": {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 1},
         "pp2-vpp2": INTERLEAVED,
@@ -45,7 +48,7 @@ SPARSE_LAYOUTS = {
             "expert_parallel": 2,
             "expert_tensor_parallel": 1,
         },
-        "dp2-ep2-pp2-vpp2": {"data_parallel": 2, "expert_parallel": 2, **INTERLEAVED, **WHOLE},
+        "dp2-ep2-pp2-vpp2": {"data_parallel": 2, "expert_parallel": 2, **INTERLEAVED, **PADDED, **WHOLE},
     },
 }
 DENSE_LAYOUTS = {
@@ -117,8 +120,11 @@ CASES = cases_of(FAMILIES)
 WHOLE_GRADIENTS = with_whole_gradients(CASES)
 
 
-def reference(path, rows, balance=0.0):
-    """With ``balance``, the loss has that much of Switch Transformer's load-balancing loss, summed over layers."""
+def reference(path, rows, balance=0.0, squares=0.0):
+    """With ``balance``, the loss has that much of Switch Transformer's load-balancing loss, summed over layers.
+
+    With ``squares`` also that much of the z-loss of routers, equation 5 of https://arxiv.org/abs/2202.08906.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     values = json.loads((Path(path) / "config.json").read_text())
@@ -143,6 +149,7 @@ def reference(path, rows, balance=0.0):
         if balance:
             # The last token is never fed to the engine's model.
             loss = loss + balance * sum(switch_loss(logits[:-1], 2) for logits in output.router_logits)
+            loss = loss + squares * sum(logits[:-1].logsumexp(-1).square().mean() for logits in output.router_logits)
     loss.backward()
     return torch.cat(logprobs).detach(), loss.item(), dict(gradients(model))
 

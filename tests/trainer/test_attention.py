@@ -1,5 +1,7 @@
 """Packed attention is dense attention under the tree's mask, in value and in gradient."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -214,6 +216,23 @@ def test_a_batch_reads_each_target_from_the_position_before_it():
         3: [(7, 0, 40), (40, 1, 41)],
     }
     assert batch.segments.tolist() == [i for i, count in enumerate(batch.counts) for _ in range(count)]
+
+
+def test_padding_is_a_segment_of_its_own_that_repeats_tokens_and_routes():
+    routes = np.arange(8, dtype=np.uint8).reshape(4, 1, 2)
+    samples = [Sample.of([1, 2], [3, 4, 5], [1])]
+    samples = [replace(samples[0], routes=routes)]
+    microbatch = Microbatch(((0,),), 3, room=8)
+    for flavour in ("te", "local"):
+        batch = make_batch(microbatch, samples, index=0, multiple=1, device=CPU, flavour=flavour, replays=True)
+        assert batch.ids.tolist() == [[1, 2, 3, 1, 2, 3, 1, 2]]
+        assert batch.padding.tolist() == [[False] * 3 + [True] * 5]
+        assert torch.equal(batch.routes[3:], batch.routes[[0, 1, 2, 0, 1]])
+        assert (batch.targets.tolist(), batch.packed.rows.tolist()) == ([4], [2])
+        if flavour == "te":
+            assert batch.packed.cu_seqlens_q.tolist() == [0, 3, 8]
+        else:
+            assert batch.packed.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
 
 
 def test_tokens_after_the_last_scored_one_are_not_fed():

@@ -7,7 +7,9 @@ sign of the gradient, so that an element whose gradient is all rounding may diff
 
 import pytest
 import torch
+from family_layouts import PADDED
 from safetensors.torch import load_file
+from trainer_ranks import TIMED
 
 from megasync.layout.shards import export_checkpoint
 
@@ -47,7 +49,7 @@ LAYOUTS = {
             "pipeline_parallel": 2,
             "last_stage_layers": 1,
             "sequence_parallel": True,
-            "tokens_per_microbatch": 64,
+            **PADDED,
         },
         "tp2-dp2": {"tensor_parallel": 2, "data_parallel": 2, "tokens_per_microbatch": 64},
     },
@@ -138,3 +140,28 @@ def test_small_budgets_really_made_several_microbatches(results):
         whole = ("one", "recompute", "recompute-one-layer", "recompute-mlp", "tp2", "tp2-sp", "tp2-head", "tp2-sp-head")
         several = layout not in (*whole, "dp2", "tp4")
         assert all((rank["microbatches"] > 1) == several for rank in ranks), layout
+
+
+def test_padded_microbatches_have_one_length(results):
+    for (_, layout), ranks in results[0].items():
+        lengths = {length for rank in ranks for length in rank["lengths"]}
+        assert lengths == {96} if layout == "tp2-pp2-sp" else lengths != {96}, layout
+
+
+def test_padding_changes_no_metric_of_a_policy_step(run_ranks, models):
+    """With KL and entropy terms, two optimizer steps a batch and clipping; ranks with different microbatches."""
+    trainer = {"data_parallel": 2, "minibatches": 2, "tokens_per_microbatch": 128}
+    run = {"model": models["qwen3"], "steps": 2, "algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01}}
+    plain = run_ranks("train", 2, trainer=trainer, **run)
+    padded = run_ranks("train", 2, trainer={**trainer, "pad_microbatches": True}, **run)
+    for found, expected in zip(padded, plain, strict=True):
+        for ours, theirs in zip(found["metrics"], expected["metrics"], strict=True):
+            assert ours.keys() == theirs.keys()
+            for key in ours.keys() - TIMED:
+                assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
+
+
+def test_a_sequence_longer_than_a_padded_microbatch_is_an_error(run_ranks, models, rows):
+    options = {"tokens_per_microbatch": 64, "pad_microbatches": True}
+    (text,) = run_ranks("too_long", 1, model=models["qwen3"], rows=rows, trainer=options)
+    assert "a sequence has 77 tokens, but trainer.pad_microbatches=true pads microbatches to 64" in text

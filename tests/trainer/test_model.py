@@ -15,7 +15,13 @@ from megasync.errors import ConfigError
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
-from megasync.trainer.architecture import check_architecture, chunks_of, rope_parameters, window_options
+from megasync.trainer.architecture import (
+    check_architecture,
+    check_overlap,
+    chunks_of,
+    rope_parameters,
+    window_options,
+)
 from megasync.trainer.engine import MegatronEngine
 from megasync.trainer.optimizer import learning_rate
 from megasync.trainer.rotary import attention_factor, inverse_frequencies
@@ -198,6 +204,15 @@ def test_what_is_not_implemented_of_gemma_is_refused(stated, named):
     check_architecture(GEMMA)
     with pytest.raises(ConfigError, match=re.escape(named)):
         check_architecture({**GEMMA, **stated})
+
+
+@pytest.mark.parametrize(("family", "named"), [("deepseek_v3", "latent attention"), ("qwen3_next", "gated delta nets")])
+def test_exchanges_without_buffers_are_not_overlapped(family, named):
+    overlap = {"tensor_parallel": 2, "sequence_parallel": True, "pad_microbatches": True, "tp_comm_overlap": True}
+    trainer = TrainerConfig(**overlap, expert_tensor_parallel=1)
+    layout = Layout(MORE_MODELS[family], Topology.from_config(trainer), "te")
+    with pytest.raises(ConfigError, match=f"trainer.tp_comm_overlap=true does not support {named}"):
+        check_overlap(layout, trainer, "bfloat16")
 
 
 def test_experts_with_biases_are_not_split():

@@ -1,5 +1,7 @@
 """Invariants of packing: every sequence exactly once, within the budget, ranks in lockstep and balanced."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -95,6 +97,15 @@ def test_padded_microbatches_have_room_for_the_longest_of_their_position(batch, 
     ]
     for turn in zip(*padded, strict=True):
         assert {item.room for item in turn} == {max(item.tokens for item in turn)}
+
+
+@given(**arguments)
+def test_microbatches_are_padded_to_a_given_room(batch, ranks, budget, share, rounds):
+    packing = plan(batch, ranks, budget, share, rounds)
+    room = int(packing.tokens.max()) + 1
+    for rank in range(ranks):
+        assert [replace(item, room=0) for item in packing.microbatches(rank, room=room)] == packing.microbatches(rank)
+        assert {item.room for item in packing.microbatches(rank, range(ranks), room)} == {room}
 
 
 @given(**arguments)

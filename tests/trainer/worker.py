@@ -163,11 +163,23 @@ def layouts(models, rows, layouts, folder, dtype="float32"):
                 "lr": update.lr,
                 "after": torch.cat(engine.score_everywhere(samples)),
                 "microbatches": len(engine.share(samples).microbatches),
+                "lengths": {batch.ids.shape[1] for batch in engine._batches(engine.share(samples), False)},
                 "attention": attention_backend(),
                 "served": served if (trainer or {}).get("lora") else None,
             }
             close(engine)
     return found
+
+
+def too_long(model, rows, trainer):
+    """The error of a share that one of the rows does not fit."""
+    engine = make_engine(model, trainer)
+    try:
+        engine.share(to_samples(rows))
+    except TrainingError as error:
+        return str(error)
+    finally:
+        close(engine)
 
 
 def fit(model, rows, layouts, folder, steps, optimizer, dtype="float32"):
@@ -289,6 +301,37 @@ def experts_in_fp8(model, rows, trainer, recipe):
         results = {"scores": scores, "served": served, "gradients": gradients(engine)}
         found[name] = {**notes, **results, "grad_norm": engine.update(1, loss_is_finite=True).grad_norm}
         close(engine)
+    return found
+
+
+def in_user_buffers(model, rows, ways, folder, dtype="bfloat16"):
+    """`layouts`, with the exchanges of tokens in Transformer Engine's buffers in each, and what the buffers hold."""
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.module import base
+
+    found = {}
+    for label, trainer in ways.items():
+        exchanges = collections.Counter()
+
+        def counted(name, exchanges=exchanges):
+            exchange = getattr(tex.CommOverlap, name)
+
+            def run(buffer):
+                exchanges[name] += 1
+                return exchange(buffer)
+
+            return mock.patch.object(tex.CommOverlap, name, run)
+
+        held = {}
+        initialize = base.initialize_ub
+
+        def noted(*args, held=held, initialize=initialize, **options):
+            initialize(*args, **options)
+            held.update({name: buffer.nbytes for (name, _), buffer in base._ub_communicators.items()})
+
+        with counted("gather"), counted("scatter"), mock.patch.object(base, "initialize_ub", noted):
+            result = layouts({"m": model}, rows, {label: trainer}, folder, dtype)["m", label]
+        found[label] = {**result, "exchanges": dict(exchanges), "held": held, "open": base.is_ub_initialized()}
     return found
 
 

@@ -235,6 +235,12 @@ class TrainerConfig:
     distributed_optimizer: bool = True
     # Packed tokens per microbatch and rank. A longer sequence gets a microbatch of its own.
     tokens_per_microbatch: int = limited(8192, AT_LEAST_ONE)
+    # Pad every microbatch to `tokens_per_microbatch`, so that all have one length; no sequence may be longer. Padding
+    # costs time, but changes no loss, gradient or metric: docs/launching.md#microbatches-of-one-length.
+    pad_microbatches: bool = False
+    # Overlap the exchange of tokens between tensor-parallel ranks with matrix products, in buffers of Transformer
+    # Engine. Needs GPUs, `sequence_parallel` and `pad_microbatches`: docs/launching.md#microbatches-of-one-length.
+    tp_comm_overlap: bool = False
     # Optimizer steps per batch. With more than one, proximal log-probs are computed first.
     minibatches: int = limited(1, AT_LEAST_ONE)
     # Activations that are computed again in the backward pass: null (none), full (of whole layers) or selective (of

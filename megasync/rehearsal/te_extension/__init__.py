@@ -74,6 +74,14 @@ from megasync.rehearsal.te_extension.softmax import (
     scaled_upper_triang_masked_softmax_backward,
     scaled_upper_triang_masked_softmax_forward,
 )
+from megasync.rehearsal.te_extension.user_buffers import (
+    CommOverlap,
+    CommOverlapHelper,
+    CommOverlapP2P,
+    device_supports_multicast,
+    get_stream_priority_range,
+    ubuf_built_with_mpi,
+)
 
 
 class FP8TensorMeta:

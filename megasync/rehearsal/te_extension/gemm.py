@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megasync.rehearsal.te_extension.cast import as_plain, torch_dtype
+from megasync.rehearsal.te_extension.enums import CommOverlapType
 from megasync.rehearsal.te_extension.fp8 import quantize
 
 
@@ -38,13 +39,22 @@ def generic_gemm(
     bulk_overlap: bool = False,
     alpha: float = 1.0,
     beta: float | None = None,
-) -> tuple[Any, torch.Tensor | None, None, None]:
-    """The product, written or added to ``out``; the gradient of ``bias`` if ``grad``; no GELU and no extra output.
+) -> tuple[Any, torch.Tensor | None, None, torch.Tensor | None]:
+    """The product, written or added to ``out``; the gradient of ``bias`` if ``grad``; no GELU; ``extra_output``.
+
+    With ``comm_overlap``, ranks exchange the tokens of that buffer meanwhile: they gather those of ``B``, or add up
+    those of the product, of which ``extra_output`` gets this rank's; with ``bulk_overlap`` those of another one.
 
     ``A`` and ``B`` are [..., columns]; leading dimensions of ``B`` are kept unless ``transb``. ``bias`` [rows of the
     weight] is added, or with ``grad`` receives the sum of ``B`` over its rows.
     """
-    _refuse(gelu=gelu, comm_overlap=comm_overlap is not None, alpha=alpha != 1.0)
+    _refuse(gelu=gelu, alpha=alpha != 1.0)
+    if comm_overlap is not None and comm_type == CommOverlapType.AG:
+        # `B` lies in the buffer, or with ``bulk_overlap`` what a later product takes.
+        comm_overlap.gather()
+    elif comm_overlap is not None and bulk_overlap:
+        # What an earlier product wrote there.
+        comm_overlap.scatter()
     dtype = torch_dtype(out_dtype) if out_dtype is not None else out.dtype if out is not None else None
     first, second = as_plain(A), as_plain(B)
     product = _product(first, transa, second, transb, dtype or first.dtype)
@@ -57,6 +67,11 @@ def generic_gemm(
     if out is not None:
         (out.add_ if accumulate else out.copy_)(product.view(out.shape))
         product = out
+    if comm_overlap is not None and comm_type == CommOverlapType.RS and not bulk_overlap:
+        assert extra_output is not None
+        comm_overlap.copy_into_buffer(product)
+        extra_output.copy_(comm_overlap.scatter().view(extra_output.shape))
+        return product, bias_grad, None, extra_output
     return (quantize(product, quantizer) if quantizer is not None else product), bias_grad, None, None
 
 

@@ -1,0 +1,37 @@
+"""Transformer Engine's buffers for `trainer.tp_comm_overlap`, of which a process has one set.
+
+They have the size of a microbatch, so all microbatches of all engines of the process must have that size. Layers look
+their buffers up when they are built and in each pass: `open_buffers` comes before the first layer, and `close_buffers`
+after the last pass.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def open_buffers(tokens: int, hidden: int, ranks: int, dtype: torch.dtype, backend: str) -> None:
+    """Allocates the buffers [tokens, hidden] of ``ranks`` tensor-parallel ranks. A collective of all ranks.
+
+    Does nothing if another engine of this process has done it. ``tokens`` are those of a microbatch on one
+    context-parallel rank. Over ``backend`` ranks exchange the addresses of their buffers.
+    """
+    from transformer_engine.pytorch.module import base  # pyright: ignore[reportMissingImports]
+
+    if base.is_ub_initialized():
+        return
+    base.initialize_ub(
+        shape=[tokens, hidden],
+        tp_size=ranks,
+        quantization_modes=[base.UserBufferQuantizationMode.NONE],
+        dtype=dtype,
+        bootstrap_backend=backend,
+    )
+
+
+def close_buffers() -> None:
+    """Frees the buffers, if there are any."""
+    from transformer_engine.pytorch.module import base  # pyright: ignore[reportMissingImports]
+
+    if base.is_ub_initialized():
+        base.destroy_ub()

@@ -1,0 +1,49 @@
+"""Tensor-parallel ranks exchange tokens in Transformer Engine's buffers, with real Megatron and Transformer Engine.
+
+The stand-in exchanges before it computes, and not meanwhile, so results are bitwise those of a run without buffers.
+"""
+
+import pytest
+import torch
+from family_layouts import PADDED, WHOLE, layout_of
+
+from megasync.config.schema import Config, ModelConfig, TrainerConfig
+from megasync.preflight.memory import user_buffer_bytes
+
+PLAIN = {"tensor_parallel": 2, "sequence_parallel": True, **PADDED, **WHOLE}
+EXPERTS = {"expert_parallel": 2, "expert_tensor_parallel": 1}
+CASES = [
+    ("te 0.19.2", "qwen2_moe", 2, {**EXPERTS, "recompute": "full"}),
+    ("te", "qwen3_moe", 2, EXPERTS),
+]
+ALL_CASES = [
+    *((flavour, family, 2, {}) for flavour in ("te", "te 0.19.2") for family in ("qwen3", "glm4")),
+    *((flavour, "gpt_oss", 2, EXPERTS) for flavour in ("te", "te 0.19.2")),
+    ("te", "llama", 4, {"data_parallel": 2}),
+    ("te", "qwen3", 4, {"context_parallel": 2}),
+    ("te", "qwen3_moe", 4, {**EXPERTS, "pipeline_parallel": 2, "virtual_pipeline": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("flavour", "family", "world", "options"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.matrix) for case in ALL_CASES)],
+)
+def test_exchanges_in_buffers_change_nothing(run_ranks, models, rows, tmp_path, flavour, family, world, options):
+    ways = {"plain": {**PLAIN, **options}, "overlapped": {**PLAIN, **options, "tp_comm_overlap": True}}
+    arguments = {"model": models[family], "rows": rows, "ways": ways, "folder": str(tmp_path)}
+    trainer = TrainerConfig(**ways["overlapped"])
+    config = Config(model=ModelConfig(dtype="bfloat16"), trainer=trainer)
+    planned = user_buffer_bytes(config, layout_of(models[family], ways["overlapped"], "te"))
+    for rank in run_ranks("in_user_buffers", world, flavour=flavour, **arguments):
+        plain, overlapped = rank["plain"], rank["overlapped"]
+        assert not plain["exchanges"]
+        assert overlapped["exchanges"]["gather"] > 0 < overlapped["exchanges"]["scatter"]
+        assert overlapped["lengths"] == {96}
+        assert sum(overlapped["held"].values()) == planned
+        assert not overlapped["open"], "buffers end with the engine"
+        for name in ("scores", "after"):
+            assert torch.equal(overlapped[name], plain[name])
+        assert (overlapped["loss"], overlapped["grad_norm"]) == (plain["loss"], plain["grad_norm"])
+        for name, gradient in plain["gradients"].items():
+            assert torch.equal(overlapped["gradients"][name], gradient), name
