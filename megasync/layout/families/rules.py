@@ -108,8 +108,8 @@ class Family:
     embedding of a token is multiplied by the square root of its size. ``vision``: the folder also has this vision
     tower, and config.json has the language model in ``text_config``. ``root``: what names of tensors begin with in
     place of ``model``. ``modules``: what those of transformers' modules begin with, where that is something else.
-    ``chunks``: tokens attend within chunks of their
-    sequence, except in every fourth layer, which attends to all tokens and rotates nothing (Llama 4).
+    ``chunks``: tokens attend within chunks of their sequence, except in every fourth layer, which attends to all tokens
+    and rotates nothing (Llama 4).
     ``scales_expert_inputs``: the one expert of a token gets its input times the sigmoid of its score.
     """
 
