@@ -172,16 +172,12 @@ def plan(
     from megasync.config import load_config
     from megasync.config.supervised import is_supervised
     from megasync.preflight.check import check_as_run
-    from megasync.preflight.check_frozen_models import check_teachers_tokenizers
     from megasync.preflight.plan import resolve_plan, resolve_supervised
     from megasync.preflight.render import plan_tables
 
     loaded = load_config(config, overrides or ())
     check_as_run(loaded, planning=True)
-    supervised = is_supervised(loaded)
-    if not supervised:
-        check_teachers_tokenizers(loaded, planning=True)
-    resolve = resolve_supervised if supervised else resolve_plan
+    resolve = resolve_supervised if is_supervised(loaded) else resolve_plan
     resolved = resolve(loaded, None if device_memory is None else int(device_memory * 1e9))
     _console().print(plan_tables(resolved))
     if resolved.refusals:

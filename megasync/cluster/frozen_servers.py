@@ -195,7 +195,10 @@ class FrozenServers:
         mem_fraction = self._free_share(key) if shared else model.mem_fraction
         dtype = model.dtype or config.model.dtype
         scraped = config.observe.prometheus is not None
-        spec = frozen_server_spec(model, dtype, self._device.kind, mem_fraction, config.seed + index, gpus, scraped)
+        # What a teacher computes is trained on, as what the policy's servers compute.
+        exact = config.rollout.deterministic and key in {f"teachers.{name}" for name in config.teachers}
+        seed = config.seed + index
+        spec = frozen_server_spec(model, dtype, self._device.kind, mem_fraction, seed, gpus, scraped, exact)
         log_path = str(self._logs / f"{frozen_name(key, index)}.log")
         keys = (self._keys.admin, self._keys.generation)
         arguments = (model, spec, config.cluster.host, 0, log_path, *keys)

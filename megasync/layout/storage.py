@@ -23,7 +23,7 @@ def storage_of(config: Mapping[str, Any]) -> Storage | None:
     values = cast(Mapping[str, Any], stated if isinstance(stated, Mapping) else {})
     if values.get("quant_method") != MXFP4:
         return stored_block(config)
-    if not any(rule.transposed for rule in family_of(config).sparse):
+    if not family_of(config).mxfp4:
         raise ConfigError(
             f"quantization_config.quant_method='mxfp4' in config.json cannot be loaded for model_type="
             f"{config['model_type']!r}, only for gpt_oss; use the model in block FP8 or unquantized"

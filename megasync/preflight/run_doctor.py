@@ -19,7 +19,6 @@ from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError, DataError
 from megasync.layout.model_files import check_model_folder
 from megasync.preflight.check import check_as_run, model_layout
-from megasync.preflight.check_frozen_models import check_teachers_tokenizers
 from megasync.preflight.finding import (
     FAILURE,
     OK,
@@ -58,8 +57,6 @@ def check_contradictions(config: Config) -> Iterator[Finding]:
     """Checks what `megasync train`, or for a supervised run `megasync sft`, would refuse."""
     try:
         check_as_run(config)
-        if not is_supervised(config):
-            check_teachers_tokenizers(config, planning=False)
     except (ConfigError, DataError) as error:
         yield _refused(error)
     else:

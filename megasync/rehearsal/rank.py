@@ -95,8 +95,7 @@ def built_rank(config: Config, rank: int, device: MetaDevice) -> Iterator[Megatr
             engine.initialize(load=_absent_weights)
             yield engine
         finally:
-            if config.trainer.tp_comm_overlap:
-                close_buffers()
+            close_buffers()
             parallel_state.destroy_model_parallel()
 
 

@@ -455,10 +455,12 @@ def frozen_server_spec(
     seed: int = 0,
     gpus: str = "",
     metrics: bool = False,
+    deterministic: bool = False,
 ) -> ServerSpec:
     """How a frozen model is served. `mem_fraction` is a share of the memory that is free when the server starts.
 
-    `gpus` are those of the rollout server that it shares devices with. With `metrics`, Prometheus can scrape it.
+    `gpus` are those of the rollout server that it shares devices with. With `metrics`, Prometheus can scrape it. With
+    `deterministic`, its answers do not depend on what it computes at the same time.
     """
     serving = RolloutConfig(
         tensor_parallel=model.tensor_parallel,
@@ -470,7 +472,7 @@ def frozen_server_spec(
         stream_interval=0,
         server_args=model.server_args,
     )
-    return ServerSpec(model.path, serving, dtype, device, seed, gpus=gpus, metrics=metrics)
+    return ServerSpec(model.path, serving, dtype, device, seed, deterministic, gpus=gpus, metrics=metrics)
 
 
 def stand_ins_path() -> str:

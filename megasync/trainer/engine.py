@@ -652,8 +652,7 @@ class MegatronEngine:
 
         With `trainer.tp_comm_overlap`, the buffers of all engines of the process end with the first that closes.
         """
-        if self.trainer_config.tp_comm_overlap:
-            close_buffers()
+        close_buffers()
         # A token dispatcher keeps tensors of the last forward pass. Their graph refers to the model through gradient
         # hooks, which the garbage collector cannot see: model and process groups would never be freed.
         for module in (module for chunk in self.chunks for module in chunk.modules()):

@@ -29,6 +29,7 @@ from megasync.importing import quick_imports
 from megasync.observe import trace
 from megasync.observe.clock import Reading, read_clock
 from megasync.observe.rollouts import RolloutLog, rollout_bytes
+from megasync.trainer.user_buffers import close_buffers
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -305,9 +306,6 @@ class TrainerRank:
         self._broadcast.leave()
         self._disk.leave()
         self._shards.leave()
-        if self._config.trainer.tp_comm_overlap:
-            from megasync.trainer.user_buffers import close_buffers
-
-            close_buffers()
+        close_buffers()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

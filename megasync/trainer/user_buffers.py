@@ -7,7 +7,14 @@ after the last pass.
 
 from __future__ import annotations
 
-import torch
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+MODULE = "transformer_engine.pytorch.module.base"
 
 
 def open_buffers(tokens: int, hidden: int, ranks: int, dtype: torch.dtype, backend: str) -> None:
@@ -16,8 +23,7 @@ def open_buffers(tokens: int, hidden: int, ranks: int, dtype: torch.dtype, backe
     Does nothing if another engine of this process has done it. ``tokens`` are those of a microbatch on one
     context-parallel rank. Over ``backend`` ranks exchange the addresses of their buffers.
     """
-    from transformer_engine.pytorch.module import base  # pyright: ignore[reportMissingImports]
-
+    base = import_module(MODULE)
     if base.is_ub_initialized():
         return
     base.initialize_ub(
@@ -31,7 +37,6 @@ def open_buffers(tokens: int, hidden: int, ranks: int, dtype: torch.dtype, backe
 
 def close_buffers() -> None:
     """Frees the buffers, if there are any."""
-    from transformer_engine.pytorch.module import base  # pyright: ignore[reportMissingImports]
-
-    if base.is_ub_initialized():
+    base = sys.modules.get(MODULE)
+    if base is not None and base.is_ub_initialized():
         base.destroy_ub()

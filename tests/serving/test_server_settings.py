@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megasync.config.schema import RewardModelConfig, RolloutConfig
+from megasync.config.schema import RewardModelConfig, RolloutConfig, TeacherConfig
 from megasync.serving.engine_protocol import STORAGE_VARIABLE
 from megasync.serving.server import (
     MODEL_PACKAGE,
@@ -81,6 +81,14 @@ def test_keys_are_passed_through_the_pipe_only(device, kind):
     assert server.environment()[KEYS_VARIABLE] == "stdin"
     for place in (server.command(), [f"{name}={value}" for name, value in server.environment().items()]):
         assert not any("admin-key" in word or "generation-key" in word for word in place)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_frozen_model_may_answer_alike_in_any_batch(deterministic):
+    model = TeacherConfig(path="/models/m")
+    spec = frozen_server_spec(model, "float32", "cpu", mem_fraction=0.3, deterministic=deterministic)
+    command = FrozenModelServer(model, spec, "127.0.0.1", 30001, "log").command()
+    assert ("--enable-deterministic-inference" in command) == deterministic
 
 
 def test_a_server_without_keys_looks_for_none(monkeypatch):

@@ -236,7 +236,7 @@ class TrainerConfig:
     # Packed tokens per microbatch and rank. A longer sequence gets a microbatch of its own.
     tokens_per_microbatch: int = limited(8192, AT_LEAST_ONE)
     # Pad every microbatch to `tokens_per_microbatch`, so that all have one length; no sequence may be longer. Padding
-    # costs time, but changes no loss, gradient or metric: docs/launching.md#microbatches-of-one-length.
+    # costs time, but changes no loss or gradient: docs/launching.md#microbatches-of-one-length.
     pad_microbatches: bool = False
     # Overlap the exchange of tokens between tensor-parallel ranks with matrix products, in buffers of Transformer
     # Engine. Needs GPUs, `sequence_parallel` and `pad_microbatches`: docs/launching.md#microbatches-of-one-length.

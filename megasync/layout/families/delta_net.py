@@ -10,10 +10,10 @@ from dataclasses import replace
 from megasync.layout.families.dense import INPUT_NORM, MLP, OUTPUT, QK_NORMS, QKV_WEIGHT
 from megasync.layout.families.experts import (
     EXPERTS,
-    PACKED_EXPERTS,
     PRE_MLP_NORM,
     ROUTER,
     SHARED_EXPERT_GATE,
+    packed_experts,
     shared_expert,
 )
 from megasync.layout.families.rules import Family, Rule, Split, Tensor
@@ -81,6 +81,16 @@ DELTA_NET = (
     ),
 )
 
+# What transformers assumes where config.json is silent.
+DEFAULTS = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 DELTA: dict[str, Family] = {
     "qwen3_next": Family(
         layer=(INPUT_NORM, GATED_QKV_WEIGHT, *QK_NORMS, OUTPUT),
@@ -89,49 +99,36 @@ DELTA: dict[str, Family] = {
         sparse=(PRE_MLP_NORM, ROUTER, *EXPERTS, *shared_expert("shared_expert"), SHARED_EXPERT_GATE),
         fixed={"attention_bias": False},
         defaults={
+            **DEFAULTS,
             "num_key_value_heads": 2,
-            "head_dim": 256,
-            "partial_rotary_factor": 0.25,
             "norm_topk_prob": True,
             "num_experts": 512,
             "num_experts_per_tok": 10,
             "moe_intermediate_size": 512,
             "shared_expert_intermediate_size": 512,
-            "linear_num_key_heads": 16,
-            "linear_key_head_dim": 128,
-            "linear_num_value_heads": 32,
-            "linear_value_head_dim": 128,
-            "linear_conv_kernel_dim": 4,
         },
         partial_rotary="partial_rotary_factor",
         zero_centered_norms=True,
     ),
 }
-DELTA["qwen3_5_text"] = Family(
-    layer=DELTA["qwen3_next"].layer,
+DELTA["qwen3_5_text"] = replace(
+    DELTA["qwen3_next"],
     delta=tuple(APART if rule is IN_PROJECTION else rule for rule in DELTA_NET),
-    dense=MLP,
+    sparse=(),
     fixed={"attention_bias": False, "attn_output_gate": True},
-    defaults={
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "partial_rotary_factor": 0.25,
-        "linear_num_key_heads": 16,
-        "linear_key_head_dim": 128,
-        "linear_num_value_heads": 32,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-    },
-    partial_rotary="partial_rotary_factor",
-    zero_centered_norms=True,
+    defaults={**DEFAULTS, "num_key_value_heads": 4, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6},
 )
 # As published, with a vision tower.
 DELTA["qwen3_5"] = replace(DELTA["qwen3_5_text"], vision=qwen, root="model.language_model")
 DELTA["qwen3_5_moe"] = replace(
     DELTA["qwen3_5"],
-    sparse=(PRE_MLP_NORM, ROUTER, *PACKED_EXPERTS, *shared_expert("shared_expert"), SHARED_EXPERT_GATE),
+    sparse=(
+        PRE_MLP_NORM,
+        ROUTER,
+        *packed_experts("model.layers.{layer}.mlp.experts"),
+        *shared_expert("shared_expert"),
+        SHARED_EXPERT_GATE,
+    ),
     # SGLang has experts in every layer.
     fixed={**DELTA["qwen3_5"].fixed, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     defaults={

@@ -1,7 +1,7 @@
 """Families whose layers, or some of them, have a router and experts instead of one MLP.
 
-Experts are named per expert in a checkpoint, except gpt-oss's and Qwen3.5's. In Megatron the local layers have a
-module for each expert of the rank, and Transformer Engine's have one module with a numbered weight for each.
+Experts are named per expert in a checkpoint, except those of gpt-oss, Llama 4 and Qwen3.5. In Megatron the local layers
+have a module for each expert of the rank, and Transformer Engine's have one module with a numbered weight for each.
 """
 
 from __future__ import annotations
@@ -35,16 +35,21 @@ EXPERTS = gated(
     "moe_intermediate",
     te="decoder.layers.{layer}.mlp.experts.linear_{fc}.weight{expert}",
 )
-# The same with a projection of all experts in one tensor; gate rows precede up rows.
-PACKED_EXPERTS = tuple(
-    replace(rule, tensors=(Tensor(f"model.layers.{{layer}}.mlp.experts.{name}", shape),), stacked=True)
-    for rule, name, shape in zip(
-        EXPERTS,
-        ("gate_up_proj", "down_proj"),
-        (("experts", "moe_gate_up", "hidden"), ("experts", "hidden", "moe_intermediate")),
-        strict=True,
+
+
+def packed_experts(hf: str, *, transposed: bool = False) -> tuple[Rule, Rule]:
+    """The same with each projection of all experts in one tensor; gate rows precede up rows."""
+    shapes = {"gate_up_proj": ("moe_gate_up", "hidden"), "down_proj": ("hidden", "moe_intermediate")}
+    gate_up, down = (
+        replace(
+            rule,
+            tensors=(Tensor(f"{hf}.{name}", ("experts", *(shape[::-1] if transposed else shape))),),
+            stacked=True,
+            transposed=transposed,
+        )
+        for rule, (name, shape) in zip(EXPERTS, shapes.items(), strict=True)
     )
-)
+    return gate_up, down
 
 
 def shared_expert(hf: str) -> tuple[Rule, Rule]:
@@ -98,19 +103,6 @@ def stacked_experts(x: str, fc: str, rows: str, columns: str) -> tuple[Rule, Rul
 
 
 LLAMA4_MLP = "model.layers.{layer}.feed_forward"
-
-
-def joint_experts(x: str, fc: str, split: Split, rows: str, columns: str) -> Rule:
-    """A projection of Llama 4's experts, in one tensor of all experts."""
-    return Rule(
-        split,
-        (Tensor(f"{LLAMA4_MLP}.experts.{x}", ("experts", columns, rows)),),
-        f"decoder.layers.{{layer}}.mlp.experts.local_experts.{{expert}}.linear_{fc}.weight",
-        f"decoder.layers.{{layer}}.mlp.experts.linear_{fc}.weight{{expert}}",
-        stacked=True,
-        transposed=True,
-    )
-
 
 SINKS = Rule(
     Split.COLUMN,
@@ -224,6 +216,7 @@ SPARSE: dict[str, Family] = {
         rope_types=("yarn",),
         windows=True,
         clamped=True,
+        mxfp4=True,
     ),
     # The language model alone. Published folders have it beside a vision tower, under another model_type.
     "llama4_text": Family(
@@ -232,8 +225,7 @@ SPARSE: dict[str, Family] = {
         sparse=(
             PRE_MLP_NORM,
             replace(ROUTER, tensors=(Tensor(f"{LLAMA4_MLP}.router.weight", ("experts", "hidden")),)),
-            joint_experts("gate_up_proj", "fc1", Split.GATED, "moe_gate_up", "hidden"),
-            joint_experts("down_proj", "fc2", Split.ROW, "hidden", "moe_intermediate"),
+            *packed_experts(f"{LLAMA4_MLP}.experts", transposed=True),
             *gated(f"{LLAMA4_MLP}.shared_expert", "decoder.layers.{layer}.mlp.shared_experts", "shared_intermediate"),
         ),
         # Megatron applies the weight of one expert to its input, not those of several.

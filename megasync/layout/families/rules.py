@@ -109,8 +109,8 @@ class Family:
     tower, and config.json has the language model in ``text_config``. ``root``: what names of tensors begin with in
     place of ``model``. ``modules``: what those of transformers' modules begin with, where that is something else.
     ``chunks``: tokens attend within chunks of their sequence, except in every fourth layer, which attends to all tokens
-    and rotates nothing (Llama 4).
-    ``scales_expert_inputs``: the one expert of a token gets its input times the sigmoid of its score.
+    and rotates nothing (Llama 4). ``scales_expert_inputs``: the one expert of a token gets its input times the sigmoid
+    of its score. ``mxfp4``: experts may be stored in MXFP4.
     """
 
     layer: tuple[Rule, ...]
@@ -133,6 +133,7 @@ class Family:
     scaled_embeddings: bool = False
     chunks: bool = False
     scales_expert_inputs: bool = False
+    mxfp4: bool = False
     vision: Tower | None = None
     root: str = "model"
     modules: str | None = None

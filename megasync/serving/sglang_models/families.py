@@ -17,6 +17,7 @@ MODULES = (
     "qwen2_moe",
     "qwen3",
     "qwen3_5",
+    "qwen3_5_text",
     "qwen3_classification",
     "qwen3_moe",
     "qwen3_next",
