@@ -22,7 +22,7 @@ def create_empty_quantized_tensor(
 ) -> Any:
     """A tensor in the format of ``quantizer`` with uninitialised values; to other tensors it looks like ``dtype``."""
     shape = tuple(shape)
-    device = torch.device("cpu") if torch.device(device).type == "cuda" else torch.device(device)
+    device = torch.device(torch.cuda.current_device() if torch.device(device).type == "cuda" else device)
     common = {"fp8_dtype": quantizer.dtype, "quantizer": quantizer}
     if hasattr(quantizer, "block_len"):
         kind = quantizer.storage_metadata(dtype)["cls"]

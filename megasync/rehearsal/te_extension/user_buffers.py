@@ -40,7 +40,8 @@ class CommOverlap:
         self, shape: Sequence[int], dtype: torch.dtype, helper: CommOverlapHelper, tp_size: int, *_: Any, **__: Any
     ) -> None:
         assert tp_size == helper.tensor_group.size()
-        self._group, self._buffer = helper.tensor_group, torch.empty(*shape, dtype=dtype)
+        self._group = helper.tensor_group
+        self._buffer = torch.empty(*shape, dtype=dtype, device=torch.cuda.current_device())
 
     @property
     def nbytes(self) -> int:
