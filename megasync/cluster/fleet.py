@@ -41,7 +41,7 @@ from megasync.cluster.spread_server import SpreadServer
 from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
 from megasync.config import Config
 from megasync.config.access import Keys, router_trust
-from megasync.config.pools import engine_nodes
+from megasync.config.pools import engine_nodes, server_devices
 from megasync.device import Device
 from megasync.errors import MegasyncError, ServerError
 from megasync.observe.events import NO_EVENTS, EventSink
@@ -288,7 +288,7 @@ class Fleet:
         least = self._config.rollout.min_servers
         if self._config.rollout.external:
             raise ServerError("the servers of this run are those of rollout.external; a running run cannot change them")
-        width = self._config.rollout.tensor_parallel
+        width = server_devices(self._config.rollout)
         if self._config.cluster.colocate and servers * width > (room := self._pools.specs["trainer"].slots):
             raise ServerError(
                 f"rollout={servers}: the devices of the trainer ranks (cluster.colocate) have room for {room // width}"
@@ -638,7 +638,7 @@ class Fleet:
         return part(0) if self._nodes == 1 else SpreadServer(part, self._nodes)
 
     def _shared_gpus_of(self, index: int) -> str:
-        width = self._config.rollout.tensor_parallel
+        width = server_devices(self._config.rollout)
         return ",".join(self.shared_gpus[index * width : (index + 1) * width])
 
     def _router_process(self, servers: Collection[str], port: int) -> RouterProcess:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
-from megasync.config.schema import Config, FrozenModelConfig
+from megasync.config.schema import Config, FrozenModelConfig, RolloutConfig
 from megasync.errors import ConfigError
 
 # Pools for which the launcher can reserve nodes. A reserved node has the Ray resource `node_resource(pool)`. Each
@@ -88,10 +88,10 @@ def pool_specs(config: Config, *, training: bool = True) -> dict[str, PoolSpec]:
     if rollout.external:
         # The place of the router and of the rollout workers.
         pools.append(PoolSpec("rollout", slots=rollout.servers, devices=0, slots_per_node=rollout.servers))
-    elif rollout.tensor_parallel > per_node:
+    elif server_devices(rollout) > per_node:
         pools.append(_spread_pool(config))
     else:
-        pools.append(_server_pool("rollout", "rollout", rollout.servers, rollout.tensor_parallel, per_node))
+        pools.append(_server_pool("rollout", "rollout", rollout.servers, server_devices(rollout), per_node))
     if training and config.cluster.share_device:
         pools = _on_one_device(*pools)
     elif training and config.cluster.colocate:
@@ -121,30 +121,41 @@ def trainer_pool(config: Config) -> PoolSpec:
 
 def engine_nodes(config: Config) -> int:
     """Nodes that a rollout server takes; each then has a slot in the pool for each of them."""
-    return 1 if config.rollout.external else max(1, config.rollout.tensor_parallel // config.cluster.devices_per_node)
+    return 1 if config.rollout.external else max(1, server_devices(config.rollout) // config.cluster.devices_per_node)
+
+
+def server_devices(rollout: RolloutConfig) -> int:
+    """Devices of a rollout server: one for each rank of each of its pipeline stages."""
+    return rollout.tensor_parallel * rollout.pipeline_parallel
 
 
 def _spread_pool(config: Config) -> PoolSpec:
     rollout, per_node, nodes = config.rollout, config.cluster.devices_per_node, engine_nodes(config)
-    if rollout.tensor_parallel % per_node:
+    tensor, pipeline = rollout.tensor_parallel, rollout.pipeline_parallel
+    if tensor * pipeline % per_node:
+        given = f"rollout.tensor_parallel={tensor}" + (f" x pipeline_parallel={pipeline}" if pipeline > 1 else "")
         raise ConfigError(
-            f"rollout.tensor_parallel={rollout.tensor_parallel} is more than a node has (cluster.devices_per_node="
-            f"{per_node}) and not whole nodes; make it a multiple of {per_node}"
+            f"{given} is more than a node has (cluster.devices_per_node={per_node}) and not whole nodes; make it a "
+            f"multiple of {per_node}"
+        )
+    if per_node % tensor and tensor % per_node:
+        raise ConfigError(
+            f"rollout.tensor_parallel={tensor} puts a pipeline stage on parts of several nodes (cluster."
+            f"devices_per_node={per_node}); choose a divisor or a multiple of {per_node}"
         )
     return PoolSpec("rollout", rollout.servers * nodes, per_node, slots_per_node=1)
 
 
-def _server_pool(name: str, key: str, servers: int, tensor_parallel: int, per_node: int) -> PoolSpec:
-    """A pool of servers; `key` is the configuration section that describes them."""
-    _check_fits(key, tensor_parallel, per_node)
-    servers_per_node = per_node // tensor_parallel
+def _server_pool(name: str, key: str, servers: int, devices: int, per_node: int) -> PoolSpec:
+    """A pool of servers of ``devices`` each; `key` is the configuration section that describes them."""
+    _check_fits(key, devices, per_node)
+    servers_per_node = per_node // devices
     if servers > servers_per_node and servers % servers_per_node:
         raise ConfigError(
-            f"{key}.servers={servers} with {key}.tensor_parallel={tensor_parallel} are more than "
-            f"one node holds ({servers_per_node}) and do not fill whole nodes; make {key}.servers a multiple of "
-            f"{servers_per_node}"
+            f"{key}.servers={servers} of {devices} devices each are more than one node holds ({servers_per_node}) and "
+            f"do not fill whole nodes; make {key}.servers a multiple of {servers_per_node}"
         )
-    return PoolSpec(name, servers, tensor_parallel, slots_per_node=servers_per_node)
+    return PoolSpec(name, servers, devices, slots_per_node=servers_per_node)
 
 
 def _on_one_device(trainer: PoolSpec, rollout: PoolSpec) -> list[PoolSpec]:

@@ -18,11 +18,9 @@ RESERVED: dict[str, str | None] = {
     "--max-running-requests": "{servers}.max_running_requests",
     "--mem-fraction-static": "{servers}.mem_fraction",
     "--random-seed": "seed",
-    # A server is one tensor-parallel group on the GPUs of its slot. Weight syncs identify its ranks by that alone.
+    # A server is one group of tensor-parallel ranks on the GPUs of its slot, or several of pipeline stages.
     "--dp-size": "{servers}.servers",
     "--data-parallel-size": "{servers}.servers",
-    "--pp-size": "{servers}.tensor_parallel",
-    "--pipeline-parallel-size": "{servers}.tensor_parallel",
     "--nnodes": None,
     "--node-rank": None,
     "--base-gpu-id": None,
@@ -58,6 +56,9 @@ OF_ROLLOUT: dict[str, str | None] = {
     "--attn-dp-size": None,
     "--enable-dp-attention": None,
     "--disaggregation-mode": None,
+    "--pp": "rollout.pipeline_parallel",
+    "--pp-size": "rollout.pipeline_parallel",
+    "--pipeline-parallel-size": "rollout.pipeline_parallel",
     "--ep": "rollout.expert_parallel",
     "--ep-size": "rollout.expert_parallel",
     "--expert-parallel-size": "rollout.expert_parallel",
@@ -70,6 +71,9 @@ OF_ROLLOUT: dict[str, str | None] = {
     "--enable-return-routed-experts": "rollout.routing_replay",
 }
 OF_FROZEN_MODELS: dict[str, str | None] = {
+    "--pp": "{servers}.tensor_parallel",
+    "--pp-size": "{servers}.tensor_parallel",
+    "--pipeline-parallel-size": "{servers}.tensor_parallel",
     "--model-path": "{servers}.path",
     "--model": "{servers}.path",
     "--dtype": "{servers}.dtype",

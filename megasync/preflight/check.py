@@ -20,7 +20,15 @@ from megasync.config.host import is_loopback, is_wildcard
 from megasync.config.limits import as_typed, check_limits, refuse_unused
 from megasync.config.megatron_options import check_megatron
 from megasync.config.pacing import Pacing
-from megasync.config.pools import PoolSpec, engine_nodes, frozen_models, nodes_needed, pool_specs, trainer_pool
+from megasync.config.pools import (
+    PoolSpec,
+    engine_nodes,
+    frozen_models,
+    nodes_needed,
+    pool_specs,
+    server_devices,
+    trainer_pool,
+)
 from megasync.config.schema import (
     Config,
     DataConfig,
@@ -51,6 +59,7 @@ from megasync.preflight.check_evaluation import check_evaluation, check_seeded
 from megasync.preflight.check_fp8_servers import check_fp8_servers
 from megasync.preflight.check_frozen_models import check_frozen_models, check_teachers_tokenizers
 from megasync.preflight.check_observe import check_observe
+from megasync.preflight.check_pipelined_servers import check_pipelined_servers
 from megasync.preflight.check_rollout import check_agent, check_chat, check_environment, check_groups, check_rewards
 from megasync.preflight.check_vision import check_vision_folder, check_vision_policy
 from megasync.support import MAX_SUPPORT
@@ -309,7 +318,7 @@ def _check_servers(config: Config) -> None:
             if model.pool != "own":
                 raise ConfigError(
                     f"{key}.pool={model.pool} takes devices of a rollout server, but those are on {nodes} nodes each "
-                    f"(rollout.tensor_parallel={rollout.tensor_parallel}, cluster.devices_per_node="
+                    f"({server_devices(rollout)} devices each, cluster.devices_per_node="
                     f"{config.cluster.devices_per_node}); set it to own"
                 )
     if rollout.min_servers > rollout.servers:
@@ -604,6 +613,7 @@ def _check_model(config: Config, planning: bool) -> None:
     _check_context(config, layout.hf_config.get("max_position_embeddings"), source)
     _check_chunks(config, layout, source)
     _check_server_experts(config, layout.sizes.experts)
+    check_pipelined_servers(config, layout)
     _check_routing_replay(config, layout.sizes.experts, source)
     _check_server_split(config.rollout, layout.sizes, source)
     check_served_adapters(config, layout)

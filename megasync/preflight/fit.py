@@ -210,7 +210,9 @@ def _server_pools(config: Config) -> Iterator[tuple[RolloutConfig, str]]:
     widths = [now.tensor_parallel * 2**power for power in range(int(log2(per_node)) + 1)]
     fractions = [now.mem_fraction, *(share for share in MEM_FRACTIONS if share > now.mem_fraction)]
     arenas = [config.sync.arena, *({"host"} - {config.sync.arena})]
-    for width, fraction, arena in product([w for w in widths if w <= per_node], fractions, arenas):
+    for width, fraction, arena in product(
+        [w for w in widths if w * now.pipeline_parallel <= per_node], fractions, arenas
+    ):
         servers = max(1, now.servers * now.tensor_parallel // width)
         fleet = replace(
             now,

@@ -622,7 +622,7 @@ def server_memory(config: Config, layout: Layout, device_bytes: int | None) -> S
     tensor = rollout.tensor_parallel
     # Every rank keeps the whole latent, which all heads share; otherwise keys and values of its own groups.
     channels = sizes.kv_a_rows or 2 * max(1, sizes.groups // tensor) * sizes.head_dim
-    per_token = (sizes.layers - len(sizes.delta_layers)) * channels * item
+    per_token = -(-(sizes.layers - len(sizes.delta_layers)) // rollout.pipeline_parallel) * channels * item
     synced = _server_weights(config, layout)
     weights = synced + _frozen_weights(config, layout)
     return _kv_cache("rollout", rollout, weights, per_token, device_bytes, _arena(config.sync, synced))
@@ -634,13 +634,20 @@ def _in_fp8(config: Config, layout: Layout) -> QuantizedLayout | None:
 
 
 def _server_weights(config: Config, layout: Layout) -> int:
-    """Bytes of the weights on one rank of a server that a sync replaces."""
+    """Bytes of the weights on one rank of a server that a sync replaces, at most.
+
+    Each pipeline stage counts the embedding and the head.
+    """
     if (quantized := _in_fp8(config, layout)) is not None:
         layout = quantized
-    total = sum(
-        prod(shape) * ITEM_BYTES[layout.hf_dtype(name, config.model.dtype)] for name, shape in layout.hf_tensors.items()
-    )
-    return -(-total // config.rollout.tensor_parallel)
+    nbytes = {
+        name: prod(shape) * ITEM_BYTES[layout.hf_dtype(name, config.model.dtype)]
+        for name, shape in layout.hf_tensors.items()
+    }
+    in_layers = sum(size for name, size in nbytes.items() if ".layers." in name)
+    layers = layout.sizes.layers
+    stage = -(-layers // config.rollout.pipeline_parallel)
+    return -(-(sum(nbytes.values()) - in_layers + in_layers * stage // layers) // config.rollout.tensor_parallel)
 
 
 def _frozen_weights(config: Config, layout: Layout) -> int:

@@ -1,4 +1,4 @@
-"""The driver's side of the plugin: commands to one server, answered by each of its tensor-parallel ranks."""
+"""The driver's side of the plugin: commands to one server, answered by each of its ranks."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class EngineControl:
             ranks = [decode(rank.checksums[ANSWER]) for rank in parse_as(reply, _Checked, what).ranks]
         except (KeyError, ValueError, RecursionError) as error:
             raise InvalidAnswer(f"{what}: not an answer of the plugin ({error!r}): {reply!r:.300}") from error
-        answers = sorted(parse_as(ranks, list[RankAnswer], what), key=lambda answer: answer.tp_rank)
-        failed = [f"tp rank {rank.tp_rank}: {rank.error}" for rank in answers if not rank.ok]
+        answers = sorted(parse_as(ranks, list[RankAnswer], what), key=lambda answer: answer.rank)
+        failed = [f"rank {rank.rank}: {rank.error}" for rank in answers if not rank.ok]
         if failed:
             raise ServerError(f"{what} failed: {'; '.join(failed)}")
         return parse_as([rank.result for rank in answers], list[answer], what)

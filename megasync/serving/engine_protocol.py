@@ -1,7 +1,7 @@
 """How the driver and the plugin inside SGLang's processes talk, and the messages that every plugin understands.
 
 A command is the action of SGLang's ``/weights_checker``, its payload the only element of that call's tensor list; each
-tensor-parallel rank answers with one string in place of a checksum. A commit is an ``update_weights_from_distributed``
+rank of the server answers with one string in place of a checksum. A commit is an ``update_weights_from_distributed``
 with `LOAD_FORMAT`, its request the only name.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 # The driver refuses a plugin whose `Hello` reports another one.
-PROTOCOL = 3
+PROTOCOL = 4
 
 # "1" in the environment of a server that scores texts instead of generating.
 CLASSIFIER_VARIABLE = "MEGASYNC_CLASSIFIER"
@@ -26,6 +26,8 @@ STORE_SCHEME = "megasync"
 # In the environment of a server that serves a quantized folder unquantized, as JSON: "mxfp4", or [rows, columns] of a
 # block of block FP8.
 STORAGE_VARIABLE = "MEGASYNC_STORAGE"
+# "1" in the environment of a server with several pipeline stages.
+PIPELINE_VARIABLE = "MEGASYNC_PIPELINE"
 # "1" in the environment of a server that serves the policy's adapters beside its model.
 ADAPTERS_VARIABLE = "MEGASYNC_ADAPTERS"
 # Custom label of a request whose answer shall have the routes of all positions from this one on. The router drops
@@ -58,14 +60,15 @@ _COMPRESS_ABOVE = 16_384
 class Hello(msgspec.Struct, frozen=True):
     """A rank's description of itself. Unknown fields are ignored, so that another protocol is recognised as such.
 
-    ``instance`` is unique to the process; process ids may be the same in two containers.
+    ``ranks`` counts those of the server. ``instance`` is unique to the process; process ids may be the same in two
+    containers.
     """
 
     protocol: int
     instance: str
     sglang: str = ""
-    tp_rank: int = 0
-    tp_size: int = 0
+    rank: int = 0
+    ranks: int = 0
     model: str = ""
     dtype: str = ""
     pid: int = 0
@@ -80,7 +83,7 @@ class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RankAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rank's answer to a command: its result, or its error."""
 
-    tp_rank: int
+    rank: int
     ok: bool
     result: Any = None
     error: str = ""

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from megasync.config.host import resolve_host
+from megasync.config.pools import server_devices
 from megasync.config.schema import Config, FrozenModelConfig, RewardModelConfig, RolloutConfig
 from megasync.config.server_args import OVERRIDES
 from megasync.device import compiler_environment
@@ -40,6 +41,7 @@ from megasync.serving.engine_protocol import (
     CLASSIFIER_VARIABLE,
     EVAL_ADAPTER,
     HOST_VARIABLE,
+    PIPELINE_VARIABLE,
     STORAGE_VARIABLE,
     STORE_SCHEME,
 )
@@ -132,7 +134,7 @@ class ServerSpec:
     seed: int = 0
     # Each request samples from its own seed, whatever else is in the batch.
     deterministic: bool = False
-    # Nodes that share its tensor-parallel ranks evenly, with a process on each.
+    # Nodes that share its ranks evenly, with a process on each.
     nodes: int = 1
     # In the format of CUDA_VISIBLE_DEVICES, GPUs that other processes use too; empty where it has devices of its own.
     gpus: str = ""
@@ -188,6 +190,7 @@ class SGLangServer(Service):
             "--port": self.port,
             "--dtype": spec.dtype,
             "--tp-size": rollout.tensor_parallel,
+            "--pp-size": rollout.pipeline_parallel,
             "--mem-fraction-static": rollout.mem_fraction,
             "--weight-version": 0,
             # Never a pickled checkpoint, which may hold code.
@@ -289,6 +292,8 @@ class SGLangServer(Service):
         if self.spec.nodes > 1:
             env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"{STORE_SCHEME}://{self._meeting_address()}"
             env[HOST_VARIABLE] = self.host
+        if self.spec.rollout.pipeline_parallel > 1:
+            env[PIPELINE_VARIABLE] = "1"
         if self.spec.adapters is not None:
             env[ADAPTERS_VARIABLE] = "1"
         if (storage := self._dequantized()) is not None:
@@ -304,8 +309,8 @@ class SGLangServer(Service):
             env["HOME"] = env["XDG_CACHE_HOME"] = self._folder
             # A rendezvous file instead of a TCP store, which would listen on all interfaces.
             env.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{self._folder}/rendezvous")
-        if self.spec.rollout.tensor_parallel > 1:
-            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(_cores(self.spec.rollout.tensor_parallel))
+        if (ranks := server_devices(self.spec.rollout)) > 1:
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(_cores(ranks))
         if any(find_spec(name) is None for name in _STAND_INS):
             path = [stand_ins_path(), *filter(None, [env.get("PYTHONPATH")])]
             env["PYTHONPATH"] = os.pathsep.join(path)
@@ -484,6 +489,6 @@ def stand_ins_path() -> str:
 
 
 def _cores(ranks: int) -> list[str]:
-    """One core per tensor-parallel rank, reused in turn when there are fewer cores."""
+    """One core per rank, reused in turn when there are fewer cores."""
     cores = sorted(os.sched_getaffinity(0))
     return [str(cores[rank % len(cores)]) for rank in range(ranks)]

@@ -66,8 +66,8 @@ async def choose_sync(
             await shards.connect()
         except SyncError as error:
             await shards.close()
-            # NCCL makes no broadcast group of processes that share their devices.
-            if wanted == "p2p" or shared or _rank_lost(error):
+            # NCCL makes no broadcast group of processes that share their devices, and SGLang none of pipeline stages.
+            if wanted == "p2p" or shared or config.rollout.pipeline_parallel > 1 or _rank_lost(error):
                 raise
             why = f"the servers cannot take shards: {error}"
             log.warning("Falling back to broadcast: %s", why)

@@ -1,8 +1,8 @@
 """megasync inside SGLang: SGLang itself loads it, in each of its processes, through its plugin entry point.
 
-Two kinds of request arrive through stock endpoints. *Commands* reach every tensor-parallel rank's weight checker, need
-no pause, and are answered per rank. A *commit* arrives as a weight update in megasync's load format, between
-``begin_weight_update`` and ``end_weight_update``, and writes weights that a `WeightReceiver` already holds.
+Two kinds of request arrive through stock endpoints. *Commands* reach every rank's weight checker, need no pause, and
+are answered per rank. A *commit* arrives as a weight update in megasync's load format, between ``begin_weight_update``
+and ``end_weight_update``, and writes weights that a `WeightReceiver` already holds.
 
 All ranks report the same result of a commit: only the first rank's answer reaches the caller, and a rank that failed
 alone would keep other weights than its peers. Guaranteed by `_all_succeed`, which each rank passes twice: before
@@ -17,8 +17,8 @@ ranks already wait for this one's answer; errors come back as data.
 
 `GuardedServer` closes all but a few HTTP routes of a server that megasync started with keys.
 
-Besides `engine_blueprint` this is the only file that depends on SGLang's internals. SGLang and torch are imported when
-a hook first runs.
+Besides `sglang_pipeline` and `engine_blueprint` this is the only file that depends on SGLang's internals. SGLang and
+torch are imported when a hook first runs.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ import multiprocessing
 import os
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
@@ -53,6 +53,7 @@ from megasync.serving.engine_protocol import (
     KEPT_ADAPTER,
     LOAD_FORMAT,
     MANIFEST,
+    PIPELINE_VARIABLE,
     POLICY_ADAPTER,
     PROTOCOL,
     REFUSED,
@@ -67,6 +68,7 @@ from megasync.serving.engine_protocol import (
     encode,
 )
 from megasync.serving.server_guard import KEYS_VARIABLE, ServerGuard
+from megasync.sync.sglang_pipeline import Pipeline, gather
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -89,8 +91,6 @@ log = logging.getLogger(__name__)
 
 # The policy's adapters that stay loaded whether requests use them or not.
 KEPT = 2
-# Bytes of an error message that a rank sends to its peers.
-MAX_ERROR_BYTES = 4096
 
 T = TypeVar("T")
 # A hooked method of SGLang. It is passed on and called, never inspected.
@@ -99,11 +99,20 @@ Stock = Callable[..., Any]
 
 @dataclass(frozen=True)
 class ServingRank:
-    """One tensor-parallel rank of this server, in whose process the plugin runs. ``model`` is SGLang's torch module."""
+    """One of the ``ranks`` of this server, in whose process the plugin runs. ``model`` is SGLang's torch module.
+
+    Ranks of a pipeline stage are neighbours; `in_server` counts them.
+    """
 
     model: Any
-    tp_rank: int
-    tp_size: int
+    rank: int
+    ranks: int
+
+    @classmethod
+    def in_server(cls, model: Any, place: Mapping[str, int]) -> ServingRank:
+        """The rank with these tensor- and pipeline-parallel coordinates, in SGLang's names."""
+        tensor = place["tp_size"]
+        return cls(model, place["pp_rank"] * tensor + place["tp_rank"], place["pp_size"] * tensor)
 
 
 class WeightReceiver(Protocol):
@@ -127,7 +136,7 @@ def shard_receiver(rank: ServingRank) -> WeightReceiver:
     from megasync.layout.trace import live_tensors
     from megasync.sync.shard.receiver import ShardReceiver
 
-    return ShardReceiver(rank.tp_rank, lambda: live_tensors(rank.model))
+    return ShardReceiver(rank.rank, lambda: live_tensors(rank.model))
 
 
 class _Committed:
@@ -161,14 +170,14 @@ class Plugin:
         """A command, when the action names one."""
         if not action.startswith(ACTION):
             return stock(checker, action, allow_quant_error, skip_tensor_list, role=role)
-        place = checker._placement
+        rank = ServingRank.in_server(None, checker._placement)
         try:
-            rank = ServingRank(checker._get_model(), place["tp_rank"], place["tp_size"])
+            rank = replace(rank, model=checker._get_model())
             payload = decode(skip_tensor_list[0]) if skip_tensor_list else {}
-            answer = RankAnswer(rank.tp_rank, True, self._answer(action.removeprefix(ACTION), payload, rank))
+            answer = RankAnswer(rank.rank, True, self._answer(action.removeprefix(ACTION), payload, rank))
         except Exception as error:
             log.exception("Command %s failed", action)
-            answer = RankAnswer(place["tp_rank"], False, error=f"{type(error).__name__}: {error}")
+            answer = RankAnswer(rank.rank, False, error=f"{type(error).__name__}: {error}")
         return {
             "checksums": {ANSWER: encode(answer)},
             "per_gpu_checksum": "",
@@ -184,9 +193,9 @@ class Plugin:
 
         def check() -> tuple[WeightReceiver, Any, Any]:
             _check_update_supported(updater)
-            place = _parallel()
-            model = updater.get_model()
-            receiver = self._receiver_of(ServingRank(model, place.tp_rank, place.tp_size))
+            parallel, model = _parallel(), updater.get_model()
+            place = {name: getattr(parallel, name) for name in ("tp_rank", "tp_size", "pp_rank", "pp_size")}
+            receiver = self._receiver_of(ServingRank.in_server(model, place))
             return receiver, receiver.check(decode(names[0])), model
 
         def commit() -> None:
@@ -226,8 +235,8 @@ class Plugin:
             protocol=PROTOCOL,
             instance=self._instance,
             sglang=version("sglang"),
-            tp_rank=rank.tp_rank,
-            tp_size=rank.tp_size,
+            rank=rank.rank,
+            ranks=rank.ranks,
             model=type(rank.model).__name__,
             dtype=str(next(rank.model.parameters()).dtype).removeprefix("torch."),
             pid=os.getpid(),
@@ -398,6 +407,8 @@ def register() -> None:
     """The entry point that SGLang calls."""
     Plugin().register()
     _hook("BEFORE", _GENERATE, request_arrays)
+    if os.environ.get(PIPELINE_VARIABLE) == "1":
+        Pipeline().register()
     if os.environ.get(ADAPTERS_VARIABLE) == "1":
         PolicyAdapters().register()
     if stored := os.environ.get(STORAGE_VARIABLE):
@@ -441,27 +452,17 @@ def _check_update_supported(updater: Any) -> None:
 
 
 def _all_succeed(step: Callable[[], T], outcome: str) -> T:
-    """Takes a step on each tensor-parallel rank. When it fails on any, all ranks raise the errors of all of them."""
+    """Takes a step on each rank of the server. When it fails on any, all ranks raise the errors of all of them."""
     failure, result = "", None
     try:
         result = step()
     except Exception as error:
         log.exception("A weight update failed")
         failure = f"{type(error).__name__}: {error}"
-    failures = _gather(failure, _parallel().tp_group.cpu_group)
+    parallel = _parallel()
+    group = parallel.world_group if parallel.pp_size > 1 else parallel.tp_group
+    failures = [text.decode() for text in gather(failure.encode(), group.cpu_group)]
     if any(failures):
-        reasons = "; ".join(f"tp rank {rank}: {text}" for rank, text in enumerate(failures) if text)
+        reasons = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
         raise ServerError(f"{outcome}: {reasons}")
     return cast(T, result)
-
-
-def _gather(text: str, group: Any) -> list[str]:
-    """Each rank's text, cut to `MAX_ERROR_BYTES` bytes, in rank order. As tensors, because objects are pickled."""
-    import torch
-    import torch.distributed as dist
-
-    padded = bytearray(text.encode()[:MAX_ERROR_BYTES].ljust(MAX_ERROR_BYTES, b"\0"))
-    own = torch.frombuffer(padded, dtype=torch.uint8)
-    gathered = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
-    return [bytes(row.tolist()).rstrip(b"\0").decode("utf-8", "replace") for row in gathered]

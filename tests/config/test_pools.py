@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megasync.config.pools import devices_needed, nodes_needed, pool_specs
+from megasync.config.pools import devices_needed, engine_nodes, nodes_needed, pool_specs
 from megasync.config.schema import ClusterConfig, Config, RolloutConfig, TrainerConfig
 from megasync.errors import ConfigError
 
@@ -15,12 +15,13 @@ from megasync.errors import ConfigError
     data=st.integers(1, 6),
     servers=st.integers(1, 20),
     server_tensor=st.sampled_from([1, 2, 4, 8]),
+    stages=st.integers(1, 4),
     per_node=st.sampled_from([2, 4, 8]),
 )
-def test_every_process_has_its_devices_on_one_node(tensor, pipeline, data, servers, server_tensor, per_node):
+def test_every_process_has_its_devices_on_one_node(tensor, pipeline, data, servers, server_tensor, stages, per_node):
     config = Config(
         trainer=TrainerConfig(tensor_parallel=tensor, pipeline_parallel=pipeline, data_parallel=data),
-        rollout=RolloutConfig(servers=servers, tensor_parallel=server_tensor),
+        rollout=RolloutConfig(servers=servers, tensor_parallel=server_tensor, pipeline_parallel=stages),
         cluster=ClusterConfig(devices_per_node=per_node),
     )
     try:
@@ -36,8 +37,25 @@ def test_every_process_has_its_devices_on_one_node(tensor, pipeline, data, serve
         assert sum(bundle["GPU"] for bundle in bundles) == spec.total_devices
         assert all(bundle["GPU"] <= per_node for bundle in bundles)
     assert specs["trainer"].slots == tensor * pipeline * data
+    assert specs["rollout"].slots * specs["rollout"].devices == servers * server_tensor * stages
     nodes = nodes_needed(specs, per_node)
     assert nodes * per_node >= sum(spec.total_devices for spec in specs.values())
+
+
+@pytest.mark.parametrize(("tensor", "stages", "nodes"), [(4, 2, 1), (8, 2, 2), (4, 4, 2), (16, 2, 4)])
+def test_a_server_takes_whole_nodes_for_its_stages(tensor, stages, nodes):
+    config = Config(rollout=RolloutConfig(servers=2, tensor_parallel=tensor, pipeline_parallel=stages))
+    assert engine_nodes(config) == nodes
+    assert pool_specs(config)["rollout"].total_devices == 2 * tensor * stages
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stages", "reason"),
+    [(2, 5, "tensor_parallel=2 x pipeline_parallel=5 is more than"), (3, 8, "stage on parts of several nodes")],
+)
+def test_stages_that_do_not_fit_whole_nodes_are_refused(tensor, stages, reason):
+    with pytest.raises(ConfigError, match=reason):
+        pool_specs(Config(rollout=RolloutConfig(tensor_parallel=tensor, pipeline_parallel=stages)))
 
 
 def test_small_pools_share_a_node_and_large_ones_do_not():

@@ -21,6 +21,7 @@ from megasync.layout.engine_layout import EngineRank
 from megasync.layout.families import sizes_of
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
+from megasync.preflight.check_pipelined_servers import PIPELINED, UNTIED
 from megasync.preflight.layout_check import check_layout
 from megasync.serving.control import ServerControl
 from megasync.serving.engine_blueprint import engine_ranks
@@ -41,9 +42,8 @@ UNSERVED = {
     "qwen3_5": {"--mamba-radix-cache-strategy": "no_buffer", "--disable-overlap-schedule": True},
     "qwen3_5_moe": {"--mamba-radix-cache-strategy": "no_buffer", "--disable-overlap-schedule": True},
 }
-# The families whose stages of a pipeline SGLang builds; not with a tied embedding, of which the last stage has no copy.
-PIPELINED = {*FAMILIES} - {"gemma3", "gemma3_text", "qwen3_5", "qwen3_next"}
-UNTIED = ("glm4", "llama", "mistral")
+# The families whose stages of a pipeline SGLang builds.
+STAGED = {*FAMILIES} - {"gemma3", "gemma3_text", "qwen3_5", "qwen3_next"}
 PROMPT = [5, 6, 7, 8, 250, 300]
 
 
@@ -117,8 +117,8 @@ async def test_a_server_computes_what_hugging_face_does_and_loads_what_its_trace
     async with serving(path, tensor_parallel) as control:
         engine = EngineControl(control)
         hello = await engine.hello()
-        assert [rank.tp_rank for rank in hello] == list(range(tensor_parallel))
-        assert {(rank.tp_size, rank.dtype) for rank in hello} == {(tensor_parallel, "float32")}
+        assert [rank.rank for rank in hello] == list(range(tensor_parallel))
+        assert {(rank.ranks, rank.dtype) for rank in hello} == {(tensor_parallel, "float32")}
         assert len({rank.pid for rank in hello}) == tensor_parallel
         specs = checkpoint_specs(path)
         ranks = await engine.trace(specs)
@@ -177,9 +177,10 @@ def test_a_model_that_is_not_served_here_loads_what_its_trace_says(tensor_parall
 @pytest.mark.matrix
 def test_ranks_of_stages_and_of_groups_of_attention_together_load_every_tensor(tmp_path):
     """Of each family that SGLang can pipeline, tied too, and of some with data-parallel attention."""
+    assert {*PIPELINED} <= STAGED
     cases, asked = [], []
     for family, tied, options in [
-        *((family, False, {"--pp-size": 2}) for family in FAMILIES if family in {*PIPELINED, "gemma3_text"}),
+        *((family, False, {"--pp-size": 2}) for family in FAMILIES if family in {*STAGED, "gemma3_text"}),
         *((family, True, {"--pp-size": 2}) for family in (*UNTIED, "qwen2")),
         *((family, False, {"--attn-dp-size": 2}) for family in ("qwen3", "qwen3_moe", "deepseek_v3")),
     ]:
@@ -203,7 +204,7 @@ def test_ranks_of_stages_and_of_groups_of_attention_together_load_every_tensor(t
     wrong = {}
     for (path, family, tied, options), answer in zip(cases, answers, strict=True):
         name, problem = path.name, answer["problem"]
-        if family not in PIPELINED or (tied and family in UNTIED):
+        if family not in STAGED or (tied and family in UNTIED):
             if not problem:
                 wrong[name] = "SGLang has a pipeline for it"
             continue
@@ -235,11 +236,11 @@ async def test_a_commit_succeeds_on_all_ranks_or_is_refused_by_all(tmp_path, mon
         await control.post("/update_weights_from_disk", {"model_path": str(paths[0])})
 
         told = await EngineControl(control).call("stage", {"version": 3}, dict)
-        assert told == [{"command": "stage", "payload": {"version": 3}, "tp_rank": rank} for rank in (0, 1)]
-        with pytest.raises(ServerError, match="status 400.*as before: tp rank 1: ValueError: nothing is staged here"):
+        assert told == [{"command": "stage", "payload": {"version": 3}, "rank": rank} for rank in (0, 1)]
+        with pytest.raises(ServerError, match="status 400.*as before: rank 1: ValueError: nothing is staged here"):
             await commit(control, request | {"fail_check": 1})
         assert await score(control, PROMPT) == pytest.approx(old, abs=1e-5)
-        with pytest.raises(ServerError, match="status 400.*weights are mixed: tp rank 1: ValueError: the copy broke"):
+        with pytest.raises(ServerError, match="status 400.*weights are mixed: rank 1: ValueError: the copy broke"):
             await commit(control, request | {"fail_commit": 1})
         await commit(control, request)
         assert await score(control, PROMPT) == pytest.approx(new, abs=1e-5)

@@ -325,6 +325,25 @@ CONTRADICTIONS = [
     (["rollout.expert_parallel=2"], ["rollout.expert_parallel=2", "the model has none"]),
     (["rollout.server_args={--attn-dp-size: 2}"], ["--attn-dp-size", "megasync chooses it"]),
     (["rollout.server_args={--disaggregation-mode: decode}"], ["--disaggregation-mode", "megasync chooses it"]),
+    (
+        ["rollout.tensor_parallel=4", "rollout.pipeline_parallel=3"],
+        ["rollout.tensor_parallel=4 x pipeline_parallel=3", "multiple of 8"],
+    ),
+    (["rollout.pipeline_parallel=7", "rollout.servers=1"], ["rollout.pipeline_parallel=7", "6 layers"]),
+    (
+        ["rollout.pipeline_parallel=2", "sync.transport=broadcast"],
+        ["rollout.pipeline_parallel=2", "sync.transport=broadcast", "p2p or disk"],
+    ),
+    (
+        [
+            "rollout.pipeline_parallel=2",
+            "rollout.servers=1",
+            "trainer.data_parallel=2",
+            *("cluster.colocate=true", "schedule.max_staleness=0"),
+        ],
+        ["rollout.pipeline_parallel=2", "cluster.colocate=true"],
+    ),
+    (["rollout.server_args={--pp-size: 2}"], ["--pp-size", "set rollout.pipeline_parallel"]),
     (["rollout.routing_replay=true"], ["rollout.routing_replay=true", "describes one without", "set it to false"]),
     (["rollout.servers=12"], ["rollout.servers=12", "multiple of 8"]),
     (["trainer.data_parallel=8"], ["8 for the trainer + 2 for the rollout", "cluster.address=null", "auto"]),
@@ -501,6 +520,13 @@ def test_missing_files_of_a_model_folder_are_named(make, model):
         assert part in refused(make())
 
 
+def test_models_that_sglang_has_no_pipeline_for_are_refused(make, model):
+    values = json.loads((model / "config.json").read_text())
+    check_config(make("rollout.pipeline_parallel=2"))
+    (model / "config.json").write_text(json.dumps(values | {"model_type": "llama", "tie_word_embeddings": True}))
+    assert "for llama with tied embeddings" in refused(make("rollout.pipeline_parallel=2"))
+
+
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
@@ -519,6 +545,10 @@ def test_missing_files_of_a_model_folder_are_named(make, model):
         (
             ["trainer.fp8=tensorwise", "cluster.device=cuda", "model.dtype=bfloat16"],
             ["experts.linear_fc1.weight0 is 12 x 64", "trainer.expert_tensor_parallel=1"],
+        ),
+        (
+            ["rollout.routing_replay=true", "rollout.pipeline_parallel=2"],
+            ["rollout.pipeline_parallel=2", "routing_replay=true", "first pipeline stage"],
         ),
     ],
 )

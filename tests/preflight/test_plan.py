@@ -1,6 +1,7 @@
 """A plan is computed from the configuration and printed in tables."""
 
 import json
+from dataclasses import replace
 from io import StringIO
 from math import prod
 from pathlib import Path
@@ -330,6 +331,23 @@ def test_the_kv_cache_takes_the_memory_beside_the_weights():
 def test_a_token_budget_below_one_sequence_gives_a_warning():
     plan = resolve_plan(load("qwen3_8b_math", "trainer.tokens_per_microbatch=1024"))
     assert "tokens_per_microbatch=1024" in " ".join(plan.warnings) and plan.refusals == ()
+
+
+def test_a_pipeline_stage_has_the_layers_and_keys_and_values_of_its_part():
+    config = load("qwen3_8b_math")
+    layout = layout_of(config)
+
+    def server(stages):
+        split = replace(config, rollout=replace(config.rollout, pipeline_parallel=stages))
+        return server_memory(split, layout, 80 * 10**9)
+
+    whole, half, third = (server(stages) for stages in (1, 2, 3))
+    outside = sum(prod(shape) for name, shape in layout.hf_tensors.items() if ".layers." not in name) * 2
+    assert half.weights == outside + (whole.weights - outside) // 2
+    assert third.weights == outside + (whole.weights - outside) // 3
+    assert half.kv_bytes_per_token * 2 == whole.kv_bytes_per_token == third.kv_bytes_per_token * 3
+    # 36 layers over 5 stages: the fullest has 8.
+    assert server(5).kv_bytes_per_token * 36 == whole.kv_bytes_per_token * 8
 
 
 def test_a_staging_area_on_the_device_takes_server_memory():

@@ -160,12 +160,10 @@ BODIES = [
         b'{"ranks": [{"checksums": {"a": "b"}}]}',
     ),
     *(plugin("zlib:?"), plugin("zlib:aaaa"), plugin("{"), plugin("[]"), plugin("5"), plugin('{"ok": true}'), plugin(5)),
-    plugin('{"ok": true, "tp_rank": 0, "result": []}'),
-    plugin('{"ok": true, "tp_rank": 0, "result": {"protocol": []}}'),
-    plugin(
-        '{"ok": true, "tp_rank": 0, "result": {"slots": [1], "fills": [], "dtypes": 1, "sizes": 1, "unwritten": 1}}'
-    ),
-    plugin('{"ok": true, "tp_rank": "first", "result": {}}', '{"ok": true, "tp_rank": 1, "result": {}}'),
+    plugin('{"ok": true, "rank": 0, "result": []}'),
+    plugin('{"ok": true, "rank": 0, "result": {"protocol": []}}'),
+    plugin('{"ok": true, "rank": 0, "result": {"slots": [1], "fills": [], "dtypes": 1, "sizes": 1, "unwritten": 1}}'),
+    plugin('{"ok": true, "rank": "first", "result": {}}', '{"ok": true, "rank": 1, "result": {}}'),
 ]
 
 

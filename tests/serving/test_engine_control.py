@@ -42,7 +42,7 @@ class Receiver:
     def handle(self, command, payload):
         if command == "break":
             raise ValueError("it is broken")
-        return {"command": command, "payload": payload, "tp_rank": self.rank.tp_rank}
+        return {"command": command, "payload": payload, "rank": self.rank.rank}
 
 
 def stock(checker, action, allow_quant_error, skip_tensor_list, *, role):
@@ -54,7 +54,7 @@ def stock(checker, action, allow_quant_error, skip_tensor_list, *, role):
 
 def checker(rank: int, model: nn.Module) -> SimpleNamespace:
     return SimpleNamespace(
-        _placement={"tp_rank": rank, "tp_size": 2},
+        _placement={"tp_rank": rank, "tp_size": 2, "pp_rank": 0, "pp_size": 1},
         _get_model=lambda: model,
         _parallelism_info=lambda role: SimpleNamespace(model_dump=lambda: {"role": role}),
     )
@@ -105,7 +105,7 @@ async def engine_of():
 async def test_each_rank_says_who_it_is(engine_of):
     engine = await engine_of([Model(0), Model(1).to(torch.bfloat16)])
     ranks = await engine.hello()
-    assert [(rank.tp_rank, rank.tp_size, rank.dtype) for rank in ranks] == [
+    assert [(rank.rank, rank.ranks, rank.dtype) for rank in ranks] == [
         (0, 2, "float32"),
         (1, 2, "bfloat16"),
     ]
@@ -120,7 +120,7 @@ async def test_a_trace_comes_back_whole_and_is_made_once(engine_of):
 
 async def test_a_failed_rank_is_named_with_its_error(engine_of):
     engine = await engine_of([Model(0), Model(1, factor=2)])
-    with pytest.raises(ServerError, match=r"trace failed: tp rank 1: TraceError: .*aten\.mul") as raised:
+    with pytest.raises(ServerError, match=r"trace failed: rank 1: TraceError: .*aten\.mul") as raised:
         await engine.trace(SPECS)
     assert "rank 0" not in str(raised.value)
 
@@ -134,7 +134,7 @@ async def test_a_server_without_the_plugin_is_recognised(engine_of):
 async def test_a_plugin_of_another_protocol_is_refused(engine_of, monkeypatch):
     engine = await engine_of([Model(0), Model(1)])
     monkeypatch.setattr(sglang_plugin, "PROTOCOL", 0)
-    with pytest.raises(ServerError, match=r"speaks protocol \[0\], this driver 3"):
+    with pytest.raises(ServerError, match=r"speaks protocol \[0\], this driver 4"):
         await engine.hello()
 
 
@@ -142,9 +142,9 @@ async def test_other_commands_are_the_receivers(engine_of):
     engine = await engine_of([Model(0), Model(1)])
     payload = {"names": ["tensor"] * 5000}
     assert await engine.call("stage", payload, dict) == [
-        {"command": "stage", "payload": payload, "tp_rank": r} for r in (0, 1)
+        {"command": "stage", "payload": payload, "rank": r} for r in (0, 1)
     ]
-    with pytest.raises(ServerError, match="tp rank 0: ValueError: it is broken"):
+    with pytest.raises(ServerError, match="rank 0: ValueError: it is broken"):
         await engine.call("break", payload, dict)
 
 

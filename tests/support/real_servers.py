@@ -24,10 +24,13 @@ SIZES = {
 }
 
 
-def make_server(folder: Path, log: Path, tensor_parallel: int, port: int = 0, *, writes: bool = False) -> SGLangServer:
+def make_server(
+    folder: Path, log: Path, tensor_parallel: int, port: int = 0, *, writes: bool = False, pipeline_parallel: int = 1
+) -> SGLangServer:
     """A float32 server of a tiny model on the CPU. Port 0 is a free port. `writes` loads the tokenizer."""
     rollout = RolloutConfig(
         tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
         context_length=1024,
         max_total_tokens=8192,
         max_running_requests=32,

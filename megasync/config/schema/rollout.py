@@ -150,8 +150,12 @@ class RolloutConfig:
     external: list[str] = field(default_factory=list)
     # Minimum number of available servers. The run continues while other servers restart, and ends below this number.
     min_servers: int = limited(1, AT_LEAST_ONE)
-    # Tensor-parallel ranks (GPUs) of each server. More than a node has take whole nodes, and must fill them.
+    # Tensor-parallel ranks (GPUs) of each server. With `pipeline_parallel`, those of each stage. More than a node has
+    # take whole nodes, and must fill them.
     tensor_parallel: int = limited(1, PROCESSES)
+    # Pipeline stages of each server, of `tensor_parallel` ranks each; a stage holds a part of the layers.
+    # docs/fleet.md#servers-with-pipeline-stages
+    pipeline_parallel: int = limited(1, PROCESSES)
     # Expert-parallel ranks of each server: into how many of its tensor-parallel ranks the experts are distributed; the
     # others share each expert. SGLang computes this on GPUs only.
     expert_parallel: int = limited(1, PROCESSES)

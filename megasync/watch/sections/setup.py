@@ -75,7 +75,9 @@ def _servers(run: RunFolder) -> str:
     tensor = run.settings.get("rollout.tensor_parallel")
     if count is None:
         return ""
-    return units.counted(count, "SGLang server") + (f", tensor parallel {tensor}" if tensor else "")
+    stages = run.settings.get("rollout.pipeline_parallel")
+    split = {"tensor parallel": tensor, "pipeline parallel": stages if stages != 1 else None}
+    return units.counted(count, "SGLang server") + "".join(f", {kind} {size}" for kind, size in split.items() if size)
 
 
 def _trainer(run: RunFolder) -> str:

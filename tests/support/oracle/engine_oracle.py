@@ -119,15 +119,15 @@ class Puppet:
         self.rank = rank
 
     def handle(self, command: str, payload: dict[str, Any]) -> dict[str, Any]:
-        return {"command": command, "payload": payload, "tp_rank": self.rank.tp_rank}
+        return {"command": command, "payload": payload, "rank": self.rank.rank}
 
     def check(self, request: dict[str, Any]) -> dict[str, Any]:
-        if request.get("fail_check") == self.rank.tp_rank:
+        if request.get("fail_check") == self.rank.rank:
             raise ValueError("nothing is staged here")
         return request
 
     def commit(self, request: dict[str, Any]) -> None:
-        if request.get("fail_commit") == self.rank.tp_rank:
+        if request.get("fail_commit") == self.rank.rank:
             raise ValueError("the copy broke")
         tensors, model = load_file(request["model"]), self.rank.model
         replay(trace_load(model, [(name, tensor.shape) for name, tensor in tensors.items()]), tensors, model)

@@ -1,0 +1,46 @@
+"""A whole run whose server has two pipeline stages, one of which is killed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytestmark = [pytest.mark.real, pytest.mark.matrix]
+
+STEPS = 8
+TRUNCATED = {"sampling": {"max_new_tokens": 6, "top_k": 4, "top_p": 0.9}}
+# Prompts are computed in several pieces.
+IN_CHUNKS = {"server_args": {"--chunked-prefill-size": 4, "--page-size": 1}}
+KINDS = {
+    "shards": ("p2p", "in_place", {}),
+    "shards, prompts in chunks": ("p2p", "retract", IN_CHUNKS),
+    "shards, truncated sampling": ("p2p", "retract", TRUNCATED),
+    "a folder": ("disk", "retract", {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_trains_what_stages_sampled_and_survives_the_death_of_one(kind, miniature, launch, the_run_dir) -> None:
+    transport, pause, keys = KINDS[kind]
+    config = miniature(
+        schedule={"total_steps": STEPS, "groups_per_step": 4, "samples_per_group": 4},
+        rollout={"servers": 1, "pipeline_parallel": 2, **keys},
+        sync={"bucket_mb": 1, "transport": transport, "pause_mode": pause},
+        # Every response is scored, also those of a group with equal rewards.
+        algorithm={"entropy_coef": 0.001},
+    )
+    run = launch("train", config)
+    run.wait_for("step 2/")
+    (second_stage,) = run.find("sglang::scheduler_PP1")
+    second_stage.kill()
+    assert run.wait() == 0, run.output
+    rows = [json.loads(line) for line in (the_run_dir() / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "time/step" in row]
+    assert [row["step"] for row in steps] == [*range(1, STEPS + 1)]
+    # The trainer's log-probs of tokens that the current version sampled are the server's. With `in_place`, some come
+    # from keys and values of the version before.
+    gaps = [row["train/server_kl@0"] for row in steps if "train/server_kl@0" in row]
+    assert gaps and (pause == "in_place" or max(gaps) < 1e-8)
+    assert "its process has ended" in run.output
+    assert run.survivors() == []
