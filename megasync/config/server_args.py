@@ -42,6 +42,11 @@ RESERVED: dict[str, str | None] = {
     "--encoder-only": None,
     "--use-ray": None,
 }
+# Shapes of servers that nothing can choose, each with the reason: docs/fleet.md#shapes-of-servers-that-are-refused.
+_REFUSED = {
+    "--disaggregation-mode": "each server must prefill and decode its requests itself, because weight syncs do not "
+    "coordinate prefill servers with decode servers; drop it (docs/fleet.md)"
+}
 # Flags that make servers sample from another distribution than the trainer scores. The value is the only harmless one;
 # None if there is none.
 _DISTRIBUTION: dict[str, float | None] = {
@@ -55,7 +60,6 @@ OF_ROLLOUT: dict[str, str | None] = {
     # Not tested with weight syncs: docs/fleet.md#shapes-of-servers-that-are-refused.
     "--attn-dp-size": None,
     "--enable-dp-attention": None,
-    "--disaggregation-mode": None,
     "--pp": "rollout.pipeline_parallel",
     "--pp-size": "rollout.pipeline_parallel",
     "--pipeline-parallel-size": "rollout.pipeline_parallel",
@@ -88,6 +92,7 @@ OVERRIDES = "--json-model-override-args"
 def check_server_args(servers: str, arguments: Mapping[str, Any], own: Mapping[str, str | None]) -> None:
     """Raises ConfigError for an invalid or reserved flag. `servers` is the name of the section, such as "rollout"."""
     reserved = {**RESERVED, **own}
+    known = {*reserved, *_REFUSED, *_DISTRIBUTION, *_QUANTIZING, OVERRIDES}
     for argument in arguments:
         if not argument.startswith("--"):
             raise ConfigError(
@@ -95,6 +100,11 @@ def check_server_args(servers: str, arguments: Mapping[str, Any], own: Mapping[s
             )
         # The flag may also be written as --flag=value.
         name = argument.partition("=")[0]
+        if name not in known and (whole := min((flag for flag in known if flag.startswith(name)), default=None)):
+            # SGLang would take it for that flag, past the checks of the whole name.
+            raise ConfigError(f"{servers}.server_args must not contain {argument}: it abbreviates {whole}")
+        if name in _REFUSED:
+            raise ConfigError(f"{servers}.server_args must not contain {argument}: {_REFUSED[name]}")
         if name in reserved:
             key = reserved[name]
             fix = f"set {key.format(servers=servers)} instead" if key else "megasync chooses it for every server"

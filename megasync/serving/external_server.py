@@ -114,6 +114,8 @@ def misfits(info: Mapping[str, Any], model: Mapping[str, Any], config: Config) -
     for name, option in (("pp_size", "--pp-size"), ("dp_size", "--dp-size")):
         if info.get(name) != 1:
             yield f"runs with {option} {info.get(name)}, which weight syncs do not support; start it with {option} 1"
+    if (role := info.get("disaggregation_mode")) != "null":
+        yield f"runs with --disaggregation-mode {role}, which weight syncs do not support; start it without that flag"
     if rollout.stream_interval and not info.get("incremental_streaming_output"):
         yield (
             f"streams whole responses; start it with --incremental-streaming-output --stream-interval "

@@ -324,7 +324,6 @@ CONTRADICTIONS = [
     (["trainer.data_parallel=12"], ["12 ranks", "cluster.devices_per_node=8", "trainer.data_parallel"]),
     (["rollout.expert_parallel=2"], ["rollout.expert_parallel=2", "the model has none"]),
     (["rollout.server_args={--attn-dp-size: 2}"], ["--attn-dp-size", "megasync chooses it"]),
-    (["rollout.server_args={--disaggregation-mode: decode}"], ["--disaggregation-mode", "megasync chooses it"]),
     (
         ["rollout.tensor_parallel=4", "rollout.pipeline_parallel=3"],
         ["rollout.tensor_parallel=4 x pipeline_parallel=3", "multiple of 8"],
@@ -344,6 +343,13 @@ CONTRADICTIONS = [
         ["rollout.pipeline_parallel=2", "cluster.colocate=true"],
     ),
     (["rollout.server_args={--pp-size: 2}"], ["--pp-size", "set rollout.pipeline_parallel"]),
+    (
+        ["rollout.server_args={--disaggregation-mode: decode}"],
+        ["rollout.server_args", "--disaggregation-mode", "prefill servers", "drop it"],
+    ),
+    (["rollout.server_args={--disaggregation-mod=prefill: true}"], ["abbreviates --disaggregation-mode"]),
+    (["rollout.server_args={--api-k: k}"], ["--api-k", "abbreviates --api-key"]),
+    (["rollout.server_args={--enable-waterm: true}"], ["abbreviates --enable-watermark"]),
     (["rollout.routing_replay=true"], ["rollout.routing_replay=true", "describes one without", "set it to false"]),
     (["rollout.servers=12"], ["rollout.servers=12", "multiple of 8"]),
     (["trainer.data_parallel=8"], ["8 for the trainer + 2 for the rollout", "cluster.address=null", "auto"]),

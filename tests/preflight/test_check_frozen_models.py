@@ -157,6 +157,10 @@ def test_an_auxiliary_model_has_a_pool_of_its_own_beside_reward_models(judged, f
         (["reward_models.judge={format: raw, system: x}"], ["reward_models.judge.system", "format=raw"]),
         (["reward_models.judge.context_length=4096"], ["reward_models.judge.context_length=4096", "2048"]),
         (["reward_models.judge.server_args={--dtype: float16}"], ["reward_models.judge.dtype instead"]),
+        (
+            ["reward_models.judge.server_args={--disaggregation-mode: prefill}"],
+            ["reward_models.judge.server_args must not"],
+        ),
         (["reward_models.judge.server_args={--is-embedding: true}"], ["reward_models.judge.kind instead"]),
     ],
 )
