@@ -1,6 +1,6 @@
 """Starts SGLang 0.5.23 on a CPU: ``python -m megasync_patches.sglang_cpu_launch ARGUMENTS``, as with SGLang's launcher.
 
-Nine changes, for servers on a CPU only:
+Ten changes, for servers on a CPU only:
 
 - Scheduler and detokenizer are forked instead of spawned. A spawned child imports SGLang and PyTorch again, which takes
   most of the start-up time (20 s instead of 8 s on two cores) and three times the memory. Forking is safe here, because
@@ -19,6 +19,9 @@ Nine changes, for servers on a CPU only:
   about ten small operations per request and layer; not with deterministic inference.
 - Host memory that a GPU would copy from is not registered with CUDA. Servers that report routes allocate some.
 - Servers with adapters do not pin host memory, which torch refuses without an accelerator.
+- Servers with attention groups: a rank pads its batch to the length of another rank's, for which `torch_native` has no
+  value; and an idle rank looks for work every 10 ms. The first rank alone is woken by a request, and waits for the
+  others, which would sleep for a second.
 - If MEGASYNC_INSTANCE is set, it names the server's file in /dev/shm, which SGLang never removes.
 """
 
@@ -41,6 +44,8 @@ from megasync.importing import quick_imports
 
 # Padded positions that are always cheaper than further operations.
 _PADDED = 4096
+# How long an idle rank of a server with attention groups sleeps.
+_IDLE_MS = 10
 # What `compute_rows_alone` has registered: empty without deterministic inference.
 _INVARIANT: list[torch.library.Library] = []
 
@@ -69,6 +74,8 @@ def apply() -> None:
         return decode_one_by_one(self, *args, **kwargs) if attended is None else attended
 
     TorchNativeAttnBackend._run_sdpa_forward_decode = decode
+    # Rows of padding attend to one position, which they overwrite themselves.
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
     batch_invariant_ops.enable_batch_invariant_mode = compute_rows_alone
     http_server._freeze_gc_after_server_warmup = lambda server_args: None
     common._cuda_host_register = lambda *args: None
@@ -202,6 +209,10 @@ def main(arguments: list[str]) -> None:
     settings = prepare_server_args(arguments)
     if settings.enable_lora:
         leave_unpinned()
+    if settings.attn_dp_size > 1:
+        from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
+
+        setattr(IdleSleeper, "maybe_sleep", lambda self: self.poller.poll(_IDLE_MS))  # noqa: B010
     from sglang.srt.layers.quantization import fp8
 
     if not fp8._is_cpu_amx_available:

@@ -129,6 +129,11 @@ def server_devices(rollout: RolloutConfig) -> int:
     return rollout.tensor_parallel * rollout.pipeline_parallel
 
 
+def attention_ranks(rollout: RolloutConfig) -> int:
+    """Tensor-parallel ranks over which a server splits attention: those of one of its attention groups."""
+    return rollout.tensor_parallel // rollout.attention_data_parallel
+
+
 def _spread_pool(config: Config) -> PoolSpec:
     rollout, per_node, nodes = config.rollout, config.cluster.devices_per_node, engine_nodes(config)
     tensor, pipeline = rollout.tensor_parallel, rollout.pipeline_parallel

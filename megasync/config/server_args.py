@@ -57,9 +57,10 @@ _DISTRIBUTION: dict[str, float | None] = {
     "--watermark-config": None,
 }
 OF_ROLLOUT: dict[str, str | None] = {
-    # Not tested with weight syncs: docs/fleet.md#shapes-of-servers-that-are-refused.
-    "--attn-dp-size": None,
-    "--enable-dp-attention": None,
+    "--attn-dp-size": "rollout.attention_data_parallel",
+    "--enable-dp-attention": "rollout.attention_data_parallel",
+    # All groups must take a pause or an update between the same two batches.
+    "--enable-dp-attention-local-control-broadcast": None,
     "--pp": "rollout.pipeline_parallel",
     "--pp-size": "rollout.pipeline_parallel",
     "--pipeline-parallel-size": "rollout.pipeline_parallel",

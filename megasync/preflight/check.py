@@ -55,6 +55,7 @@ from megasync.layout.model_files import (
 from megasync.layout.topology import Topology
 from megasync.preflight.check_adapters import check_lora, check_served_adapters
 from megasync.preflight.check_algorithm import check_algorithm, check_critic, check_critic_model, check_optimizer
+from megasync.preflight.check_attention_groups import check_attention_groups
 from megasync.preflight.check_evaluation import check_evaluation, check_seeded
 from megasync.preflight.check_fp8_servers import check_fp8_servers
 from megasync.preflight.check_frozen_models import check_frozen_models, check_teachers_tokenizers
@@ -614,6 +615,7 @@ def _check_model(config: Config, planning: bool) -> None:
     _check_chunks(config, layout, source)
     _check_server_experts(config, layout.sizes.experts)
     check_pipelined_servers(config, layout)
+    check_attention_groups(config, layout)
     _check_routing_replay(config, layout.sizes.experts, source)
     _check_server_split(config.rollout, layout.sizes, source)
     check_served_adapters(config, layout)

@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 
 from megasync.config.builtin import ADVANTAGES
+from megasync.config.pools import attention_ranks
 from megasync.config.schema import Config, FrozenModelConfig, LoraConfig, RolloutConfig, SyncConfig
 from megasync.layout.adapter import AdapterLayout, adapter_layout
 from megasync.layout.layout import Layout
@@ -619,9 +620,8 @@ def server_memory(config: Config, layout: Layout, device_bytes: int | None) -> S
     the KV cache unknown unless `rollout.max_total_tokens` sets it.
     """
     rollout, sizes, item = config.rollout, layout.sizes, ITEM_BYTES[config.model.dtype]
-    tensor = rollout.tensor_parallel
     # Every rank keeps the whole latent, which all heads share; otherwise keys and values of its own groups.
-    channels = sizes.kv_a_rows or 2 * max(1, sizes.groups // tensor) * sizes.head_dim
+    channels = sizes.kv_a_rows or 2 * max(1, sizes.groups // attention_ranks(rollout)) * sizes.head_dim
     per_token = -(-(sizes.layers - len(sizes.delta_layers)) // rollout.pipeline_parallel) * channels * item
     synced = _server_weights(config, layout)
     weights = synced + _frozen_weights(config, layout)
@@ -636,12 +636,15 @@ def _in_fp8(config: Config, layout: Layout) -> QuantizedLayout | None:
 def _server_weights(config: Config, layout: Layout) -> int:
     """Bytes of the weights on one rank of a server that a sync replaces, at most.
 
-    Each pipeline stage counts the embedding and the head.
+    Each pipeline stage counts the embedding and the head; each attention group has its own embedding and attention.
     """
     if (quantized := _in_fp8(config, layout)) is not None:
         layout = quantized
+    groups = config.rollout.attention_data_parallel
     nbytes = {
-        name: prod(shape) * ITEM_BYTES[layout.hf_dtype(name, config.model.dtype)]
+        name: prod(shape)
+        * ITEM_BYTES[layout.hf_dtype(name, config.model.dtype)]
+        * (groups if ".self_attn." in name or "embed_tokens" in name else 1)
         for name, shape in layout.hf_tensors.items()
     }
     in_layers = sum(size for name, size in nbytes.items() if ".layers." in name)

@@ -66,7 +66,9 @@ class EngineControl:
             ranks = [decode(rank.checksums[ANSWER]) for rank in parse_as(reply, _Checked, what).ranks]
         except (KeyError, ValueError, RecursionError) as error:
             raise InvalidAnswer(f"{what}: not an answer of the plugin ({error!r}): {reply!r:.300}") from error
-        answers = sorted(parse_as(ranks, list[RankAnswer], what), key=lambda answer: answer.rank)
+        # Each attention group of a server repeats the answers of all ranks.
+        by_rank = {answer.rank: answer for answer in parse_as(ranks, list[RankAnswer], what)}
+        answers = [by_rank[rank] for rank in sorted(by_rank)]
         failed = [f"rank {rank.rank}: {rank.error}" for rank in answers if not rank.ok]
         if failed:
             raise ServerError(f"{what} failed: {'; '.join(failed)}")

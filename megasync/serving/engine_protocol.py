@@ -28,6 +28,8 @@ STORE_SCHEME = "megasync"
 STORAGE_VARIABLE = "MEGASYNC_STORAGE"
 # "1" in the environment of a server with several pipeline stages.
 PIPELINE_VARIABLE = "MEGASYNC_PIPELINE"
+# In the environment of a server with attention groups, the folder of their sockets.
+SOCKETS_VARIABLE = "MEGASYNC_SOCKETS"
 # "1" in the environment of a server that serves the policy's adapters beside its model.
 ADAPTERS_VARIABLE = "MEGASYNC_ADAPTERS"
 # Custom label of a request whose answer shall have the routes of all positions from this one on. The router drops

@@ -111,9 +111,10 @@ def misfits(info: Mapping[str, Any], model: Mapping[str, Any], config: Config) -
         yield f"has {info.get('tp_size')} tensor-parallel ranks, but rollout.tensor_parallel={rollout.tensor_parallel}"
     if info.get("ep_size") != rollout.expert_parallel:
         yield f"has {info.get('ep_size')} expert-parallel ranks, but rollout.expert_parallel={rollout.expert_parallel}"
-    for name, option in (("pp_size", "--pp-size"), ("dp_size", "--dp-size")):
-        if info.get(name) != 1:
-            yield f"runs with {option} {info.get(name)}, which weight syncs do not support; start it with {option} 1"
+    for name in ("pp_size", "dp_size", "attn_dp_size"):
+        if (size := info.get(name)) != 1:
+            option = f"--{name.replace('_', '-')}"
+            yield f"runs with {option} {size}, which weight syncs do not support; start it with {option} 1"
     if (role := info.get("disaggregation_mode")) != "null":
         yield f"runs with --disaggregation-mode {role}, which weight syncs do not support; start it without that flag"
     if rollout.stream_interval and not info.get("incremental_streaming_output"):

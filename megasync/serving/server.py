@@ -42,6 +42,7 @@ from megasync.serving.engine_protocol import (
     EVAL_ADAPTER,
     HOST_VARIABLE,
     PIPELINE_VARIABLE,
+    SOCKETS_VARIABLE,
     STORAGE_VARIABLE,
     STORE_SCHEME,
 )
@@ -207,6 +208,8 @@ class SGLangServer(Service):
         options |= {name: value for name, value in optional.items() if value is not None}
         if rollout.expert_parallel > 1:
             options["--ep-size"] = rollout.expert_parallel
+        if rollout.attention_data_parallel > 1:
+            options["--attn-dp-size"] = rollout.attention_data_parallel
         if spec.nodes > 1:
             options |= {"--nnodes": spec.nodes, "--node-rank": self._node, "--dist-init-addr": self._meeting_address()}
         if rollout.server_args.get("--schedule-policy", "fcfs") in _PRIORITY_POLICIES:
@@ -289,6 +292,8 @@ class SGLangServer(Service):
             # SGLang leaves sockets and empty files in the temporary folder, and a file in /dev/shm.
             env["TMPDIR"] = self._folder
             env["MEGASYNC_INSTANCE"] = Path(self._folder).name
+            if self.spec.rollout.attention_data_parallel > 1:
+                env[SOCKETS_VARIABLE] = self._folder
         if self.spec.nodes > 1:
             env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"{STORE_SCHEME}://{self._meeting_address()}"
             env[HOST_VARIABLE] = self.host

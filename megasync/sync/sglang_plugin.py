@@ -15,6 +15,8 @@ ranks already wait for this one's answer; errors come back as data.
 
 `PolicyAdapters` gives requests the adapter of the server's version.
 
+`GroupSockets` keeps the processes of a server with attention groups off TCP.
+
 `GuardedServer` closes all but a few HTTP routes of a server that megasync started with keys.
 
 Besides `sglang_pipeline` and `engine_blueprint` this is the only file that depends on SGLang's internals. SGLang and
@@ -58,6 +60,7 @@ from megasync.serving.engine_protocol import (
     PROTOCOL,
     REFUSED,
     ROUTES_FROM,
+    SOCKETS_VARIABLE,
     STORAGE_VARIABLE,
     STORE_SCHEME,
     WITH_SUPPORT,
@@ -85,6 +88,8 @@ _WEIGHTS = "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_itera
 _RESOLVE_ADAPTER = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_and_resolve_lora"
 _SET_VERSION = "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weight_version"
 _LOAD_ADAPTER = "sglang.srt.lora.lora_manager.LoRAManager._load_lora_adapter"
+_PORTS = "sglang.srt.server_args.PortArgs.init_new"
+_CONTROLLER = "sglang.srt.managers.data_parallel_controller."
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
 
 log = logging.getLogger(__name__)
@@ -355,6 +360,46 @@ class PolicyAdapters:
         return stock(manager, reference)
 
 
+class GroupSockets:
+    """Unix sockets for the processes of a server with attention groups, in ``folder``, which is the user's alone.
+
+    SGLang's are TCP ports of loopback, at fixed distances from the HTTP port. They may be in use, and every user of the
+    machine could command the scheduler there, past the guard of the HTTP server.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._groups = 0
+
+    def register(self) -> None:
+        _hook("AROUND", _PORTS, self.around_ports)
+        # A port that nobody opens may be in use.
+        _hook("REPLACE", "sglang.srt.server_args.wait_port_available", lambda port, name: True)
+        _hook("REPLACE", _CONTROLLER + "get_zmq_socket_on_host", self.open_group)
+        # The numbers would go to other nodes, from a port of its own.
+        _hook("REPLACE", _CONTROLLER + "DataParallelController._broadcast_worker_ports", lambda _, __, numbers: numbers)
+
+    def around_ports(
+        self, stock: Stock, settings: Any, dp_rank: int | None = None, worker_ports: list[int] | None = None
+    ) -> Any:
+        """The addresses of a server's processes, or of the ranks of one group."""
+        ports = stock(settings, dp_rank, worker_ports)
+        for name in ("tokenizer", "detokenizer", "rpc", "metrics"):
+            setattr(ports, f"{name}_ipc_name", self._address(name))
+        ports.scheduler_input_ipc_name = self._address("controller" if dp_rank is None else f"group-{dp_rank}")
+        return ports
+
+    def open_group(self, context: Any, kind: Any, **_: object) -> tuple[int, Any]:
+        """Opens the sockets of the groups in turn; the number of one, in place of its port, and the socket."""
+        from sglang.srt.utils.network import get_zmq_socket
+
+        number, self._groups = self._groups, self._groups + 1
+        return number, get_zmq_socket(context, kind, self._address(f"group-{number}"), True)
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{self._folder}/{name}"
+
+
 def policy_adapter(served: str, names: Iterable[str]) -> str | None:
     """The latest adapter of a version among ``names``, or None."""
     own = [name for name in names if name.startswith(POLICY_ADAPTER) and _version_of(name) == served]
@@ -409,6 +454,8 @@ def register() -> None:
     _hook("BEFORE", _GENERATE, request_arrays)
     if os.environ.get(PIPELINE_VARIABLE) == "1":
         Pipeline().register()
+    if folder := os.environ.get(SOCKETS_VARIABLE):
+        GroupSockets(folder).register()
     if os.environ.get(ADAPTERS_VARIABLE) == "1":
         PolicyAdapters().register()
     if stored := os.environ.get(STORAGE_VARIABLE):

@@ -323,7 +323,25 @@ CONTRADICTIONS = [
     (["trainer.tensor_parallel=16"], ["trainer.tensor_parallel=16", "cluster.devices_per_node=8"]),
     (["trainer.data_parallel=12"], ["12 ranks", "cluster.devices_per_node=8", "trainer.data_parallel"]),
     (["rollout.expert_parallel=2"], ["rollout.expert_parallel=2", "the model has none"]),
-    (["rollout.server_args={--attn-dp-size: 2}"], ["--attn-dp-size", "megasync chooses it"]),
+    (["rollout.server_args={--attn-dp-size: 2}"], ["--attn-dp-size", "set rollout.attention_data_parallel"]),
+    (
+        ["rollout.attention_data_parallel=2"],
+        ["rollout.attention_data_parallel=2", "does not divide", "choose a divisor"],
+    ),
+    *(
+        (
+            ["rollout.tensor_parallel=2", "rollout.attention_data_parallel=2", *other],
+            ["attention_data_parallel=2", part],
+        )
+        for part, other in {
+            "sync.transport=adapters": ["sync.transport=adapters", "trainer.lora.rank=4"],
+            "deterministic=true": ["rollout.deterministic=true"],
+            "colocate=true": [
+                *("rollout.servers=1", "trainer.data_parallel=2", "cluster.colocate=true", "schedule.max_staleness=0")
+            ],
+            "more than a node": ["rollout.tensor_parallel=16", "cluster.address=auto", "cluster.host=auto"],
+        }.items()
+    ),
     (
         ["rollout.tensor_parallel=4", "rollout.pipeline_parallel=3"],
         ["rollout.tensor_parallel=4 x pipeline_parallel=3", "multiple of 8"],

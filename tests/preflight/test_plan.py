@@ -328,6 +328,20 @@ def test_the_kv_cache_takes_the_memory_beside_the_weights():
     assert server_memory(config, layout, 20 * 10**9).kv_tokens == 4194
 
 
+def test_attention_groups_repeat_the_weights_and_keys_of_attention():
+    config = load("qwen3_8b_math")
+    layout = layout_of(config)
+    config.rollout.tensor_parallel = 4
+    whole = server_memory(config, layout, 80 * 10**9)
+    config.rollout.attention_data_parallel = 2
+    grouped = server_memory(config, layout, 80 * 10**9)
+    assert grouped.kv_bytes_per_token == 2 * whole.kv_bytes_per_token
+    copied = sum(
+        prod(shape) * 2 for name, shape in layout.hf_tensors.items() if "self_attn" in name or "embed_tokens" in name
+    )
+    assert grouped.weights - whole.weights == copied // 4
+
+
 def test_a_token_budget_below_one_sequence_gives_a_warning():
     plan = resolve_plan(load("qwen3_8b_math", "trainer.tokens_per_microbatch=1024"))
     assert "tokens_per_microbatch=1024" in " ".join(plan.warnings) and plan.refusals == ()

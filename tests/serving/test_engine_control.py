@@ -65,7 +65,7 @@ async def engine_of():
     """Makes an EngineControl of a server whose ranks have these models; None is a server without the plugin."""
     runners, controls = [], []
 
-    async def make(models) -> EngineControl:
+    async def make(models, groups=1) -> EngineControl:
         # Each rank is a process with a plugin of its own.
         plugins = [Plugin(Receiver) for _ in models or ()]
 
@@ -81,7 +81,7 @@ async def engine_of():
                 ranks = [
                     rank_answer(rank, (body["action"], False, body["skip_tensor_list"]))
                     for rank in reversed(range(len(models or [None])))
-                ]
+                ] * groups
             except ValueError as error:
                 return web.json_response({"success": False, "message": str(error)}, status=400)
             return web.json_response({"success": True, "ranks": ranks})
@@ -102,8 +102,10 @@ async def engine_of():
         await runner.cleanup()
 
 
-async def test_each_rank_says_who_it_is(engine_of):
-    engine = await engine_of([Model(0), Model(1).to(torch.bfloat16)])
+@pytest.mark.parametrize("groups", [1, 2])
+async def test_each_rank_says_once_who_it_is(engine_of, groups):
+    # Each attention group answers for all ranks.
+    engine = await engine_of([Model(0), Model(1).to(torch.bfloat16)], groups)
     ranks = await engine.hello()
     assert [(rank.rank, rank.ranks, rank.dtype) for rank in ranks] == [
         (0, 2, "float32"),

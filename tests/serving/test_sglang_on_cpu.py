@@ -38,7 +38,9 @@ from megasync.importing import quick_imports
 with quick_imports():
     from sglang.srt.arg_groups.choices import DETERMINISTIC_ATTENTION_BACKEND_CHOICES as backends
     from sglang.srt.entrypoints import engine, http_server
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.moe import fused_moe_native
+    from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
     from sglang.srt.models import llama4, qwen2_classification, qwen3_classification
     from sglang.srt.models.deepseek_common import attention_backend_handler as latent
     from sglang.srt.models.registry import ModelRegistry
@@ -55,6 +57,9 @@ assert "torch_native" not in backends
 assert latent.AttentionBackendRegistry.get_handler("torch_native") is latent.handle_attention_triton
 assert 'set_start_method("spawn"' in inspect.getsource(engine._set_envs_and_config)
 assert "/freeze_gc" in inspect.getsource(http_server._freeze_gc_after_server_warmup)
+# Of attention groups it cannot pad the batches, and lets idle ranks sleep for a second.
+assert not hasattr(TorchNativeAttnBackend, "get_cpu_graph_seq_len_fill_value")
+assert "poll(1000)" in inspect.getsource(IdleSleeper.maybe_sleep)
 for module in (qwen2_classification, qwen3_classification):
     # A head with a bias, which Hugging Face's classifiers of these families lack (megasync_patches.sglang_score_bias).
     assert "self.score = nn.Linear(config.hidden_size, config.num_labels)\\n" in inspect.getsource(module)

@@ -25,12 +25,15 @@ SIZES = {
 
 
 def make_server(
-    folder: Path, log: Path, tensor_parallel: int, port: int = 0, *, writes: bool = False, pipeline_parallel: int = 1
+    folder: Path, log: Path, tensor_parallel: int, port: int = 0, *, writes: bool = False, **split: int
 ) -> SGLangServer:
-    """A float32 server of a tiny model on the CPU. Port 0 is a free port. `writes` loads the tokenizer."""
+    """A float32 server of a tiny model on the CPU. Port 0 is a free port. `writes` loads the tokenizer.
+
+    ``split`` are further parallel sizes of `RolloutConfig`.
+    """
     rollout = RolloutConfig(
         tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
+        **split,
         context_length=1024,
         max_total_tokens=8192,
         max_running_requests=32,
@@ -67,12 +70,13 @@ def running(servers: Sequence[SGLangServer]) -> Iterator[list[str]]:
         asyncio.run(stop())
 
 
-async def generate(server, tokens, prompt=(3, 4, 5)):
+async def generate(server, tokens, prompt=(3, 4, 5), **options):
     body = {
         "input_ids": list(prompt),
         "sampling_params": {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True},
         "return_logprob": True,
         "logprob_start_len": 0,
+        **options,
     }
     return (await server.post("/generate", body, timeout=60))["meta_info"]
 
@@ -117,8 +121,8 @@ def check_answers(clients, version, aborting=False):
     assert aborting or any(len(spans(answer)) == 2 for answer in answers)
 
 
-async def score(server, prompt):
-    return [entry[0] for entry in (await generate(server, 1, prompt))["input_token_logprobs"][1:]]
+async def score(server, prompt, **options):
+    return [entry[0] for entry in (await generate(server, 1, prompt, **options))["input_token_logprobs"][1:]]
 
 
 def reference(model, prompt):

@@ -159,6 +159,9 @@ class RolloutConfig:
     # Expert-parallel ranks of each server: into how many of its tensor-parallel ranks the experts are distributed; the
     # others share each expert. SGLang computes this on GPUs only.
     expert_parallel: int = limited(1, PROCESSES)
+    # Attention groups of each server (SGLang's data-parallel attention): each has a part of its tensor-parallel ranks,
+    # whole attention weights, and requests and a KV cache of its own. docs/fleet.md#servers-with-attention-groups
+    attention_data_parallel: int = limited(1, PROCESSES)
     # Serve a model folder in block FP8 as it is stored, and quantize the weights of each sync in the same way; false
     # serves it in model.dtype. docs/weight_sync.md#servers-in-block-fp8
     fp8: bool = False
@@ -192,7 +195,7 @@ class RolloutConfig:
     routing_replay: bool = False
     # Maximum length of prompt plus response that a server accepts, in tokens; null takes the model's own limit.
     context_length: int | None = limited(None, AT_LEAST_ONE)
-    # KV cache per server in tokens; null leaves it to SGLang (set it on a CPU).
+    # KV cache per server, or per attention group, in tokens; null leaves it to SGLang (set it on a CPU).
     max_total_tokens: int | None = limited(None, AT_LEAST_ONE)
     # Maximum number of running requests per server; null leaves it to SGLang (set it on a CPU).
     max_running_requests: int | None = limited(None, AT_LEAST_ONE)

@@ -75,8 +75,10 @@ def _servers(run: RunFolder) -> str:
     tensor = run.settings.get("rollout.tensor_parallel")
     if count is None:
         return ""
-    stages = run.settings.get("rollout.pipeline_parallel")
-    split = {"tensor parallel": tensor, "pipeline parallel": stages if stages != 1 else None}
+    split = {"tensor parallel": tensor}
+    for name in ("pipeline parallel", "attention data parallel"):
+        size = run.settings.get(f"rollout.{name.replace(' ', '_')}")
+        split[name] = size if size != 1 else None
     return units.counted(count, "SGLang server") + "".join(f", {kind} {size}" for kind, size in split.items() if size)
 
 
