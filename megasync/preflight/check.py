@@ -618,9 +618,9 @@ def _check_model(config: Config, planning: bool) -> None:
     check_attention_groups(config, layout)
     _check_routing_replay(config, layout.sizes.experts, source)
     _check_server_split(config.rollout, layout.sizes, source)
+    check_vision_policy(config, layout)
     check_served_adapters(config, layout)
     check_fp8_servers(config, layout, source)
-    check_vision_policy(config, layout)
     check_vision_folder(source, layout)
     if config.critic.enabled:
         check_critic_model(config, layout)
@@ -749,21 +749,21 @@ def _check_context(config: Config, limit: int | None, source: Path) -> None:
 
 
 def _check_chunks(config: Config, layout: Layout, source: Path) -> None:
-    """Servers compute attention in chunks like attention to all tokens, and only megasync's class loads the model."""
+    """Servers need not end attention at a chunk, and megasync's class of the model is the one that is tested."""
     chunks = chunks_of(layout.hf_config)
     if chunks is None:
         return
     if config.rollout.external:
         raise ConfigError(
-            f"rollout.external={config.rollout.external} names servers that others have started, but SGLang's own "
-            f"class of {layout.hf_config['model_type']} ({source}) leaves experts unloaded; let megasync start servers"
+            f"rollout.external={config.rollout.external} names servers that others have started, which do not serve "
+            f"{layout.hf_config['model_type']} ({source}) by megasync's class; let megasync start servers"
         )
     room = config.rollout.context_length or layout.hf_config["max_position_embeddings"]
     if room > chunks.size:
         raise ConfigError(
             f"rollout.context_length={config.rollout.context_length} allows {room} tokens, more than "
-            f"attention_chunk_size={chunks.size} ({source}): servers of {layout.hf_config['model_type']} do not end "
-            f"attention at a chunk, so their log-probs would differ from the trainer's; set it to at most {chunks.size}"
+            f"attention_chunk_size={chunks.size} ({source}): servers of {layout.hf_config['model_type']} may "
+            f"not end attention at a chunk, and then compute other log-probs; set it to at most {chunks.size}"
         )
 
 

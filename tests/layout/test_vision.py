@@ -28,11 +28,12 @@ from megasync.layout.shards import (
 )
 from megasync.layout.topology import Topology
 
-FAMILIES = ["gemma3", "qwen3_5", "qwen3_5_moe"]
+FAMILIES = ["gemma3", "qwen3_5", "qwen3_5_moe", "llama4"]
 # The model without the tower: its type, and how names begin with it and without.
 TEXT = {
-    "gemma3": ("gemma3_text", "language_model.model.", "model."),
+    "gemma3": ("gemma3_text", "language_model.", ""),
     "qwen3_5": ("qwen3_5_text", "model.language_model.", "model."),
+    "llama4": ("llama4_text", "language_model.", ""),
 }
 
 
@@ -178,6 +179,21 @@ def test_contradictions_in_config_json_are_refused(change, words):
 )
 def test_towers_that_qwen3_5_does_not_have_are_refused(change, words):
     values = MORE_MODELS["qwen3_5"]
+    values = language_model({**values, "vision_config": {**values["vision_config"], **change}})
+    with pytest.raises(ConfigError, match=words):
+        Layout(values, Topology()).frozen_tensors  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"projector_output_dim": 32}, "projector_output_dim=32"),
+        ({"vision_output_dim": None}, "vision_output_dim=7680"),
+        ({"multi_modal_projector_bias": True}, "multi_modal_projector_bias"),
+    ],
+)
+def test_towers_that_llama_4_does_not_have_are_refused(change, words):
+    values = MORE_MODELS["llama4"]
     values = language_model({**values, "vision_config": {**values["vision_config"], **change}})
     with pytest.raises(ConfigError, match=words):
         Layout(values, Topology()).frozen_tensors  # noqa: B018

@@ -616,7 +616,7 @@ def test_adapters_of_held_out_sets_must_fit_those_of_the_policy(make, tmp_path, 
     [
         ([], ["context_length=None allows 2048 tokens", "attention_chunk_size=1536", "at most 1536"]),
         (["rollout.context_length=1537"], ["context_length=1537", "attention_chunk_size=1536"]),
-        (["rollout.external=[http://127.0.0.1:9]", "rollout.servers=1"], ["rollout.external", "leaves experts unload"]),
+        (["rollout.external=[http://127.0.0.1:9]", "rollout.servers=1"], ["rollout.external", "megasync's class"]),
         (
             ["rollout.context_length=1536", "sync.transport=adapters", "trainer.lora.rank=4"],
             ["sync.transport=adapters is not supported for llama4_text", "transport=auto"],

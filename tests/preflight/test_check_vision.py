@@ -13,10 +13,14 @@ from megasync.preflight.check import check_config, model_layout
 from megasync.preflight.memory import host_memory, server_memory
 
 
-@pytest.fixture(params=["gemma3", "qwen3_5", "qwen3_5_moe"])
+@pytest.fixture(params=["gemma3", "qwen3_5", "qwen3_5_moe", "llama4"])
 def vision(request, make, tmp_path):
     """Makes a configuration of a model with a vision tower."""
-    folder = write_model(tmp_path / "vision", MORE_MODELS[request.param])
+    values = MORE_MODELS[request.param]
+    if request.param == "llama4":
+        # Servers have no chunks, so contexts must fit into one.
+        values = values | {"text_config": values["text_config"] | {"attention_chunk_size": 256}}
+    folder = write_model(tmp_path / "vision", values)
     (folder / "tokenizer.json").touch()
 
     def load(*overrides):
@@ -80,9 +84,10 @@ def test_servers_have_memory_for_the_tower_which_is_not_staged(vision):
     assert host_memory(config, layout, 1, 1).staging == synced * 4 // 2
 
 
-def test_the_parameters_of_gemma_3_27b_are_the_published_ones(make):
+@pytest.mark.parametrize(("model", "count"), [("gemma_3_27b", 27_432_406_640), ("llama_4_scout", 108_641_793_536)])
+def test_the_parameters_are_the_published_ones(make, model, count):
     config = make()
-    config.model = ModelConfig(path="models/absent", config="configs/models/gemma_3_27b.json")
+    config.model = ModelConfig(path="models/absent", config=f"configs/models/{model}.json")
     layout, _ = model_layout(config, planning=True)
     everything = layout.hf_tensors | layout.frozen_tensors
-    assert sum(map(prod, everything.values())) == 27_432_406_640
+    assert sum(map(prod, everything.values())) == count

@@ -129,9 +129,9 @@ RUNS = {
         },
         "0.19.2",
     ),
-    # Experts in tensors of all experts that two ranks share.
+    # Experts in tensors of all experts that two ranks share, from a folder with a vision tower.
     "llama-4-scout": (
-        "llama_4_scout_text",
+        "llama_4_scout",
         {
             "tensor_parallel": 4,
             "pipeline_parallel": 4,

@@ -41,7 +41,7 @@ with quick_imports():
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.moe import fused_moe_native
     from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
-    from sglang.srt.models import llama4, qwen2_classification, qwen3_classification
+    from sglang.srt.models import llama4, mllama4, qwen2_classification, qwen3_classification
     from sglang.srt.models.deepseek_common import attention_backend_handler as latent
     from sglang.srt.models.registry import ModelRegistry
     import sglang.srt.batch_invariant_ops as batch_invariant_ops
@@ -64,13 +64,17 @@ for module in (qwen2_classification, qwen3_classification):
     # A head with a bias, which Hugging Face's classifiers of these families lack (megasync_patches.sglang_score_bias).
     assert "self.score = nn.Linear(config.hidden_size, config.num_labels)\\n" in inspect.getsource(module)
 # Of Llama 4 rotated queries and keys are dropped unless they are rotated in place, and experts are refused
-# (megasync_patches.sglang_cpu_llama4). Its language model alone rotates halves of heads and has no loader of experts
+# (megasync_patches.sglang_cpu_llama4). Its language model alone rotates halves of heads and has no loader of experts;
+# beside a tower its class is imported while the whole is built, and rows are reordered while it is loaded
 # (megasync.serving.sglang_models.llama4).
 attention = inspect.getsource(llama4.Llama4Attention)
 assert "q_out_unused, k_out_unused" in attention and ".bfloat16()" in attention and "is_neox_style = True" in attention
 assert "if moe_runner_config.apply_router_weight_on_input:\\n        raise" in inspect.getsource(fused_moe_native)
 assert "load_weights" not in vars(llama4.Llama4ForCausalLM)
 assert "experts" not in inspect.getsource(llama4.Llama4ForCausalLM._legacy_load_weights)
+with_tower = mllama4.Llama4ForConditionalGeneration
+assert "from sglang.srt.models.llama4 import Llama4ForCausalLM" in inspect.getsource(with_tower.__init__)
+assert "self.permute_qk_weight_for_rotary(" in inspect.getsource(with_tower.load_weights)
 try:
     batch_invariant_ops.enable_batch_invariant_mode()
 except RuntimeError as error:

@@ -217,6 +217,21 @@ FAMILIES["qwen3_5_moe"] = FAMILIES["qwen3_5"] | {
         "shared_expert_intermediate_size": 40,
     }
 }
+# The same beside a vision tower.
+FAMILIES["llama4"] = {
+    "text_config": FAMILIES["llama4_text"],
+    "vision_config": {
+        "hidden_size": 24,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 7,
+        "projector_input_dim": 40,
+        "projector_output_dim": 40,
+        "vision_output_dim": 40,
+    },
+}
 
 
 def make_model(path: Path, family: str, seed: int = 0) -> AutoModelForCausalLM:

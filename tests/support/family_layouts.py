@@ -98,6 +98,7 @@ FAMILIES = {
     "qwen3_5": ONE_RANK,
     "llama4_text": LATENT_LAYOUTS,
     "llama4_text_plain": ONE_RANK,
+    "llama4": ONE_RANK,
     "qwen3_5_moe": LATENT_LAYOUTS,
 }
 
@@ -162,7 +163,13 @@ def switch_loss(logits, topk):
 
 
 # Hugging Face's modules that text does not reach.
-VISION = ("model.vision_tower.", "model.multi_modal_projector.", "model.visual.")
+VISION = (
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+    "model.visual.",
+    "vision_model.",
+    "multi_modal_projector.",
+)
 
 
 def gradients(model):
@@ -183,7 +190,7 @@ def gradients(model):
 
 def _split_experts(model):
     for name, parameter in model.named_parameters():
-        if model.config.model_type in ("gpt_oss", "llama4_text", "qwen3_5_moe"):
+        if model.config.model_type in ("gpt_oss", "llama4_text", "llama4", "qwen3_5_moe"):
             yield name, parameter.grad
         elif name.endswith("experts.gate_up_proj"):
             for expert, grad in enumerate(parameter.grad):

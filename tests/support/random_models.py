@@ -368,6 +368,24 @@ MORE_MODELS["qwen3_5_moe"] = {
         "shared_expert_intermediate_size": 40,
     },
 }
+# A tower and a projector beside the language model, whose output layer has a name of its own as well.
+MORE_MODELS["llama4"] = {
+    "model_type": "llama4",
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "text_config": {key: value for key, value in MORE_MODELS["llama4_text"].items() if key != "architectures"},
+    "vision_config": {
+        "model_type": "llama4_vision_model",
+        "hidden_size": 24,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 7,
+        "projector_input_dim": 40,
+        "projector_output_dim": 40,
+        "vision_output_dim": 40,
+    },
+}
 
 
 def write_model(folder: Path, config: dict, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:

@@ -20,6 +20,7 @@ from megasync.layout.families.dense import (
     qkv,
 )
 from megasync.layout.families.rules import Family, Rule, Split, Tensor
+from megasync.layout.families.vision import llama4
 
 PRE_MLP_NORM = norm(
     "model.layers.{layer}.post_attention_layernorm.weight", "decoder.layers.{layer}.pre_mlp_layernorm.weight"
@@ -218,7 +219,7 @@ SPARSE: dict[str, Family] = {
         clamped=True,
         mxfp4=True,
     ),
-    # The language model alone. Published folders have it beside a vision tower, under another model_type.
+    # The language model alone.
     "llama4_text": Family(
         layer=(INPUT_NORM, QKV_WEIGHT, OUTPUT),
         dense=(MLP[0], *gated(LLAMA4_MLP, "decoder.layers.{layer}.mlp", "intermediate")),
@@ -256,3 +257,20 @@ SPARSE: dict[str, Family] = {
         scales_expert_inputs=True,
     ),
 }
+# As published, with a vision tower.
+SPARSE["llama4"] = replace(
+    SPARSE["llama4_text"],
+    # transformers and SGLang do not tie by the option of the same part of config.json.
+    fixed={**SPARSE["llama4_text"].fixed, "tie_word_embeddings": False},
+    defaults={
+        **SPARSE["llama4_text"].defaults,
+        "vocab_size": 202048,
+        "hidden_size": 5120,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+    },
+    vision=llama4,
+    root="language_model.model",
+)

@@ -107,7 +107,8 @@ class Family:
     base of their own. ``gelu``: gates pass GELU (its approximation by tanh), not SiLU. ``scaled_embeddings``: the
     embedding of a token is multiplied by the square root of its size. ``vision``: the folder also has this vision
     tower, and config.json has the language model in ``text_config``. ``root``: what names of tensors begin with in
-    place of ``model``. ``modules``: what those of transformers' modules begin with, where that is something else.
+    place of ``model``; one that ends with ``.model`` has the output layer beside it. ``modules``: what those of
+    transformers' modules begin with, where that is something else.
     ``chunks``: tokens attend within chunks of their sequence, except in every fourth layer, which attends to all tokens
     and rotates nothing (Llama 4). ``scales_expert_inputs``: the one expert of a token gets its input times the sigmoid
     of its score. ``mxfp4``: experts may be stored in MXFP4.
@@ -140,7 +141,9 @@ class Family:
 
     def named(self, pattern: str) -> str:
         """The name in this family's folders of a tensor that the rules call ``pattern``."""
-        return self.root + pattern.removeprefix("model") if pattern.startswith("model.") else pattern
+        if pattern.startswith("model."):
+            return self.root + pattern.removeprefix("model")
+        return self.root.removesuffix("model") + pattern if self.root.endswith(".model") else pattern
 
     @property
     def gates_attention(self) -> bool:

@@ -88,6 +88,53 @@ def qwen(vision: Mapping[str, Any], hidden: int) -> Shapes:
     return shapes | _with_bias(f"{root}.merger.norm", width)
 
 
+# transformers has no values for the last three that fit together; published files state all.
+LLAMA4 = {
+    "hidden_size": 768,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 34,
+    "num_channels": 3,
+    "image_size": 448,
+    "patch_size": 14,
+    "projector_input_dim": 4096,
+    "projector_output_dim": 4096,
+    "vision_output_dim": 7680,
+}
+
+
+def llama4(vision: Mapping[str, Any], hidden: int) -> Shapes:
+    """Llama 4's tower, its adapter and the projector behind it. Raises ConfigError for sizes that do not fit."""
+    width, inner, layers, channels, image, patch, entry, middle, out = _sizes(vision, LLAMA4)
+    if not entry == middle == out:
+        raise ConfigError(
+            f"vision_config.projector_input_dim={entry}, projector_output_dim={middle} and vision_output_dim={out} in "
+            f"config.json must be equal: the adapter and the projector after it have matrices of one width"
+        )
+    if vision.get("multi_modal_projector_bias"):
+        raise ConfigError(
+            "vision_config.multi_modal_projector_bias in config.json must be false: SGLang's adapter would have "
+            "biases, transformers' has none"
+        )
+    root = "vision_model"
+    shapes: Shapes = {
+        f"{root}.class_embedding": (width,),
+        f"{root}.positional_embedding_vlm": ((image // patch) ** 2 + 1, width),
+        f"{root}.patch_embedding.linear.weight": (width, channels * patch**2),
+    }
+    for layer in range(layers):
+        at = f"{root}.model.layers.{layer}"
+        for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            shapes |= _with_bias(f"{at}.self_attn.{projection}", width, width)
+        shapes |= _with_bias(f"{at}.mlp.fc1", inner, width) | _with_bias(f"{at}.mlp.fc2", width, inner)
+        shapes |= _with_bias(f"{at}.input_layernorm", width) | _with_bias(f"{at}.post_attention_layernorm", width)
+    shapes |= _with_bias(f"{root}.layernorm_pre", width) | _with_bias(f"{root}.layernorm_post", width)
+    return shapes | {
+        f"{root}.vision_adapter.mlp.fc1.weight": (middle, inner),
+        f"{root}.vision_adapter.mlp.fc2.weight": (out, middle),
+        "multi_modal_projector.linear_1.weight": (hidden, out),
+    }
+
+
 def _sizes(vision: Mapping[str, Any], defaults: Mapping[str, int]) -> list[int]:
     """The values of ``defaults``' keys, in their order."""
     found = {**defaults, **{key: vision[key] for key in defaults if vision.get(key) is not None}}

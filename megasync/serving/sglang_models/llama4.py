@@ -1,18 +1,20 @@
-"""SGLang's Llama 4 for a folder of the language model alone, as Hugging Face stores it.
+"""SGLang's Llama 4, with the weights as Hugging Face stores them.
 
-Published folders have a vision tower, and SGLang serves them by another class, which translates the checkpoint while it
-loads. Its class of the language model, which is built from a folder without the tower, expects the translated one: it
-leaves the experts as they were initialised, and rotates the halves of a head where a checkpoint has pairs of channels.
+SGLang's class of the language model, which is built from a folder without a vision tower, leaves the experts as they
+were initialised, and rotates the halves of a head where a checkpoint has pairs of channels. Its class of folders with a
+tower loads experts, and reorders the rows of queries and keys for that rotation. Here neither reorders rows, so that a
+weight sync sends them as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from sglang.srt.layers.rotary_embedding import get_rope
-from sglang.srt.models import llama4
+from sglang.srt.models import llama4, mllama4
 
 EXPERTS = ".experts."
 # SGLang's parameter of a tensor of all experts, and the parts of it that a matrix of that tensor has side by side.
@@ -56,4 +58,17 @@ class Llama4ForCausalLM(llama4.Llama4ForCausalLM):
                     loader(params[target], columns.T, target, shard_id=part, expert_id=expert)
 
 
-EntryClass = Llama4ForCausalLM
+class Llama4ForConditionalGeneration(mllama4.Llama4ForConditionalGeneration):
+    """SGLang's class around the language model above. It has a tower only with ``--enable-multimodal``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # The base class imports the language model's class while it is built.
+        with patch.object(llama4, "Llama4ForCausalLM", Llama4ForCausalLM):
+            super().__init__(*args, **kwargs)
+
+    def permute_qk_weight_for_rotary(self, name: str, loaded_weight: torch.Tensor) -> tuple[str, torch.Tensor]:
+        """The weight as it is stored."""
+        return name, loaded_weight
+
+
+EntryClass = [Llama4ForCausalLM, Llama4ForConditionalGeneration]
