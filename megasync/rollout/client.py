@@ -21,6 +21,7 @@ import asyncio
 import logging
 import random
 import ssl
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -356,6 +357,8 @@ class RolloutClient:
             "sampling_params": self._base | {"temperature": 1.0, "max_new_tokens": 1, "stop": []},
             "return_logprob": True,
             "logprob_start_len": 0,
+            # A cache of its own. The server's may have keys and values of older weights: of pause_mode=in_place.
+            "extra_key": uuid.uuid4().hex,
         }
         answer = await server.post("/generate", body, timeout=self._timeout)
         try:

@@ -565,6 +565,15 @@ async def test_invalid_scores_raise_an_invalid_answer_error(fake, client, answer
     assert client.metrics() == {"rollout/invalid_answers": 1.0}
 
 
+async def test_scores_are_computed_without_what_a_server_has_cached(fake, client):
+    for _ in range(2):
+        fake.script += [says(b"{}")]
+        with pytest.raises(InvalidAnswer):
+            await client.score(client.servers[0], [1, 2])
+    first, second = (body["extra_key"] for body in fake.requests)
+    assert first != second
+
+
 async def test_another_adapter_may_answer_but_not_what_is_trained(client, fake):
     await client.generate([1, 2], adapter="eval-old")
     await client.generate([1, 2])

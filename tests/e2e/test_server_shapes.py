@@ -1,10 +1,11 @@
-"""A whole run whose server has two pipeline stages, one of which is killed."""
+"""Whole runs whose server has two pipeline stages or two attention groups, one of which is killed."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+from processes import command_line
 
 pytestmark = [pytest.mark.real, pytest.mark.matrix]
 
@@ -12,28 +13,35 @@ STEPS = 8
 TRUNCATED = {"sampling": {"max_new_tokens": 6, "top_k": 4, "top_p": 0.9}}
 # Prompts are computed in several pieces.
 IN_CHUNKS = {"server_args": {"--chunked-prefill-size": 4, "--page-size": 1}}
+STAGES = {"pipeline_parallel": 2}
+GROUPS = {"tensor_parallel": 2, "attention_data_parallel": 2}
 KINDS = {
-    "shards": ("p2p", "in_place", {}),
-    "shards, prompts in chunks": ("p2p", "retract", IN_CHUNKS),
-    "shards, truncated sampling": ("p2p", "retract", TRUNCATED),
-    "a folder": ("disk", "retract", {}),
+    "stages": ("p2p", "in_place", STAGES),
+    "stages, prompts in chunks": ("p2p", "retract", STAGES | IN_CHUNKS),
+    "stages, truncated sampling": ("p2p", "retract", STAGES | TRUNCATED),
+    "stages, a folder": ("disk", "retract", STAGES),
+    "groups": ("p2p", "retract", GROUPS),
+    "groups, prompts in chunks": ("p2p", "in_place", GROUPS | IN_CHUNKS),
+    "groups, truncated sampling": ("broadcast", "retract", GROUPS | TRUNCATED),
+    "groups, a folder": ("disk", "abort", GROUPS),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_trains_what_stages_sampled_and_survives_the_death_of_one(kind, miniature, launch, the_run_dir) -> None:
+def test_a_run_trains_what_was_sampled_and_survives_the_death_of_a_process(kind, miniature, launch, the_run_dir):
     transport, pause, keys = KINDS[kind]
     config = miniature(
         schedule={"total_steps": STEPS, "groups_per_step": 4, "samples_per_group": 4},
-        rollout={"servers": 1, "pipeline_parallel": 2, **keys},
+        rollout={"servers": 1, **keys},
         sync={"bucket_mb": 1, "transport": transport, "pause_mode": pause},
         # Every response is scored, also those of a group with equal rewards.
         algorithm={"entropy_coef": 0.001},
     )
     run = launch("train", config)
     run.wait_for("step 2/")
-    (second_stage,) = run.find("sglang::scheduler_PP1")
-    second_stage.kill()
+    second = "_PP1" if "pipeline_parallel" in keys else "_DP1"
+    (process,) = [process for process in run.find("sglang::scheduler") if second in command_line(process)]
+    process.kill()
     assert run.wait() == 0, run.output
     rows = [json.loads(line) for line in (the_run_dir() / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "time/step" in row]
