@@ -111,6 +111,11 @@ def install(device: torch.device) -> None:
     _Redirected.current = device
 
 
+def current_device() -> torch.device:
+    """What stands for the current CUDA device: the device of `install`, or the CPU."""
+    return _Redirected.current
+
+
 def _redirect_device(kwargs: dict[str, Any]) -> None:
     device = kwargs.get("device")
     if isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda":

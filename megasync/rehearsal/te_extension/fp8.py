@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megasync.rehearsal.cuda import current_device
 from megasync.rehearsal.te_extension.cast import torch_dtype
 
 BLOCK = 128
@@ -22,7 +23,7 @@ def create_empty_quantized_tensor(
 ) -> Any:
     """A tensor in the format of ``quantizer`` with uninitialised values; to other tensors it looks like ``dtype``."""
     shape = tuple(shape)
-    device = torch.device(torch.cuda.current_device() if torch.device(device).type == "cuda" else device)
+    device = current_device() if torch.device(device).type == "cuda" else torch.device(device)
     common = {"fp8_dtype": quantizer.dtype, "quantizer": quantizer}
     if hasattr(quantizer, "block_len"):
         kind = quantizer.storage_metadata(dtype)["cls"]

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megasync.rehearsal.cuda import current_device
+
 
 def device_supports_multicast() -> bool:
     return True
@@ -41,7 +43,7 @@ class CommOverlap:
     ) -> None:
         assert tp_size == helper.tensor_group.size()
         self._group = helper.tensor_group
-        self._buffer = torch.empty(*shape, dtype=dtype, device=torch.cuda.current_device())
+        self._buffer = torch.empty(*shape, dtype=dtype, device=current_device())
 
     @property
     def nbytes(self) -> int:
