@@ -196,7 +196,7 @@ class FrozenServers:
         dtype = model.dtype or config.model.dtype
         scraped = config.observe.prometheus is not None
         # What a teacher computes is trained on, as what the policy's servers compute.
-        exact = config.rollout.deterministic and key in {f"teachers.{name}" for name in config.teachers}
+        exact = config.rollout.deterministic and key.startswith("teachers.")
         seed = config.seed + index
         spec = frozen_server_spec(model, dtype, self._device.kind, mem_fraction, seed, gpus, scraped, exact)
         log_path = str(self._logs / f"{frozen_name(key, index)}.log")

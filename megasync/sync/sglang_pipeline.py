@@ -101,7 +101,10 @@ class Pipeline:
         assert self._answers is not None
         while True:
             request, answer = self._answers.get()
-            self._complete.put((request, joined(answer, group)))
+            try:
+                self._complete.put((request, joined(answer, group)))
+            except Exception as error:  # noqa: BLE001 - raised again by the loop, where it ends the server
+                self._complete.put((request, error))
 
     def around_command(self, stock: Stock, manager: Any, request: Any) -> Any:
         """Answers later, for all stages (`around_process`)."""
@@ -132,6 +135,8 @@ class Pipeline:
         while not self._complete.empty():
             request, answer = self._complete.get()
             self._unanswered -= 1
+            if isinstance(answer, Exception):
+                raise answer
             if scheduler.pp_group.is_first_rank:
                 scheduler.send_control_output(answer, request)
         if self._releasing:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -251,3 +252,18 @@ def test_a_server_does_not_sleep_while_an_answer_is_outstanding():
     hooks.around_process(lambda scheduler, requests: None, SimpleNamespace(pp_group=group), [])
     hooks.around_sleep(slept.append, "idle")
     assert slept == ["idle"]
+
+
+def test_an_answer_that_cannot_be_collected_ends_the_loop(monkeypatch):
+    def lost(data: bytes, group: object) -> list[bytes]:
+        raise ConnectionError("stage 1 is gone")
+
+    monkeypatch.setattr(sglang_pipeline, "gather", lost)
+    hooks, answer = Pipeline(), SimpleNamespace(success=True, message="", payload=None)
+    hooks._answers = queue.SimpleQueue()
+    threading.Thread(target=hooks._collect, args=(None,), daemon=True).start()
+    hooks.around_command(lambda manager, request: answer, None, "request")
+    deadline = time.monotonic() + SECONDS
+    with pytest.raises(ConnectionError, match="stage 1 is gone"):
+        while time.monotonic() < deadline:
+            hooks.around_process(lambda scheduler, requests: None, SimpleNamespace(), [])

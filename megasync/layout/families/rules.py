@@ -108,10 +108,10 @@ class Family:
     embedding of a token is multiplied by the square root of its size. ``vision``: the folder also has this vision
     tower, and config.json has the language model in ``text_config``. ``root``: what names of tensors begin with in
     place of ``model``; one that ends with ``.model`` has the output layer beside it. ``modules``: what those of
-    transformers' modules begin with, where that is something else.
-    ``chunks``: tokens attend within chunks of their sequence, except in every fourth layer, which attends to all tokens
-    and rotates nothing (Llama 4). ``scales_expert_inputs``: the one expert of a token gets its input times the sigmoid
-    of its score. ``mxfp4``: experts may be stored in MXFP4.
+    transformers' modules begin with, where that is something else. ``chunks``: tokens attend within chunks of their
+    sequence, except in every fourth layer, which attends to all tokens and rotates nothing (Llama 4).
+    ``scales_expert_inputs``: the one expert of a token gets its input times the sigmoid of its score. ``mxfp4``:
+    experts may be stored in MXFP4.
     """
 
     layer: tuple[Rule, ...]
