@@ -3,7 +3,7 @@
 # Those of launch/rehearsal.lock go into one folder each, .venv/rehearsal/NAME-VERSION, outside Python's path.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-name=${1:?name the lock to add: trackers, verl, lint or rehearsal}
+name=${1:?name the lock to add: engines, trackers, verl, lint or rehearsal}
 bash launch/setup.sh
 
 lock=launch/$name.lock

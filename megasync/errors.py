@@ -1,5 +1,9 @@
 """Errors that megasync raises on purpose. Each message says what was wrong, where, and what to do."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class MegasyncError(Exception):
     """Base class of all errors that megasync raises on purpose."""
@@ -35,6 +39,17 @@ class HttpStatusError(ServerError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+class EngineErrors(ServerError):
+    """Engines of one server failed at what all of them were asked.
+
+    ``errors`` has each engine's error, None for one that succeeded.
+    """
+
+    def __init__(self, message: str, errors: Sequence[ServerError | None]) -> None:
+        super().__init__(message)
+        self.errors = tuple(errors)
 
 
 class InvalidAnswer(ServerError):

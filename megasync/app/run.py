@@ -243,6 +243,7 @@ class Run:
             servers=controls,
             trainer_logprobs=started.trainer.logprobs,
             server_logprobs=started.client.score,
+            engine_logprobs=started.client.engine_scores,
         )
         started.servers.fleet.follow(publisher.add, publisher.remove, known=controls)
         return publisher, sync if isinstance(sync, AdapterSync) else None

@@ -185,6 +185,14 @@ class ServiceActor:
         """See `Router.metrics_url`."""
         return await self._call("metrics_url", timeout=ANSWER_SECONDS)
 
+    async def handover_port(self) -> int:
+        """See `SGLangServer.handover_port`."""
+        return await self._call("handover_port", timeout=ANSWER_SECONDS)
+
+    async def know_prefill(self, engines: Sequence[tuple[str, int]]) -> None:
+        """See `SGLangServer.know_prefill`."""
+        await self._call("know_prefill", list(engines), timeout=ANSWER_SECONDS)
+
     async def visible_devices(self) -> str:
         """See `SGLangServer.visible_devices`."""
         return await self._call("visible_devices", timeout=ANSWER_SECONDS)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from pathlib import Path
 from msgspec import structs
 
 from megasync.cluster.actors import ServiceActor
+from megasync.cluster.engine_group import EngineGroup
 from megasync.cluster.pools import Pools
 from megasync.cluster.router_slot import Members, RouterProcess, RouterSlot
 from megasync.cluster.server_slot import CHECK, ServerProcess, ServerSlot, raise_supervision_error
@@ -40,8 +42,8 @@ from megasync.cluster.slot_faults import SlotFaults
 from megasync.cluster.spread_server import SpreadServer
 from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
 from megasync.config import Config
-from megasync.config.access import Keys, router_trust
-from megasync.config.pools import engine_nodes, server_devices
+from megasync.config.access import KEY_BYTES, Keys, router_trust
+from megasync.config.pools import engine_devices, engine_nodes, engines, server_devices, server_slots
 from megasync.device import Device
 from megasync.errors import MegasyncError, ServerError
 from megasync.observe.events import NO_EVENTS, EventSink
@@ -50,11 +52,12 @@ from megasync.observe.state_file import ProcessState
 from megasync.rollout.inflight import ServerLoad
 from megasync.serving.answers import AnswerLimits
 from megasync.serving.control import ServerControl
+from megasync.serving.engines_control import EnginesControl
 from megasync.serving.external_server import ExternalServer
 from megasync.serving.health import ServerState
 from megasync.serving.outliers import OutlierDetector
 from megasync.serving.router import RouterMembers
-from megasync.serving.server import ServerSpec, served_adapters
+from megasync.serving.server import EngineRole, ServerSpec, served_adapters
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +193,14 @@ class Fleet:
 
     def metrics_urls(self) -> dict[str, str]:
         """Where the metrics of each server that is up, and of the router, can be scraped. Safe in any thread."""
-        urls = {f"server-{slot.index}": f"{url}/metrics" for url, slot in list(self._by_url.items())}
+        urls: dict[str, str] = {}
+        for url, slot in list(self._by_url.items()):
+            name, control = server_name(slot.index), slot.control
+            if isinstance(control, EnginesControl):
+                each = enumerate(control.engine_urls)
+                urls |= {f"{name}-engine-{number}": f"{engine}/metrics" for number, engine in each}
+            else:
+                urls[name] = f"{url}/metrics"
         return urls | ({"router": self._router.metrics_url} if self._router.metrics_url else {})
 
     async def changed(self) -> None:
@@ -572,8 +582,9 @@ class Fleet:
         self._supervise(slot)
 
     def _pool_slots(self, index: int) -> range:
-        """The slots of the pool that a server takes, one on each of its nodes."""
-        return range(index * self._nodes, (index + 1) * self._nodes)
+        """The slots of the pool that a server takes: one for each of its engines, or on each of its nodes."""
+        width = server_slots(self._config)
+        return range(index * width, (index + 1) * width)
 
     def _release_slots(self, index: int) -> None:
         for place in self._pool_slots(index):
@@ -600,8 +611,13 @@ class Fleet:
 
     # Processes and clients; the simulator overrides these
 
-    def _control(self, url: str) -> ServerControl:
-        return ServerControl(url, self._keys.admin)
+    def _control(self, url: str, process: ServerProcess) -> ServerControl:
+        admin = self._keys.admin
+        if not isinstance(process, EngineGroup):
+            return ServerControl(url, admin)
+        prefill, decode = ([ServerControl(each, admin) for each in part] for part in (process.prefill, process.decode))
+        # The router before several decode engines does not get the admin key.
+        return EnginesControl(url, prefill, decode, admin if url in process.decode else self._keys.generation)
 
     def _members(self, router_url: str) -> Members:
         router = ServerControl(router_url, self._keys.router, router_trust(self._config.cluster))
@@ -624,18 +640,41 @@ class Fleet:
             metrics=config.observe.prometheus is not None,
             adapters=served_adapters(config),
         )
-        slots = self._pool_slots(index)
+        slots, name = self._pool_slots(index), server_name(index)
+
+        def actor(slot: int, log_name: str, *rest: object) -> ServiceActor:
+            keys = self._keys.admin, self._keys.generation
+            arguments = (spec, config.cluster.host, 0, str(self._logs / f"{log_name}.log"), *keys, *rest)
+            ended = partial(self._pools.ended, "rollout", slot)
+            place = partial(self._pools.node, "rollout", slot)
+            return ServiceActor("server", index, self._pools.options("rollout", slot), arguments, ended, place)
 
         def part(node: int, meeting_point: tuple[str, int] | None = None) -> ServiceActor:
-            name = server_name(index)
-            log_path = str(self._logs / (f"{name}.log" if node == 0 else f"{name}-node-{node}.log"))
-            keys = self._keys.admin, self._keys.generation
-            arguments = (spec, config.cluster.host, 0, log_path, *keys, node, meeting_point)
-            ended = partial(self._pools.ended, "rollout", slots[node])
-            place = partial(self._pools.node, "rollout", slots[node])
-            return ServiceActor("server", index, self._pools.options("rollout", slots[node]), arguments, ended, place)
+            return actor(slots[node], name if node == 0 else f"{name}-node-{node}", node, meeting_point)
 
-        return part(0) if self._nodes == 1 else SpreadServer(part, self._nodes)
+        if (count := engines(config.rollout)) == 1:
+            return part(0) if self._nodes == 1 else SpreadServer(part, self._nodes)
+
+        width, key = engine_devices(config.rollout), secrets.token_hex(KEY_BYTES)
+        kinds = ["prefill"] * config.rollout.prefill_engines + ["decode"] * config.rollout.decode_engines
+
+        def engine(number: int, kind: str) -> ServiceActor:
+            role = EngineRole(kind, number * width, count * width, key)
+            return actor(slots[number], f"{name}-{kind}-{number - kinds.index(kind)}", 0, None, role)
+
+        parts = [engine(number, kind) for number, kind in enumerate(kinds)]
+        first = config.rollout.prefill_engines
+        return EngineGroup(parts[:first], parts[first:], partial(self._front, index))
+
+    def _front(self, index: int, decode: Sequence[str]) -> ServiceActor:
+        """The router before the decode engines of a server, beside its first engine."""
+        config, slot = self._config, self._pool_slots(index)[0]
+        log_path = str(self._logs / f"{server_name(index)}-router.log")
+        timeout = config.timeouts.request
+        arguments = (list(decode), "round_robin", config.cluster.host, 0, log_path, timeout, self._keys)
+        options = self._pools.same_node_options("rollout", slot)
+        ended, place = partial(self._pools.ended, "rollout", slot), partial(self._pools.node, "rollout", slot)
+        return ServiceActor("router", index, options, arguments, ended, place)
 
     def _shared_gpus_of(self, index: int) -> str:
         width = server_devices(self._config.rollout)

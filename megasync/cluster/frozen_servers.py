@@ -165,7 +165,7 @@ class FrozenServers:
             self._config,
             index,
             lambda: self._process(key, index, gpus),
-            lambda url: ServerControl(url, self._keys.admin),
+            lambda url, _: ServerControl(url, self._keys.admin),
             lambda slot, before: self._on_change(key, slot, before),
             self._clock,
             f"{key}, server",

@@ -42,7 +42,15 @@ ROLES = {
                 *("disk_listen", "disk_join", "disk_write", "disk_leave"),
             ),
         ),
-        Role("server", "rollout", SGLangServer, ("meet", "start", "stop", "process_id", "tail", "visible_devices")),
+        Role(
+            "server",
+            "rollout",
+            SGLangServer,
+            (
+                *("meet", "start", "stop", "process_id", "tail", "visible_devices"),
+                *("handover_port", "know_prefill"),
+            ),
+        ),
         # In the pool of its model, or on the devices of a server of the rollout pool.
         Role("frozen_model", None, FrozenModelServer, ("start", "stop", "process_id", "tail")),
         Role("router", "rollout", Router, ("start", "stop", "process_id", "tail", "metrics_url")),

@@ -102,7 +102,7 @@ class ServerSlot:
         config: Config,
         index: int,
         make_process: Callable[[], ServerProcess],
-        make_control: Callable[[str], ServerControl],
+        make_control: Callable[[str, ServerProcess], ServerControl],
         on_change: Callable[[ServerSlot, ServerState], None],
         clock: Callable[[], float] = time.monotonic,
         name: str = "server",
@@ -112,7 +112,7 @@ class ServerSlot:
         """Stores the parts; `start` starts the server.
 
         Args:
-            make_control: opens a control of the server at a URL.
+            make_control: opens a control of the server at a URL, which this process is.
             on_change: called after each transition with the slot and the previous state, while `control` is unchanged.
             name: of this slot in the log.
             judge: compares the server with its peers. Without one its answers are not checked.
@@ -195,7 +195,7 @@ class ServerSlot:
         except BaseException:
             await self._end_process()
             raise
-        self.control = self._make_control(url)
+        self.control = self._make_control(url, self._process)
         self.note(self.health.started)
 
     async def run(self) -> None:

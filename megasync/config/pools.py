@@ -88,6 +88,8 @@ def pool_specs(config: Config, *, training: bool = True) -> dict[str, PoolSpec]:
     if rollout.external:
         # The place of the router and of the rollout workers.
         pools.append(PoolSpec("rollout", slots=rollout.servers, devices=0, slots_per_node=rollout.servers))
+    elif engines(rollout) > 1:
+        pools.append(_engine_pool(config))
     elif server_devices(rollout) > per_node:
         pools.append(_spread_pool(config))
     else:
@@ -120,18 +122,53 @@ def trainer_pool(config: Config) -> PoolSpec:
 
 
 def engine_nodes(config: Config) -> int:
-    """Nodes that a rollout server takes; each then has a slot in the pool for each of them."""
-    return 1 if config.rollout.external else max(1, server_devices(config.rollout) // config.cluster.devices_per_node)
+    """Nodes that an engine of a rollout server takes, with a process on each."""
+    return 1 if config.rollout.external else max(1, engine_devices(config.rollout) // config.cluster.devices_per_node)
+
+
+def engines(rollout: RolloutConfig) -> int:
+    """Engines of a rollout server: those for prompts and those for responses, or one for both."""
+    return max(1, rollout.prefill_engines + rollout.decode_engines)
+
+
+def server_slots(config: Config) -> int:
+    """Slots of the pool that a rollout server takes: one for each of its engines, or for each node of its only one."""
+    return max(engines(config.rollout), engine_nodes(config))
+
+
+def engine_devices(rollout: RolloutConfig) -> int:
+    """Devices of an engine: one for each rank of each of its pipeline stages."""
+    return rollout.tensor_parallel * rollout.pipeline_parallel
 
 
 def server_devices(rollout: RolloutConfig) -> int:
-    """Devices of a rollout server: one for each rank of each of its pipeline stages."""
-    return rollout.tensor_parallel * rollout.pipeline_parallel
+    """Devices of a rollout server: those of its engines."""
+    return engine_devices(rollout) * engines(rollout)
 
 
 def attention_ranks(rollout: RolloutConfig) -> int:
     """Tensor-parallel ranks over which a server splits attention: those of one of its attention groups."""
     return rollout.tensor_parallel // rollout.attention_data_parallel
+
+
+def _engine_pool(config: Config) -> PoolSpec:
+    """A pool with a slot for each engine of each server. Engines of one server may be on several nodes."""
+    rollout, per_node = config.rollout, config.cluster.devices_per_node
+    for key in ("share_device", "colocate"):
+        if getattr(config.cluster, key):
+            raise ConfigError(
+                f"rollout.prefill_engines={rollout.prefill_engines} and decode_engines={rollout.decode_engines} are "
+                f"not possible with cluster.{key}=true; change one of them"
+            )
+    _check_fits("rollout", rollout.tensor_parallel, per_node)
+    devices, count = engine_devices(rollout), rollout.servers * engines(rollout)
+    if count > (room := max(1, per_node // devices)) and count % room:
+        raise ConfigError(
+            f"rollout.servers={rollout.servers} of {engines(rollout)} engines (prefill_engines + decode_engines) of "
+            f"{devices} devices each are more than one node holds ({room} engines) and do not fill whole nodes; change "
+            f"one of them so that there are a multiple of {room} engines"
+        )
+    return PoolSpec("rollout", count, devices, slots_per_node=room)
 
 
 def _spread_pool(config: Config) -> PoolSpec:

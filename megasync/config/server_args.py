@@ -42,11 +42,6 @@ RESERVED: dict[str, str | None] = {
     "--encoder-only": None,
     "--use-ray": None,
 }
-# Shapes of servers that nothing can choose, each with the reason: docs/fleet.md#shapes-of-servers-that-are-refused.
-_REFUSED = {
-    "--disaggregation-mode": "each server must prefill and decode its requests itself, because weight syncs do not "
-    "coordinate prefill servers with decode servers; drop it (docs/fleet.md)"
-}
 # Flags that make servers sample from another distribution than the trainer scores. The value is the only harmless one;
 # None if there is none.
 _DISTRIBUTION: dict[str, float | None] = {
@@ -74,6 +69,9 @@ OF_ROLLOUT: dict[str, str | None] = {
     "--stream-interval": "rollout.stream_interval",
     "--incremental-streaming-output": "rollout.stream_interval",
     "--enable-return-routed-experts": "rollout.routing_replay",
+    "--disaggregation-mode": "rollout.prefill_engines",
+    "--disaggregation-transfer-backend": None,
+    "--disaggregation-bootstrap-port": None,
 }
 OF_FROZEN_MODELS: dict[str, str | None] = {
     "--pp": "{servers}.tensor_parallel",
@@ -83,6 +81,8 @@ OF_FROZEN_MODELS: dict[str, str | None] = {
     "--model": "{servers}.path",
     "--dtype": "{servers}.dtype",
     "--is-embedding": "{servers}.kind",
+    # Nothing would send it requests together with a server of the other kind.
+    "--disaggregation-mode": None,
 }
 # Flags that quantize weights as the server starts; the weights of a sync would not fit them afterwards.
 _QUANTIZING = ("--quantization", "--torchao-config")
@@ -93,7 +93,7 @@ OVERRIDES = "--json-model-override-args"
 def check_server_args(servers: str, arguments: Mapping[str, Any], own: Mapping[str, str | None]) -> None:
     """Raises ConfigError for an invalid or reserved flag. `servers` is the name of the section, such as "rollout"."""
     reserved = {**RESERVED, **own}
-    known = {*reserved, *_REFUSED, *_DISTRIBUTION, *_QUANTIZING, OVERRIDES}
+    known = {*reserved, *_DISTRIBUTION, *_QUANTIZING, OVERRIDES}
     for argument in arguments:
         if not argument.startswith("--"):
             raise ConfigError(
@@ -104,8 +104,6 @@ def check_server_args(servers: str, arguments: Mapping[str, Any], own: Mapping[s
         if name not in known and (whole := min((flag for flag in known if flag.startswith(name)), default=None)):
             # SGLang would take it for that flag, past the checks of the whole name.
             raise ConfigError(f"{servers}.server_args must not contain {argument}: it abbreviates {whole}")
-        if name in _REFUSED:
-            raise ConfigError(f"{servers}.server_args must not contain {argument}: {_REFUSED[name]}")
         if name in reserved:
             key = reserved[name]
             fix = f"set {key.format(servers=servers)} instead" if key else "megasync chooses it for every server"

@@ -62,6 +62,7 @@ from megasync.preflight.check_frozen_models import check_frozen_models, check_te
 from megasync.preflight.check_observe import check_observe
 from megasync.preflight.check_pipelined_servers import check_pipelined_servers
 from megasync.preflight.check_rollout import check_agent, check_chat, check_environment, check_groups, check_rewards
+from megasync.preflight.check_server_engines import check_server_engines
 from megasync.preflight.check_vision import check_vision_folder, check_vision_policy
 from megasync.support import MAX_SUPPORT
 from megasync.trainer.architecture import (
@@ -616,6 +617,7 @@ def _check_model(config: Config, planning: bool) -> None:
     _check_server_experts(config, layout.sizes.experts)
     check_pipelined_servers(config, layout)
     check_attention_groups(config, layout)
+    check_server_engines(config, layout, planning=planning)
     _check_routing_replay(config, layout.sizes.experts, source)
     _check_server_split(config.rollout, layout.sizes, source)
     check_vision_policy(config, layout)

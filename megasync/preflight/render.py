@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megasync.config.access import describe_access
-from megasync.config.pools import engine_nodes
-from megasync.config.schema import Config
+from megasync.config.pools import engines, server_slots
+from megasync.config.schema import Config, RolloutConfig
 from megasync.layout.routes import RouteFormat
 from megasync.observe.trackers import describe_sinks
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, bytes_text
@@ -84,8 +84,8 @@ def _summary(plan: Plan) -> Table:
         f"them due to the look-ahead window; staler groups: {schedule.stale}",
         "weight sync": f"every {schedule.weight_sync_steps} step(s): {bytes_text(plan.broadcast.nbytes)} "
         f"{_transport(plan)}",
-        "fleet": f"continues with at least {rollout.min_servers} of {rollout.servers} server(s); each "
-        f"{'is waited for' if rollout.external else 'restarts'} up to {health.restarts} time(s) in "
+        "fleet": f"continues with at least {rollout.min_servers} of {rollout.servers} server(s){_engines(rollout)}; "
+        f"each {'is waited for' if rollout.external else 'restarts'} up to {health.restarts} time(s) in "
         f"{health.restart_window:g} s; a server that dies loses {lost} of each request it runs",
         **({"devices": TURNS} if config.cluster.colocate else {}),
         "host memory": _host_memory(plan.host),
@@ -152,6 +152,13 @@ def _host_memory(memory: HostMemory) -> str:
     return f"at most {bytes_text(memory.total)} on a node besides programs and data: {listed}"
 
 
+def _engines(rollout: RolloutConfig) -> str:
+    """The kinds of engines of each server, if there are several."""
+    if engines(rollout) == 1:
+        return ""
+    return f" of {rollout.prefill_engines} prefill and {rollout.decode_engines} decode engine(s)"
+
+
 def _transport(plan: Plan) -> str:
     """How the weights get to the servers."""
     ranks = f"rank(s) {', '.join(map(str, plan.broadcast.senders))}"
@@ -159,12 +166,14 @@ def _transport(plan: Plan) -> str:
     buckets = f"in {len(plan.broadcast.buckets)} bucket(s) of at most {bytes_text(largest)}"
     if plan.config.cluster.colocate and plan.config.sync.transport != "disk":
         return "shard to shard, copied from the ranks' memory to the servers'"
+    parts = plan.config.rollout.pipeline_parallel * engines(plan.config.rollout)
+    fallback = "" if parts > 1 else f"; if servers cannot take that, by broadcast {buckets}, sent by {ranks}"
     return {
         "p2p": "shard to shard, from all ranks",
         "broadcast": f"by broadcast {buckets}, sent by {ranks}",
         "adapters": f"through a folder {buckets}, written by {ranks}",
         "disk": f"through a folder {buckets}, written by {ranks}",
-        "auto": f"shard to shard, from all ranks; if servers cannot take that, by broadcast {buckets}, sent by {ranks}",
+        "auto": f"shard to shard, from all ranks{fallback}",
     }[plan.config.sync.transport]
 
 
@@ -183,7 +192,7 @@ def _pools(plan: Plan) -> Table:
     for column in ("pool", "processes", "devices each", "devices", "nodes"):
         table.add_column(column)
     table.add_row(*_pool_row("trainer", "rank(s)", plan.trainer))
-    what = "server(s)" if engine_nodes(plan.config) == 1 else "server process(es)"
+    what = "server(s)" if server_slots(plan.config) == 1 else "server process(es)"
     table.add_row(*_pool_row("rollout", what, plan.rollout, shared=bool(plan.rollout.spec.within)))
     for model in plan.frozen_models:
         name = f"rollout, for {model.name}" if model.shared else model.pool.spec.name

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import aiohttp
+import orjson
 
 from megasync.concurrency.tasks import Backoff
 from megasync.config import Config
@@ -49,8 +50,9 @@ from megasync.rollout.tokens import Tokens
 from megasync.runs import IntArray
 from megasync.serving.answers import AnswerLimits, StreamedError, events, read_bounded, read_generated, read_scored
 from megasync.serving.control import ServerControl
-from megasync.serving.engine_protocol import ROUTES_FROM, WITH_SUPPORT
-from megasync.serving.router import ROUTING_KEY_HEADER, STICKY_POLICIES
+from megasync.serving.engine_protocol import ROUTES_FROM, ROUTING_KEY_HEADER, WITH_SUPPORT
+from megasync.serving.engines_control import EnginesControl
+from megasync.serving.router import STICKY_POLICIES
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +72,8 @@ _CLOSE_SECONDS = 5.0
 # Number of invalid answers that are logged as warnings; later ones are logged at debug level.
 _MAX_WARNINGS = 10
 _BODY_SHOWN = 500
+# Tokens that a decode engine samples to be compared with a prefill engine. The first one is the prefill engine's.
+ENGINE_TOKENS = 8
 # Maximum size of an error answer, in bytes.
 _REFUSAL_BYTES = 1 << 20
 
@@ -119,6 +123,15 @@ class RequestSettings:
         rollout = config.rollout
         sticky = rollout.router_policy in STICKY_POLICIES
         return cls(rollout.sampling, config.timeouts.request, rollout.stream_interval, rollout.chat, sticky)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineScores:
+    """Log-probs that two engines of one server computed for the same tokens; `engine` names the one of `given`."""
+
+    engine: str
+    expected: list[float]
+    given: list[float]
 
 
 class _Sending:
@@ -351,21 +364,58 @@ class RolloutClient:
         ids = self._checked(input_ids)
         if len(ids) < 2:
             raise DataError("score() needs at least two tokens: the first has no log-prob")
-        body = {
-            "input_ids": ids[:],
-            # One token is sampled and discarded; the log-probs of the input come with it.
-            "sampling_params": self._base | {"temperature": 1.0, "max_new_tokens": 1, "stop": []},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-            # A cache of its own. The server's may have keys and values of older weights: of pause_mode=in_place.
-            "extra_key": uuid.uuid4().hex,
-        }
+        # One token is sampled and discarded; the log-probs of the input come with it.
+        body = self._scoring(ids[:], 1)
         answer = await server.post("/generate", body, timeout=self._timeout)
         try:
             return read_scored(answer, body["input_ids"])
         except InvalidAnswer as error:
             self._invalid_answers += 1
             raise InvalidAnswer(f"{server.url}/generate: {error}") from error
+
+    async def engine_scores(self, server: ServerControl, input_ids: Sequence[int]) -> list[EngineScores]:
+        """What each engine of a server computes for the same tokens; nothing for a server of a single engine.
+
+        In each pair of them, the decode engine samples a few tokens after ``input_ids``, and the prefill engine scores
+        all of these. `score` asks only one prefill engine, and no decode engine. Raises as `score`.
+        """
+        if not isinstance(server, EnginesControl):
+            return []
+        # With room for what is sampled.
+        ids = self._checked(input_ids)[:][: self.context_length - ENGINE_TOKENS - 1]
+        first: list[float] = []
+        compared: list[EngineScores] = []
+        for pair in range(server.pairs):
+            answer = await server.generate_on(pair, self._scoring(ids, ENGINE_TOKENS), self._timeout)
+            try:
+                sampled = read_generated(orjson.dumps(answer), AnswerLimits(self.vocab_size, ENGINE_TOKENS))
+                if not sampled.token_ids:
+                    raise ServerError(f"{server.url}/generate: aborted before the first token")
+                whole = [*ids, *sampled.token_ids]
+                answer = await server.generate_on(pair, self._scoring(whole, 1), self._timeout)
+                scores = read_scored(answer, whole)
+            except InvalidAnswer as error:
+                self._invalid_answers += 1
+                raise InvalidAnswer(f"{server.url}/generate: {error}") from error
+            except StreamedError as error:
+                raise ServerError(f"{server.url}/generate: {error}") from error
+            prompt, response = scores[: len(ids) - 1], scores[len(ids) - 1 :]
+            compared.append(EngineScores(f"decode engine of pair {pair}", response, list(sampled.logprobs)))
+            first = first or prompt
+            compared.append(EngineScores(f"prefill engine of pair {pair}", first, prompt))
+        return compared
+
+    def _scoring(self, ids: list[int], tokens: int) -> dict[str, Any]:
+        """A request for the log-probs of ``ids`` at temperature 1, and for ``tokens`` more."""
+        return {
+            "input_ids": ids,
+            "sampling_params": self._base
+            | {"temperature": 1.0, "max_new_tokens": tokens, "stop": [], "stop_token_ids": [], "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            # A cache of its own. The server's may have keys and values of older weights: of pause_mode=in_place.
+            "extra_key": uuid.uuid4().hex,
+        }
 
     async def close(self) -> None:
         """Closes the connections. The server controls are closed by their owner."""

@@ -32,6 +32,15 @@ PIPELINE_VARIABLE = "MEGASYNC_PIPELINE"
 SOCKETS_VARIABLE = "MEGASYNC_SOCKETS"
 # "1" in the environment of a server that serves the policy's adapters beside its model.
 ADAPTERS_VARIABLE = "MEGASYNC_ADAPTERS"
+# In the environment of an engine of a server with several, as "2/3": the number of its first rank, and how many ranks
+# the server has.
+RANKS_VARIABLE = "MEGASYNC_RANKS"
+# In the environment of the processes of such an engine: the key with which engines prove that they are of one server.
+HANDOVER_VARIABLE = "MEGASYNC_HANDOVER"
+# Where a decode engine is told the prefill engines of its server.
+PREFILL_ROUTE = "/prefill_engines"
+# The header by which the router sends requests to one server.
+ROUTING_KEY_HEADER = "x-smg-routing-key"
 # Custom label of a request whose answer shall have the routes of all positions from this one on. The router drops
 # SGLang's own fields for it, which it does not know.
 ROUTES_FROM = "megasync_routes_from"

@@ -37,7 +37,6 @@ from megasync.serving.process import Service, free_port
 POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", "consistent_hashing", "sticky")
 # Those that send requests with the same value of `ROUTING_KEY_HEADER`, or with the same beginning, to one server.
 STICKY_POLICIES = ("cache_aware", "consistent_hashing", "sticky")
-ROUTING_KEY_HEADER = "x-smg-routing-key"
 # Seconds for the router to answer a call about its list of servers.
 ANSWER_SECONDS = 5.0
 

@@ -17,15 +17,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from megasync.config.host import resolve_host
-from megasync.config.pools import server_devices
+import psutil
+
+from megasync.config.host import is_loopback, resolve_host
+from megasync.config.pools import engine_devices
 from megasync.config.schema import Config, FrozenModelConfig, RewardModelConfig, RolloutConfig
 from megasync.config.server_args import OVERRIDES
 from megasync.device import compiler_environment
@@ -42,11 +46,13 @@ from megasync.serving.engine_protocol import (
     EVAL_ADAPTER,
     HOST_VARIABLE,
     PIPELINE_VARIABLE,
+    PREFILL_ROUTE,
+    RANKS_VARIABLE,
     SOCKETS_VARIABLE,
     STORAGE_VARIABLE,
     STORE_SCHEME,
 )
-from megasync.serving.process import Service
+from megasync.serving.process import Service, free_port
 from megasync.serving.server_guard import CLOSED_ROUTE, KEYS_VARIABLE
 
 if TYPE_CHECKING:
@@ -122,6 +128,20 @@ class ServedAdapters:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineRole:
+    """What one engine does in a server of several.
+
+    ``kind`` is "prefill" or "decode", and ``first`` the number of its first rank among the ``ranks`` of the server.
+    Engines with one ``key`` hand prompts over to one another.
+    """
+
+    kind: str
+    first: int
+    ranks: int
+    key: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class ServerSpec:
     """What a server serves and how, independent of where it listens."""
 
@@ -154,6 +174,7 @@ class SGLangServer(Service):
         generation_key: with it, generation requires this key or the admin key.
         node: of several nodes, the number of this one. Only the process on node 0 answers requests.
         meeting_point: on other nodes, what `meet` returned on node 0.
+        role: of an engine in a server of several, which needs an admin key.
     """
 
     name = "SGLang server"
@@ -168,8 +189,13 @@ class SGLangServer(Service):
         generation_key: str | None = None,
         node: int = 0,
         meeting_point: tuple[str, int] | None = None,
+        role: EngineRole | None = None,
     ) -> None:
         super().__init__(host, port, log_path)
+        if role is not None and api_key is None:
+            raise ServerError("an engine of a server with several needs an admin key, and has none")
+        self._role = role
+        self._handover_port = 0
         self._node = node
         self._meeting_point = meeting_point
         self._store: TCPStore | None = None
@@ -212,6 +238,10 @@ class SGLangServer(Service):
             options["--attn-dp-size"] = rollout.attention_data_parallel
         if spec.nodes > 1:
             options |= {"--nnodes": spec.nodes, "--node-rank": self._node, "--dist-init-addr": self._meeting_address()}
+        if self._role is not None:
+            options |= {"--disaggregation-mode": self._role.kind, "--disaggregation-transfer-backend": "nixl"}
+            if self._role.kind == "prefill":
+                options["--disaggregation-bootstrap-port"] = self._handover_port
         if rollout.server_args.get("--schedule-policy", "fcfs") in _PRIORITY_POLICIES:
             options |= _PRIORITY_ARGUMENTS
         if rollout.stream_interval:
@@ -297,6 +327,14 @@ class SGLangServer(Service):
         if self.spec.nodes > 1:
             env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"{STORE_SCHEME}://{self._meeting_address()}"
             env[HOST_VARIABLE] = self.host
+        if self._role is not None:
+            env[RANKS_VARIABLE] = f"{self._role.first}/{self._role.ranks}"
+            # Where it listens for other engines, and for the trainer.
+            env["SGLANG_HOST_IP"] = env[HOST_VARIABLE] = self.host
+            # UCX, which moves the cache, listens on all interfaces unless told otherwise.
+            within = self.spec.device == "cpu" or is_loopback(self.host)
+            if within and (interface := _interface_of(self.host)):
+                env.setdefault("UCX_NET_DEVICES", interface)
         if self.spec.rollout.pipeline_parallel > 1:
             env[PIPELINE_VARIABLE] = "1"
         if self.spec.adapters is not None:
@@ -310,11 +348,14 @@ class SGLangServer(Service):
                 env["CUDA_VISIBLE_DEVICES"] = self.spec.gpus
             return env | compiler_environment(env)
         env |= _CPU_ENVIRONMENT
+        if self._role is not None:
+            # It asks for a CUDA event.
+            env["SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"] = "0"
         if self._folder is not None:
             env["HOME"] = env["XDG_CACHE_HOME"] = self._folder
             # A rendezvous file instead of a TCP store, which would listen on all interfaces.
             env.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{self._folder}/rendezvous")
-        if (ranks := server_devices(self.spec.rollout)) > 1:
+        if (ranks := engine_devices(self.spec.rollout)) > 1:
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(_cores(ranks))
         if any(find_spec(name) is None for name in _STAND_INS):
             path = [stand_ins_path(), *filter(None, [env.get("PYTHONPATH")])]
@@ -324,11 +365,31 @@ class SGLangServer(Service):
     def secrets(self) -> bytes | None:
         if self.api_key is None:
             return None
-        return json.dumps({"admin": self.api_key, "generation": self.generation_key}).encode()
+        keys = {"admin": self.api_key, "generation": self.generation_key}
+        if self._role is not None:
+            keys |= {"role": self._role.kind, "handover": self._role.key}
+        return json.dumps(keys).encode()
 
     def prepare(self) -> None:
         # In the system's temporary folder: paths of Unix sockets must be shorter than a run directory may be.
         self._folder = tempfile.mkdtemp(prefix="megasync-sglang-")
+        if self._role is not None and self._role.kind == "prefill":
+            self._handover_port = free_port(self.host)
+
+    def handover_port(self) -> int:
+        """Where a prefill engine arranges handovers; known once it has started."""
+        return self._handover_port
+
+    async def know_prefill(self, engines: Sequence[tuple[str, int]]) -> None:
+        """Tells a decode engine where the prefill engines of its server answer, and their `handover_port`s.
+
+        Raises ServerError.
+        """
+        control = ServerControl(self.url, self.api_key)
+        try:
+            await control.post(PREFILL_ROUTE, {"engines": engines}, timeout=30.0)
+        finally:
+            await control.close()
 
     def visible_devices(self) -> str:
         """The GPUs assigned to this process, in the format of CUDA_VISIBLE_DEVICES; empty for all, or on a CPU."""
@@ -491,6 +552,16 @@ def stand_ins_path() -> str:
     if package is None or not package.submodule_search_locations:
         raise ServerError("the package megasync_patches is not installed; install megasync again")
     return str(Path(package.submodule_search_locations[0]) / "sglang_cpu_standins")
+
+
+def _interface_of(host: str) -> str:
+    """The network interface with this address; empty if this machine has none."""
+    try:
+        wanted = {found[4][0] for found in socket.getaddrinfo(host, None)}
+    except OSError:
+        return ""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, each in interfaces if any(address.address in wanted for address in each)), "")
 
 
 def _cores(ranks: int) -> list[str]:

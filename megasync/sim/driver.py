@@ -199,7 +199,7 @@ class Driver:
     def _worker_process(self, rewards: RewardRunner, held_out: HeldOutSet, number: int) -> SimWorkerProcess:
         name = f"{self._number}-{number}-{len(self._worker_processes)}"
         process = SimWorkerProcess(
-            *(self._world, self._network, name, self.buffer, self.fleet._control),
+            *(self._world, self._network, name, self.buffer, self.fleet.control),
             *(self._workflow, self._held_out_workflow, rewards, held_out),
         )
         self._worker_processes.append(process)

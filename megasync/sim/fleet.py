@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from megasync.cluster.fleet import Fleet
+from megasync.cluster.server_slot import ServerProcess
 from megasync.config.access import Keys
 from megasync.rollout.suspects import CROWD_DEATHS
 from megasync.serving.control import ServerControl
@@ -76,7 +77,11 @@ class SimFleet(Fleet):
     def _router_process(self, servers: Collection[str], port: int) -> SimRouter:
         return self.router
 
-    def _control(self, url: str) -> ServerControl:
+    def _control(self, url: str, process: ServerProcess) -> ServerControl:
+        return self.control(url)
+
+    def control(self, url: str) -> ServerControl:
+        """Calls to the simulated server at a URL."""
         control = ServerControl(url)
         session: Any = SimSession(self._network)
         control._sessions = {True: session, False: session}

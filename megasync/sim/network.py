@@ -14,7 +14,7 @@ import aiohttp
 import orjson
 
 from megasync.rollout.request_body import RequestBody
-from megasync.serving.router import ROUTING_KEY_HEADER
+from megasync.serving.engine_protocol import ROUTING_KEY_HEADER
 
 if TYPE_CHECKING:
     from megasync.sim.chance import Chance

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasync.config.pools import engines
 from megasync.errors import RankLost, SyncError
 from megasync.layout.adapter import adapter_layout
 from megasync.layout.layout import Layout
@@ -66,8 +67,10 @@ async def choose_sync(
             await shards.connect()
         except SyncError as error:
             await shards.close()
-            # NCCL makes no broadcast group of processes that share their devices, and SGLang none of pipeline stages.
-            if wanted == "p2p" or shared or config.rollout.pipeline_parallel > 1 or _rank_lost(error):
+            # NCCL makes no broadcast group of processes that share their devices, and SGLang none of pipeline stages or
+            # several engines.
+            parts = config.rollout.pipeline_parallel * engines(config.rollout)
+            if wanted == "p2p" or shared or parts > 1 or _rank_lost(error):
                 raise
             why = f"the servers cannot take shards: {error}"
             log.warning("Falling back to broadcast: %s", why)

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megasync.config.schema import SyncConfig
 from megasync.errors import ParityError, ServerError, ServerParityError
@@ -32,6 +32,23 @@ class Scorer(Protocol):
     """Returns the log-prob of each token but the first, for one token sequence."""
 
     def __call__(self, server: ServerControl, token_ids: list[int], /) -> Awaitable[list[float]]: ...
+
+
+class ScoredEngine(Protocol):
+    """Log-probs of the same tokens that one engine of a server computed, and another one."""
+
+    @property
+    def engine(self) -> str: ...
+    @property
+    def expected(self) -> list[float]: ...
+    @property
+    def given(self) -> list[float]: ...
+
+
+class EngineScorer(Protocol):
+    """Returns what the engines of a server compute for the same tokens; nothing for a server of a single engine."""
+
+    def __call__(self, server: ServerControl, token_ids: list[int], /) -> Awaitable[Sequence[ScoredEngine]]: ...
 
 
 # The phases in which weights move, of each transport: broadcast, shard to shard, disk.
@@ -57,6 +74,7 @@ class VersionPublisher:
         servers: Sequence[ServerControl],
         trainer_logprobs: Callable[[list[list[int]]], Awaitable[list[list[float]]]],
         server_logprobs: Scorer,
+        engine_logprobs: EngineScorer,
     ) -> None:
         self._sync = sync
         # Without probes there is nothing to compare.
@@ -66,6 +84,7 @@ class VersionPublisher:
         self._servers = {server.url: server for server in servers}
         self._trainer_logprobs = trainer_logprobs
         self._server_logprobs = server_logprobs
+        self._engine_logprobs = engine_logprobs
         self._published = 0
         # Servers that agreed with the trainer when they were last asked.
         self._agree: set[str] = set()
@@ -122,9 +141,12 @@ class VersionPublisher:
         for server, answer in zip(servers, answers, strict=True):
             if answer is None:
                 continue
+            scores, engines = answer
             try:
                 what = f"{server.url}, version {version}"
-                worst.append(compare_logprobs(trainer, answer, self._threshold, what))
+                worst.append(compare_logprobs(trainer, scores, self._threshold, what))
+                for pair in engines:
+                    compare_logprobs([pair.expected], [pair.given], self._threshold, f"{what}, {pair.engine}")
                 self._agree.add(server.url)
             except ParityError as error:
                 reasons[server.url] = error
@@ -139,9 +161,14 @@ class VersionPublisher:
             raise ServerParityError({url: f"{error}; {agree}" for url, error in reasons.items()}, metrics)
         return metrics
 
-    async def _ask(self, server: ServerControl) -> list[list[float]] | None:
+    async def _ask(self, server: ServerControl) -> tuple[list[list[float]], Sequence[ScoredEngine]] | None:
+        """The log-probs of all probes, and those of its engines for the first one; None without an answer."""
         try:
-            return await asyncio.gather(*(self._server_logprobs(server, probe) for probe in self._probes))
+            *scores, engines = await asyncio.gather(
+                *(self._server_logprobs(server, probe) for probe in self._probes),
+                self._engine_logprobs(server, self._probes[0]),
+            )
+            return cast(list[list[float]], scores), cast(Sequence[ScoredEngine], engines)
         except ServerError as error:
             log.warning("%s did not return log-probs to compare: %s", server.url, error)
             return None
@@ -153,7 +180,8 @@ def compare_logprobs(
     """Mean absolute difference per token, in nats, between two models' log-probs of the same prompts.
 
     Args:
-        trainer, server: one list per prompt, one log-prob per token but the first; None stands for NaN, as in JSON.
+        trainer, server: one list per prompt, one log-prob per token but the first; None stands for NaN, as in JSON. Of
+            two engines of one server, those of the one that is compared with are ``trainer``.
         threshold: largest mean that passes, inclusive.
         what: the server and its version, for the error.
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megasync.errors import HttpStatusError, ServerError, SyncError
+from megasync.errors import EngineErrors, HttpStatusError, ServerError, SyncError
 from megasync.observe import trace
 from megasync.sync.attempt import Attempt, PhaseFailed
 
@@ -64,7 +64,9 @@ class ServerUpdate:
         attempt.progress[self.url].update_open = True
         try:
             await self.post("/begin_weight_update")
-        except HttpStatusError as error:
+        except ServerError as error:
+            if not all(isinstance(each, HttpStatusError) for each in each_engine(error)):
+                raise
             log.warning("%s refused a weight update; closing one that may still be open: %s", self.url, error)
             await self.post("/end_weight_update")
             await self.post("/begin_weight_update")
@@ -114,6 +116,16 @@ class ServerUpdate:
     async def post(self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> Any:
         """The server's answer to a POST within ``seconds`` (default: this update's deadline)."""
         return await self.server.post(path, body or {}, timeout=seconds or self._seconds)
+
+
+def each_engine(error: ServerError) -> tuple[ServerError | None, ...]:
+    """The error of each engine of a server, None for one that succeeded."""
+    return error.errors if isinstance(error, EngineErrors) else (error,)
+
+
+def untouched(error: ServerError, mark: str) -> bool:
+    """Whether a failed load has written nothing: the answer of each engine has ``mark`` in it."""
+    return all(each is not None and mark in str(each) for each in each_engine(error))
 
 
 S = TypeVar("S", bound=ServerUpdate)

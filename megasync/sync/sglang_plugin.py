@@ -19,8 +19,8 @@ ranks already wait for this one's answer; errors come back as data.
 
 `GuardedServer` closes all but a few HTTP routes of a server that megasync started with keys.
 
-Besides `sglang_pipeline` and `engine_blueprint` this is the only file that depends on SGLang's internals. SGLang and
-torch are imported when a hook first runs.
+Besides `sglang_pipeline`, `sglang_handover` and `engine_blueprint` this is the only file that depends on SGLang's
+internals. SGLang and torch are imported when a hook first runs.
 """
 
 from __future__ import annotations
@@ -52,12 +52,14 @@ from megasync.serving.engine_protocol import (
     ADAPTERS_VARIABLE,
     ANSWER,
     CLASSIFIER_VARIABLE,
+    HANDOVER_VARIABLE,
     KEPT_ADAPTER,
     LOAD_FORMAT,
     MANIFEST,
     PIPELINE_VARIABLE,
     POLICY_ADAPTER,
     PROTOCOL,
+    RANKS_VARIABLE,
     REFUSED,
     ROUTES_FROM,
     SOCKETS_VARIABLE,
@@ -71,6 +73,7 @@ from megasync.serving.engine_protocol import (
     encode,
 )
 from megasync.serving.server_guard import KEYS_VARIABLE, ServerGuard
+from megasync.sync.sglang_handover import Handover, PromptCalls
 from megasync.sync.sglang_pipeline import Pipeline, gather
 
 if TYPE_CHECKING:
@@ -106,7 +109,8 @@ Stock = Callable[..., Any]
 class ServingRank:
     """One of the ``ranks`` of this server, in whose process the plugin runs. ``model`` is SGLang's torch module.
 
-    Ranks of a pipeline stage are neighbours; `in_server` counts them.
+    Ranks of a pipeline stage are neighbours, and so are those of an engine, if the server has several; `in_server`
+    counts them.
     """
 
     model: Any
@@ -117,7 +121,11 @@ class ServingRank:
     def in_server(cls, model: Any, place: Mapping[str, int]) -> ServingRank:
         """The rank with these tensor- and pipeline-parallel coordinates, in SGLang's names."""
         tensor = place["tp_size"]
-        return cls(model, place["pp_rank"] * tensor + place["tp_rank"], place["pp_size"] * tensor)
+        rank, ranks = place["pp_rank"] * tensor + place["tp_rank"], place["pp_size"] * tensor
+        if of_server := os.environ.get(RANKS_VARIABLE):
+            first, ranks = map(int, of_server.split("/"))
+            rank += first
+        return cls(model, rank, ranks)
 
 
 class WeightReceiver(Protocol):
@@ -265,8 +273,12 @@ class GuardedServer:
 
     admin: str
     generation: str | None
+    # Of a decode engine.
+    prompts: PromptCalls | None = None
 
     def register(self) -> None:
+        if self.prompts is not None:
+            self.prompts.register()
         _hook("AROUND", _SERVE, self.around_serve)
         _hook("REPLACE", _ADD_MIDDLEWARE, self.add_guard)
 
@@ -285,6 +297,9 @@ class GuardedServer:
             return stock(*arguments, **options)
 
     def add_guard(self, app: Any, *, api_key: str | None, admin_api_key: str | None) -> None:
+        if self.prompts is not None:
+            app.add_middleware(self.prompts.middleware)
+        # Added last, it is in front of all others.
         app.add_middleware(ServerGuard, admin=self.admin, generation=self.generation)
 
 
@@ -472,7 +487,14 @@ def register() -> None:
             register_rendezvous_handler(STORE_SCHEME, meet)
     # Only in the HTTP server's own process: the pipe is empty for those that it starts.
     if KEYS_VARIABLE in os.environ and multiprocessing.parent_process() is None:
-        GuardedServer(**json.loads(sys.stdin.buffer.read())).register()
+        keys = json.loads(sys.stdin.buffer.read())
+        role = keys.pop("role", None)
+        if role is not None:
+            # Those inherit it.
+            os.environ[HANDOVER_VARIABLE] = keys.pop("handover")
+        GuardedServer(**keys, prompts=PromptCalls(keys["admin"]) if role == "decode" else None).register()
+    if handover := os.environ.get(HANDOVER_VARIABLE):
+        Handover(handover, os.environ.get("SGLANG_USE_CPU_ENGINE") == "1").register()
     if os.environ.get(CLASSIFIER_VARIABLE) == "1" and SCORE_BIAS.needed():
         SCORE_BIAS.apply()
 

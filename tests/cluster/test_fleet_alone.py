@@ -169,7 +169,7 @@ class FakeFleet(Fleet):
     def _members(self, router_url: str) -> Any:
         return self.router
 
-    def _control(self, url: str) -> Any:
+    def _control(self, url: str, process: Any) -> Any:
         return next(server for server in self.made if server.url == url)
 
     async def all_join(self) -> list[FakeServer]:

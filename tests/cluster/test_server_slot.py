@@ -90,7 +90,7 @@ async def living(monkeypatch: pytest.MonkeyPatch, *processes: FakeProcess, resta
         config,
         0,
         lambda: next(queue),
-        lambda url: ServerControl(url, "key"),
+        lambda url, _: ServerControl(url, "key"),
         lambda slot, before: seen.put_nowait((before, slot.health.state, slot.url)),
     )
     await slot.start()

@@ -4,7 +4,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megasync.config.pools import devices_needed, engine_nodes, nodes_needed, pool_specs
+from megasync.config.pools import (
+    PoolSpec,
+    devices_needed,
+    engine_devices,
+    engine_nodes,
+    engines,
+    nodes_needed,
+    pool_specs,
+    server_devices,
+    server_slots,
+)
 from megasync.config.schema import ClusterConfig, Config, RolloutConfig, TrainerConfig
 from megasync.errors import ConfigError
 
@@ -56,6 +66,61 @@ def test_a_server_takes_whole_nodes_for_its_stages(tensor, stages, nodes):
 def test_stages_that_do_not_fit_whole_nodes_are_refused(tensor, stages, reason):
     with pytest.raises(ConfigError, match=reason):
         pool_specs(Config(rollout=RolloutConfig(tensor_parallel=tensor, pipeline_parallel=stages)))
+
+
+def with_engines(prefill: int, decode: int, per_node: int = 8, **rollout) -> Config:
+    return Config(
+        rollout=RolloutConfig(prefill_engines=prefill, decode_engines=decode, **rollout),
+        cluster=ClusterConfig(devices_per_node=per_node),
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "count", "of_engine", "of_server", "slots"),
+    [
+        (with_engines(0, 0), 1, 1, 1, 1),
+        (with_engines(0, 0, tensor_parallel=4), 1, 4, 4, 1),
+        # One engine on two nodes, with a process on each.
+        (with_engines(0, 0, tensor_parallel=16), 1, 16, 16, 2),
+        (with_engines(1, 1), 2, 1, 2, 2),
+        (with_engines(1, 3, tensor_parallel=2), 4, 2, 8, 4),
+    ],
+)
+def test_a_server_takes_a_slot_for_each_of_its_engines_or_nodes(config, count, of_engine, of_server, slots):
+    rollout = config.rollout
+    assert (engines(rollout), engine_devices(rollout), server_devices(rollout)) == (count, of_engine, of_server)
+    assert server_slots(config) == slots
+    assert server_slots(config) * rollout.servers == pool_specs(config)["rollout"].slots
+
+
+def test_the_pool_has_a_slot_for_each_engine_of_each_server():
+    specs = pool_specs(with_engines(1, 3, servers=2))
+    assert specs["rollout"] == PoolSpec("rollout", slots=8, devices=1, slots_per_node=8)
+    assert specs["rollout"].bundles("cuda") == [{"GPU": 8.0, "CPU": 8.0}]
+    assert devices_needed(specs) == 9 and nodes_needed(specs, 8) == 2
+
+
+def test_engines_of_one_server_may_be_on_several_nodes():
+    config = with_engines(1, 3, servers=1, tensor_parallel=4)
+    spec = pool_specs(config)["rollout"]
+    assert spec == PoolSpec("rollout", slots=4, devices=4, slots_per_node=2)
+    assert spec.nodes == 2 and engine_nodes(config) == 1
+
+
+def test_engines_that_do_not_fill_whole_nodes_are_refused():
+    reason = r"servers=3 of 4 engines .* of 2 devices each .* one node holds \(5 engines\) .* multiple of 5 engines"
+    with pytest.raises(ConfigError, match=reason):
+        pool_specs(with_engines(1, 3, per_node=10, servers=3, tensor_parallel=2))
+    # Fewer than a node holds need not fill it.
+    assert pool_specs(with_engines(1, 3, per_node=10, servers=1, tensor_parallel=2))["rollout"].nodes == 1
+    assert pool_specs(with_engines(1, 3, per_node=10, servers=5, tensor_parallel=2))["rollout"].nodes == 4
+
+
+def test_an_engine_that_is_larger_than_a_node_is_refused():
+    with pytest.raises(ConfigError, match=r"tensor_parallel=16 does not fit on one node .*devices_per_node=8"):
+        pool_specs(with_engines(1, 1, tensor_parallel=16))
+    # A server may be.
+    assert pool_specs(with_engines(1, 1, tensor_parallel=8))["rollout"].nodes == 4
 
 
 def test_small_pools_share_a_node_and_large_ones_do_not():

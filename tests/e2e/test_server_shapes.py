@@ -1,4 +1,4 @@
-"""Whole runs whose server has two pipeline stages or two attention groups, one of which is killed."""
+"""Whole runs whose server has several pipeline stages, attention groups or engines, one of which is killed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ TRUNCATED = {"sampling": {"max_new_tokens": 6, "top_k": 4, "top_p": 0.9}}
 IN_CHUNKS = {"server_args": {"--chunked-prefill-size": 4, "--page-size": 1}}
 STAGES = {"pipeline_parallel": 2}
 GROUPS = {"tensor_parallel": 2, "attention_data_parallel": 2}
+ENGINES = {"prefill_engines": 1, "decode_engines": 1}
 KINDS = {
     "stages": ("p2p", "in_place", STAGES),
     "stages, prompts in chunks": ("p2p", "retract", STAGES | IN_CHUNKS),
@@ -24,7 +25,12 @@ KINDS = {
     "groups, prompts in chunks": ("p2p", "in_place", GROUPS | IN_CHUNKS),
     "groups, truncated sampling": ("broadcast", "retract", GROUPS | TRUNCATED),
     "groups, a folder": ("disk", "abort", GROUPS),
+    "engines": ("p2p", "abort", ENGINES),
+    "engines, prompts in chunks": ("p2p", "abort", ENGINES | {"prefill_engines": 2} | IN_CHUNKS),
+    "engines, a folder": ("disk", "abort", ENGINES | {"decode_engines": 2}),
 }
+# What the command line of the process that is killed has in it, or that of the process that started it.
+KILLED = {"stages": "_PP1", "groups": "_DP1", "engines": "--disaggregation-mode prefill"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -39,8 +45,9 @@ def test_a_run_trains_what_was_sampled_and_survives_the_death_of_a_process(kind,
     )
     run = launch("train", config)
     run.wait_for("step 2/")
-    second = "_PP1" if "pipeline_parallel" in keys else "_DP1"
-    (process,) = [process for process in run.find("sglang::scheduler") if second in command_line(process)]
+    mark = KILLED[kind.partition(",")[0]] if kind != "engines, a folder" else "--disaggregation-mode decode"
+    processes = run.find("sglang::scheduler")
+    process = next(each for each in processes if mark in command_line(each) + command_line(each.parent()))
     process.kill()
     assert run.wait() == 0, run.output
     rows = [json.loads(line) for line in (the_run_dir() / "metrics.jsonl").read_text().splitlines()]

@@ -363,7 +363,7 @@ CONTRADICTIONS = [
     (["rollout.server_args={--pp-size: 2}"], ["--pp-size", "set rollout.pipeline_parallel"]),
     (
         ["rollout.server_args={--disaggregation-mode: decode}"],
-        ["rollout.server_args", "--disaggregation-mode", "prefill servers", "drop it"],
+        ["rollout.server_args", "--disaggregation-mode", "set rollout.prefill_engines instead"],
     ),
     (["rollout.server_args={--disaggregation-mod=prefill: true}"], ["abbreviates --disaggregation-mode"]),
     (["rollout.server_args={--api-k: k}"], ["--api-k", "abbreviates --api-key"]),

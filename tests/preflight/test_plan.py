@@ -108,6 +108,15 @@ def test_the_plan_describes_the_transport(transport, words):
     assert words in rendered(load("qwen3_8b_math", f"sync.transport={transport}"), width=400)
 
 
+def test_engines_are_shown_with_their_processes_and_have_no_broadcast_to_fall_back_to():
+    engines = ["rollout.prefill_engines=1", "rollout.decode_engines=3", "rollout.servers=2"]
+    engines += ["sync.pause_mode=abort", "cluster.address=auto"]
+    shown = rendered(load("qwen3_8b_math", *engines), width=400)
+    assert "2 server(s) of 1 prefill and 3 decode engine(s); each restarts" in shown
+    assert "8 server process(es)" in shown
+    assert "shard to shard, from all ranks" in shown and "by broadcast" not in shown
+
+
 def test_a_rank_holds_weights_gradients_and_its_share_of_the_optimizer():
     config = load("qwen3_8b_math", "trainer.tensor_parallel=2", "trainer.data_parallel=2")
     layout = layout_of(config)

@@ -16,10 +16,11 @@ from tiny_models import byte_tokenizer
 from megasync.config.schema import SamplingConfig
 from megasync.errors import DataError, InvalidAnswer, ServerError
 from megasync.rollout import client as client_module
-from megasync.rollout.client import RolloutClient
+from megasync.rollout.client import EngineScores, RolloutClient
 from megasync.rollout.partials import PartialResponse
 from megasync.serving.control import ServerControl
-from megasync.serving.router import ROUTING_KEY_HEADER
+from megasync.serving.engine_protocol import ROUTING_KEY_HEADER
+from megasync.serving.engines_control import EnginesControl
 
 
 @pytest.fixture(autouse=True)
@@ -572,6 +573,124 @@ async def test_scores_are_computed_without_what_a_server_has_cached(fake, client
             await client.score(client.servers[0], [1, 2])
     first, second = (body["extra_key"] for body in fake.requests)
     assert first != second
+
+
+# Engines of one server
+
+
+class Engines(EnginesControl):
+    """A server of one prefill and two decode engines. The next token is always the last one plus one.
+
+    A log-prob is -id/128. Decode engines, and the engines of the second pair, are off by numbers of their own.
+    """
+
+    def __init__(self, first_token: int | None = None, scored: int | None = None) -> None:
+        super().__init__(
+            "http://s", [ServerControl("http://p")], [ServerControl("http://d"), ServerControl("http://e")]
+        )
+        self.sent: list[tuple[int, dict, float]] = []
+        self._first_token, self._scored = first_token, scored
+
+    @staticmethod
+    def prompt(pair: int, ids: list[int]) -> list[float]:
+        return [-i / 128 - 1 - pair for i in ids]
+
+    @staticmethod
+    def response(pair: int, ids: list[int]) -> list[float]:
+        return [-i / 128 - 4 - pair for i in ids]
+
+    async def generate_on(self, pair, body, timeout):
+        self.sent.append((pair, body, timeout))
+        ids = body["input_ids"]
+        first = ids[-1] + 1 if self._first_token is None else self._first_token
+        sampled = [first + at for at in range(body["sampling_params"]["max_new_tokens"])]
+        scores = [
+            [None, ids[0], None],
+            *([s, i, None] for s, i in zip(self.prompt(pair, ids[1:]), ids[1:], strict=True)),
+        ]
+        meta = {
+            "input_token_logprobs": scores[: self._scored],
+            "output_token_logprobs": [[s, i, None] for s, i in zip(self.response(pair, sampled), sampled, strict=True)],
+            "finish_reason": {"type": "length"},
+            "weight_versions": [{"version": "3", "start": 0, "end": len(sampled)}],
+        }
+        return {"text": "x", "output_ids": sampled, "meta_info": meta}
+
+
+async def test_a_server_of_one_engine_has_nothing_to_compare(fake, client):
+    assert await client.engine_scores(client.servers[0], [1, 2, 3]) == []
+    assert not fake.requests
+
+
+async def test_each_engine_of_a_server_is_compared_for_the_same_tokens(client):
+    server = Engines()
+    prompt, response = [5, 6, 7], list(range(8, 16))
+    assert await client.engine_scores(server, prompt) == [
+        EngineScores("decode engine of pair 0", server.prompt(0, response), server.response(0, response)),
+        EngineScores("prefill engine of pair 0", server.prompt(0, [6, 7]), server.prompt(0, [6, 7])),
+        EngineScores("decode engine of pair 1", server.prompt(1, response), server.response(1, response)),
+        EngineScores("prefill engine of pair 1", server.prompt(0, [6, 7]), server.prompt(1, [6, 7])),
+    ]
+    asked = [(pair, body["input_ids"], body["sampling_params"]["max_new_tokens"]) for pair, body, _ in server.sent]
+    assert asked == [(pair, ids, most) for pair in (0, 1) for ids, most in ((prompt, 8), ([*prompt, *response], 1))]
+
+
+async def test_engines_are_compared_at_temperature_1_and_without_what_they_have_cached(fake):
+    client = make_client(fake, sampling=SamplingConfig(max_new_tokens=4, temperature=0.5, stop=["x"]))
+    server = Engines()
+    await client.engine_scores(server, [5, 6, 7])
+    for _, body, timeout in server.sent:
+        assert (body["sampling_params"]["temperature"], body["sampling_params"]["stop"]) == (1.0, [])
+        assert (body["return_logprob"], body["logprob_start_len"], timeout) == (True, 0, 10.0)
+    assert len({body["extra_key"] for _, body, _ in server.sent}) == 4
+    await client.close()
+
+
+@pytest.mark.parametrize("token", [-1, 93, 100])
+async def test_an_engine_that_samples_outside_the_vocabulary_gives_an_invalid_answer(client, token):
+    server = Engines(first_token=token)
+    with pytest.raises(InvalidAnswer, match=r"token id (-1|100) is outside the vocabulary \[0, 100\)"):
+        await client.engine_scores(server, [1, 2])
+    assert len(server.sent) == 1
+
+
+async def test_an_engine_that_does_not_score_all_tokens_gives_an_invalid_answer(client):
+    with pytest.raises(InvalidAnswer, match="it scored 3 tokens, not the 10"):
+        await client.engine_scores(Engines(scored=3), [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [
+        ({"meta_info": {"finish_reason": {"type": "abort"}, "weight_versions": []}}, "aborted before the first token"),
+        ({"error": {"code": 500, "message": "it is gone"}}, "it is gone"),
+    ],
+)
+async def test_an_engine_that_does_not_answer_is_not_compared(client, answer, named):
+    class Silent(Engines):
+        async def generate_on(self, pair, body, timeout):
+            return answer
+
+    with pytest.raises(ServerError, match=f"http://s/generate: {named}"):
+        await client.engine_scores(Silent(), [1, 2])
+
+
+async def test_engines_sample_within_the_context_past_all_ends(client):
+    server = Engines()
+    prompt = [i % 50 for i in range(client.context_length - 2)]
+    await client.engine_scores(server, prompt)
+    assert max(len(body["input_ids"]) + body["sampling_params"]["max_new_tokens"] for _, body, _ in server.sent) <= (
+        client.context_length
+    )
+    params = server.sent[0][1]["sampling_params"]
+    assert (params["ignore_eos"], params["stop_token_ids"], params["stop"]) == (True, [], [])
+
+
+async def test_ids_outside_the_vocabulary_reach_no_engine(client):
+    server = Engines()
+    with pytest.raises(DataError, match="vocabulary"):
+        await client.engine_scores(server, [1, 100])
+    assert not server.sent
 
 
 async def test_another_adapter_may_answer_but_not_what_is_trained(client, fake):

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import pickle
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from megasync.config.schema import RewardModelConfig, RolloutConfig, TeacherConfig
-from megasync.serving.engine_protocol import STORAGE_VARIABLE
+from megasync.errors import ServerError
+from megasync.serving.engine_protocol import HOST_VARIABLE, RANKS_VARIABLE, STORAGE_VARIABLE
 from megasync.serving.server import (
     MODEL_PACKAGE,
+    EngineRole,
     FrozenModelServer,
     ServerSpec,
     SGLangServer,
@@ -22,9 +27,10 @@ from megasync.serving.server_guard import KEYS_VARIABLE
 
 
 def make(rollout: RolloutConfig | None = None, **changes) -> SGLangServer:
-    keys = {name: changes.pop(name) for name in ("api_key", "generation_key") if name in changes}
+    host = changes.pop("host", "127.0.0.1")
+    own = {name: changes.pop(name) for name in ("api_key", "generation_key", "role") if name in changes}
     spec = ServerSpec("/models/m", rollout or RolloutConfig(), **({"dtype": "bfloat16", "device": "cpu"} | changes))
-    return SGLangServer(spec, "127.0.0.1", 30001, "log", **keys)
+    return SGLangServer(spec, host, 30001, "log", **own)
 
 
 def value(server: SGLangServer, name: str) -> str:
@@ -154,3 +160,138 @@ def test_a_server_that_was_not_started_can_be_pickled():
     assert server.url == "http://127.0.0.1:30001"
     assert not server.alive()
     assert server.tail() == ""
+
+
+# Engines of a server with several
+
+HANDOVER = "handover-key"
+
+
+def make_engine(kind: str, **changes) -> SGLangServer:
+    """The engine with ranks 2 and 3 of 8."""
+    rollout = RolloutConfig(tensor_parallel=2, prefill_engines=1, decode_engines=3)
+    return make(rollout, api_key="admin-key", role=EngineRole(kind, 2, 8, HANDOVER), **changes)
+
+
+@pytest.fixture
+def prepare(tmp_path, monkeypatch):
+    """Does what comes before the start of a server, whose folder is that of the test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def before(server: SGLangServer) -> SGLangServer:
+        server.prepare()
+        return server
+
+    return before
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_an_engine_does_its_part_of_each_request(prepare, device, kind):
+    engine = prepare(make_engine(kind, device=device))
+    assert value(engine, "--disaggregation-mode") == kind
+    assert value(engine, "--disaggregation-transfer-backend") == "nixl"
+    assert value(engine, "--tp-size") == "2"
+
+
+def test_only_a_prefill_engine_has_a_port_for_handovers(prepare):
+    engine = prepare(make_engine("prefill"))
+    assert 1024 <= engine.handover_port() != engine.port
+    assert value(engine, "--disaggregation-bootstrap-port") == str(engine.handover_port())
+    engine = prepare(make_engine("decode"))
+    assert "--disaggregation-bootstrap-port" not in engine.command() and engine.handover_port() == 0
+
+
+def test_a_server_of_one_engine_does_the_whole_of_each_request(prepare):
+    server = prepare(make(api_key="admin-key"))
+    assert not [word for word in server.command() if word.startswith("--disaggregation")]
+    env = server.environment()
+    assert RANKS_VARIABLE not in env and HOST_VARIABLE not in env and "SGLANG_HOST_IP" not in env
+    assert server.handover_port() == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_an_engine_knows_its_ranks_and_where_it_listens(monkeypatch, device, kind):
+    monkeypatch.setenv("SGLANG_HOST_IP", "192.0.2.9")
+    env = make_engine(kind, device=device, host="127.0.0.1").environment()
+    assert env[RANKS_VARIABLE] == "2/8"
+    assert (env["SGLANG_HOST_IP"], env[HOST_VARIABLE]) == ("127.0.0.1", "127.0.0.1")
+
+
+def test_an_engine_on_a_cpu_has_a_core_for_each_of_its_own_ranks():
+    env = make_engine("decode").environment()
+    assert len(env["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
+    # It would ask for a CUDA event.
+    assert env["SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"] == "0"
+    assert "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX" not in make_engine("decode", device="cuda").environment()
+
+
+@pytest.fixture
+def interfaces(monkeypatch):
+    """A machine with the interfaces `lo` and `eth7` of 10.1.2.3, whose environment chooses none for UCX."""
+
+    def addresses() -> dict:
+        of = {"lo": ["127.0.0.1", "::1"], "eth7": ["fe80::1", "10.1.2.3"]}
+        return {name: [SimpleNamespace(address=address) for address in each] for name, each in of.items()}
+
+    monkeypatch.setattr(psutil, "net_if_addrs", addresses)
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "interface"),
+    [
+        ("cpu", "127.0.0.1", "lo"),
+        ("cuda", "127.0.0.1", "lo"),
+        ("cpu", "localhost", "lo"),
+        ("cpu", "10.1.2.3", "eth7"),
+        # Fast networks between GPUs have names of their own.
+        ("cuda", "10.1.2.3", None),
+    ],
+)
+def test_a_cache_moves_over_the_interface_of_the_host(interfaces, device, host, interface):
+    assert make_engine("prefill", device=device, host=host).environment().get("UCX_NET_DEVICES") == interface
+
+
+def test_this_machine_has_the_loopback_interface(monkeypatch):
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    assert make_engine("decode").environment()["UCX_NET_DEVICES"] == "lo"
+
+
+def test_the_environment_may_name_the_interface(interfaces, monkeypatch):
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")
+    assert make_engine("prefill").environment()["UCX_NET_DEVICES"] == "mlx5_0:1"
+
+
+def test_a_server_of_one_engine_moves_no_cache(interfaces):
+    assert "UCX_NET_DEVICES" not in make(api_key="admin-key").environment()
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_the_handover_key_is_passed_through_the_pipe_only(prepare, kind):
+    engine = prepare(make_engine(kind, generation_key="generation-key"))
+    assert json.loads(engine.secrets()) == {
+        "admin": "admin-key",
+        "generation": "generation-key",
+        "role": kind,
+        "handover": HANDOVER,
+    }
+    for place in (engine.command(), [f"{name}={value}" for name, value in engine.environment().items()]):
+        assert not any(HANDOVER in word for word in place)
+
+
+def test_a_role_is_logged_without_its_key():
+    role = EngineRole("prefill", 0, 4, HANDOVER)
+    assert "prefill" in repr(role) and HANDOVER not in repr(role)
+
+
+def test_an_engine_needs_an_admin_key():
+    with pytest.raises(ServerError, match="needs an admin key"):
+        make(role=EngineRole("decode", 0, 2, HANDOVER))
+
+
+def test_an_engine_that_was_not_started_can_be_pickled():
+    engine = pickle.loads(pickle.dumps(make_engine("prefill")))
+    assert json.loads(engine.secrets())["handover"] == HANDOVER
+    assert engine.environment()[RANKS_VARIABLE] == "2/8"

@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 
 from megasync.config.schema import RolloutConfig
-from megasync.serving.server import ServerSpec, SGLangServer
+from megasync.serving.control import ServerControl
+from megasync.serving.engines_control import EnginesControl
+from megasync.serving.server import EngineRole, ServerSpec, SGLangServer
 from megasync.sync.publisher import compare_logprobs
 
 PROMPTS = [list(range(3, 40)), [7, 7, 90, 4], list(range(60, 20, -3))]
@@ -68,6 +70,41 @@ def running(servers: Sequence[SGLangServer]) -> Iterator[list[str]]:
         yield asyncio.run(start())
     finally:
         asyncio.run(stop())
+
+
+# Of servers with several engines.
+ADMIN_KEY = "administration-of-engines"
+
+
+@contextmanager
+def running_engines(
+    folder: Path, logs: Path, tensor_parallel: int = 1, kinds: Sequence[str] = ("prefill", "decode")
+) -> Iterator[list[SGLangServer]]:
+    """The engines of one server, those for prompts first, while they run; `control_of` controls them."""
+    spec = make_server(folder, logs, tensor_parallel).spec
+    engines = [
+        SGLangServer(
+            *(spec, "127.0.0.1", 0, logs / f"{kind}-{number}.log", ADMIN_KEY),
+            role=EngineRole(kind, number * tensor_parallel, len(kinds) * tensor_parallel, "handover-of-these"),
+        )
+        for number, kind in enumerate(kinds)
+    ]
+    prefill = kinds.count("prefill")
+
+    async def introduce():
+        known = [(engine.url, engine.handover_port()) for engine in engines[:prefill]]
+        await asyncio.gather(*(engine.know_prefill(known) for engine in engines[prefill:]))
+
+    with running(engines):
+        asyncio.run(introduce())
+        yield engines
+
+
+def control_of(engines: Sequence[SGLangServer], kinds: Sequence[str] = ("prefill", "decode")) -> EnginesControl:
+    """Requests go to the first decode engine."""
+    controls = [ServerControl(engine.url, ADMIN_KEY) for engine in engines]
+    prefill = kinds.count("prefill")
+    return EnginesControl(controls[prefill].url, controls[:prefill], controls[prefill:], ADMIN_KEY)
 
 
 async def generate(server, tokens, prompt=(3, 4, 5), **options):

@@ -44,10 +44,12 @@ def chosen(monkeypatch, tmp_path):
         monkeypatch.setattr(kind, "connect", fake_connect)
         monkeypatch.setattr(kind, "close", fake_close)
 
-    async def make(transport, refused=None):
+    async def make(transport, refused=None, **rollout):
         nonlocal refusal
         refusal = refused
         config = Config()
+        for key, value in rollout.items():
+            setattr(config.rollout, key, value)
         config.sync.transport = transport
         config.model.path = str(tmp_path)
         sync, why = await choose_sync(config, tmp_path, Layout(CONFIG, Topology()), None, [], Device("cpu"))
@@ -68,6 +70,12 @@ async def test_auto_goes_by_broadcast_where_a_server_cannot_take_shards_and_says
     assert kind is BroadcastSync
     assert "weights go by broadcast: the servers cannot take shards" in why
     assert "it runs without the plugin" in why
+
+
+@pytest.mark.parametrize("parts", [{"pipeline_parallel": 2}, {"prefill_engines": 1, "decode_engines": 1}])
+async def test_servers_of_several_parts_do_not_fall_back_to_broadcast(chosen, parts):
+    with pytest.raises(PublishError, match="it runs without the plugin"):
+        await chosen("auto", ServerError("it runs without the plugin"), **parts)
 
 
 async def test_what_is_asked_for_is_taken_or_refused(chosen):

@@ -28,7 +28,10 @@ class FakeSync:
         return SyncReport(version, reached, 100, {"stage": 0.5})
 
 
-def make_publisher(asked, dead=(), wrong=()):
+def make_publisher(asked, dead=(), wrong=(), engines=None):
+    """`engines` has what the engines of a server with several compute, by its URL, or the error of asking them."""
+    compared = {} if engines is None else engines
+
     async def trainer(probes):
         return [[-1.0, -2.0] for _ in probes]
 
@@ -37,6 +40,11 @@ def make_publisher(asked, dead=(), wrong=()):
         if server.url in dead:
             raise ServerError("it is gone")
         return [-1.0, None] if server.url in wrong else [-1.0, -2.0]
+
+    async def engine_logprobs(server, probe):
+        if isinstance(found := compared.get(server.url, []), ServerError):
+            raise found
+        return found
 
     sync = FakeSync()
     publisher = VersionPublisher(
@@ -47,12 +55,18 @@ def make_publisher(asked, dead=(), wrong=()):
         servers=[],
         trainer_logprobs=trainer,
         server_logprobs=server_logprobs,
+        engine_logprobs=engine_logprobs,
     )
     return publisher, sync
 
 
 def server(url):
     return SimpleNamespace(url=url)
+
+
+def engine(name, given):
+    """What an engine computes for tokens whose log-probs are -1 and -2."""
+    return SimpleNamespace(engine=name, expected=[-1.0, -2.0], given=given)
 
 
 async def test_a_server_that_comes_up_during_a_sync_is_not_compared_yet():
@@ -112,3 +126,56 @@ async def test_a_joiner_is_judged_by_the_servers_that_agreed_before_it_came():
     publisher.remove("a")
     with pytest.raises(ParityError, match="late, version 1"):
         await publisher.publish(1, only=["late"])
+
+
+GOOD = [engine("decode engine of pair 0", [-1.0, -2.0]), engine("prefill engine of pair 0", [-1.0, -2.0])]
+BAD = [*GOOD, engine("decode engine of pair 1", [-1.0, -5.0])]
+
+
+async def test_engines_that_agree_pass():
+    publisher, _ = make_publisher([], engines={"a": GOOD})
+    publisher.add(server("a"))
+    metrics = await publisher.publish(1)
+    assert (metrics["sync/parity"], metrics["sync/parity_failures"]) == (0.0, 0.0)
+
+
+async def test_a_server_of_which_one_engine_differs_is_named_with_the_engine():
+    publisher, _ = make_publisher([], engines={"a": GOOD, "b": BAD})
+    for url in "ab":
+        publisher.add(server(url))
+    with pytest.raises(ServerParityError) as found:
+        await publisher.publish(4)
+    assert list(found.value.reasons) == ["b"]
+    reason = found.value.reasons["b"]
+    assert reason.startswith("b, version 4, decode engine of pair 1: ") and "differ by 1.5 a token" in reason
+    assert "1 other servers agree" in reason
+    assert found.value.metrics["sync/parity_failures"] == 1.0
+
+
+async def test_the_only_server_of_which_one_engine_differs_fails_parity():
+    publisher, _ = make_publisher([], engines={"a": BAD})
+    publisher.add(server("a"))
+    with pytest.raises(ParityError, match="^a, version 2, decode engine of pair 1: ") as error:
+        await publisher.publish(2)
+    assert not isinstance(error.value, ServerParityError)
+
+
+async def test_a_server_whose_engines_agree_only_with_one_another_fails_parity():
+    publisher, _ = make_publisher([], wrong=("b",), engines={"a": GOOD, "b": GOOD})
+    for url in "ab":
+        publisher.add(server(url))
+    with pytest.raises(ServerParityError, match="^b, version 1: "):
+        await publisher.publish(1)
+
+
+async def test_a_server_whose_engines_do_not_answer_is_left_out_and_agrees_with_nobody():
+    publisher, _ = make_publisher([], engines={"a": GOOD, "b": ServerError("it is gone"), "c": BAD})
+    for url in "ab":
+        publisher.add(server(url))
+    metrics = await publisher.publish(1)
+    assert metrics["sync/parity_failures"] == 0.0
+    publisher.remove("a")
+    publisher.add(server("c"))
+    with pytest.raises(ParityError, match="^c, version 2, ") as error:
+        await publisher.publish(2)
+    assert not isinstance(error.value, ServerParityError)

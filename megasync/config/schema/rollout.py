@@ -162,6 +162,12 @@ class RolloutConfig:
     # Attention groups of each server (SGLang's data-parallel attention): each has a part of its tensor-parallel ranks,
     # whole attention weights, and requests and a KV cache of its own. docs/fleet.md#servers-with-attention-groups
     attention_data_parallel: int = limited(1, PROCESSES)
+    # Engines of each server that compute prompts, of `tensor_parallel` ranks each, and hand them over to those that
+    # compute responses (prefill/decode disaggregation); 0 of both kinds is one engine that does both.
+    # docs/fleet.md#servers-with-prefill-and-decode-engines
+    prefill_engines: int = limited(0, NOT_NEGATIVE)
+    # Engines of each server that compute responses, if others compute prompts.
+    decode_engines: int = limited(0, NOT_NEGATIVE)
     # Serve a model folder in block FP8 as it is stored, and quantize the weights of each sync in the same way; false
     # serves it in model.dtype. docs/weight_sync.md#servers-in-block-fp8
     fp8: bool = False
@@ -195,9 +201,9 @@ class RolloutConfig:
     routing_replay: bool = False
     # Maximum length of prompt plus response that a server accepts, in tokens; null takes the model's own limit.
     context_length: int | None = limited(None, AT_LEAST_ONE)
-    # KV cache per server, or per attention group, in tokens; null leaves it to SGLang (set it on a CPU).
+    # KV cache per server, attention group or engine, in tokens; null leaves it to SGLang (set it on a CPU).
     max_total_tokens: int | None = limited(None, AT_LEAST_ONE)
-    # Maximum number of running requests per server; null leaves it to SGLang (set it on a CPU).
+    # Maximum number of running requests per server or engine; null leaves it to SGLang (set it on a CPU).
     max_running_requests: int | None = limited(None, AT_LEAST_ONE)
     # Fraction of a device's memory for weights and KV cache.
     mem_fraction: float = limited(0.8, PROPER_FRACTION)

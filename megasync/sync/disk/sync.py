@@ -36,7 +36,7 @@ from megasync.sync.attempt import Attempt, PhaseFailed
 from megasync.sync.broadcast.plan import BroadcastPlan
 from megasync.sync.disk.version_folders import VersionFolders
 from megasync.sync.messages import WriteReport
-from megasync.sync.server_update import ServerUpdate, failures
+from megasync.sync.server_update import ServerUpdate, each_engine, failures, untouched
 from megasync.sync.weight_sync import TrainerRanks, WeightSync
 
 if TYPE_CHECKING:
@@ -112,8 +112,8 @@ class DiskServer(ServerUpdate):
             await self.post("/update_weights_from_disk", body)
         except ServerError as error:
             # The first rank answers for all of them, so on several hosts another one may have seen the folder.
-            progress.in_doubt = NOT_LOADED not in str(error) or self.nodes != 1
-            if not isinstance(error.__cause__, TimeoutError):
+            progress.in_doubt = not untouched(error, NOT_LOADED) or self.nodes != 1
+            if not any(each and isinstance(each.__cause__, TimeoutError) for each in each_engine(error)):
                 self.reading = None
             raise
         self.reading = None

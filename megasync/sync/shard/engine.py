@@ -22,7 +22,7 @@ from megasync.sync.messages import (
     SendReport,
     StageReport,
 )
-from megasync.sync.server_update import RECOVERY_SECONDS, ServerUpdate
+from megasync.sync.server_update import RECOVERY_SECONDS, ServerUpdate, untouched
 from megasync.sync.shard.feeds import Feed
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Engine(ServerUpdate):
         try:
             await self.control.load(request, str(attempt.version), flush, self._seconds)
         except ServerError as error:
-            progress.in_doubt = REFUSED not in str(error)
+            progress.in_doubt = not untouched(error, REFUSED)
             raise
         progress.in_doubt, progress.moved = False, True
         attempt.note("copy", time.monotonic() - start)
