@@ -110,7 +110,7 @@ def test_the_plan_describes_the_transport(transport, words):
 
 def test_engines_are_shown_with_their_processes_and_have_no_broadcast_to_fall_back_to():
     engines = ["rollout.prefill_engines=1", "rollout.decode_engines=3", "rollout.servers=2"]
-    engines += ["sync.pause_mode=abort", "cluster.address=auto"]
+    engines += ["sync.pause_mode=abort", "cluster.address=auto", "cluster.host=auto"]
     shown = rendered(load("qwen3_8b_math", *engines), width=400)
     assert "2 server(s) of 1 prefill and 3 decode engine(s); each restarts" in shown
     assert "8 server process(es)" in shown
