@@ -174,15 +174,16 @@ def test_the_script_for_one_machine_has_a_help_text(checkout):
     assert helped.returncode == 0 and helped.stdout.startswith("Trains on this machine only")
 
 
-def test_the_tests_add_verl_trackers_and_the_packages_of_the_rehearsal_to_the_environment_once(checkout):
+def test_the_tests_add_what_only_some_of_them_need_to_the_environment_once(checkout):
     python = fake_python(checkout, "true")
     run = partial(bash, checkout / "launch" / "test.sh", PYTHON=str(python))
     assert run().returncode == run().returncode == 0
     pins = [str(requirement) for requirement in requirements_of("rehearsal.lock")]
-    *_, project, verl, trackers = (checkout / "pip.txt").read_text().splitlines()[: -len(pins)]
+    *_, project, verl, trackers, engines = (checkout / "pip.txt").read_text().splitlines()[: -len(pins)]
     assert "--editable" in project
     assert "--no-deps" in verl and verl.endswith("launch/verl.lock")
     assert "--no-deps" in trackers and trackers.endswith("launch/trackers.lock")
+    assert "--no-deps" in engines and engines.endswith("launch/engines.lock")
     unpacked = (checkout / "pip.txt").read_text().splitlines()[-len(pins) :]
     assert [line.split()[-1] for line in unpacked] == pins and all("--no-deps" in line for line in unpacked)
     folders = sorted(folder.name for folder in (checkout / ".venv" / "rehearsal").iterdir())
@@ -210,7 +211,7 @@ def test_the_checks_run_all_and_name_those_that_fail(checkout):
     assert "ran basedpyright" in failed.stdout
 
 
-@pytest.mark.parametrize("lock", ["verl.lock", "lint.lock", "trackers.lock"])
+@pytest.mark.parametrize("lock", ["verl.lock", "lint.lock", "trackers.lock", "engines.lock"])
 def test_the_locks_do_not_overlap(lock):
     pins = requirements_of(lock)
     assert {str(requirement.specifier)[:2] for requirement in pins} == {"=="}
@@ -219,7 +220,11 @@ def test_the_locks_do_not_overlap(lock):
 
 def test_locks_that_share_a_package_pin_the_same_version():
     """They are installed into one environment, in any order."""
-    pins = {str(pin) for lock in ("verl.lock", "lint.lock", "trackers.lock") for pin in requirements_of(lock)}
+    pins = {
+        str(pin)
+        for lock in ("verl.lock", "lint.lock", "trackers.lock", "engines.lock")
+        for pin in requirements_of(lock)
+    }
     names = [pin.partition("==")[0].lower().replace("_", "-") for pin in pins]
     assert sorted(names) == sorted(set(names))
 

@@ -50,7 +50,8 @@ def hugging_face(models, rows):
 def test_scores_and_losses_are_hugging_faces(results, hugging_face, family, layout):
     logprobs, loss, _ = hugging_face[family]
     for rank in results[0][family, layout]:
-        torch.testing.assert_close(rank["scores"], logprobs, atol=1e-5, rtol=0)
+        # Machines round differently: of log-probs around 5, some differ by 1.1e-5.
+        torch.testing.assert_close(rank["scores"], logprobs, atol=1e-5, rtol=1e-5)
         assert rank["loss"] == pytest.approx(loss, abs=1e-5)
 
 
