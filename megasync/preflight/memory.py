@@ -50,8 +50,8 @@ REFERENCE_ALIGNMENT = 256
 IMBALANCE = 2.0
 # A position of a token.
 INDEX_BYTES = 8
-# Buffers of `trainer.tp_comm_overlap`.
-USER_BUFFERS = 12
+# Buffers of `trainer.tp_comm_overlap`: those that are gathered, in FP8 if layers are, and those summed up.
+GATHERED_BUFFERS, SUMMED_BUFFERS = 8, 4
 # Tokens of a gated delta net that flash-linear-attention computes together.
 DELTA_CHUNK = 64
 LAYER = re.compile(r"(\d+\.)?decoder\.layers\.\d+\.")
@@ -361,8 +361,9 @@ def user_buffer_bytes(config: Config, layout: Layout) -> int:
     """
     if not config.trainer.tp_comm_overlap:
         return 0
-    elements = USER_BUFFERS * microbatch_tokens(config) * layout.sizes.hidden
-    return elements * ITEM_BYTES[config.model.dtype]
+    item = ITEM_BYTES[config.model.dtype]
+    each = GATHERED_BUFFERS * (item if config.trainer.fp8 is None else 1) + SUMMED_BUFFERS * item
+    return each * microbatch_tokens(config) * layout.sizes.hidden
 
 
 def saved_activations(config: Config, layout: Layout, stage: int) -> int:

@@ -304,7 +304,7 @@ def check_overlap(layout: Layout, trainer: TrainerConfig, dtype: str) -> None:
     if missing := [key for key, met in needed.items() if not met]:
         raise ConfigError(f"{named} needs {', '.join(missing)}; set that, or tp_comm_overlap to false")
     excluded = {
-        f"trainer.fp8={trainer.fp8}": trainer.fp8 is not None,
+        f"trainer.fp8={trainer.fp8}, for which Transformer Engine has no buffers": trainer.fp8 == "blockwise",
         f"trainer.lora.rank={trainer.lora.rank}": trainer.lora.rank > 0,
         "latent attention, for whose projections Megatron has no buffers": layout.family.latent,
         "gated delta nets, for whose projections there are no buffers": layout.sizes.delta is not None,

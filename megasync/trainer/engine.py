@@ -176,7 +176,8 @@ class MegatronEngine:
         self.data_group = cast(dist.ProcessGroup, parallel_state.get_data_parallel_group())
         if config.tp_comm_overlap:
             tokens = full_microbatch(self.trainer_config) // self.topology.context
-            open_buffers(tokens, self.layout.sizes.hidden, self.topology.tensor, self.dtype, self.device.backend)
+            sizes = tokens, self.layout.sizes.hidden, self.topology.tensor
+            open_buffers(*sizes, self.dtype, config.fp8 is not None, self.device.backend)
         self.chunks = build_chunks(self.layout, config, self.device, self.dtype)
         self.weights = self.trained = named_weights(self.chunks)
         weights = (load or self._load_folder)(self.layout, self.rank, torch.float32)

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 MODULE = "transformer_engine.pytorch.module.base"
 
 
-def open_buffers(tokens: int, hidden: int, ranks: int, dtype: torch.dtype, backend: str) -> None:
+def open_buffers(tokens: int, hidden: int, ranks: int, dtype: torch.dtype, fp8: bool, backend: str) -> None:
     """Allocates the buffers [tokens, hidden] of ``ranks`` tensor-parallel ranks. A collective of all ranks.
 
     Does nothing if another engine of this process has done it. ``tokens`` are those of a microbatch on one
-    context-parallel rank. Over ``backend`` ranks exchange the addresses of their buffers.
+    context-parallel rank. With ``fp8``, what layers gather is in FP8. Over ``backend`` ranks exchange the addresses of
+    their buffers.
     """
     base = import_module(MODULE)
     if base.is_ub_initialized():
@@ -29,7 +30,7 @@ def open_buffers(tokens: int, hidden: int, ranks: int, dtype: torch.dtype, backe
     base.initialize_ub(
         shape=[tokens, hidden],
         tp_size=ranks,
-        quantization_modes=[base.UserBufferQuantizationMode.NONE],
+        quantization_modes=[base.UserBufferQuantizationMode.FP8 if fp8 else base.UserBufferQuantizationMode.NONE],
         dtype=dtype,
         bootstrap_backend=backend,
     )

@@ -272,6 +272,9 @@ def test_padded_microbatches_and_buffers_of_overlapped_exchanges_are_counted():
     assert "in microbatches of 16392 tokens per rank" in rendered(config)
     _, overlapped = plan("trainer.pad_microbatches=true", "trainer.tp_comm_overlap=true")
     assert overlapped - padded == 24 * 16392 * 4096
+    _, eight_bits = plan("trainer.pad_microbatches=true", "trainer.fp8=tensorwise")
+    _, exchanged = plan("trainer.pad_microbatches=true", "trainer.fp8=tensorwise", "trainer.tp_comm_overlap=true")
+    assert (exchanged - eight_bits) % (16 * 4096) == 0 and exchanged - eight_bits >= 16 * 16390 * 4096
 
 
 def test_a_kl_term_takes_two_blocks_of_the_model():

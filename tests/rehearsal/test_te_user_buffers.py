@@ -15,10 +15,13 @@ EXPERTS = {"expert_parallel": 2, "expert_tensor_parallel": 1}
 CASES = [
     ("te 0.19.2", "qwen2_moe", 2, {**EXPERTS, "recompute": "full"}),
     ("te", "qwen3_moe", 2, EXPERTS),
+    ("te", "qwen3", 2, {"fp8": "tensorwise"}),
 ]
 ALL_CASES = [
     *((flavour, family, 2, {}) for flavour in ("te", "te 0.19.2") for family in ("qwen3", "glm4")),
     *((flavour, "gpt_oss", 2, EXPERTS) for flavour in ("te", "te 0.19.2")),
+    ("te 0.19.2", "qwen3", 2, {"fp8": "tensorwise", "recompute": "full"}),
+    ("te", "qwen3_moe", 2, {**EXPERTS, "fp8": "tensorwise"}),
     ("te", "llama", 4, {"data_parallel": 2}),
     ("te", "qwen3", 4, {"context_parallel": 2}),
     ("te", "qwen3_moe", 4, {**EXPERTS, "pipeline_parallel": 2, "virtual_pipeline": 2}),

@@ -25,5 +25,8 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def as_plain(tensor: Any) -> torch.Tensor:
-    """The values of a tensor; a quantised one is dequantised."""
-    return tensor if type(tensor) in (torch.Tensor, torch.nn.Parameter) else tensor.dequantize()
+    """The values of a tensor; those of a quantised one as float32, as a product takes them.
+
+    The dtype that it looks like to other tensors may be coarser, and differs with the way on which it came.
+    """
+    return tensor if type(tensor) in (torch.Tensor, torch.nn.Parameter) else tensor.dequantize(dtype=torch.float32)
