@@ -1,7 +1,6 @@
 """A server of prefill and decode engines, each of which is an actor.
 
-Several decode engines have a router in front of them. The run's router, and whoever sends a request to this server,
-sees that one, or the only decode engine.
+Requests go to the decode engine or, if there are several, to a router in front of them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from megasync.layout.layout import Layout
 
 # The model types whose servers are tested with both kinds of engines.
 HANDED_OVER = ("deepseek_v3", "glm4_moe", "llama", "qwen2", "qwen3", "qwen3_moe")
-EXTRA = "the extra `engines`"
 
 
 def check_server_engines(config: Config, layout: Layout, *, planning: bool) -> None:
@@ -46,6 +45,6 @@ def check_server_engines(config: Config, layout: Layout, *, planning: bool) -> N
             raise ConfigError(f"{given} are not possible with {other}; change one of them")
     if not planning and find_spec("nixl") is None:
         raise ConfigError(
-            f"{given} move caches with the package nixl, which is not installed; install {EXTRA} (in a checkout: bash "
-            f"launch/setup_extra.sh engines), or set both to 0"
+            f"{given} move caches with the package nixl, which is not installed; install the extra `engines` (in a checkout: "
+            f"bash launch/setup_extra.sh engines), or set both to 0"
         )

@@ -37,7 +37,7 @@ ADAPTERS_VARIABLE = "MEGASYNC_ADAPTERS"
 RANKS_VARIABLE = "MEGASYNC_RANKS"
 # In the environment of the processes of such an engine: the key with which engines prove that they are of one server.
 HANDOVER_VARIABLE = "MEGASYNC_HANDOVER"
-# Where a decode engine is told the prefill engines of its server.
+# The route at which a decode engine gets the addresses of the prefill engines of its server.
 PREFILL_ROUTE = "/prefill_engines"
 # The header by which the router sends requests to one server.
 ROUTING_KEY_HEADER = "x-smg-routing-key"

@@ -160,7 +160,7 @@ class Manager:
 
 
 class Prefill:
-    """Prefill engines that answer, or fail, when they are told to."""
+    """Prefill engines whose answers the test gives, one future for each call."""
 
     def __init__(self, calls: PromptCalls) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
