@@ -45,6 +45,6 @@ def check_server_engines(config: Config, layout: Layout, *, planning: bool) -> N
             raise ConfigError(f"{given} are not possible with {other}; change one of them")
     if not planning and find_spec("nixl") is None:
         raise ConfigError(
-            f"{given} move caches with the package nixl, which is not installed; install the extra `engines` (in a checkout: "
-            f"bash launch/setup_extra.sh engines), or set both to 0"
+            f"{given} move caches with the package nixl, which is not installed; install the extra `engines` (in a "
+            f"checkout: bash launch/setup_extra.sh engines), or set both to 0"
         )
