@@ -267,6 +267,8 @@ def ladder(machine: Machine, out: Path, models: Path) -> list[Stage]:
     turns = [*task, "name=first-gpu-in-turns", "cluster.share_device=false", "cluster.colocate=true"]
     turns += ["schedule.max_staleness=0", "sync.transport=p2p", "schedule.total_steps=3", "eval.every_steps=0"]
     turns += [f"rollout.servers={max(1, len(machine.gpus) // 2)}"]
+    graphs = [*size, "name=first-gpu-graphs", "trainer.recompute=null", "trainer.tokens_per_microbatch=2048"]
+    graphs += ["trainer.pad_microbatches=true", "trainer.cuda_graphs=true"]
     peak = [] if cpu or machine.peak is None else ["--peak", f"{machine.peak:g}"]
     trained = [*size, "schedule.groups_per_step=2", "schedule.samples_per_group=4"] if cpu else size
     create = [*cli, "fetch", real.name, "--out", str(real)]
@@ -309,6 +311,13 @@ def ladder(machine: Machine, out: Path, models: Path) -> list[Stage]:
             "can ranks and servers use the same devices in turns?",
             [*cli, "train", *turns],
             judge_run("first-gpu-in-turns", False),
+        ),
+        Stage(
+            "run-graphs",
+            "do layers train as CUDA graphs?",
+            [*cli, "train", *graphs],
+            judge_run("first-gpu-graphs", False),
+            skip="CUDA graphs need a GPU" if cpu else "",
         ),
         Stage(
             "trainer",

@@ -74,7 +74,7 @@ FREE = frozenset(
         "trainer.distributed_optimizer",
         # Optimizer state contains moments, not hyperparameters.
         *(f"trainer.{key}" for key in ("tokens_per_microbatch", "minibatches", "recompute")),
-        *(f"trainer.{key}" for key in ("pad_microbatches", "tp_comm_overlap")),
+        *(f"trainer.{key}" for key in ("pad_microbatches", "tp_comm_overlap", "cuda_graphs")),
         *(f"trainer.{key}" for key in ("recompute_layers", "recompute_modules", "overlap_grad_reduce", "float32_head")),
         *(f"trainer.{key}" for key in ("fp8", "gradient_accumulation_fusion", "overlap_param_gather")),
         *(f"trainer.{key}" for key in ("moe_permute_fusion", "moe_deepep", "moe_shared_expert_overlap", "megatron")),

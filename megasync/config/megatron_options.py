@@ -58,6 +58,11 @@ KEYS: dict[str, dict[str, str]] = {
             "tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs "
             "tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend"
         ),
+        "trainer.cuda_graphs": (
+            "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_modules "
+            "cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps "
+            "delay_offload_until_cuda_graph"
+        ),
         "trainer.expert_parallel": "expert_model_parallel_size",
         "trainer.expert_tensor_parallel": "expert_tensor_parallel_size moe_extended_tp",
         "trainer.first_stage_layers": "num_layers_in_first_pipeline_stage account_for_embedding_in_pipeline_split",
@@ -105,10 +110,6 @@ KEYS: dict[str, dict[str, str]] = {
 }
 
 _ARCHITECTURE = "config.json of the model decides the architecture, and the weight sync serves the same"
-_GRAPHS = (
-    "a CUDA graph repeats what it was captured with, but sequences, passes and addresses of weights change: "
-    "docs/launching.md, CUDA graphs"
-)
 _WEIGHTS = "weight sync and checkpoints read parameters in model.dtype, under their names"
 _READ_AT_ONCE = (
     "the weight sync reads all parameters right after a step, and trainer.overlap_param_gather provides that"
@@ -154,11 +155,6 @@ REASONS: dict[str, dict[str, str]] = {
             "dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon "
             "dsa_indexer_k_norm_fp32 mtp_num_layers mtp_standalone mtp_loss_scaling_factor mtp_use_repeated_layer "
             "mtp_detach_heads mtp_hybrid_override_pattern"
-        ),
-        _GRAPHS: (
-            "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_modules "
-            "cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps "
-            "delay_offload_until_cuda_graph"
         ),
         "microbatches may differ in length, and this needs buffers of one size": "symmetric_ar_type",
         "torch.distributed has no ring_exchange": "use_ring_exchange_p2p",

@@ -71,6 +71,7 @@ from megasync.trainer.architecture import (
     check_context,
     check_experts,
     check_fp8,
+    check_graphs,
     check_overlap,
     chunks_of,
 )
@@ -379,6 +380,13 @@ def _check_trainer(config: Config) -> None:
             f"trainer.tp_comm_overlap=true needs all ranks of trainer.tensor_parallel={trainer.tensor_parallel} on one "
             f"node, but cluster.devices_per_node={config.cluster.devices_per_node}; set it to false"
         )
+    if trainer.cuda_graphs:
+        for key, moves in (("cluster.colocate", config.cluster.colocate), ("critic.offload", config.critic.offload)):
+            if moves:
+                raise ConfigError(
+                    f"trainer.cuda_graphs=true keeps weights and gradients at their addresses, but {key}=true moves "
+                    f"them; set one to false"
+                )
     _check_precision(config)
     _check_optimizer_offload(config, "trainer.optimizer", trainer.optimizer)
     if config.critic.enabled:
@@ -724,6 +732,7 @@ def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Pat
         check_context(layout, config.trainer, config.model.dtype)
         check_fp8(layout, config.trainer, config.model.dtype)
         check_overlap(layout, config.trainer, config.model.dtype)
+        check_graphs(layout, config.trainer)
         if (adapters := adapter_layout(layout, config.trainer)) is not None:
             check_adapters(adapters, config.trainer)
             path = config.trainer.lora.path

@@ -347,10 +347,11 @@ def in_flight(pipeline: int, virtual: int, stage: int) -> tuple[int, ...]:
 
 
 def _activations(config: Config, layout: Layout, stage: int, item: int) -> int:
-    """What the chunks of a stage save, buffers of the layer that computes, and those of `trainer.tp_comm_overlap`."""
+    """What the chunks of a stage save, buffers of the layer that computes, and those of other keys of the trainer."""
     sparse = any(layer in layout.sizes.sparse_layers for chunk in layout.stages[stage] for layer in chunk)
     buffers = _dispatch_buffers(config, layout) * item * microbatch_tokens(config) if sparse else 0.0
-    return saved_activations(config, layout, stage) + int(buffers) + user_buffer_bytes(config, layout)
+    more = user_buffer_bytes(config, layout) + graph_bytes(config, layout)
+    return saved_activations(config, layout, stage) + int(buffers) + more
 
 
 def user_buffer_bytes(config: Config, layout: Layout) -> int:
@@ -364,6 +365,21 @@ def user_buffer_bytes(config: Config, layout: Layout) -> int:
     item = ITEM_BYTES[config.model.dtype]
     each = GATHERED_BUFFERS * (item if config.trainer.fp8 is None else 1) + SUMMED_BUFFERS * item
     return each * microbatch_tokens(config) * layout.sizes.hidden
+
+
+def graph_bytes(config: Config, layout: Layout) -> int:
+    """Bytes that `trainer.cuda_graphs` keeps beside what layers save (`torch.cuda.make_graphed_callables`).
+
+    Each layer has an output, its gradient and the gradient of its input of its own, and the gradients of its weights
+    unless the matrix product adds them to Megatron's buffer.
+    """
+    trainer = config.trainer
+    if not trainer.cuda_graphs:
+        return 0
+    elements = 3 * layout.sizes.layers * microbatch_tokens(config) * _hidden(config, layout)
+    if not trainer.gradient_accumulation_fusion:
+        elements += sum(prod(shape) for name, shape in layout.params(0).items() if ".layers." in name)
+    return int(elements * ITEM_BYTES[config.model.dtype])
 
 
 def saved_activations(config: Config, layout: Layout, stage: int) -> int:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.overrides import TorchFunctionMode
 
-from megasync.config.schema import Config
+from megasync.config.schema import Config, TrainerConfig
 from megasync.device import Device
 from megasync.layout.layout import Layout, Placed
 from megasync.layout.model_files import find_hf_config
@@ -90,7 +90,7 @@ def built_rank(config: Config, rank: int, device: MetaDevice) -> Iterator[Megatr
     """An initialised engine with uninitialised weights, in fake process groups that are closed afterwards."""
     with fake_world(rank, Topology.from_config(config.trainer).world), META, _OnMeta(device.kind):
         model = replace(config.model, path=str(find_hf_config(config.model, planning=True)))
-        engine = MegatronEngine(model, config.trainer, device, rank, config.schedule.total_steps)
+        engine = MegatronEngine(model, _uncaptured(config), device, rank, config.schedule.total_steps)
         try:
             engine.initialize(load=_absent_weights)
             yield engine
@@ -104,9 +104,15 @@ def built_critic(config: Config, rank: int, device: MetaDevice) -> MegatronEngin
     # A folder of its own has the policy's sizes, and need not be on this machine.
     critic = replace(config.critic, path=None)
     model = replace(config.model, path=str(find_hf_config(config.model, planning=True)))
-    engine = critic_engine(critic, model, config.trainer, device, rank, total_steps=config.schedule.total_steps)
+    trainer = _uncaptured(config)
+    engine = critic_engine(critic, model, trainer, device, rank, total_steps=config.schedule.total_steps)
     engine.initialize(load=_absent_weights)
     return engine
+
+
+def _uncaptured(config: Config) -> TrainerConfig:
+    """The trainer without CUDA graphs: layers without values cannot be captured."""
+    return replace(config.trainer, cuda_graphs=False)
 
 
 def _absent_weights(layout: Layout, rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:

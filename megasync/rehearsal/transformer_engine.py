@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megasync.errors import ConfigError
-from megasync.rehearsal import cuda, te_extension
+from megasync.rehearsal import cuda, graphs, te_extension
 from megasync.rehearsal.packages import add_to_path
 
 # The version whose compiled extension `te_extension` stands in for.
@@ -67,6 +67,7 @@ def install(device: torch.device) -> None:
     Raises ConfigError if it is called too late, or Transformer Engine is missing or has another version than `VERSION`.
     """
     cuda.install(device)
+    graphs.install()
     if sys.modules.get("transformer_engine_torch") is te_extension:
         return
     late = "megatron.core.extensions.transformer_engine"

@@ -313,6 +313,36 @@ def check_overlap(layout: Layout, trainer: TrainerConfig, dtype: str) -> None:
         raise ConfigError(f"{named} does not support {', '.join(present)}; set it to false")
 
 
+def check_graphs(layout: Layout, trainer: TrainerConfig) -> None:
+    """Raises ConfigError if decoder layers cannot be captured as CUDA graphs as `trainer.cuda_graphs` says."""
+    if not trainer.cuda_graphs:
+        return
+    named, sizes, family = "trainer.cuda_graphs=true", layout.sizes, layout.family
+    needed = {
+        "cluster.device=cuda": layout.spec == "te",
+        "trainer.pad_microbatches=true": trainer.pad_microbatches,
+    }
+    if missing := [key for key, met in needed.items() if not met]:
+        raise ConfigError(f"{named} needs {', '.join(missing)}; set that, or cuda_graphs to false")
+    excluded = {
+        f"trainer.pipeline_parallel={trainer.pipeline_parallel}": trainer.pipeline_parallel > 1,
+        f"trainer.context_parallel={trainer.context_parallel}": trainer.context_parallel > 1,
+        f"trainer.recompute={trainer.recompute}": trainer.recompute is not None,
+        f"trainer.fp8={trainer.fp8}": trainer.fp8 is not None,
+        f"trainer.lora.rank={trainer.lora.rank}": trainer.lora.rank > 0,
+        "trainer.tp_comm_overlap=true": trainer.tp_comm_overlap,
+        "experts": bool(sizes.experts),
+        "latent attention": family.latent,
+        "gated delta nets": sizes.delta is not None,
+        "attention in chunks": bool(family.chunks),
+        "rotated pairs of adjacent channels, for which Megatron reads lengths of sequences on the host": (
+            family.interleaved_rotary
+        ),
+    }
+    if present := [what for what, met in excluded.items() if met]:
+        raise ConfigError(f"{named} does not support {', '.join(present)}; set it to false")
+
+
 def check_experts(layout: Layout, trainer: TrainerConfig) -> None:
     """Raises ConfigError for a parallelism of expert layers that Megatron cannot train."""
     if layout.sizes.experts and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:

@@ -50,6 +50,7 @@ from megasync.trainer.architecture import (
     check_context,
     check_experts,
     check_fp8,
+    check_graphs,
     check_overlap,
     full_microbatch,
     token_multiple,
@@ -57,6 +58,7 @@ from megasync.trainer.architecture import (
 from megasync.trainer.batch import Batch, Sample, Samples, lengths_of, make_batch
 from megasync.trainer.collectives import broadcast_json
 from megasync.trainer.context import from_all_ranks
+from megasync.trainer.layer_graphs import LayerGraphs, most_sequences
 from megasync.trainer.layer_norms import group_names, groups_of
 from megasync.trainer.loading import load_once
 from megasync.trainer.logprobs import squared_norms
@@ -145,6 +147,7 @@ class MegatronEngine:
         check_context(self.layout, trainer, model.dtype)
         check_fp8(self.layout, trainer, model.dtype)
         check_overlap(self.layout, trainer, model.dtype)
+        check_graphs(self.layout, trainer)
         self._adapter_layout = None if value_head else adapter_layout(self.layout, trainer)
         if self._adapter_layout is not None:
             check_adapters(self._adapter_layout, trainer)
@@ -160,6 +163,7 @@ class MegatronEngine:
         self._reference: ReferenceWeights | ReferenceAdapters | None = None
         self._saving: checkpoint.Saving | None = None
         self._gathers_awaited = False
+        self._graphs: list[LayerGraphs] = []
 
     def initialize(self, load: Callable[[Layout, int, torch.dtype], dict[str, torch.Tensor]] | None = None) -> None:
         """Builds process groups, model and optimizer, and loads this rank's shard of the model folder.
@@ -237,6 +241,9 @@ class MegatronEngine:
         self.optimizer = Optimizer(self.wrapped, config, self.total_steps, self.dtype, self.device.torch_device)
         self.optimizer.start_from(self.trained, weights)
         self._await_gathers(False)
+        if config.cuda_graphs:
+            self._graphs = [LayerGraphs(chunk, full_microbatch(config)) for chunk in self.chunks]
+            self.zero_grad()
 
     # With `trainer.overlap_param_gather` an update leaves each rank with only its own part of the new weights. The next
     # forward pass gathers each bucket before its first use; whoever else reads weights calls `gather_weights`.
@@ -300,11 +307,13 @@ class MegatronEngine:
     def plan(self, lengths: Lengths) -> Packing:
         """Packs sequences for all ranks; not a collective. See `share` for what this rank computes of it."""
         sizes, context = self.layout.sizes, self.topology.context
+        budget = full_microbatch(self.trainer_config)
         linear = sizes.hidden * (2 * sizes.q_rows + 2 * sizes.kv_rows + 3 * sizes.active_width)
         return plan_packing(
             lengths,
             ranks=self.topology.data,
-            budget=full_microbatch(self.trainer_config),
+            budget=budget,
+            most_trees=most_sequences(budget) if self.trainer_config.cuda_graphs else None,
             attention_cost=2 * sizes.q_rows / linear,
             share_prompts=self.device.spec == "local" and context == 1,
             multiple=self.topology.pipeline if self.topology.virtual > 1 else 1,
@@ -654,6 +663,8 @@ class MegatronEngine:
         With `trainer.tp_comm_overlap`, the buffers of all engines of the process end with the first that closes.
         """
         close_buffers()
+        for graphs in self._graphs:
+            graphs.close()
         # A token dispatcher keeps tensors of the last forward pass. Their graph refers to the model through gradient
         # hooks, which the garbage collector cannot see: model and process groups would never be freed.
         for module in (module for chunk in self.chunks for module in chunk.modules()):

@@ -127,6 +127,7 @@ def plan_packing(
     share_prompts: bool,
     multiple: int = 1,
     chunks: int = 1,
+    most_trees: int | None = None,
 ) -> Packing:
     """Packs sequences into microbatches for each rank, balanced by work.
 
@@ -138,12 +139,16 @@ def plan_packing(
         attention_cost: work of one query-key pair, in units of one token's linear layers.
         share_prompts: without it, each sequence is a tree of its own.
         chunks: each tree is padded to a multiple of as many tokens.
+        most_trees: of a microbatch; None for no limit.
     """
     if not len(lengths.fed):
         raise ValueError("nothing to pack")
     trees = build_trees(lengths, ranks * multiple, budget, attention_cost, share_prompts, chunks)
     by_work = np.argsort(-trees.work, kind="stable")
     tokens, work = trees.tokens[by_work], trees.work[by_work]
+    if most_trees is not None:
+        # Each takes a part of the budget of which there are no more than so many.
+        tokens = np.maximum(tokens, -(-budget // most_trees))
     # A lower bound: by volume, and because two trees of more than half the budget never share a microbatch.
     needed = max(-(-int(tokens.sum()) // budget), int((2 * tokens > budget).sum()))
     rounds = multiple * max(1, -(-needed // (ranks * multiple)))

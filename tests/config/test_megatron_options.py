@@ -73,7 +73,7 @@ def test_decided_fields_exist_in_a_supported_version(table):
         ("model", {"context_parallel_size": 2}, "context_parallel_size cannot be set"),
         ("model", {"activation_func": "relu"}, "activation_func cannot be set: config.json"),
         ("model", {"tp_comm_overlap": True}, r"set trainer\.tp_comm_overlap instead"),
-        ("model", {"cuda_graph_impl": "local"}, "a CUDA graph repeats what it was captured with"),
+        ("model", {"cuda_graph_impl": "local"}, r"set trainer\.cuda_graphs instead"),
         ("model", {"atention_backend": "flash"}, "did you mean 'attention_backend'"),
         ("model", {"attention_backend": "fast"}, "attention_backend=fast has the wrong type; Megatron takes flash or"),
         ("model", {"deterministic_mode": 1}, "deterministic_mode=1 has the wrong type; Megatron takes true or false"),

@@ -138,8 +138,9 @@ def test_every_run_of_the_ladder_is_a_valid_configuration_that_fits(machine, tmp
 
     monkeypatch.chdir(ROOT)
     shapes = {"run": "smollm2_135m", "run-0.6b": "qwen3_0_6b", "run-in-turns": "smollm2_135m"}
+    shapes["run-graphs"] = "qwen3_0_6b"
     for stage in first_gpu.ladder(machine, tmp_path / "out", tmp_path / "models"):
-        if stage.name not in shapes:
+        if stage.name not in shapes or stage.skip:
             continue
         path, *overrides = stage.command[stage.command.index("train") + 1 :]
         config = load_config(path, [*overrides, f"model.config=configs/models/{shapes[stage.name]}.json"])
@@ -178,7 +179,9 @@ def test_the_ladder_is_rehearsed_on_a_cpu(tmp_path, left_out):
     )
     results = json.loads((out / "results.json").read_text())["stages"]
     assert done.returncode == 0, [result for result in results if result["verdict"] != "passed"]
-    assert {result["verdict"] for result in results} == {"passed"}
+    assert {result["name"]: result["verdict"] for result in results if result["verdict"] != "passed"} == {
+        "run-graphs": "skipped"
+    }
     figures = {result["name"]: result["numbers"] for result in results}
     assert figures["parity"]["logprob error"] < 1e-5 and figures["run"]["steps"] == 3
     assert "no figure is a GPU's" in (out / "report.md").read_text()

@@ -24,6 +24,7 @@ OVERLAP = [
     *("trainer.tp_comm_overlap=true", "trainer.pad_microbatches=true", "trainer.tensor_parallel=2"),
     *("trainer.sequence_parallel=true", "cluster.device=cuda", "model.dtype=bfloat16"),
 ]
+GRAPHS = ["trainer.cuda_graphs=true", "trainer.pad_microbatches=true", "cluster.device=cuda", "model.dtype=bfloat16"]
 CONTRADICTIONS = [
     (["schedule.max_inflight_groups=33"], ["max_inflight_groups=33", "32 = (", "null"]),
     (
@@ -125,6 +126,24 @@ CONTRADICTIONS = [
     (
         [*OVERLAP, "cluster.devices_per_node=1"],
         ["tp_comm_overlap=true needs all ranks of trainer.tensor_parallel=2", "cluster.devices_per_node=1"],
+    ),
+    (
+        ["trainer.cuda_graphs=true", "cluster.device=cpu"],
+        ["trainer.cuda_graphs=true needs cluster.device=cuda, trainer.pad_microbatches=true; set that, or cuda"],
+    ),
+    *(
+        ([*GRAPHS, refused], [f"cuda_graphs=true does not support {refused}; set it to false"])
+        for refused in (
+            "trainer.pipeline_parallel=2",
+            "trainer.context_parallel=2",
+            "trainer.recompute=full",
+            "trainer.fp8=tensorwise",
+            "trainer.lora.rank=4",
+        )
+    ),
+    (
+        [*GRAPHS, *GAE, "critic.offload=true"],
+        ["trainer.cuda_graphs=true keeps weights and gradients", "critic.offload=true moves them; set one to false"],
     ),
     (
         ["trainer.pad_microbatches=true", "trainer.tokens_per_microbatch=64", "data.prompt.max_tokens=100"],

@@ -277,6 +277,21 @@ def test_padded_microbatches_and_buffers_of_overlapped_exchanges_are_counted():
     assert (exchanged - eight_bits) % (16 * 4096) == 0 and exchanged - eight_bits >= 16 * 16390 * 4096
 
 
+def test_memory_of_graphs_is_counted():
+    def plan(*overrides):
+        config = load("qwen3_8b_math", "trainer.pad_microbatches=true", *overrides)
+        return config, stage_memory(config, layout_of(config), BUCKET, 0).activations
+
+    fused = "trainer.gradient_accumulation_fusion=true"
+    config, plain = plan(fused)
+    _, graphs = plan(fused, "trainer.cuda_graphs=true")
+    # Three hidden states of each token and layer, on four ranks that split the tokens.
+    assert graphs - plain == 3 * 36 * config.trainer.tokens_per_microbatch * 4096 * 2 // 4
+    _, apart = plan("trainer.cuda_graphs=true", "trainer.gradient_accumulation_fusion=false")
+    layers = sum(prod(shape) for name, shape in layout_of(config).params(0).items() if ".layers." in name)
+    assert apart - graphs == 2 * layers
+
+
 def test_a_kl_term_takes_two_blocks_of_the_model():
     """The embedding is the largest block; on the last rank the output layer is as large."""
     plan = resolve_plan(load("qwen3_32b_math", "algorithm.kl_coef=0.01"))

@@ -245,6 +245,7 @@ OPTIONS = {
     ),
     "overlapped-shared-experts": ("deepseek-v3", {"moe_shared_expert_overlap": True}),
     "overlapped-exchanges": ("qwen3-32b", {"pad_microbatches": True, "tp_comm_overlap": True}),
+    "graphs": ("qwen3-8b", {"pad_microbatches": True, "cuda_graphs": True, "recompute": None}),
     "fp8": ("qwen3-8b", {"fp8": "tensorwise", "recompute": None}),
     "fp8-experts": ("qwen3-30b-a3b", {"fp8": "blockwise", "recompute": None}),
     "fp8-recomputed": ("deepseek-v3", {"fp8": "blockwise", "recompute": "full"}),

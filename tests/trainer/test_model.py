@@ -17,6 +17,7 @@ from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
 from megasync.trainer.architecture import (
     check_architecture,
+    check_graphs,
     check_overlap,
     chunks_of,
     rope_parameters,
@@ -213,6 +214,23 @@ def test_exchanges_without_buffers_are_not_overlapped(family, named):
     layout = Layout(MORE_MODELS[family], Topology.from_config(trainer), "te")
     with pytest.raises(ConfigError, match=f"trainer.tp_comm_overlap=true does not support {named}"):
         check_overlap(layout, trainer, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("family", "named"),
+    [
+        ("qwen3_moe", "experts"),
+        ("deepseek_v3", "experts, latent attention"),
+        ("qwen3_5_text", "gated delta nets"),
+        ("llama4_text_plain", "experts, attention in chunks"),
+        ("glm4", "rotated pairs of adjacent channels"),
+    ],
+)
+def test_layers_that_cannot_be_captured(family, named):
+    trainer = TrainerConfig(pad_microbatches=True, cuda_graphs=True)
+    layout = Layout(MORE_MODELS[family], Topology.from_config(trainer), "te")
+    with pytest.raises(ConfigError, match=f"trainer.cuda_graphs=true does not support {named}"):
+        check_graphs(layout, trainer)
 
 
 def test_experts_with_biases_are_not_split():

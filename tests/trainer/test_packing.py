@@ -56,6 +56,17 @@ def work_of(tree, batch):
     return prompt + sum(fed) + COST * pairs
 
 
+@given(batch=batches(), ranks=st.integers(1, 5), budget=st.integers(20, 300), most=st.integers(1, 9))
+def test_microbatches_have_few_trees(batch, ranks, budget, most):
+    packing = plan_packing(batch, ranks=ranks, budget=budget, attention_cost=COST, share_prompts=False, most_trees=most)
+    found = [microbatch for rank in range(ranks) for microbatch in packing.microbatches(rank)]
+    assert max(len(microbatch.trees) for microbatch in found) <= most
+    assert sum(len(microbatch.trees) for microbatch in found if microbatch.counted) == len(batch.fed)
+    for microbatch in found:
+        assert microbatch.tokens == sum(tokens_of(tree, batch) for tree in microbatch.trees)
+        assert microbatch.tokens <= budget or len(microbatch.trees) == 1
+
+
 @given(**arguments)
 def test_every_sequence_is_counted_exactly_once(batch, ranks, budget, share, rounds):
     dealt = packed(batch, ranks, budget, share, rounds)

@@ -47,6 +47,7 @@ from megasync.layout.shards import load_shards
 from megasync.layout.topology import Topology
 from megasync.observe.rollouts import RolloutLog
 from megasync.rehearsal.device import RehearsalDevice
+from megasync.rehearsal.graphs import StandInGraph
 from megasync.rehearsal.packages import add_to_path
 from megasync.trajectory import BASELINE, TEACHER, TOKEN_REWARDS, Group, Trajectory
 
@@ -67,7 +68,7 @@ from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
 
 from megasync.errors import CheckpointError, ConfigError, TrainingError  # noqa: E402
 from megasync.support import Support  # noqa: E402
-from megasync.trainer import checkpoint  # noqa: E402
+from megasync.trainer import checkpoint, layer_graphs  # noqa: E402
 from megasync.trainer.architecture import rope_parameters  # noqa: E402
 from megasync.trainer.batch import Sample  # noqa: E402
 from megasync.trainer.critic import Critic, critic_engine  # noqa: E402
@@ -333,6 +334,34 @@ def in_user_buffers(model, rows, ways, folder, dtype="bfloat16"):
             result = layouts({"m": model}, rows, {label: trainer}, folder, dtype)["m", label]
         found[label] = {**result, "exchanges": dict(exchanges), "held": held, "open": base.is_ub_initialized()}
     return found
+
+
+# What `LayerGraphs` would do without one of its guards.
+UNGUARDED = {
+    "weights": mock.patch.object(layer_graphs, "_addresses", lambda layer: []),
+    "sequences": mock.patch.object(layer_graphs.LayerGraphs, "_set_starts", lambda graphs, packed: None),
+}
+
+
+def in_graphs(function, ways, unguarded=None, **arguments):
+    """What a function below returns for each of the trainer's options, and how often each graph was launched."""
+    found = {}
+    for label, trainer in ways.items():
+        launches = collections.Counter()
+
+        def counted(graph, launches=launches, replay=StandInGraph.replay):
+            launches[id(graph)] += 1
+            replay(graph)
+
+        with mock.patch.object(StandInGraph, "replay", counted), UNGUARDED.get(unguarded, contextlib.nullcontext()):
+            result = globals()[function](trainer=trainer, **arguments)
+        found[label] = {**result, "launches": sorted(launches.values())}
+    return found
+
+
+def one_layout(model, rows, trainer, folder, dtype):
+    label = f"graphs-{'cuda_graphs' in trainer}"
+    return layouts({"m": model}, rows, {label: trainer}, folder, dtype)["m", label]
 
 
 def attention_parts(cases):

@@ -241,6 +241,9 @@ class TrainerConfig:
     # Overlap the exchange of tokens between tensor-parallel ranks with matrix products, in buffers of Transformer
     # Engine. Needs GPUs, `sequence_parallel` and `pad_microbatches`: docs/launching.md#microbatches-of-one-length.
     tp_comm_overlap: bool = False
+    # Launch the forward and backward pass of each decoder layer as one CUDA graph. Needs GPUs, a dense model and
+    # `pad_microbatches`: docs/launching.md#cuda-graphs.
+    cuda_graphs: bool = False
     # Optimizer steps per batch. With more than one, proximal log-probs are computed first.
     minibatches: int = limited(1, AT_LEAST_ONE)
     # Activations that are computed again in the backward pass: null (none), full (of whole layers) or selective (of

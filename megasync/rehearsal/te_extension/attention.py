@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megasync.rehearsal.graphs import kernel
 from megasync.rehearsal.te_extension.enums import (
     DType,
     NVTE_Bias_Type,
@@ -122,6 +123,7 @@ def _problem(
     )
 
 
+@kernel
 def fused_attn_fwd(
     max_seqlen_q: int,
     max_seqlen_kv: int,
@@ -210,6 +212,7 @@ def fused_attn_fwd(
     return results
 
 
+@kernel
 def fused_attn_bwd(
     max_seqlen_q: int,
     max_seqlen_kv: int,
@@ -287,6 +290,7 @@ def fused_attn_bwd(
     return [*grads, None, d_offset]
 
 
+@kernel
 def convert_thd_to_bshd(packed: torch.Tensor, cu_seqlens: torch.Tensor, batch: int, length: int) -> torch.Tensor:
     """[tokens, heads, dim] as [batch, length, heads, dim], zero after the end of each sequence."""
     padded = packed.new_zeros(batch, length, *packed.shape[1:])
@@ -296,6 +300,7 @@ def convert_thd_to_bshd(packed: torch.Tensor, cu_seqlens: torch.Tensor, batch: i
     return padded
 
 
+@kernel
 def convert_bshd_to_thd(padded: torch.Tensor, cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     """[batch, length, heads, dim] as [tokens, heads, dim], without the ends of the sequences."""
     packed = padded.new_zeros(tokens, *padded.shape[2:])

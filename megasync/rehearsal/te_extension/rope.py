@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from megasync.rehearsal.graphs import kernel
 from megasync.rehearsal.te_extension.context_parallel import thd_get_partitioned_indices
 from megasync.rehearsal.te_extension.enums import NVTE_QKV_Format
 
 
+@kernel
 def fused_rope_forward(
     t: torch.Tensor,
     freqs: torch.Tensor,
@@ -30,6 +32,7 @@ def fused_rope_forward(
     return _rotate(t, freqs, start_positions, layout, interleaved, cu_seqlens, (cp_size, cp_rank), 1.0)
 
 
+@kernel
 def fused_rope_backward(
     grad: torch.Tensor,
     freqs: torch.Tensor,
