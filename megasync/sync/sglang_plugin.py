@@ -19,8 +19,8 @@ ranks already wait for this one's answer; errors come back as data.
 
 `GuardedServer` closes all but a few HTTP routes of a server that megasync started with keys.
 
-Besides `sglang_pipeline`, `sglang_handover` and `engine_blueprint` this is the only file that depends on SGLang's
-internals. SGLang and torch are imported when a hook first runs.
+Besides `sglang_pipeline`, `sglang_handover`, `sglang_prompts` and `engine_blueprint` this is the only file that depends
+on SGLang's internals. SGLang and torch are imported when a hook first runs.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ from megasync.serving.engine_protocol import (
     encode,
 )
 from megasync.serving.server_guard import KEYS_VARIABLE, ServerGuard
-from megasync.sync.sglang_handover import Handover, PromptCalls
+from megasync.sync.sglang_handover import Handover
 from megasync.sync.sglang_pipeline import Pipeline, gather
+from megasync.sync.sglang_prompts import PromptCalls
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
