@@ -65,7 +65,8 @@ class ServerUpdate:
         try:
             await self.post("/begin_weight_update")
         except ServerError as error:
-            if not all(isinstance(each, HttpStatusError) for each in each_engine(error)):
+            # An engine without an error has just opened one.
+            if not all(each is None or isinstance(each, HttpStatusError) for each in each_engine(error)):
                 raise
             log.warning("%s refused a weight update; closing one that may still be open: %s", self.url, error)
             await self.post("/end_weight_update")

@@ -174,8 +174,9 @@ async def test_an_update_is_not_closed_for_a_server_that_did_not_answer():
     assert server.paths == [BEGIN]
 
 
-async def test_an_update_that_is_open_in_all_engines_is_closed_in_all():
-    control = of_engines(status("an update is open"), status("an update is open"))
+@pytest.mark.parametrize("first", [None, status("an update is open")], ids=["opened", "refused"])
+async def test_an_update_that_is_open_in_an_engine_is_closed_in_all(first):
+    control = of_engines(first, status("an update is open"))
     await ServerUpdate(control, "abort", 5.0).begin(attempt())
     assert [engine.paths for engine in control._engines] == [[BEGIN, END, BEGIN]] * 2
 
