@@ -14,7 +14,7 @@ which is so without pipeline stages.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -61,12 +61,13 @@ class LayerGraphs:
         self._taken = inputs[0].shape, inputs[0].dtype
         graphed = tuple(_Layer(layer, packed, angles) for layer in self._layers)
         torch.cuda.make_graphed_callables(graphed, tuple((each,) for each in inputs), allow_unused_input=True)
-        self._addresses = [_addresses(layer) for layer in self._layers]
-        # Parameters whose backward pass adds the gradient to Megatron's buffer, and says so by this mark.
+        self._params = [list(layer.parameters()) for layer in self._layers]
+        self._addresses = [_addresses(params) for params in self._params]
+        # Those whose backward pass adds the gradient to Megatron's buffer, and says so by this mark.
         self._marked = [
-            [param for param in layer.parameters() if vars(param).get("grad_added_to_main_grad")]
-            for layer in self._layers
+            [param for param in params if vars(param).get("grad_added_to_main_grad")] for params in self._params
         ]
+        self._modules = [[module for module in layer.modules() if module is not layer] for layer in self._layers]
         for place, layer in enumerate(self._layers):
             vars(layer)["forward"] = partial(self._forward, place, layer.forward, graphed[place])
         log.info("Captured CUDA graphs of %d layers for microbatches of %d tokens", len(self._layers), tokens)
@@ -81,13 +82,11 @@ class LayerGraphs:
     ) -> tuple[torch.Tensor, Any]:
         if not self._fits(place, options):
             return stock(**options)
-        layer = self._layers[place]
         self._set_starts(options["packed_seq_params"])
-        for module in layer.modules():
-            if module is not layer:
-                # Megatron's hooks gather weights that an update has left on other ranks.
-                for hook in module._forward_pre_hooks.values():
-                    hook(module, ())
+        for module in self._modules[place]:
+            # Megatron's hooks gather weights that an update has left on other ranks.
+            for hook in module._forward_pre_hooks.values():
+                hook(module, ())
         if torch.is_grad_enabled():
             for param in self._marked[place]:
                 vars(param)["grad_added_to_main_grad"] = True
@@ -99,7 +98,7 @@ class LayerGraphs:
             (hidden.shape, hidden.dtype) == self._taken
             and len(options["packed_seq_params"].cu_seqlens_q) <= len(self._starts)
             and all(value is None for name, value in options.items() if name not in _TAKEN)
-            and _addresses(self._layers[place]) == self._addresses[place]
+            and _addresses(self._params[place]) == self._addresses[place]
         )
 
     def _set_starts(self, packed: PackedTokens) -> None:
@@ -131,10 +130,10 @@ class _Layer(torch.nn.Module):
         return output
 
 
-def _addresses(layer: torch.nn.Module) -> list[int]:
+def _addresses(params: Iterable[torch.nn.Parameter]) -> list[int]:
     """Of all that a graph reads and writes beside its own memory: weights and gradients."""
     found = []
-    for param in layer.parameters():
+    for param in params:
         gradient = vars(param).get("main_grad")
         found += [param.data_ptr(), 0 if gradient is None else gradient.data_ptr()]
     return found

@@ -338,7 +338,7 @@ def in_user_buffers(model, rows, ways, folder, dtype="bfloat16"):
 
 # What `LayerGraphs` would do without one of its guards.
 UNGUARDED = {
-    "weights": mock.patch.object(layer_graphs, "_addresses", lambda layer: []),
+    "weights": mock.patch.object(layer_graphs, "_addresses", lambda params: []),
     "sequences": mock.patch.object(layer_graphs.LayerGraphs, "_set_starts", lambda graphs, packed: None),
 }
 
