@@ -242,7 +242,8 @@ def make_model(path: Path, family: str, seed: int = 0) -> AutoModelForCausalLM:
         text = {key: value for key, value in _SIZES.items() if key != "tie_word_embeddings"}
         sizes = own | {"text_config": text | own["text_config"]}
     else:
-        sizes = {name: value for name, value in (_SIZES | own).items() if value is not None}
+        # None leaves a size out.
+        sizes = {name: value for name, value in (_SIZES | own).items() if value is not None or name not in _SIZES}
     torch.manual_seed(seed)
     config = AutoConfig.for_model(ALIASES.get(family, family), **copy.deepcopy(sizes))
     model = kind.from_config(config, dtype=torch.float32).eval()
