@@ -242,6 +242,9 @@ class SGLangServer(Service):
             options |= {"--disaggregation-mode": self._role.kind, "--disaggregation-transfer-backend": "nixl"}
             if self._role.kind == "prefill":
                 options["--disaggregation-bootstrap-port"] = self._handover_port
+            elif spec.device == "cpu":
+                # By default a second cache for requests that give up their place, which needs 10 GiB of free memory.
+                options["--disaggregation-decode-retraction-backup"] = "cpu_tensor"
         if rollout.server_args.get("--schedule-policy", "fcfs") in _PRIORITY_POLICIES:
             options |= _PRIORITY_ARGUMENTS
         if rollout.stream_interval:

@@ -192,6 +192,8 @@ def test_an_engine_does_its_part_of_each_request(prepare, device, kind):
     assert value(engine, "--disaggregation-mode") == kind
     assert value(engine, "--disaggregation-transfer-backend") == "nixl"
     assert value(engine, "--tp-size") == "2"
+    backup = "--disaggregation-decode-retraction-backup"
+    assert (backup in engine.command()) == ((kind, device) == ("decode", "cpu"))
 
 
 def test_only_a_prefill_engine_has_a_port_for_handovers(prepare):
