@@ -1,11 +1,14 @@
 """CUDA graphs of decoder layers (`trainer.cuda_graphs`): a layer's forward and backward pass are one launch each.
 
-A graph repeats what was captured: its shapes, the addresses of weights and gradients, and whatever Python decided. So
-a layer is launched as a graph only where all of that is as it was, and computes as usual elsewhere:
+A graph repeats what was captured: its shapes, the addresses of weights and gradients, and whatever Python decided. A
+layer is launched as a graph only where shapes and addresses are as they were, and computes as usual elsewhere:
 
 - Hidden states have the shape of a full microbatch (`trainer.pad_microbatches`).
 - Boundaries of sequences are read from a tensor of one length. Sequences that a microbatch does not have are empty.
 - Weights are where they were. Those of a reference are elsewhere (`reference.ReferenceWeights`).
+
+Nothing here notices another decision of Python, such as adapters that are turned off for a reference, or experts that
+are replayed. `architecture.check_graphs` refuses whatever has such switches; a new one belongs there.
 
 All microbatches share the memory of one set of graphs. That needs each backward pass before the next forward pass,
 which is so without pipeline stages.
