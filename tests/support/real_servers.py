@@ -127,20 +127,24 @@ def spans(answer):
 async def steady_traffic(servers, tokens=400) -> AsyncIterator[list[list[dict]]]:
     """Four clients per server send requests back to back until the block ends, and one more afterwards.
 
+    First answers have a quarter to all of the tokens, and the block begins when each server has given the shortest:
+    from then on a server is always in the middle of some answer, however fast or slow it is.
     Yields each client's answers, which are complete after the block.
     """
     over = asyncio.Event()
 
-    async def ask(server, answers):
+    async def ask(server, answers, first):
+        answers.append(await generate(server, first))
         while not over.is_set():
             answers.append(await generate(server, tokens))
         answers.append(await generate(server, 4))
 
-    clients = [(server, []) for server in servers for _ in range(4)]
+    clients = [(server, [], tokens * quarter // 4) for server in servers for quarter in range(1, 5)]
     asking = [asyncio.create_task(ask(*client)) for client in clients]
     try:
-        await asyncio.sleep(0.3)
-        yield [answers for _, answers in clients]
+        while not all(answers for _, answers, _ in clients[::4]) and not any(task.done() for task in asking):
+            await asyncio.sleep(0.01)
+        yield [answers for _, answers, _ in clients]
     finally:
         over.set()
         await asyncio.gather(*asking)
