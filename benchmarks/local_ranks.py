@@ -1,18 +1,20 @@
 """Trainer ranks as plain processes that only hold shards, for weight syncs without Megatron and Ray.
 
-`LocalRanks` replaces `TrainerRanks` in the driver. Run as a script, this file is one rank: each input line is a call,
-each output line a result. Both are pickled and base64-encoded.
+`LocalRanks` replaces `TrainerRanks` in the driver. Run as a script, this file imports torch once and forks the ranks.
+Each has a socket: a line that it reads is a call, a line that it writes a result. Both are pickled and base64-encoded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import itertools
 import json
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 from dataclasses import asdict
@@ -20,6 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasync.concurrency.orphans import end_with_parent
 from megasync.errors import SyncError
 from megasync.layout.topology import Topology
 
@@ -43,11 +46,14 @@ def from_line(line: bytes) -> Any:
 class LocalRanks:
     """One process per rank of ``topology``. Each holds its shards of the weights in a Hugging Face folder."""
 
-    def __init__(self, processes: list[asyncio.subprocess.Process]) -> None:
-        self.processes = processes
-        self._waiting: list[dict[int, asyncio.Future]] = [{} for _ in processes]
+    def __init__(
+        self, parent: asyncio.subprocess.Process, links: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
+    ) -> None:
+        self._parent, self._links = parent, links
+        self.pids: list[int] = []
+        self._waiting: list[dict[int, asyncio.Future]] = [{} for _ in links]
         self._ids = itertools.count()
-        self._readers = [asyncio.create_task(self._read(rank)) for rank in range(len(processes))]
+        self._readers = [asyncio.create_task(self._read(rank)) for rank in range(len(links))]
 
     @classmethod
     async def start(
@@ -59,72 +65,69 @@ class LocalRanks:
         script: str = __file__,
         device: str = "cpu",
     ) -> LocalRanks:
-        """Starts ``script`` once per rank; by default ranks that only hold shards, on a CPU or ``device`` cuda."""
-        processes = []
-        for rank in range(topology.world):
-            settings = {
-                "folder": str(folder),
-                "topology": asdict(topology),
-                "bucket_bytes": bucket_bytes,
-                "dtype": dtype,
-                "rank": rank,
-                "device": device,
-            }
-            processes.append(
-                await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    script,
-                    json.dumps(settings),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    limit=LINE_BYTES,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
-                )
-            )
-        ranks = cls(processes)
-        await ranks.call("ready", timeout=120)
+        """Starts the ranks of ``script``; by default ranks that only hold shards, on a CPU or ``device`` cuda."""
+        settings = {
+            "folder": str(folder),
+            "topology": asdict(topology),
+            "bucket_bytes": bucket_bytes,
+            "dtype": dtype,
+            "device": device,
+        }
+        pairs = [socket.socketpair() for _ in range(topology.world)]
+        theirs = [pair[1].fileno() for pair in pairs]
+        parent = await asyncio.create_subprocess_exec(
+            *(sys.executable, script, json.dumps(settings), json.dumps(theirs)),
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=theirs,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+        )
+        for _, end in pairs:
+            end.close()
+        ranks = cls(parent, [await asyncio.open_connection(sock=end, limit=LINE_BYTES) for end, _ in pairs])
+        ranks.pids = await ranks.call("ready", timeout=120)
         return ranks
 
     async def call(self, method: str, *args: Any, timeout: float) -> list[Any]:
         """Calls a method on all ranks. Returns results in rank order; raises the first failure as SyncError."""
-        calls = (self.call_one(rank, method, *args, timeout=timeout) for rank in range(len(self.processes)))
+        calls = (self.call_one(rank, method, *args, timeout=timeout) for rank in range(len(self._links)))
         return await asyncio.gather(*calls)
 
     async def call_one(self, rank: int, method: str, *args: Any, timeout: float) -> Any:
-        process, answer = self.processes[rank], asyncio.get_running_loop().create_future()
+        answer = asyncio.get_running_loop().create_future()
         if self._readers[rank].done():
             raise SyncError(f"trainer rank {rank} is dead")
         number = next(self._ids)
         self._waiting[rank][number] = answer
-        assert process.stdin is not None
-        process.stdin.write(to_line((number, method, args)))
+        self._links[rank][1].write(to_line((number, method, args)))
         try:
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError:
             raise SyncError(f"trainer rank {rank} did not finish {method} within {timeout:g} s") from None
 
     async def _read(self, rank: int) -> None:
-        waiting, answers = self._waiting[rank], self.processes[rank].stdout
-        assert answers is not None
-        while line := await answers.readline():
-            number, error, result = from_line(line)
-            answer = waiting.pop(number)
-            if answer.done():
-                continue
-            if error:
-                answer.set_exception(SyncError(error))
-            else:
-                answer.set_result(result)
+        waiting, (answers, _) = self._waiting[rank], self._links[rank]
+        with contextlib.suppress(ConnectionResetError):
+            while line := await answers.readline():
+                number, error, result = from_line(line)
+                answer = waiting.pop(number)
+                if answer.done():
+                    continue
+                if error:
+                    answer.set_exception(SyncError(error))
+                else:
+                    answer.set_result(result)
         for answer in waiting.values():
             if not answer.done():
                 answer.set_exception(SyncError(f"trainer rank {rank} died"))
 
     async def stop(self) -> None:
-        for process in self.processes:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
+        """Kills the parent, and with it the ranks."""
+        if self._parent.returncode is None:
+            self._parent.kill()
+        await self._parent.wait()
         await asyncio.gather(*self._readers)
+        for _, writer in self._links:
+            writer.close()
 
 
 class Params(dict):
@@ -187,8 +190,9 @@ class Rank:
 
         return GatherPeer(self._layout, self._number, self._params)
 
-    def ready(self) -> None:
-        """Does nothing. A reply means that the constructor has finished."""
+    def ready(self) -> int:
+        """The process id. A reply means that the constructor has finished."""
+        return os.getpid()
 
     def load(self, folder: str) -> None:
         for name, tensor in self._read(folder).items():
@@ -221,18 +225,33 @@ class Rank:
 
 
 def main(kind: type[Rank] = Rank) -> None:
-    # Libraries may write to standard output. Redirect it to standard error, and keep the original pipe for replies.
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    rank = kind(json.loads(sys.argv[1]))
-    for line in sys.stdin.buffer:
+    """Forks one rank per socket and waits for them. The arguments are settings and the sockets' numbers, as JSON."""
+    settings, sockets = map(json.loads, sys.argv[1:])
+    import megasync.sync.broadcast.sender
+    import megasync.sync.disk.writer
+    import megasync.sync.shard.sender  # noqa: F401
+
+    for rank, own in enumerate(sockets):
+        if os.fork() == 0:
+            end_with_parent()
+            for other in sockets:
+                if other != own:
+                    os.close(other)
+            return serve(kind({**settings, "rank": rank}), socket.socket(fileno=own))
+    for each in sockets:
+        os.close(each)
+    for _ in sockets:
+        os.wait()
+
+
+def serve(rank: Rank, link: socket.socket) -> None:
+    for line in link.makefile("rb"):
         number, method, args = from_line(line)
         try:
             answer = [number, None, rank.call(method, args)]
         except SyncError as error:
             answer = [number, str(error), None]
-        answers.write(to_line(answer))
-        answers.flush()
+        link.sendall(to_line(answer))
 
 
 if __name__ == "__main__":

@@ -206,10 +206,9 @@ class Bench:
             ]
             await asyncio.sleep(2.0)
             self.notes["a decoding step"].append(await self._step_seconds())
-        pids = [process.pid for process in self.ranks.processes]
-        before = peak_megabytes(pids, reset=True)
+        before = peak_megabytes(self.ranks.pids, reset=True)
         found = await publish(version)
-        after = peak_megabytes(pids)
+        after = peak_megabytes(self.ranks.pids)
         self.memory[name] = (max(before), max(b - a for a, b in zip(before, after, strict=True)))
         for task in traffic:
             task.cancel()

@@ -1,10 +1,11 @@
 """Starts SGLang 0.5.23 on a CPU: ``python -m megasync_patches.sglang_cpu_launch ARGUMENTS``, as with SGLang's launcher.
 
-Ten changes, for servers on a CPU only:
+Eleven changes, for servers on a CPU only:
 
 - Scheduler and detokenizer are forked instead of spawned. A spawned child imports SGLang and PyTorch again, which takes
   most of the start-up time (20 s instead of 8 s on two cores) and three times the memory. Forking is safe here, because
   at that point the parent has no accelerator and a single thread.
+- Megatron is not imported. SGLang's dumper of tensors looks for it, which takes a second, and does without it.
 - The `torch_native` attention backend is added to SGLang's list of backends for deterministic inference. Without
   deterministic inference SGLang ignores `sampling_seed`.
 - Deterministic inference is to give a request the same bits in any batch. SGLang's kernels for that need an
@@ -197,6 +198,8 @@ PATCH = Patch(
 def main(arguments: list[str]) -> None:
     """Runs a server until it exits."""
     PATCH.needed()
+    modules: dict[str, Any] = sys.modules
+    modules["megatron"] = None
     with quick_imports():
         # Imported before the scheduler is forked, so that the scheduler inherits it.
         import sglang.srt.models.registry  # noqa: F401

@@ -23,6 +23,7 @@ An answer can get lost on its way to another process, so every call is idempoten
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -135,6 +136,10 @@ class AsyncBuffer:
     async def opening(self) -> str:
         """The progress of `open`. A read whose progress does not change is stuck."""
         return self._progress
+
+    async def pid(self) -> int:
+        """The id of this process, which answers while its ledger is read."""
+        return os.getpid()
 
     async def listen(self) -> str:
         """The address at which processes of this machine may call every method (`link`)."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 import uuid
 from collections import deque
@@ -272,7 +271,7 @@ class _BufferProcess:
 
     async def _ask_pid(self, seconds: float) -> int:
         try:
-            return await self._actor.call_one(0, "__ray_call__", _pid, timeout=seconds)
+            return await self._actor.call_one(0, "pid", timeout=seconds)
         except ProcessLost as loss:
             if loss.__cause__ is not None:
                 raise
@@ -295,7 +294,3 @@ def _shared(call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
     # Retrieves the exception in case no caller is left to do so.
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task
-
-
-def _pid(_: Any) -> int:
-    return os.getpid()

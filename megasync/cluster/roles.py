@@ -65,7 +65,7 @@ ROLES = {
                 *("admit", "commit", "drop", "reclaim", "save_partials", "partials", "unfinished"),
                 *("lease", "ack", "step_failed", "publish", "rollback", "checkpointed", "close"),
                 *("before_checkpoint", "counts", "waiting"),
-                *("open", "opening", "listen", "batch"),
+                *("pid", "open", "opening", "listen", "batch"),
             ),
         ),
     )

@@ -41,7 +41,7 @@ def kill_orphans(leader: int, variable: str, value: str, seconds: float) -> list
 
 
 def end_with_parent() -> None:
-    """Makes this process end with the one that started it by `multiprocessing`, even if that is killed."""
+    """Makes this process end with its parent, which forked it or is `multiprocessing`'s, even if that is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     parent = multiprocessing.parent_process()
     if parent is not None and os.getppid() != parent.pid:

@@ -77,8 +77,9 @@ def test_the_remote_buffer_has_the_methods_of_the_buffer() -> None:
         # Ray adds an argument to the methods of classes that become actors.
         return [name for name in inspect.signature(getattr(of, method)).parameters if name != "_ray_trace_ctx"]
 
-    # Ledger and socket open with the first call, batches are made inside, and each `reclaim` draws its own claimant.
-    for method in set(ROLES["buffer"].methods) - {"open", "opening", "listen", "batch", "reclaim"}:
+    # The first call asks for the process and opens ledger and socket, batches are made inside, and each `reclaim` draws
+    # its own claimant.
+    for method in set(ROLES["buffer"].methods) - {"pid", "open", "opening", "listen", "batch", "reclaim"}:
         assert arguments(RemoteBuffer, method) == arguments(AsyncBuffer, method)
     assert arguments(RemoteBuffer, "reclaim") == ["self"]
 

@@ -34,6 +34,7 @@ def greedy(folder, prompt: str) -> str:
     return tokenizer.decode(model.generate(ids, do_sample=False, max_new_tokens=6)[0, ids.shape[1] :])
 
 
+@pytest.mark.matrix
 def test_another_adapter_answers_beside_the_one_that_is_trained(miniature, launch, the_run_dir, digits_model, tmp_path):
     """On the same servers, through the router: whatever the policy has become, the set's adapter answers alike."""
     other, merged = write_adapters(str(digits_model), tmp_path / "other")
@@ -57,9 +58,9 @@ def test_another_adapter_answers_beside_the_one_that_is_trained(miniature, launc
     assert any(text != greedy(digits_model, prompt) for prompt, text in texts.items())
 
 
-# A checkpoint holds the same whatever servers get, so that only one of both is killed outside of the full tier.
+# A checkpoint holds the same whatever servers get: merged weights are for the full tier.
 @pytest.mark.parametrize(
-    ("transport", "killed"), [("auto", False), ("adapters", True), pytest.param("auto", True, marks=pytest.mark.matrix)]
+    ("transport", "killed"), [("adapters", True), pytest.param("auto", True, marks=pytest.mark.matrix)]
 )
 def test_adapters_train_on_real_servers_and_survive_a_kill(config, launch, the_run_dir, tmp_path, killed):
     run = launch("train", config)

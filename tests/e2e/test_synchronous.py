@@ -29,7 +29,7 @@ IN_TURNS = [
 
 
 # Rollouts inside of the driver, in one process beside it, and in more processes than servers.
-@pytest.mark.parametrize("workers", [(0, 3), pytest.param((1,), marks=pytest.mark.matrix)], ids=str)
+@pytest.mark.parametrize("workers", [(0,), pytest.param((1, 3), marks=pytest.mark.matrix)], ids=str)
 def test_zero_staleness_equals_a_sequential_loop(
     miniature, tmp_path: Path, workers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

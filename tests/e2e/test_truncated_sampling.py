@@ -66,6 +66,7 @@ def test_a_killed_run_repeats_the_one_that_was_not(config, launch, the_run_dir, 
         assert found[step]["train/loss"] == pytest.approx(row["train/loss"], abs=1e-5), step
 
 
+@pytest.mark.matrix
 def test_a_smallest_probability_truncates_too(config, launch, the_run_dir):
     settings = ["rollout.deterministic=false", "rollout.sampling.min_p=0.3", "schedule.total_steps=2"]
     # With the bonus every response is scored, also those of a group with equal rewards.

@@ -118,13 +118,38 @@ async def generate(server, tokens, prompt=(3, 4, 5), **options):
     return (await server.post("/generate", body, timeout=60))["meta_info"]
 
 
+async def until_generating(servers):
+    """Returns once every server has a request."""
+
+    async def generating(server):
+        while not any(load["num_running_reqs"] for load in (await server.get("/v1/loads?include=core"))["loads"]):
+            await asyncio.sleep(0.01)
+
+    async with asyncio.timeout(30):
+        await asyncio.gather(*map(generating, servers))
+
+
+def answered(control, route):
+    """An event that is set once the control has an answer of the route."""
+    event, post = asyncio.Event(), control.post
+
+    async def watched(path, *arguments, **options):
+        answer = await post(path, *arguments, **options)
+        if path == route:
+            event.set()
+        return answer
+
+    control.post = watched
+    return event
+
+
 def spans(answer):
     """The weight versions that sampled an answer, in order."""
     return [span["version"] for span in answer["weight_versions"]]
 
 
 @asynccontextmanager
-async def steady_traffic(servers, tokens=400) -> AsyncIterator[list[list[dict]]]:
+async def steady_traffic(servers, tokens=120) -> AsyncIterator[list[list[dict]]]:
     """Four clients per server send requests back to back until the block ends, and one more afterwards.
 
     First answers have a quarter to all of the tokens, and the block begins when each server has given the shortest:

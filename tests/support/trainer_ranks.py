@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -22,39 +23,48 @@ class Ranks:
     """``world`` worker processes in one process group, which take one request after another."""
 
     def __init__(self, world: int, folder: Path, flavour: str) -> None:
-        self._logs = [folder / f"log-{rank}.txt" for rank in range(world)]
-        self._processes = []
-        for rank, log in enumerate(self._logs):
-            with log.open("w") as stderr:
-                self._processes.append(
-                    subprocess.Popen(
-                        [sys.executable, str(WORKER), str(rank), str(world), str(folder), flavour],
-                        env={**os.environ, "OMP_NUM_THREADS": "1"},
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=stderr,
-                        text=True,
-                    )
-                )
+        self._logs = [folder / "log.txt", *(folder / f"log-{rank}.txt" for rank in range(world))]
+        pairs = [socket.socketpair() for _ in range(world)]
+        theirs = [pair[1].fileno() for pair in pairs]
+        with self._logs[0].open("w") as log:
+            self._parent = subprocess.Popen(
+                [sys.executable, str(WORKER), flavour, str(folder), json.dumps(theirs)],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                pass_fds=theirs,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        for _, end in pairs:
+            end.close()
+        self._links = [own for own, _ in pairs]
+        self._answers = [own.makefile() for own in self._links]
 
     def run(self, case: str, folder: Path, arguments: dict) -> list:
         (folder / "request.json").write_text(json.dumps({"case": case, "arguments": arguments}))
-        watchdog = threading.Timer(TIMEOUT, self.close)
+        watchdog = threading.Timer(TIMEOUT, self._parent.kill)
         watchdog.start()
         try:
-            for process in self._processes:
-                process.stdin.write(f"{folder}\n")
-                process.stdin.flush()
-            for process, log in zip(self._processes, self._logs, strict=True):
-                assert "done\n" in iter(process.stdout.readline, ""), f"{case}:\n{log.read_text()[-6000:]}"
+            for link in self._links:
+                link.sendall(f"{folder}\n".encode())
+            for rank, answers in enumerate(self._answers):
+                assert answers.readline() == "done\n", f"{case}, rank {rank}:\n{self._log(rank)}"
+        except OSError as error:
+            raise AssertionError(f"{case}: {error}\n{self._log(0)}") from error
         finally:
             watchdog.cancel()
-        return [torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(len(self._processes))]
+        return [torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(len(self._links))]
+
+    def _log(self, rank: int) -> str:
+        """What the ranks' parent and the rank have written last."""
+        return "".join(log.read_text()[-6000:] for log in (self._logs[0], self._logs[rank + 1]) if log.exists())
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
+        """Kills the parent, and with it the ranks."""
+        self._parent.kill()
+        self._parent.wait()
+        for end in (*self._answers, *self._links):
+            end.close()
 
 
 @pytest.fixture(scope="session")

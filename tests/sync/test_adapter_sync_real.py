@@ -8,7 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 from random_adapters import RANK, adapters_of, write_adapters
-from real_servers import PROMPTS, SIZES, check_serves, generate, make_server, reference, running, score, spans
+from real_servers import (
+    PROMPTS,
+    SIZES,
+    check_serves,
+    generate,
+    make_server,
+    reference,
+    running,
+    score,
+    spans,
+    until_generating,
+)
 from transformers import AutoModelForCausalLM
 
 from megasync.config.schema import SyncConfig, TimeoutConfig
@@ -104,7 +115,7 @@ async def test_a_request_ends_with_the_adapters_it_began_with(world, adapters, m
     await check_serves(servers, model, first)
     rank.load(next_peft)
     running = [asyncio.create_task(generate(server, 950)) for server in servers]
-    await asyncio.sleep(0.3)
+    await until_generating(servers)
     await sync.publish(second)
     await check_serves(servers, next_model, second)
     for answer in await asyncio.gather(*running):

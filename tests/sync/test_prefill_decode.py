@@ -111,7 +111,7 @@ async def test_all_engines_serve_what_was_published_under_traffic(served, local_
         trials = [(sync, model) for sync in syncs for model in reversed(models)]
         for version, (sync, (folder, model)) in enumerate(trials, await server.weight_version() + 1):
             await ranks.call("load", str(folder), timeout=20)
-            async with steady_traffic([server], tokens=200) as clients:
+            async with steady_traffic([server]) as clients:
                 await sync.publish(version)
             check_answers(clients, version, aborting=True)
             # Each answer is of one version: a request does not go on with the cache of another one.

@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from real_servers import check_answers, check_serves, generate, serving, steady_traffic
+from real_servers import answered, check_answers, check_serves, generate, serving, steady_traffic
 
 from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.device import Device
@@ -68,8 +68,10 @@ async def test_a_request_that_arrives_during_a_sync_waits_and_gets_the_new_versi
     sync, ranks, servers = await world()
     await ranks.call("load", str(models[0][1][0]), timeout=20)
     await ranks.call_one(1, "set_trap", "decoder.layers.0.mlp.linear_fc1.weight", "slow", timeout=5)
+    paused = answered(servers[0], "/pause_generation")
     publish = asyncio.create_task(sync.publish(21))
-    await asyncio.sleep(1.0)
+    async with asyncio.timeout(30):
+        await paused.wait()
     late = asyncio.create_task(generate(servers[0], 4))
     await asyncio.sleep(0.5)
     assert not late.done()

@@ -1,9 +1,10 @@
-"""A trainer rank in its own process: `worker.py RANK WORLD STORES FLAVOUR`.
+"""Trainer ranks, each in its own process: `worker.py FLAVOUR STORES SOCKETS`.
 
-STORES is the folder of the rendezvous files. FLAVOUR is "local", or "te" for Transformer Engine's layers, then possibly
-with the version of another megatron-core: "te 0.19.2". Each line of standard input is also a folder: the function that
-its request.json names is called with the arguments given there, its result is written to result-RANK.pt, and "done" is
-printed. An error ends the process.
+FLAVOUR is "local", or "te" for Transformer Engine's layers, then possibly with the version of another megatron-core:
+"te 0.19.2". STORES is the folder of the rendezvous files, where rank N logs to log-N.txt. SOCKETS are the numbers of
+one socket per rank, as JSON. Megatron is imported once, and the ranks are forked. Each line on a rank's socket is also
+a folder: the function that its request.json names is called with the arguments given there, its result is written to
+result-RANK.pt, and "done" is sent. An error ends the process.
 """
 
 import collections
@@ -12,7 +13,9 @@ import gc
 import itertools
 import json
 import logging
+import os
 import resource
+import socket
 import sys
 import weakref
 from dataclasses import replace
@@ -27,6 +30,7 @@ from safetensors.torch import load_file
 
 from megasync.buffer.payload import in_memory
 from megasync.buffer.segments import load_trajectories
+from megasync.concurrency.orphans import end_with_parent
 from megasync.config.schema import (
     AlgorithmConfig,
     Config,
@@ -53,9 +57,9 @@ from megasync.trajectory import BASELINE, TEACHER, TOKEN_REWARDS, Group, Traject
 
 # Metrics of a step that depend on the clock, as in `trainer_ranks`.
 TIMED = ("train/seconds", "train/tokens_per_second_per_device", "train/tflops_per_device")
-STORES = Path(sys.argv[3])
+FLAVOUR, _, MEGATRON = sys.argv[1].partition(" ")
+STORES = Path(sys.argv[2])
 MEETINGS = itertools.count()
-FLAVOUR, _, MEGATRON = sys.argv[4].partition(" ")
 if MEGATRON:
     add_to_path("megatron-core", MEGATRON)
 DEVICE = RehearsalDevice() if FLAVOUR == "te" else resolve_device("cpu")
@@ -1184,18 +1188,35 @@ def broken_checkpoints(model, folder):
     }
 
 
-def main() -> None:
-    rank, world = int(sys.argv[1]), int(sys.argv[2])
+def serve(link, rank, world):
     join(rank, world)
-    for line in sys.stdin:
+    for line in link.makefile():
         folder = Path(line.strip())
         request = json.loads((folder / "request.json").read_text())
         torch.save(globals()[request["case"]](**request["arguments"]), folder / f"result-{rank}.pt")
-        print("done", flush=True)
+        link.sendall(b"done\n")
         # The groups of the last engine have threads that wake up a hundred times a second, and this process may stay
         # idle for long.
         gc.collect()
     dist.destroy_process_group()
+
+
+def main():
+    sockets = json.loads(sys.argv[3])
+    for rank, own in enumerate(sockets):
+        if os.fork() == 0:
+            end_with_parent()
+            for other in sockets:
+                if other != own:
+                    os.close(other)
+            log = os.open(STORES / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            return serve(socket.socket(fileno=own), rank, len(sockets))
+    for each in sockets:
+        os.close(each)
+    for _ in sockets:
+        os.wait()
 
 
 if __name__ == "__main__":
