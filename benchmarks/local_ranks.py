@@ -224,27 +224,31 @@ class Rank:
         return getattr(self, method)(*args)
 
 
-def main(kind: type[Rank] = Rank) -> None:
-    """Forks one rank per socket and waits for them. The arguments are settings and the sockets' numbers, as JSON."""
-    settings, sockets = map(json.loads, sys.argv[1:])
-    import megasync.sync.broadcast.sender
-    import megasync.sync.disk.writer
-    import megasync.sync.shard.sender  # noqa: F401
-
+def forked(sockets: list[int]) -> tuple[int, socket.socket]:
+    """The number of a rank and its socket, in one fork per socket. This process waits for all forks and exits."""
     for rank, own in enumerate(sockets):
         if os.fork() == 0:
             end_with_parent()
             for other in sockets:
                 if other != own:
                     os.close(other)
-            return serve(kind({**settings, "rank": rank}), socket.socket(fileno=own))
+            return rank, socket.socket(fileno=own)
     for each in sockets:
         os.close(each)
     for _ in sockets:
         os.wait()
+    sys.exit()
 
 
-def serve(rank: Rank, link: socket.socket) -> None:
+def main(kind: type[Rank] = Rank) -> None:
+    """Runs one rank per socket. The arguments are settings and the sockets' numbers, as JSON."""
+    settings, sockets = map(json.loads, sys.argv[1:])
+    import megasync.sync.broadcast.sender
+    import megasync.sync.disk.writer
+    import megasync.sync.shard.sender  # noqa: F401
+
+    number, link = forked(sockets)
+    rank = kind({**settings, "rank": number})
     for line in link.makefile("rb"):
         number, method, args = from_line(line)
         try:

@@ -198,6 +198,7 @@ PATCH = Patch(
 def main(arguments: list[str]) -> None:
     """Runs a server until it exits."""
     PATCH.needed()
+    # None makes its import fail, as if it were not installed.
     modules: dict[str, Any] = sys.modules
     modules["megatron"] = None
     with quick_imports():

@@ -37,6 +37,7 @@ import inspect, multiprocessing, sys, torch
 from megasync.importing import quick_imports
 with quick_imports():
     from sglang.srt.arg_groups.choices import DETERMINISTIC_ATTENTION_BACKEND_CHOICES as backends
+    from sglang.srt.debug_utils import dumper
     from sglang.srt.entrypoints import engine, http_server
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.moe import fused_moe_native
@@ -57,6 +58,8 @@ assert "torch_native" not in backends
 assert latent.AttentionBackendRegistry.get_handler("torch_native") is latent.handle_attention_triton
 assert 'set_start_method("spawn"' in inspect.getsource(engine._set_envs_and_config)
 assert "/freeze_gc" in inspect.getsource(http_server._freeze_gc_after_server_warmup)
+# Its dumper, which the scheduler needs, imports Megatron where that is installed.
+assert dumper._MegatronPlugin._available
 # Of attention groups it cannot pad the batches, and lets idle ranks sleep for a second.
 assert not hasattr(TorchNativeAttnBackend, "get_cpu_graph_seq_len_fill_value")
 assert "poll(1000)" in inspect.getsource(IdleSleeper.maybe_sleep)

@@ -119,7 +119,7 @@ async def generate(server, tokens, prompt=(3, 4, 5), **options):
 
 
 async def until_generating(servers):
-    """Returns once every server has a request."""
+    """Returns once every server computes a request."""
 
     async def generating(server):
         while not any(load["num_running_reqs"] for load in (await server.get("/v1/loads?include=core"))["loads"]):

@@ -240,7 +240,7 @@ async def test_a_new_driver_takes_over_servers_that_a_dead_one_left(world, model
     else:
         monkeypatch.setattr(sync, "_resume", never_resume)
         publish = asyncio.create_task(sync.publish(80))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await committed.wait()
     # As if the process had gone: no clean-up at all.
     sync._clean_up = lambda attempt: asyncio.sleep(0)

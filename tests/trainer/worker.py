@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import resource
-import socket
 import sys
 import weakref
 from dataclasses import replace
@@ -23,14 +22,16 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
 import numpy as np
 import torch
 import torch.distributed as dist
+from local_ranks import forked
 from safetensors.torch import load_file
 
 from megasync.buffer.payload import in_memory
 from megasync.buffer.segments import load_trajectories
-from megasync.concurrency.orphans import end_with_parent
 from megasync.config.schema import (
     AlgorithmConfig,
     Config,
@@ -1188,8 +1189,13 @@ def broken_checkpoints(model, folder):
     }
 
 
-def serve(link, rank, world):
-    join(rank, world)
+def main():
+    sockets = json.loads(sys.argv[3])
+    rank, link = forked(sockets)
+    log = os.open(STORES / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    join(rank, len(sockets))
     for line in link.makefile():
         folder = Path(line.strip())
         request = json.loads((folder / "request.json").read_text())
@@ -1199,24 +1205,6 @@ def serve(link, rank, world):
         # idle for long.
         gc.collect()
     dist.destroy_process_group()
-
-
-def main():
-    sockets = json.loads(sys.argv[3])
-    for rank, own in enumerate(sockets):
-        if os.fork() == 0:
-            end_with_parent()
-            for other in sockets:
-                if other != own:
-                    os.close(other)
-            log = os.open(STORES / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            return serve(socket.socket(fileno=own), rank, len(sockets))
-    for each in sockets:
-        os.close(each)
-    for _ in sockets:
-        os.wait()
 
 
 if __name__ == "__main__":
