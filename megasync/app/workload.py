@@ -21,7 +21,7 @@ from megasync.environments import Play
 from megasync.errors import ConfigError
 from megasync.evaluation.held_out import HeldOutSet, held_out_sets, sets_of_worker
 from megasync.gateway import AgentWorkflow
-from megasync.importing import load_callable, load_function
+from megasync.importing import load_callable, load_function, name_of
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.routes import RouteFormat
 from megasync.rewards import RewardRunner
@@ -43,8 +43,18 @@ class Custom:
     train_dataset: Sequence[dict] | None = None
     eval_dataset: Sequence[dict] | None = None
 
-    def names(self) -> list[str]:
-        return [name for name in self.__slots__ if getattr(self, name) is not None]
+    def described(self) -> dict[str, str]:
+        """What was passed, by the names of the fields: the functions' names, and the numbers of rows."""
+        given = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
+        return {
+            name: f"{len(value):,} rows" if name.endswith("_dataset") else _function_names(value)
+            for name, value in given.items()
+        }
+
+
+def _function_names(given: Any) -> str:
+    functions = given if isinstance(given, Mapping | list | tuple) else [given]
+    return ", ".join(each if isinstance(each, str) else name_of(each) for each in functions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
