@@ -7,20 +7,18 @@ raised before any process starts.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from decimal import Decimal, InvalidOperation
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from megasync.config.schema import DatasetConfig
 from megasync.data.digits import digit_reward, digit_rows
+from megasync.data.match import match_answer
 from megasync.data.reasoning_gym import gym_rows
 from megasync.data.rows import as_conversations, as_rows
 from megasync.errors import DataError
 
-# Encloses the final answer of a completion.
-BOX = "\\boxed{"
 # `f(completions, **columns) -> list[float | None]`, sync or async.
 Reward = Callable[..., Any]
 
@@ -129,35 +127,3 @@ def _files(config: DatasetConfig, suffix: str) -> list[Path]:
 
 def _missing(kind: str, error: ModuleNotFoundError) -> DataError:
     return DataError(f"data kind {kind} needs the package {error.name!r}: pip install 'megasync[datasets]'")
-
-
-def match_answer(completions: Sequence[str], *, answer: Sequence[object], **columns: object) -> list[float]:
-    """1.0 where the final answer equals the column `answer`, as a number or as text, else 0.0.
-
-    The final answer is the content of the last \\boxed{...}, or the last line if there is none.
-    """
-    return [float(_same(final_answer(c), str(a))) for c, a in zip(completions, answer, strict=True)]
-
-
-def final_answer(completion: str) -> str:
-    """The content of the last \\boxed{...} (braces may nest; empty if unclosed), or the last line of the text."""
-    start = completion.rfind(BOX)
-    if start < 0:
-        return completion.strip().rsplit("\n", 1)[-1].strip()
-    depth = 1
-    begin = start + len(BOX)
-    for place in range(begin, len(completion)):
-        depth += {"{": 1, "}": -1}.get(completion[place], 0)
-        if depth == 0:
-            return completion[begin:place].strip()
-    return ""
-
-
-def _same(given: str, right: str) -> bool:
-    given, right = (text.strip().strip("$").strip() for text in (given, right))
-    if given == right:
-        return True
-    try:
-        return Decimal(given.replace(",", "")) == Decimal(right.replace(",", ""))
-    except InvalidOperation:
-        return False
