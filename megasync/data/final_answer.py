@@ -29,8 +29,11 @@ _REASONING = [
     ("<unused94>thought", "<unused95>"),
     ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
 ]
-_OPENS = re.compile("|".join(re.escape(opening) for opening, _ in _REASONING), re.IGNORECASE)
-_CLOSES = re.compile("|".join(re.escape(closing) for _, closing in _REASONING), re.IGNORECASE)
+_REASONING_MARK = re.compile(
+    f"(?P<opening>{'|'.join(re.escape(opening) for opening, _ in _REASONING)})"
+    f"|{'|'.join(re.escape(closing) for _, closing in _REASONING)}",
+    re.IGNORECASE,
+)
 # gpt-oss's channels in a text without special tokens: analysisWe add ...assistantfinal72.
 _BARE_CHANNEL = re.compile(r"\Aanalysis(?=[A-Z])(?:.*assistantfinal)?", re.DOTALL)
 
@@ -45,11 +48,12 @@ _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
 # What stands between two boxes that are one answer: x=\boxed{3} or x=\boxed{5}.
 _BETWEEN_BOXES = re.compile(r"(?:\s|\$|\\[,;:()\[\] ]|\\q?quad|\w\s*=)*(?:,|;|\b(?:and|or)\b|\\text\{\s*(?:and|or)\s*\})+"
                             r"(?:\s|\$|\\[,;:()\[\] ]|\\q?quad|\band\b|\bor\b|\w\s*=)*", re.IGNORECASE)
+_BETWEEN_LONGEST = 60
 _HASHES = re.compile(r"^[ \t]*####[ \t]*(\S[^\n]*)$", re.MULTILINE)
-_NOUN = r"(?:answer|(?:correct|right|best)\s+(?:option|choice|statement))"
+_NOUN = r"(?:ans(?:wer)?|(?:correct|right|best)\s+(?:option|choice|statement))"
 # A line that begins with it, or a heading above it, states the answer; in a sentence it needs a verb.
 _ANSWER_LINE = re.compile(
-    rf"^[^\w\n]*(?:(?:the|my|so|thus|final|correct)[ \t]+)*{_NOUN}[*_ \t]*(?:[::=]|-[ \t])[*_ \t]*(?:\n\s*)?(\S[^\n]*)"
+    rf"^[^\w\n]*(?:(?:the|my|so|thus|final|correct)[ \t]+)*{_NOUN}[\"'*_ \t]*(?:[::=]|-[ \t])[*_ \t]*(?:\n\s*)?(\S[^\n]*)"
     rf"|^#+[ \t]*(?:final[ \t]+)?answer[ \t]*\n\s*(\S[^\n]*)",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -109,22 +113,20 @@ def final_answer(response: str, finish_reason: str | None = None) -> Answer | No
 
 def outside_reasoning(response: str) -> str | None:
     """A response without its reasoning; None if its reasoning has no end. Reasoning may begin in the prompt."""
-    bare = _BARE_CHANNEL.match(response)
-    if bare:
+    if bare := _BARE_CHANNEL.match(response):
         return response[bare.end() :] if bare[0].endswith("assistantfinal") else None
     pieces: list[str] = []
-    at = 0
-    while at <= len(response):
-        opening, closing = _OPENS.search(response, at), _CLOSES.search(response, at)
-        if closing is None:
-            return None if opening else "\n".join([*pieces, response[at:]])
-        if opening and opening.start() < closing.start():
-            pieces.append(response[at : opening.start()])
-            at = closing.end()
+    at, reasons = 0, False
+    for mark in _REASONING_MARK.finditer(response):
+        if mark["opening"]:
+            if not reasons:
+                pieces.append(response[at : mark.start()])
+            reasons = True
         else:
-            # Everything before a closing mark without an opening one is reasoning that the prompt has opened.
-            pieces, at = [], closing.end()
-    return "\n".join(pieces)
+            # What stands before a closing mark without an opening one is reasoning that the prompt has opened.
+            pieces = pieces if reasons else []
+            at, reasons = mark.end(), False
+    return None if reasons else "\n".join([*pieces, response[at:]])
 
 
 # The last box is not closed, or no box has a content.
@@ -141,8 +143,8 @@ def _last_mark(text: str) -> _Mark | object | None:
             return _stated(behind[-1])
         return _BROKEN if broken else _joined(text, boxes)
     hashes = [_Mark(m.start(), m.end(), m[1]) for m in _HASHES.finditer(text)]
-    # Models also write headings of the fourth level.
-    hashes = [mark for mark in hashes if re.match(r"[^\w]*\d", mark.text) and not re.search(r"[A-Za-z]{3}", mark.text)]
+    # Models also write headings of the fourth level: those have words, and text below.
+    hashes = [mark for mark in hashes if not text[mark.end :].strip() or not re.search(r"[A-Za-z]{3}", mark.text)]
     sentences = [_stated(_Mark(m.start(), m.end(), m[1])) for m in _ANSWER_SENTENCE.finditer(text)]
     marks = hashes + sentences + [_stated(line) for line in lines]
     return max(marks, key=lambda mark: mark.start, default=None)
@@ -152,50 +154,59 @@ def _stated(mark: _Mark) -> _Mark:
     """A statement up to the end of its sentence."""
     end = _SENTENCE_END.search(mark.text)
     kept = mark.text[: end.start() + 1] if end else mark.text
-    return _Mark(mark.start, mark.end - len(mark.text) + len(kept), kept.strip())
+    end_of_mark = mark.end - len(mark.text) + len(kept)
+    if kept.count("}") > kept.count("{"):
+        kept = kept.rstrip(" }")  # of JSON: {"answer": 72}
+    return _Mark(mark.start, end_of_mark, kept.strip().rstrip("!"))
 
 
 def _boxes(text: str) -> tuple[list[_Mark], bool]:
-    """The boxes with a content in their order, and whether nothing can be taken from them."""
+    """The innermost boxes with a content in their order, and whether nothing can be taken from them."""
     boxes: list[_Mark] = []
-    at, open_or_empty = 0, False
+    closing = _closing_braces(text)
+    at, broken = 0, False
     while found := _BOX.search(text, at):
         at = found.end()
-        if text[at : at + 1] == "{":
-            end = _closing_brace(text, at)
-            if end is None:
-                return boxes, True
-            content, at = text[at + 1 : end].strip(), end + 1
+        end = closing.get(at)
+        if text[at : at + 1] != "{":
+            word = re.compile(r"[^\s{}$.,;\\]*").match(text, at)
+            content, end = (word[0], word.end()) if word else ("", at)
+        elif end is None:
+            broken, at = True, at + 1
+            continue
         else:
-            content = re.match(r"[^\s{}$.,;]*", text[at:])[0]  # pyright: ignore[reportOptionalSubscript]
-            at += len(content)
-        if not content:
-            open_or_empty = True
-        elif _BOX.search(content):
-            boxes += [_Mark(found.start(), at, inner.text) for inner in _boxes(content)[0][-1:]]
-        else:
-            boxes.append(_Mark(found.start(), at, content))
-    return boxes, open_or_empty and not boxes
-
-
-def _closing_brace(text: str, at: int) -> int | None:
-    """Where the brace at this place is closed; escaped braces do not count."""
-    depth = 0
-    while at < len(text):
-        if text[at] == "\\":
+            content, end = text[at + 1 : end].strip(), end + 1
+        if _BOX.search(content):
             at += 1
+            continue
+        at = end
+        if content:
+            boxes.append(_Mark(found.start(), end, content))
+            broken = False
         else:
-            depth += {"{": 1, "}": -1}.get(text[at], 0)
-            if depth == 0:
-                return at
-        at += 1
-    return None
+            broken = broken or not boxes
+    return boxes, broken
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    """Where each brace is closed; escaped braces do not count."""
+    closing: dict[int, int] = {}
+    opened: list[int] = []
+    for brace in re.finditer(r"\\.|[{}]", text, re.DOTALL):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif brace[0] == "}" and opened:
+            closing[opened.pop()] = brace.start()
+    return closing
 
 
 def _joined(text: str, boxes: Sequence[_Mark]) -> _Mark:
     """The last box, with those before it that only a comma or a conjunction separates."""
     first = len(boxes) - 1
-    while first and _BETWEEN_BOXES.fullmatch(text[boxes[first - 1].end : boxes[first].start]):
+    while first:
+        between = text[boxes[first - 1].end : boxes[first].start]
+        if len(between) > _BETWEEN_LONGEST or not _BETWEEN_BOXES.fullmatch(between):
+            break
         first -= 1
     return _Mark(boxes[first].start, boxes[-1].end, ", ".join(box.text for box in boxes[first:]))
 

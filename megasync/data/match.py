@@ -10,12 +10,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megasync.data.final_answer import Answer, final_answer, scored
-from megasync.data.written_number import plain_math, written_number
+from megasync.data.written_number import LONGEST, plain_math, written_number
+
+# Elements of a list that are compared with each other.
+MOST_ELEMENTS = 50
 
 # An option's letter, alone, in brackets, before its text, or before the reason for it.
 _CHOICE = re.compile(r"\(?([A-J])\)?[.):]?")
 _LED_CHOICE = re.compile(
-    r"\(([A-Ja-j])\)(?:\W.*)?|([A-Ja-j])(?:[).:](?:\s.*)?|,?\s+(?:because|since|as|which|so|for|[-–—])\s.*)?", re.DOTALL
+    r"(?:I(?:'d|\s+would)?\s+(?:choose|pick|select|go\s+with)\s+)?(?:(?:option|choice|letter|statement)\s+)?(?:"
+    r"\(([A-Ja-j])\)(?:\W.*)?|([A-Ja-j])(?:[).:](?:\s.*)?|,?\s+(?:because|since|as|which|so|for|[-–—])\s.*)?)",
+    re.DOTALL | re.IGNORECASE,
 )
 _CHOICES = re.compile(r"[A-J]{2,}|\(?[A-J]\)?(?:\s*(?:,|;|&|\band\b)\s*\(?[A-J]\)?)+")
 _VERDICTS = {"yes": True, "true": True, "correct": True, "no": False, "false": False, "incorrect": False}
@@ -63,7 +68,7 @@ def _score(given: Answer, right: Sequence[str]) -> float:
 
 def readings(answer: Answer) -> Iterator[str]:
     """What an answer may mean: its text, and if that is a sentence, the part of it that names the answer."""
-    text = answer.text
+    text = answer.text if answer.marked else answer.text.rstrip("!")
     yield text
     nested = None if answer.marked else final_answer(text)
     if nested and nested.marked:
@@ -88,6 +93,8 @@ def agree(given: str, reference: str) -> bool | None:
     one, other = plain_text(given), plain_text(reference)
     if _squeezed(one) == _squeezed(other):
         return bool(one)
+    if max(len(one), len(other)) > LONGEST:
+        return None
     for comparison in (_bases, _choices, _numbers, _verdicts, _lists):
         if (result := comparison(one, other)) is not None:
             return result
@@ -105,7 +112,7 @@ def plain_text(text: str) -> str:
     text = plain_math(text)
     while before != text:
         before = text
-        text = text.strip().strip("*_`\"'“”‘’ ").rstrip(".,;:!").lstrip(":")
+        text = text.strip().strip("*_`\"'“”‘’ ").rstrip(".,;:").lstrip(":")
         text = re.sub(r"^\$(?=\(?[A-Za-z])", "", text)
         if text[:1] == "{" and text[-1:] == "}" and text[:2] != "\\{":
             text = text[1:-1] if "," not in text else text
@@ -171,7 +178,7 @@ def _verdicts(one: str, other: str) -> bool | None:
 def _lists(one: str, other: str) -> bool | None:
     """Lists in round or square brackets are ordered; without brackets, or in braces, they are sets."""
     (opening, given), (expected, right) = _elements(one), _elements(other)
-    if len(given) < 2 and len(right) < 2:
+    if len(given) < 2 and len(right) < 2 or max(len(given), len(right)) > MOST_ELEMENTS:
         return None
     if len(given) != len(right):
         known = all(written_number(text) for text in (*given, *right)) or any("dots" in text for text in right)

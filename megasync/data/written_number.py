@@ -14,6 +14,9 @@ from fractions import Fraction
 LONGEST = 400
 LARGEST = 100_000
 
+# Words of a unit, or of what is counted.
+MOST_WORDS = 5
+
 # A decimal stands for another number from so many significant digits on: 0.333333 for 1/3, but not 0.33.
 ROUNDED_DIGITS = 6
 
@@ -45,15 +48,14 @@ _THOUSANDS = re.compile(
     r"|[1-9]\d{0,2}(?:[ '_]\d{3})+(?![\d_'])(?:[.,]\d+)?"  # 1 234 567,5
     r"|[1-9]\d{0,2}(?:\.\d{3}){2,}(?![\d.])(?:,\d+)?|[1-9]\d{0,2}(?:\.\d{3})+,\d+(?![\d,.])"  # 1.234.567 and 1.234,5
 )
-_PLAIN = re.compile(r"\d+\.?\d*|\.\d+|\d+,\d+")
 _NUMBER = rf"(?:{_THOUSANDS.pattern}|\d+,\d+(?![\d,])|\d+(?:\.\d+)?|\.\d+)"
 # What `_exact` gives for one number: with a fraction, a power, a power of ten, or a mixed number.
-_LITERAL = re.compile(r"[-+]?\(*[-+]?(?:D(?:\^S)?\)*(?:/\(*S\)*(?:\^S)?)?(?:\*10\^S)?|\(D\+D/D\))\)*".replace("S", r"\(?[-+]?D\)?").replace("D", r"(?:\d+\.?\d*|\.\d+)"))
+_LITERAL = re.compile(r"[-+]?\(*[-+]?(?:D(?:\^S)?\)*(?:/\(*S\)*(?:\^S)?)?(?:\*10\^S)?|\(D\+D/D\))\)*".replace("S", r"\(?[-+]?D\)?").replace("D", r"(?:\d++(?:\.\d*+)?|\.\d++)"))
 # 3 1/2, 3 and 1/2, 3\frac{1}{2}: a whole number before a proper fraction.
 _MIXED = re.compile(
     r"(?<![\d.,/^*{(])(\d+)(?:\s+(?:and\s+|&\s*)?|\s*(?=\\frac))(?:(\d+)\s*/\s*(\d+)|\\frac\s*\{(\d+)\}\s*\{(\d+)\})(?![\d.,^!])"
 )
-_FRACTION = re.compile(r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
+_FRACTION = re.compile(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee", "US$": "dollar"}
 _SYMBOL = re.compile(r"(?:US)?\$|[€£¥₹]")
 _MAGNITUDES = {
@@ -85,7 +87,7 @@ _NO_UNIT = re.compile(
     r"|with|for|when|factorial|squared|cubed|i|e|x|y|z|k|t|c|b|p|q|r|d)\b|\bn\b(?!·)",
     re.IGNORECASE,
 )
-_UNIT = re.compile(r"(?:[A-Za-z¢][A-Za-z.]*\.?(?:\^?-?\d)?(?:\s*[/*]\s*|\s+(?:per\s+)?|\^)?)+(?:\^\{?-?\d\}?)?\)?")
+_UNIT_WORD = re.compile(r"[A-Za-z¢][A-Za-z.]*(?:\^?-?\d)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ def written_number(text: str) -> WrittenNumber | None:
     """The number that a whole text is, None for any other text."""
     if len(text) > LONGEST:
         return None
-    text = plain_math(text).rstrip(" .,;:!?*").lstrip(" ,;:*")
+    text = plain_math(text).rstrip(" .,;:?*").lstrip(" ,;:*")
     sign = ""
     if found := re.match(r"[-+]\s*(?=(?:US)?[$€£¥₹])", text):
         sign, text = found[0].strip(), text[found.end() :]
@@ -158,7 +160,7 @@ def plain_math(text: str) -> str:
     text = "".join(_folded(character) for character in text).translate(_CHARACTERS)
     for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)
-    text = re.sub(r"^(?:\$\$?|\\\(|\\\[)\s*(.*?)\s*(?:\$\$?|\\\)|\\\])\.?$", r"\1", text.strip(), flags=re.DOTALL)
+    text = re.sub(r"^(?:\$\$?|\\\(|\\\[)\s*([^$]*?)\s*(?:\$\$?|\\\)|\\\])\.?$", r"\1", text.strip())
     return re.sub(r"\s+", " ", text).strip()
 
 
@@ -205,7 +207,9 @@ def _unit(text: str) -> str | None:
     """A unit, or the things that are counted, in one form; None for a text that is neither."""
     text = text.strip(" .,;:()").replace("{", "").replace("}", "")
     text = re.sub(r"\s*\^\s*", "^", text)
-    if not _UNIT.fullmatch(text) or _NO_UNIT.search(text) or len(text.split()) > 5:
+    text = re.sub(r"\bdegrees?\s+(?:[CF]|[Cc]elsius|[Ff]ahrenheit)$", "degrees", text)
+    words = re.split(r"\s*[/*]\s*|\s+", text)
+    if len(words) > MOST_WORDS or _NO_UNIT.search(text) or not all(map(_UNIT_WORD.fullmatch, words)):
         return None
     text = re.sub(r"\s+per\s+|\s*/\s*", "/", text.lower())
     return " ".join("/".join(_stem(part) for part in word.split("/")) for word in text.split())
@@ -242,12 +246,14 @@ def _words(text: str) -> Fraction | None:
 
 def _exact(text: str) -> str | None:
     """A number or expression with plain decimals and the signs + - * / ^ ! ( ); None for any other text."""
+    text = re.sub(r"\\frac\s*(\d)", r"\\frac{\1}", text)
+    text = re.sub(r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}", text)
     text = _MIXED.sub(_mixed, text)
     before = None
     while before != text:
         before = text
         text = re.sub(r"\^\s*\{([^{}]*)\}", r"^(\1)", text)
-        text = _FRACTION.sub(lambda m: f"(({m[1] or m[2]})/({m[3] or m[4]}))", text)
+        text = _FRACTION.sub(lambda m: f"(({m[1]})/({m[2]}))", text)
     text = re.sub(r"(?<=[\d.])[eE]([-+]?\d+)", r"*10^(\1)", text)
     text = re.sub(_NUMBER, lambda found: _decimal(found[0]), text)
     # Digits with a space between them, or a comma that is left, are several numbers.

@@ -75,7 +75,9 @@ def _verified(given: str, reference: str) -> float | None:
     if not gold:
         log.warning("Reference answer %r cannot be parsed as mathematics; its responses are not scored", reference)
         return None
-    return float(verify(gold, parse(f"${_latex(given)}$", parsing_timeout=timeout), timeout_seconds=timeout))
+    target = parse(f"${_latex(given)}$", parsing_timeout=timeout)
+    # An interval may be written as an inequality, on either side.
+    return float(verify(gold, target, allow_set_relation_comp=True, timeout_seconds=timeout))
 
 
 def _latex(text: str) -> str:
