@@ -46,14 +46,18 @@ _TAGS = [
 ]
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
 # What stands between two boxes that are one answer: x=\boxed{3} or x=\boxed{5}.
-_BETWEEN_BOXES = re.compile(r"(?:\s|\$|\\[,;:()\[\] ]|\\q?quad|\w\s*=)*(?:,|;|\b(?:and|or)\b|\\text\{\s*(?:and|or)\s*\})+"
-                            r"(?:\s|\$|\\[,;:()\[\] ]|\\q?quad|\band\b|\bor\b|\w\s*=)*", re.IGNORECASE)
+_BETWEEN_BOXES = re.compile(
+    r"(?:\s|\$|\\[,;:()\[\] ]|\\q?quad|\w\s*=)*(?:,|;|\b(?:and|or)\b|\\text\{\s*(?:and|or)\s*\})+"
+    r"(?:\s|\$|\\[,;:()\[\] ]|\\q?quad|\band\b|\bor\b|\w\s*=)*",
+    re.IGNORECASE,
+)
 _BETWEEN_LONGEST = 60
 _HASHES = re.compile(r"^[ \t]*####[ \t]*(\S[^\n]*)$", re.MULTILINE)
 _NOUN = r"(?:ans(?:wer)?|(?:correct|right|best)\s+(?:option|choice|statement))"
 # A line that begins with it, or a heading above it, states the answer; in a sentence it needs a verb.
 _ANSWER_LINE = re.compile(
-    rf"^[^\w\n]*(?:(?:the|my|so|thus|final|correct)[ \t]+)*{_NOUN}[\"'*_ \t]*(?:[::=]|-[ \t])[*_ \t]*(?:\n\s*)?(\S[^\n]*)"
+    rf"^[^\w\n]*(?:(?:the|my|so|thus|final|correct)[ \t]+)*{_NOUN}[\"'*_ \t]*(?:[:=\uff1a]|-[ \t])[*_ \t]*(?:\n\s*)?"
+    r"(\S[^\n]*)"
     rf"|^#+[ \t]*(?:final[ \t]+)?answer[ \t]*\n\s*(\S[^\n]*)",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -63,6 +67,7 @@ _ANSWER_SENTENCE = re.compile(
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"(?<!\b[A-Za-z])[.!?]\s|(?<=\b[A-Za-z])\.\s+(?=[A-Z])")
+_CLOSING_WORDS = re.compile(r"\W*(?:I\s+)?hope\b|\W*(?:please\s+)?(?:let me know|feel free)\b|\W*if you (?:have|need|want)\b", re.I)
 # Who writes one of these around an answer has not decided, if the rest is missing.
 _DOUBT = re.compile(
     r"\?|\b(?:wait|hmm+|maybe|perhaps|guess|actually|alternatively|but|not|try|suppose|check|verify|recheck)\b",
@@ -95,7 +100,7 @@ def final_answer(response: str, finish_reason: str | None = None) -> Answer | No
         return None
     cut = finish_reason == CUT_OFF
     for opening, closing in _TAGS:
-        before, opened, rest = text.rpartition(opening)
+        _, opened, rest = text.rpartition(opening)
         if opened:
             inside, closed, _ = rest.partition(closing)
             if cut and not closed:
@@ -108,6 +113,8 @@ def final_answer(response: str, finish_reason: str | None = None) -> Answer | No
             return None
         return Answer(mark.text, True)
     lines = [line.strip() for line in text.splitlines() if re.search(r"\w|[^\x00-\x7f]", line)]
+    while len(lines) > 1 and _CLOSING_WORDS.match(lines[-1]):
+        lines.pop()
     return None if cut or mark is _BROKEN or not lines else Answer(lines[-1], False)
 
 

@@ -31,6 +31,7 @@ _NAMED = re.compile(r"[A-Za-z](?:_\{?\w+\}?)?(?:\(\w+\))?\s*(?:=|\\in\b|∈)\s*(
 _SEPARATOR = re.compile(r"\s*(?:[,;]\s*(?:and|or)\b|[,;]|\band\b|\bor\b)\s*")
 # A decimal, or a list of two numbers.
 _PAIR = re.compile(r"\d+,\d+")
+_QUOTES = "\"'`\u201c\u201d\u2018\u2019"
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _BOLD = re.compile(r"\*\*(.+?)\*\*|__(.+?)__")
 # Where a sentence goes on after it has named the answer.
@@ -43,7 +44,8 @@ _HEDGE = re.compile(
 )
 _QUANTITY = re.compile(
     r"(?:[-−]?\s*\\?[$€£¥₹]\s*)?(?<![\w.,^_])[-−]?(?:\\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\}"
-    r"|\d(?:(?:[\d,.'_/]|\{,\}|[ \u00a0\u202f](?=\d))*\d)?|\.\d+)(?:\s*(?:\\?%|percent\b|million\b|billion\b|thousand\b))?"
+    r"|\d(?:(?:[\d,.'_/]|\{,\}|[ \u00a0\u202f](?=\d))*\d)?|\.\d+)"
+    r"(?:\s*(?:\\?%|percent\b|million\b|billion\b|thousand\b))?"
 )
 
 
@@ -112,7 +114,7 @@ def plain_text(text: str) -> str:
     text = plain_math(text)
     while before != text:
         before = text
-        text = text.strip().strip("*_`\"'“”‘’ ").rstrip(".,;:").lstrip(":")
+        text = text.strip().strip(_QUOTES + "*_ ").rstrip(".,;:").lstrip(":")
         text = re.sub(r"^\$(?=\(?[A-Za-z])", "", text)
         if text[:1] == "{" and text[-1:] == "}" and text[:2] != "\\{":
             text = text[1:-1] if "," not in text else text
@@ -131,7 +133,7 @@ def _squeezed(text: str) -> str:
 
 def _words(text: str) -> str:
     """A text's words without case, article, and punctuation."""
-    text = re.sub(r"[\"'`“”‘’*]", "", text.casefold())
+    text = re.sub(f"[{_QUOTES}*]", "", text.casefold())
     return re.sub(r"\s+", " ", re.sub(r"^(?:the|an?)\s+(?=\w{2})", "", text)).strip()
 
 
@@ -178,7 +180,7 @@ def _verdicts(one: str, other: str) -> bool | None:
 def _lists(one: str, other: str) -> bool | None:
     """Lists in round or square brackets are ordered; without brackets, or in braces, they are sets."""
     (opening, given), (expected, right) = _elements(one), _elements(other)
-    if len(given) < 2 and len(right) < 2 or max(len(given), len(right)) > MOST_ELEMENTS:
+    if (len(given) < 2 and len(right) < 2) or max(len(given), len(right)) > MOST_ELEMENTS:
         return None
     if len(given) != len(right):
         known = all(written_number(text) for text in (*given, *right)) or any("dots" in text for text in right)

@@ -6,8 +6,9 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megasync.config.schema import TrainSetConfig
+from megasync.config.schema import DataConfig
 from megasync.data.datasets import Reward, load_dataset
+from megasync.data.rows import Row, place
 from megasync.errors import DataError
 
 # Column with the name of a row's set.
@@ -26,22 +27,22 @@ class VerifierOfSet:
 
 
 def load_training_sets(
-    sets: Mapping[str, TrainSetConfig],
+    config: DataConfig,
 ) -> tuple[list[dict[str, Any]], Reward | None, list[tuple[int, float]]]:
     """The rows of all sets in their order, with the column `SET`; their reward; and (rows, weight) of each.
 
     The reward is that of each row's own set; None if a set has none. Raises DataError.
     """
     table, verifiers, sizes = [], {}, []
-    for name, each in sets.items():
-        rows, verifier = load_dataset(each.data)
+    for name, each in config.sets.items():
+        rows, verifier = load_dataset(each.data, config)
         if taken := next((row for row in rows if SET in row), None):
             raise DataError(f"data.sets.{name} has a column {SET!r} ({taken[SET]!r}), which megasync sets; rename it")
-        table += [{**row, SET: name} for row in rows]
+        table += [Row({**row, SET: name}, place(row, number)) for number, row in enumerate(rows)]
         sizes.append((len(rows), each.weight))
         if verifier is not None:
             verifiers[name] = verifier
     functions = {*verifiers.values()}
-    if len(verifiers) < len(sets):
+    if len(verifiers) < len(config.sets):
         return table, None, sizes
     return table, functions.pop() if len(functions) == 1 else VerifierOfSet(verifiers), sizes

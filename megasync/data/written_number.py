@@ -21,9 +21,11 @@ MOST_WORDS = 5
 ROUNDED_DIGITS = 6
 
 _CHARACTERS = str.maketrans(
-    {**dict.fromkeys("−–‒﹣-", "-"), **dict.fromkeys("×·⋅∙∗", "*"), "÷": "/", "⁄": "/", "∕": "/", "°": " degrees "}
+    dict.fromkeys("\u2212\u2013\u2012\ufe63\uff0d", "-")
+    | dict.fromkeys("×·\u22c5\u2219\u2217", "*")
+    | dict.fromkeys("÷\u2044\u2215", "/")
     | dict.fromkeys("\u00a0\u2009\u202f\u2007\u2002\u2003\u205f", " ")
-    | {"’": "'", "％": "%", "﹪": "%"}
+    | {"°": " degrees ", "\u2019": "'", "\uff05": "%", "\ufe6a": "%"}
 )
 _SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻"
 _SUBSCRIPTS = "₀₁₂₃₄₅₆₇₈₉"
@@ -35,8 +37,11 @@ _LATEX = [
         (r"(?<!\\)\\!\s*", ""),
         (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-z])|\\(?:thin|med|thick)space(?![a-z])", " "),
         (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![a-zA-Z])", ""),
-        (r"\\(?:text|textbf|textit|textrm|textsf|texttt|mathrm|mathbf|mathit|mathsf|bf|mbox|hbox|operatorname\*?|"
-         r"boldsymbol|emph|underline)\s*\{([^{}]*)\}", r" \1 "),
+        (
+            r"\\(?:text|textbf|textit|textrm|textsf|texttt|mathrm|mathbf|mathit|mathsf|bf|mbox|hbox|operatorname\*?|"
+            r"boldsymbol|emph|underline)\s*\{([^{}]*)\}",
+            r" \1 ",
+        ),
         (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree(?![a-z])|\\circ(?![a-z])", " degrees "),
         (r"\\(?:times|cdot|ast)(?![a-z])", "*"),
         (r"\\div(?![a-z])", "/"),
@@ -44,13 +49,18 @@ _LATEX = [
     )
 ]
 _THOUSANDS = re.compile(
-    r"[1-9]\d{0,2}(?:,\d{3})+(?![\d,])(?:\.\d+)?|[1-9]\d?(?:,\d{2})+,\d{3}(?![\d,])(?:\.\d+)?"  # 1,234,567.5 and 12,34,567.5
+    r"[1-9]\d{0,2}(?:,\d{3})+(?![\d,])(?:\.\d+)?"  # 1,234,567.5
+    r"|[1-9]\d?(?:,\d{2})+,\d{3}(?![\d,])(?:\.\d+)?"  # 12,34,567.5
     r"|[1-9]\d{0,2}(?:[ '_]\d{3})+(?![\d_'])(?:[.,]\d+)?"  # 1 234 567,5
     r"|[1-9]\d{0,2}(?:\.\d{3}){2,}(?![\d.])(?:,\d+)?|[1-9]\d{0,2}(?:\.\d{3})+,\d+(?![\d,.])"  # 1.234.567 and 1.234,5
 )
 _NUMBER = rf"(?:{_THOUSANDS.pattern}|\d+,\d+(?![\d,])|\d+(?:\.\d+)?|\.\d+)"
 # What `_exact` gives for one number: with a fraction, a power, a power of ten, or a mixed number.
-_LITERAL = re.compile(r"[-+]?\(*[-+]?(?:D(?:\^S)?\)*(?:/\(*S\)*(?:\^S)?)?(?:\*10\^S)?|\(D\+D/D\))\)*".replace("S", r"\(?[-+]?D\)?").replace("D", r"(?:\d++(?:\.\d*+)?|\.\d++)"))
+_LITERAL = re.compile(
+    r"[-+]?\(*[-+]?(?:D(?:\^S)?\)*(?:/\(*S\)*(?:\^S)?)?(?:\*10\^S)?|\(D\+D/D\))\)*".replace(
+        "S", r"\(?[-+]?D\)?"
+    ).replace("D", r"(?:\d++(?:\.\d*+)?|\.\d++)")
+)
 # 3 1/2, 3 and 1/2, 3\frac{1}{2}: a whole number before a proper fraction.
 _MIXED = re.compile(
     r"(?<![\d.,/^*{(])(\d+)(?:\s+(?:and\s+|&\s*)?|\s*(?=\\frac))(?:(\d+)\s*/\s*(\d+)|\\frac\s*\{(\d+)\}\s*\{(\d+)\})(?![\d.,^!])"
@@ -62,16 +72,17 @@ _MAGNITUDES = {
     "hundred": 100, "thousand": 1000, "lakh": 10**5, "million": 10**6, "crore": 10**7, "billion": 10**9,
     "trillion": 10**12,
 }  # fmt: skip
-_SMALL = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
-_SMALL += ["seventeen", "eighteen", "nineteen"]
-_WORDS = {word: number for number, word in enumerate(_SMALL)} | {
-    word: 10 * tens for tens, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)
-}
+_TEENS = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+)  # fmt: skip
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_WORDS = {word: number for number, word in enumerate(_TEENS)} | {word: 10 * n for n, word in enumerate(_TENS, 2)}
 # Names of one unit.
 _UNITS = {
     name: names.split()[0]
     for names in (
-        "m meter metre", "cm centimeter centimetre", "mm millimeter millimetre", "km kilometer kilometre", "g gram gramme",
+        "m meter metre", "cm centimeter centimetre", "mm millimeter millimetre", "km kilometer kilometre", "g gram",
         "kg kilogram kilo", "mg milligram", "s sec second", "min minute", "h hr hour", "l liter litre", "ml milliliter",
         "ft foot feet", "in inch inches", "mi mile", "lb pound lbs", "oz ounce", "degree deg", "dollar usd buck",
         "euro eur", "cent ¢", "rupee inr rs", "unit", "mph mile/h", "km/h kph kmh", "m/s mps", "j joule", "n newton",
@@ -167,7 +178,7 @@ def plain_math(text: str) -> str:
 def _folded(character: str) -> str:
     """A vulgar fraction as " 1/2", a fullwidth character as its plain one."""
     if unicodedata.decomposition(character).startswith("<fraction>"):
-        return " " + unicodedata.normalize("NFKC", character).replace("⁄", "/")
+        return " " + unicodedata.normalize("NFKC", character).replace("\u2044", "/")
     if unicodedata.east_asian_width(character) == "F":
         return unicodedata.normalize("NFKC", character)
     return character
@@ -178,7 +189,7 @@ def _unscripted(text: str) -> str:
     for characters, sign in ((_SUPERSCRIPTS, "^"), (_SUBSCRIPTS, "_")):
         text = re.sub(
             f"[{characters}]+",
-            lambda found, sign=sign: f"{sign}{{{unicodedata.normalize('NFKC', found[0]).replace('−', '-')}}}",
+            lambda found, sign=sign: f"{sign}{{{unicodedata.normalize('NFKC', found[0]).replace(chr(0x2212), '-')}}}",
             text,
         )
     return text
@@ -222,7 +233,9 @@ def _stem(word: str) -> str:
 
 
 def _same_unit(one: str, other: str) -> bool:
-    one, other = (_UNITS.get(_UNITS.get(unit, unit), unit) for unit in (one.replace("mi/h", "mph"), other.replace("mi/h", "mph")))
+    one, other = (
+        _UNITS.get(_UNITS.get(unit, unit), unit) for unit in (one.replace("mi/h", "mph"), other.replace("mi/h", "mph"))
+    )
     return one == other or set(one.split()) <= set(other.split()) or set(other.split()) <= set(one.split())
 
 

@@ -1,8 +1,8 @@
 """Reward for mathematics: 1.0 when the final answer equals the reference as mathematics, 0.0 when it does not.
 
-Which text is the answer, what is a reference, and numbers, choices and lists as people write them are the default
-reward's (`data.final_answer`, `data.match`). The package math-verify (`pip install 'megasync[math]'`) compares the rest:
-its equality is symbolic, so that \\sqrt{12} and 2\\sqrt{3} agree.
+Which text is the answer, what is a reference, and numbers, choices and lists as people write them are decided as by
+the default reward (`data.final_answer`, `data.match`). The package math-verify (`pip install 'megasync[math]'`)
+compares the rest: its equality is symbolic, so that \\sqrt{12} and 2\\sqrt{3} agree.
 
 Some answers keep the symbolic engine busy forever. The package interrupts it with an alarm signal, which works only on
 a main thread; worker processes (`rollout.reward_processes`) call rewards on theirs. On any other thread nothing can
@@ -30,8 +30,12 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 TIMEOUT_SECONDS = 5
 
 # LaTeX for the characters that math-verify does not know.
-_CHARACTERS = {"π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ",
-               "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", r"\varnothing": r"\emptyset ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta "}  # fmt: skip
+_CHARACTERS = {
+    "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "\u222a": r"\cup ",
+    "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", r"\varnothing": r"\emptyset ", "θ": r"\theta ",
+}  # fmt: skip
+# Of a sentence, the package finds the mathematics.
+_SENTENCE = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}\b|[$]|\\[(\[]")
 _ROOT = re.compile(r"(?:√|(?<![\\A-Za-z])sqrt|\\sqrt(?=\s*\())\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[A-Za-z]))")
 
 
@@ -75,7 +79,8 @@ def _verified(given: str, reference: str) -> float | None:
     if not gold:
         log.warning("Reference answer %r cannot be parsed as mathematics; its responses are not scored", reference)
         return None
-    target = parse(f"${_latex(given)}$", parsing_timeout=timeout)
+    target = _latex(given)
+    target = parse(target if _SENTENCE.search(target) else f"${target}$", parsing_timeout=timeout)
     # An interval may be written as an inequality, on either side.
     return float(verify(gold, target, allow_set_relation_comp=True, timeout_seconds=timeout))
 

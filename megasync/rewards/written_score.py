@@ -20,7 +20,8 @@ _OPENING = r"[\s\"'*_`\[({<>$]*(?:\\boxed\{)?"
 # "Score: 7", "Score (0-10): 7", "score of 9", "rate it 8", "## Score" above the number, <score>7</score>.
 _LABELLED = re.compile(
     rf"(?P<whole>(?<![A-Za-z])(?:overall|final|total)(?![A-Za-z])[^\n:.,]{{0,20}})?(?<![A-Za-z\d/]){_LABEL}[\"'*_`]*"
-    rf"(?:(?:\s*\([^)\n]*\)|[^\n:=\d]{{0,40}}?)?\s*[:=]|\s*\([^)\n]*\)|\s+(?:is|was|of|as|at|it|this|would be|a|an)\b|\s+-(?=\s)|>){{0,3}}"
+    rf"(?:(?:\s*\([^)\n]*\)|[^\n:=\d]{{0,40}}?)?\s*[:=]|\s*\([^)\n]*\)|\s+(?:is|was|of|as|at|it|this|would be|a|an)\b"
+    rf"|\s+-(?=\s)|>){{0,3}}"
     rf"{_OPENING}{_SCORE}|\[\[\s*(?P<double>[-+]?{_DIGITS})\s*\]\]",
     re.IGNORECASE,
 )
