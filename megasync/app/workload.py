@@ -112,7 +112,7 @@ def prepare_workload(config: Config, custom: Custom) -> Workload:
     scoring = Scoring(config, custom.reward)
     sets = None
     if config.data.sets and custom.train_dataset is None:
-        rows, verifier, sets = load_training_sets(config.data)
+        rows, verifier, sets = load_training_sets(config.data.sets, config.data)
     else:
         rows, verifier = _rows(config.data, custom.train_dataset)
     examples, rows = split_examples(rows, config.data.prompt)

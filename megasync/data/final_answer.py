@@ -67,7 +67,9 @@ _ANSWER_SENTENCE = re.compile(
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"(?<!\b[A-Za-z])[.!?]\s|(?<=\b[A-Za-z])\.\s+(?=[A-Z])")
-_CLOSING_WORDS = re.compile(r"\W*(?:I\s+)?hope\b|\W*(?:please\s+)?(?:let me know|feel free)\b|\W*if you (?:have|need|want)\b", re.I)
+_CLOSING_WORDS = re.compile(
+    r"\W*(?:I\s+)?hope\b|\W*(?:please\s+)?(?:let me know|feel free)\b|\W*if you (?:have|need|want)\b", re.I
+)
 # Who writes one of these around an answer has not decided, if the rest is missing.
 _DOUBT = re.compile(
     r"\?|\b(?:wait|hmm+|maybe|perhaps|guess|actually|alternatively|but|not|try|suppose|check|verify|recheck)\b",

@@ -74,7 +74,7 @@ class Renderer:
         self._config = config
         self._vocab_size = vocab_size
         self._outside = OutsideText(tokenizer)
-        shown = "".join(_placed(partial(_example, config, self._outside), row, n) for n, row in enumerate(examples))
+        shown = "".join(_example(config, self._outside, row, n) for n, row in enumerate(examples))
         self._preamble = config.system + shown
 
     @property
@@ -133,10 +133,13 @@ class Renderer:
         return rendered
 
 
-def _example(config: PromptConfig, outside: OutsideText, row: Mapping[str, Any]) -> str:
+def _example(config: PromptConfig, outside: OutsideText, row: Mapping[str, Any], number: int) -> str:
     if row.get("answer") is None:
-        raise DataError(f"data.prompt.examples={config.examples}, but the row has no answer to show")
-    return fill("data.prompt.example_template", config.example_template, outside.guard(row))
+        raise DataError(
+            f"data.prompt.examples={config.examples}, but training {place(row, number)} has no answer to show"
+        )
+    write = partial(fill, "data.prompt.example_template", config.example_template)
+    return _placed(lambda row: write(outside.guard(row)), row, number)
 
 
 def _placed(render: Callable[[Mapping[str, Any]], T], row: Mapping[str, Any], number: int) -> T:

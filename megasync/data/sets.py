@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megasync.config.schema import DataConfig
+from megasync.config.schema import DataConfig, TrainSetConfig
 from megasync.data.datasets import Reward, load_dataset
 from megasync.data.rows import Row, place
 from megasync.errors import DataError
@@ -27,14 +27,14 @@ class VerifierOfSet:
 
 
 def load_training_sets(
-    config: DataConfig,
+    sets: Mapping[str, TrainSetConfig], config: DataConfig | None = None
 ) -> tuple[list[dict[str, Any]], Reward | None, list[tuple[int, float]]]:
     """The rows of all sets in their order, with the column `SET`; their reward; and (rows, weight) of each.
 
     The reward is that of each row's own set; None if a set has none. Raises DataError.
     """
     table, verifiers, sizes = [], {}, []
-    for name, each in config.sets.items():
+    for name, each in sets.items():
         rows, verifier = load_dataset(each.data, config)
         if taken := next((row for row in rows if SET in row), None):
             raise DataError(f"data.sets.{name} has a column {SET!r} ({taken[SET]!r}), which megasync sets; rename it")
@@ -43,6 +43,6 @@ def load_training_sets(
         if verifier is not None:
             verifiers[name] = verifier
     functions = {*verifiers.values()}
-    if len(verifiers) < len(config.sets):
+    if len(verifiers) < len(sets):
         return table, None, sizes
     return table, functions.pop() if len(functions) == 1 else VerifierOfSet(verifiers), sizes

@@ -18,17 +18,17 @@ def fill(key: str, template: str, row: Mapping[str, Any]) -> str:
 
 
 def _problem(template: str, row: Mapping[str, Any], error: Exception) -> str:
-    if missing := sorted(column_names(template) - row.keys()):
+    names = column_names(template)
+    if missing := sorted(names - row.keys()):
         return (
             f"names the column {missing[0]!r}, which a row lacks: it has {sorted(map(str, row))}; correct the "
             f"template, or name the right column in data.columns"
         )
-    if (name := _refusing(template, row)) is not None:
-        return (
-            f"cannot write the column {name!r} with the value {row[name]!r:.80}: {error}; correct the value, or the "
-            f"format behind the colon"
-        )
-    return f"is not a valid format string: {error or type(error).__name__}; write {{{{ for a brace"
+    values = ", ".join(f"{name}={row[name]!r:.80}" for name in sorted(names))
+    return (
+        f"is not a valid format string{' for ' + values if values else ''}: {error or type(error).__name__}; correct "
+        f"the value or its format, and write {{{{ for a brace"
+    )
 
 
 def column_names(template: str) -> set[str]:
@@ -38,15 +38,3 @@ def column_names(template: str) -> set[str]:
     except ValueError:
         return set()
     return {name.partition(".")[0].partition("[")[0] for name in fields}
-
-
-def _refusing(template: str, row: Mapping[str, Any]) -> str | None:
-    """The column whose value does not take the format that the template gives it."""
-    for name in sorted(column_names(template)):
-        for _, field, form, _ in string.Formatter().parse(template):
-            if field == name and form:
-                try:
-                    format(row[name], form)
-                except (TypeError, ValueError):
-                    return name
-    return None

@@ -1,4 +1,4 @@
-"""Answers and judgements that people graded: the default reward, `math` and judges agree with them, with known exceptions.
+"""The default reward, `math` and judges' scores agree with what people graded, with known exceptions.
 
 The pairs are in `graded_answers.jsonl` and `graded_scores.jsonl`, one a line, each with the public thread or data set
 that it follows. Of an answer, `right` is 1, 0, or null for a response that must not be scored; `symbolic` pairs need
