@@ -39,9 +39,16 @@ _CLAUSE = re.compile(r",\s+(?=[a-z])|;\s|\s[-–—]\s|\s\(|\b(?:because|since|w
 # A sentence with one of these does not say that the number in it is the answer.
 _HEDGE = re.compile(
     r"\b(?:not|or|neither|nor|about|approximately|nearly|almost|around|roughly|between|least|most|more|less|fewer|than"
-    r"|maybe|perhaps|either|never|step|case|part|line|question)\b|n't\b|[?~≈<>≤≥=]|\\[gl]eq?\b|\\approx",
+    r"|maybe|perhaps|either|never|step|case|part|line|question)\b|n't\b|[?~≈<>≤≥]|\\[gl]eq?\b|\\approx",
     re.IGNORECASE,
 )
+_RELATION = re.compile(r"[<>≤≥≈≠]|\\[gl]eq?\b|\\ne")
+# Of what stands around the only number of a sentence: a word that is no function, no mathematics, a name before it.
+_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|log|ln|exp|sqrt|mod|lim|max|min|pi)\b)[A-Za-z]{2,}")
+_FORMULA = re.compile(r"[+^_{}*/=()]|\\[a-z]")
+_NAMED_BEFORE = re.compile(r"\b[A-Za-z]\s*=\s*$")
+_SEVERAL = re.compile(r"(?<!\{),(?!\d)|;|\b(?:and|or)\b")
+_COPULA = re.compile(r"\b(?:is|was|are|were|be)\b")
 _QUANTITY = re.compile(
     r"(?:[-−]?\s*\\?[$€£¥₹]\s*)?(?<![\w.,^_])[-−]?(?:\\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\}"
     r"|\d(?:(?:[\d,.'_/]|\{,\}|[ \u00a0\u202f](?=\d))*\d)?|\.\d+)"
@@ -81,13 +88,18 @@ def readings(answer: Answer) -> Iterator[str]:
     clause = _CLAUSE.search(text)
     if clause and clause.start():
         yield text[: clause.start()]
-    if not answer.marked and "=" in text and not re.search(r"[<>≤≥≈≠]|\\[gl]eq?\b|\\ne", text):
+    if "=" in text and not _RELATION.search(text) and not _SEVERAL.search(text):
         yield text.rpartition("=")[2]
-    prose = plain_math(text)
-    if len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", prose)) >= 2 and not _HEDGE.search(prose):
-        quantities = _QUANTITY.findall(text)
-        if len(quantities) == 1:
-            yield quantities[0]
+    if _HEDGE.search(text) or written_number(text):
+        return
+    quantities = list(_QUANTITY.finditer(text))
+    if len(quantities) == 1:
+        at = quantities[0]
+        around = _NAMED_BEFORE.sub(" ", text[: at.start()]) + text[at.end() :]
+        if _WORD.search(around) and not _FORMULA.search(around):
+            yield at[0]
+    if copula := list(_COPULA.finditer(text)):
+        yield text[copula[-1].end() :]
 
 
 def agree(given: str, reference: str) -> bool | None:
@@ -133,7 +145,7 @@ def _squeezed(text: str) -> str:
 
 def _words(text: str) -> str:
     """A text's words without case, article, and punctuation."""
-    text = re.sub(f"[{_QUOTES}*]", "", text.casefold())
+    text = re.sub(f"[{_QUOTES}*_^{{}}]", "", text.casefold())
     return re.sub(r"\s+", " ", re.sub(r"^(?:the|an?)\s+(?=\w{2})", "", text)).strip()
 
 

@@ -219,6 +219,8 @@ def _unit(text: str) -> str | None:
     text = text.strip(" .,;:()").replace("{", "").replace("}", "")
     text = re.sub(r"\s*\^\s*", "^", text)
     text = re.sub(r"\bdegrees?\s+(?:[CF]|[Cc]elsius|[Ff]ahrenheit)$", "degrees", text)
+    text = re.sub(r"\b(?:square|sq\.?)\s+([A-Za-z]+)", r"\1^2", text)
+    text = re.sub(r"\b(?:cubic|cu\.?)\s+([A-Za-z]+)", r"\1^3", text)
     words = re.split(r"\s*[/*]\s*|\s+", text)
     if len(words) > MOST_WORDS or _NO_UNIT.search(text) or not all(map(_UNIT_WORD.fullmatch, words)):
         return None

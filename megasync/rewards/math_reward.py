@@ -36,6 +36,8 @@ _CHARACTERS = {
 }  # fmt: skip
 # Of a sentence, the package finds the mathematics.
 _SENTENCE = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}\b|[$]|\\[(\[]")
+# The mathematics of such a sentence is not its answer.
+_DENIAL = re.compile(r"\b(?:not|never|neither|at\s+(?:least|most))\b|n't\b", re.IGNORECASE)
 _ROOT = re.compile(r"(?:√|(?<![\\A-Za-z])sqrt|\\sqrt(?=\s*\())\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[A-Za-z]))")
 
 
@@ -63,6 +65,8 @@ def _score(given: Answer, right: Sequence[str]) -> float | None:
     if True in results:
         return 1.0
     if None not in results:
+        return 0.0
+    if not given.marked and _DENIAL.search(given.text):
         return 0.0
     scores = [_verified(given.text, each) for each in right]
     return 1.0 if 1.0 in scores else 0.0 if 0.0 in scores else None

@@ -23,7 +23,7 @@ BOX = "The answer is \\boxed{%s}."
 # Reference, response, and the score it gets instead of the right one.
 NOT_BY_WORDS = {
     ("75\\cent", BOX % "75", 0.0),
-    ("3", "The number of solutions is three.", 0.0),
+    ("2 hours 30 minutes", "2 hours and 30 minutes", 0.0),
     ("7", "She has 8 apples and eats 1, leaving 7.", 0.0),
 }
 NOT_BY_MATH = {
@@ -34,7 +34,10 @@ NOT_BY_MATH = {
     # A list for a tuple, and what is left to compute.
     ("(1,2)", BOX % "1, 2", 1.0),
     ("7", BOX % "3+4", 1.0),
-    ("3", "The number of solutions is three.", 0.0),
+    ("all real numbers", BOX % "\\mathbb{R}", 0.0),
+    ("2 hours 30 minutes", "2 hours and 30 minutes", 0.0),
+    # Numbers that are neither plain nor of ordinary size.
+    ("\\frac{\\pi}{2^{99}}", BOX % "\\frac{\\pi}{2^{98}}", 1.0),
 }
 
 
@@ -49,7 +52,7 @@ def disagreements(reward, pairs):
 
 
 def test_there_are_as_many_graded_pairs_as_the_documentation_says():
-    assert (len(ANSWERS), len(SCORES)) == (589, 182)
+    assert (len(ANSWERS), len(SCORES)) == (705, 182)
     assert all(pair["source"] for pair in ANSWERS + SCORES)
 
 
