@@ -45,6 +45,7 @@ _TAGS = [
     ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
 ]
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
+_BARE_CONTENT = re.compile(r"[^\s{}$.,;\\]+")
 # What stands between two boxes that are one answer: x=\boxed{3} or x=\boxed{5}.
 _BETWEEN_BOXES = re.compile(
     r"(?:\s|\$|\\[,;:()\[\] ]|\\q?quad|\w\s*=)*(?:,|;|\b(?:and|or)\b|\\text\{\s*(?:and|or)\s*\})+"
@@ -68,7 +69,7 @@ _ANSWER_SENTENCE = re.compile(
 )
 _SENTENCE_END = re.compile(r"(?<!\b[A-Za-z])[.!?]\s|(?<=\b[A-Za-z])\.\s+(?=[A-Z])")
 _CLOSING_WORDS = re.compile(
-    r"\W*(?:I\s+)?hope\b|\W*(?:please\s+)?(?:let me know|feel free)\b|\W*if you (?:have|need|want)\b", re.I
+    r"\W*(?:I\s+)?hope\b|\W*(?:please\s+)?(?:let me know|feel free)\b|\W*if you (?:have|need|want)\b", re.IGNORECASE
 )
 # Who writes one of these around an answer has not decided, if the rest is missing.
 _DOUBT = re.compile(
@@ -178,7 +179,7 @@ def _boxes(text: str) -> tuple[list[_Mark], bool]:
         at = found.end()
         end = closing.get(at)
         if text[at : at + 1] != "{":
-            word = re.compile(r"[^\s{}$.,;\\]*").match(text, at)
+            word = _BARE_CONTENT.match(text, at)
             content, end = (word[0], word.end()) if word else ("", at)
         elif end is None:
             broken, at = True, at + 1
@@ -221,6 +222,7 @@ def _joined(text: str, boxes: Sequence[_Mark]) -> _Mark:
 
 
 def _doubted(text: str, mark: _Mark) -> bool:
+    """Whether the sentence of a mark, or anything behind it, doubts it or goes back on it."""
     sentence = max((end.end() for end in _SENTENCE_END.finditer(text, 0, mark.start)), default=0)
     return bool(_DOUBT.search(text, sentence, mark.start) or _DOUBT.search(text, mark.end))
 
@@ -238,7 +240,9 @@ def references(value: Any) -> list[str]:
         return [", ".join(texts[0] for texts in each)] if all(each) else []
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()  # a scalar of NumPy or torch
-    if value is None or (isinstance(value, float | Decimal) and math.isnan(value)):
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return []
+    if isinstance(value, Decimal) and value.is_nan():
         return []
     if isinstance(value, bool | int | float | Decimal):
         return [str(value)]

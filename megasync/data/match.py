@@ -24,6 +24,11 @@ _LED_CHOICE = re.compile(
 )
 _CHOICES = re.compile(r"[A-J]{2,}|\(?[A-J]\)?(?:\s*(?:,|;|&|\band\b)\s*\(?[A-J]\)?)+")
 _VERDICTS = {"yes": True, "true": True, "correct": True, "no": False, "false": False, "incorrect": False}
+# Before a comma, a dash or a clause: "no idea" is no verdict.
+_FIRST_WORD = re.compile(
+    r"[A-Za-z]+(?=$|[,.;:!]|\s+(?:[-–—(]|(?:it|they|he|she|we|you|i|this|that|there|the|because|since|as)\b))",
+    re.IGNORECASE,
+)
 _BASE_NAMES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
 _BASE = re.compile(r"([0-9A-Fa-f]+)\s*_\s*\{?\s*(?:\\text\s*)?(\d{1,2}|" + "|".join(_BASE_NAMES) + r")\s*\}?")
 # The name in "x = 5", "f(2) = 5" and "x \in [1, 2]".
@@ -184,7 +189,7 @@ def _numbers(one: str, other: str) -> bool | None:
 
 def _verdicts(one: str, other: str) -> bool | None:
     right = _VERDICTS.get(other.casefold())
-    first = re.match(r"[A-Za-z]+(?=$|[,.;:!\s])", one)
+    first = _FIRST_WORD.match(one)
     given = _VERDICTS.get(first[0].casefold()) if first else None
     return None if right is None or given is None else given == right
 
@@ -222,7 +227,9 @@ def _elements(text: str) -> tuple[str, list[str]]:
         opening, text = text[0], text[1:-1]
     pieces: list[str] = []
     depth = at = 0
-    for found in re.finditer(rf"[(\[{{]|[)\]}}]|{_SEPARATOR.pattern}", text):
+    # Where commas with a space separate, those without one belong to numbers: 1,000, 2,000.
+    separator = _SEPARATOR.pattern.replace("[,;]", r"(?:,\s|;)") if re.search(r",\s", text) else _SEPARATOR.pattern
+    for found in re.finditer(rf"[(\[{{]|[)\]}}]|{separator}", text):
         if found[0] in "([{":
             depth += 1
         elif found[0] in ")]}":

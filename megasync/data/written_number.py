@@ -121,14 +121,19 @@ class WrittenNumber:
         scales = (1,) if self.percent == other.percent else (1, 100)
         mine = [(self.value / scale if self.percent else self.value) for scale in scales]
         theirs = [(other.value / scale if other.percent else other.value) for scale in scales]
-        return any(a == b or self._rounds(a, b) or other._rounds(b, a) for a, b in zip(mine, theirs, strict=True))
+        decimals = all(each.digits is not None or each.value.denominator == 1 for each in (self, other))
+        return any(
+            a == b or self._rounds(a, b, decimals) or other._rounds(b, a, decimals)
+            for a, b in zip(mine, theirs, strict=True)
+        )
 
-    def _rounds(self, mine: Fraction, other: Fraction) -> bool:
-        """Whether this is a decimal with enough digits of the other number."""
+    def _rounds(self, mine: Fraction, other: Fraction, decimals: bool) -> bool:
+        """Whether this is a decimal with enough digits of the other number, behind the point if both are decimals."""
         if not self.digits or self.percent:
             return False
-        significant = len(str(abs(mine.numerator) * 10**self.digits // mine.denominator).lstrip("0"))
-        return significant >= ROUNDED_DIGITS and abs(mine - other) < Fraction(1, 10**self.digits)
+        written = abs(mine.numerator) * 10**self.digits // mine.denominator
+        enough = self.digits if decimals else len(str(written).lstrip("0"))
+        return enough >= ROUNDED_DIGITS and abs(mine - other) < Fraction(1, 10**self.digits)
 
 
 def written_number(text: str) -> WrittenNumber | None:
