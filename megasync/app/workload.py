@@ -16,7 +16,7 @@ from megasync.config import Config
 from megasync.config.schema import DataConfig, RolloutConfig
 from megasync.data import PromptSource, Renderer, as_rows, load_dataset, load_training_sets, split_examples
 from megasync.data.curriculum import Curriculum, curriculum_of
-from megasync.data.datasets import default_reward, no_default_reward
+from megasync.data.datasets import default_reward, no_default_reward, warn_of_missing_answers
 from megasync.data.render import load_tokenizer
 from megasync.environments import Play
 from megasync.errors import ConfigError
@@ -125,6 +125,7 @@ def prepare_workload(config: Config, custom: Custom) -> Workload:
             f"as {{answer: solution}}, or a reward in rollout.reward as math, code or 'package.module:function'; pass "
             f"reward= from Python; or use a rollout function that scores its own trajectories"
         )
+    warn_of_missing_answers(rows, reward)
     policy = curriculum_of(config.data)
     return Workload(
         curriculum=None if policy is None else Curriculum(policy, len(rows)),

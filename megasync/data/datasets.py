@@ -36,55 +36,58 @@ def load_dataset(config: DatasetConfig, data: DataConfig | None = None) -> tuple
     """
     if config.size is not None and config.size < 1:
         raise DataError(f"{config.kind}:{config.source}: size must be at least 1, got {config.size}")
+    name = f"{config.kind}:{config.source}"
+    if config.kind in READERS:
+        rows = as_rows(READERS[config.kind](config), name, data)[: config.size]
+        return rows, default_reward(rows)
     if config.kind == "digits":
-        return digit_rows(config), digit_reward
-    if config.kind == "reasoning_gym":
-        return gym_rows(config)
-    rows = as_rows(_read(config), f"{config.kind}:{config.source}", data)[: config.size]
-    return rows, default_reward(rows)
+        made, verifier = digit_rows(config), digit_reward
+    elif config.kind == "reasoning_gym":
+        made, verifier = gym_rows(config)
+    else:
+        raise DataError(f"unknown dataset kind {config.kind!r}; kinds: digits, reasoning_gym, {', '.join(READERS)}")
+    return [Row(row, f"{name} ({config.split}), row {number}") for number, row in enumerate(made)], verifier
 
 
 def default_reward(rows: Sequence[Mapping[str, Any]]) -> Reward | None:
-    """`match_answer` if rows have a reference in the column "answer", else None.
-
-    Raises DataError for a reference that is neither text nor a number.
-    """
-    missing: list[str] = []
-    for number, row in enumerate(rows):
-        try:
-            if not references(row.get("answer")):
-                missing.append(place(row, number))
-        except DataError as error:
-            raise DataError(f"{place(row, number)}, column answer: {error}") from None
-    if len(missing) == len(rows):
+    """`match_answer` if rows have references in the column "answer", and nothing else there; otherwise None."""
+    try:
+        return match_answer if any([references(row.get("answer")) for row in rows]) else None
+    except DataError:
         return None
-    if missing:
-        log.warning(
-            "%d of %d rows have no answer, so their responses are not scored by it; the first is %s",
-            *(len(missing), len(rows), missing[0]),
-        )
-    return match_answer
 
 
 def no_default_reward(rows: Sequence[Mapping[str, Any]]) -> str:
     """Why these rows have no default reward, as the middle of an error message."""
-    if any("answer" in row for row in rows):
+    if not any("answer" in row for row in rows):
+        return f'the rows have no column "answer", only {sorted(rows[0])}'
+    for number, row in enumerate(rows):
+        try:
+            references(row.get("answer"))
+        except DataError as error:
+            return f'{place(row, number)}, column "answer": {error}'
+    if default_reward(rows) is None:
         return f'the column "answer" is empty in all {len(rows)} rows'
-    return f'the rows have no column "answer", only {sorted(rows[0])}'
+    return 'not every set of data.sets has a column "answer", or a task with a verifier'
+
+
+def warn_of_missing_answers(rows: Sequence[Mapping[str, Any]], reward: Reward | None) -> None:
+    """Logs how many rows `reward` will not score because they have no answer, if it is the default one."""
+    if reward is not match_answer:
+        return
+    missing = [place(row, number) for number, row in enumerate(rows) if not references(row.get("answer"))]
+    if missing:
+        log.warning(
+            "%d of %d rows have no answer, so their responses are not scored; the first is %s",
+            *(len(missing), len(rows), missing[0]),
+        )
 
 
 def load_conversations(config: DatasetConfig, data: DataConfig | None = None) -> list[dict[str, Any]]:
     """Rows for supervised training: a column `messages`, or a prompt and further columns. Raises DataError."""
     if config.kind not in READERS:
         return load_dataset(config)[0]
-    rows = as_conversations(_read(config), f"{config.kind}:{config.source}", data)
-    return rows[: config.size]
-
-
-def _read(config: DatasetConfig) -> Iterable[dict[str, Any]]:
-    if config.kind not in READERS:
-        raise DataError(f"unknown dataset kind {config.kind!r}; kinds: digits, reasoning_gym, {', '.join(READERS)}")
-    return READERS[config.kind](config)
+    return as_conversations(READERS[config.kind](config), f"{config.kind}:{config.source}", data)[: config.size]
 
 
 def _read_jsonl(config: DatasetConfig) -> Iterator[Row]:

@@ -9,7 +9,7 @@ from typing import Any
 from megasync.config import Config
 from megasync.config.schema import DatasetConfig, EvalSetConfig
 from megasync.data import Renderer, as_rows, load_dataset, render_rows
-from megasync.data.datasets import default_reward, no_default_reward
+from megasync.data.datasets import default_reward, no_default_reward, warn_of_missing_answers
 from megasync.errors import ConfigError
 from megasync.observe.names import UNNAMED_SET
 from megasync.rewards import RewardRunner, load_reward
@@ -79,6 +79,7 @@ def held_out_sets(
                 f"rollout.reward{'' if unnamed else f' or eval.sets.{name}.reward'}, or the column with the references "
                 f"in data.columns"
             )
+        warn_of_missing_answers(rows, settings.reward or scoring.named or own_verifier)
         prompts = render_rows(rows[: settings.samples or config.eval.samples], renderer)
         loaded.append(_held_out_set(config, "" if unnamed else name, prompts, scoring, own_verifier))
     return loaded

@@ -1,13 +1,14 @@
 """File datasets: rows in order, and errors that name the file and the line."""
 
 import json
+import re
 import sys
 
 import pytest
 
 from megasync.config.schema import DataConfig, DatasetConfig
 from megasync.data import load_dataset
-from megasync.data.datasets import default_reward, no_default_reward
+from megasync.data.datasets import default_reward, no_default_reward, warn_of_missing_answers
 from megasync.data.match import match_answer
 from megasync.errors import DataError
 
@@ -45,7 +46,10 @@ def test_a_dataset_has_a_reward_function_only_with_an_answer_column(tmp_path):
 
 def test_rows_without_an_answer_are_counted_and_the_first_is_named(tmp_path, caplog):
     rows = ({"prompt": "q", "answer": answer} for answer in ("1", None, float("nan"), " "))
-    assert load(write(tmp_path / "a.jsonl", *rows))[1] is match_answer
+    loaded, reward = load(write(tmp_path / "a.jsonl", *rows))
+    warn_of_missing_answers(loaded, print)
+    assert reward is match_answer and not caplog.text
+    warn_of_missing_answers(loaded, reward)
     assert "3 of 4 rows have no answer" in caplog.text and "a.jsonl:2" in caplog.text
 
 
@@ -57,10 +61,16 @@ def test_rows_without_any_answer_say_what_is_missing():
     )
 
 
-def test_an_answer_that_is_neither_text_nor_a_number_is_refused_with_its_row(tmp_path):
-    path = write(tmp_path / "a.jsonl", {"prompt": "q", "answer": {"ground_truth": "1"}})
-    with pytest.raises(DataError, match=r"a\.jsonl:1, column answer: a reference answer must be text.*data\.columns"):
-        load(path)
+def test_an_answer_that_is_neither_text_nor_a_number_is_for_another_reward(tmp_path):
+    rows, reward = load(write(tmp_path / "a.jsonl", {"prompt": "q", "answer": {"ground_truth": "1"}}))
+    assert reward is None
+    assert re.search(
+        r'a\.jsonl:1, column "answer": a reference answer must be text.*data\.columns', no_default_reward(rows)
+    )
+
+
+def test_sets_of_which_one_has_no_answer_say_so():
+    assert "not every set" in no_default_reward([{"prompt": "q", "answer": "1"}, {"prompt": "q"}])
 
 
 def test_columns_are_found_under_the_names_of_the_configuration(tmp_path):

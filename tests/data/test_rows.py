@@ -130,6 +130,10 @@ def test_columns_get_the_names_of_the_configuration_and_keep_their_own():
         DataError, match=r"row 0 has neither the column 'solution' \(data.columns.answer\) nor 'answer'"
     ):
         as_rows([{"question": "q"}], "mine", config)
+    chat = {"conversation": TURNS, "id": 1}
+    assert as_conversations([chat], "mine", DataConfig(columns={"messages": "conversation"})) == [
+        {**chat, "messages": TURNS}
+    ]
     both = {"prompt": "q", "messages": TURNS}
     assert as_rows([both], "mine", DataConfig(columns={"prompt": "prompt"})) == [{"prompt": "q"}]
 
