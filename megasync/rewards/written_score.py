@@ -10,16 +10,18 @@ _DIGITS = r"(?:\d+(?:[.,]\d+)?(?:e[-+]?\d+)?(?:\s+\d/\d)?|\.\d+)(?![\d\w])"
 _WORD = r"zero|one|two|three|four|five|six|seven|eight|nine|ten"
 # A number, what it is out of, or a percent sign; or a second number, which makes it a range.
 _SCORE = (
-    rf"(?P<number>(?<![\w.,])[-+]?(?:{_DIGITS})|\b(?:{_WORD})\b)(?:\s*[*_]*\s*(?:(?:stars?\b|points?\b)?\s*\(?\s*\bout\s+of\b|/|\bof\b(?!\s+the\b))\s*"
-    rf"(?P<out_of>{_DIGITS})|\s*(?P<percent>\\?%|percent\b)|\s*(?P<range>(?:-|to|or|and)\s*{_DIGITS}))?"
+    rf"(?P<number>(?<![\w.,])[-+]?(?:{_DIGITS})|\b(?:{_WORD})\b)"
+    rf"(?:\s*[*_]*\s*(?:(?:stars?\b|points?\b)?\s*\(?\s*\bout\s+of\b|/|\bof\b(?!\s+the\b))\s*(?P<out_of>{_DIGITS})"
+    rf"|\s*(?P<percent>\\?%|percent\b)|\s*(?P<range>(?:-|to|or|and)\s*{_DIGITS}))?"
 )
 _ANY = re.compile(_SCORE, re.IGNORECASE)
 _BETWEEN = re.compile(rf"between\s+{_DIGITS}\s+and\s+{_DIGITS}", re.IGNORECASE)
-_LABEL = r"(?:scor(?:es?|ed|ing)|ratings?|rated?|grade[ds]?|rewards?|marks?|evaluation|assessment)\b"
+_LABEL = r"(?:scor(?:es?|ed|ing)|ratings?|rated?|grade[ds]?|rewards?|evaluation|assessment)\b"
 _OPENING = r"[\s\"'*_`\[({<>$]*(?:\\boxed\{)?"
 # "Score: 7", "Score (0-10): 7", "score of 9", "rate it 8", "## Score" above the number, <score>7</score>.
 _LABELLED = re.compile(
-    rf"(?P<whole>(?<![A-Za-z])(?:overall|final|total)(?![A-Za-z])[^\n:.,]{{0,20}})?(?<![A-Za-z\d/]){_LABEL}[\"'*_`]*"
+    rf"(?:(?P<whole>(?<![A-Za-z])(?:(?:overall|final|total)(?![A-Za-z])[^\n:.,]{{0,20}}(?<![A-Za-z\d/]){_LABEL}"
+    rf"|overall(?=[\"'*_`\s]*[:=])))|(?<![A-Za-z\d/]){_LABEL})[\"'*_`]*"
     rf"(?:(?:\s*\([^)\n]*\)|[^\n:=\d]{{0,40}}?)?\s*[:=]|\s*\([^)\n]*\)|\s+(?:is|was|of|as|at|it|this|would be|a|an)\b"
     rf"|\s+-(?=\s)|>){{0,3}}"
     rf"{_OPENING}{_SCORE}|\[\[\s*(?P<double>[-+]?{_DIGITS})\s*\]\]",

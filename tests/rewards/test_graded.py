@@ -52,7 +52,7 @@ def disagreements(reward, pairs):
 
 
 def test_there_are_as_many_graded_pairs_as_the_documentation_says():
-    assert (len(ANSWERS), len(SCORES)) == (714, 182)
+    assert (len(ANSWERS), len(SCORES)) == (714, 222)
     assert all(pair["source"] for pair in ANSWERS + SCORES)
 
 
