@@ -116,7 +116,7 @@ def prepare_rows(config: Config) -> tuple[SupervisedRows, list[str]]:
     for name, dataset in (("train", sft.train), ("validation", sft.validation)):
         if dataset is None:
             continue
-        found[name], long = renderer.rows(load_conversations(dataset), f"sft.{name}")
+        found[name], long = renderer.rows(load_conversations(dataset, config.data), f"sft.{name}")
         trained = sum(int(row.trained.sum()) for row in found[name])
         left_out = f"; {long} longer than sft.max_tokens={limit} are left out" if long else ""
         messages.append(f"sft.{name}: {len(found[name])} rows with {trained} trained tokens{left_out}")
