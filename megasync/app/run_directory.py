@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megasync.concurrency.tasks import handle_signals
+from megasync.concurrency.threads import DaemonThreads
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, save_config
 from megasync.errors import ConfigError
 from megasync.files import atomic_write
@@ -23,6 +23,9 @@ from megasync.trainer.checkpoint import latest
 EXPORT_FOLDER = "export"
 # Models of earlier steps.
 EXPORTS_FOLDER = "exports"
+# Runs exports, which may take minutes: a process that is told to end immediately does not wait for these threads. What
+# they leave unfinished, the next export removes.
+EXPORTS = DaemonThreads(limit=1)
 
 
 def new_run_dir(config: Config, custom: Sequence[str] = ()) -> Path:
@@ -52,10 +55,8 @@ def export_newest(config: Config, run_dir: Path, notify: Callable[[str], None]) 
     if not config.checkpoint.export or newest is None:
         return None
     out = run_dir / EXPORT_FOLDER
-    if out.exists():
-        # Exported from an older checkpoint, before the run was resumed: nothing is lost.
-        shutil.rmtree(out)
-    export_checkpoint(newest, Path(config.model.path), out)
+    # An older one may be there, from before the run was resumed.
+    export_checkpoint(newest, Path(config.model.path), out, replace=True)
     notify(f"Hugging Face checkpoint: {out}")
     return out
 
@@ -63,10 +64,8 @@ def export_newest(config: Config, run_dir: Path, notify: Callable[[str], None]) 
 def export_step(config: Config, run_dir: Path, checkpoint: Path, notify: Callable[[str], None]) -> None:
     """Writes a checkpoint as a Hugging Face folder, beside the training. Raises CheckpointError."""
     out = run_dir / EXPORTS_FOLDER / checkpoint.name
-    # From before the run went back behind this step.
-    shutil.rmtree(out, ignore_errors=True)
-    out.parent.mkdir(exist_ok=True)
-    export_checkpoint(checkpoint, Path(config.model.path), out)
+    # An older one may be there, from before the run went back behind this step.
+    export_checkpoint(checkpoint, Path(config.model.path), out, replace=True)
     notify(f"Hugging Face checkpoint: {out}")
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megasync.app.hang_request import answer_with_report
 from megasync.app.mailbox import Mailbox
-from megasync.app.run_directory import export_newest, export_step, new_run_dir, stop_signals
+from megasync.app.run_directory import EXPORTS, export_newest, export_step, new_run_dir, stop_signals
 from megasync.app.run_lock import RunLock
 from megasync.app.servers import reserve_pools
 from megasync.app.workload import stop_ids
@@ -236,7 +236,8 @@ class SupervisedRun:
                         await self._exported()
                     observer.stopped = self._reason
                     observer.message("shutting down trainer ranks")
-                export_dir = await asyncio.to_thread(export_newest, self.config, self.run_dir, observer.message)
+                newest = partial(export_newest, self.config, self.run_dir, observer.message)
+                export_dir = await EXPORTS.call(newest, "export")
             return SupervisedResult(self.run_dir, self._step, self._losses, export_dir, self._reason)
 
     async def _start(self, stack: AsyncExitStack, observer: RunObserver, reports: HangReporter) -> TrainerGroup:
@@ -341,7 +342,8 @@ class SupervisedRun:
 
     async def _export(self, checkpoint: Path, observer: RunObserver) -> None:
         try:
-            await asyncio.to_thread(export_step, self.config, self.run_dir, checkpoint, observer.message)
+            export = partial(export_step, self.config, self.run_dir, checkpoint, observer.message)
+            await EXPORTS.call(export, "export")
         except CheckpointError as error:
             observer.message(f"the run goes on without an export: {error}")
 
