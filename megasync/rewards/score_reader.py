@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from megasync.concurrency.first_use import prepared
 from megasync.config.schema import RewardModelConfig
 from megasync.errors import ConfigError, InvalidAnswer
 from megasync.serving.answers import parse_as
@@ -28,19 +29,23 @@ class ScoreReader(Protocol):
         ...
 
 
+@prepared
 class _ClassifierAnswer(msgspec.Struct):
     embedding: list[float]
 
 
+@prepared
 class _TextAnswer(msgspec.Struct):
     text: str
 
 
+@prepared
 class _TokenLogprobs(msgspec.Struct):
     # For each token of the answer: the log-prob, id and text of each requested token.
     output_token_ids_logprobs: list[list[tuple[float, int, Any]]]
 
 
+@prepared
 class _JudgeAnswer(msgspec.Struct):
     meta_info: _TokenLogprobs
 
