@@ -35,6 +35,7 @@ class ExternalServer:
         self._config = config
         self._key = key
         self._process: ProcessSeen | None = None
+        self._replaced = False
 
     async def start(self, timeout: float) -> str:
         """Waits until the server answers and fits the run; returns its URL.
@@ -63,6 +64,7 @@ class ExternalServer:
                 except ServerError:
                     continue
                 if self._process is not None and not seen.may_follow(self._process):
+                    self._replaced = True
                     return
                 self._process = seen
         finally:
@@ -73,7 +75,7 @@ class ExternalServer:
         return []
 
     async def tail(self, lines: int) -> str:
-        return "(another process answers at its URL; its log is with whoever has started it)"
+        return f"({'another process answers at its URL; ' * self._replaced}its log is with whoever has started it)"
 
     async def visible_devices(self) -> str:
         raise ServerError(f"{self._url} is an external server; its devices are not known here")

@@ -143,6 +143,7 @@ async def test_another_process_behind_the_url_is_noticed_also_between_two_probes
     there.model["weight_version"] = version
     async with asyncio.timeout(30):
         await ended
+        assert "another process answers" in await server.tail(30)
         # It is what the next start finds.
         await server.start(10)
         again = asyncio.create_task(server.ended())
