@@ -1,32 +1,42 @@
-"""Atomic, durable file writes: after a crash of the process or the machine a file has its old or its new content.
+"""Atomic, durable writes and removals: after a crash of the process or the machine a name has its old or new content.
 
-    write a temporary file next to NAME ─▶ fsync ─▶ rename it over NAME ─▶ fsync the folder
+    file      write .NAME.<random>.part ─▶ fsync ─▶ rename it over NAME ─▶ fsync the parent folder
+    folder    write .NAME.<random>.part/ ─▶ fsync all of it ─▶ rename it to NAME ─▶ fsync the parent folder
+    removal   rename NAME to .NAME.<random>.removed ─▶ fsync the parent folder ─▶ delete
 
-A failure before the rename leaves the old file untouched, and `atomic_write` removes the temporary file. A killed
-process leaves at most one hidden file, `.NAME.<random>.part`, which nothing reads.
+A failure before the rename leaves the old content untouched, and removes the new one. A killed process leaves at most
+one hidden name, which nothing reads. `new_folder` and `sweep` remove what killed processes have left.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import re
+import shutil
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PART = ".part"
+_REMOVED = ".removed"
+_RANDOM = "[0-9a-f]{8}"
+# Of files that only the user who runs the process may read.
+PRIVATE = 0o600
 
 
-def atomic_write(path: str | Path, content: str | bytes) -> None:
+def atomic_write(path: str | Path, content: str | bytes, mode: int = 0o666) -> None:
     """Replaces a file durably; text is encoded as UTF-8. If `path` is a symbolic link, its target is replaced.
 
-    On failure, raises OSError and leaves the old file untouched.
+    The file gets `mode` without the bits of the umask. On failure, raises OSError and leaves the old file untouched.
     """
     path = Path(os.path.realpath(path))
     data = content.encode() if isinstance(content, str) else content
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PART}")
+    part = _hidden(path, PART)
     try:
-        with part.open("xb") as file:
+        with open(part, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -36,6 +46,94 @@ def atomic_write(path: str | Path, content: str | bytes) -> None:
             part.unlink()
         raise
     fsync(path.parent)
+
+
+@contextmanager
+def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
+    """Gives a draft to write a folder into, which gets its name, durably, at the end of the block.
+
+    An empty folder of that name is replaced, with `replace` any folder. Files get the mode that the umask gives to new
+    ones. If the block raises, the draft is removed, and `path` is as before. Raises OSError.
+    """
+    _sweep(path.parent, rf"\.{re.escape(path.name)}\.{_RANDOM}({re.escape(PART)}|{re.escape(_REMOVED)})")
+    draft = _hidden(path, PART)
+    draft.mkdir(parents=True)
+    # Held until the process ends: the lock tells a draft in the making from one that was left behind.
+    handle = os.open(draft, os.O_RDONLY)
+    try:
+        _lock(handle)
+        yield draft
+        mode = draft.stat().st_mode & 0o666
+        for file in draft.rglob("*"):
+            # Libraries, such as safetensors, write files that only their user may read.
+            if file.is_file() and not file.is_symlink():
+                file.chmod(mode)
+        fsync_tree(draft)
+        old = _hidden(path, _REMOVED)
+        if replace and path.exists():
+            durable_rename(path, old)
+        # Replaces an empty folder, and fails for any other.
+        durable_rename(draft, path)
+        _delete(old)
+    finally:
+        os.close(handle)
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def remove_tree(path: Path) -> None:
+    """Removes a folder with all that it holds; a symbolic link is removed, not what it points to.
+
+    Its name goes first, durably, so a killed process never leaves a part of the folder under its name. Raises OSError,
+    also FileNotFoundError, if the name cannot be removed; what then cannot be deleted is left for `sweep`.
+    """
+    doomed = _hidden(path, _REMOVED)
+    durable_rename(path, doomed)
+    _delete(doomed)
+
+
+def sweep(folder: Path) -> None:
+    """Deletes what killed processes have left of removed folders in ``folder``."""
+    _sweep(folder, rf"\..+\.{_RANDOM}{re.escape(_REMOVED)}")
+
+
+def _sweep(folder: Path, names: str) -> None:
+    """Deletes everything in ``folder`` with such a name, except drafts whose writers live."""
+    try:
+        left = [path for path in folder.iterdir() if re.fullmatch(names, path.name, re.DOTALL)]
+    except OSError:
+        return
+    for path in left:
+        if path.is_symlink():
+            _delete(path)
+            continue
+        with suppress(OSError):
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            try:
+                if _lock(handle):
+                    _delete(path)
+            finally:
+                os.close(handle)
+
+
+def _lock(handle: int) -> bool:
+    """Locks an open file or folder; False if another process has, or the file system has no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _hidden(path: Path, suffix: str) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{suffix}")
 
 
 def durable_rename(draft: Path, path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from megasync.confidential import masked
 from megasync.errors import ConfigError
 
 
@@ -71,14 +72,15 @@ def load_callable(
     if not inspect.isclass(loaded):
         if given:
             raise ConfigError(
-                f"{shown!r} is a function, which takes no options ({given}); name a class whose instances are called"
+                f"{shown!r} is a function, which takes no options ({masked(given)}); name a class whose instances are "
+                f"called"
             )
         return loaded
     made: Any = loaded
     try:
         instance = made(**given)
     except TypeError as error:
-        raise ConfigError(f"{shown!r} does not accept its options {given}: {error}") from error
+        raise ConfigError(f"{shown!r} does not accept its options {masked(given)}: {error}") from error
     if not callable(instance):
         raise ConfigError(f"the instances of {shown!r} cannot be called; give the class a method __call__")
     return instance

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import numpy as np
 
 from deepresearch.documents import Passage, lines, passages, read_documents, write_jsonl
 from deepresearch.sharded_index import split
+from megasync.files import new_folder
 
 META, PASSAGES = "meta.json", "passages.jsonl"
 
@@ -31,9 +30,7 @@ def build_index(folder: Path, corpus: Path, embedder: Any, shards: int, max_word
     pieces = [piece for document in read_documents(corpus) for piece in passages(document, max_words)]
     # With the title, for most sentences call their subject "it".
     vectors = embedder.encode([f"{piece.title}. {piece.text}" for piece in pieces])
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with new_folder(folder, replace=True) as unfinished:
         write_jsonl(unfinished / PASSAGES, (asdict(piece) for piece in pieces))
         files = [unfinished / PASSAGES]
         for number, part in enumerate(split(vectors, shards)):
@@ -48,10 +45,6 @@ def build_index(folder: Path, corpus: Path, embedder: Any, shards: int, max_word
             "files": {file.name: _digest(file) for file in files},
         }
         (unfinished / META).write_text(json.dumps(meta, indent=2))
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def open_index(folder: Path, corpus: Path, embedder: Any) -> tuple[list[Path], list[Passage]]:

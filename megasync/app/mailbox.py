@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -25,6 +26,9 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.3
 _FOLDER = "control"
+_ASK = re.compile(r"[0-9]+-[0-9a-f]{8}\.ask")
+# A request, its answer, or an unfinished one of either.
+_MESSAGE = re.compile(rf"\.?[0-9]+-[0-9a-f]{{8}}\.(ask|answer)(\.[0-9a-f]{{8}}{re.escape(PART)})?")
 
 # Called with the request's values. Its result, or the MegasyncError that it raises, is the answer.
 Handler = Callable[..., Awaitable[str]]
@@ -39,8 +43,9 @@ class Mailbox:
     def open(self) -> None:
         """Removes unanswered requests to an earlier process of this run."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        for old in (*self._folder.glob("*.ask"), *self._folder.glob("*.answer"), *self._folder.glob(f".*{PART}")):
-            old.unlink(missing_ok=True)
+        for old in self._folder.glob("*"):
+            if _MESSAGE.fullmatch(old.name):
+                old.unlink(missing_ok=True)
 
     @asynccontextmanager
     async def answering(self, handlers: Mapping[str, Handler]) -> AsyncIterator[None]:
@@ -53,7 +58,7 @@ class Mailbox:
 
     async def _serve(self, handlers: Mapping[str, Handler]) -> None:
         while True:
-            for ask in sorted(self._folder.glob("*.ask")):
+            for ask in sorted(path for path in self._folder.glob("*.ask") if _ASK.fullmatch(path.name)):
                 await self._answer(ask, handlers)
             await asyncio.sleep(POLL_SECONDS)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from megasync.app.hang_request import answer_with_report
 from megasync.app.mailbox import Mailbox
 from megasync.app.rollout_worker import AnswersOfWorkers
-from megasync.app.run_directory import export_newest, export_step
+from megasync.app.run_directory import EXPORTS, export_newest, export_step
 from megasync.app.run_lock import RunLock
 from megasync.app.servers import InferenceServers, reserve_pools
 from megasync.app.workload import Custom, Workload
@@ -125,7 +125,8 @@ class Run:
                         progress = await self._controller.run()
                     observer.stopped, observer.finished = self._controller.stop_reason, self._controller.finished
                     observer.message("shutting down servers and trainer ranks")
-                export_dir = await asyncio.to_thread(export_newest, self.config, self.run_dir, observer.message)
+                newest = partial(export_newest, self.config, self.run_dir, observer.message)
+                export_dir = await EXPORTS.call(newest, "export")
             return RunResult(
                 run_dir=self.run_dir,
                 step=progress.step,
@@ -176,11 +177,13 @@ class Run:
             observer=observer,
             rollout_workers=started.servers.workers,
             reports=reports,
-            export=lambda path: asyncio.to_thread(export_step, config, self.run_dir, path, observer.message),
+            export=lambda path: EXPORTS.call(
+                partial(export_step, config, self.run_dir, path, observer.message), "export"
+            ),
         )
+        await self._first_weights(publisher, progress, fleet, observer)
         if (workers := started.servers.workers) is not None:
             await workers.announce(progress.version, progress.claimed)
-        await self._first_weights(publisher, progress, fleet, observer)
         await started.buffer.publish(progress.version)
         await fleet.joined([control.url for control in fleet.joiners() if control in started.controls])
         handlers = {"scale": partial(self._scale, fleet), "stacks": partial(answer_with_report, reports)}
@@ -301,6 +304,9 @@ class Run:
             elif not self.config.rollout.external:
                 await publisher.check_parity(progress.version)
                 return
+            else:
+                # Version 0 is what a server reports that has started again and that no sync has reached.
+                progress.published(progress.next_version())
             await publisher.publish(progress.version)
         except ServerParityError as error:
             observer.message(f"restarting servers that alone disagree with the trainer: {error}")

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
@@ -15,6 +14,7 @@ from typing import Protocol, TypeGuard
 
 from megasync.app.resume_file import is_resumable
 from megasync.concurrency.tasks import handle_signals
+from megasync.concurrency.threads import DaemonThreads
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
 from megasync.errors import ConfigError
 from megasync.files import atomic_write
@@ -34,6 +34,9 @@ ALREADY_FINISHED = "finished before, so nothing was started; a larger schedule.t
 EXPORT_FOLDER = "export"
 # Models of earlier steps.
 EXPORTS_FOLDER = "exports"
+# Runs exports, which may take minutes: a process that is told to end immediately does not wait for these threads. What
+# they leave unfinished, the next export removes.
+EXPORTS = DaemonThreads(limit=1)
 
 
 def new_run_dir(config: Config, custom: Mapping[str, str] | None = None) -> Path:
@@ -100,21 +103,17 @@ def export_newest(config: Config, run_dir: Path, notify: Callable[[str], None]) 
     if not config.checkpoint.export or newest is None:
         return None
     out = run_dir / EXPORT_FOLDER
-    if out.exists():
-        # Exported from an older checkpoint, before the run was resumed: nothing is lost.
-        shutil.rmtree(out)
     notify(f"exporting {newest.name} as a Hugging Face checkpoint")
-    export_checkpoint(newest, Path(config.model.path), out)
+    # An older one may be there, from before the run was resumed.
+    export_checkpoint(newest, Path(config.model.path), out, replace=True)
     return out
 
 
 def export_step(config: Config, run_dir: Path, checkpoint: Path, notify: Callable[[str], None]) -> None:
     """Writes a checkpoint as a Hugging Face folder, beside the training. Raises CheckpointError."""
     out = run_dir / EXPORTS_FOLDER / checkpoint.name
-    # From before the run went back behind this step.
-    shutil.rmtree(out, ignore_errors=True)
-    out.parent.mkdir(exist_ok=True)
-    export_checkpoint(checkpoint, Path(config.model.path), out)
+    # An older one may be there, from before the run went back behind this step.
+    export_checkpoint(checkpoint, Path(config.model.path), out, replace=True)
     notify(f"Hugging Face checkpoint: {out}")
 
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from megasync.app.hang_request import answer_with_report
 from megasync.app.mailbox import Mailbox
 from megasync.app.run_directory import (
+    EXPORTS,
     export_newest,
     export_step,
     finished_supervised,
@@ -243,7 +244,8 @@ class SupervisedRun:
                         await self._exported()
                     observer.stopped, observer.finished = self._reason, not self._reason
                     observer.message("shutting down trainer ranks")
-                export_dir = await asyncio.to_thread(export_newest, self.config, self.run_dir, observer.message)
+                newest = partial(export_newest, self.config, self.run_dir, observer.message)
+                export_dir = await EXPORTS.call(newest, "export")
             return SupervisedResult(self.run_dir, self._step, self._losses, export_dir, self._reason, not self._reason)
 
     async def _start(self, stack: AsyncExitStack, observer: RunObserver, reports: HangReporter) -> TrainerGroup:
@@ -348,7 +350,8 @@ class SupervisedRun:
 
     async def _export(self, checkpoint: Path, observer: RunObserver) -> None:
         try:
-            await asyncio.to_thread(export_step, self.config, self.run_dir, checkpoint, observer.message)
+            export = partial(export_step, self.config, self.run_dir, checkpoint, observer.message)
+            await EXPORTS.call(export, "export")
         except CheckpointError as error:
             observer.message(f"the run goes on without an export: {error}")
 

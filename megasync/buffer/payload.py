@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from megasync.concurrency.first_use import prepared
 from megasync.errors import DataError
 from megasync.runs import Runs
 from megasync.support import Support
@@ -36,6 +37,7 @@ from megasync.turns import Turn
 ALIGNMENT = 8
 
 
+@prepared
 class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
     """Lengths are in tokens. ``prompt_at`` and ``at`` are where the arrays begin in the body, in bytes.
 
@@ -80,6 +82,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, trained=kept, mask_below=least)
 
 
+@prepared
 class GroupHeader(msgspec.Struct, frozen=True, array_like=True):
     """``newest_version`` is that of any token. ``body_bytes`` is the length of the whole body."""
 
@@ -178,6 +181,7 @@ _header = msgspec.msgpack.Decoder(GroupHeader)
 _turns = msgspec.msgpack.Decoder(tuple[Turn, ...])
 
 
+@prepared
 class _PartialHeader(msgspec.Struct, frozen=True, array_like=True):
     request_digest: str
     finish_reason: str

@@ -8,6 +8,7 @@ such as the end of a write that was cut short, are never read.
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ from megasync.files import fdatasync, fsync
 from megasync.trajectory import Group, Trajectory
 
 SUFFIX = ".seg"
+_NAME = re.compile(rf"([0-9]{{8}}|[1-9][0-9]{{8,}}){re.escape(SUFFIX)}")
 # Bytes after which a segment ends: a run holds a few of them, and one straggler keeps at most this much on disk.
 SEGMENT_BYTES = 64 * 2**20
 
@@ -48,8 +50,8 @@ class SegmentWriter:
         """The numbers of all segments in the folder."""
         if not self._folder.is_dir():
             return []
-        stems = (name.removesuffix(SUFFIX) for name in os.listdir(self._folder) if name.endswith(SUFFIX))
-        return sorted(int(stem) for stem in stems if stem.isdigit())
+        found = (_NAME.fullmatch(name) for name in os.listdir(self._folder))
+        return sorted(int(name[1]) for name in found if name)
 
     def append(self, body: bytes | memoryview) -> StoredBody:
         if self._file is None or self._size >= self._limit:

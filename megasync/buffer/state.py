@@ -43,6 +43,7 @@ from typing import Any, TypedDict
 
 from megasync.buffer.groups import LIVE, SCORES, TRAINED, UNFINISHED, GroupEntry, GroupIndex, GroupState
 from megasync.buffer.payload import Body, EncodedGroup, EncodedPartial, GroupHeader, LeasedGroup, TrajectoryHeader
+from megasync.concurrency.first_use import prepared
 from megasync.config.pacing import Pacing
 from megasync.errors import MegasyncError
 
@@ -108,6 +109,7 @@ class FailedStep:
     in_a_row: int = 0
 
 
+@prepared
 @dataclass(slots=True)
 class BufferStatus:
     """What the buffer knows apart from its groups. The ledger keeps each field by its name."""

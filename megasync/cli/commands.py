@@ -250,7 +250,7 @@ def scale(
         raise ConfigError(f"{size!r} is not a valid size; write rollout=N, such as rollout=3")
     settings = run / CONFIG_FILE
     # The run itself waits `server_start` for a server.
-    server_start = load_config(settings).timeouts.server_start if settings.is_file() else 0.0
+    server_start = load_config(settings, unset=True).timeouts.server_start if settings.is_file() else 0.0
     answer = ask(run, "scale", int(number), timeout=server_start + SCALE_GRACE)
     _console().print(answer, highlight=False, soft_wrap=True)
 
@@ -453,7 +453,7 @@ def export(
     checkpoint = latest(run)
     if checkpoint is None:
         raise CheckpointError(f"{run} has no complete checkpoint to export yet")
-    (export_model if merge else export_checkpoint)(checkpoint, Path(load_config(settings).model.path), out)
+    (export_model if merge else export_checkpoint)(checkpoint, Path(load_config(settings, unset=True).model.path), out)
     _console().print(f"exported {checkpoint} to {out}", highlight=False, soft_wrap=True)
 
 

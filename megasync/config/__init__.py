@@ -6,7 +6,24 @@ Ray, so a bad configuration is refused before heavy packages are loaded. `megasy
 contradictions between keys.
 """
 
-from megasync.config.load import CONFIG_FILE, CUSTOM_FILE, ROWS_FILE, load_config, remember, save_config
+from megasync.config.load import (
+    CONFIG_FILE,
+    CUSTOM_FILE,
+    ROWS_FILE,
+    load_config,
+    remember,
+    save_config,
+    saved_values,
+)
 from megasync.config.schema import Config
 
-__all__ = ["CONFIG_FILE", "CUSTOM_FILE", "ROWS_FILE", "Config", "load_config", "remember", "save_config"]
+__all__ = [
+    "CONFIG_FILE",
+    "CUSTOM_FILE",
+    "ROWS_FILE",
+    "Config",
+    "load_config",
+    "remember",
+    "save_config",
+    "saved_values",
+]

@@ -12,6 +12,7 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megasync.confidential import masked
 from megasync.config import builtin
 from megasync.errors import ConfigError
 
@@ -125,9 +126,18 @@ def limit_of(item: Field[Any]) -> Limit | None:
     return item.metadata.get("limit")
 
 
+# For a field of the schema that is not a key of a configuration.
+NO_KEY = {"omegaconf_ignore": True}
+
+
+def schema_fields(section: Any) -> list[Field[Any]]:
+    """The keys of a section, an instance or a class."""
+    return [item for item in fields(section) if not item.metadata.get("omegaconf_ignore")]
+
+
 def keys_of(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
     """Each key below a section of a configuration, with the section that holds it and its field."""
-    for item in fields(section):
+    for item in schema_fields(section):
         key, value = f"{prefix}{item.name}", getattr(section, item.name)
         if is_dataclass(value):
             yield from keys_of(value, f"{key}.")
@@ -179,10 +189,10 @@ def path_problem(path: str) -> str | None:
 
 
 def as_typed(value: Any) -> str:
-    """A value as a user would write it in YAML."""
+    """A value as a user would write it in YAML, without secrets."""
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(masked(value))
 
 
 def value_of(section: Any, key: str) -> Any:

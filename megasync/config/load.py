@@ -2,27 +2,33 @@
 
 Layers are merged from the outermost base to the overrides. Each layer is validated against the schema before it is
 merged, so an error always names the file or override that contains the refused key or value.
+
+Invariant: what the environment gives (`${oc.env:NAME}`, or any other resolver of OmegaConf) is saved as it was written,
+so no secret from the environment reaches a file; only numbers are saved as they are. `_saved` guarantees it. A resumed
+run reads the environment again.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from contextlib import suppress
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megasync.config.limits import PATH, SHOWN_CHARACTERS, keys_of, limit_of, path_problem
+from megasync.config.limits import PATH, SHOWN_CHARACTERS, keys_of, limit_of, path_problem, schema_fields
 from megasync.config.schema import Config
 from megasync.errors import ConfigError
-from megasync.files import atomic_write
+from megasync.files import PRIVATE, atomic_write
 
 BASE_KEY = "base"
 # Files in a run's directory: its resolved configuration, and the names of what the caller passed from Python and must
@@ -36,6 +42,13 @@ ROWS_FILE = "sft.json"
 # new name. In a run's saved configuration the old name is read as the new one.
 RENAMED_KEYS = {"schedule.over_age": "schedule.stale"}
 
+# In a value, a call of a resolver; and a reference to another key, with the points that make it a relative one.
+_CALL = re.compile(r"\$\{\s*[\w.]+\s*:")
+_REFERENCE = re.compile(r"\$\{\s*(\.*)([^${}:]*?)\s*\}")
+# The error of a variable that is not set.
+_UNSET = re.compile(r"Environment variable '(.+)' not found")
+_Path = tuple[str, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -45,38 +58,46 @@ class Layer:
     values: dict[Any, Any]
 
 
-def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), unset: bool = False) -> Config:
     """Reads a YAML file (or a mapping of the same form), its bases, and `overrides` such as `trainer.data_parallel=2`.
 
-    The saved configuration of a run may contain old names of keys (`RENAMED_KEYS`). Raises ConfigError for a missing
-    file, a cycle of bases, an unknown key, a wrong type or a missing required key. The result is well-typed, but its
-    keys may contradict each other: `check_config` checks that.
+    The saved configuration of a run may contain old names of keys (`RENAMED_KEYS`). With `unset`, text from variables
+    that are not set stays as written: who reads what a run has done needs no secrets. Raises ConfigError for a missing
+    file, a cycle of bases, an unknown key, a wrong type, a variable that is not set or a missing required key. The
+    result is well-typed, but its keys may contradict each other: `check_config` checks that.
     """
     layers = _mapping_layers(source) if isinstance(source, Mapping) else _file_layers(_located(source), ())
     layers += [_override_layer(text) for text in overrides]
     merged = _schema()
     for layer in layers:
         merged = _merge(merged, layer)
-    return _to_object(merged)
+    return _to_object(merged, unset)
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Writes the resolved configuration as one YAML file without a base; `load_config` reads it back unchanged.
+    """Writes the configuration as one YAML file without a base; `load_config` reads it back unchanged.
 
-    The write is atomic: a concurrent reader sees either the old or the new file. Raises OSError.
+    References to other keys are resolved, text that the environment gives stays as it was written. Only the user who
+    runs this can read the file, which may hold secrets. The write is atomic: a concurrent reader sees either the old or
+    the new file. Raises OSError.
     """
-    atomic_write(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
+    atomic_write(path, OmegaConf.to_yaml(OmegaConf.create(_escaped(_saved(config)))), PRIVATE)
+
+
+def saved_values(config: Config) -> dict[str, Any]:
+    """The configuration as plain data, as it is saved; it may hold secrets that were written into it (`masked`)."""
+    return _plain_data(_saved(config))
 
 
 def remember(run_dir: Path, key: str, value: Any) -> None:
     """Changes one key in the saved configuration of a run, for a later resume. Raises OSError if the write fails."""
-    save_config(load_config(run_dir / CONFIG_FILE, [f"{key}={value}"]), run_dir / CONFIG_FILE)
+    save_config(load_config(run_dir / CONFIG_FILE, [f"{key}={value}"], unset=True), run_dir / CONFIG_FILE)
 
 
 def schema_keys(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields every key of the schema with its annotated type, including sections: ("trainer", TrainerConfig), ..."""
     hints = get_type_hints(cls)
-    for item in fields(cls):
+    for item in schema_fields(cls):
         key = f"{prefix}{item.name}"
         yield key, hints[item.name]
         section = section_of(hints[item.name])
@@ -212,7 +233,8 @@ def _without_evaluation(merged: DictConfig, layer: Layer) -> tuple[DictConfig, L
 
 
 def _refuse_unknown_keys(values: Mapping[Any, Any], section: type, prefix: str, place: str) -> None:
-    hints = get_type_hints(section)
+    annotated = get_type_hints(section)
+    hints = {item.name: annotated[item.name] for item in schema_fields(section)}
     for name, value in values.items():
         key = f"{prefix}{name}"
         if key in RENAMED_KEYS:
@@ -245,7 +267,7 @@ def _check_type(key: str, value: Any, hint: Any, place: str) -> None:
 def _nearest(name: str, section: type, prefix: str) -> str:
     """A suggestion: the same name in another section, else the most similar name here, else in any section."""
     keys = [key for key, _ in schema_keys()]
-    siblings = [item.name for item in fields(section)]
+    siblings = [item.name for item in schema_fields(section)]
     close = [key for key in keys if key.rpartition(".")[2] == name]
     close = close or [f"{prefix}{near}" for near in difflib.get_close_matches(name, siblings, 1)]
     by_name = {key.rpartition(".")[2]: key for key in keys}
@@ -255,20 +277,146 @@ def _nearest(name: str, section: type, prefix: str) -> str:
     return f"; the keys of {prefix.rstrip('.') or 'the top level'} are {', '.join(siblings)}"
 
 
-def _to_object(merged: DictConfig) -> Config:
+def _to_object(merged: DictConfig, unset: bool) -> Config:
+    written = _from_environment(merged)
+    if unset:
+        for path, text in written.items():
+            _keep_unset(merged, path, text)
     try:
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise ConfigError(f"{', '.join(missing)} must be set; name it in the file or as {missing[0]}=VALUE")
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key or 'the configuration'} cannot be resolved: {_first_line(error)}") from None
+        key, why = error.full_key or "the configuration", _first_line(error)
+        if variable := _UNSET.search(why):
+            raise ConfigError(
+                f"{key} takes its value from the environment variable {variable[1]!r}, which is not set here; set it"
+            ) from None
+        raise ConfigError(f"{key} cannot be resolved: {why}") from None
     assert isinstance(config, Config)
     # Expands `~` in every path here, so that no other code has to.
     for _, section, item in keys_of(config):
         if limit_of(item) is PATH and (path := getattr(section, item.name)) is not None:
             setattr(section, item.name, os.path.expanduser(path))
+    found = {path: (text, _at(config, path)) for path, text in written.items()}
+    # Numbers are no secrets: a resumed run goes on with those that it began with.
+    config.as_written = {path: each for path, each in found.items() if not isinstance(each[1], int | float | None)}
     return config
+
+
+# What the environment gives
+
+
+def _from_environment(merged: DictConfig) -> dict[_Path, str]:
+    """The values that a resolver gives, directly or through references to other keys, as they are written."""
+    texts = dict(_interpolations(merged, ()))
+    found = {path for path, text in texts.items() if _CALL.search(text) or text.count("${") > len(_refer(path, text))}
+    while more := {
+        path
+        for path, text in texts.items()
+        if path not in found and any(_within(place, known) for place in _refer(path, text) for known in found)
+    }:
+        found |= more
+    return {path: texts[path] for path in texts if path in found}
+
+
+def _interpolations(node: DictConfig | ListConfig, above: _Path) -> Iterator[tuple[_Path, str]]:
+    """Every value that refers to something else, with its path."""
+    for key in range(len(node)) if isinstance(node, ListConfig) else list(node):
+        child: Any = node._get_node(key)
+        path = (*above, str(key))
+        if child is not None and child._is_interpolation():
+            yield path, child._value()
+        elif isinstance(child, DictConfig | ListConfig) and not child._is_missing() and not child._is_none():
+            yield from _interpolations(child, path)
+
+
+def _refer(path: _Path, text: str) -> list[_Path]:
+    """The paths that a value refers to."""
+    places: list[_Path] = []
+    for points, name in _REFERENCE.findall(text):
+        start = path[: len(path) - len(points)] if points else ()
+        places.append((*start, *filter(None, re.split(r"[.\[\]]", name))))
+    return places
+
+
+def _within(one: _Path, other: _Path) -> bool:
+    """Whether one of the two paths is the other, or leads to something within it."""
+    common = min(len(one), len(other))
+    return one[:common] == other[:common]
+
+
+def _keep_unset(merged: DictConfig, path: _Path, text: str) -> None:
+    """Makes a value that cannot be resolved the text that is written there."""
+    *above, last = path
+    node: Any = merged
+    for key in above:
+        node = node._get_node(int(key) if isinstance(node, ListConfig) else key)
+    key = int(last) if isinstance(node, ListConfig) else last
+    try:
+        node[key]
+    except OmegaConfBaseException:
+        # A key that takes no text keeps its error.
+        with suppress(OmegaConfBaseException):
+            node[key] = _escaped(text)
+
+
+def _saved(config: Config) -> Any:
+    """The configuration as plain data, with `as_written` in place of the values that it is about.
+
+    Texts are `_Written` there; every other text is a value.
+    """
+    values: Any = _plain_data(config)
+    for path, (text, value) in config.as_written.items():
+        holder = values
+        for key in path[:-1]:
+            holder = _entry(holder, key)
+        # What was changed since is no longer what was written.
+        if _plain_data(_entry(holder, path[-1])) == _plain_data(value):
+            holder[int(path[-1]) if isinstance(holder, list) else path[-1]] = _Written(text)
+    return values
+
+
+class _Written(str):
+    """Text with references that OmegaConf resolves."""
+
+
+def _plain_data(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: _plain_data(getattr(value, item.name)) for item in schema_fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain_data(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_data(entry) for entry in value]
+    return str(value) if isinstance(value, _Written) else value
+
+
+def _escaped(value: Any) -> Any:
+    """Plain data in which OmegaConf finds no reference except in `_Written` texts."""
+    if isinstance(value, dict):
+        return {key: _escaped(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_escaped(entry) for entry in value]
+    if isinstance(value, str) and not isinstance(value, _Written):
+        # A backslash before a reference is one more to OmegaConf.
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    return str(value) if isinstance(value, _Written) else value
+
+
+def _at(config: Config, path: _Path) -> Any:
+    node: Any = config
+    for key in path:
+        node = _entry(node, key)
+    return node
+
+
+def _entry(node: Any, key: str) -> Any:
+    if is_dataclass(node):
+        return getattr(node, key)
+    if isinstance(node, list):
+        return node[int(key)] if int(key) < len(node) else None
+    return next((value for name, value in node.items() if str(name) == key), None) if isinstance(node, dict) else None
 
 
 # Types
@@ -308,7 +456,7 @@ def _type_name(hint: Any) -> str:
     if get_origin(hint) is dict:
         return "`key: value` pairs"
     if is_dataclass(hint):
-        return f"a section with {', '.join(f.name for f in fields(hint))}"
+        return f"a section with {', '.join(item.name for item in schema_fields(hint))}"
     return "another type"
 
 

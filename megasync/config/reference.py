@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, is_dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -19,7 +19,7 @@ from omegaconf import MISSING as REQUIRED
 
 from megasync.config.changes import fixed
 from megasync.config.deadlines import deadline_table
-from megasync.config.limits import Choice, Form, Range, limit_of
+from megasync.config.limits import Choice, Form, Range, limit_of, schema_fields
 from megasync.config.load import entry_of, section_of
 from megasync.config.schema import Config
 from megasync.files import atomic_write
@@ -74,7 +74,7 @@ def comments(cls: type) -> dict[str, str]:
 def _sections(section: Section) -> Iterator[Section]:
     yield section
     hints = get_type_hints(section.cls)
-    for item in fields(section.cls):
+    for item in schema_fields(section.cls):
         below, entry = section_of(hints[item.name]), entry_of(hints[item.name])
         if below is not None:
             yield from _sections(Section(f"{section.prefix}{item.name}.", below))
@@ -92,7 +92,7 @@ def _written(section: Section, first: dict[type, str]) -> Iterator[str]:
     yield _linked(" ".join((section.cls.__doc__ or "").split()))
     hints, meanings = get_type_hints(section.cls), comments(section.cls)
     rows = []
-    for item in fields(section.cls):
+    for item in schema_fields(section.cls):
         key, hint = f"{section.prefix}{item.name}", hints[item.name]
         if section_of(hint) is not None:
             continue

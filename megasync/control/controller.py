@@ -442,10 +442,12 @@ class Controller:
         """Evaluates the pinned version, or else what servers hold, and records the score as that of the step."""
         assert self._evaluate is not None
         version = self.progress.version if pinned is None else pinned.version
+        incarnation = self.progress.incarnation(step)
         with trace.span("evaluation", "evaluation", step=step, version=version):
             metrics = await self._evaluate(step, version, pinned)
-        if step > self.progress.step:
+        if self.progress.incarnation(step) != incarnation:
             # Training went back behind this step meanwhile; the step is evaluated when it comes again.
+            self._abandon(EvaluationAbandoned(f"the weights after step {step} are lost with the ranks that had them"))
             return
         score = metrics["eval/score"]
         self.progress.history.append((step, score))

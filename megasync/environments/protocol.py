@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from megasync.confidential import masked
 from megasync.config.builtin import ENVIRONMENTS
 from megasync.errors import ConfigError
 from megasync.importing import load_function
@@ -47,5 +48,5 @@ def environment_factory(kind: str, options: Mapping[str, Any]) -> Callable[[], E
     try:
         inspect.signature(factory).bind(**options)
     except TypeError as error:
-        raise ConfigError(f"the environment {kind!r} rejects its options {dict(options)}: {error}") from error
+        raise ConfigError(f"the environment {kind!r} rejects its options {masked(options)}: {error}") from error
     return partial(factory, **options)

@@ -11,15 +11,18 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from megasync.concurrency.first_use import prepared
 from megasync.gateway.errors import RequestError
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
+@prepared
 class _Strict(msgspec.Struct, forbid_unknown_fields=True):
     pass
 
 
+@prepared
 class TextPart(_Strict):
     """A text part of a message's content."""
 
@@ -27,6 +30,7 @@ class TextPart(_Strict):
     type: Literal["text"] = "text"
 
 
+@prepared
 class CalledFunction(_Strict):
     """The function of a tool call; `arguments` is JSON text."""
 
@@ -34,6 +38,7 @@ class CalledFunction(_Strict):
     arguments: str = ""
 
 
+@prepared
 class Call(_Strict):
     """A tool call in an assistant message."""
 
@@ -44,6 +49,7 @@ class Call(_Strict):
     index: int | None = None
 
 
+@prepared
 class Message(_Strict):
     """A chat message as an agent sends it."""
 
@@ -60,6 +66,7 @@ class Message(_Strict):
     annotations: list[None] | None = None
 
 
+@prepared
 class StreamOptions(_Strict):
     """`include_usage` asks for a final chunk with token counts. `include_obfuscation` is ignored."""
 
@@ -67,6 +74,7 @@ class StreamOptions(_Strict):
     include_obfuscation: bool | None = None
 
 
+@prepared
 class ChatBody(_Strict):
     """A chat completion request. Unknown fields are refused."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from megasync.concurrency.first_use import prepared
 from megasync.errors import TraceError
 from megasync.layout.layout import Box
 
@@ -80,6 +81,7 @@ class Fill(NamedTuple):
         return ParamRectangle(*self[:-1])
 
 
+@prepared
 class EngineRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that loading a checkpoint writes on one serving rank.
 

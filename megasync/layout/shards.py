@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  # annotated as bare dict
 
 from megasync.errors import CheckpointError, ConfigError
-from megasync.files import atomic_write, durable_rename, fsync, fsync_tree
+from megasync.files import atomic_write, fsync, new_folder
 from megasync.layout import mxfp4
 from megasync.layout.adapter import AdapterLayout, AdapterShape, adapter_config
 from megasync.layout.block_fp8 import SCALE_DTYPES, SCALES, VALUES, Block, dequantize
@@ -467,48 +467,43 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
 
 
-def export_checkpoint(checkpoint_dir: str | Path, hf_source_dir: str | Path, out_dir: str | Path) -> None:
+def export_checkpoint(
+    checkpoint_dir: str | Path, hf_source_dir: str | Path, out_dir: str | Path, replace: bool = False
+) -> None:
     """Writes a checkpoint as a Hugging Face folder: safetensors, config and tokenizer files. One of adapters becomes a
     PEFT folder.
 
     The folder gets its name only when it is complete. A tied head is omitted, as Hugging Face does. Tensors and
-    config.json have the checkpoint's dtype. Raises CheckpointError for an incomplete checkpoint, a non-empty output
-    folder, or a failed write.
+    config.json have the checkpoint's dtype. With ``replace`` an earlier export gives way once the new one is complete.
+    Raises CheckpointError for an incomplete checkpoint, a non-empty output folder without ``replace``, or a failed
+    write.
     """
     source, out = Path(hf_source_dir), Path(out_dir)
     if not (source / "config.json").is_file():
         raise CheckpointError(f"{source} has no config.json to export with")
     layout, dtype = read_layout(checkpoint_dir)
     with ShardFiles(checkpoint_dir) as files:
-        write_folder(source, out, layout, dtype, files.read)
+        write_folder(source, out, layout, dtype, files.read, replace)
     log.info("Exported %s to %s", checkpoint_dir, out)
 
 
-def write_folder(source: Path, out: Path, layout: Layout, dtype: str, read: ReadParam) -> None:
+def write_folder(source: Path, out: Path, layout: Layout, dtype: str, read: ReadParam, replace: bool = False) -> None:
     """Writes the parameters of a layout's ranks as a Hugging Face folder; the other files are those of ``source``.
 
-    Raises CheckpointError for a non-empty output folder, or a failed write.
+    Raises CheckpointError for a non-empty output folder without ``replace``, or a failed write.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and not replace and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty; choose another output folder")
-    draft = out.with_name(out.name + ".incomplete")
-    shutil.rmtree(draft, ignore_errors=True)
     try:
-        draft.mkdir(parents=True)
-        if isinstance(layout, AdapterLayout):
-            config = adapter_config(layout.shape, str(source.resolve()))
-            atomic_write(draft / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
-        else:
-            write_companions(source, draft, dtype, layout)
-        _write_weights(source, draft, layout, read, dtype)
-        if out.exists():
-            out.rmdir()
-        fsync_tree(draft)
-        durable_rename(draft, out)
+        with new_folder(out, replace) as draft:
+            if isinstance(layout, AdapterLayout):
+                config = adapter_config(layout.shape, str(source.resolve()))
+                atomic_write(draft / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
+            else:
+                write_companions(source, draft, dtype, layout)
+            _write_weights(source, draft, layout, read, dtype)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"export to {out} failed: {error}") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _write_weights(source: Path, out: Path, layout: Layout, read: ReadParam, dtype: str) -> None:

@@ -7,15 +7,13 @@ destination and renamed at the end, so an interrupted fetch leaves nothing that 
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from megasync.errors import ConfigError
-from megasync.files import durable_rename, fsync_tree
+from megasync.files import new_folder
 from megasync.models.digits import write_digits, write_digits_moe
 from megasync.models.smollm2 import write_smollm2
 
@@ -42,29 +40,13 @@ def fetch(name: str, out: str | Path) -> Path:
         return out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not a model folder; move it away or choose another folder")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    except OSError as error:
-        raise ConfigError(f"{out.parent} cannot be written: {error}") from error
     log.info("Writing %s to %s", name, out)
     try:
-        MODELS[name](unfinished)
-        _make_readable(unfinished)
-        fsync_tree(unfinished)
-        durable_rename(unfinished, out)
+        with new_folder(out) as unfinished:
+            MODELS[name](unfinished)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"{name} cannot be written to {out}: {error}; free some space, or choose another folder"
         ) from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     log.info("%s is ready: %s", name, out)
     return out
-
-
-def _make_readable(folder: Path) -> None:
-    """Makes the files readable for everyone; temporary folders and safetensors files are private to the user."""
-    folder.chmod(0o755)
-    for file in folder.iterdir():
-        file.chmod(0o644)

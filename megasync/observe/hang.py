@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ NODE_SECONDS = 14.0
 MOST_NAMED = 32
 # Older reports are removed: something may hang again and again for days.
 MOST_REPORTS = 20
+_NAME = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9]{3}\.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,8 @@ class HangReporter:
     def _write(self, path: Path, text: str) -> None:
         self._folder.mkdir(exist_ok=True)
         atomic_write(path, text)
-        for old in sorted(self._folder.glob("*.txt"))[:-MOST_REPORTS]:
+        reports = sorted(path for path in self._folder.iterdir() if _NAME.fullmatch(path.name))
+        for old in reports[:-MOST_REPORTS]:
             old.unlink(missing_ok=True)
 
 

@@ -1,8 +1,8 @@
 """Metrics of a run: one strict JSON object per line of `metrics.jsonl`, and the same values as TensorBoard events.
 
 A line contains exactly the keys that were measured; `read_metrics` returns the union of all keys, with None where a key
-is absent. A non-finite value is written as null. Every line is flushed. A torn last line (the process died while
-writing) is dropped by the next reader or writer.
+is absent. A non-finite value is written as null. Every line is flushed. A damaged line, such as one that a killed
+process or a full disk has torn, costs only itself: readers leave it out, and the next writer removes it.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class MetricsLog:
         self._file = self._board = None
 
     def _open(self, step: int, values: Mapping[str, float]) -> TextIO:
-        earlier = read_rows(self._path)
+        earlier = [row for row in read_rows(self._path) if isinstance(row.get(STEP), int)]
         kept = [row for row in earlier if not _superseded(row, step, values)]
         resumed = bool(earlier)
-        if resumed:
+        if self._path.is_file():
             atomic_write(self._path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = self._path.open("a", encoding="utf-8")
         if self._board_dir is not None:
@@ -93,22 +93,23 @@ class EventWriter:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON Lines file; empty if the file does not exist.
-
-    Raises ValueError for a line other than the last that is not JSON.
-    """
+    """The objects of a JSON Lines file, without lines that hold none; empty if the file does not exist."""
     if not path.is_file():
         return []
-    rows = []
+    rows: list[dict[str, Any]] = []
+    damaged: list[int] = []
     # Splits bytes, because splitting text would also split at Unicode line separators inside JSON strings.
-    lines = path.read_bytes().splitlines()
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            rows.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise ValueError(f"{path}:{number} is not JSON: {line!r:.80}") from None
-            log.warning("%s: dropped a torn last line", path)
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            damaged.append(number)
+    if damaged:
+        log.warning("%s: left out %d damaged lines, the first is line %d", path, len(damaged), damaged[0])
     return rows
 
 

@@ -1,4 +1,4 @@
-"""MLflow: the metrics of a run and, as parameters, its configuration.
+"""MLflow: the metrics of a run and, as parameters, its configuration without secrets.
 
 The id of the MLflow run lies in the run directory, so a resumed run continues it. MLflow keeps every value of a step:
 of one that is trained again it has two, with their times. Parameters cannot change, so a key that was changed for a
@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from megasync.config import Config
+from megasync.confidential import masked
+from megasync.config import Config, saved_values
 from megasync.config.schema import MlflowConfig
 from megasync.files import atomic_write
 from megasync.observe.sinks import Answers, Row
@@ -100,7 +99,7 @@ class MlflowSink:
         from mlflow.entities import Param, RunTag  # pyright: ignore[reportMissingImports]
 
         known = self._client.get_run(self._run_id).data.params
-        configured = dict(_flat(OmegaConf.to_container(OmegaConf.structured(self._config))))
+        configured = dict(_flat(saved_values(self._config)))
         new = [Param(key, value) for key, value in configured.items() if key not in known]
         for at in range(0, len(new), PARAMS_AT_ONCE):
             self._client.log_batch(self._run_id, params=new[at : at + PARAMS_AT_ONCE])
@@ -120,8 +119,8 @@ def metric_name(name: str) -> str:
 
 
 def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys of a configuration and their values, as text."""
-    for key, value in values.items():
+    """Dotted keys of a configuration and their values, as text without secrets."""
+    for key, value in masked(values).items():
         name = prefix + re.sub(r"[^\w.-]", "_", str(key))
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{name}.")

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +116,8 @@ class RunObserver:
         self._version = 0
         self._rewards: deque[float | None] = deque(maxlen=SHOWN_REWARDS)
         self._scores: list[tuple[int, float]] = []
+        # Of an evaluation that is not recorded yet.
+        self._answers: Answers | None = None
         self._losses: deque[float] = deque(maxlen=SHOWN_REWARDS)
         self._validation_losses: list[tuple[int, float]] = []
         self._set_scores: dict[str, float] = {}
@@ -245,13 +247,18 @@ class RunObserver:
             self._buffer = {state: int(count) for state, count in states.items()}
         trained = self._progress[-1][1] + metrics.get(names.TRAINED_TOKENS, 0.0) if self._progress else 0.0
         self._progress.append((self._clock(), trained))
-        rate = self._trained_rate()
+        rate = _rate(self._progress)
         measured = {} if rate is None else {names.TRAINED_RATE: rate}
         self._log(step, {"version": version, **metrics, **measured})
         self._display.step()
 
     def evaluation(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
         """Records an evaluation of the weights of `version` on held-out prompts; `step` may lie in the past."""
+        if (kept := self._answers) is not None and (kept.step, kept.version) == (step, version):
+            self._answers = None
+            with self._guarded("write sample answers"):
+                append_answers(self._run_dir, step, version, kept.answers)
+            self._sinks.answers(kept)
         self._step, self._version = max(self._step, step), max(self._version, version)
         self._scores.append((step, metrics[names.SCORE]))
         self._log(step, dict(metrics), evaluation=True)
@@ -289,12 +296,12 @@ class RunObserver:
             self._metrics.close()
 
     def answers(self, step: int, version: int, answers: Iterable[tuple[str, str, float | None]]) -> None:
-        """Records the first `observe.samples` of these held-out (prompt, text, reward) triples."""
+        """Keeps the first `observe.samples` of these held-out (prompt, text, reward) triples.
+
+        They are recorded once the `evaluation` that they belong to is: it may turn out to have no score.
+        """
         kept = list(answers)[: self._config.observe.samples]
-        if kept:
-            with self._guarded("write sample answers"):
-                append_answers(self._run_dir, step, version, kept)
-            self._sinks.answers(Answers(step, version, kept))
+        self._answers = Answers(step, version, kept) if kept else None
 
     def buffer(self, counts: Mapping[str, Any], waiting: Mapping[str, str]) -> None:
         """Records the buffer's counts (`buffer.state.BufferCounts`), and which of its calls wait for what."""
@@ -326,9 +333,11 @@ class RunObserver:
         self._display.message(text)
 
     def snapshot(self) -> RunSnapshot:
-        """The current state of the run, for the display."""
+        """The current state of the run, for the display and, in threads of its own, for Prometheus."""
         now, config = self._clock(), self._config
-        steps = len(self._progress) - 1
+        # Copies, each made at once: the run goes on meanwhile.
+        progress, activities = [*self._progress], [*self._activities.items()]
+        steps = len(progress) - 1
         return RunSnapshot(
             name=config.name,
             run_dir=self._run_dir,
@@ -336,21 +345,21 @@ class RunObserver:
             total_steps=config.schedule.total_steps,
             version=self._version,
             seconds=now - self._start,
-            step_seconds=(self._progress[-1][0] - self._progress[0][0]) / steps if steps > 0 else None,
+            step_seconds=(progress[-1][0] - progress[0][0]) / steps if steps > 0 else None,
             rewards=tuple(self._rewards),
             scores=tuple(self._scores),
             losses=tuple(self._losses),
             validation_losses=tuple(self._validation_losses),
             set_scores=dict(self._set_scores),
             target=config.schedule.stop_at_score,
-            trained_rate=self._trained_rate(),
+            trained_rate=_rate(progress),
             sampled_rate=self._latest.get(names.SAMPLED_RATE),
             staleness_mean=self._latest.get(names.STALENESS_MEAN),
             staleness_max=self._latest.get(names.STALENESS_MAX),
             staleness_limit=self._pacing.staleness_bound,
             buffer=dict(self._buffer),
             capacity=self._pacing.capacity,
-            activities=tuple(Activity(part, doing, now - since) for part, (doing, since) in self._activities.items()),
+            activities=tuple(Activity(part, doing, now - since) for part, (doing, since) in activities),
             messages=tuple(self._messages),
         )
 
@@ -402,13 +411,6 @@ class RunObserver:
         with self._guarded("write events"):
             self._events.write(kind, text, what, **fields)
 
-    def _trained_rate(self) -> float | None:
-        """Trained tokens per second over the latest steps; None until there are two."""
-        if not self._progress:
-            return None
-        (start, before), (end, after) = self._progress[0], self._progress[-1]
-        return (after - before) / (end - start) if end > start else None
-
     def _log(self, step: int, metrics: Mapping[str, float], evaluation: bool = False) -> None:
         with self._guarded("write metrics"):
             self._metrics.log(step, metrics)
@@ -438,3 +440,11 @@ class RunObserver:
                 log.warning(
                     "could not %s in %s: %s: %s", what, self._run_dir, type(error).__name__, error, exc_info=trace
                 )
+
+
+def _rate(progress: Sequence[tuple[float, float]]) -> float | None:
+    """Trained tokens per second over the latest steps, (time, tokens so far) of each; None until there are two."""
+    if not progress:
+        return None
+    (start, before), (end, after) = progress[0], progress[-1]
+    return (after - before) / (end - start) if end > start else None

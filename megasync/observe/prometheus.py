@@ -6,6 +6,9 @@
 Prometheus scrapes servers itself, so nothing in the driver grows with their number. Their metrics need no key, and
 neither do these: they hold counts and names, no prompts and no secrets, and every other request is refused.
 
+Whoever reaches the endpoint may connect, so it has at most CONNECTIONS threads, each for at most REQUEST_SECONDS: one
+connection more ends the oldest, and a request that trickles in ends when its time is over.
+
 A name of the registry becomes a name of Prometheus by one rule (`Exported.of`): `eval/<set>/score@<temperature>` is
 `megasync_eval_set_score_temperature{set="hard",temperature="0.7"}`. What `counts` is a counter, and never falls while
 the process lives: steps that are trained again count once. A gauge holds what was measured last, and
@@ -19,7 +22,9 @@ import logging
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler
@@ -47,8 +52,10 @@ METRICS_PATH = "/metrics"
 SERVERS_PATH = "/servers"
 # Prometheus wants base units at the end of a name.
 UNITS = {"s": "seconds", "bytes": "bytes"}
-# Seconds that a client may take to send its request.
+# Seconds from the connection of a client until it has its answer.
 REQUEST_SECONDS = 10.0
+# Connections at a time: one scraper has one, for milliseconds.
+CONNECTIONS = 16
 # A link of docs/metrics.md.
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 _WORD = re.compile(r"[^a-zA-Z0-9]+")
@@ -229,9 +236,43 @@ class _Server(ThreadingMixIn, TCPServer):
     def __init__(self, host: str, port: int, pages: Mapping[str, Callable[[str], tuple[str, bytes]]]) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.pages = pages
+        # When each open connection ends, the oldest first.
+        self._ends: dict[socket.socket, float] = {}
+        self._open = threading.Lock()
         super().__init__((host, port), _Handler)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self.server_address[1]}"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._open:
+            if len(self._ends) >= CONNECTIONS:
+                self._end(next(iter(self._ends)))
+            self._ends[request] = time.monotonic() + REQUEST_SECONDS
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Called every half second."""
+        now = time.monotonic()
+        with self._open:
+            for request in [request for request, end in self._ends.items() if end < now]:
+                self._end(request)
+
+    def _end(self, request: socket.socket) -> None:
+        """Wakes the thread of a connection, which then closes it."""
+        del self._ends[request]
+        with suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._open:
+            self._ends.pop(request, None)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        with self._open:
+            for request in [*self._ends]:
+                self._end(request)
+        super().server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         # A client that went away.

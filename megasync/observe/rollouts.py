@@ -30,6 +30,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from megasync.concurrency.first_use import prepared
 from megasync.errors import DataError
 from megasync.runs import Runs
 from megasync.trajectory import TOKEN_REWARDS, Trajectory, finite_float
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "rollouts"
 INDEX, BODY = ".index", ".body"
-_PAIR = re.compile(r"(?P<process>.+)-(?P<number>\d+)\.index")
+_FILE = re.compile(r"(?P<pair>(?P<process>.+)-(?P<number>[0-9]+))(?P<suffix>\.index|\.body)")
 # A process has at most this many pairs of files, so it forgets an eighth of its responses at a time.
 PAIRS = 8
 # `Filters.dropped`: of trained groups, and of dropped groups whatever the reason.
@@ -50,6 +51,7 @@ NO_SAMPLE = -1
 Floats = NDArray[np.float32]
 
 
+@prepared
 class Row(msgspec.Struct, omit_defaults=True, gc=False):
     """One response in the index. ``at`` and ``size`` are the place of its body, in bytes.
 
@@ -104,6 +106,7 @@ class Response:
     turns: tuple[Turn, ...] = ()
 
 
+@prepared
 class _Body(msgspec.Struct, array_like=True):
     """A response as MessagePack; arrays are bytes, little-endian, and runs are their values and their ends."""
 
@@ -293,10 +296,13 @@ class RolloutLog:
     def _begin(self) -> None:
         """Begins a pair of files, and removes the oldest until the others leave room for it."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        # One of a pair may be missing: the process was killed between the first writes to the two.
         earlier = sorted(
-            (int(found["number"]), name.removesuffix(INDEX))
-            for name in os.listdir(self._folder)
-            if (found := _PAIR.fullmatch(name)) and found["process"] == self._process
+            {
+                (int(found["number"]), found["pair"])
+                for name in os.listdir(self._folder)
+                if (found := _FILE.fullmatch(name)) and found["process"] == self._process
+            }
         )
         number = earlier[-1][0] + 1 if earlier else 1
         kept, room = 0, self._limit - self._limit / PAIRS
@@ -425,7 +431,8 @@ class RolloutIndex:
     def update(self) -> list[Row]:
         """Reads what was written since the last call; returns the new rows. Without a folder there are none."""
         try:
-            found = sorted(name.removesuffix(INDEX) for name in os.listdir(self._folder) if _PAIR.fullmatch(name))
+            files = filter(None, map(_FILE.fullmatch, os.listdir(self._folder)))
+            found = sorted(file["pair"] for file in files if file["suffix"] == INDEX)
         except OSError:
             found = []
         if gone := self._read.keys() - set(found):

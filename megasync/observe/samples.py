@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
+from megasync.concurrency.first_use import prepared
 from megasync.observe.metrics import read_rows
 
 SAMPLES_FILE = "samples.jsonl"
@@ -18,6 +19,7 @@ SAMPLES_FILE = "samples.jsonl"
 SHOWN_CHARACTERS = 240
 
 
+@prepared
 @dataclass(frozen=True, slots=True)
 class SampleAnswer:
     """The greedy answer to one held-out prompt by the weights of `version`, after `step` training steps."""
@@ -44,7 +46,9 @@ def append_answers(
 
 
 def read_answers(run_dir: Path) -> list[SampleAnswer]:
-    return [SampleAnswer(**row) for row in read_rows(Path(run_dir) / SAMPLES_FILE)]
+    """The answers of a run, without damaged lines."""
+    keys = {item.name for item in fields(SampleAnswer)}
+    return [SampleAnswer(**row) for row in read_rows(Path(run_dir) / SAMPLES_FILE) if row.keys() == keys]
 
 
 def before_and_after(answers: Iterable[SampleAnswer]) -> list[tuple[SampleAnswer, SampleAnswer]]:

@@ -14,10 +14,12 @@ from typing import IO, Any
 
 import msgspec
 
+from megasync.concurrency.first_use import prepared
 from megasync.errors import DataError
 from megasync.observe.trace import LANES, TRACE_FOLDER, ChromeEvent, process_of, segments
 
 
+@prepared
 class Span(msgspec.Struct, frozen=True, gc=False):
     """Work of one process, in seconds since the epoch on the driver's clock. An instant ends when it starts.
 

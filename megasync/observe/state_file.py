@@ -13,6 +13,8 @@ from typing import Literal
 
 import msgspec
 
+from megasync.concurrency.first_use import prepared
+
 STATE_FILE = "state.json"
 # A state that is older, of a run whose lock is held, belongs to a driver that hangs.
 OLD_SECONDS = 15.0
@@ -22,6 +24,7 @@ Status = Literal["starting", "running", "finished", "stopped", "failed"]
 ALIVE: tuple[Status, ...] = ("starting", "running")
 
 
+@prepared
 class ProcessState(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """A process of the run, by its name in logs and events."""
 
@@ -48,6 +51,7 @@ class ProcessState(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
     groups: int | None = None
 
 
+@prepared
 class RankState(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """A trainer rank."""
 
@@ -59,6 +63,7 @@ class RankState(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     device: str = ""
 
 
+@prepared
 class BufferState(msgspec.Struct, kw_only=True, frozen=True):
     """``admitted == trained + sum(dropped.values()) + live``; ``slots`` are those of ``capacity`` in use, by state."""
 
@@ -72,6 +77,7 @@ class BufferState(msgspec.Struct, kw_only=True, frozen=True):
     waiting: dict[str, str] = {}
 
 
+@prepared
 class RunState(msgspec.Struct, kw_only=True, frozen=True):
     """The state of a run at ``time``."""
 

@@ -36,6 +36,7 @@ from typing import IO, Any, Self
 import msgspec
 import numpy as np
 
+from megasync.concurrency.first_use import prepared
 from megasync.config.schema import ObserveConfig
 
 log = logging.getLogger(__name__)
@@ -176,6 +177,7 @@ class _Off(nullcontext[dict[str, Any]]):
 _OFF = _Off({})
 
 
+@prepared
 class ChromeEvent(msgspec.Struct, omit_defaults=True, gc=False):
     """One line of a segment: a span (ph "X"), an instant ("i") or a name of a process or thread ("M").
 

@@ -1,4 +1,4 @@
-"""Weights & Biases: the metrics of a run, its configuration, and its sample answers as a table.
+"""Weights & Biases: the metrics of a run, its configuration without secrets, and its sample answers as a table.
 
 The id of the W&B run lies in the run directory, so a resumed run continues it. W&B keeps all that it was sent: a step
 that is trained again has two points in it, of which the later one counts. Offline, each start of a run writes a folder
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from omegaconf import OmegaConf
 
-from megasync.config import Config
+from megasync.confidential import masked
+from megasync.config import Config, saved_values
 from megasync.config.schema import WandbConfig
 from megasync.files import atomic_write
 from megasync.observe.metrics import STEP
@@ -70,8 +70,8 @@ class WandbSink:
             ),
         )
         units = {metric.name: metric.unit for metric in METRICS if metric.unit}
-        configured: Any = OmegaConf.to_container(OmegaConf.structured(self._config))
         # A resumed run may have changed some of it.
+        configured = masked(saved_values(self._config))
         self._run.config.update({**configured, "run_dir": str(self._run_dir), "units": units}, allow_val_change=True)
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from megasync.confidential import masked
 from megasync.config import builtin
 from megasync.config.access import EXTERNAL_KEY_VARIABLE, check_access, given_external_key
 from megasync.config.deadlines import check_deadlines
@@ -850,7 +851,7 @@ def _check_dataset(key: str, dataset: DatasetConfig, planning: bool) -> None:
         return
     if dataset.options:
         raise ConfigError(
-            f"{key}.options={dict(dataset.options)} is for generated tasks and hf datasets, but {key}.kind="
+            f"{key}.options={masked(dataset.options)} is for generated tasks and hf datasets, but {key}.kind="
             f"{dataset.kind}; remove it"
         )
     if not planning and not Path(dataset.source).expanduser().exists():

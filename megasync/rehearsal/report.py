@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megasync.concurrency.first_use import prepared
 
+
+@prepared
 @dataclass(frozen=True)
 class RankReport:
     """One rehearsed rank.

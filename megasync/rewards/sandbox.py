@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -54,7 +55,8 @@ _REMOVE_SECONDS = 120.0
 _PROGRAM_SECONDS = 1.0
 _PROBE_SECONDS = 30.0
 # A folder's name identifies its owner: process id, and start in clock ticks since boot.
-_FOLDER = re.compile(r"megasync-sandbox-(\d+)-(\d+)-")
+# Of the machine and container, the process, and its start; `_prefix`.
+_FOLDER = re.compile(r"megasync-sandbox-([0-9a-f]{8})-([0-9]+)-([0-9]+)-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +290,14 @@ async def _remove(folder: Path) -> None:
 
 
 def _prefix() -> str:
-    return f"megasync-sandbox-{os.getpid()}-{_started(os.getpid())}-"
+    return f"megasync-sandbox-{_place()}-{os.getpid()}-{_started(os.getpid())}-"
+
+
+@cache
+def _place() -> str:
+    """Where process ids mean the same: containers and machines may share a folder for temporary files."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return hashlib.sha256(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:8]
 
 
 def _started(pid: int) -> int | None:
@@ -305,7 +314,10 @@ def _abandoned() -> list[Path]:
     return [
         path
         for path, owner in owners.items()
-        if owner and path.lstat().st_uid == os.geteuid() and _started(int(owner[1])) != int(owner[2])
+        if owner
+        and owner[1] == _place()
+        and path.lstat().st_uid == os.geteuid()
+        and _started(int(owner[2])) != int(owner[3])
     ]
 
 

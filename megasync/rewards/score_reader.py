@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from megasync.concurrency.first_use import prepared
 from megasync.config.schema import RewardModelConfig
 from megasync.data.final_answer import CUT_OFF, outside_reasoning
 from megasync.data.written_number import written_number
@@ -31,14 +32,17 @@ class ScoreReader(Protocol):
         ...
 
 
+@prepared
 class _ClassifierAnswer(msgspec.Struct):
     embedding: list[float]
 
 
+@prepared
 class _End(msgspec.Struct):
     finish_reason: Finish | str | None = None
 
 
+@prepared
 class _TextAnswer(msgspec.Struct):
     text: str
     meta_info: _End | None = None
@@ -49,11 +53,13 @@ class _TextAnswer(msgspec.Struct):
         return (reason.type if isinstance(reason, Finish) else reason) == CUT_OFF
 
 
+@prepared
 class _TokenLogprobs(msgspec.Struct):
     # For each token of the answer: the log-prob, id and text of each requested token.
     output_token_ids_logprobs: list[list[tuple[float, int, Any]]]
 
 
+@prepared
 class _JudgeAnswer(msgspec.Struct):
     meta_info: _TokenLogprobs
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from megasync.concurrency.first_use import prepared
 from megasync.config import Config
 from megasync.config.schema import AuxiliaryModelConfig
 from megasync.data.render import load_tokenizer
@@ -25,6 +26,7 @@ from megasync.serving.frozen_client import FrozenModelClient
 from megasync.serving.frozen_folder import read_frozen_model
 
 
+@prepared
 class _TextAnswer(msgspec.Struct):
     text: str
 

@@ -535,10 +535,18 @@ class RolloutClient:
         sampling = body["sampling_params"]
         budget = sampling["max_new_tokens"]
         # What answers at a destination may be older than the published version.
-        parts.begin_request(budget, self.published_version() if sending.destination == ANYWHERE else None)
+        published = self.published_version() if sending.destination == ANYWHERE else None
+        parts.begin_request(budget, published)
         positions = len(ids) + budget - 1 - parts.first_requested
         limits = AnswerLimits(
-            self.vocab_size, budget, sampling["stop"], self.newest_version, sending.routes, positions, sending.support
+            self.vocab_size,
+            budget,
+            sampling["stop"],
+            self.newest_version,
+            sending.routes,
+            positions,
+            sending.support,
+            oldest=published or 0,
         )
         try:
             async with self._open().post(

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from megasync.concurrency.first_use import prepared
 from megasync.concurrency.tasks import within
 from megasync.errors import ServerError
 from megasync.serving.answers import parse_as
@@ -108,10 +109,12 @@ class RequestGate:
         self._admit_waiting()
 
 
+@prepared
 class _Queues(msgspec.Struct):
     retracted: int = 0
 
 
+@prepared
 class _Load(msgspec.Struct):
     token_usage: float
     num_running_reqs: int
@@ -122,6 +125,7 @@ class _Load(msgspec.Struct):
     decode_moments: list[float] | None = None
 
 
+@prepared
 class _Loads(msgspec.Struct):
     loads: list[_Load]
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from megasync.concurrency.first_use import prepared
 from megasync.errors import DataError, HttpStatusError, ServerError
 from megasync.rollout.reply_formats import calls_begun
 from megasync.rollout.tools import ToolCall
@@ -34,16 +35,19 @@ _PARSER_FAILED = 500
 _BAD_REQUEST = frozenset({400, 422})
 
 
+@prepared
 class _Separated(msgspec.Struct):
     reasoning_text: str | None
     text: str | None
 
 
+@prepared
 class _ParsedCall(msgspec.Struct):
     name: str | None = None
     parameters: str | None = None
 
 
+@prepared
 class _Parsed(msgspec.Struct):
     calls: list[_ParsedCall]
     normal_text: str | None

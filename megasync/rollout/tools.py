@@ -23,6 +23,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from megasync.concurrency.first_use import prepared
 from megasync.concurrency.threads import AllThreadsStuck, DaemonThreads, DeadlineExceeded
 from megasync.errors import ConfigError, DataError
 from megasync.failures import cancellation_requested, is_infrastructure
@@ -98,7 +99,7 @@ def _tool(function: Callable[..., Any]) -> Tool:
 
     try:
         schema = get_json_schema(function)
-        types = {name: kind for name, kind in get_type_hints(function).items() if name != "return"}
+        types = {name: prepared(kind) for name, kind in get_type_hints(function).items() if name != "return"}
     except Exception as error:  # transformers' own errors, and any error of resolving a type hint
         raise ConfigError(
             f"{name_of(function)} cannot be a tool: {error}; give every argument a type hint and a line under 'Args:' "

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import aiohttp
 import msgspec
 
+from megasync.concurrency.first_use import prepared
 from megasync.errors import InvalidAnswer
 from megasync.layout.routes import RouteArray, RouteFormat
 from megasync.support import Support
@@ -40,12 +41,14 @@ _EVENT_PREFIX, _LAST_EVENT = b"data:", b"[DONE]"
 _Entry = tuple[float, int, Any]
 
 
+@prepared
 class _Span(msgspec.Struct):
     version: str | int
     start: int
     end: int
 
 
+@prepared
 class Finish(msgspec.Struct):
     """Why a response ended."""
 
@@ -56,6 +59,7 @@ class Finish(msgspec.Struct):
     message: Any = None
 
 
+@prepared
 class _Meta(msgspec.Struct):
     finish_reason: Finish | None
     weight_version: str | int | None = None
@@ -67,11 +71,13 @@ class _Meta(msgspec.Struct):
     routed_experts: str | None = None
 
 
+@prepared
 class _Error(msgspec.Struct):
     code: Any = None
     message: Any = None
 
 
+@prepared
 class _Generated(msgspec.Struct):
     meta_info: _Meta | None = None
     text: str | None = None
@@ -79,11 +85,13 @@ class _Generated(msgspec.Struct):
     error: _Error | None = None
 
 
+@prepared
 class _ScoredMeta(msgspec.Struct):
     # The first token has no log-prob.
     input_token_logprobs: list[tuple[float | None, int, Any]]
 
 
+@prepared
 class _Scored(msgspec.Struct):
     meta_info: _ScoredMeta
 
@@ -97,9 +105,10 @@ class AnswerLimits:
     """Bounds of the answer to one request.
 
     `tokens` is the maximum number of tokens. `newest` is called for each piece and returns the newest weight version
-    that any server can hold, or None where it is unknown. `routes` is the format of routes, if they were requested, of
-    at most `positions` positions. `support` is about how many tokens a token's support has at most; 0 if none was
-    requested.
+    that any server can hold, or None where it is unknown. `oldest` is the version that every server held when the
+    request was sent: an older one is that of a process that no weight sync has reached. `routes` is the format of
+    routes, if they were requested, of at most `positions` positions. `support` is about how many tokens a token's
+    support has at most; 0 if none was requested.
     """
 
     vocab_size: int
@@ -109,6 +118,7 @@ class AnswerLimits:
     routes: RouteFormat | None = None
     positions: int = 0
     support: int = 0
+    oldest: int = 0
 
     @property
     def most_bytes(self) -> int:
@@ -176,7 +186,7 @@ def read_generated(raw: bytes, limits: AnswerLimits) -> GeneratedPiece:
         array("f", logprobs),
         answer.text or "",
         finish,
-        _version(meta.weight_version, limits) if finish is None else -1,
+        _recent(meta.weight_version, limits) if finish is None else -1,
         _spans(meta.weight_versions or [], limits),
         None if meta.routed_experts is None else _routes(meta.routed_experts, limits),
         support,
@@ -294,9 +304,19 @@ def _spans(spans: list[_Span], limits: AnswerLimits) -> list[tuple[int, int]]:
     for span in spans:
         if span.start != at or span.end < span.start:
             raise InvalidAnswer(f"weight_versions overlap or have a gap at token {at}: {span.start} to {span.end}")
-        lengths.append((_version(span.version, limits), span.end - span.start))
+        lengths.append((_recent(span.version, limits), span.end - span.start))
         at = span.end
     return lengths
+
+
+def _recent(value: str | int | None, limits: AnswerLimits) -> int:
+    version = _version(value, limits)
+    if version < limits.oldest:
+        raise InvalidAnswer(
+            f"weight version {version} is older than {limits.oldest}, which every server holds: it has started again, "
+            f"and waits for a weight sync"
+        )
+    return version
 
 
 def _version(value: str | int | None, limits: AnswerLimits) -> int:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
+from megasync.concurrency.first_use import prepared
 from megasync.errors import InvalidAnswer, ServerError
 from megasync.layout.engine_layout import EngineRank
 from megasync.serving.answers import parse_as
@@ -27,10 +28,12 @@ from megasync.serving.engine_protocol import (
 _STOCK_REFUSAL = "Unsupported action"
 
 
+@prepared
 class _Rank(msgspec.Struct):
     checksums: dict[str, str]
 
 
+@prepared
 class _Checked(msgspec.Struct):
     ranks: list[_Rank]
 

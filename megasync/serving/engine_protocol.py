@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from megasync.concurrency.first_use import prepared
+
 # The driver refuses a plugin whose `Hello` reports another one.
 PROTOCOL = 4
 
@@ -68,6 +70,7 @@ _COMPRESSED = "zlib:"
 _COMPRESS_ABOVE = 16_384
 
 
+@prepared
 class Hello(msgspec.Struct, frozen=True):
     """A rank's description of itself. Unknown fields are ignored, so that another protocol is recognised as such.
 
@@ -85,12 +88,14 @@ class Hello(msgspec.Struct, frozen=True):
     pid: int = 0
 
 
+@prepared
 class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Names and shapes of a checkpoint's tensors, in the order in which they are loaded."""
 
     specs: tuple[tuple[str, tuple[int, ...]], ...]
 
 
+@prepared
 class RankAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rank's answer to a command: its result, or its error."""
 

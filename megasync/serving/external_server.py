@@ -2,12 +2,16 @@
 
 Whoever starts them chooses their options; what a run relies on is asked for before it begins and after each loss. The
 first version that is published brings them the trainer's weights, whatever they held.
+
+Whoever starts them may also replace one behind its URL, between two probes. `ended` tells the new process from the old
+one, and `rollout.client` refuses its answers until then: they are of a version older than every server holds.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -18,7 +22,7 @@ from megasync.errors import ConfigError, HttpStatusError, ServerError
 from megasync.layout.model_files import read_hf_config
 from megasync.serving.control import ServerControl
 
-# Seconds for one answer, and between two attempts to reach a server that was lost.
+# Seconds for one answer, and between two attempts to reach a server that was lost, or two looks at its identity.
 ANSWER_SECONDS = 15.0
 POLL_SECONDS = 2.0
 
@@ -30,6 +34,8 @@ class ExternalServer:
         self._url = url.rstrip("/")
         self._config = config
         self._key = key
+        self._process: ProcessSeen | None = None
+        self._replaced = False
 
     async def start(self, timeout: float) -> str:
         """Waits until the server answers and fits the run; returns its URL.
@@ -40,7 +46,7 @@ class ExternalServer:
         deadline = loop.time() + timeout
         while True:
             try:
-                await check_external_server(self._url, self._config, self._key)
+                self._process = await check_external_server(self._url, self._config, self._key)
                 return self._url
             except ServerError as error:
                 if loop.time() + POLL_SECONDS > deadline:
@@ -48,21 +54,64 @@ class ExternalServer:
             await asyncio.sleep(POLL_SECONDS)
 
     async def ended(self) -> None:
-        """Never returns: only unanswered calls show that the server is gone."""
-        await asyncio.Event().wait()
+        """Returns when another process answers at the URL. Unanswered calls show that the server is gone."""
+        control = ServerControl(self._url, self._key or given_external_key())
+        try:
+            while True:
+                await asyncio.sleep(POLL_SECONDS)
+                try:
+                    seen = await _look(control)
+                except ServerError:
+                    continue
+                if self._process is not None and not seen.may_follow(self._process):
+                    self._replaced = True
+                    return
+                self._process = seen
+        finally:
+            await control.close()
 
     def processes(self) -> list[tuple[str, int]]:
         """None of this run."""
         return []
 
     async def tail(self, lines: int) -> str:
-        return "(its log is with whoever has started it)"
+        return f"({'another process answers at its URL; ' * self._replaced}its log is with whoever has started it)"
 
     async def visible_devices(self) -> str:
         raise ServerError(f"{self._url} is an external server; its devices are not known here")
 
     async def stop(self, timeout: float) -> None:
         """It goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSeen:
+    """What tells the process of a server from a later one: `/server_info` and `/model_info` as it has answered them."""
+
+    info: Mapping[str, Any]
+    model: Mapping[str, Any]
+
+    def may_follow(self, earlier: ProcessSeen) -> bool:
+        """Whether the same process may have answered both: its start took as long, and what was synced still is.
+
+        A version may go down: the server may have served another run before this one.
+        """
+        lost = earlier.synced and not self.synced
+        return self.info.get("startup_time") == earlier.info.get("startup_time") and not lost
+
+    @property
+    def synced(self) -> bool:
+        """Whether it reports the version of a sync, which is 1 or higher."""
+        text = str(self.model.get("weight_version"))
+        return text.isascii() and text.isdigit() and int(text) > 0
+
+
+async def _look(control: ServerControl) -> ProcessSeen:
+    info = await control.get("/server_info", ANSWER_SECONDS)
+    model = await control.get("/model_info", ANSWER_SECONDS)
+    if not isinstance(info, dict) or not isinstance(model, dict):
+        raise ServerError(f"{control.url} is no SGLang server: /server_info and /model_info do not answer with objects")
+    return ProcessSeen(info, model)
 
 
 async def check_external_servers(config: Config) -> None:
@@ -73,22 +122,20 @@ async def check_external_servers(config: Config) -> None:
         raise ConfigError(f"rollout.external: {error}") from error
 
 
-async def check_external_server(url: str, config: Config, key: str | None = None) -> None:
-    """Raises ServerError unless the server answers and fits the run."""
+async def check_external_server(url: str, config: Config, key: str | None = None) -> ProcessSeen:
+    """The process that answers. Raises ServerError unless the server answers and fits the run."""
     control = ServerControl(url, key or given_external_key())
     try:
-        info = await control.get("/server_info", ANSWER_SECONDS)
-        model = await control.get("/model_info", ANSWER_SECONDS)
+        seen = await _look(control)
     except HttpStatusError as error:
         if error.status in (401, 403):
             raise ServerError(f"{url} refuses the key in {EXTERNAL_KEY_VARIABLE}, or needs one") from error
         raise ServerError(f"{url} is no SGLang server that can be used: {error}") from error
     finally:
         await control.close()
-    if not isinstance(info, dict) or not isinstance(model, dict):
-        raise ServerError(f"{url} is no SGLang server: /server_info and /model_info do not answer with objects")
-    if problem := next(misfits(info, model, config), None):
+    if problem := next(misfits(seen.info, seen.model, config), None):
         raise ServerError(f"{url} {problem}")
+    return seen
 
 
 def misfits(info: Mapping[str, Any], model: Mapping[str, Any], config: Config) -> Iterator[str]:

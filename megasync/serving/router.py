@@ -26,6 +26,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
+from megasync.concurrency.first_use import prepared
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config.access import Keys, check_certificates, router_trust
 from megasync.config.schema import ClusterConfig
@@ -173,6 +174,7 @@ class Router(Service):
             await control.close()
 
 
+@prepared
 class Worker(msgspec.Struct):
     """A server as the router lists it."""
 
@@ -181,6 +183,7 @@ class Worker(msgspec.Struct):
     is_healthy: bool = False
 
 
+@prepared
 class _Workers(msgspec.Struct):
     workers: list[Worker]
 

@@ -6,6 +6,7 @@ whether a folder is shared by all nodes, and fast and large enough for a version
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +39,8 @@ async def choose_sync(
 ) -> tuple[WeightSync[Any], str]:
     """The transport of a run, connected, and a sentence that says which one it is and why.
 
-    Raises PublishError when the configured transport cannot reach the servers.
+    Raises PublishError when the configured transport cannot reach the servers, and SyncError when another run uses
+    `sync.disk_dir`.
     """
     wanted = config.sync.transport
     why = "sync.transport selects it"
@@ -48,12 +50,14 @@ async def choose_sync(
         assert adapters is not None
         plan = plan_broadcast(adapters, config.sync.bucket_mb * 2**20, config.model.dtype)
         folders = AdapterFolders(root, Path(config.model.path), plan, config.sync.disk_keep)
+        await asyncio.to_thread(folders.prepare)
         own = AdapterSync(servers, ranks, plan, folders, config.sync, config.timeouts)
         await own.connect()
         return own, f"adapters go through {folders.root}: {why}"
     plan = plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
     if wanted == "disk":
         folders = VersionFolders(root, Path(config.model.path), plan, config.sync.disk_keep)
+        await asyncio.to_thread(folders.prepare)
         disk = DiskSync(servers, ranks, plan, folders, config.sync, config.timeouts)
         await disk.connect()
         return disk, f"weights go through {folders.root}: {why}"

@@ -10,10 +10,12 @@ from typing import Literal, NamedTuple, Self
 
 import msgspec
 
+from megasync.concurrency.first_use import prepared
 from megasync.errors import SyncError
 from megasync.layout.engine_layout import Fill, ParamRectangle
 
 
+@prepared
 class SyncMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request or an answer."""
 
@@ -54,6 +56,7 @@ class BucketHeader(NamedTuple):
 # Driver to engine ranks, and their answers
 
 
+@prepared
 class InboundBucket(SyncMessage, frozen=True):
     """A bucket as its receiver sees it; ``start`` is its first byte in the arena, ``source`` the sending trainer rank.
 
@@ -70,6 +73,7 @@ class InboundBucket(SyncMessage, frozen=True):
     rectangles: tuple[ParamRectangle, ...]
 
 
+@prepared
 class ReceivePlan(SyncMessage, frozen=True):
     """What one engine rank receives of every version, and the constants that it fills in itself."""
 
@@ -99,6 +103,7 @@ class ReceivePlan(SyncMessage, frozen=True):
         return min(bucket.source for bucket in self.buckets)
 
 
+@prepared
 class ReceivePlanRequest(SyncMessage, frozen=True):
     """Command ``receive_plan``: the plans of all ranks of an engine, and where and how large an arena may be.
 
@@ -110,6 +115,7 @@ class ReceivePlanRequest(SyncMessage, frozen=True):
     arena_bytes: int | None
 
 
+@prepared
 class ReceivePlanAnswer(SyncMessage, frozen=True):
     """Whether the rank stages versions in an arena, which takes ``bytes``."""
 
@@ -117,6 +123,7 @@ class ReceivePlanAnswer(SyncMessage, frozen=True):
     bytes: int
 
 
+@prepared
 class Rendezvous(SyncMessage, frozen=True):
     """Where an engine's ranks and the trainer ranks that send to it make their links, within ``seconds``.
 
@@ -133,6 +140,7 @@ class Rendezvous(SyncMessage, frozen=True):
     seconds: float
 
 
+@prepared
 class ReceiveRequest(SyncMessage, frozen=True):
     """Command ``stage``: receive an attempt into the arena.
 
@@ -151,6 +159,7 @@ class ReceiveRequest(SyncMessage, frozen=True):
     patience: float
 
 
+@prepared
 class CommitRequest(SyncMessage, frozen=True):
     """Write a staged attempt into the live parameters; with ``stream``, receive it while writing."""
 
@@ -159,10 +168,12 @@ class CommitRequest(SyncMessage, frozen=True):
     stream: ReceiveRequest | None = None
 
 
+@prepared
 class Empty(SyncMessage, frozen=True):
     """Commands ``poll`` and ``drop``, and the answer to ``drop``."""
 
 
+@prepared
 class StageReport(SyncMessage, frozen=True):
     """How far a rank's staging is. ``digest`` is of all that it received, ``seconds`` by activity.
 
@@ -180,6 +191,7 @@ class StageReport(SyncMessage, frozen=True):
 # Driver to trainer ranks, and their answers
 
 
+@prepared
 class EngineLinks(SyncMessage, frozen=True):
     """One engine of a `SendRequest`: the names of its links and its plan, its URL, and the replicas that feed it."""
 
@@ -189,6 +201,7 @@ class EngineLinks(SyncMessage, frozen=True):
     replicas: tuple[int, ...]
 
 
+@prepared
 class SendRequest(SyncMessage, frozen=True):
     """Send the present weights to all ``engines``.
 
@@ -228,6 +241,7 @@ class Confirmation(NamedTuple):
     seconds: float
 
 
+@prepared
 class SendReport(SyncMessage, frozen=True):
     """What a trainer rank sent; ``bytes`` went over the wire, ``seconds`` are by activity.
 
@@ -241,6 +255,7 @@ class SendReport(SyncMessage, frozen=True):
     bytes: int
 
 
+@prepared
 class WrittenFile(SyncMessage, frozen=True):
     """A weight file on the shared disk: its size, and the SHA-256 of its bytes in hexadecimal."""
 
@@ -248,6 +263,7 @@ class WrittenFile(SyncMessage, frozen=True):
     sha256: str
 
 
+@prepared
 class WriteReport(SyncMessage, frozen=True):
     """The files that a trainer rank wrote, by name, and the seconds that it took, by activity."""
 

@@ -24,6 +24,8 @@ from typing import Any
 
 import msgspec
 
+from megasync.concurrency.first_use import prepared
+
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _STAGE = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin."
 _UPDATES = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
@@ -47,6 +49,7 @@ _TURN = 0.001
 Stock = Callable[..., Any]
 
 
+@prepared
 class _Outcome(msgspec.Struct):
     """What one stage answers to a request."""
 

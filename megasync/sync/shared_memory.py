@@ -13,12 +13,14 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
+from megasync.concurrency.first_use import prepared
 from megasync.device import synchronize
 from megasync.sync.groups import Deadline, Links, Transfer
 
@@ -33,14 +35,20 @@ HANDLES = "handles"
 HANDLE_BYTES = 1024
 
 
+@prepared
 class HostHandle(msgspec.Struct, frozen=True, tag=True):
-    """Anonymous memory of ``nbytes`` bytes: descriptor ``fd`` of process ``pid``."""
+    """Anonymous memory of ``nbytes`` bytes: descriptor ``fd`` of process ``pid``.
+
+    Both numbers may soon name something else; ``inode`` tells the memory from what comes after it.
+    """
 
     pid: int
     fd: int
+    inode: int
     nbytes: int
 
 
+@prepared
 class CudaHandle(msgspec.Struct, frozen=True, tag=True):
     """``nbytes`` bytes at ``start`` of a storage; the others are what torch needs to open that in another process."""
 
@@ -59,9 +67,13 @@ Handle = HostHandle | CudaHandle
 
 
 class _HostCopies:
-    """Memory for the messages of a sender on a CPU, used again once the receiver has read it."""
+    """Memory for the messages of a sender on a CPU, used again once the receiver has read it.
+
+    `close` gives back all of it, also that of messages which no receiver has read: their links are gone.
+    """
 
     def __init__(self) -> None:
+        self._all: list[tuple[int, mmap.mmap]] = []
         self._free: list[tuple[int, mmap.mmap]] = []
 
     def copy(self, message: torch.Tensor) -> tuple[int, mmap.mmap]:
@@ -71,18 +83,32 @@ class _HostCopies:
             copy = min(fitting, key=lambda copy: len(copy[1]))
             self._free.remove(copy)
         else:
-            fd = os.memfd_create("megasync")
-            os.ftruncate(fd, message.nbytes)
-            copy = fd, mmap.mmap(fd, message.nbytes)
+            copy = _anonymous_memory(message.nbytes)
+            self._all.append(copy)
         torch.frombuffer(copy[1], dtype=torch.uint8)[: message.nbytes].copy_(message.view(torch.uint8))
         return copy
 
     def reuse(self, copy: tuple[int, mmap.mmap]) -> None:
-        self._free.append(copy)
+        if copy in self._all:
+            self._free.append(copy)
 
     def close(self) -> None:
-        while self._free:
-            os.close(self._free.pop()[0])
+        copies, self._all, self._free = self._all, [], []
+        for fd, memory in copies:
+            os.close(fd)
+            # A thread that fills it holds it until it is done.
+            with suppress(BufferError):
+                memory.close()
+
+
+def _anonymous_memory(nbytes: int) -> tuple[int, mmap.mmap]:
+    fd = os.memfd_create("megasync")
+    try:
+        os.ftruncate(fd, nbytes)
+        return fd, mmap.mmap(fd, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def copy_from(handle: Handle, target: torch.Tensor) -> None:
@@ -95,6 +121,8 @@ def copy_from(handle: Handle, target: torch.Tensor) -> None:
     if isinstance(handle, HostHandle):
         try:
             with open(f"/proc/{handle.pid}/fd/{handle.fd}", "rb") as file:
+                if os.fstat(file.fileno()).st_ino != handle.inode:
+                    raise ValueError("the descriptor is of something else")
                 # Private: torch takes no memory that cannot be written to.
                 memory = mmap.mmap(file.fileno(), handle.nbytes, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
@@ -136,8 +164,12 @@ class HandleLinks(Links):
     ) -> None:
         deadline = Deadline(timeout)
         super().__init__(store, name, rank, size, "gloo", host, timeout, device)
-        left = deadline.left().total_seconds()
-        self._receipts = Links(store, f"{name}-receipts", rank, size, "gloo", host, left, device)
+        try:
+            left = deadline.left().total_seconds()
+            self._receipts = Links(store, f"{name}-receipts", rank, size, "gloo", host, left, device)
+        except BaseException:
+            super().close()
+            raise
         self._copies = _HostCopies()
 
     def send(self, message: torch.Tensor, to: int, tag: int) -> Transfer:
@@ -147,7 +179,7 @@ class HandleLinks(Links):
             handle: Handle = _cuda_handle(message)
         else:
             copy = self._copies.copy(message)
-            handle = HostHandle(os.getpid(), copy[0], message.nbytes)
+            handle = HostHandle(os.getpid(), copy[0], os.fstat(copy[0]).st_ino, message.nbytes)
         text = msgspec.json.encode(handle).ljust(HANDLE_BYTES)
         words, receipt = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.zeros(1)
         return _Sent(super().send(words, to, tag), self._receipts.receive(receipt, to, tag), self._copies, copy)
@@ -158,9 +190,11 @@ class HandleLinks(Links):
         return _Coming(sent, words, message, lambda: self._receipts.send(torch.zeros(1), source, tag))
 
     def close(self) -> None:
-        super().close()
-        self._receipts.close()
-        self._copies.close()
+        try:
+            super().close()
+            self._receipts.close()
+        finally:
+            self._copies.close()
 
 
 class _Sent(Transfer):

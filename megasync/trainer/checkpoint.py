@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import threading
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -36,7 +37,7 @@ import torch
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  # annotated as bare dict
 
 from megasync.errors import CheckpointError
-from megasync.files import atomic_write, durable_rename, fsync
+from megasync.files import atomic_write, durable_rename, fsync, remove_tree, sweep
 from megasync.layout.layout import Box, Layout
 from megasync.layout.shards import (
     LAYOUT,
@@ -61,7 +62,8 @@ MARKER = "COMPLETE"
 PARTIAL = ".partial"
 CRITIC = "critic"
 FOLDER = "checkpoints"
-
+# Other names beside checkpoints, such as copies, are their owner's.
+_NAME = re.compile(r"step-([0-9]{8,})")
 
 # Of layout.json; the first one had pickled optimizer states that fit one topology only.
 FORMAT = 2
@@ -108,8 +110,11 @@ def step_path(run_dir: str | Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int:
-    """The training step of a checkpoint path from `step_path`."""
-    return int(path.name.removeprefix("step-"))
+    """The training step of a checkpoint path from `step_path`. Raises CheckpointError for any other name."""
+    found = _NAME.fullmatch(path.name)
+    if found is None or step_path("", step := int(found[1])).name != path.name:
+        raise CheckpointError(f"{path} is not named like a checkpoint of a run, such as {step_path('', 20).name}")
+    return step
 
 
 def reference_step(step: int, every: int) -> int:
@@ -118,11 +123,19 @@ def reference_step(step: int, every: int) -> int:
 
 
 def complete(run_dir: str | Path) -> list[Path]:
-    """All complete checkpoints of a run, oldest first."""
+    """All complete checkpoints of a run, oldest first. Other names in the folder, such as copies, are left out."""
+    return [path for path in _named(run_dir) if (path / MARKER).is_file()]
+
+
+def _named(run_dir: str | Path, suffix: str = "") -> list[Path]:
+    """What is named like a checkpoint of a run, followed by a suffix; by step."""
     folder = Path(run_dir) / FOLDER
-    paths = folder.glob("step-*") if folder.is_dir() else ()
-    # A save may have been killed between the marker and the rename.
-    return sorted(path for path in paths if path.suffix != PARTIAL and (path / MARKER).is_file())
+    found: dict[int, Path] = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name.endswith(suffix):
+            with suppress(CheckpointError):
+                found[step_of(path.with_name(path.name.removesuffix(suffix)))] = path
+    return [found[step] for step in sorted(found)]
 
 
 def latest(run_dir: str | Path) -> Path | None:
@@ -135,12 +148,16 @@ def prune(run_dir: str | Path, keep: int, needed: Collection[int] = ()) -> list[
 
     Returns the removed paths. Call it from one process, while no save is running.
     """
-    folder = Path(run_dir) / FOLDER
-    removed = complete(run_dir)[: -keep or None] if keep > 0 else []
-    removed = [path for path in removed if step_of(path) not in needed]
-    removed += sorted(folder.glob(f"step-*{PARTIAL}"))
-    for path in removed:
-        shutil.rmtree(path, ignore_errors=True)
+    sweep(Path(run_dir) / FOLDER)
+    old = complete(run_dir)[: -keep or None] if keep > 0 else []
+    removed: list[Path] = []
+    for path in [path for path in old if step_of(path) not in needed] + _named(run_dir, PARTIAL):
+        try:
+            remove_tree(path)
+        except OSError as error:
+            log.warning("Could not remove %s: %s", path, error)
+        else:
+            removed.append(path)
     return removed
 
 

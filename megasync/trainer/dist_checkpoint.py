@@ -9,7 +9,6 @@ state, which FP8 uses, is absent.
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch._C._distributed_c10d import HashStore
 from megasync.config.schema import ModelConfig, TrainerConfig
 from megasync.device import Device
 from megasync.errors import CheckpointError, ConfigError
-from megasync.files import durable_rename, fsync_tree
+from megasync.files import new_folder
 from megasync.layout.layout import Layout
 from megasync.layout.shards import write_folder
 from megasync.trainer.engine import MegatronEngine
@@ -43,18 +42,12 @@ def write_dist_checkpoint(model: ModelConfig, out: Path) -> None:
     compute, and CheckpointError for a folder that exists or cannot be written.
     """
     _refuse_existing(out)
-    draft = out.with_name(out.name + ".incomplete")
-    shutil.rmtree(draft, ignore_errors=True)
     with _whole_model(model, load=True) as engine:
         try:
-            draft.mkdir(parents=True)
-            dist_checkpointing.save(_state(engine) | {"checkpoint_version": VERSION, "iteration": 0}, str(draft))
-            fsync_tree(draft)
-            durable_rename(draft, out)
+            with new_folder(out) as draft:
+                dist_checkpointing.save(_state(engine) | {"checkpoint_version": VERSION, "iteration": 0}, str(draft))
         except (OSError, dist_checkpointing.core.CheckpointingException) as error:
             raise CheckpointError(f"could not write {out}: {error}") from error
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
 
 
 def read_dist_checkpoint(source: Path, model: ModelConfig, out: Path) -> None:

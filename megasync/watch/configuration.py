@@ -1,13 +1,12 @@
 """What a run was configured to do: the settings that differ from the defaults, or between runs.
 
 Settings are the leaves of `config.yaml` by their dotted keys, as `RunFolder.settings` has them, so that configurations
-of other versions can be compared too. Values of keys that name a secret are hidden.
+of other versions can be compared too. Secrets are hidden (`confidential`).
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,11 +14,9 @@ from typing import Any
 
 from omegaconf import MISSING, OmegaConf
 
+from megasync.confidential import masked
 from megasync.config import Config
 
-# The last words of keys whose values no report shows, and credentials within a URL.
-_SECRET = re.compile(r"(^|[._])(password|secret|api_key|access_token|auth_token|credentials?)$", re.IGNORECASE)
-_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 # Of a key that a configuration does not have.
 ABSENT = object()
 
@@ -78,13 +75,12 @@ def shown(value: Any, key: str = "") -> str:
     """A value on one line, as YAML would have it."""
     if value is ABSENT:
         return "–"
-    if value is not None and _SECRET.search(key):
-        return "(hidden)"
+    value = masked(value, key)
     if isinstance(value, str):
-        return _IN_URL.sub("(hidden)@", value)
+        return value
     if isinstance(value, float):
         return f"{value:g}"
-    return _IN_URL.sub("(hidden)@", json.dumps(value, ensure_ascii=False, default=str))
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _equal(one: Any, other: Any) -> bool:

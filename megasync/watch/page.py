@@ -89,6 +89,8 @@ class OpenRun:
                 # Of a live run, ages and durations go on.
                 self.revision += changed or self.folder.status in ACTIVE
                 self._looked = time.monotonic()
+            # Views then find it counted, and do not copy the ledger in the event loop.
+            await asyncio.to_thread(self.folder.counted)
             return self.folder
 
 

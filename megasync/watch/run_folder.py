@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import sqlite3
 import tempfile
 import time
@@ -88,6 +89,9 @@ class RunFolder:
         self.events: list[Event] = []
         # The last state that the driver wrote; None for a run without one.
         self.state: RunState | None = None
+        # When it was first read, and whether it has been seen to change.
+        self._state_seen = 0.0
+        self._state_changes = False
         # Whether a driver holds the run's lock; None if the lock cannot be read.
         self.driven: bool | None = None
         self._clock = clock
@@ -199,7 +203,10 @@ class RunFolder:
                 self._damaged_answers += 1
 
     def _read_state(self) -> None:
-        self.state = read_state(self.path)
+        before, self.state = self.state, read_state(self.path)
+        if before is None or self.state is None or before.time != self.state.time:
+            self._state_changes = before is not None
+            self._state_seen = self._clock()
         if self.state is None and (self.path / STATE_FILE).is_file():
             self._problems[STATE_FILE] = f"{STATE_FILE} cannot be read: it is damaged or of another version."
         else:
@@ -227,7 +234,7 @@ class RunFolder:
     def config(self) -> Config | None:
         """The typed configuration; None if this version cannot read it (`settings` has the keys as they are)."""
         try:
-            config = load_config(self.path / CONFIG_FILE)
+            config = load_config(self.path / CONFIG_FILE, unset=True)
         except ConfigError as error:
             if self.settings:
                 self._problems["config"] = f"{CONFIG_FILE} is of another version of megasync: {error}."
@@ -304,12 +311,21 @@ class RunFolder:
         """Since the driver last wrote its state, if that is too long for a run whose driver lives: it hangs."""
         if not self.driven or self.state is None:
             return None
-        silent = self._clock() - self.state.time
+        silent = self._clock() - (self._state_seen if self._of_another_clock else self.state.time)
         return silent if silent > OLD_SECONDS else None
 
     @property
+    def _of_another_clock(self) -> bool:
+        """Whether another machine wrote the state: its clock may be wrong, so it counts when a state is new here."""
+        return self.state is not None and self.state.host not in ("", socket.gethostname())
+
+    @property
     def _fresh(self) -> bool:
-        return self.state is not None and self._clock() - self.state.time <= OLD_SECONDS
+        if self.state is None:
+            return False
+        if self._of_another_clock and self._state_changes:
+            return self._clock() - self._state_seen <= OLD_SECONDS
+        return self._clock() - self.state.time <= OLD_SECONDS
 
     @property
     def _ending_without_state(self) -> str:
@@ -415,15 +431,17 @@ class RunFolder:
         """Where the admitted prompts are; None for a supervised run, or if nothing tells."""
         if self.supervised:
             return None
-        if not self.driven:
-            path = self.path / LEDGER_FILE
-            version = (_version_or_none(path), _version_or_none(path.with_name(f"{LEDGER_FILE}-wal")))
-            if version[0] is not None:
-                if self._balance[0] != version:
-                    self._balance = (version, self._count_ledger(path))
-                if self._balance[1] is not None:
-                    return self._balance[1]
-        return self._reported_balance()
+        return self.counted() or self._reported_balance()
+
+    def counted(self) -> Balance | None:
+        """What the ledger says, if no driver holds it; blocks for as long as copying it takes when it has changed."""
+        path = self.path / LEDGER_FILE
+        version = (_version_or_none(path), _version_or_none(path.with_name(f"{LEDGER_FILE}-wal")))
+        if self.driven or version[0] is None:
+            return None
+        if self._balance[0] != version:
+            self._balance = (version, self._count_ledger(path))
+        return self._balance[1]
 
     def _reported_balance(self) -> Balance | None:
         if self.state is not None and self.state.buffer is not None:

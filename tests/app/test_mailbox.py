@@ -78,3 +78,15 @@ async def test_waiting_ends_when_the_run_ends(run_dir, running):
                 await asyncio.sleep(0.01)
     with pytest.raises(MegasyncError, match="ended before it answered"):
         await waiting
+
+
+def test_only_requests_of_an_earlier_process_are_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "control"
+    stem = "1764000000000000000-0123abcd"
+    mine = [f"{stem}.ask", f"{stem}.answer", f".{stem}.ask.0123abcd.part"]
+    foreign = ["notes.ask", f"{stem}.ask.bak", f"copy of {stem}.answer", ".x.part"]
+    folder.mkdir()
+    for name in (*mine, *foreign):
+        (folder / name).mkdir(parents=True) if name == "notes.ask" else (folder / name).touch()
+    Mailbox(tmp_path).open()
+    assert sorted(path.name for path in folder.iterdir()) == sorted(foreign)

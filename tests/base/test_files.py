@@ -105,13 +105,13 @@ def test_a_file_system_that_cannot_sync_folders_is_accepted(tmp_path: Path, monk
 
 # Modules that write files in another way, and why.
 OTHER_WRITERS = {
-    "app/run_lock.py": "the lock itself: its inode must stay",
     "chaos/experiment.py": "a log, appended to",
     "chaos/faults.py": "fills up a disk",
     "evaluation/report.py": "answers, appended to while the evaluation runs",
     "files.py": "atomic_write itself",
     "launch/node.py": "copies of logs",
-    "observe/metrics.py": "a log, appended to; a torn last line is dropped",
+    "locks.py": "the lock itself: its inode must stay",
+    "observe/metrics.py": "a log, appended to; a damaged line costs only itself",
     "observe/rollouts.py": "a log, appended to; a torn last line is dropped",
     "observe/samples.py": "a log, appended to; a torn last line is dropped",
     "observe/spans.py": "a copy of a trace for other programs, which can be made again",
@@ -159,3 +159,111 @@ def test_the_module_imports_no_heavy_packages() -> None:
         if isinstance(node, ast.ImportFrom)
     }
     assert not any(module.startswith("megasync") for module in imported)
+
+
+# Folders
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(found.name for found in folder.iterdir())
+
+
+@pytest.mark.processes
+def test_a_kill_at_any_line_of_a_write_of_a_folder_leaves_the_old_one_or_the_new_one_or_none(tmp_path: Path) -> None:
+    setup = """
+from megasync.files import new_folder
+
+def begin(folder):
+    (folder / "a").mkdir()
+    for name in "xyz":
+        (folder / "a" / name).write_text("old")
+
+def work(folder):
+    with new_folder(folder / "a", replace=True) as draft:
+        (draft / "below").mkdir()
+        for name in ("x", "y", "below/z"):
+            (draft / name).write_text("new")
+"""
+    seen = set()
+    for case in cut_short(setup, tmp_path, ("megasync/files.py",)):
+        found = {str(path.relative_to(case.folder / "a")): path.read_text() for path in files_in(case.folder / "a")}
+        assert found in (dict.fromkeys("xyz", "old"), dict.fromkeys(("x", "y", "below/z"), "new"), {})
+        seen.add((case.ended, *found.values()))
+        with files.new_folder(case.folder / "a", replace=True):
+            pass
+        assert names(case.folder) == ["a"], "the next write removes what the killed one has left"
+    assert seen == {("killed", *["old"] * 3), ("killed", *["new"] * 3), ("killed",), ("done", *["new"] * 3)}
+
+
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+@pytest.mark.processes
+def test_a_kill_at_any_line_of_a_removal_leaves_the_whole_folder_or_nothing_under_its_name(tmp_path: Path) -> None:
+    setup = """
+from megasync.files import remove_tree
+
+def begin(folder):
+    for name in ("a", "a/below"):
+        (folder / name).mkdir()
+        (folder / name / "file").touch()
+
+def work(folder):
+    remove_tree(folder / "a")
+"""
+    seen = set()
+    for case in cut_short(setup, tmp_path, ("megasync/files.py", "shutil.py")):
+        found = len(files_in(case.folder / "a"))
+        seen.add((case.ended, found))
+        files.sweep(case.folder)
+        assert names(case.folder) == (["a"] if found else [])
+    assert seen == {("killed", 2), ("killed", 0), ("done", 0)}
+
+
+def test_a_folder_that_could_not_be_written_leaves_the_old_one_and_no_draft(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").touch()
+    with pytest.raises(OSError, match="full"), files.new_folder(tmp_path / "a", replace=True):
+        raise OSError("full")
+    with pytest.raises(OSError, match="not empty"), files.new_folder(tmp_path / "a"):
+        pass
+    assert names(tmp_path) == ["a"] and names(tmp_path / "a") == ["file"]
+
+
+def test_the_draft_of_a_living_writer_and_foreign_names_stay(tmp_path: Path) -> None:
+    foreign = [".a.part", ".a.12345678.part.bak", "a.incomplete", ".b.12345678.part", ".a.1234567g.part", ".removed"]
+    for name in foreign:
+        (tmp_path / name).mkdir()
+    with files.new_folder(tmp_path / "a") as first, files.new_folder(tmp_path / "a") as second:
+        files.sweep(tmp_path)
+        assert first.is_dir() and second.is_dir() and first != second
+        first.rmdir()
+        first.mkdir()
+    assert names(tmp_path) == sorted([*foreign, "a"])
+
+
+@pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o027, 0o640, 0o750)])
+def test_a_new_folder_is_as_readable_as_the_umask_allows(
+    tmp_path: Path, umask: int, file_mode: int, folder_mode: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        with files.new_folder(tmp_path / "a") as draft:
+            (draft / "private").touch(0o600)
+        atomic_write(tmp_path / "b", "x", files.PRIVATE)
+        atomic_write(tmp_path / "c", "x")
+    finally:
+        os.umask(before)
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "a/private", "b", "c")]
+    assert modes == [folder_mode, file_mode, 0o600, file_mode]
+
+
+def test_a_link_is_removed_and_not_what_it_points_to(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    files.remove_tree(tmp_path / "link")
+    assert names(tmp_path) == ["there"] and names(tmp_path / "there") == ["file"]
+    with pytest.raises(FileNotFoundError):
+        files.remove_tree(tmp_path / "link")

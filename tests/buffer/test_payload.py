@@ -201,3 +201,15 @@ def test_an_encoded_group_travels_without_its_decoded_header(group):
     encoded = group("a", 0, 0)
     assert isinstance(encoded, EncodedGroup) and encoded.header is encoded.header
     assert "header" not in vars(pickle.loads(pickle.dumps(encoded)))
+
+
+@pytest.mark.parametrize(
+    "name", ["2.seg", "²²²²²²²².seg", "00000009.seg.bak", "00000009 (copy).seg", "000000009.seg", "x.seg"]
+)
+def test_names_that_are_no_segments_are_neither_counted_nor_removed(tmp_path, name):
+    (tmp_path / name).touch()
+    (tmp_path / "00000004.seg").touch()
+    (tmp_path / "100000000.seg").touch()
+    writer = SegmentWriter(tmp_path)
+    assert writer.present() == [4, 100_000_000]
+    assert [path.name for path in writer.without([4])] == ["100000000.seg"]

@@ -269,3 +269,55 @@ async def test_a_broken_link_is_a_fault_of_the_sync_until_a_version_is_published
     rig = Rig(publisher=FakePublisher(lose={2: []}))
     await rig.run()
     assert rig.observer.events == [("fault", "sync"), ("recovery", "sync")]
+
+
+@pytest.mark.parametrize("checkpoint_every", [0, 1, 2])
+@pytest.mark.parametrize("outlasts", [1, 2, 4])
+async def test_a_score_is_of_the_weights_that_the_run_goes_on_from(checkpoint_every: int, outlasts: int) -> None:
+    """The evaluation of step 2 goes on while ranks are lost in step 3, until step 2 + `outlasts` is trained again.
+
+    Only from a checkpoint of step 2 does training go on from the weights that are being evaluated.
+    """
+    rig: Any = None
+    begun: list[tuple[int, int]] = []
+
+    async def evaluation(step: int, version: int, pinned: object) -> None:
+        begun.append((step, version))
+        if len(begun) == 2:
+            while not (rig.trainer.restarts and rig.controller.progress.step >= 2 + outlasts):
+                await asyncio.sleep(0)
+
+    rig = Rig(
+        trainer=FakeTrainer(lose={"step 3": 1}), evaluation=evaluation, score=0.7, checkpoint_every=checkpoint_every
+    )
+    scored: list[tuple[int, int]] = []
+    rig.observer.evaluation = lambda step, version, metrics: scored.append((step, version))
+    progress = await rig.run()
+    assert begun[1] == (2, 2)
+    kept = checkpoint_every > 0
+    assert ((2, 2) in scored) == kept
+    lost = [step for step, _ in scored] != sorted({step for step, _ in scored})
+    assert not lost and [step for step, _ in progress.history] == [step for step, _ in scored]
+    assert (rig.controller._abandoned_evaluations == 1) == (not kept)
+
+
+async def test_a_target_that_lost_weights_have_reached_does_not_end_the_run() -> None:
+    rig: Any = None
+
+    async def evaluation(step: int, version: int, pinned: object) -> None:
+        if version == 2:
+            while not (rig.trainer.restarts and rig.controller.progress.step >= 3):
+                await asyncio.sleep(0)
+
+    rig = Rig(trainer=FakeTrainer(lose={"step 3": 1}), evaluation=evaluation, stop_at_score=0.9)
+    score = {2: 1.0}
+    rig.controller._evaluate = _scoring(rig.controller._evaluate, score)
+    progress = await rig.run()
+    assert progress.step == 6 and not rig.controller.stop_reason
+
+
+def _scoring(evaluate: Any, scores: dict[int, float]) -> Any:
+    async def scored(step: int, version: int, pinned: object) -> dict[str, float]:
+        return await evaluate(step, version, pinned) | {"eval/score": scores.get(version, 0.1)}
+
+    return scored

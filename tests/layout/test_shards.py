@@ -1,5 +1,7 @@
 import json
+import os
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -228,6 +230,27 @@ def test_an_incomplete_checkpoint_leaves_no_output(folder, tmp_path):
     with pytest.raises(CheckpointError, match=r"model-00001\.safetensors is missing"):
         export_checkpoint(checkpoint, path, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "step"]
+
+
+def test_an_export_is_readable_and_replaces_an_earlier_one_only_when_it_is_whole(folder, tmp_path, monkeypatch):
+    path, config, state = folder
+    checkpoint = write_checkpoint(tmp_path / "step", path, Layout(config, Topology()))
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "of an earlier export").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "save_file", Mock(side_effect=OSError("no space left")))
+        with pytest.raises(CheckpointError, match=f"export to {out} failed: no space left"):
+            export_checkpoint(checkpoint, path, out, replace=True)
+    assert [each.name for each in out.iterdir()] == ["of an earlier export"]
+    before = os.umask(0o027)
+    try:
+        export_checkpoint(checkpoint, path, out, replace=True)
+    finally:
+        os.umask(before)
+    assert load_file(out / "model.safetensors").keys() == state.keys()
+    assert {each.stat().st_mode & 0o777 for each in out.iterdir()} == {0o640} and out.stat().st_mode & 0o777 == 0o750
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["model", "out", "step"]
 
 
 def test_a_checkpoint_without_layout_and_a_full_output_folder_are_refused(folder, tmp_path):

@@ -125,6 +125,10 @@ async def test_a_report_that_cannot_be_written_is_a_warning(reporter, tmp_path, 
 
 async def test_old_reports_are_removed(reporter, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(hang, "MOST_REPORTS", 2)
+    (tmp_path / "hang").mkdir()
+    foreign = [tmp_path / "hang" / name for name in ("00000000-notes.txt", "notes.txt", "20200101-000000-000.txt.bak")]
+    for path in foreign:
+        path.touch()
     paths = [await reporter.report(f"number {n}") for n in range(4)]
     kept = sorted((tmp_path / "hang").iterdir())
-    assert kept == sorted(set(paths))[-2:]
+    assert kept == sorted([*sorted(set(paths))[-2:], *foreign])

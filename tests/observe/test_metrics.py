@@ -69,21 +69,37 @@ def test_metrics_of_a_resumed_run_replace_those_of_repeated_steps(tmp_path):
     assert columns["eval/score"] == [None, 0.5, None, None]
 
 
-def test_a_truncated_last_line_is_dropped_with_a_warning(tmp_path, caplog):
-    logged(tmp_path, (1, {"a": 1}))
-    with (tmp_path / METRICS_FILE).open("a") as file:
-        file.write('{"step": 2, "a"')
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        '{"step": 1, "time": 17',
+        "nonsense\n",
+        "\0" * 100,
+        "[1]\n",
+        '{"a": 5}\n',
+        '{"step": "x"}\n',
+        "[" * 100_000 + "\n",
+    ],
+)
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_a_damaged_line_costs_only_itself_however_often_a_run_is_resumed(tmp_path, caplog, damaged, place):
+    path, whole = tmp_path / METRICS_FILE, [f'{{"step": {step}, "a": {step}}}\n' for step in (1, 2)]
+    whole.insert({"first": 0, "middle": 1, "last": 2}[place], damaged)
+    path.write_text("".join(whole))
+    torn = not damaged.endswith("\n")
+    # A line that follows a torn one is part of it.
+    kept = [step for step in (1, 2) if not (torn and (place, step) in {("first", 1), ("middle", 2)})]
+    for step in (3, 4, 5):
+        logged(tmp_path, (step, {"a": step}))
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["step"] for row in found] == [row["a"] for row in found] == [*kept, 3, 4, 5]
+
+
+def test_a_reader_says_how_many_lines_it_leaves_out(tmp_path, caplog):
+    (tmp_path / METRICS_FILE).write_text('{"step": 1}\nnonsense\n{"step": 2}\n{"st')
     with caplog.at_level(logging.WARNING):
-        assert read_metrics(tmp_path)["step"] == [1]
-    assert "torn" in caplog.text
-    logged(tmp_path, (2, {"a": 2}))
-    assert read_metrics(tmp_path)["a"] == [1, 2]
-
-
-def test_a_corrupted_line_before_the_last_raises_with_its_line_number(tmp_path):
-    (tmp_path / METRICS_FILE).write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2"):
-        read_metrics(tmp_path)
+        assert read_metrics(tmp_path)["step"] == [1, 2]
+    assert "left out 2 damaged lines, the first is line 2" in caplog.text
 
 
 def scalars(run_dir, key):

@@ -195,7 +195,33 @@ def test_curve_points_skip_gaps_and_are_sorted_by_step():
 
 def test_only_the_configured_number_of_samples_is_saved(observer, tmp_path):
     observer.answers(0, 0, [(f"p{n}", "t", 0.0) for n in range(5)])
+    observer.evaluation(0, 0, {"eval/score": 0.0})
     assert [answer.prompt for answer in read_answers(tmp_path)] == ["p0", "p1"]
+
+
+def test_a_snapshot_in_another_thread_stands_whatever_changes_meanwhile(observer, monkeypatch):
+    observer.activity("trainer", "training")
+    for step in (1, 2, 3):
+        observer.step(step, step, {})
+    made = observer_module.Activity
+
+    def while_it_changes(*fields):
+        observer.activity(f"part {len(observer._activities)}", "something new")
+        observer.rewind(0)
+        return made(*fields)
+
+    monkeypatch.setattr(observer_module, "Activity", while_it_changes)
+    monkeypatch.setattr(observer_module, "_rate", lambda progress: observer.rewind(0) or len(progress))
+    snapshot = observer.snapshot()
+    assert [activity.part for activity in snapshot.activities] == ["trainer"] and snapshot.trained_rate == 3
+
+
+def test_answers_of_an_evaluation_without_a_score_are_not_saved(observer, tmp_path):
+    observer.answers(2, 2, [("p", "by weights that are gone", 1.0)])
+    observer.answers(2, 5, [("p", "t", 0.0)])
+    observer.evaluation(2, 5, {"eval/score": 0.0})
+    observer.evaluation(4, 6, {"eval/score": 0.0})
+    assert [(answer.version, answer.text) for answer in read_answers(tmp_path)] == [(5, "t")]
 
 
 def test_a_truncated_sample_is_dropped_and_the_next_one_is_written_intact(tmp_path):

@@ -15,8 +15,9 @@ from rich.console import Console
 
 from megasync.config import load_config
 from megasync.config.schema import PrometheusConfig
+from megasync.observe import prometheus
 from megasync.observe.observer import RunObserver
-from megasync.observe.prometheus import OWN, Exported, PrometheusSink
+from megasync.observe.prometheus import CONNECTIONS, OWN, Exported, PrometheusSink
 from megasync.observe.registry import METRICS, metric_of
 from megasync.observe.sinks import Answers, Row
 
@@ -172,3 +173,30 @@ def test_it_listens_on_its_address_only(observer):
         assert host == "127.0.0.1"
         with socket.socket() as other, pytest.raises(ConnectionRefusedError):
             other.connect(("127.0.0.2", int(port)))
+
+
+def test_connections_that_send_nothing_are_few_and_keep_nobody_out(observer):
+    with endpoint(observer) as (sink, url):
+        address = sink._server.server_address
+        clients = [socket.create_connection(address, timeout=60) for _ in range(3 * CONNECTIONS)]
+        try:
+            for client in clients:
+                client.send(b"GET /met")
+            assert "megasync_step" in get(url + "/metrics")
+            # The oldest were ended; what is left and the request above fit.
+            for client in clients[: 2 * CONNECTIONS]:
+                assert client.recv(1) == b""
+            assert len(sink._server._ends) <= CONNECTIONS
+        finally:
+            for client in clients:
+                client.close()
+
+
+def test_a_request_that_trickles_in_ends_when_its_time_is_over(observer, monkeypatch):
+    monkeypatch.setattr(prometheus, "REQUEST_SECONDS", 0.0)
+    with endpoint(observer) as (sink, url):
+        with socket.create_connection(sink._server.server_address, timeout=60) as client:
+            client.send(b"GET /met")
+            assert client.recv(1) == b"", "ended, although the thread would wait 10 s for the next byte"
+        monkeypatch.undo()
+        assert "megasync_step" in get(url + "/metrics")

@@ -2,6 +2,7 @@
 
 import math
 import os
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -108,6 +109,50 @@ def test_a_writer_that_starts_again_uses_new_files(tmp_path):
         RolloutLog(tmp_path, "trainer-0", LIMIT).append([(row(uid), response())])
     assert {path.name for path in (tmp_path / FOLDER).glob("*.index")} == {"trainer-0-1.index", "trainer-0-2.index"}
     assert {found.uid for found in index_of(tmp_path).rows} == {"0:1", "0:2"}
+
+
+def test_a_body_whose_index_a_kill_has_prevented_is_not_continued(tmp_path):
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "trainer-0-3.body").write_bytes(b"the body of a response")
+    foreign = [
+        "trainer-0-9.index.bak",
+        "trainer-0-9 (copy).index",
+        "trainer-0-x.body",
+        "trainer-0-\N{SUPERSCRIPT TWO}.index",
+    ]
+    for name in foreign:
+        (tmp_path / FOLDER / name).touch()
+    RolloutLog(tmp_path, "trainer-0", LIMIT).append([(row("0:1"), response(tokens=5))])
+    index = index_of(tmp_path)
+    (found,) = index.rows
+    assert found.pair == "trainer-0-4" and len(index.read(found).ids) == 5
+
+
+def test_a_body_that_a_full_disk_has_torn_is_not_continued(tmp_path, monkeypatch):
+    log = RolloutLog(tmp_path, "trainer-0", LIMIT)
+    log.append([(row("0:1"), response())])
+
+    class Full:
+        def __init__(self, file):
+            self._file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self._file.close()
+
+        def write(self, data):
+            self._file.write(data[: len(data) // 2])
+            raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, mode: Full(open(path, mode)))  # noqa: SIM115
+        log.append([(row("0:2"), response())])
+        log.append([(row("0:3"), response())])
+    log.append([(row("0:4"), response(tokens=5))])
+    index = index_of(tmp_path)
+    assert {found.uid: len(index.read(found).ids) for found in index.rows} == {"0:1": 3, "0:4": 5}
 
 
 def test_a_damaged_line_costs_one_response(tmp_path):

@@ -111,8 +111,11 @@ async def test_only_folders_of_dead_owners_are_removed(folder):
     dead = started("")
     dead.wait()
     alive, now = os.getpid(), sandbox._started(os.getpid())
-    kept = [f"megasync-sandbox-{alive}-{now}-a", "megasync-sandbox-x", "megasync-sandbox-1-2", "other-1-2-x"]
-    swept = [f"megasync-sandbox-{dead.pid}-5-b", f"megasync-sandbox-{alive}-{now - 1}-c"]
+    here = sandbox._place()
+    kept = [f"megasync-sandbox-{here}-{alive}-{now}-a", "megasync-sandbox-x", f"megasync-sandbox-{here}-1-2"]
+    # Of another machine or container that shares the folder: its process ids say nothing here.
+    kept += ["other-1-2-x", f"megasync-sandbox-0123abcd-{dead.pid}-5-b", f"megasync-sandbox-{dead.pid}-5-b"]
+    swept = [f"megasync-sandbox-{here}-{dead.pid}-5-b", f"megasync-sandbox-{here}-{alive}-{now - 1}-c"]
     for name in [*kept, *swept]:
         (folder / name / "work" / "deep").mkdir(parents=True)
     await sweep()

@@ -256,9 +256,26 @@ async def test_a_request_for_a_server_goes_there_in_every_attempt_and_keeps_its_
         got = await client.generate([1], server=pinned.url)
         assert got.versions == [3] * 8
         assert len(pinned.requests) == 3 and not fake.requests
-        assert (await client.generate([1])).versions == [0] * 8
+        fake.version = 5
+        assert (await client.generate([1])).versions == [5] * 8
         assert len(fake.requests) == 1
         await client.close()
+
+
+@pytest.mark.parametrize("interval", [0, 3])
+async def test_tokens_of_a_server_that_no_sync_has_reached_are_not_taken(fake, interval):
+    """Whoever runs an external server has replaced it: it has its initial weights, until a sync."""
+    client = make_client(fake, stream_interval=interval)
+    client.published_version = lambda: 5
+
+    def synced():
+        fake.version = 6
+
+    client._on_invalid_answer = synced
+    got = await client.generate([1])
+    assert got.versions == [6] * 8 and len(fake.requests) == 2
+    assert client.metrics()["rollout/invalid_answers"] == 1
+    await client.close()
 
 
 async def test_the_end_of_a_stream_says_exactly_which_token_has_which_version(fake):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -293,3 +294,19 @@ def test_the_last_token_of_the_vocabulary_may_be_named_0():
 def test_scores_that_make_no_sense_are_refused(lie):
     with pytest.raises(InvalidAnswer):
         read_scored(lie, [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        answer(finish=None, version="0"),
+        answer(finish=None, version="6"),
+        answer(version="6"),
+        answer(weight_versions=[{"version": "6", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 4}]),
+    ],
+)
+def test_tokens_older_than_what_every_server_held_at_the_request_are_refused(given):
+    limits = replace(ASKED, newest=lambda: 8, oldest=7)
+    with pytest.raises(InvalidAnswer, match=r"weight version [06] is older than 7, which every server holds"):
+        read_generated(raw(given), limits)
+    assert read_generated(raw(answer(version="7")), limits).spans == [(7, 4)]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
+from aiohttp import web
 
 from megasync.config import Config
 from megasync.models import fetch
-from megasync.serving.external_server import misfits
+from megasync.serving import external_server
+from megasync.serving.external_server import ExternalServer, misfits
 
 INFO = {
     "version": version("sglang"),
@@ -75,3 +78,77 @@ def test_a_server_that_reports_no_routes_is_refused_where_they_are_replayed(conf
 def test_another_model_is_named_with_both_folders(config: Config, model: dict) -> None:
     (problem,) = misfits(INFO, {"model_type": "llama", "model_path": "/elsewhere"}, config)
     assert "a model of type llama (/elsewhere)" in problem and f"model.path={config.model.path} is of type" in problem
+
+
+STARTUP = {"total": 12.25}
+
+
+class Behind:
+    """A URL behind which whoever started the server may put another process."""
+
+    def __init__(self, model: dict) -> None:
+        self.info, self.model = INFO | {"startup_time": STARTUP}, model | {"weight_version": "0"}
+        self.refuses = False
+        self.asked = 0
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.asked += 1
+        if self.refuses:
+            return web.Response(status=503)
+        return web.json_response(self.info if request.path == "/server_info" else self.model)
+
+
+@pytest.fixture
+async def behind(config: Config, model: dict, monkeypatch: pytest.MonkeyPatch):
+    """(what answers at a URL, the run's view of it)"""
+    monkeypatch.setattr(external_server, "POLL_SECONDS", 0.001)
+    there = Behind(model)
+    app = web.Application()
+    app.router.add_get("/{name}", there.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    server = ExternalServer(f"http://127.0.0.1:{runner.addresses[0][1]}", config, "key")
+    await server.start(10)
+    yield there, server
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("info", "version"),
+    [
+        pytest.param({}, "0", id="the version of a start"),
+        pytest.param({}, "default", id="a version that no sync has set"),
+        pytest.param({"startup_time": {"total": 11.5}}, "57", id="another start"),
+    ],
+)
+async def test_another_process_behind_the_url_is_noticed_also_between_two_probes(
+    behind: tuple[Behind, ExternalServer], info: dict, version: str
+) -> None:
+    there, server = behind
+    ended = asyncio.create_task(server.ended())
+    # What it held for another run, and what this one brings it.
+    for held in ("120", "1", "57"):
+        there.model["weight_version"] = held
+        there.refuses = held == "57"
+        asked = there.asked
+        while there.asked < asked + 6:
+            await asyncio.sleep(0)
+        assert not ended.done()
+    there.refuses = False
+    asked = there.asked
+    while there.asked < asked + 6:
+        await asyncio.sleep(0)
+    there.info |= info
+    there.model["weight_version"] = version
+    async with asyncio.timeout(30):
+        await ended
+        assert "another process answers" in await server.tail(30)
+        # It is what the next start finds.
+        await server.start(10)
+        again = asyncio.create_task(server.ended())
+        asked = there.asked
+        while there.asked < asked + 6:
+            await asyncio.sleep(0)
+    assert not again.done()
+    again.cancel()

@@ -86,7 +86,7 @@ def world(make_model, save_model, tmp_path, monkeypatch):
         servers = servers or (Server("http://a"), Server("http://b"))
         config, timeouts = SyncConfig(pause_mode=mode), TimeoutConfig(weight_sync=seconds)
         sync = DiskSync(servers, ranks, plan, folders, config, timeouts)
-        return sync, servers, ranks, lambda: sorted(path.name for path in folders.root.iterdir())
+        return sync, servers, ranks, lambda: sorted(path.name for path in folders.root.glob("[!.]*"))
 
     return make
 

@@ -11,6 +11,7 @@ import torch
 from megasync.device import Device
 from megasync.store import join_store, open_store
 from megasync.sync import shared_memory
+from megasync.sync.groups import Transfer
 from megasync.sync.shared_memory import (
     HANDLE_BYTES,
     HANDLES,
@@ -73,9 +74,52 @@ def test_a_message_is_sent_only_once_it_is_received(ends):
 
 def test_memory_that_is_gone_or_of_another_size_is_refused():
     with pytest.raises(RuntimeError, match="a message of 8 bytes came where 12 were expected"):
-        copy_from(HostHandle(os.getpid(), 0, 8), torch.zeros(3))
+        copy_from(HostHandle(os.getpid(), 0, 0, 8), torch.zeros(3))
     with pytest.raises(RuntimeError, match="the memory of process 1234567 cannot be read"):
-        copy_from(HostHandle(1234567, 0, 12), torch.zeros(3))
+        copy_from(HostHandle(1234567, 0, 0, 12), torch.zeros(3))
+
+
+def test_memory_that_took_the_place_of_the_senders_is_refused():
+    copies = shared_memory._HostCopies()
+    fd, _ = copies.copy(torch.ones(3))
+    inode = os.fstat(fd).st_ino
+    copies.close()
+    try:
+        again, _ = copies.copy(torch.full((3,), 2.0))
+        assert again == fd, "the system gives the lowest free number"
+        with pytest.raises(RuntimeError, match="the descriptor is of something else"):
+            copy_from(HostHandle(os.getpid(), fd, inode, 12), torch.zeros(3))
+    finally:
+        copies.close()
+
+
+def test_links_that_close_give_back_the_memory_of_messages_that_nobody_read():
+    def descriptors():
+        links = (os.path.join("/proc/self/fd", number) for number in os.listdir("/proc/self/fd"))
+        return [link for link in links if os.path.lexists(link) and "memfd:megasync" in os.readlink(link)]
+
+    class Broken(Transfer):
+        def __init__(self):
+            pass
+
+        def wait(self, limit):
+            raise RuntimeError("connection closed by peer")
+
+    before, copies = len(descriptors()), shared_memory._HostCopies()
+    sent = [
+        shared_memory._Sent(Broken(), Broken(), copies, copies.copy(torch.ones(elements))) for elements in (1, 9, 1000)
+    ]
+    read = copies.copy(torch.ones(5))
+    copies.reuse(read)
+    for transfer in sent:
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            transfer.wait(LIMIT)
+    assert len(descriptors()) > before
+    copies.close()
+    # A receiver's confirmation that comes too late.
+    copies.reuse(read)
+    copies.close()
+    assert len(descriptors()) == before and all(memory.closed for memory in (read[1], *(s._copy[1] for s in sent)))
 
 
 def test_what_is_no_handle_is_refused(ends, monkeypatch):

@@ -1,6 +1,8 @@
 """A folder has its final name only when it is complete, and is removed only when nobody may be reading it."""
 
+import errno
 import json
+import os
 import threading
 
 import msgspec
@@ -37,7 +39,8 @@ def world(make_model, save_model, tmp_path):
 
 
 def names(folders):
-    return sorted(path.name for path in folders.root.iterdir())
+    """Without the lock."""
+    return sorted(path.name for path in folders.root.iterdir() if path.name != version_folders.LOCK)
 
 
 def publish(folders, write, version):
@@ -78,9 +81,39 @@ def test_what_an_earlier_process_left_unfinished_is_removed_and_what_it_sealed_i
     folders, write, _ = world
     publish(folders, write, 1)
     write(folders.draft(2))
-    (folders.root / "removed-v0").mkdir()
+    (folders.root / ".v0.0123abcd.removed").mkdir()
+    foreign = ["v2-best.incomplete", "vX.incomplete", "v1.5.0", "removed-v0", "v3.incomplete.bak"]
+    for name in foreign:
+        (folders.root / name).mkdir()
     folders.prepare()
-    assert names(folders) == ["v1"]
+    assert names(folders) == sorted(["v1", *foreign])
+
+
+def test_a_folder_has_one_run_at_a_time(world, monkeypatch):
+    monkeypatch.setattr("megasync.locks.PATIENCE_SECONDS", 0.0)
+    folders, write, _ = world
+    other = VersionFolders(folders.root, folders._source, folders._plan, keep=2)
+    draft = folders.draft(7)
+    with pytest.raises(SyncError, match=rf"{folders.root} is in use by the run of process {os.getpid()} on .*its own"):
+        other.prepare()
+    folders.prepare()
+    draft = folders.draft(7)
+    folders.seal(draft, 7, write(draft))
+    folders.close()
+    other.prepare()
+    assert names(other) == ["v7"]
+
+
+def test_a_file_system_without_locks_is_used_with_a_warning(world, monkeypatch, caplog):
+    folders, write, _ = world
+
+    def unsupported(*_):
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    monkeypatch.setattr("megasync.locks.fcntl.flock", unsupported)
+    other = VersionFolders(folders.root / "other", folders._source, folders._plan, keep=2)
+    other.prepare()
+    assert publish(other, write, 1).name == "v1" and "let no other run use it" in caplog.text
 
 
 def test_a_version_that_is_written_again_leaves_the_first_one_to_its_readers(world):

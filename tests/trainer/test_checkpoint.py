@@ -337,6 +337,68 @@ def whole(run, step):
     return path
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("step-00000020-best", "step-00000030.bak", "step-00000030 (copy)", "best-step-00000020", "step-0000002x"),
+        *("step-20", "step-000000020", "step-²²²²²²²²", "step-00000040.partial.bak", "step-00000020.partial-best"),
+        *("step-", "step", "latest", "STEP-00000020", "step-00000020\n", "step--0000020"),
+    ],
+)
+def test_names_that_are_no_checkpoints_are_neither_used_nor_removed(tmp_path, name):
+    for step in (10, 20, 30):
+        whole(tmp_path, step)
+    foreign = tmp_path / checkpoint.FOLDER / name
+    shutil.copytree(checkpoint.step_path(tmp_path, 30), foreign)
+    assert [checkpoint.step_of(path) for path in checkpoint.complete(tmp_path)] == [10, 20, 30]
+    assert checkpoint.prune(tmp_path, 1) == [checkpoint.step_path(tmp_path, step) for step in (10, 20)]
+    assert checkpoint.latest(tmp_path) == checkpoint.step_path(tmp_path, 30)
+    assert (foreign / checkpoint.MARKER).exists()
+    with pytest.raises(CheckpointError, match="not named like a checkpoint"):
+        checkpoint.step_of(foreign)
+
+
+def test_steps_of_more_digits_come_last(tmp_path):
+    for step in (99_999_999, 100_000_000, 1_000_000_000, 5):
+        whole(tmp_path, step)
+    assert [checkpoint.step_of(path) for path in checkpoint.complete(tmp_path)] == [
+        *(5, 99_999_999, 100_000_000, 1_000_000_000)
+    ]
+
+
+def test_a_kill_at_any_point_of_a_prune_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    for point in range(100):
+        run = tmp_path / str(point)
+        files = {path: {each.name for each in path.iterdir()} for path in (whole(run, step) for step in (1, 2, 3))}
+        calls = itertools.count()
+
+        def killing(call, calls=calls, point=point):
+            def killed(*args, **options):
+                if next(calls) == point:
+                    raise Killed
+                return call(*args, **options)
+
+            return killed
+
+        with monkeypatch.context() as patch:
+            for name in ("unlink", "rmdir", "replace", "fsync"):
+                patch.setattr(os, name, killing(getattr(os, name)))
+            try:
+                checkpoint.prune(run, 1)
+                ended = True
+            except Killed:
+                ended = False
+        assert all({each.name for each in path.iterdir()} == files[path] for path in checkpoint.complete(run))
+        checkpoint.prune(run, 1)
+        assert [path.name for path in (run / checkpoint.FOLDER).iterdir()] == ["step-00000003"]
+        if ended:
+            break
+    assert ended and point > 8
+
+
 def test_latest_sees_only_whole_checkpoints(tmp_path):
     assert checkpoint.latest(tmp_path) is None
     whole(tmp_path, 9)

@@ -4,15 +4,18 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 import sqlite3
 
 import numpy as np
 import pytest
 from made_runs import BEGIN, STEP_SECONDS, Clock, made_buffer, make_run
+from msgspec import structs
 
 from megasync.errors import ConfigError
 from megasync.observe.events import START, EventLog
 from megasync.observe.metrics import MetricsLog, read_metrics
+from megasync.observe.state_file import write_state
 from megasync.watch.run_folder import RunFolder, find_runs
 
 
@@ -117,11 +120,39 @@ def test_the_status_of_an_older_run_is_told_by_what_it_left(tmp_path, steps, lef
 
 def test_a_driver_that_writes_no_state_any_more_is_called_silent(tmp_path):
     run_dir = make_run(tmp_path, status="running")
-    end = RunFolder(run_dir).state.time
+    state = RunFolder(run_dir).state
+    write_state(run_dir, structs.replace(state, host=socket.gethostname()))
+    end = state.time
     with (run_dir / "driver.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert RunFolder(run_dir, clock=lambda: end + 5).silent_seconds is None
         assert RunFolder(run_dir, clock=lambda: end + 60).silent_seconds == 60
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, -20.0, 20.0, 3600.0])
+def test_a_clock_of_another_machine_that_is_wrong_makes_no_run_silent_and_hides_no_hang(tmp_path, ahead):
+    """Its state then counts from when it was first read here."""
+    run_dir = make_run(tmp_path, status="running")
+    state = structs.replace(RunFolder(run_dir).state, host="elsewhere")
+    clock = Clock()
+    clock.now = state.time
+
+    def written():
+        write_state(run_dir, structs.replace(state, time=clock.now + ahead))
+
+    written()
+    with (run_dir / "driver.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run = RunFolder(run_dir, clock=lambda: clock.now)
+        for _ in range(20):
+            assert run.silent_seconds is None and run.status == "running"
+            clock.now += 2
+            written()
+            run.refresh()
+        for _ in range(10):
+            clock.now += 2
+            run.refresh()
+        assert run.silent_seconds == 20
 
 
 def test_prompts_of_an_ended_run_are_counted_in_its_ledger_without_touching_it(tmp_path):

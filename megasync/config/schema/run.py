@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from megasync.config.limits import PATH, RUN_NAME, SEED, limited
+from megasync.config.limits import NO_KEY, PATH, RUN_NAME, SEED, limited
 from megasync.config.schema.cluster import ClusterConfig, SyncConfig, TimeoutConfig
 from megasync.config.schema.data import DataConfig, ModelConfig, SftConfig
 from megasync.config.schema.evaluation import EvalConfig, ObserveConfig
@@ -49,3 +50,7 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    # No key. Text that the environment gives: how it was written, and its value. `config.load` fills and saves it.
+    as_written: dict[tuple[str, ...], tuple[str, Any]] = field(
+        default_factory=dict, repr=False, compare=False, metadata=NO_KEY
+    )

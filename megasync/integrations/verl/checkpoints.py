@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megasync.files import remove_tree, sweep
 from megasync.layout.shards import export_checkpoint
 from megasync.trainer.checkpoint import run_collectively
 from megasync.trainer.engine import MegatronEngine
@@ -47,7 +48,7 @@ class Checkpoints:
         self._saved = [old for old in self._saved if old != path] + [path]
         while keep and len(self._saved) > keep:
             oldest = self._saved.pop(0)
-            self._on_first_rank(lambda old=oldest: shutil.rmtree(old, ignore_errors=True), "remove", oldest)
+            self._on_first_rank(lambda old=oldest: _remove(old), "remove", oldest)
 
     def load(self, local_path: str) -> dict[str, Any]:
         """Restores the engine and returns the saved state. Raises CheckpointError like `MegatronEngine.load`."""
@@ -60,4 +61,10 @@ class Checkpoints:
 
 def _clear(path: Path) -> None:
     for name in (SHARDS, EXPORT):
-        shutil.rmtree(path / name, ignore_errors=True)
+        _remove(path / name)
+
+
+def _remove(path: Path) -> None:
+    sweep(path.parent)
+    with suppress(FileNotFoundError):
+        remove_tree(path)

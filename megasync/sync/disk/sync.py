@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from megasync.concurrency.first_use import prepared
 from megasync.concurrency.tasks import within
 from megasync.errors import ServerError, SyncError
 from megasync.serving.answers import parse_as
@@ -58,6 +59,7 @@ class SealedVersion:
     sums: dict[str, str]
 
 
+@prepared
 class _ServerInfo(msgspec.Struct):
     tp_size: Any = None
     pp_size: Any = None
@@ -66,10 +68,12 @@ class _ServerInfo(msgspec.Struct):
     nnodes: int = 1
 
 
+@prepared
 class _RankChecksums(msgspec.Struct):
     checksums: dict[str, Any]
 
 
+@prepared
 class _ChecksumReport(msgspec.Struct):
     ranks: list[_RankChecksums]
 
@@ -170,6 +174,7 @@ class DiskSync(WeightSync[DiskServer]):
         """Ranks leave their groups. Servers keep serving what they hold; the last versions stay on the disk."""
         async with self._lock:
             await self._leave()
+            self._folders.close()
 
     async def _move(self, servers: list[DiskServer], attempt: Attempt, *, everywhere: bool) -> int:
         """The bytes that were written, once, however many servers read them.

@@ -3,13 +3,16 @@
     v7.incomplete ── ranks write ──▶ seal: sizes, index, config, manifest, fsync, rename ──▶ v7 ──▶ pruned
 
 Each sealed version is a complete Hugging Face folder, so a server may also be started from it.
+
+Invariant: one process at a time writes to the folder and removes from it, because only it knows which versions are
+being written or read. The lock that `prepare` takes guarantees it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
-import shutil
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from itertools import count
@@ -18,23 +21,27 @@ from pathlib import Path
 import msgspec
 
 from megasync.errors import SyncError
-from megasync.files import atomic_write, durable_rename, fsync
+from megasync.files import atomic_write, durable_rename, fsync, remove_tree, sweep
 from megasync.layout.shards import INDEX, index_text, part_name, write_companions
+from megasync.locks import FileLock, named_holder
 from megasync.serving.engine_protocol import MANIFEST
 from megasync.sync.broadcast.plan import BroadcastPlan
 from megasync.sync.messages import WrittenFile
 
+log = logging.getLogger(__name__)
+
+LOCK = ".lock"
 _DRAFT = ".incomplete"
-_DOOMED = "removed-"
 # A version that is written again gets another name: a server may still be reading the first folder.
-_SEALED = re.compile(r"v\d+(\.\d+)?")
+_SEALED = re.compile(r"v[0-9]+(\.[0-9]+)?")
+_UNSEALED = re.compile(_SEALED.pattern + re.escape(_DRAFT))
 
 
 class VersionFolders:
     """All methods block on the disk.
 
     Args:
-        root: the shared folder, created when it is missing. One run at a time writes to it.
+        root: the shared folder, created when it is missing.
         source: Hugging Face folder with the model's config.json and tokenizer.
         keep: sealed versions that `prune` leaves.
     """
@@ -44,17 +51,40 @@ class VersionFolders:
         self._source = source
         self._plan = plan
         self._keep = keep
+        self._lock = FileLock(self.root / LOCK)
 
     def prepare(self) -> None:
-        """Creates the root and removes what an earlier process left unfinished. Raises SyncError."""
+        """Creates the root, locks it until `close`, and removes what an earlier process left unfinished.
+
+        Raises SyncError, also while another run has the folder.
+        """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SyncError(f"sync.disk_dir={self.root} cannot be created: {error}") from error
-        for stale in self.root.glob(f"v*{_DRAFT}"):
+        self._take_lock()
+        sweep(self.root)
+        for stale in self._named(_UNSEALED):
             self.discard(stale)
-        for removed in self.root.glob(f"{_DOOMED}v*"):
-            shutil.rmtree(removed, ignore_errors=True)
+
+    def _take_lock(self) -> None:
+        try:
+            free = self._lock.take()
+        except OSError as error:
+            log.warning("sync.disk_dir=%s cannot be locked (%s): let no other run use it", self.root, error)
+            return
+        if not free:
+            raise SyncError(
+                f"sync.disk_dir={self.root} is in use by the run of {named_holder(self.root / LOCK)}; give each run a "
+                f"folder of its own"
+            )
+
+    def close(self) -> None:
+        """Lets another run use the folder."""
+        self._lock.release()
+
+    def _named(self, pattern: re.Pattern[str]) -> list[Path]:
+        return [path for path in self.root.iterdir() if pattern.fullmatch(path.name)]
 
     def draft(self, version: int) -> Path:
         """An empty folder to write a version into. Raises SyncError."""
@@ -116,15 +146,12 @@ class VersionFolders:
 
     def discard(self, draft: Path) -> None:
         """Removes a version or draft as far as possible; its name goes first, so that nothing uses the rest."""
-        doomed = draft.with_name(_DOOMED + draft.name.removesuffix(_DRAFT))
-        shutil.rmtree(doomed, ignore_errors=True)
         with suppress(OSError):
-            draft.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+            remove_tree(draft)
 
     def prune(self, busy: Collection[Path]) -> None:
         """Removes the oldest sealed versions beyond ``keep``, except those that are ``busy``."""
-        sealed = [path for path in self.root.iterdir() if _SEALED.fullmatch(path.name) and (path / MANIFEST).is_file()]
+        sealed = [path for path in self._named(_SEALED) if (path / MANIFEST).is_file()]
         sealed.sort(key=lambda path: (path / MANIFEST).stat().st_mtime_ns)
         for path in sealed[: -self._keep]:
             if path not in busy:

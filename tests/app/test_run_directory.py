@@ -1,0 +1,80 @@
+"""What every kind of run does with its directory and its signals."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megasync.app.run_directory import export_newest, export_step
+from megasync.config import Config
+from megasync.layout import shards
+from megasync.trainer import checkpoint
+
+RUN = """
+import asyncio, threading
+from megasync.app.run_directory import EXPORTS, stop_signals
+
+class Run:
+    def request_stop(self, reason):
+        print("finishes", flush=True)
+        return True
+
+def export():
+    print("exports", flush=True)
+    threading.Event().wait()
+
+async def main():
+    with stop_signals(Run(), asyncio.current_task()):
+        await EXPORTS.call(export, "export")
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.processes
+def test_a_second_interrupt_ends_a_process_that_exports() -> None:
+    process = subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "exports\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "finishes\n"
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert "KeyboardInterrupt: stopped by SIGINT before the run could finish cleanly" in error
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_an_export_that_fails_leaves_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool
+) -> None:
+    saved = checkpoint.step_path(tmp_path, 3)
+    saved.mkdir(parents=True)
+    (saved / checkpoint.MARKER).touch()
+    out = tmp_path / "export" if last else tmp_path / "exports" / saved.name
+    out.mkdir(parents=True)
+    (out / "model.safetensors").touch()
+
+    class Full(Exception):
+        pass
+
+    def fail(*_: object, **__: object) -> None:
+        raise Full
+
+    monkeypatch.setattr(shards, "write_folder", fail)
+    monkeypatch.setattr(shards, "read_layout", lambda path: (None, "float32"))
+    config = Config()
+    config.model.path = str(tmp_path / "model")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(Full):
+        if last:
+            export_newest(config, tmp_path, print)
+        else:
+            export_step(config, tmp_path, saved, print)
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
