@@ -40,7 +40,8 @@ from typing import Any, Self
 log = logging.getLogger(__name__)
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
-_LINK = Path(__file__).with_name("sandbox_link.py")
+# What a check runs, in the order of imports. The first is also what serves a check in the program's process.
+_LINK = ("sandbox_link", "sandbox_check")
 # Isolated from this environment (-I), standard library only (-S), no bytecode files (-B).
 _OPTIONS = ["-I", "-S", "-B"]
 # Not the virtual environment's interpreter, which reads a file of that environment that a program cannot see.
@@ -84,6 +85,20 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Check:
+    """Python text that tests a program.
+
+    `prelude` is run before it, `names` are those that it takes from the program, and `modules` those under which it
+    imports the program.
+    """
+
+    text: str
+    names: tuple[str, ...] = ()
+    prelude: str = ""
+    modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ProgramResult:
     """`code` is the exit status, 128 + n after signal n, None past the deadline. Outputs are cut at 1 MiB each."""
 
@@ -118,22 +133,22 @@ async def run_program(source: str, stdin: str = "", limits: Limits | None = None
             return ProgramResult(None, "", "")
 
 
-async def run_check(source: str, check: str, limits: Limits | None = None) -> bool:
-    """Whether a check runs to its end with the names that a program defines, within `limits.wall_seconds`.
+async def run_check(source: str, check: Check, limits: Limits | None = None) -> bool:
+    """Whether a check passes with the names that a program defines, within `limits.wall_seconds`.
 
-    Each runs in a sandbox of its own; see `sandbox_link` for what a check can do with a program. Raises OSError when
+    Each runs in a sandbox of its own; see `sandbox_check` for what a check can do with a program. Raises OSError when
     one cannot be started.
     """
     limits = limits or Limits()
     code = _link_code()
     program_order = {
-        "files": {"program.py": source, "link.py": code},
+        "files": {"program.py": source, "link.py": next(iter(code.values()))},
         "command": [_PYTHON, *_OPTIONS, "{root}/link.py"],
     }
     ours, theirs = socket.socketpair()
     with ours, theirs:
         async with (
-            _Sandbox({"files": {}, "check": check, "code": code}, limits, ours) as check_sandbox,
+            _Sandbox({"files": {}, "check": asdict(check), "code": code}, limits, ours) as check_sandbox,
             _Sandbox(program_order, limits, theirs) as program_sandbox,
         ):
             # Both processes have inherited the sockets. If this process kept one open, neither process would notice
@@ -176,8 +191,10 @@ def _kinds() -> list[Isolation]:
 
 
 @cache
-def _link_code() -> str:
-    return _LINK.read_text(encoding="utf-8")
+def _link_code() -> dict[str, str]:
+    """The text of each module of the link, by its full name."""
+    package = __name__.rpartition(".")[0]
+    return {f"{package}.{name}": Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8") for name in _LINK}
 
 
 def network_is_cut() -> bool:

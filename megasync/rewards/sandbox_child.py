@@ -13,8 +13,9 @@ orphaned descendants to this process, which kills them. If this process is root,
 id that no other program has.
 
 An order has `limits`, `namespaces` ("root", "user" or ""), `own_user`, `files` (name to text), `link` (a socket's
-descriptor or null), `folder` (without namespaces), and one of `command` (whose {root} is replaced) and `check` (Python
-text that this process runs itself against the program at the other end of the link; it is never written to a file).
+descriptor or null), `folder` (without namespaces), and one of `command` (whose {root} is replaced) and `check`, which
+this process runs itself against the program at the other end of the link, with the modules of `code` (name to text).
+A check is never written to a file.
 """
 
 import contextlib
@@ -172,10 +173,10 @@ def execute(order, root, user):
     if "check" in order:
         # No process of any user may read the memory of this one.
         LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-        space = {"__name__": "sandbox_link"}
-        exec(compile(order["code"], "sandbox_link", "exec"), space)
-        passes = space["passes"]
-        os._exit(PASSED if callable(passes) and passes(link, order["check"]) else 1)
+        for name, text in order["code"].items():
+            sys.modules[name] = module = type(sys)(name)
+            exec(compile(text, name, "exec"), module.__dict__)
+        os._exit(PASSED if module.passes(link, order["check"]) else 1)
     command = [part.replace("{root}", root) for part in order["command"]]
     home = f"{root}/work"
     os.execve(command[0], command, {"PATH": "/usr/bin:/bin", "HOME": home, "LANG": "C.UTF-8"})
