@@ -3,9 +3,9 @@
 Standard library only. A text passes if it runs to its end, at least one of its assertions was evaluated, and none was
 false. Collected like unittest and pytest do, its test functions and classes run after it.
 
-Invariant: the program never decides a comparison with a value of the test. What it returns is plain data, or a
-`ProgramObject`, which has attributes and can be called. An object of a class that the test names also has Python's
-operators, but the program performs them only between its own objects.
+Invariant: the program never decides a comparison with a value of the test. What it returns is plain data or a
+`ProgramObject`, which is told a value of the test only if the test names its class, and has operators of two operands
+only between two such objects.
 """
 
 # What comes from the other process has no known type, and a test may contain anything.
@@ -30,38 +30,55 @@ from megasync.rewards.sandbox_link import BINARY, ERROR_MODULES, UNARY, Link, Va
 
 # Operations on an object of any class, because they compare nothing.
 FREE = ("bool", "str", "repr")
+# What the program may return to be called. The names are the program's: whoever takes one can only be called.
+FUNCTIONS = frozenset({"function", "method", "builtin_function_or_method", "partial", "_lru_cache_wrapper"})
+# Methods of text and sets that say whether they agree with their argument.
+PREDICATES = frozenset({"startswith", "endswith", "issubset", "issuperset", "isdisjoint"})
 # Equal numbers of results: absolute, and relative to the expected one.
 TOLERANCE = 1e-6
 
 
 class ProgramObject:
-    """An object that lives in the program."""
+    """An object that lives in the program.
 
-    __slots__ = ("_link_class", "_link_iterates", "_link_number", "_link_side")
+    Its attributes can be read, and its methods called without arguments. All else belongs to tests of classes: it needs
+    a class that the test names, in upper case as classes are. So an object in place of data learns no expected value.
+    """
+
+    __slots__ = ("_link_called", "_link_class", "_link_iterates", "_link_number", "_link_side")
 
     def __init__(self, side, number, class_name, iterates):
-        for name, value in (("side", side), ("number", number), ("class", class_name), ("iterates", iterates)):
+        called = class_name in FUNCTIONS
+        state = {"side": side, "number": number, "class": class_name, "iterates": iterates, "called": called}
+        for name, value in state.items():
             object.__setattr__(self, f"_link_{name}", value)
 
     def _link_known(self):
-        return self._link_class in self._link_side.names
+        return self._link_class in self._link_side.names and self._link_class[0].isupper()
 
     def _link_ask(self, operation, *operands):
         if not (self._link_known() or self._link_iterates or operation in FREE):
-            raise TypeError(f"{operation} needs data, but the program returned an object of its class {self._link_class}")
+            raise TypeError(f"{operation} needs data, but this is an object of the program's class {self._link_class}")
         return self._link_side.ask(operation, self, *operands)
 
     def __getattr__(self, name):
-        return self._link_side.ask("getattr", self, name)
+        if name in PREDICATES:
+            raise TypeError(f"{name} needs text or a set, but this is an object of the program's class {self._link_class}")
+        value = self._link_side.ask("getattr", self, name)
+        if isinstance(value, ProgramObject):
+            object.__setattr__(value, "_link_called", self._link_known())
+        return value
+
+    def __call__(self, *positional, **named):
+        if (positional or named) and not (self._link_called or self._link_known()):
+            raise TypeError(f"an object of the program's class {self._link_class}, which the test does not name, gets no arguments")
+        return self._link_side.ask("call", self, list(positional), named)
 
     def __setattr__(self, name, value):
         self._link_side.ask("setattr", self, name, value)
 
     def __delattr__(self, name):
         self._link_side.ask("delattr", self, name)
-
-    def __call__(self, *positional, **named):
-        return self._link_side.ask("call", self, list(positional), named)
 
     def __await__(self):
         return self._link_side.ask("await", self)
@@ -208,8 +225,12 @@ class CheckSide(Link):
             return ["raised", [None, kind.__name__, None, str(error)], []]
 
     def variables(self, names):
-        """Variables of the program. Built-in names are replaced only if they are asked for."""
-        return self.ask("names", list(names))
+        """The variables of the program that have these names, which can be called."""
+        values = self.ask("names", list(names))
+        for value in values.values():
+            if isinstance(value, ProgramObject):
+                object.__setattr__(value, "_link_called", True)
+        return values
 
 
 def error_kind(kind):
@@ -566,7 +587,7 @@ def run_text(text, space, verdict):
     except SystemExit as error:
         if error.code:
             raise
-    fixtures = {name: value for name, value in space.items() if getattr(value, "is_fixture", False) is True}
+    fixtures = {name: value for name, value in space.items() if inspect.isfunction(value) and hasattr(value, "is_fixture")}
     for name in dict.fromkeys(collected):
         test = space[name]
         if not inspect.isclass(test):
@@ -579,7 +600,6 @@ def run_text(text, space, verdict):
 
 def passes(descriptor, check):
     """Whether a check passes: {"text", "prelude" (what is imported for it), "names" and "modules" of the program}."""
-    sys.setrecursionlimit(10_000)
     side, verdict = CheckSide(descriptor, check["names"]), Verdict()
     for name in dir(unittest.TestCase):
         if name.startswith("assert"):

@@ -48,12 +48,18 @@ BASES = {
     decimal.Decimal: lambda value: decimal.Decimal(decimal.Decimal.as_tuple(value)),
     fractions.Fraction: lambda value: fractions.Fraction(value._numerator, value._denominator),
 }
+
+
+def tuple_of(*items):
+    return items
+
+
 # Immutable types: the arguments that make a value again, and what takes them.
 MADE = {
     int: (lambda value: [hex(value)], lambda text: int(text, 16)),
     bytes: (lambda value: [value.hex()], bytes.fromhex),
     complex: (lambda value: [value.real, value.imag], complex),
-    tuple: (list, lambda *items: items),
+    tuple: (list, tuple_of),
     frozenset: (list, lambda *items: frozenset(items)),
     decimal.Decimal: (lambda value: [str(value)], decimal.Decimal),
     fractions.Fraction: (lambda value: [value.numerator, value.denominator], fractions.Fraction),
@@ -224,7 +230,9 @@ class Values:
             return MAKERS[kind](*map(self.unpack, data))
         if kind == "named":
             name, fields, items = data
-            return named_tuple(name, tuple(fields))(*map(self.unpack, items))
+            # A field that is no data would be a method of what a test takes for data.
+            plain = all(not isinstance(item, list) or item[0] in MAKERS or item[0] == "at" for item in items)
+            return (named_tuple(name, tuple(fields)) if plain else tuple_of)(*map(self.unpack, items))
         if kind == "type":
             value = getattr(builtins, data)
             if type(value) is not type:
@@ -252,6 +260,8 @@ class ProgramSide(Link):
         self.numbers = {}
         self.printed = io.StringIO()
         self.space = {}
+        # The names under which the test knows classes of the program.
+        self.labels = {}
 
     def give(self, value):
         kind = type(value)
@@ -264,8 +274,8 @@ class ProgramSide(Link):
         number = self.numbers[id(value)]
         if fails:
             return ["error", [number, value.__name__, builtin_base(value)]]
-        name = value.__name__ if isinstance(value, type) else kind.__name__
-        return ["object", [number, name, hasattr(kind, "__next__")]]
+        named = value if isinstance(value, type) else kind
+        return ["object", [number, self.labels.get(id(named), named.__name__), hasattr(kind, "__next__")]]
 
     def take(self, kind, data):
         if kind == "own":
@@ -297,7 +307,9 @@ class ProgramSide(Link):
         if operation == "names":
             # A snapshot: threads of the program may add names meanwhile.
             variables = dict(self.space)
-            return {name: variables[name] for name in operands[0] if name in variables}
+            found = {name: variables[name] for name in operands[0] if name in variables}
+            self.labels.update({id(value): name for name, value in found.items() if isinstance(value, type)})
+            return found
         if operation == "await":
             import asyncio  # noqa: PLC0415 - it takes longer than most programs
 
