@@ -15,11 +15,15 @@ _FENCE = re.compile(r"(?P<before>[^`~]*?)(?P<marks>`{3,}|~{3,})(?P<info>[^`]*)")
 _PYTHON = frozenset({"python", "py", "python3", "py3", "python2", "cpython", "pypy", "pypy3", "sage"})
 _WORD = re.compile(r"[^\W\d]\w*")
 _DEFINES = re.compile(
-    r"^(?:(?:async[ \t]+)?def[ \t]+(?P<function>\w+)|class[ \t]+(?P<kind>\w+)|(?P<variable>\w+)[ \t]*(?::[^=\n]+)?=(?!=)"
+    r"^(?:(?:async[ \t]+)?def[ \t]+(?P<function>\w+)"
+    r"|class[ \t]+(?P<kind>\w+)"
+    r"|(?P<variable>\w+)[ \t]*(?::[^=\n]+)?=(?!=)"
     r"|(?:from[ \t]+\S+[ \t]+)?import[ \t]+(?P<imported>[^\n#]+))",
     re.MULTILINE,
 )
-_CODE = re.compile(r"^[ \t]*(?:(?:async[ \t]+)?def|class|import|from|return|print|for|while|if|with|try)\b|^\w+[ \t]*=", re.MULTILINE)
+_CODE = re.compile(
+    r"^[ \t]*(?:(?:async[ \t]+)?def|class|import|from|return|print|for|while|if|with|try)\b|^\w+[ \t]*=", re.MULTILINE
+)
 _READS = re.compile(r"\binput[ \t]*\(|\bstdin\b|\bopen[ \t]*\([ \t]*0|\bfileinput\b|\bos\.read\b")
 # A statement at the start of a line that is no definition: the block does something when it runs.
 _ACTS = re.compile(r"^(?!(?:async[ \t]+)?def\b|class\b|import\b|from\b|@|#|[)\]}\"']|\w+[ \t]*=)[^\s]", re.MULTILINE)
@@ -85,7 +89,12 @@ def _blocks(answer: str) -> list[tuple[str, str]]:
         if marks:
             line = line.removeprefix(quote)
             code, closes, rest = line.rpartition(marks)
-            if closes and not rest.strip(marks[0] + " \t") and "`" not in code and not (code.strip() and marks[0] == "~"):
+            if (
+                closes
+                and not rest.strip(marks[0] + " \t")
+                and "`" not in code
+                and not (code.strip() and marks[0] == "~")
+            ):
                 if code.strip(marks[0] + " \t"):
                     blocks[-1][1].append(code)
                 marks = ""

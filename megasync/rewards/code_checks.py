@@ -17,32 +17,61 @@ from megasync.errors import DataError
 from megasync.rewards.sandbox import Check
 from megasync.rewards.sandbox_check import evaluates, is_test
 
-# Names that tests use without an import, and that are not what a task asks for when it asks for something else too.
-_MODULES = frozenset(
-    "bisect collections copy datetime decimal functools heapq io itertools json math operator os random re statistics "
-    "string sys time typing unittest pytest".split()
-)
-_NAMES = {
-    "collections": "Counter OrderedDict defaultdict deque namedtuple",
-    "contextlib": "redirect_stdout",
-    "copy": "deepcopy",
-    "decimal": "Decimal",
-    "fractions": "Fraction",
-    "io": "StringIO",
-    "math": "inf isclose nan pi",
-    "typing": "Any Callable Dict Iterable Iterator List Optional Sequence Set Tuple Union",
-}
+# Names that tests use without an import, by their modules. A task that asks for one of them asks for nothing else.
 _IMPORTS = {
-    **{name: f"import {name}" for name in _MODULES},
-    **{name: f"from {module} import {name}" for module, names in _NAMES.items() for name in names.split()},
-    "np": "import numpy as np",
+    name: f"from {module} import {name}"
+    for module, names in {
+        "collections": ("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"),
+        "contextlib": ("redirect_stdout",),
+        "copy": ("deepcopy",),
+        "decimal": ("Decimal",),
+        "fractions": ("Fraction",),
+        "io": ("StringIO",),
+        "math": ("inf", "isclose", "nan", "pi"),
+        "typing": (
+            "Any",
+            "Callable",
+            "Dict",
+            "Iterable",
+            "Iterator",
+            "List",
+            "Optional",
+            "Sequence",
+            "Set",
+            "Tuple",
+            "Union",
+        ),
+    }.items()
+    for name in names
 }
+_IMPORTS |= {
+    name: f"import {name}"
+    for name in (
+        *(
+            "bisect",
+            "collections",
+            "copy",
+            "datetime",
+            "decimal",
+            "functools",
+            "heapq",
+            "io",
+            "itertools",
+            "json",
+            "math",
+        ),
+        *("operator", "os", "pytest", "random", "re", "statistics", "string", "sys", "time", "typing", "unittest"),
+    )
+}
+_IMPORTS["np"] = "import numpy as np"
 # Under these names tests import the program.
-_PROGRAMS = frozenset("solution solutions main program candidate submission answer your_module my_module".split())
+_PROGRAMS = frozenset(
+    {"answer", "candidate", "main", "my_module", "program", "solution", "solutions", "submission", "your_module"}
+)
 # What the stand-ins of the test's sandbox have.
 _STAND_INS = {
-    "pytest": frozenset("raises approx fixture mark param fail main".split()),
-    "numpy": frozenset("allclose isclose testing ndarray float32 float64".split()),
+    "pytest": frozenset({"approx", "fail", "fixture", "main", "mark", "param", "raises"}),
+    "numpy": frozenset({"allclose", "float32", "float64", "isclose", "ndarray", "testing"}),
 }
 _FIXTURES = frozenset({"self", "capsys"})
 
@@ -72,7 +101,9 @@ def check_of(text: str, entry: str | None = None) -> Check:
             f"nothing calls {uncalled[0]}(candidate); add a column entry_point with the name of the function to test"
         )
     if not any(evaluates(node) for node in _running(tree, entry is not None)):
-        raise DataError("no assertion in them runs, so every program would pass; write an assert that calls the program")
+        raise DataError(
+            "no assertion in them runs, so every program would pass; write an assert that calls the program"
+        )
     own = {name for name in free if name not in _IMPORTS and not hasattr(builtins, name)} | _taken(tree)
     if not own and not modules:
         # MBPP has tasks that ask for a function with the name of a built-in one.
@@ -119,11 +150,12 @@ def _imported(tree: ast.Module) -> set[str]:
                 f"they import {module}, which the sandbox does not have; it has the standard library, and imports the "
                 f"program as {', '.join(sorted(_PROGRAMS))}"
             )
-    aliases = {alias: module for module, name, alias in _imports(tree) if not name} | {"np": "numpy", "pytest": "pytest"}
+    aliases = {alias: module for module, name, alias in _imports(tree) if not name} | {
+        "np": "numpy",
+        "pytest": "pytest",
+    }
     used = [(module, name) for module, name, _ in _imports(tree) if name]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
-            used.append((aliases[node.value.id], node.attr))
+    used += [(aliases[name], attribute) for name, attribute in _attributes(tree) if name in aliases]
     for module, name in used:
         if module in _STAND_INS and name not in _STAND_INS[module]:
             raise DataError(f"they use {module}.{name}; of {module} the sandbox has {sorted(_STAND_INS[module])}")
@@ -133,11 +165,7 @@ def _imported(tree: ast.Module) -> set[str]:
 def _taken(tree: ast.Module) -> set[str]:
     """The names that a text takes from the program by importing it."""
     aliases = {alias for module, name, alias in _imports(tree) if module in _PROGRAMS and not name}
-    attributes = {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases
-    }
+    attributes = {attribute for name, attribute in _attributes(tree) if name in aliases}
     return attributes | {name for module, name, _ in _imports(tree) if module in _PROGRAMS and name not in ("", "*")}
 
 
@@ -148,6 +176,13 @@ def _imports(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
             yield from ((alias.name, "", alias.asname or alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from ((node.module or ".", alias.name, alias.asname or alias.name) for alias in node.names)
+
+
+def _attributes(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """(name, attribute) of each attribute of a name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield node.value.id, node.attr
 
 
 def _uncalled_checks(tree: ast.Module) -> list[str]:
@@ -170,8 +205,8 @@ def _running(tree: ast.Module, has_entry: bool) -> Iterator[ast.AST]:
     for statement in tree.body:
         defines = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         if defines and not is_test(statement) and statement.name not in checks:
-            # A use within itself is none.
-            if used[statement.name] == _names(statement)[statement.name]:
+            elsewhere = used[statement.name] - _names(statement)[statement.name]
+            if not elsewhere:
                 continue
         yield from ast.walk(statement)
 

@@ -22,6 +22,7 @@ from megasync.rewards.sandbox import Check, Limits, isolation, network_is_cut, r
 
 log = logging.getLogger(__name__)
 
+
 class CodeReward:
     """Scores each completion against its row's `tests`; None for rows without any.
 

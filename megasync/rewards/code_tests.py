@@ -74,7 +74,9 @@ class _Context:
         if not named and isinstance(starter := fields.get("starter_code"), str):
             named = re.findall(r"def\s+(\w+)", starter)[-1:]
         parts = [part for key in _SETUP for part in _strings(fields.get(key))]
-        return replace(self, function=named[0].strip() if named else self.function, setup="\n".join([self.setup, *parts]))
+        return replace(
+            self, function=named[0].strip() if named else self.function, setup="\n".join([self.setup, *parts])
+        )
 
 
 def read_tests(tests: Any, columns: Mapping[str, Any]) -> list[Run | Check]:

@@ -63,7 +63,9 @@ class ProgramObject:
 
     def __getattr__(self, name):
         if name in PREDICATES:
-            raise TypeError(f"{name} needs text or a set, but this is an object of the program's class {self._link_class}")
+            raise TypeError(
+                f"{name} needs text or a set, but this is an object of the program's class {self._link_class}"
+            )
         value = self._link_side.ask("getattr", self, name)
         if isinstance(value, ProgramObject):
             object.__setattr__(value, "_link_called", self._link_known())
@@ -71,7 +73,9 @@ class ProgramObject:
 
     def __call__(self, *positional, **named):
         if (positional or named) and not (self._link_called or self._link_known()):
-            raise TypeError(f"an object of the program's class {self._link_class}, which the test does not name, gets no arguments")
+            raise TypeError(
+                f"an object of the program's class {self._link_class}, which the test does not name, gets no arguments"
+            )
         return self._link_side.ask("call", self, list(positional), named)
 
     def __setattr__(self, name, value):
@@ -376,7 +380,9 @@ def agrees(result, expected):
 
 
 class Approximately:
-    def __init__(self, expected, rel=None, abs=None, nan_ok=False):  # noqa: A002 - the name in pytest
+    """`pytest.approx`."""
+
+    def __init__(self, expected, rel=None, abs=None, nan_ok=False):
         self.expected, self.options = expected, (rel, abs, nan_ok)
 
     def __eq__(self, actual):
@@ -574,7 +580,10 @@ def is_test(node):
     """Whether a statement at the top of a text defines tests that are collected."""
     if isinstance(node, ast.ClassDef):
         return node.name.startswith("Test") or any("TestCase" in ast.unparse(base) for base in node.bases)
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test")
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith("test"):
+        return False
+    # HumanEval's function of the candidate is called with it.
+    return [argument.arg for argument in node.args.args] != ["candidate"]
 
 
 def run_text(text, space, verdict):
@@ -587,7 +596,9 @@ def run_text(text, space, verdict):
     except SystemExit as error:
         if error.code:
             raise
-    fixtures = {name: value for name, value in space.items() if inspect.isfunction(value) and hasattr(value, "is_fixture")}
+    fixtures = {
+        name: value for name, value in space.items() if inspect.isfunction(value) and hasattr(value, "is_fixture")
+    }
     for name in dict.fromkeys(collected):
         test = space[name]
         if not inspect.isclass(test):

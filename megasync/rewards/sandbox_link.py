@@ -12,6 +12,7 @@ arrives as a value of that type.
 """
 
 import builtins
+import contextlib
 import datetime
 import decimal
 import fractions
@@ -27,9 +28,7 @@ from functools import cache
 FRAME_BYTES = 16 * 2**20
 PRINTED_CHARACTERS = 2**20
 # Mutable values: they are sent by number, so that shared ones stay shared and changes in place are seen.
-CONTAINERS = {
-    kind.__name__: kind for kind in (list, dict, set, bytearray, deque, OrderedDict, Counter, defaultdict)
-}
+CONTAINERS = {kind.__name__: kind for kind in (list, dict, set, bytearray, deque, OrderedDict, Counter, defaultdict)}
 WHOLE = slice(None)
 # Built-in bases, and how to read the value of an instance of a subclass without code of the subclass.
 BASES = {
@@ -76,7 +75,9 @@ MADE = {
 }
 MAKERS = {kind.__name__: make for kind, (_, make) in MADE.items()}
 # Modules of the standard library whose exceptions arrive as themselves.
-ERROR_MODULES = frozenset({"asyncio", "binascii", "decimal", "json.decoder", "queue", "re", "statistics", "struct", "zlib"})
+ERROR_MODULES = frozenset(
+    {"asyncio", "binascii", "decimal", "json.decoder", "queue", "re", "statistics", "struct", "zlib"}
+)
 UNARY = ("abs", "neg", "pos", "invert", "len", "int", "float", "complex", "index", "bool", "str", "repr", "hash")
 BINARY = (
     *("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
@@ -311,7 +312,8 @@ class ProgramSide(Link):
             self.labels.update({id(value): name for name, value in found.items() if isinstance(value, type)})
             return found
         if operation == "await":
-            import asyncio  # noqa: PLC0415 - it takes longer than most programs
+            # Here, because the import takes longer than most programs.
+            import asyncio
 
             async def wait():
                 return await operands[0]
@@ -380,11 +382,9 @@ def main():
     sys.modules["solution"] = program
     sys.stdout = side.printed
     side.space = program.__dict__
-    try:
+    # An example of use may leave, or read an input that is not there.
+    with contextlib.suppress(SystemExit, EOFError):
         exec(compile(source, path, "exec", dont_inherit=True), program.__dict__)
-    except (SystemExit, EOFError):
-        # The end of an example of use, which leaves or reads an input that is not there.
-        pass
     side.serve()
 
 

@@ -19,7 +19,8 @@ def fenced(program, language="python"):
         (fenced("print(int(input()) * 2)"), DOUBLE, 1.0, 1.0),
         (fenced("print(int(input()) + 2)"), DOUBLE, 0.0, 1 / 3),
         (fenced("print(1)") + fenced("print(int(input()) * 2)", ""), DOUBLE, 1.0, 1.0),
-        ("print(int(input()) * 2)", DOUBLE, 0.0, 0.0),
+        ("print(int(input()) * 2)", DOUBLE, 1.0, 1.0),
+        ("Print twice the input.", DOUBLE, 0.0, 0.0),
         (fenced("print(int(input()) * 2"), DOUBLE, 0.0, 0.0),
         (fenced("def f(x):\n    return 2 * x"), "assert f(2) == 4", 1.0, 1.0),
         (fenced("def f(x):\n    return 3 * x"), "assert f(2) == 4", 0.0, 0.0),
@@ -45,13 +46,22 @@ async def test_a_program_that_never_ends_affects_only_its_own_score():
     ("columns", "message"),
     [
         ({"answer": ["1"]}, r"needs a tests column; the rows have \['answer'\]"),
-        ({"tests": [[{"input": "1"}]]}, "must be Python text or a list of"),
-        ({"tests": [7]}, "must be Python text or a list of"),
+        ({"tests": [[{"input": "1"}]]}, r"tests=\[\{'input': '1'\}\] cannot be used: the keys"),
+        ({"tests": ["print(f(2))"]}, "no assertion in them runs"),
     ],
 )
 async def test_rows_without_usable_tests_are_an_error(columns, message):
     with pytest.raises(DataError, match=message):
         await CodeReward()([fenced("print(1)")], **columns)
+    with pytest.raises(DataError, match=message.replace("rows have", "row has")):
+        CodeReward.check_row({name: values[0] for name, values in columns.items()})
+
+
+async def test_each_row_of_a_call_has_its_own_tests():
+    reward, same = CodeReward(), "def check(candidate):\n    assert candidate(1) == 1"
+    with pytest.raises(DataError, match="entry_point"):
+        await reward(["", ""], tests=[same, same], entry_point=["f", None])
+    assert await reward(["", ""], tests=[same, None], entry_point=["f", None]) == [0.0, None]
 
 
 def test_a_kernel_without_network_isolation_is_refused_if_isolation_is_required(monkeypatch):

@@ -13,7 +13,7 @@ from processes import gone, lives
 from sandboxes import of_sandboxes
 
 from megasync.rewards import sandbox
-from megasync.rewards.sandbox import Isolation, Limits, network_is_cut, run_check, run_program, sweep
+from megasync.rewards.sandbox import Check, Isolation, Limits, network_is_cut, run_check, run_program, sweep
 
 pytestmark = pytest.mark.processes
 
@@ -69,7 +69,9 @@ async def test_a_program_past_its_deadline_is_killed_with_its_descendants():
 
 
 @pytest.mark.parametrize("kind", [sandbox.isolation(), Isolation("", False)], ids=str)
-@pytest.mark.parametrize("start", [run_program, lambda source: run_check(source, "pass")], ids=["program", "check"])
+@pytest.mark.parametrize(
+    "start", [run_program, lambda source: run_check(source, Check("assert f"))], ids=["program", "check"]
+)
 async def test_a_cancelled_run_is_killed(monkeypatch, folder, start, kind):
     monkeypatch.setattr(sandbox, "isolation", lambda: kind)
     run = asyncio.create_task(start("import time; time.sleep(600)"))
@@ -125,7 +127,7 @@ async def test_a_sandbox_that_cannot_be_set_up_is_an_error_and_not_a_failed_test
     monkeypatch.setattr(sandbox, "isolation", lambda: Isolation("nonsense", False))
     monkeypatch.setattr(sandbox, "_PYTHON", sys.executable)
     monkeypatch.setattr(sandbox, "_CHILD", sandbox._CHILD.with_name("no_such_file.py"))
-    for run in (run_program("print(1)"), run_check("f = 1", "assert f")):
+    for run in (run_program("print(1)"), run_check("f = 1", Check("assert f", ("f",)))):
         with pytest.raises(OSError, match=r"a sandbox could not be set up \(exit status 2\).*no_such_file"):
             await run
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from megasync.rewards.code_checks import check_of
 from megasync.rewards.sandbox import Limits, run_check
 
 PROGRAM = """
@@ -79,6 +80,32 @@ def adder(n): return lambda x: x + n
 def shout(text): print(text.upper())
 def fail(kind): raise kind("no")
 def make(): return Stack([1, 2])
+def nodes(): return _Node(1, _Node(2, None))
+def counted(function):
+    def call(*items):
+        call.count += 1
+        return function(*items)
+    call.count = 0
+    return call
+async def later(x): return x + 1
+
+class _Node:
+    def __init__(self, value, after):
+        self.value, self.after = value, after
+    def double(self): return 2 * self.value
+    def plus(self, x): return self.value + x
+
+class _Queue(Stack):
+    def pop(self): return self.items.pop(0)
+
+Queue = _Queue
+
+class Broke(Exception):
+    def __init__(self, missing):
+        super().__init__(f"{missing} missing")
+        self.missing = missing
+
+def buy(price): raise Broke(price)
 """
 
 
@@ -132,6 +159,14 @@ def make(): return Stack([1, 2])
             "assert out.getvalue() == 'HI\\n'"
         ),
         "assert math.isclose(square(0.1), 0.01)",
+        # A class that the test knows by another name, and objects of one that it does not name.
+        "q = Queue([1, 2])\nassert q.pop() == 1 and len(q) == 1 and isinstance(q, Queue) and isinstance(q, Stack)",
+        "n = nodes()\nassert n.value == 1 and n.after.value == 2 and n.after.after is None and n.double() == 2 and n == n",
+        "f = counted(lambda x: x)\nassert [f(1), f(2)] == [1, 2] and f.count == 2",
+        "def fill(items): items.append(len(items))\na = []\napply(fill, a, a)\nassert a == [0, 1]",
+        "import asyncio\nasync def test_later():\n    assert await later(1) == 2",
+        "try:\n    buy(3)\nexcept Broke as error:\n    assert error.missing == 3 and str(error) == '3 missing'\nelse:\n    assert False",
+        "import json, pytest\ndef test_it():\n    with pytest.raises(KeyError):\n        {}[same(1)]\n    assert json.dumps(same({'a': (1,)})) == '{\"a\": [1]}'",
         (
             "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(square(2), 4)\n"
             "assert unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T)).wasSuccessful()"
@@ -139,7 +174,7 @@ def make(): return Stack([1, 2])
     ],
 )
 async def test_an_operation_that_checks_can_use_on_a_program(check):
-    assert await run_check(PROGRAM, check, Limits(cpu_seconds=30, wall_seconds=60))
+    assert await run_check(PROGRAM, check_of(check), Limits(cpu_seconds=30, wall_seconds=60))
 
 
 @pytest.mark.processes
@@ -148,11 +183,17 @@ async def test_an_operation_that_checks_can_use_on_a_program(check):
     [
         "assert square(3) == 8",
         "assert square(3) != 9",
-        "square(None)",
-        "nothing_like_this()",
-        "syntax error",
-        "raise SystemExit(0)",
-        "import sys; sys.exit()",
+        "assert nothing_like_this() is None",
+        "assert square(3) == 9\nraise SystemExit(1)",
+        "for _ in halves(0):\n    assert square(3) == 9",
+        "try:\n    assert square(3) == 8\nexcept AssertionError:\n    pass",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(square(2), 5)",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        nothing_like_this()\nassert square(2) == 4",
+        "def test_it():\n    assert square(2) == 5",
+        "class TestIt:\n    def test_it(self):\n        assert square(2) == 5",
+        "import pytest\ndef test_it():\n    with pytest.raises(ValueError):\n        square(2)",
+        "import pytest\n@pytest.mark.parametrize('x', [3, 4])\ndef test_it(x):\n    assert square(x) == 9",
+        "nodes().plus(1) == 2",
         "fail(SystemExit)",
         "assert Point(1) == 1",
         "assert make() == [1, 2]",
@@ -160,4 +201,4 @@ async def test_an_operation_that_checks_can_use_on_a_program(check):
     ],
 )
 async def test_a_check_that_does_not_pass_is_a_failure(check):
-    assert not await run_check(PROGRAM, check, Limits(cpu_seconds=30, wall_seconds=60))
+    assert not await run_check(PROGRAM, check_of(check), Limits(cpu_seconds=30, wall_seconds=60))
