@@ -76,8 +76,10 @@ def held_out_sets(
                 f"the held-out set {name!r} has no reward function, and its data has no verifier. Name a reward in "
                 f'rollout.reward{"" if unnamed else f" or eval.sets.{name}.reward"}, or add an "answer" column'
             )
-        prompts = render_rows(rows[: settings.samples or config.eval.samples], renderer)
+        rows = rows[: settings.samples or config.eval.samples]
+        prompts = render_rows(rows, renderer)
         loaded.append(_held_out_set(config, "" if unnamed else name, prompts, scoring, own_verifier))
+        loaded[-1].rewards.check_rows(rows, f"the held-out set {name!r}")
     return loaded
 
 

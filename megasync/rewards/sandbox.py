@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 # What a check runs, in the order of imports. The first is also what serves a check in the program's process.
-_LINK = ("sandbox_link", "sandbox_check")
+_LINK = ("sandbox_link", "sandbox_stand_ins", "sandbox_check")
 # Isolated from this environment (-I), standard library only (-S), no bytecode files (-B).
 _OPTIONS = ["-I", "-S", "-B"]
 # Not the virtual environment's interpreter, which reads a file of that environment that a program cannot see.

@@ -164,6 +164,7 @@ def buy(price): raise Broke(price)
         "n = nodes()\nassert n.value == 1 and n.after.value == 2 and n.after.after is None and n.double() == 2 and n == n",
         "f = counted(lambda x: x)\nassert [f(1), f(2)] == [1, 2] and f.count == 2",
         "def fill(items): items.append(len(items))\na = []\napply(fill, a, a)\nassert a == [0, 1]",
+        "try:\n    assert square(3) == 8\nexcept AssertionError:\n    assert square(3) == 9",
         "import asyncio\nasync def test_later():\n    assert await later(1) == 2",
         "try:\n    buy(3)\nexcept Broke as error:\n    assert error.missing == 3 and str(error) == '3 missing'\nelse:\n    assert False",
         "import json, pytest\ndef test_it():\n    with pytest.raises(KeyError):\n        {}[same(1)]\n    assert json.dumps(same({'a': (1,)})) == '{\"a\": [1]}'",
