@@ -13,7 +13,6 @@ only between two such objects.
 # pyright: reportAttributeAccessIssue=false
 
 import ast
-import builtins
 import contextlib
 import importlib
 import inspect
@@ -22,7 +21,7 @@ import math
 import sys
 import types
 
-from megasync.rewards.sandbox_link import BINARY, ERROR_MODULES, UNARY, Link, Values
+from megasync.rewards.sandbox_link import BINARY, ERROR_MODULES, TYPES, UNARY, Link, Values, builtin_base
 from megasync.rewards.sandbox_stand_ins import Captured, stand_in_numpy, stand_in_pytest
 
 # Operations on an object of any class, because they compare nothing.
@@ -169,6 +168,16 @@ class CheckSide(Link):
         self.lent.append(value.__next__ if iterates else value)
         return ["iterator" if iterates else "function", len(self.lent) - 1]
 
+    def sends_state(self, value):
+        kind = type(value)
+        own = kind.__module__ in ("tests", "__main__") and kind is not ProgramObject
+        return own and hasattr(value, "__dict__") and not (callable(value) or hasattr(kind, "__next__"))
+
+    def restore(self, made, state):
+        if any(callable(getattr(type(made), name, None)) for name in state):
+            raise ValueError("a method of the test would be replaced")
+        super().restore(made, state)
+
     def take(self, kind, data):
         if kind == "library":
             module, name = data
@@ -222,8 +231,7 @@ class CheckSide(Link):
             positional, named = values.read(*content)
             return ["value", *values.write([self.lent[number](*positional, **named)], content[1])]
         except Exception as error:  # noqa: BLE001 - passed to the program
-            kind = next(base for base in type(error).__mro__ if getattr(builtins, base.__name__, None) is base)
-            return ["raised", [None, kind.__name__, None, str(error)], []]
+            return ["raised", [None, builtin_base(type(error)), None, str(error)], []]
 
     def variables(self, names):
         """The variables of the program that have these names, which can be called."""
@@ -239,7 +247,7 @@ def error_kind(kind):
 
     What ends a process or an iteration would end the test without a failure.
     """
-    kind = getattr(builtins, kind, None) if isinstance(kind, str) else kind
+    kind = TYPES.get(kind) if isinstance(kind, str) else kind
     accepted = isinstance(kind, type) and issubclass(kind, Exception)
     return kind if accepted and not issubclass(kind, (StopIteration, StopAsyncIteration)) else Exception
 

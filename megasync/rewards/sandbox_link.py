@@ -74,10 +74,13 @@ MADE = {
     type({}.items()): (list, lambda *items: dict(items).items()),
 }
 MAKERS = {kind.__name__: make for kind, (_, make) in MADE.items()}
+# The built-in types, before a program or `common_names` changes anything.
+TYPES = {name: value for name, value in vars(builtins).items() if type(value) is type}
 # Modules of the standard library whose exceptions arrive as themselves.
 ERROR_MODULES = frozenset(
     {"asyncio", "binascii", "decimal", "json.decoder", "queue", "re", "statistics", "struct", "zlib"}
 )
+COMMON_MODULES = ("string", "re", "random", "operator", "math", "bisect", "heapq", "itertools", "functools", "collections", "typing")
 UNARY = ("abs", "neg", "pos", "invert", "len", "int", "float", "complex", "index", "bool", "str", "repr", "hash")
 BINARY = (
     *("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
@@ -134,6 +137,19 @@ class Link:
         """The packed form of a value that is not data."""
         raise NotImplementedError
 
+    def sends_state(self, _):
+        """Whether an object is sent as its attributes, like a container."""
+        return False
+
+    def make(self, class_name):
+        """A new object for the attributes that the other side sends of one of its own."""
+        raise ValueError(f"an object of {class_name} is not accepted")
+
+    def restore(self, made, state):
+        """Gives an object its attributes."""
+        vars(made).clear()
+        vars(made).update(state)
+
     def take(self, kind, data):
         """The object for a packed form that the other side made with `give`."""
         raise NotImplementedError
@@ -146,7 +162,8 @@ class Link:
 class Values:
     """The values of a request and of its answer. Both sides number the containers in them alike, in order of sending.
 
-    A packed value is a scalar of JSON or [kind, data], where data of the kind "at" is a container's number.
+    A packed value is a scalar of JSON or [kind, data], where data of the kind "at" is a container's number. Objects of
+    the test's own classes count as containers, of their attributes.
     """
 
     def __init__(self, link):
@@ -164,8 +181,11 @@ class Values:
 
     def read(self, packed, contents, changes=()):
         first = len(self.containers)
-        for kind, _, size in contents:
-            self.add(deque(maxlen=size) if kind == "deque" else CONTAINERS[kind]())
+        for kind, _, detail in contents:
+            if kind == "state":
+                self.add(self.link.make(detail))
+            else:
+                self.add(deque(maxlen=detail) if kind == "deque" else CONTAINERS[kind]())
         for number, content in [*enumerate(contents, first), *changes]:
             self.fill(self.containers[number], *content)
         return [self.unpack(value) for value in packed]
@@ -184,13 +204,13 @@ class Values:
         kind = type(value)
         if value is None or kind in (bool, float, str) or (kind is int and -(2**63) < value < 2**63):
             return value
-        if kind.__name__ in CONTAINERS and CONTAINERS[kind.__name__] is kind:
+        if CONTAINERS.get(kind.__name__) is kind or id(value) in self.numbers or self.link.sends_state(value):
             if id(value) not in self.numbers:
                 self.add(value)
             return ["at", self.numbers[id(value)]]
         if kind in MADE:
             return [kind.__name__, [self.pack(part) for part in MADE[kind][0](value)]]
-        if kind is type and getattr(builtins, value.__name__, None) is value:
+        if kind is type and TYPES.get(value.__name__) is value:
             return ["type", value.__name__]
         bases = () if kind is type else [base for base in BASES if base in kind.__mro__]
         if bases and bases[0] is tuple and type(fields := getattr(kind, "_fields", None)) is tuple:
@@ -199,6 +219,8 @@ class Values:
 
     def contents(self, container):
         kind = type(container)
+        if CONTAINERS.get(kind.__name__) is not kind:
+            return ["state", [[name, self.pack(value)] for name, value in vars(container).items()], kind.__name__]
         if kind is bytearray:
             items = container.hex()
         elif isinstance(container, dict):
@@ -208,6 +230,9 @@ class Values:
         return [kind.__name__, items, container.maxlen if kind is deque else None]
 
     def fill(self, container, kind, items, _):
+        if kind == "state":
+            self.link.restore(container, {name: self.unpack(value) for name, value in items})
+            return
         if type(container) is not CONTAINERS[kind]:
             raise TypeError("a container changed its type")
         container.clear()
@@ -235,10 +260,7 @@ class Values:
             plain = all(not isinstance(item, list) or item[0] in MAKERS or item[0] == "at" for item in items)
             return (named_tuple(name, tuple(fields)) if plain else tuple_of)(*map(self.unpack, items))
         if kind == "type":
-            value = getattr(builtins, data)
-            if type(value) is not type:
-                raise ValueError(f"{data} is not a type")
-            return value
+            return TYPES[data]
         return self.link.take(kind, data)
 
 
@@ -249,7 +271,31 @@ def named_tuple(name, fields):
 
 def builtin_base(kind):
     """The name of the most specific built-in class that a class of exceptions derives from."""
-    return next(base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base)
+    return next(base.__name__ for base in kind.__mro__ if TYPES.get(base.__name__) is base)
+
+
+class ListNode:
+    """A node of a list, as LeetCode defines it for programs."""
+
+    def __init__(self, val=0, next=None):
+        self.val, self.next = val, next
+
+
+class TreeNode:
+    """A node of a binary tree, as LeetCode defines it for programs."""
+
+    def __init__(self, val=0, left=None, right=None):
+        self.val, self.left, self.right = val, left, right
+
+
+NODES = {"ListNode": ListNode, "TreeNode": TreeNode}
+
+
+def common_names():
+    """What programs whose functions are called may use without an import, as with the judges of public sets."""
+    modules = [__import__(name) for name in COMMON_MODULES]
+    public = [(name, vars(module)[name]) for module in modules for name in dir(module) if not name.startswith("_")]
+    return dict(public) | {module.__name__: module for module in modules} | NODES
 
 
 class ProgramSide(Link):
@@ -284,6 +330,10 @@ class ProgramSide(Link):
         function = CheckFunction(self, data)
         return function if kind == "function" else iterated(function)
 
+    def make(self, class_name):
+        kind = self.space.get(class_name, NODES.get(class_name))
+        return object.__new__(kind if isinstance(kind, type) else type(class_name, (), {}))
+
     def serve(self):
         while True:
             self.send(self.answer(self.receive()))
@@ -307,7 +357,7 @@ class ProgramSide(Link):
     def perform(self, operation, *operands):
         if operation == "names":
             # A snapshot: threads of the program may add names meanwhile.
-            variables = dict(self.space)
+            variables = NODES | self.space
             found = {name: variables[name] for name in operands[0] if name in variables}
             self.labels.update({id(value): name for name, value in found.items() if isinstance(value, type)})
             return found
@@ -341,7 +391,7 @@ class ProgramSide(Link):
         if outcome == "value":
             return result[0]
         _, base, _, *arguments = result
-        raise getattr(builtins, base)(*arguments)
+        raise TYPES[base](*arguments)
 
 
 class CheckFunction:
@@ -382,6 +432,9 @@ def main():
     sys.modules["solution"] = program
     sys.stdout = side.printed
     side.space = program.__dict__
+    # Found after the program's own names, and never among them.
+    for name, value in common_names().items():
+        vars(builtins).setdefault(name, value)
     # An example of use may leave, or read an input that is not there.
     with contextlib.suppress(SystemExit, EOFError):
         exec(compile(source, path, "exec", dont_inherit=True), program.__dict__)
