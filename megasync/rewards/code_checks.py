@@ -155,8 +155,13 @@ def _imported(tree: ast.Module) -> set[str]:
         "pytest": "pytest",
     }
     used = [(module, name) for module, name, _ in _imports(tree) if name]
+    aliases |= {alias: f"{module}.{name}" for module, name, alias in _imports(tree) if name == "mock"}
     used += [(aliases[name], attribute) for name, attribute in _attributes(tree) if name in aliases]
     for module, name in used:
+        if name == "patch" and "mock" in module:
+            raise DataError(
+                "they patch with unittest.mock, but the program runs in another process; pass it what it needs"
+            )
         if module in _STAND_INS and name not in _STAND_INS[module]:
             raise DataError(f"they use {module}.{name}; of {module} the sandbox has {sorted(_STAND_INS[module])}")
     return programs

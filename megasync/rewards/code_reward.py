@@ -18,7 +18,16 @@ from megasync.concurrency.tasks import gather_or_cancel
 from megasync.errors import DataError
 from megasync.rewards.code_answer import program_of
 from megasync.rewards.code_tests import COLUMNS, Run, read_tests
-from megasync.rewards.sandbox import Check, Limits, isolation, network_is_cut, run_check, run_program, sweep
+from megasync.rewards.sandbox import (
+    Check,
+    Limits,
+    isolation,
+    network_is_cut,
+    problem_with,
+    run_check,
+    run_program,
+    sweep,
+)
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +57,8 @@ class CodeReward:
         self._limits = Limits(**limits)
         if parallel is not None and parallel < 1:
             raise TypeError(f"parallel={parallel} must be at least 1")
+        if self._limits != Limits() and (problem := problem_with(self._limits)):
+            raise TypeError(f"no program can run within {self._limits}; raise the limits ({problem})")
         self._free = asyncio.Semaphore(parallel or os.cpu_count() or 1)
         self._swept = False
         if not network_is_cut():

@@ -89,9 +89,17 @@ def read_tests(tests: Any, columns: Mapping[str, Any]) -> list[Run | Check]:
         read = list(_read(tests, _Context().within(columns)))
         if read and all(isinstance(test, Run) and not test.output.strip() for test in read):
             raise DataError("every expected output is empty, so a program that does nothing would pass")
-    except DataError as error:
-        raise DataError(f"tests={tests!r:.200} cannot be used: {error}") from None
+    except (DataError, TypeError, ValueError, RecursionError, MemoryError) as error:
+        raise DataError(f"tests={_excerpt(tests)} cannot be used: {error}") from None
     return read
+
+
+def _excerpt(value: Any) -> str:
+    try:
+        return f"{value!r:.200}"
+    except (ValueError, RecursionError, MemoryError):
+        # An integer of thousands of digits, or deep nesting.
+        return f"<{type(value).__name__}>"
 
 
 def _read(tests: Any, context: _Context) -> Iterator[Run | Check]:

@@ -326,7 +326,12 @@ def _abandoned() -> list[Path]:
     ]
 
 
-def _probe(kind: Isolation) -> str:
+def problem_with(limits: Limits) -> str:
+    """Why no program can run within these limits; empty if programs can."""
+    return _probe(isolation(), limits)
+
+
+def _probe(kind: Isolation, limits: Limits = Limits()) -> str:
     """Why programs cannot run with this isolation; empty if they can."""
     with tempfile.TemporaryDirectory(prefix=_prefix()) as folder:
         if kind.own_user:
@@ -334,7 +339,7 @@ def _probe(kind: Isolation) -> str:
         order = {
             "files": {"program.py": "import json; print('works')"},
             "command": [_PYTHON, *_OPTIONS, "{root}/program.py"],
-            "limits": asdict(Limits()),
+            "limits": asdict(limits),
             "link": None,
             "folder": folder,
         }

@@ -80,7 +80,11 @@ TYPES = {name: value for name, value in vars(builtins).items() if type(value) is
 ERROR_MODULES = frozenset(
     {"asyncio", "binascii", "decimal", "json.decoder", "queue", "re", "statistics", "struct", "zlib"}
 )
-COMMON_MODULES = ("string", "re", "random", "operator", "math", "bisect", "heapq", "itertools", "functools", "collections", "typing")
+# Of these, programs may use the public names without an import.
+COMMON_MODULES = (
+    *("string", "re", "random", "operator", "math", "bisect", "heapq", "itertools", "functools", "collections"),
+    "typing",
+)
 UNARY = ("abs", "neg", "pos", "invert", "len", "int", "float", "complex", "index", "bool", "str", "repr", "hash")
 BINARY = (
     *("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),

@@ -57,6 +57,14 @@ def test_an_entry_point_is_what_the_tests_call():
         ("def test_it(candidate):\n    assert candidate(1) == 1", "nothing calls test_it.*entry_point"),
         ("def test_it(tmp_path):\n    assert f(tmp_path) == 1", "tmp_path, which is no fixture"),
         ("import pandas\nassert f(2) == 4", "import pandas, which the sandbox does not have"),
+        (
+            "from unittest.mock import patch\nwith patch('f'):\n    assert f(2) == 4",
+            "unittest.mock, but the program runs",
+        ),
+        (
+            "from unittest import mock\nwith mock.patch('f'):\n    assert f(2) == 4",
+            "unittest.mock, but the program runs",
+        ),
         ("import numpy as np\nassert f(2) == np.array([4])", "numpy.array; of numpy the sandbox has"),
         ("import pytest\ndef test_it():\n    pytest.importorskip('x')\n    assert f(2)", "pytest.importorskip"),
         ("print f(2)", "neither JSON nor Python"),

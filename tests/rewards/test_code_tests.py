@@ -1,11 +1,15 @@
 """Tests of all known forms are read, others are refused, and outputs are compared as judges do."""
 
+import contextlib
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megasync.errors import DataError
 from megasync.rewards.code_tests import Run, read_tests
+from megasync.rewards.sandbox import Check
 
 RUNS = [Run("1 2\n", "3\n"), Run("5 6\n", "11\n")]
 CASES = [{"input": run.stdin, "output": run.output} for run in RUNS]
@@ -58,8 +62,8 @@ def test_a_row_without_tests(tests):
     ],
 )
 def test_functions_and_test_code(tests, columns, count):
-    for given in (tests, json.dumps(tests) if not isinstance(tests, str) else tests):
-        read = read_tests(given, columns)
+    for form in (tests, json.dumps(tests) if not isinstance(tests, str) else tests):
+        read = read_tests(form, columns)
         assert [("f" in check.names) for check in read] == [True] * count
 
 
@@ -83,12 +87,37 @@ def test_functions_and_test_code(tests, columns, count):
         (["# comment"], {}, "no assertion"),
         ("eJxtkMEKwjAMhl8l5DzYqugYvomXMbqjh6QubcW", {}, "no assertion"),
         ("[" * 100_000, {}, "neither JSON nor Python"),
+        ({"fn_name": "f", "inputs": [[10**5000]], "outputs": [1]}, {}, "<dict> cannot be used"),
+        ({"inputs": [10**5000], "outputs": [1]}, {}, "<dict> cannot be used"),
+        ({"fn_name": "f", "inputs": [[b"1"]], "outputs": [1]}, {}, "bytes is not JSON"),
     ],
 )
 def test_other_forms_are_refused(tests, columns, message):
     with pytest.raises(DataError, match=message) as raised:
         read_tests(tests, columns)
     assert str(raised.value).startswith("tests=")
+
+
+KEYS = st.sampled_from(
+    ["input", "outputs", "inputs", "output", "tests", "test", "fn_name", "type", "metadata", "setup"]
+)
+TEXTS = st.sampled_from(
+    ["assert f(2) == 4", "[1]", "{", '{"input": "1", "output": "2"}', "functional", "\ud800", "\0", "#"]
+)
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), TEXTS),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=4), st.tuples(inner, inner)
+    ),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(VALUES, st.dictionaries(KEYS, VALUES, max_size=2))
+def test_any_other_value_is_read_or_refused(tests, columns):
+    with contextlib.suppress(DataError):
+        assert all(isinstance(test, Run | Check) for test in read_tests(tests, columns))
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,10 @@ PORTABLE = {
         "from collections import namedtuple\nsolve = lambda x: namedtuple('T', 'startswith')(lambda text: True)",
         "assert solve('abc').startswith('ab')",
     ),
+    "replaces a method of the test's object": (
+        "def solve(p): p.same = lambda other: True",
+        "class P:\n    x = 1\n    def same(self, other): return self.x == other\np = P()\nsolve(p)\nassert p.same(4)",
+    ),
     "prints what a caller expects": ("print('4')\nimport sys\nsys.exit(1)", PRINTS),
     "prints every number": ("print('1 2 3 4')", PRINTS),
     "prints no number": ("print('nan')", [{"input": "2", "output": "4.0"}]),
@@ -401,6 +405,31 @@ async def test_no_idiom_of_a_test_passes_with(liar):
         "    assert not passes(idiom), idiom\nassert callable(f)"
     )
     assert await run_check(LIARS[liar], check_of(text), Limits(cpu_seconds=30, wall_seconds=60))
+
+
+# What solves the tests above that ask for more than the square of a number.
+SOLVED = {
+    "an object that contains everything": "solve = lambda x: [4]",
+    "equals everything inside data": "solve = lambda x: [4]",
+    "changes what was not sent": "solve = lambda x: [4]",
+    "an iterator without an end": "solve = lambda x: [4]",
+    "has the other side run a built-in function": "encode = decode = lambda text: text",
+    "swallows the test's own assert": "def solve(check): check(4)",
+    "looks for the test in its own process": "solve = lambda x: 'needle 0badcafe'",
+    "empties the argument that the test reads again": "solve = sorted",
+    "raises in a pytest function": "def solve(x): raise ValueError",
+    "a named tuple with a method": "solve = lambda text: text",
+    "replaces a method of the test's object": "def solve(p): p.x = 4",
+    "a dictionary of everything": "solve = lambda x: {'a': 4.0}",
+    "a loop over nothing": "solve = lambda x: [1, 4, 9]",
+}
+
+
+@pytest.mark.parametrize("name", [name for name, (_, tests) in PORTABLE.items() if tests not in (SQUARE, PRINTS)])
+async def test_the_test_that_a_program_cannot_fool_can_be_passed(name):
+    program = SOLVED.get(name, "import sys\ndef solve(x): return x * x\nprint(float(sys.stdin.read() or 2) ** 2)")
+    reward = CodeReward(cpu_seconds=20, wall_seconds=60)
+    assert await reward([f"```python\n{program}\n```"], tests=[PORTABLE[name][1]]) == [1.0]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from processes import gone, lives
 from sandboxes import of_sandboxes
 
 from megasync.rewards import sandbox
+from megasync.rewards.code_reward import CodeReward
 from megasync.rewards.sandbox import Check, Isolation, Limits, network_is_cut, run_check, run_program, sweep
 
 pytestmark = pytest.mark.processes
@@ -133,11 +135,32 @@ async def test_a_sandbox_that_cannot_be_set_up_is_an_error_and_not_a_failed_test
 
 
 @pytest.mark.parametrize("kind", [sandbox.isolation(), Isolation("", False)], ids=str)
+async def test_a_program_that_is_not_started_is_an_error_and_not_a_failed_test(monkeypatch, kind):
+    monkeypatch.setattr(sandbox, "isolation", lambda: kind)
+    async with sandbox._Sandbox({"files": {}, "command": ["/no/such/python"]}, Limits()) as started:
+        with pytest.raises(OSError, match=r"(?s)a sandbox could not be set up.*/no/such/python"):
+            await started.result()
+
+
+def test_limits_within_which_no_program_runs_are_refused():
+    with pytest.raises(TypeError, match=r"(?s)no program can run within .*memory_mb=8.*raise the limits"):
+        CodeReward(memory_mb=8)
+
+
+async def test_a_limit_above_what_this_process_is_allowed_is_lowered():
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    program = "import resource\nprint(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    outcome = await run_program(program, limits=Limits(open_files=allowed + 1))
+    assert outcome.stdout == f"{allowed}\n"
+
+
+@pytest.mark.parametrize("kind", [sandbox.isolation(), Isolation("", False)], ids=str)
 async def test_the_program_ends_when_its_owner_is_killed(kind, folder):
     """If the system kills the driver, no process enforces the deadline any more."""
     script = f"""
 import asyncio, sys, tempfile
 from megasync.rewards import sandbox
+from megasync.rewards.code_reward import CodeReward
 from megasync.rewards.sandbox import Isolation
 tempfile.tempdir = {str(folder)!r}
 sandbox.isolation = lambda: {kind!r}

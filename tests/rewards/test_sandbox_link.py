@@ -6,7 +6,6 @@ from megasync.rewards.code_checks import check_of
 from megasync.rewards.sandbox import Limits, run_check
 
 PROGRAM = """
-from __future__ import annotations
 import collections, enum, fractions, math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -88,6 +87,12 @@ def counted(function):
     call.count = 0
     return call
 async def later(x): return x + 1
+def value_of(cell): return cell.value
+def mark(cell): cell.next.value = "marked"
+def reverse(node: Optional[ListNode]) -> Optional[ListNode]:
+    before = None
+    while node: node.next, before, node = before, node, node.next
+    return before
 
 class _Node:
     def __init__(self, value, after):
@@ -165,6 +170,13 @@ def buy(price): raise Broke(price)
         "f = counted(lambda x: x)\nassert [f(1), f(2)] == [1, 2] and f.count == 2",
         "def fill(items): items.append(len(items))\na = []\napply(fill, a, a)\nassert a == [0, 1]",
         "try:\n    assert square(3) == 8\nexcept AssertionError:\n    assert square(3) == 9",
+        # Objects of the test's own classes, and those that judges define.
+        (
+            "class Cell:\n    def __init__(self, value, next=None): self.value, self.next = value, next\n"
+            "a = Cell(1, Cell(2))\na.next.next = a\nassert same(a) is a and same([a.next])[0].next is a\n"
+            "assert value_of(a) == 1 and mark(a) is None and a.next.value == 'marked' and a.next.next is a"
+        ),
+        "l = ListNode(1, ListNode(2))\nassert reverse(l).val == 2 and l.next is None and reverse(None) is None",
         "import asyncio\nasync def test_later():\n    assert await later(1) == 2",
         "try:\n    buy(3)\nexcept Broke as error:\n    assert error.missing == 3 and str(error) == '3 missing'\nelse:\n    assert False",
         "import json, pytest\ndef test_it():\n    with pytest.raises(KeyError):\n        {}[same(1)]\n    assert json.dumps(same({'a': (1,)})) == '{\"a\": [1]}'",
