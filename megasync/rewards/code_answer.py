@@ -46,7 +46,7 @@ def program_of(answer: str, names: Collection[str] = ()) -> str | None:
         return None
     defined = [_defined(text) for text in programs]
     at = _last_that_defines(defined, names) if names else _last_that_runs(programs)
-    return "\n".join(programs[n] for n in _with_needed(programs, defined, at))
+    return "\n".join(programs[n] for n in _with_needed(programs, defined, at, names))
 
 
 def _last_that_defines(defined: list[set[str]], names: Collection[str]) -> int:
@@ -60,9 +60,9 @@ def _last_that_runs(programs: list[str]) -> int:
     return max(range(len(ranks)), key=lambda n: (ranks[n], n))
 
 
-def _with_needed(programs: list[str], defined: list[set[str]], last: int) -> list[int]:
-    """The numbers of a block and of the earlier ones that define names which it, or another one of them, lacks."""
-    chosen, known, needed = [last], set(defined[last]), set(_WORD.findall(programs[last]))
+def _with_needed(programs: list[str], defined: list[set[str]], last: int, names: Collection[str]) -> list[int]:
+    """The numbers of a block and of the earlier ones that define names which the tests or one of them lack."""
+    chosen, known, needed = [last], set(defined[last]), {*names, *_WORD.findall(programs[last])}
     for n in range(last - 1, -1, -1):
         if (needed - known) & defined[n]:
             chosen.append(n)
@@ -84,28 +84,38 @@ def _defined(text: str) -> set[str]:
 def _blocks(answer: str) -> list[tuple[str, str]]:
     """(language in lower case or "", text) of each fenced block. A block without an end goes on to the end."""
     blocks: list[tuple[str, list[str]]] = []
+    before: list[str] = []
     marks = quote = ""
+    indent = 0
     for line in answer.split("\n"):
         if marks:
-            line = line.removeprefix(quote)
-            code, closes, rest = line.rpartition(marks)
-            if (
-                closes
-                and not rest.strip(marks[0] + " \t")
-                and "`" not in code
-                and not (code.strip() and marks[0] == "~")
-            ):
-                if code.strip(marks[0] + " \t"):
-                    blocks[-1][1].append(code)
+            code = line.removeprefix(quote)
+            stripped = code.lstrip()
+            # Deeper in the code, it is part of a text.
+            if stripped.startswith(marks) and len(code) - len(stripped) <= indent + 3:
+                rest = stripped.lstrip(marks[0]).strip()
+                if _WORD.fullmatch(rest):
+                    # The end before it is missing.
+                    blocks.append((rest.lower(), []))
+                else:
+                    marks = ""
+            elif (kept := code.rstrip().removesuffix(marks)) != code.rstrip() and kept.strip() and "`" not in kept:
+                blocks[-1][1].append(kept)
                 marks = ""
             else:
-                blocks[-1][1].append(line)
+                blocks[-1][1].append(code)
         elif fence := _FENCE.fullmatch(line):
             language = re.match(r"[\s{.]*([\w+#-]*)", fence["info"])
             name = language[1].lower() if language else ""
+            if not blocks and not fence["info"].strip() and _CODE.match("\n".join(before).lstrip("\n")):
+                # The prompt has begun the block that ends here.
+                blocks.append(("python", before))
             # After prose in the same line only a named language makes it a fence.
-            if name in _PYTHON or not fence["before"].strip(" \t>-*+.:0123456789"):
+            elif name in _PYTHON or not fence["before"].strip(" \t>-*+.:0123456789"):
                 marks = fence["marks"]
+                indent = len(line) - len(line.lstrip())
                 quote = fence["before"] if fence["before"].lstrip().startswith(">") else ""
                 blocks.append((name, []))
+        elif not blocks:
+            before.append(line)
     return [(language, textwrap.dedent("\n".join(lines)) + "\n") for language, lines in blocks]

@@ -28,6 +28,12 @@ def block(text, info="python", marks="```"):
         ("1. So:\n\n" + "".join(f"   {line}\n" for line in block(ADD).splitlines()), ADD),
         ("".join(f"> {line}\n" for line in block(ADD).splitlines()), ADD),
         (ADD, ADD),
+        (f"<answer>{block(ADD)[:-1]}</answer>", ADD),
+        (f"{block(ADD)[:-1]}It adds.", ADD),
+        # The prompt ends with the start of the block, or the end of a block is missing.
+        (f"{ADD}\n```\nIt adds.", ADD),
+        (block("pass")[:-4] + block(ADD), ADD),
+        (block('def add(a, b):\n    """\n    ```\n    add(1, 2)\n    ```\n    """'), 'def add(a, b):\n    """\n    ```\n    add(1, 2)\n    ```\n    """'),
         # Other languages, what was printed, and how to run it.
         (block(ADD) + block("int add();", "c++") + block("python add.py", "bash") + block("3", "") + block("3", "text"), ADD),
         (f"Call ```add(1, 2)``` like this.\n{block(ADD)}", ADD),
@@ -37,6 +43,7 @@ def block(text, info="python", marks="```"):
         # Blocks that build on each other.
         (block("import math") + block("def add(a, b):\n    return math.fsum([a, b])"), "import math\n\ndef add(a, b):\n    return math.fsum([a, b])"),
         (block("def one():\n    return 1") + block("print(2)") + block("def add(a, b):\n    return one()"), "def one():\n    return 1\n\ndef add(a, b):\n    return one()"),
+        (block("def one():\n    return 1") + block(ADD), ADD),
         # Reasoning is no answer.
         (f"<think>{block(ADD.replace('+', '-'))}</think>\n{block(ADD)}", ADD),
         (f"Try {block(ADD.replace('+', '*'))}</think>\n{block(ADD)}", ADD),
@@ -50,6 +57,13 @@ def block(text, info="python", marks="```"):
 def test_the_program_whose_functions_are_tested(answer, expected):
     found = program_of(answer, {"add"})
     assert found is None if expected is None else found.strip() == expected
+
+
+def test_functions_in_blocks_of_their_own_are_all_found():
+    program = program_of(
+        block("def encode(): ...") + block("print(encode())", "bash") + block("def decode(): ..."), {"encode", "decode"}
+    )
+    assert program == "def encode(): ...\n\ndef decode(): ...\n"
 
 
 @pytest.mark.parametrize(
