@@ -11,7 +11,7 @@ import builtins
 import symtable
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from megasync.errors import DataError
 from megasync.rewards.sandbox import Check
@@ -44,25 +44,11 @@ _IMPORTS = {
     }.items()
     for name in names
 }
-_IMPORTS |= {
-    name: f"import {name}"
-    for name in (
-        *(
-            "bisect",
-            "collections",
-            "copy",
-            "datetime",
-            "decimal",
-            "functools",
-            "heapq",
-            "io",
-            "itertools",
-            "json",
-            "math",
-        ),
-        *("operator", "os", "pytest", "random", "re", "statistics", "string", "sys", "time", "typing", "unittest"),
-    )
-}
+_MODULES = frozenset(
+    {"bisect", "collections", "copy", "datetime", "decimal", "functools", "heapq", "io", "itertools", "json", "math"}
+    | {"operator", "os", "pytest", "random", "re", "statistics", "string", "sys", "time", "typing", "unittest"}
+)
+_IMPORTS |= {name: f"import {name}" for name in _MODULES}
 _IMPORTS["np"] = "import numpy as np"
 # Under these names tests import the program.
 _PROGRAMS = frozenset(
@@ -76,11 +62,11 @@ _STAND_INS = {
 _FIXTURES = frozenset({"self", "capsys"})
 
 
-def check_of(text: str, entry: str | None = None) -> Check:
+def check_of(text: str, entry: str | None = None, takes: Collection[str] = ()) -> Check:
     """The check that a text makes of a program.
 
-    `entry` is what the tests call `candidate`, such as "add" or "Solution().add". Raises DataError for a text that
-    cannot be run, or that cannot fail.
+    `entry` is what the tests call `candidate`, such as "add" or "Solution().add". The names that it `takes` come from
+    the program also if Python has them. Raises DataError for a text that cannot be run, or that cannot fail.
     """
     try:
         tree = ast.parse(text)
@@ -88,14 +74,17 @@ def check_of(text: str, entry: str | None = None) -> Check:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise DataError(f"they are neither JSON nor Python ({error})") from None
     modules = _imported(tree)
+    _check_replaced(tree)
     _check_fixtures(tree)
     free = _free(table)
+    own = {name for name in free if name in takes} | _taken(tree)
     if entry is not None:
         if "candidate" in free:
             text = f"candidate = {entry}\n{text}"
         for name in _uncalled_checks(tree):
             text = f"{text}\n{name}({entry})\n"
-        free = (free - {"candidate"}) | _names_of_entry(entry)
+        free.discard("candidate")
+        own |= _names_of_entry(entry)
     elif uncalled := _uncalled_checks(tree):
         raise DataError(
             f"nothing calls {uncalled[0]}(candidate); add a column entry_point with the name of the function to test"
@@ -104,10 +93,10 @@ def check_of(text: str, entry: str | None = None) -> Check:
         raise DataError(
             "no assertion in them runs, so every program would pass; write an assert that calls the program"
         )
-    own = {name for name in free if name not in _IMPORTS and not hasattr(builtins, name)} | _taken(tree)
+    own |= {name for name in free if name not in _IMPORTS and not hasattr(builtins, name)}
     if not own and not modules:
         # MBPP has tasks that ask for a function with the name of a built-in one.
-        own = {name for name in free if name in _IMPORTS} or {name for name in free if name in dir(builtins)}
+        own = {name for name in free if name in _IMPORTS} or free
         if len(own) != 1:
             raise DataError("they use no name of the program; call the function that the task asks for")
     prelude = "\n".join(_IMPORTS[name] for name in sorted(free - own) if name in _IMPORTS)
@@ -219,6 +208,16 @@ def _running(tree: ast.Module, has_entry: bool) -> Iterator[ast.AST]:
 def _names(tree: ast.AST) -> Counter[str]:
     """How often each name is used."""
     return Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+
+
+def _check_replaced(tree: ast.Module) -> None:
+    """Raises DataError for a text that replaces what the program reads, which is in another process."""
+    programs = {alias for module, name, alias in _imports(tree) if module in _PROGRAMS and not name}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+            replaced = f"{node.value.id}.{node.attr}"
+            if replaced == "sys.stdin" or node.value.id in {"builtins"} | programs:
+                raise DataError(f"they set {replaced}, but the program runs in another process; pass it what it needs")
 
 
 def _check_fixtures(tree: ast.Module) -> None:

@@ -64,8 +64,6 @@ class _Context:
 
     function: str | None = None
     setup: str = ""
-    # APPS and TACO put the expected value of a function into a list.
-    wrapped: bool = False
 
     def within(self, fields: Mapping[str, Any]) -> _Context:
         metadata = _data(fields.get("metadata"))
@@ -148,12 +146,12 @@ def _read_fields(fields: Mapping[str, Any], context: _Context, *, one: bool = Fa
         # A text under a singular key is what one program reads, whatever it looks like.
         pairs = [_data(fields[key]) if key[-1] == "s" else fields[key] for key in (inputs, outputs)]
         if one or not all(isinstance(part, list | tuple) for part in pairs):
-            yield _case(fields[inputs], fields[outputs], kind, context)
+            yield _case(fields[inputs], fields[outputs], kind, context, wrapped=kind == "function_call")
             return
         if len(pairs[0]) != len(pairs[1]):
             raise DataError(f"they have {len(pairs[0])} inputs and {len(pairs[1])} outputs")
         for given, expected in zip(pairs[0], pairs[1], strict=True):
-            yield _case(given, expected, kind, replace(context, wrapped=True))
+            yield _case(given, expected, kind, context, wrapped=True)
     elif nested:
         for key in nested:
             yield from _read(fields[key], context)
@@ -163,30 +161,31 @@ def _read_fields(fields: Mapping[str, Any], context: _Context, *, one: bool = Fa
         raise DataError(f"the keys {sorted(map(str, fields))} are not a form of tests that is known ({_KNOWN})")
 
 
-def _case(given: Any, expected: Any, kind: str, context: _Context) -> Run | Check:
+def _case(given: Any, expected: Any, kind: str, context: _Context, *, wrapped: bool) -> Run | Check:
+    """One input and output. `wrapped`: APPS, and sets made of it, put the value of a function into a list."""
     if kind in _CALLS or (context.function and "std" not in kind):
-        return _call(given, expected, context)
+        return _call(given, expected, context, wrapped=wrapped)
     return Run(_printed(given), _printed(expected))
 
 
-def _call(given: Any, expected: Any, context: _Context) -> Check:
+def _call(given: Any, expected: Any, context: _Context, *, wrapped: bool) -> Check:
     """A function that is called with values of JSON must return one."""
     if not context.function:
         raise DataError("they call a function without its name; add a column fn_name or entry_point")
     if isinstance(given, str):
-        arguments, expected = [_value(line) for line in given.splitlines() if line.strip()], _value(expected)
-    else:
-        arguments = list(given) if isinstance(given, list | tuple) else [given]
-    expects = [expected, *(expected if context.wrapped and isinstance(expected, list) and len(expected) == 1 else [])]
+        given, expected = [_value(line) for line in given.splitlines() if line.strip()], _value(expected)
+    named = given if isinstance(given, Mapping) else {}
+    arguments = [] if named else list(given) if isinstance(given, list | tuple) else [given]
+    expects = [expected, *(expected if wrapped and isinstance(expected, list) and len(expected) == 1 else [])]
     name = context.function
     if name.isidentifier():
         # LeetCode's tasks ask for a method of a class.
         name = f"{name} if {name!r} in globals() else Solution().{name}"
     text = (
-        f"import json\narguments, expects = json.loads({json.dumps([arguments, expects])!r})\n"
-        f"result = ({name})(*arguments)\nassert any(__agrees__(result, expected) for expected in expects)"
+        f"import json\narguments, named, expects = json.loads({json.dumps([arguments, named, expects])!r})\n"
+        f"result = ({name})(*arguments, **named)\nassert any(__agrees__(result, expected) for expected in expects)"
     )
-    return check_of(text)
+    return check_of(text, takes={context.function})
 
 
 def _check(text: str, context: _Context) -> Check:

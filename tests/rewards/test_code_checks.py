@@ -22,6 +22,7 @@ from megasync.rewards.code_checks import check_of
         ("if f(2) != 4:\n    raise ValueError", {"f"}),
         ("try:\n    f(2)\nexcept ValueError:\n    pass\nelse:\n    raise AssertionError", {"f"}),
         ("class T(unittest.TestCase):\n    def test(self): self.assertEqual(f(2), 4)", {"f"}),
+        ("solution = Solution()\nsolution.x = 2\nassert solution.y == 2", {"Solution"}),
         ("assert all(Point(x).x == x for x in range(3))", {"Point"}),
     ],
 )  # fmt: skip
@@ -32,6 +33,9 @@ def test_the_names_that_come_from_the_program(text, names):
 def test_an_entry_point_is_what_the_tests_call():
     check = check_of("def check(candidate):\n    assert candidate(1) == 1", "Solution().f")
     assert (check.names, check.text.endswith("\ncheck(Solution().f)\n")) == (("Solution",), True)
+    assert check_of("def check(candidate):\n    assert all(candidate([x]) == x for x in range(3))", "sum").names == (
+        "sum",
+    )
     assert check_of("assert candidate(1) == 1", "f").text == "candidate = f\nassert candidate(1) == 1"
     assert check_of("def check(candidate):\n    assert candidate(1) == 1\ncheck(f)", "f").text.count("check(") == 2
 
@@ -65,6 +69,8 @@ def test_an_entry_point_is_what_the_tests_call():
             "from unittest import mock\nwith mock.patch('f'):\n    assert f(2) == 4",
             "unittest.mock, but the program runs",
         ),
+        ("import sys, io\nsys.stdin = io.StringIO('2')\nassert f() == 4", "they set sys.stdin"),
+        ("import solution\nsolution.x = 2\nassert solution.f() == 4", "they set solution.x"),
         ("import numpy as np\nassert f(2) == np.array([4])", "numpy.array; of numpy the sandbox has"),
         ("import pytest\ndef test_it():\n    pytest.importorskip('x')\n    assert f(2)", "pytest.importorskip"),
         ("print f(2)", "neither JSON nor Python"),

@@ -69,6 +69,8 @@ CASES = {
         NODE + "def left(node): return node.data",
     ),
     "APPS, a wrapped output": ({"tests": '{"fn_name": "add", "inputs": [[1, 3]], "outputs": [[4]]}'}, METHOD, WRONG_METHOD),
+    "a call of a function with the name of a built-in one": ({"tests": '{"fn_name": "sum", "inputs": [[1, 3]], "outputs": [[4]]}'}, ADD.replace("add", "sum"), "x = 1"),
+    "named arguments": ({"tests": '[{"fn_name": "add", "input": {"b": [4], "a": [1]}, "output": [1, 4]}]'}, METHOD, WRONG_METHOD),
     "TACO, a tuple": ({"tests": '{"fn_name": "add", "inputs": [[[1], [0.5]]], "outputs": [[[1, 0.5]]]}'}, "def add(a, b): return tuple(a + b)", WRONG),
     "LiveCodeBench": (
         {"tests": '[{"input": "\\"a\\"\\n\\"b\\"", "output": "\\"ab\\"", "testtype": "functional"}]', "starter_code": "class Solution:\n    def add("},
