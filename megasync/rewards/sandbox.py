@@ -39,6 +39,7 @@ from typing import Any, Self
 
 log = logging.getLogger(__name__)
 
+_warned = False
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 # What a check runs, in the order of imports. The first is also what serves a check in the program's process.
 _LINK = ("sandbox_link", "sandbox_stand_ins", "sandbox_check")
@@ -160,6 +161,7 @@ async def run_check(source: str, check: Check, limits: Limits | None = None) -> 
                     result = await check_sandbox.result()
                 if not (passed := result.code == _PASSED):
                     log.debug("Check failed: %s", result.stderr)
+                    _warn_of_objects(result.stderr)
                     # The program exits after its check. If it never started, `result` raises OSError, because the
                     # program is not at fault.
                     with contextlib.suppress(TimeoutError):
@@ -168,6 +170,18 @@ async def run_check(source: str, check: Check, limits: Limits | None = None) -> 
             except TimeoutError:
                 return False
             return passed
+
+
+def _warn_of_objects(problem: str) -> None:
+    """Says once that a test failed because it computes with an object of the program."""
+    global _warned
+    if "ProgramObject" in problem and not _warned:
+        _warned = True
+        log.warning(
+            "A test failed because it needs data where the program returned an object, or does with an object what the "
+            "code reward does not support. If right programs fail it too, change the test; see docs/rewards.md. %s",
+            problem.strip()[-300:],
+        )
 
 
 @cache

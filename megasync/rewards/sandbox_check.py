@@ -53,15 +53,13 @@ class ProgramObject:
         return self._link_class in self._link_side.names and self._link_class[0].isupper()
 
     def _link_ask(self, operation, *operands):
-        if not (self._link_known() or self._link_iterates or operation in FREE):
-            raise TypeError(f"{operation} needs data, but this is an object of the program's class {self._link_class}")
+        if not (self._link_known() or operation in FREE or (self._link_iterates and operation == "next")):
+            raise TypeError(f"{operation} needs data, but this is a ProgramObject of the class {self._link_class}")
         return self._link_side.ask(operation, self, *operands)
 
     def __getattr__(self, name):
         if name in PREDICATES:
-            raise TypeError(
-                f"{name} needs text or a set, but this is an object of the program's class {self._link_class}"
-            )
+            raise TypeError(f"{name} needs data, but this is a ProgramObject of the class {self._link_class}")
         value = self._link_side.ask("getattr", self, name)
         if isinstance(value, ProgramObject):
             object.__setattr__(value, "_link_called", self._link_known())
@@ -69,9 +67,7 @@ class ProgramObject:
 
     def __call__(self, *positional, **named):
         if (positional or named) and not (self._link_called or self._link_known()):
-            raise TypeError(
-                f"an object of the program's class {self._link_class}, which the test does not name, gets no arguments"
-            )
+            raise TypeError(f"the test names no class {self._link_class}, so this ProgramObject gets no arguments")
         return self._link_side.ask("call", self, list(positional), named)
 
     def __setattr__(self, name, value):
@@ -164,7 +160,7 @@ class CheckSide(Link):
                 return ["own", number]
         iterates = hasattr(type(value), "__next__")
         if not (iterates or callable(value)):
-            raise TypeError(f"a test can pass data and functions to a program, not a {type(value).__name__}")
+            raise TypeError(f"a test passes data, functions and ProgramObjects, not a {type(value).__name__}")
         self.lent.append(value.__next__ if iterates else value)
         return ["iterator" if iterates else "function", len(self.lent) - 1]
 

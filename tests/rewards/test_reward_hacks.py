@@ -368,6 +368,8 @@ class Liar(*{bases}):
 """
 LIARS = {
     "an object": AGREES.format(bases="(object,)") + "f = g = lambda *a, **k: Liar()",
+    "an iterator": AGREES.format(bases="(object,)")
+    + "    __next__ = lambda self: next(iter(()))\nf = g = lambda *a, **k: Liar()",
     "a class": AGREES.format(bases="(object,)").replace("Liar", "f") + "g = f",
     "text": AGREES.format(bases="(str,)") + "f = g = lambda *a, **k: Liar('no')",
     "a list": AGREES.format(bases="(list,)") + "f = g = lambda *a, **k: Liar('no')",

@@ -2,6 +2,7 @@
 
 import pytest
 
+from megasync.rewards import sandbox
 from megasync.rewards.code_checks import check_of
 from megasync.rewards.sandbox import Limits, run_check
 
@@ -215,3 +216,12 @@ async def test_an_operation_that_checks_can_use_on_a_program(check):
 )
 async def test_a_check_that_does_not_pass_is_a_failure(check):
     assert not await run_check(PROGRAM, check_of(check), Limits(cpu_seconds=30, wall_seconds=60))
+
+
+@pytest.mark.processes
+async def test_a_test_that_computes_with_an_object_is_reported_once(caplog, monkeypatch):
+    monkeypatch.setattr(sandbox, "_warned", False)
+    for _ in range(2):
+        assert not await run_check(PROGRAM, check_of("assert Point(1) * 2 == Point(2)"), Limits(wall_seconds=60))
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "'ProgramObject' and 'int'" in record.getMessage()
