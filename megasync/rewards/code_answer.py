@@ -21,8 +21,11 @@ _DEFINES = re.compile(
     r"|(?:from[ \t]+\S+[ \t]+)?import[ \t]+(?P<imported>[^\n#]+))",
     re.MULTILINE,
 )
+# Lines of Python that prose and printed output do not have.
 _CODE = re.compile(
-    r"^[ \t]*(?:(?:async[ \t]+)?def|class|import|from|return|print|for|while|if|with|try)\b|^\w+[ \t]*=", re.MULTILINE
+    r"^[ \t]*(?:(?:async[ \t]+)?def[ \t]+\w+[ \t]*\(|class[ \t]+\w+[ \t]*[(:]|(?:from[ \t]+\S+[ \t]+)?import[ \t]+\w"
+    r"|(?:for[ \t].+[ \t]in|while|if)[ \t].+:[ \t]*(?:#.*)?$|[\w.]+[ \t]*\(.*\)[ \t]*$|\w[\w.\[\]]*[ \t]*=[ \t]*\S)",
+    re.MULTILINE,
 )
 _READS = re.compile(r"\binput[ \t]*\(|\bstdin\b|\bopen[ \t]*\([ \t]*0|\bfileinput\b|\bos\.read\b")
 # A statement at the start of a line that is no definition: the block does something when it runs.

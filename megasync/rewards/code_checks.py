@@ -151,6 +151,8 @@ def _imported(tree: ast.Module) -> set[str]:
             raise DataError(
                 "they patch with unittest.mock, but the program runs in another process; pass it what it needs"
             )
+        if module == "inspect":
+            raise DataError(f"they use inspect.{name}, but the program runs in another process; call what it defines")
         if module in _STAND_INS and name not in _STAND_INS[module]:
             raise DataError(f"they use {module}.{name}; of {module} the sandbox has {sorted(_STAND_INS[module])}")
     return programs
@@ -193,15 +195,14 @@ def _uncalled_checks(tree: ast.Module) -> list[str]:
 
 
 def _running(tree: ast.Module, has_entry: bool) -> Iterator[ast.AST]:
-    """The nodes of a text that run: not those of functions and classes that nothing uses."""
+    """The nodes of a text that run: not those of functions and classes that nothing which runs uses."""
     checks = _uncalled_checks(tree) if has_entry else []
-    used = _names(tree)
-    for statement in tree.body:
-        defines = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        if defines and not is_test(statement) and statement.name not in checks:
-            elsewhere = used[statement.name] - _names(statement)[statement.name]
-            if not elsewhere:
-                continue
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    idle = [s for s in tree.body if isinstance(s, kinds) and not is_test(s) and s.name not in checks]
+    running = [statement for statement in tree.body if statement not in idle]
+    for statement in running:  # which grows meanwhile
+        names = _names(statement)
+        running += [each for each in idle if names[each.name] and each not in running]
         yield from ast.walk(statement)
 
 

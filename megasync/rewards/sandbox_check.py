@@ -491,7 +491,7 @@ def passes(descriptor, check):
     sys.modules["pytest"], sys.modules["numpy"] = stand_in_pytest(verdict), stand_in_numpy(verdict)
     try:
         sys.modules.update({name: Solution(name, side) for name in check["modules"]})
-        space = {"__verdict__": verdict, "__agrees__": agrees}
+        space = {"__verdict__": verdict, "__agrees__": agrees, "__file__": "tests.py"}
         exec(check["prelude"], space)
         space.update(side.variables(check["names"]))
         run_text(check["text"], space, verdict)

@@ -73,6 +73,7 @@ def test_functions_in_blocks_of_their_own_are_all_found():
         (block(MAIN) + "Example:\n" + block("print(solve(3))"), MAIN),
         (block("def main():\n    " + MAIN) + "and then\n" + block("main()"), f"def main():\n    {MAIN}\n\nmain()"),
         (block("print('hello')"), "print('hello')"),
+        (block("print('hello')") + block("for each word: print it\nif it is new\n- with `set`", ""), "print('hello')"),
         (block(MAIN) + "Input:\n" + block("21", "") + "Output:\n" + block("42", ""), MAIN),
     ],
 )

@@ -148,6 +148,10 @@ PORTABLE = {
         "def solve(x): raise StopIteration",
         "assert all(a == b for a, b in zip(map(solve, [2, 3]), [4, 9]))",
     ),
+    "defines the functions of the test": (
+        "def check(candidate): pass\ndef run_tests(*a): return True\nrun = run_tests\ndef solve(x): return 5",
+        "def check(candidate):\n    assert candidate(2) == 4\ndef run_tests():\n    check(solve)\nrun_tests()",
+    ),
     "skips the test": (
         "import unittest\ndef solve(x): raise unittest.SkipTest('no')",
         "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(solve(2), 4)",
