@@ -27,6 +27,9 @@ _IMPORTS = {
         "decimal": ("Decimal",),
         "fractions": ("Fraction",),
         "io": ("StringIO",),
+        "megasync.rewards.sandbox_stand_ins": (
+            *("ListNode", "TreeNode", "list_node", "tree_node", "is_same_list", "is_same_tree"),
+        ),
         "math": ("inf", "isclose", "nan", "pi"),
         "typing": (
             "Any",
@@ -83,8 +86,14 @@ def check_of(text: str, entry: str | None = None, takes: Collection[str] = ()) -
             text = f"candidate = {entry}\n{text}"
         for name in _uncalled_checks(tree):
             text = f"{text}\n{name}({entry})\n"
-        free.discard("candidate")
         own |= _names_of_entry(entry)
+        unknown = {n for n in free - own - {"candidate"} if n not in _IMPORTS and not hasattr(builtins, n)}
+        if unknown:
+            raise DataError(
+                f"they use {', '.join(sorted(unknown))} without a definition, and only the entry point {entry} comes from "
+                f"the program; put the definition into the tests or into test_setup_code"
+            )
+        free.discard("candidate")
     elif uncalled := _uncalled_checks(tree):
         raise DataError(
             f"nothing calls {uncalled[0]}(candidate); add a column entry_point with the name of the function to test"

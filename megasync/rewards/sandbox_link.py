@@ -361,7 +361,7 @@ class ProgramSide(Link):
     def perform(self, operation, *operands):
         if operation == "names":
             # A snapshot: threads of the program may add names meanwhile.
-            variables = NODES | self.space
+            variables = dict(self.space)
             found = {name: variables[name] for name in operands[0] if name in variables}
             self.labels.update({id(value): name for name, value in found.items() if isinstance(value, type)})
             return found

@@ -1,4 +1,4 @@
-"""Stand-ins for the packages that tests of public sets import: of pytest and NumPy what those sets use.
+"""Stand-ins for what tests of public sets import or expect: of pytest and NumPy what those sets use; LeetCode's nodes.
 
 Standard library only. `code_checks` refuses tests that use more.
 """
@@ -12,6 +12,8 @@ import math
 import re
 import sys
 import types
+
+from megasync.rewards.sandbox_link import ListNode, TreeNode
 
 
 class Approximately:
@@ -157,3 +159,48 @@ def stand_in_numpy(verdict):
     module.__dict__.update(allclose=allclose, isclose=allclose, testing=testing, ndarray=array)
     module.__dict__.update({name: type(name, (float,), {}) for name in ("float32", "float64")})
     return module
+
+
+def list_node(values):
+    """A linked list, as the tests of LeetCodeDataset write it."""
+    head = None
+    for value in reversed(values):
+        head = ListNode(value, head)
+    return head
+
+
+def tree_node(values):
+    """A binary tree from its values by levels, with None for a missing child."""
+    if not values:
+        return None
+    root, rest = TreeNode(values[0]), iter(values[1:])
+    parents = [root]
+    for parent in parents:  # which grows meanwhile
+        for side in ("left", "right"):
+            if (value := next(rest, None)) is not None:
+                setattr(parent, side, TreeNode(value))
+                parents.append(getattr(parent, side))
+    return root
+
+
+def is_same_list(one, other):
+    """Whether two linked lists, one of which may be the program's, have the same values."""
+    while one is not None and other is not None:
+        if one.val != other.val:
+            return False
+        one, other = one.next, other.next
+    return one is None and other is None
+
+
+def is_same_tree(one, other):
+    """Whether two binary trees, one of which may be the program's, have the same values at the same places."""
+    pairs = [(one, other)]
+    for left, right in pairs:  # which grows meanwhile
+        if left is None or right is None:
+            if left is not right:
+                return False
+        elif left.val != right.val:
+            return False
+        else:
+            pairs += [(left.left, right.left), (left.right, right.right)]
+    return True

@@ -41,6 +41,15 @@ def test_an_entry_point_is_what_the_tests_call():
     assert check_of("def check(candidate):\n    assert candidate(1) == 1\ncheck(f)", "f").text.count("check(") == 2
 
 
+def test_with_an_entry_point_nothing_else_comes_from_the_program():
+    """Otherwise a program could define what compares its results."""
+    text = "def check(candidate):\n    assert same(candidate(1), 1)"
+    with pytest.raises(DataError, match="they use same without a definition, and only the entry point f"):
+        check_of(text, "f")
+    assert check_of(f"def same(a, b): return a == b\n{text}", "f").names == ("f",)
+    assert check_of(text.replace("same", "is_same_list"), "f").names == ("f",)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -77,6 +77,16 @@ CASES = {
         METHOD,
         WRONG_METHOD,
     ),
+    "LeetCodeDataset, lists": (
+        {"tests": "def check(candidate):\n    assert is_same_list(candidate(head = list_node([1, 2])), list_node([2, 1]))", "entry_point": "Solution().turn"},
+        "class Solution:\n    def turn(self, head: Optional[ListNode]):\n        head.next.next, head.next, head = head, None, head.next\n        return head",
+        "class Solution:\n    def turn(self, head): return head\ndef is_same_list(*lists): return True",
+    ),
+    "LeetCodeDataset, trees": (
+        {"tests": "def check(candidate):\n    assert is_same_tree(candidate(tree_node([1, None, 2, 3])), tree_node([1, 2, None, None, 3]))", "entry_point": "Solution().turn"},
+        "class Solution:\n    def turn(self, n):\n        return n and TreeNode(n.val, self.turn(n.right), self.turn(n.left))",
+        "class Solution:\n    def turn(self, n): return n\ndef is_same_tree(*trees): return True",
+    ),
     "KodCode, a class": ({"tests": TEST_STACK}, STACK, STACK.replace(".pop()\n", "[0]\n")),
     "unittest as a script": (
         {"tests": "import unittest\nfrom solution import add\nclass T(unittest.TestCase):\n    def test_it(self):\n        self.assertAlmostEqual(add(0.1, 0.2), 0.3)\nif __name__ == '__main__':\n    unittest.main()"},
