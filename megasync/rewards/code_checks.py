@@ -90,8 +90,8 @@ def check_of(text: str, entry: str | None = None, takes: Collection[str] = ()) -
         unknown = {n for n in free - own - {"candidate"} if n not in _IMPORTS and not hasattr(builtins, n)}
         if unknown:
             raise DataError(
-                f"they use {', '.join(sorted(unknown))} without a definition, and only the entry point {entry} comes from "
-                f"the program; put the definition into the tests or into test_setup_code"
+                f"they use {', '.join(sorted(unknown))} without a definition, and only the entry point {entry} comes "
+                f"from the program; put the definition into the tests or into test_setup_code"
             )
         free.discard("candidate")
     elif uncalled := _uncalled_checks(tree):
