@@ -63,6 +63,7 @@ _STAND_INS = {
     "numpy": frozenset({"allclose", "float32", "float64", "isclose", "ndarray", "testing"}),
 }
 _FIXTURES = frozenset({"self", "capsys"})
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def check_of(text: str, entry: str | None = None, takes: Collection[str] = ()) -> Check:
@@ -206,8 +207,7 @@ def _uncalled_checks(tree: ast.Module) -> list[str]:
 def _running(tree: ast.Module, has_entry: bool) -> Iterator[ast.AST]:
     """The nodes of a text that run: not those of functions and classes that nothing which runs uses."""
     checks = _uncalled_checks(tree) if has_entry else []
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    idle = [s for s in tree.body if isinstance(s, kinds) and not is_test(s) and s.name not in checks]
+    idle = [s for s in tree.body if isinstance(s, _DEFINITIONS) and not is_test(s) and s.name not in checks]
     running = [statement for statement in tree.body if statement not in idle]
     for statement in running:  # which grows meanwhile
         names = _names(statement)

@@ -61,7 +61,11 @@ class CodeReward:
             raise TypeError(f"no program can run within {self._limits}; raise the limits ({problem})")
         self._free = asyncio.Semaphore(parallel or os.cpu_count() or 1)
         self._swept = False
-        if not network_is_cut():
+        try:
+            cut = network_is_cut()
+        except OSError as error:
+            raise TypeError(f"the code reward cannot run programs on this machine: {error}") from error
+        if not cut:
             if require_no_network:
                 raise TypeError(
                     "require_no_network=True, but this kernel does not allow unprivileged namespaces; enable them "

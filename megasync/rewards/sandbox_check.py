@@ -10,7 +10,7 @@ only between two such objects.
 
 # What comes from the other process has no known type, and a test may contain anything.
 # pyright: reportCallIssue=false, reportOptionalIterable=false, reportGeneralTypeIssues=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 
 import ast
 import contextlib

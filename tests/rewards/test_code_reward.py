@@ -3,6 +3,7 @@
 import pytest
 
 from megasync.errors import DataError
+from megasync.rewards import sandbox
 from megasync.rewards.code_reward import CodeReward
 
 DOUBLE = [{"input": "2\n", "output": "4\n"}, {"input": "5\n", "output": "10"}, {"input": "0", "output": "0\n\n"}]
@@ -69,3 +70,10 @@ def test_a_kernel_without_network_isolation_is_refused_if_isolation_is_required(
     CodeReward()
     with pytest.raises(TypeError, match="require_no_network.*user namespaces|namespaces.*container"):
         CodeReward(require_no_network=True)
+
+
+def test_a_machine_that_cannot_run_programs_is_refused(monkeypatch):
+    monkeypatch.setattr(sandbox, "_probe", lambda kind: "no clone")
+    sandbox.isolation.cache_clear()
+    with pytest.raises(TypeError, match="cannot run programs on this machine.*no clone"):
+        CodeReward()
