@@ -31,7 +31,7 @@ from megasync.rewards.sandbox_check import TOLERANCE
 _INPUTS, _OUTPUTS = ("input", "inputs", "stdin"), ("output", "outputs", "expected_output", "stdout", "expected")
 _LISTS = ("test_cases", "tests", "test_list", "assert_case", "cases", "official_tests", "public_tests")
 _LISTS += ("public_test_cases", "private_tests", "private_test_cases", "generated_tests")
-_CODE = ("test", "test_code", "functional", "unit_test", "code")
+_CODE = ("test", "test_code", "functional", "unit_test")
 _FUNCTIONS = ("entry_point", "fn_name", "func_name", "function_name")
 _SETUP = ("test_imports", "test_setup_code", "import_prefix", "setup")
 # The columns of a row that are read.
@@ -136,7 +136,7 @@ def _read_list(tests: Sequence, context: _Context) -> Iterator[Run | Check]:
 
 
 def _read_fields(fields: Mapping[str, Any], context: _Context, *, one: bool = False) -> Iterator[Run | Check]:
-    """The tests of an object; `one` if it stands in a list, so that a list in it is the input of one test."""
+    """The tests of an object; `one` if it stands in a list, so that a list under "input" is that of one test."""
     context = context.within(fields)
     inputs, outputs = (next((key for key in keys if key in fields), None) for keys in (_INPUTS, _OUTPUTS))
     nested = [key for key in _LISTS if fields.get(key)]
@@ -145,7 +145,7 @@ def _read_fields(fields: Mapping[str, Any], context: _Context, *, one: bool = Fa
     if inputs and outputs:
         # A text under a singular key is what one program reads, whatever it looks like.
         pairs = [_data(fields[key]) if key[-1] == "s" else fields[key] for key in (inputs, outputs)]
-        if one or not all(isinstance(part, list | tuple) for part in pairs):
+        if (one and inputs[-1] != "s") or not all(isinstance(part, list | tuple) for part in pairs):
             yield _case(fields[inputs], fields[outputs], kind, context, wrapped=kind == "function_call")
             return
         if len(pairs[0]) != len(pairs[1]):
@@ -163,7 +163,8 @@ def _read_fields(fields: Mapping[str, Any], context: _Context, *, one: bool = Fa
 
 def _case(given: Any, expected: Any, kind: str, context: _Context, *, wrapped: bool) -> Run | Check:
     """One input and output. `wrapped`: APPS, and sets made of it, put the value of a function into a list."""
-    if kind in _CALLS or (context.function and "std" not in kind):
+    # Other kinds are "stdin", "stdin_stdout", "standard_input".
+    if kind in _CALLS or (context.function and not kind.startswith("st")):
         return _call(given, expected, context, wrapped=wrapped)
     return Run(_printed(given), _printed(expected))
 

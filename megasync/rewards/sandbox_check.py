@@ -4,8 +4,8 @@ Standard library only. A text passes if it runs to its end, at least one of its 
 false. Collected like unittest and pytest do, its test functions and classes run after it.
 
 Invariant: the program never decides a comparison with a value of the test. What it returns is plain data or a
-`ProgramObject`, which is told a value of the test only if the test names its class, and has operators of two operands
-only between two such objects.
+`ProgramObject`, which is told a value of the test only if the test names its class. Operators of two operands are the
+program's between two such objects; with data, such an object is compared as the value of its built-in base.
 """
 
 # What comes from the other process has no known type, and a test may contain anything.
@@ -21,13 +21,24 @@ import math
 import sys
 import types
 
-from megasync.rewards.sandbox_link import BINARY, ERROR_MODULES, NODES, TYPES, UNARY, Link, Values, builtin_base
+from megasync.rewards.sandbox_link import (
+    BINARY,
+    ERROR_MODULES,
+    NODES,
+    OPERATIONS,
+    TYPES,
+    UNARY,
+    Link,
+    Values,
+    builtin_base,
+)
 from megasync.rewards.sandbox_stand_ins import Captured, stand_in_numpy, stand_in_pytest
 
 # Operations on an object of any class, because they compare nothing.
 FREE = ("bool", "str", "repr")
 # What the program may return to be called. The names are the program's: whoever takes one can only be called.
 FUNCTIONS = frozenset({"function", "method", "builtin_function_or_method", "partial", "_lru_cache_wrapper"})
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 # Methods of text and sets that say whether they agree with their argument.
 PREDICATES = frozenset({"startswith", "endswith", "issubset", "issuperset", "isdisjoint"})
 # Equal numbers of results: absolute, and relative to the expected one.
@@ -127,9 +138,16 @@ def unary(operation):
 
 def binary(operation):
     def method(self, other):
-        if isinstance(other, ProgramObject) and self._link_known() and other._link_known():
-            return self._link_ask(operation, other)
-        return NotImplemented
+        if isinstance(other, ProgramObject):
+            return self._link_ask(operation, other) if self._link_known() and other._link_known() else NotImplemented
+        if operation not in COMPARISONS or not self._link_known():
+            return NotImplemented
+        try:
+            # The value of its built-in base, such as the items of a class that derives from list.
+            plain = self._link_ask("plain")
+        except TypeError:
+            return NotImplemented
+        return NotImplemented if isinstance(plain, ProgramObject) else OPERATIONS[operation](plain, other)
 
     return method
 

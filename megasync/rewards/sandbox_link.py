@@ -7,8 +7,8 @@ Standard library only; both sides have this file without the package. As a scrip
 `program.py` and then answers. Frames are JSON, preceded by their length.
 
 Invariant: data crosses by value. `Values.read` rebuilds Python's own exact types, whatever the program defined or
-patched, so nothing that a test computes with data can reach code of the program. A subclass of a built-in type
-arrives as a value of that type.
+patched, so nothing that a test computes with data can reach code of the program. An instance of a subclass of a
+built-in type arrives as a value of that type, unless the test names its class.
 """
 
 # Unpacked values come from the other process, so their types are unknown here.
@@ -145,6 +145,10 @@ class Link:
         """The packed form of a value that is not data."""
         raise NotImplementedError
 
+    def keeps(self, kind):
+        """Whether an instance of a class stays on this side although the class derives from a built-in one."""
+        return False
+
     def sends_state(self, value):
         """Whether an object is sent as its attributes, like a container."""
         return False
@@ -220,7 +224,7 @@ class Values:
             return [kind.__name__, [self.pack(part) for part in MADE[kind][0](value)]]
         if kind is type and TYPES.get(value.__name__) is value:
             return ["type", value.__name__]
-        bases = () if kind is type else [base for base in BASES if base in kind.__mro__]
+        bases = () if kind is type or self.link.keeps(kind) else [base for base in BASES if base in kind.__mro__]
         if bases and bases[0] is tuple and type(fields := getattr(kind, "_fields", None)) is tuple:
             return ["named", [kind.__name__, list(map(str, fields)), [self.pack(item) for item in value]]]
         return self.pack(BASES[bases[0]](value)) if bases else self.link.give(value)
@@ -338,6 +342,9 @@ class ProgramSide(Link):
         function = CheckFunction(self, data)
         return function if kind == "function" else iterated(function)
 
+    def keeps(self, kind):
+        return self.labels.get(id(kind), "")[:1].isupper()
+
     def make(self, class_name):
         kind = self.space.get(class_name, NODES.get(class_name))
         return object.__new__(kind if isinstance(kind, type) else type(class_name, (), {}))
@@ -369,6 +376,12 @@ class ProgramSide(Link):
             found = {name: variables[name] for name in operands[0] if name in variables}
             self.labels.update({id(value): name for name, value in found.items() if isinstance(value, type)})
             return found
+        if operation == "plain":
+            (value,) = operands
+            base = next((base for base in BASES if base in type(value).__mro__), None)
+            if base is None:
+                raise TypeError("an object of no built-in type")
+            return BASES[base](value)
         if operation == "await":
             # Here, because the import takes longer than most programs.
             import asyncio

@@ -23,6 +23,7 @@ COLUMNS = {"inputs": [run.stdin for run in RUNS], "outputs": [run.output for run
         tuple(CASES),
         [[run.stdin, run.output] for run in RUNS],
         COLUMNS,
+        [COLUMNS],
         {"input": COLUMNS["inputs"], "output": COLUMNS["outputs"]},
         {"inputs": [["1 2", ""], ["5 6", ""]], "outputs": [["3", ""], ["11", ""]]},
         [{"stdin": case["input"], "expected_output": case["output"], "explanation": None} for case in CASES],

@@ -22,6 +22,16 @@ class Kind(str, enum.Enum):
 class Pair(NamedTuple):
     a: int
     b: int
+    def total(self): return self.a + self.b
+
+class Cache(collections.OrderedDict):
+    def __init__(self, size): self.size = size
+    def get(self, key): return self[key] if key in self else -1
+    def put(self, key, value): self[key] = value
+
+def cache(): return Cache(2)
+def red(): return Color.RED
+def pair(): return Pair(1, 2)
 
 @dataclass
 class Point:
@@ -167,6 +177,9 @@ def buy(price): raise Broke(price)
         "assert math.isclose(square(0.1), 0.01)",
         # A class that the test knows by another name, and objects of one that it does not name.
         "q = Queue([1, 2])\nassert q.pop() == 1 and len(q) == 1 and isinstance(q, Queue) and isinstance(q, Stack)",
+        "c = Cache(2)\nc.put(1, 5)\nassert c.get(1) == 5 and c.get(2) == -1 and c == {1: 5} and {1: 5} == c and len(c) == 1 and 1 in c",
+        "assert Color.RED.name == 'RED' and Pair(1, 2).total() == 3 and Pair(1, 2) in [(1, 2)] and same(Pair(1, 2)).a == 1",
+        "assert cache() == {} and type(cache()) is dict and red() == 1 and type(red()) is int and pair().b == 2",
         "n = nodes()\nassert n.value == 1 and n.after.value == 2 and n.after.after is None and n.double() == 2 and n == n",
         "f = counted(lambda x: x)\nassert [f(1), f(2)] == [1, 2] and f.count == 2",
         "def fill(items): items.append(len(items))\na = []\napply(fill, a, a)\nassert a == [0, 1]",
@@ -211,6 +224,8 @@ async def test_an_operation_that_checks_can_use_on_a_program(check):
         "fail(SystemExit)",
         "assert Point(1) == 1",
         "assert make() == [1, 2]",
+        "c = Cache(2)\nassert c == {1: 5}",
+        "assert Pair(1, 2) + (3,) == (1, 2, 3)",
         "assert not (same(Color.RED) == 1)",
     ],
 )
