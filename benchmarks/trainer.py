@@ -18,12 +18,13 @@ import argparse
 import multiprocessing
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from math import prod
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -185,26 +186,41 @@ def measure_ranks(config: Config, groups: list[Group], steps: int) -> list[tuple
     pairs = [context.Pipe() for _ in range(world)]
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=rank_process, args=(theirs, config, rank, world, folder))
+            context.Process(target=rank_process, args=(theirs, config, rank, world, folder), daemon=True)
             for rank, (_, theirs) in enumerate(pairs)
         ]
-        for process in processes:
+        for process, (_, theirs) in zip(processes, pairs, strict=True):
             process.start()
+            # With its only other end in the process, the pipe ends when the process dies.
+            theirs.close()
         pipes = [ours for ours, _ in pairs]
-        address = pipes[0].recv()
+        address = answers(pipes[:1])[0]
         for pipe in pipes:
             pipe.send(address)
         seconds = []
         for step in range(1, steps + 2):
             for pipe in pipes:
                 pipe.send((leased, step, 0))
-            ours, plain = zip(*(pipe.recv() for pipe in pipes), strict=True)
+            ours, plain = zip(*answers(pipes), strict=True)
             seconds.append((together(ours), together(plain)))
         for pipe in pipes:
             pipe.send(None)
         for process in processes:
             process.join()
     return seconds[1:]
+
+
+def answers(pipes: list[Connection]) -> list[Any]:
+    """One answer of each rank. Exits when a rank dies: the others would wait for it, so they end with this process."""
+    found: dict[int, Any] = {}
+    while len(found) < len(pipes):
+        for pipe in wait([pipe for rank, pipe in enumerate(pipes) if rank not in found]):
+            rank = pipes.index(cast("Connection", pipe))
+            try:
+                found[rank] = pipes[rank].recv()
+            except EOFError:
+                sys.exit(f"rank {rank} died; see its error above")
+    return [found[rank] for rank in range(len(pipes))]
 
 
 def measure_hugging_face(config: Config, groups: list[Group], steps: int, threads: int) -> list[float]:

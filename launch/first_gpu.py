@@ -195,7 +195,11 @@ def judge_run(name: str, learns: bool) -> Judge:
         scores = [row["eval/score"] for row in rows if "eval/score" in row]
         if scores:
             numbers |= {"score before": scores[0], "score after": scores[-1]}
-        bad = [row["step"] for row in steps if not math.isfinite(row["train/loss"]) or row.get("train/skipped")]
+        bad = [
+            row["step"]
+            for row in steps
+            if not math.isfinite(row.get("train/loss", math.nan)) or row.get("train/skipped")
+        ]
         if bad:
             return f"steps {bad} were skipped or have a loss that is not finite", numbers
         if learns and scores[-1] <= scores[0]:

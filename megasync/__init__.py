@@ -34,6 +34,10 @@ _PUBLIC = {
 __all__ = ["AsyncTrainer", "Config", "MegasyncError", "RunResult", "Trajectory"]
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'megasync' has no attribute {name!r}")

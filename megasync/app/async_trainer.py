@@ -8,16 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from megasync.app.resume_file import is_resumable, read_resume_file, write_resume_file
 from megasync.app.rollout_worker import check_workload_travels
 from megasync.app.run import Run
-from megasync.app.run_directory import new_run_dir, stop_signals
+from megasync.app.run_directory import finished_run, hint_to_resume, new_run_dir, refuse_running_loop, stop_signals
 from megasync.app.workload import Custom, prepare_workload
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config
 from megasync.config.changes import check_changes
 from megasync.device import check_machine
 from megasync.errors import CheckpointError, ConfigError
-from megasync.observe.result import RunResult
+from megasync.observe.result import RunResult, show_result
 from megasync.preflight.check import check_config
 from megasync.serving.external_server import check_external_servers
 
@@ -114,25 +116,34 @@ class AsyncTrainer:
         check_changes(load_config(run_dir / CONFIG_FILE), self.config, step)
 
     def train(self) -> RunResult:
-        """Runs to the end. Ctrl-C once finishes the step, saves and ends; twice ends immediately.
+        """Runs to the end and prints a summary. Ctrl-C once finishes the step, saves and ends; twice ends immediately.
 
-        Raises ConfigError or DataError for unusable data or functions before any process starts; another MegasyncError,
-        with its cause, for what ended the run; KeyboardInterrupt after a second Ctrl-C.
+        A resumed run that has reached its goal starts nothing. Raises ConfigError or DataError for unusable data or
+        functions before any process starts; another MegasyncError, with its cause, for what ended the run;
+        KeyboardInterrupt after a second Ctrl-C; ConfigError inside a running event loop, such as a notebook's: `run`
+        is for those.
         """
+        refuse_running_loop("train()", "await trainer.run()")
         return asyncio.run(self.run())
 
     async def run(self) -> RunResult:
-        """`train` for callers with an event loop."""
+        """`train` for callers with an event loop: `result = await trainer.run()`."""
+        done = None if self._run_dir is None else await asyncio.to_thread(finished_run, self._run_dir, self.config)
+        result = done or await self._execute()
+        show_result(result, Console())
+        return result
+
+    async def _execute(self) -> RunResult:
         # Before the run directory is created: a refused dataset or function leaves nothing behind.
         workload = await asyncio.to_thread(prepare_workload, self.config, self._custom)
         if self.config.rollout.workers:
             await asyncio.to_thread(check_workload_travels, workload, self._custom)
         if self.config.rollout.external:
             await check_external_servers(self.config)
-        run_dir = self._run_dir or new_run_dir(self.config, self._custom.names())
+        run_dir = self._run_dir or new_run_dir(self.config, self._custom.described())
         if self._resume_file is not None:
             await asyncio.to_thread(write_resume_file, self._resume_file, run_dir)
         run = Run(self.config, run_dir, workload, self._checkpoint, self._custom)
         task = asyncio.create_task(run.execute(), name="run")
-        with stop_signals(run, task):
+        with stop_signals(run, task), hint_to_resume(run_dir):
             return await task

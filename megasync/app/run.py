@@ -123,7 +123,7 @@ class Run:
                     self._reports.describe = self._controller.describe
                     with observer.running():
                         progress = await self._controller.run()
-                    observer.stopped = self._controller.stop_reason
+                    observer.stopped, observer.finished = self._controller.stop_reason, self._controller.finished
                     observer.message("shutting down servers and trainer ranks")
                 export_dir = await asyncio.to_thread(export_newest, self.config, self.run_dir, observer.message)
             return RunResult(
@@ -133,6 +133,7 @@ class Run:
                 scores=list(progress.history),
                 export_dir=export_dir,
                 stopped=self._controller.stop_reason,
+                finished=self._controller.finished,
             )
 
     async def dump(self) -> None:
@@ -160,7 +161,7 @@ class Run:
         publisher, held_adapters = await self._build_publisher(stack, device, started, observer)
         seed = config.seed if config.rollout.deterministic else None
         evaluation = None
-        if self._workload.eval_sets:
+        if self._workload.eval_sets and config.eval.every_steps:
             evaluation = self._build_evaluation(config, client, started.servers, observer, seed)
         parts = ControlledParts(
             trainer=started.trainer,

@@ -5,28 +5,39 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
+from megasync.app.resume_file import is_resumable
 from megasync.concurrency.tasks import handle_signals
-from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, save_config
+from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
 from megasync.errors import ConfigError
 from megasync.files import atomic_write
 from megasync.layout.shards import export_checkpoint
+from megasync.observe.curve import points
+from megasync.observe.metrics import STEP, read_metrics
+from megasync.observe.names import SCORE, VALIDATION_LOSS
+from megasync.observe.result import RunResult, SupervisedResult, resume_command
+from megasync.observe.state_file import RunState, read_state
 from megasync.trainer.checkpoint import latest
 
+log = logging.getLogger(__name__)
+
+# Said of a run that is resumed after it has reached its goal.
+ALREADY_FINISHED = "finished before, so nothing was started; a larger schedule.total_steps or sft.epochs trains further"
 # The model at the end, below the run directory.
 EXPORT_FOLDER = "export"
 # Models of earlier steps.
 EXPORTS_FOLDER = "exports"
 
 
-def new_run_dir(config: Config, custom: Sequence[str] = ()) -> Path:
-    """Creates a run directory with its configuration. `custom` names what the run got from Python.
+def new_run_dir(config: Config, custom: Mapping[str, str] | None = None) -> Path:
+    """Creates a run directory with its configuration. `custom` names and describes what the run got from Python.
 
     Raises ConfigError if it cannot be written.
     """
@@ -36,7 +47,7 @@ def new_run_dir(config: Config, custom: Sequence[str] = ()) -> Path:
         try:
             run_dir.mkdir(parents=True)
             # Before the configuration, which makes the folder a run directory: a run directory has both.
-            atomic_write(run_dir / CUSTOM_FILE, json.dumps(list(custom)))
+            atomic_write(run_dir / CUSTOM_FILE, json.dumps(custom or {}))
             save_config(config, run_dir / CONFIG_FILE)
         except FileExistsError:
             continue
@@ -44,6 +55,43 @@ def new_run_dir(config: Config, custom: Sequence[str] = ()) -> Path:
             raise ConfigError(f"run_root={config.run_root!r} cannot be written: {error}") from error
         return run_dir
     raise ConfigError(f"cannot create a run directory: {stem} and 99 names like it exist")
+
+
+def finished_run(run_dir: Path, config: Config) -> RunResult | None:
+    """The result of a run that has reached its goal, if `config` sets no further one; None for any other run."""
+    state = read_state(run_dir)
+    if not _is_finished(state, run_dir, config):
+        return None
+    return RunResult(
+        run_dir=run_dir,
+        step=state.step,
+        version=state.version,
+        scores=[(int(step), score) for step, score in points(read_metrics(run_dir), STEP, SCORE)],
+        export_dir=_exported(config, run_dir),
+        stopped=ALREADY_FINISHED,
+    )
+
+
+def finished_supervised(run_dir: Path, config: Config) -> SupervisedResult | None:
+    """The result of a supervised run that has trained all of its epochs, as `finished_run`."""
+    state = read_state(run_dir)
+    if not _is_finished(state, run_dir, config):
+        return None
+    losses = [(int(step), loss) for step, loss in points(read_metrics(run_dir), STEP, VALIDATION_LOSS)]
+    return SupervisedResult(run_dir, state.step, losses, _exported(config, run_dir), ALREADY_FINISHED)
+
+
+def _is_finished(state: RunState | None, run_dir: Path, config: Config) -> TypeGuard[RunState]:
+    def goal(of: Config) -> tuple[int, float | None, int]:
+        return of.schedule.total_steps, of.schedule.stop_at_score, of.sft.epochs
+
+    return state is not None and state.status == "finished" and goal(config) == goal(load_config(run_dir / CONFIG_FILE))
+
+
+def _exported(config: Config, run_dir: Path) -> Path | None:
+    """The final model: the one that is there, or else written now if `checkpoint.export` asks for it."""
+    out = run_dir / EXPORT_FOLDER
+    return out if out.exists() else export_newest(config, run_dir, log.info)
 
 
 def export_newest(config: Config, run_dir: Path, notify: Callable[[str], None]) -> Path | None:
@@ -55,8 +103,8 @@ def export_newest(config: Config, run_dir: Path, notify: Callable[[str], None]) 
     if out.exists():
         # Exported from an older checkpoint, before the run was resumed: nothing is lost.
         shutil.rmtree(out)
+    notify(f"exporting {newest.name} as a Hugging Face checkpoint")
     export_checkpoint(newest, Path(config.model.path), out)
-    notify(f"Hugging Face checkpoint: {out}")
     return out
 
 
@@ -68,6 +116,26 @@ def export_step(config: Config, run_dir: Path, checkpoint: Path, notify: Callabl
     out.parent.mkdir(exist_ok=True)
     export_checkpoint(checkpoint, Path(config.model.path), out)
     notify(f"Hugging Face checkpoint: {out}")
+
+
+def refuse_running_loop(call: str, instead: str) -> None:
+    """Raises ConfigError inside a running event loop, where `call` would fail with an error of asyncio's own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise ConfigError(f"{call} was called inside a running event loop, such as a notebook's; write {instead} there")
+
+
+@contextlib.contextmanager
+def hint_to_resume(run_dir: Path) -> Iterator[None]:
+    """Adds to what ends the run early how it is resumed, unless it ended before it began."""
+    try:
+        yield
+    except BaseException as error:
+        if is_resumable(run_dir):
+            error.add_note(f"to resume: {resume_command(run_dir)}")
+        raise
 
 
 class Stoppable(Protocol):

@@ -22,7 +22,14 @@ from numpy.typing import NDArray
 
 from megasync.app.hang_request import answer_with_report
 from megasync.app.mailbox import Mailbox
-from megasync.app.run_directory import export_newest, export_step, new_run_dir, stop_signals
+from megasync.app.run_directory import (
+    export_newest,
+    export_step,
+    finished_supervised,
+    hint_to_resume,
+    new_run_dir,
+    stop_signals,
+)
 from megasync.app.run_lock import RunLock
 from megasync.app.servers import reserve_pools
 from megasync.app.workload import stop_ids
@@ -109,7 +116,7 @@ def prepare_rows(config: Config) -> tuple[SupervisedRows, list[str]]:
     for name, dataset in (("train", sft.train), ("validation", sft.validation)):
         if dataset is None:
             continue
-        found[name], long = renderer.rows(load_conversations(dataset), f"sft.{name}")
+        found[name], long = renderer.rows(load_conversations(dataset, config.data), f"sft.{name}")
         trained = sum(int(row.trained.sum()) for row in found[name])
         left_out = f"; {long} longer than sft.max_tokens={limit} are left out" if long else ""
         messages.append(f"sft.{name}: {len(found[name])} rows with {trained} trained tokens{left_out}")
@@ -132,7 +139,7 @@ def resume_supervised(run_dir: Path, overrides: Sequence[str] = ()) -> Supervise
     config = load_config(run_dir / CONFIG_FILE, overrides)
     newest = latest(run_dir)
     check_changes(load_config(run_dir / CONFIG_FILE), config, 0 if newest is None else step_of(newest))
-    return asyncio.run(_begin(config, run_dir))
+    return finished_supervised(run_dir, config) or asyncio.run(_begin(config, run_dir))
 
 
 async def _begin(config: Config, run_dir: Path | None) -> SupervisedResult:
@@ -150,7 +157,7 @@ async def _begin(config: Config, run_dir: Path | None) -> SupervisedResult:
         _check_rows(run_dir / ROWS_FILE, described)
     run = SupervisedRun(config, run_dir, rows, messages)
     task = asyncio.create_task(run.execute(), name="run")
-    with stop_signals(run, task):
+    with stop_signals(run, task), hint_to_resume(run_dir):
         return await task
 
 
@@ -234,10 +241,10 @@ class SupervisedRun:
                             await self._train(trainer, observer)
                     finally:
                         await self._exported()
-                    observer.stopped = self._reason
+                    observer.stopped, observer.finished = self._reason, not self._reason
                     observer.message("shutting down trainer ranks")
                 export_dir = await asyncio.to_thread(export_newest, self.config, self.run_dir, observer.message)
-            return SupervisedResult(self.run_dir, self._step, self._losses, export_dir, self._reason)
+            return SupervisedResult(self.run_dir, self._step, self._losses, export_dir, self._reason, not self._reason)
 
     async def _start(self, stack: AsyncExitStack, observer: RunObserver, reports: HangReporter) -> TrainerGroup:
         device = resolve_device(self.config.cluster.device)

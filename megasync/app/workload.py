@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from megasync.config import Config
-from megasync.config.schema import RolloutConfig
+from megasync.config.schema import DataConfig, RolloutConfig
 from megasync.data import PromptSource, Renderer, as_rows, load_dataset, load_training_sets, split_examples
 from megasync.data.curriculum import Curriculum, curriculum_of
+from megasync.data.datasets import default_reward, no_default_reward, warn_of_missing_answers
 from megasync.data.render import load_tokenizer
 from megasync.environments import Play
 from megasync.errors import ConfigError
 from megasync.evaluation.held_out import HeldOutSet, held_out_sets, sets_of_worker
 from megasync.gateway import AgentWorkflow
-from megasync.importing import load_callable, load_function
+from megasync.importing import load_callable, load_function, name_of
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.routes import RouteFormat
 from megasync.rewards import RewardRunner
@@ -43,8 +44,18 @@ class Custom:
     train_dataset: Sequence[dict] | None = None
     eval_dataset: Sequence[dict] | None = None
 
-    def names(self) -> list[str]:
-        return [name for name in self.__slots__ if getattr(self, name) is not None]
+    def described(self) -> dict[str, str]:
+        """What was passed, by the names of the fields: the functions' names, and the numbers of rows."""
+        given = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
+        return {
+            name: f"{len(value):,} rows" if name.endswith("_dataset") else _function_names(value)
+            for name, value in given.items()
+        }
+
+
+def _function_names(given: Any) -> str:
+    functions = given if isinstance(given, Mapping | list | tuple) else [given]
+    return ", ".join(each if isinstance(each, str) else name_of(each) for each in functions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,19 +122,20 @@ def prepare_workload(config: Config, custom: Custom) -> Workload:
     scoring = Scoring(config, custom.reward)
     sets = None
     if config.data.sets and custom.train_dataset is None:
-        rows, verifier, sets = load_training_sets(config.data.sets)
+        rows, verifier, sets = load_training_sets(config.data.sets, config.data)
     else:
-        rows, verifier = _rows(config.data.train, custom.train_dataset)
+        rows, verifier = _rows(config.data, custom.train_dataset)
     examples, rows = split_examples(rows, config.data.prompt)
     tokenizer, vocab_size, context_length = _model(config)
     renderer = Renderer(tokenizer, config.data.prompt, vocab_size, examples)
     reward = scoring.named or verifier
     if reward is None and not _scores_itself(config, custom):
         raise ConfigError(
-            "there is no reward: the training data has no verifier. Name a reward in rollout.reward as math, code or "
-            "'package.module:function', pass reward= from Python, add an \"answer\" column to the rows, or use a "
-            "rollout function that scores its own trajectories"
+            f"there is no reward: {no_default_reward(rows)}. Name the column with the references in data.columns, such "
+            f"as {{answer: solution}}, or a reward in rollout.reward as math, code or 'package.module:function'; pass "
+            f"reward= from Python; or use a rollout function that scores its own trajectories"
         )
+    warn_of_missing_answers(rows, reward)
     rewards = scoring.runner(reward)
     rewards.check_rows(rows, "the training data")
     policy = curriculum_of(config.data)
@@ -188,7 +200,7 @@ def prepare_task(config: Config, only: Collection[str] = ()) -> Task:
             raise ConfigError(
                 f"data.prompt.examples={config.data.prompt.examples} takes examples from data.train; set that"
             )
-        examples, _ = split_examples(_rows(config.data.train, None)[0], config.data.prompt)
+        examples, _ = split_examples(_rows(config.data, None)[0], config.data.prompt)
     renderer = Renderer(tokenizer, config.data.prompt, vocab_size, examples)
     scoring = Scoring(config)
     itself = _scores_itself(config, custom)
@@ -235,8 +247,12 @@ def stop_ids(path: str, tokenizer: Any) -> frozenset[int]:
     return frozenset(token for token in tokens if token is not None)
 
 
-def _rows(dataset: Any, own: Sequence[dict] | None) -> tuple[list[dict], Callable | None]:
-    return (as_rows(own, "train_dataset"), None) if own is not None else load_dataset(dataset)
+def _rows(config: DataConfig, own: Sequence[dict] | None) -> tuple[list[dict], Callable | None]:
+    if own is not None:
+        rows = as_rows(own, "train_dataset", config)
+        return rows, default_reward(rows)
+    assert config.train is not None  # `check_config` has refused the configuration otherwise
+    return load_dataset(config.train, config)
 
 
 def _scores_itself(config: Config, custom: Custom) -> bool:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megasync import __version__
 from megasync.errors import ConfigError, MegasyncError
 from megasync.importing import quick_imports
 from megasync.launch.command import launch
@@ -46,6 +47,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 # Sections of `megasync --help`.
@@ -66,6 +68,20 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Configuration overrides, such as trainer.tensor_parallel=4."),
 ]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"megasync {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None: ...
 
 
 @app.command(
@@ -751,11 +767,8 @@ def fetch(
 
 
 def _run(trainer: AsyncTrainer) -> None:
-    from megasync.observe.result import show_result
-
     with _interruptible():
-        result = trainer.train()
-    show_result(result, _console())
+        trainer.train()
 
 
 def _run_supervised(work: Callable[[], SupervisedResult]) -> None:
@@ -772,7 +785,7 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        _print_error(str(interrupt) or "interrupted")
+        _print_error(_with_notes(str(interrupt) or "interrupted", interrupt))
         raise typer.Exit(INTERRUPTED) from None
 
 
@@ -795,11 +808,16 @@ def main() -> None:
     except MegasyncError as error:
         if os.environ.get(DEBUG_VARIABLE) == "1":
             raise
-        _print_error(f"{type(error).__name__}: {error}")
+        _print_error(_with_notes(f"{type(error).__name__}: {error}", error))
         sys.exit(REFUSED)
     finally:
         # Skips the garbage collection at interpreter exit, which takes seconds with these imports.
         gc.freeze()
+
+
+def _with_notes(text: str, error: BaseException) -> str:
+    """The text, and what was added to the error on its way."""
+    return "\n".join([text, *getattr(error, "__notes__", ())])
 
 
 def _print_error(text: str) -> None:

@@ -14,7 +14,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import replace
 from typing import Any, Protocol
 
 import orjson
@@ -141,7 +140,6 @@ class ServerSlot:
         self._check_due = asyncio.Event()
         self._check_timer: asyncio.TimerHandle | None = None
         self._phase = (index + 1) * _GOLDEN % 1
-        self._throughput = 0.0
         self._wake = asyncio.Event()
         # Writes a hang report about this server, before one that does not answer is ended.
         self.on_silent: Callable[[str], Awaitable[object]] | None = None
@@ -339,7 +337,7 @@ class ServerSlot:
         while True:
             try:
                 answer = await control.get("/v1/loads?include=core", timeout=self._config.probe_timeout)
-                self.load = replace(ServerLoad.parse(answer), throughput=self._throughput)
+                self.load = ServerLoad.parse(answer).after(self.load)
                 before = self._trace_load(self.load, before)
             except ServerError as error:
                 before = time.time()
@@ -358,12 +356,12 @@ class ServerSlot:
         return now
 
     async def _request(self, control: ServerControl) -> None:
-        """Asks for what only the scheduler knows. It answers between two batches, even while generation is paused."""
+        """Asks for what only the scheduler knows: it has to answer, between two batches and while it is paused too."""
         await asyncio.sleep(self._phase * self._config.request_seconds)
         while True:
             await asyncio.sleep(self._config.request_seconds)
             try:
-                self._throughput = throughput(await control.get("/server_info", timeout=self._config.request_timeout))
+                await control.get("/server_info", timeout=self._config.request_timeout)
             except ServerError as error:
                 self.note(self.health.request_failed, str(error))
             else:
@@ -443,7 +441,7 @@ class ServerSlot:
 
     async def close(self) -> None:
         """Ends the process and closes the control. Only `run` starts another."""
-        control, self.control, self.load, self._throughput = self.control, None, None, 0.0
+        control, self.control, self.load = self.control, None, None
         if self._check_timer is not None:
             self._check_timer.cancel()
             self._check_timer = None
@@ -468,14 +466,6 @@ def raise_supervision_error(tasks: Iterable[asyncio.Task[Any]]) -> None:
             if isinstance(error, MegasyncError):
                 raise error
             raise ServerError(f"internal error in the supervision of {task.get_name()}: {error!r}") from error
-
-
-def throughput(info: Any) -> float:
-    """Tokens per second over the last decoding steps, from `/server_info`; 0 where it is missing."""
-    try:
-        return float(sum(rank["last_gen_throughput"] for rank in info["internal_states"]))
-    except (KeyError, TypeError, ValueError):
-        return 0.0
 
 
 class CheckAborted(Exception):

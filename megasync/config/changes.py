@@ -53,7 +53,7 @@ FREE = frozenset(
     {
         # Read by `megasync plan` only.
         "model.config",
-        "data.eval",
+        *("data.eval", "data.columns"),
         *("data.curriculum", "data.curriculum_options"),
         # Of a supervised run, which compares the rows themselves.
         "sft",

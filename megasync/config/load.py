@@ -182,6 +182,8 @@ def _schema() -> DictConfig:
 
 def _merge(merged: DictConfig, layer: Layer) -> DictConfig:
     _refuse_unknown_keys(layer.values, Config, "", layer.place)
+    if layer.values.get("eval", layer) is None:
+        merged, layer = _without_evaluation(merged, layer)
     try:
         result = OmegaConf.merge(merged, layer.values)
     except OmegaConfBaseException as error:
@@ -196,6 +198,17 @@ def _merge(merged: DictConfig, layer: Layer) -> DictConfig:
         ) from None
     assert isinstance(result, DictConfig)
     return result
+
+
+def _without_evaluation(merged: DictConfig, layer: Layer) -> tuple[DictConfig, Layer]:
+    """Applies `eval: null`, which turns evaluation off: no held-out set, and the keys of `eval` at their defaults."""
+    data = layer.values.get("data")
+    if isinstance(data, Mapping) and data.get("eval") is not None:
+        raise ConfigError(f"{layer.place}: eval=null turns evaluation off, but data.eval names a set; remove one")
+    off = OmegaConf.merge(merged, {"data": {"eval": None}})
+    assert isinstance(off, DictConfig)
+    off.eval = _schema().eval
+    return off, Layer(layer.place, {key: value for key, value in layer.values.items() if key != "eval"})
 
 
 def _refuse_unknown_keys(values: Mapping[Any, Any], section: type, prefix: str, place: str) -> None:

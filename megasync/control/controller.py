@@ -161,6 +161,11 @@ class Controller:
             raise error
         return self.progress
 
+    @property
+    def finished(self) -> bool:
+        """Whether an ended run reached its goal, all of its steps or the target score, and was not asked to stop."""
+        return self._target_reached or not self._stop.is_set()
+
     async def dump(self) -> str:
         """`describe`, and what every task awaits."""
         return f"{await self.describe()}\n{describe_tasks()}"

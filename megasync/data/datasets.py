@@ -6,88 +6,135 @@ raised before any process starts.
 
 from __future__ import annotations
 
+import glob
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from decimal import Decimal, InvalidOperation
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megasync.config.schema import DatasetConfig
+from megasync.config.schema import DataConfig, DatasetConfig
 from megasync.data.digits import digit_reward, digit_rows
+from megasync.data.final_answer import references
+from megasync.data.match import match_answer
 from megasync.data.reasoning_gym import gym_rows
-from megasync.data.rows import as_conversations, as_rows
+from megasync.data.rows import Row, as_conversations, as_rows, place
 from megasync.errors import DataError
 
-# Encloses the final answer of a completion.
-BOX = "\\boxed{"
+log = logging.getLogger(__name__)
+
 # `f(completions, **columns) -> list[float | None]`, sync or async.
 Reward = Callable[..., Any]
 
 
-def load_dataset(config: DatasetConfig) -> tuple[list[dict[str, Any]], Reward | None]:
+def load_dataset(config: DatasetConfig, data: DataConfig | None = None) -> tuple[list[dict[str, Any]], Reward | None]:
     """The rows and their default reward function: a task's verifier, or a match with the "answer" column.
 
     The reward function is None for a file dataset without an "answer" column; the user must then supply one. Of a file
-    dataset, the first `size` rows are kept. Raises DataError.
+    dataset, the first `size` rows are kept. `data` says how its rows become prompts. Raises DataError.
     """
     if config.size is not None and config.size < 1:
         raise DataError(f"{config.kind}:{config.source}: size must be at least 1, got {config.size}")
+    name = f"{config.kind}:{config.source}"
+    if config.kind in READERS:
+        rows = as_rows(READERS[config.kind](config), name, data)[: config.size]
+        return rows, default_reward(rows)
     if config.kind == "digits":
-        return digit_rows(config), digit_reward
-    if config.kind == "reasoning_gym":
-        return gym_rows(config)
-    rows = as_rows(_read(config), f"{config.kind}:{config.source}")[: config.size]
-    return rows, match_answer if all("answer" in row for row in rows) else None
+        made, verifier = digit_rows(config), digit_reward
+    elif config.kind == "reasoning_gym":
+        made, verifier = gym_rows(config)
+    else:
+        raise DataError(f"unknown dataset kind {config.kind!r}; kinds: digits, reasoning_gym, {', '.join(READERS)}")
+    return [Row(row, f"{name} ({config.split}), row {number}") for number, row in enumerate(made)], verifier
 
 
-def load_conversations(config: DatasetConfig) -> list[dict[str, Any]]:
+def default_reward(rows: Sequence[Mapping[str, Any]]) -> Reward | None:
+    """`match_answer` if rows have references in the column "answer", and nothing else there; otherwise None."""
+    try:
+        return match_answer if any([references(row.get("answer")) for row in rows]) else None
+    except DataError:
+        return None
+
+
+def no_default_reward(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Why these rows have no default reward, as the middle of an error message."""
+    if not any("answer" in row for row in rows):
+        return f'the rows have no column "answer", only {sorted(rows[0])}'
+    for number, row in enumerate(rows):
+        try:
+            references(row.get("answer"))
+        except DataError as error:
+            return f'{place(row, number)}, column "answer": {error}'
+    if default_reward(rows) is None:
+        return f'the column "answer" is empty in all {len(rows)} rows'
+    return 'not every set of data.sets has a column "answer", or a task with a verifier'
+
+
+def warn_of_missing_answers(rows: Sequence[Mapping[str, Any]], reward: Reward | None) -> None:
+    """Logs how many rows `reward` will not score because they have no answer, if it is the default one."""
+    if reward is not match_answer:
+        return
+    missing = [place(row, number) for number, row in enumerate(rows) if not references(row.get("answer"))]
+    if missing:
+        log.warning(
+            "%d of %d rows have no answer, so their responses are not scored; the first is %s",
+            *(len(missing), len(rows), missing[0]),
+        )
+
+
+def load_conversations(config: DatasetConfig, data: DataConfig | None = None) -> list[dict[str, Any]]:
     """Rows for supervised training: a column `messages`, or a prompt and further columns. Raises DataError."""
     if config.kind not in READERS:
         return load_dataset(config)[0]
-    rows = as_conversations(_read(config), f"{config.kind}:{config.source}")
-    return rows[: config.size]
+    return as_conversations(READERS[config.kind](config), f"{config.kind}:{config.source}", data)[: config.size]
 
 
-def _read(config: DatasetConfig) -> Iterable[dict[str, Any]]:
-    if config.kind not in READERS:
-        raise DataError(f"unknown dataset kind {config.kind!r}; kinds: digits, reasoning_gym, {', '.join(READERS)}")
-    return READERS[config.kind](config)
-
-
-def _read_jsonl(config: DatasetConfig) -> Iterator[dict[str, Any]]:
+def _read_jsonl(config: DatasetConfig) -> Iterator[Row]:
     for path in _files(config, ".jsonl"):
-        with path.open(encoding="utf-8") as lines:
-            try:
-                yield from (_parse(line, path, number) for number, line in enumerate(lines, 1) if line.strip())
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path} is not UTF-8 text: {error}") from error
+        try:
+            with path.open("rb") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield Row(_parse(line, f"{path}:{number}", first=number == 1), f"{path}:{number}")
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
+def _parse(line: bytes, where: str, first: bool) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        # Some editors begin a file with a byte-order mark.
+        row = json.loads(line.decode("utf-8-sig" if first else "utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where} is not UTF-8 text: {error}") from error
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{number}: not valid JSON ({error.msg}, column {error.colno}): {line!r:.80}") from error
+        raise DataError(f"{where}: not valid JSON ({error.msg}, column {error.colno}): {line!r:.80}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: JSON that Python does not read ({error}): {line!r:.80}") from None
     if not isinstance(row, dict):
-        raise DataError(f"{path}:{number}: each line must be a JSON object, this one is a {type(row).__name__}")
-    if "prompt" not in row and "messages" not in row:
-        raise DataError(f'{path}:{number}: no "prompt" column; the columns are {sorted(row)}')
+        raise DataError(f"{where}: each line must be a JSON object, this one is a {type(row).__name__}")
     return row
 
 
-def _read_parquet(config: DatasetConfig) -> Iterator[dict[str, Any]]:
+def _read_parquet(config: DatasetConfig) -> Iterator[Row]:
     try:
-        from pyarrow import ArrowException, parquet  # pyright: ignore[reportMissingImports] - an extra
+        from pyarrow import parquet  # pyright: ignore[reportMissingImports] - an extra
     except ModuleNotFoundError as error:
         raise _missing("parquet", error) from error
     for path in _files(config, ".parquet"):
+        number = 0
         try:
             with parquet.ParquetFile(path) as file:
                 for batch in file.iter_batches():
-                    yield from batch.to_pylist()
-        except (ArrowException, OSError) as error:
-            raise DataError(f"{path} cannot be read as parquet: {error}") from error
+                    for at in range(batch.num_rows):
+                        yield Row(batch.slice(at, 1).to_pylist()[0], f"{path}, row {number}")
+                        number += 1
+        except DataError:
+            raise
+        except Exception as error:  # pyarrow's, and those of Python types that cannot hold a value, such as a date
+            raise DataError(
+                f"{path} cannot be read as parquet, row {number}: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _read_hf(config: DatasetConfig) -> Iterable[dict[str, Any]]:
@@ -116,48 +163,21 @@ READERS: dict[str, Callable[[DatasetConfig], Iterable[dict[str, Any]]]] = {
 
 def _files(config: DatasetConfig, suffix: str) -> list[Path]:
     """The source file itself, or the files of a source folder whose names begin with the split, sorted by name."""
-    path = Path(config.source).expanduser()
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise DataError(f"{config.kind} dataset {path} does not exist; check data.*.source")
-    if files := sorted(path.glob(f"{config.split}*{suffix}")):
-        return files
-    present = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+    try:
+        path = Path(config.source).expanduser()
+        if path.is_file():
+            return [path]
+        if not path.is_dir():
+            raise DataError(f"{config.kind} dataset {path} does not exist; check data.*.source")
+        if files := sorted(path.glob(f"{glob.escape(config.split)}*{suffix}")):
+            return files
+        present = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+    except (OSError, RuntimeError, ValueError, NotImplementedError) as error:
+        raise DataError(
+            f"{config.kind} dataset {config.source!r} cannot be read: {error}; check data.*.source"
+        ) from error
     raise DataError(f"{path} has no {config.split}*{suffix} file (split {config.split!r}); it holds {present}")
 
 
 def _missing(kind: str, error: ModuleNotFoundError) -> DataError:
     return DataError(f"data kind {kind} needs the package {error.name!r}: pip install 'megasync[datasets]'")
-
-
-def match_answer(completions: Sequence[str], *, answer: Sequence[object], **columns: object) -> list[float]:
-    """1.0 where the final answer equals the column `answer`, as a number or as text, else 0.0.
-
-    The final answer is the content of the last \\boxed{...}, or the last line if there is none.
-    """
-    return [float(_same(final_answer(c), str(a))) for c, a in zip(completions, answer, strict=True)]
-
-
-def final_answer(completion: str) -> str:
-    """The content of the last \\boxed{...} (braces may nest; empty if unclosed), or the last line of the text."""
-    start = completion.rfind(BOX)
-    if start < 0:
-        return completion.strip().rsplit("\n", 1)[-1].strip()
-    depth = 1
-    begin = start + len(BOX)
-    for place in range(begin, len(completion)):
-        depth += {"{": 1, "}": -1}.get(completion[place], 0)
-        if depth == 0:
-            return completion[begin:place].strip()
-    return ""
-
-
-def _same(given: str, right: str) -> bool:
-    given, right = (text.strip().strip("$").strip() for text in (given, right))
-    if given == right:
-        return True
-    try:
-        return Decimal(given.replace(",", "")) == Decimal(right.replace(",", ""))
-    except InvalidOperation:
-        return False

@@ -8,16 +8,20 @@ from a template, never from a row (`OutsideText`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from megasync.config.schema import PromptConfig
 from megasync.data.outside_text import OutsideText, plain
-from megasync.data.rows import is_messages
+from megasync.data.rows import is_messages, place
+from megasync.data.template import fill
 from megasync.errors import DataError
 from megasync.importing import quick_imports
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def load_tokenizer(path: str, key: str = "model.path") -> Any:
@@ -70,7 +74,7 @@ class Renderer:
         self._config = config
         self._vocab_size = vocab_size
         self._outside = OutsideText(tokenizer)
-        shown = "".join(_example(config, self._outside.guard(row), n) for n, row in enumerate(examples))
+        shown = "".join(_example(config, self._outside, row, n) for n, row in enumerate(examples))
         self._preamble = config.system + shown
 
     @property
@@ -111,7 +115,7 @@ class Renderer:
 
     def prompts(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
         """Token ids of every row. Raises DataError for prompts that are too long, naming their number and the first."""
-        rendered = [self.prompt_ids(row) for row in rows]
+        rendered = [_placed(self.prompt_ids, row, number) for number, row in enumerate(rows)]
         if marked := sum(self._outside.guard(row["prompt"]) is not row["prompt"] for row in rows):
             log.warning(
                 "%d of %d prompts contain names of special tokens, which are encoded as text; put special tokens "
@@ -122,26 +126,25 @@ class Renderer:
         if long := [number for number, ids in enumerate(rendered) if len(ids) > limit]:
             first = long[0]
             raise DataError(
-                f"{len(long)} of {len(rows)} prompts are longer than data.prompt.max_tokens={limit}; the first is row "
-                f"{first} with {len(rendered[first])} tokens: {rows[first]['prompt']!r:.80}. Raise the limit or "
-                f"remove those rows"
+                f"{len(long)} of {len(rows)} prompts are longer than data.prompt.max_tokens={limit}; the first is "
+                f"{place(rows[first], first)} with {len(rendered[first])} tokens: {rows[first]['prompt']!r:.80}. Raise "
+                f"the limit or remove those rows"
             )
         return rendered
 
 
-def _example(config: PromptConfig, row: Mapping[str, Any], number: int) -> str:
+def _example(config: PromptConfig, outside: OutsideText, row: Mapping[str, Any], number: int) -> str:
     if row.get("answer") is None:
-        raise DataError(f"data.prompt.examples={config.examples}, but training row {number} has no answer to show")
-    return fill("data.prompt.example_template", config.example_template, row)
-
-
-def fill(key: str, template: str, row: Mapping[str, Any]) -> str:
-    """A format string with the columns of a row. Raises DataError that names the configuration's ``key``."""
-    try:
-        return template.format_map(row)
-    except KeyError as error:
         raise DataError(
-            f"{key}={template!r} names the column {error}, which a row lacks: it has {sorted(row)}"
-        ) from None
-    except (ValueError, IndexError, AttributeError) as error:
-        raise DataError(f"{key}={template!r} is not a valid format string: {error}; write {{{{ for a brace") from None
+            f"data.prompt.examples={config.examples}, but training {place(row, number)} has no answer to show"
+        )
+    write = partial(fill, "data.prompt.example_template", config.example_template)
+    return _placed(lambda row: write(outside.guard(row)), row, number)
+
+
+def _placed(render: Callable[[Mapping[str, Any]], T], row: Mapping[str, Any], number: int) -> T:
+    """What `render` makes of a row. A DataError says which row it is."""
+    try:
+        return render(row)
+    except DataError as error:
+        raise DataError(f"{place(row, number)}: {error}") from error.__cause__

@@ -60,11 +60,26 @@ class RowFile:
             self.prompt_tokens: Ints = self._file.get_tensor("prompt_tokens")
             self.fed: Ints = self._file.get_tensor("fed")
             self.trained_tokens: Ints = self._file.get_tensor("trained_tokens")
+            self._ids, self._trained = self._file.get_slice("ids"), self._file.get_slice("trained")
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"the rows in {path} cannot be read: {error}; resume the run, which writes them"
             ) from None
-        self._ids, self._trained = self._file.get_slice("ids"), self._file.get_slice("trained")
+        if not self._whole():
+            raise CheckpointError(
+                f"the rows in {path} cannot be read: their tokens and numbers do not belong together; resume the run, "
+                f"which writes them"
+            )
+
+    def _whole(self) -> bool:
+        """Whether each row has all its numbers, and tokens of its own."""
+        columns = (self._ends, self.prompts, self.prompt_tokens, self.fed, self.trained_tokens)
+        if any(column.shape != (len(self._ends),) for column in columns) or not len(self._ends):
+            return False
+        tokens = [int(self._ends[-1])]
+        return bool((np.diff(self._ends, prepend=0) > 0).all()) and self._ids.get_shape() == tokens == (
+            self._trained.get_shape()
+        )
 
     def __len__(self) -> int:
         return len(self._ends)

@@ -6,8 +6,9 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megasync.config.schema import TrainSetConfig
+from megasync.config.schema import DataConfig, TrainSetConfig
 from megasync.data.datasets import Reward, load_dataset
+from megasync.data.rows import Row, place
 from megasync.errors import DataError
 
 # Column with the name of a row's set.
@@ -26,7 +27,7 @@ class VerifierOfSet:
 
 
 def load_training_sets(
-    sets: Mapping[str, TrainSetConfig],
+    sets: Mapping[str, TrainSetConfig], config: DataConfig | None = None
 ) -> tuple[list[dict[str, Any]], Reward | None, list[tuple[int, float]]]:
     """The rows of all sets in their order, with the column `SET`; their reward; and (rows, weight) of each.
 
@@ -34,10 +35,10 @@ def load_training_sets(
     """
     table, verifiers, sizes = [], {}, []
     for name, each in sets.items():
-        rows, verifier = load_dataset(each.data)
+        rows, verifier = load_dataset(each.data, config)
         if taken := next((row for row in rows if SET in row), None):
             raise DataError(f"data.sets.{name} has a column {SET!r} ({taken[SET]!r}), which megasync sets; rename it")
-        table += [{**row, SET: name} for row in rows]
+        table += [Row({**row, SET: name}, place(row, number)) for number, row in enumerate(rows)]
         sizes.append((len(rows), each.weight))
         if verifier is not None:
             verifiers[name] = verifier

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from megasync.config.schema import PromptConfig, SftConfig
 from megasync.data.outside_text import OutsideText
-from megasync.data.render import Renderer, fill
+from megasync.data.render import Renderer
+from megasync.data.template import fill
 from megasync.errors import DataError
 
 ASSISTANT = "assistant"

@@ -9,6 +9,7 @@ from typing import Any
 from megasync.config import Config
 from megasync.config.schema import DatasetConfig, EvalSetConfig
 from megasync.data import Renderer, as_rows, load_dataset, render_rows
+from megasync.data.datasets import default_reward, no_default_reward, warn_of_missing_answers
 from megasync.errors import ConfigError
 from megasync.observe.names import UNNAMED_SET
 from megasync.rewards import RewardRunner, load_reward
@@ -66,16 +67,19 @@ def held_out_sets(
             continue
         unnamed = settings is not config.eval.sets.get(name)
         if unnamed and own_rows is not None:
-            rows, own_verifier = as_rows(own_rows, "eval_dataset"), None
+            rows = as_rows(own_rows, "eval_dataset", config.data)
+            own_verifier = verifier or default_reward(rows)
         else:
             assert dataset is not None
-            rows, own_verifier = load_dataset(dataset)
+            rows, own_verifier = load_dataset(dataset, config.data)
         own_verifier = own_verifier or verifier
         if not (settings.reward or scoring.named or own_verifier or scores_itself):
             raise ConfigError(
-                f"the held-out set {name!r} has no reward function, and its data has no verifier. Name a reward in "
-                f'rollout.reward{"" if unnamed else f" or eval.sets.{name}.reward"}, or add an "answer" column'
+                f"the held-out set {name!r} has no reward function: {no_default_reward(rows)}. Name a reward in "
+                f"rollout.reward{'' if unnamed else f' or eval.sets.{name}.reward'}, or the column with the references "
+                f"in data.columns"
             )
+        warn_of_missing_answers(rows, settings.reward or scoring.named or own_verifier)
         rows = rows[: settings.samples or config.eval.samples]
         prompts = render_rows(rows, renderer)
         loaded.append(_held_out_set(config, "" if unnamed else name, prompts, scoring, own_verifier))

@@ -2,8 +2,8 @@
 
 import re
 
-# Mean reward of the latest groups.
-REWARD = "rollout/reward_mean"
+# Mean reward of the responses that the step trained on, without dropped groups and those of later steps.
+REWARD = "train/reward"
 TRAINED_TOKENS = "train/tokens"
 STALENESS_MEAN = "train/staleness_mean"
 STALENESS_MAX = "train/staleness_max"

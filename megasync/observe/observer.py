@@ -127,8 +127,9 @@ class RunObserver:
         self.parts = RunParts()
         self._started = time.time()
         self._status: Status = "starting"
-        # Why the run stopped before its end, if it did.
+        # Why the run ended before its last step, if it did; and whether it reached its goal all the same.
         self.stopped = ""
+        self.finished = True
         self._buffer_state: BufferState | None = None
         # Whether a driver before this one died without recording its end.
         self._resumes_killed = False
@@ -160,7 +161,7 @@ class RunObserver:
             # Cancelled, by a second Ctrl-C or from outside.
             self._status, reason = "stopped", str(error) or type(error).__name__
         else:
-            self._status = "stopped" if reason else "finished"
+            self._status = "finished" if self.finished else "stopped"
         self.stopped = reason
         self._record(END, reason, status=self._status)
         with self._guarded("write the state"):

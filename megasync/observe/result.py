@@ -1,12 +1,15 @@
-"""The result of a run, and the summary that is printed at its end."""
+"""The result of a run, the summary that is printed at its end, and how the run is resumed."""
 
 from __future__ import annotations
 
+import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
+from megasync.config import CUSTOM_FILE
 from megasync.observe.curve import CURVE_FILE
 from megasync.observe.metrics import METRICS_FILE, TENSORBOARD_DIR
 from megasync.observe.samples import SAMPLES_FILE, answers_table, before_and_after, read_answers
@@ -25,6 +28,8 @@ class RunResult:
     export_dir: Path | None
     # Why the run ended before schedule.total_steps; empty if it did not.
     stopped: str = ""
+    # Whether it reached its goal: all of its steps, or schedule.stop_at_score. Otherwise it can be resumed.
+    finished: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,18 @@ class SupervisedResult:
     losses: list[tuple[int, float]]
     export_dir: Path | None
     stopped: str = ""
+    finished: bool = True
+
+
+def resume_command(run_dir: Path) -> str:
+    """How a run is resumed: on the command line, or from Python if it got rows or functions from there."""
+    try:
+        custom = json.loads((run_dir / CUSTOM_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        custom = ()
+    if not custom:
+        return f"megasync resume {shlex.quote(str(run_dir))}"
+    return f"AsyncTrainer.resume({str(run_dir)!r}, {', '.join(f'{name}=...' for name in custom)}).train()"
 
 
 def show_supervised(result: SupervisedResult, console: Console) -> None:
@@ -45,7 +62,7 @@ def show_supervised(result: SupervisedResult, console: Console) -> None:
     if result.losses:
         (_, first), (_, last) = result.losses[0], result.losses[-1]
         lines.append(f"validation loss {first:.4f} -> {last:.4f}")
-    _print(lines, result.run_dir, result.export_dir, console)
+    _print(lines, result, console)
 
 
 def show_result(result: RunResult, console: Console) -> None:
@@ -58,20 +75,22 @@ def show_result(result: RunResult, console: Console) -> None:
     if result.scores:
         (_, first), (_, last) = result.scores[0], result.scores[-1]
         lines.append(f"held-out score {first:.3f} -> {last:.3f}")
-    _print(lines, result.run_dir, result.export_dir, console)
+    _print(lines, result, console)
 
 
-def _print(lines: list[str], run_dir: Path, export_dir: Path | None, console: Console) -> None:
-    """The lines, then the paths of what the run wrote."""
+def _print(lines: list[str], result: RunResult | SupervisedResult, console: Console) -> None:
+    """Prints the lines, then the paths of what the run wrote, and how to resume it unless it is finished."""
     shown = {
         "learning curve": CURVE_FILE,
         "metrics": METRICS_FILE,
         "TensorBoard": TENSORBOARD_DIR,
         "samples": SAMPLES_FILE,
     }
-    paths = {name: run_dir / file for name, file in shown.items()}
+    paths = {name: result.run_dir / file for name, file in shown.items()}
     lines += [f"{name}: {path}" for name, path in paths.items() if path.exists()]
-    if export_dir is not None:
-        lines.append(f"Hugging Face checkpoint: {export_dir}")
+    if result.export_dir is not None:
+        lines.append(f"Hugging Face checkpoint: {result.export_dir}")
+    if not result.finished:
+        lines.append(f"to resume: {resume_command(result.run_dir)}")
     for text in lines:
         console.print(text, highlight=False, markup=False, soft_wrap=True)

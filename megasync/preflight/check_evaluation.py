@@ -19,15 +19,20 @@ def check_evaluation(config: Config, own_eval_rows: bool, training: bool = True)
     if held_out is None and not own_eval_rows and not evaluation.sets:
         if target is not None:
             raise ConfigError(
-                f"schedule.stop_at_score={target} needs a held-out set, but data.eval is null; name one, or set "
-                f"stop_at_score to null"
+                f"schedule.stop_at_score={target} needs a held-out set, but there is none; name one under data.eval, "
+                f"or set schedule.stop_at_score=null"
             )
         if evaluation != EvalConfig():
             raise ConfigError(
                 f"the eval section is set (eval.every_steps={evaluation.every_steps}), but data.eval is null, so "
-                f"nothing is evaluated; name a held-out set under data.eval or eval.sets, or remove the eval section"
+                f"nothing is evaluated; name a held-out set under data.eval or eval.sets, or set eval=null"
             )
         return
+    if training and target is not None and not evaluation.every_steps:
+        raise ConfigError(
+            f"schedule.stop_at_score={target} needs evaluations, but eval.every_steps=0 turns them off; set "
+            f"eval.every_steps above 0, or schedule.stop_at_score=null"
+        )
     deterministic = config.rollout.deterministic
     _check_answers("eval", evaluation.temperatures, evaluation.repeats, evaluation.sampling, deterministic)
     for name in evaluation.sets:

@@ -108,7 +108,7 @@ def _check_reading(key: str, model: RewardModelConfig) -> None:
             raise ConfigError(f"{key}.yes_token and {key}.no_token are both {model.yes_token!r}; they must differ")
         return
     try:
-        groups = re.compile(model.pattern).groups
+        groups = re.compile(model.pattern or "").groups
     except re.error as error:
         raise ConfigError(f"{key}.pattern={model.pattern!r} is not a regular expression: {error}") from None
     if groups > 1:

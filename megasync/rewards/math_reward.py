@@ -1,6 +1,8 @@
 """Reward for mathematics: 1.0 when the final answer equals the reference as mathematics, 0.0 when it does not.
 
-Needs the package math-verify (`pip install 'megasync[math]'`). Equality is symbolic: 1/2, 0.5 and \\frac{1}{2} agree.
+Which text is the answer, what is a reference, and numbers, choices and lists as people write them are decided as by
+the default reward (`data.final_answer`, `data.match`). The package math-verify (`pip install 'megasync[math]'`)
+compares the rest: its equality is symbolic, so that \\sqrt{12} and 2\\sqrt{3} agree.
 
 Some answers keep the symbolic engine busy forever. The package interrupts it with an alarm signal, which works only on
 a main thread; worker processes (`rollout.reward_processes`) call rewards on theirs. On any other thread nothing can
@@ -10,10 +12,14 @@ stop it.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any
 
+from megasync.data.final_answer import Answer, scored
+from megasync.data.match import agree, readings
+from megasync.data.written_number import plain_math
 from megasync.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -23,34 +29,69 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 # Seconds for parsing one text as mathematics, and for comparing two. An answer that takes longer counts as wrong.
 TIMEOUT_SECONDS = 5
 
+# LaTeX for the characters that math-verify does not know.
+_CHARACTERS = {
+    "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "\u222a": r"\cup ",
+    "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", r"\varnothing": r"\emptyset ", "θ": r"\theta ",
+}  # fmt: skip
+# Of a sentence, the package finds the mathematics.
+_SENTENCE = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}\b|[$]|\\[(\[]")
+# The mathematics of such a sentence is not its answer.
+_DENIAL = re.compile(r"\b(?:not|never|neither|at\s+(?:least|most))\b|n't\b", re.IGNORECASE)
+_ROOT = re.compile(r"(?:√|(?<![\\A-Za-z])sqrt|\\sqrt(?=\s*\())\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[A-Za-z]))")
+
 
 def math_reward(
     completions: Sequence[str],
     *,
-    answer: Sequence[str] | None = None,
-    solution: Sequence[str] | None = None,
+    answer: Sequence[Any] | None = None,
+    solution: Sequence[Any] | None = None,
+    finish_reasons: Sequence[str] | None = None,
     **columns: object,
 ) -> list[float | None]:
     """Scores each completion against its row's `answer` column, or `solution` where rows have no `answer`.
 
-    None (the response is left out) where the reference itself cannot be parsed, which is logged. Raises
+    None (the response is left out) where the reference is missing, or cannot be parsed, which is logged. Raises
     DataError when rows have neither column, or when math-verify is not installed.
     """
     references = answer if answer is not None else solution
     if references is None:
         raise DataError(f"math_reward needs an answer or a solution column; the rows have {sorted(columns)}")
-    return [_score(completion, str(reference)) for completion, reference in zip(completions, references, strict=True)]
+    return scored(completions, references, finish_reasons, _score)
 
 
-def _score(completion: str, reference: str) -> float | None:
+def _score(given: Answer, right: Sequence[str]) -> float | None:
+    results = [agree(text, each) for each in right for text in readings(given)]
+    if True in results:
+        return 1.0
+    if None not in results:
+        return 0.0
+    if not given.marked and _DENIAL.search(given.text):
+        return 0.0
+    scores = [_verified(given.text, each) for each in right]
+    return 1.0 if 1.0 in scores else 0.0 if 0.0 in scores else None
+
+
+def _verified(given: str, reference: str) -> float | None:
     try:
         from math_verify import parse, verify
     except ModuleNotFoundError as error:
         raise DataError("math_reward needs the package math-verify: pip install 'megasync[math]'") from error
     # The package takes None for no timeout, but declares int.
     timeout: Any = TIMEOUT_SECONDS if threading.current_thread() is threading.main_thread() else None
-    gold = parse(f"${reference}$", parsing_timeout=timeout)
+    gold = parse(f"${_latex(reference)}$", parsing_timeout=timeout)
     if not gold:
         log.warning("Reference answer %r cannot be parsed as mathematics; its responses are not scored", reference)
         return None
-    return float(verify(gold, parse(completion, parsing_timeout=timeout), timeout_seconds=timeout))
+    target = _latex(given)
+    target = parse(target if _SENTENCE.search(target) else f"${target}$", parsing_timeout=timeout)
+    # An interval may be written as an inequality, on either side.
+    return float(verify(gold, target, allow_set_relation_comp=True, timeout_seconds=timeout))
+
+
+def _latex(text: str) -> str:
+    """A text as LaTeX, with roots and signs that were written as characters."""
+    text = plain_math(text).rstrip(".")
+    for character, command in _CHARACTERS.items():
+        text = text.replace(character, command)
+    return _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", text)

@@ -12,7 +12,8 @@ from typing import Any
 from megasync.config.schema import RewardModelConfig
 from megasync.data.outside_text import OutsideText
 from megasync.data.rows import is_messages
-from megasync.errors import ConfigError, DataError
+from megasync.data.template import fill
+from megasync.errors import ConfigError
 
 JUDGE_NUMBER = """Judge how well the response answers the prompt, on a scale from {low:g} to {high:g}.
 
@@ -76,15 +77,7 @@ class ModelPrompt:
 
     def _fill(self, template: str, row: Mapping[str, Any], completion: str) -> str:
         shown = self._words | dict(row) | {"prompt": _text(row["prompt"]), "completion": completion}
-        try:
-            return template.format_map(shown)
-        except KeyError as error:
-            raise DataError(
-                f"{self._key}.template={self._template!r} names the column {error}, which a row lacks; it has "
-                f"{sorted(row)}"
-            ) from None
-        except (ValueError, IndexError, AttributeError) as error:
-            raise DataError(f"{self._key}.template={self._template!r} is not a valid format string: {error}") from None
+        return fill(f"{self._key}.template", template, shown)
 
 
 def _text(prompt: Any) -> str:

@@ -9,8 +9,11 @@ from typing import Any, Protocol
 import msgspec
 
 from megasync.config.schema import RewardModelConfig
+from megasync.data.final_answer import CUT_OFF, outside_reasoning
+from megasync.data.written_number import written_number
 from megasync.errors import ConfigError, InvalidAnswer
-from megasync.serving.answers import parse_as
+from megasync.rewards.written_score import written_score
+from megasync.serving.answers import Finish, parse_as
 
 
 class ScoreReader(Protocol):
@@ -32,8 +35,18 @@ class _ClassifierAnswer(msgspec.Struct):
     embedding: list[float]
 
 
+class _End(msgspec.Struct):
+    finish_reason: Finish | str | None = None
+
+
 class _TextAnswer(msgspec.Struct):
     text: str
+    meta_info: _End | None = None
+
+    @property
+    def cut_off(self) -> bool:
+        reason = self.meta_info and self.meta_info.finish_reason
+        return (reason.type if isinstance(reason, Finish) else reason) == CUT_OFF
 
 
 class _TokenLogprobs(msgspec.Struct):
@@ -64,13 +77,16 @@ class ClassifierScore:
 
 
 class WrittenNumber:
-    """The last number that a judge writes, scaled from [`low`, `high`] to [0, 1]; None outside that range."""
+    """The score that a judge writes behind its reasoning, scaled from [`low`, `high`] to [0, 1].
+
+    None without a score in that range, and for an answer that was cut off: its numbers are those of the reasoning.
+    """
 
     path = "/generate"
 
     def __init__(self, config: RewardModelConfig) -> None:
         self.answer_tokens = config.max_new_tokens
-        self._pattern = re.compile(config.pattern)
+        self._pattern = None if config.pattern is None else re.compile(config.pattern)
         self._low, self._high = config.low, config.high
         self._sampling = {"max_new_tokens": config.max_new_tokens, "temperature": config.temperature}
 
@@ -78,16 +94,18 @@ class WrittenNumber:
         return {"input_ids": ids, "sampling_params": self._sampling}
 
     def read(self, answer: Any) -> float | None:
-        text = parse_as(answer, _TextAnswer, "/generate").text
+        answer = parse_as(answer, _TextAnswer, "/generate")
+        text = outside_reasoning(answer.text)
+        if text is None or answer.cut_off:
+            return None
+        if self._pattern is None:
+            return written_score(text, self._low, self._high)
         found = list(self._pattern.finditer(text))
-        if not found:
+        last = (found[-1].group(1) if self._pattern.groups else found[-1].group()) if found else None
+        number = written_number(last) if last else None
+        if number is None or not self._low <= number.value <= self._high:
             return None
-        last = found[-1]
-        try:
-            number = float(last.group(1) if self._pattern.groups else last.group())
-        except (TypeError, ValueError):
-            return None
-        return (number - self._low) / (self._high - self._low) if self._low <= number <= self._high else None
+        return (float(number.value) - self._low) / (self._high - self._low)
 
 
 class YesProbability:

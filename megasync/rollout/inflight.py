@@ -15,7 +15,7 @@ import asyncio
 import heapq
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -117,6 +117,9 @@ class _Load(msgspec.Struct):
     num_running_reqs: int
     num_waiting_reqs: int
     queues: _Queues | None = None
+    timestamp: float = 0.0
+    # Sums over the decoding steps so far; the last one is of sampled tokens. None before the first.
+    decode_moments: list[float] | None = None
 
 
 class _Loads(msgspec.Struct):
@@ -131,7 +134,11 @@ class ServerLoad:
     running: int
     waiting: int
     retracted: int = 0
-    # Sampled tokens per second over the latest decoding steps, from `/server_info`: only the scheduler knows it.
+    # Tokens decoded since the server started, without the first one of each response; and the time by its clock.
+    decoded: float = 0.0
+    time: float = 0.0
+    # Decoded tokens per second since the report before, pauses included. SGLang's own figure is of the latest 40 steps
+    # and is zero after each pause.
     throughput: float = 0.0
 
     @classmethod
@@ -143,7 +150,18 @@ class ServerLoad:
             running=sum(rank.num_running_reqs for rank in ranks),
             waiting=sum(rank.num_waiting_reqs for rank in ranks),
             retracted=sum(rank.queues.retracted for rank in ranks if rank.queues is not None),
+            decoded=sum(rank.decode_moments[-1] for rank in ranks if rank.decode_moments),
+            time=max((rank.timestamp for rank in ranks), default=0.0),
         )
+
+    def after(self, before: ServerLoad | None) -> ServerLoad:
+        """This report with the throughput since an earlier one of the same process; 0 without one."""
+        if before is None:
+            return self
+        if (seconds := self.time - before.time) <= 0:
+            # The same report: a scheduler without work writes none.
+            return replace(self, throughput=before.throughput if self.running else 0.0)
+        return replace(self, throughput=max(0.0, self.decoded - before.decoded) / seconds)
 
 
 class InflightCap:

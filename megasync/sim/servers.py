@@ -60,6 +60,7 @@ class SimServer:
         self._wedged = False
         self._has_memory = True
         self._begun = 0
+        self._decoded = 0
         self._requests: dict[str, _Request] = {}
         self._running = asyncio.Event()
         self._running.set()
@@ -157,6 +158,7 @@ class SimServer:
                 return
             self._laws.serves(self.url, self.version, self.weights, request.key)
             request.sample(self.version)
+            self._decoded += 1
             if request.token_ids[-1] == END and len(request.token_ids) >= request.least:
                 return self._send(request, "stop")
             if len(request.token_ids) == request.budget:
@@ -174,6 +176,7 @@ class SimServer:
         under_way = self._running.is_set() and len(request.token_ids) < request.budget
         if under_way and self.weights is not None and self._chance.share(f"step of {request.rid}") < 0.5:
             request.sample(self.version)
+            self._decoded += 1
 
     def _send(self, request: _Request, reason: str | None) -> None:
         """Send the tokens sampled since the last chunk. With a finish reason, this chunk is the final one."""
@@ -214,8 +217,8 @@ class SimServer:
             return json_answer({"normal_text": body["text"], "calls": []})
         running = len(self._requests)
         load = {"token_usage": min(1.0, running / ROOM), "num_running_reqs": running, "num_waiting_reqs": 0}
-        speed = running / (self.slowness * TOKEN_SECONDS)
-        return json_answer({"loads": [load], "internal_states": [{"last_gen_throughput": speed}]})
+        load |= {"timestamp": asyncio.get_running_loop().time(), "decode_moments": [self._decoded]}
+        return json_answer({"loads": [load]})
 
     async def _change_memory(self, path: str) -> Answer:
         if self._wedged:

@@ -245,13 +245,13 @@ class RunFolder:
         return {}
 
     @property
-    def custom(self) -> list[str]:
-        """Names of what the run got from Python instead of its configuration."""
+    def custom(self) -> dict[str, str]:
+        """What the run got from Python instead of its configuration: descriptions by the names of the arguments."""
         try:
             found = json.loads((self.path / CUSTOM_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            return []
-        return [str(name) for name in found] if isinstance(found, list) else []
+            return {}
+        return {name: str(text) for name, text in found.items()} if isinstance(found, dict) else {}
 
     @property
     def supervised(self) -> bool:

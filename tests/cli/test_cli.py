@@ -1,13 +1,16 @@
 """The command line: fast help, one message per error, and results with their paths."""
 
 import os
+import pydoc
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import megasync
 from megasync.cli import commands as cli
 from megasync.errors import TrainingError
 from megasync.observe.samples import append_answers
@@ -75,6 +78,21 @@ def test_help_of_a_command_has_an_example(command):
     result = CliRunner().invoke(cli.app, [command, "--help"])
     assert result.exit_code == 0
     assert f"megasync {command}" in result.output
+
+
+@pytest.mark.processes
+def test_short_help_and_the_version():
+    assert (
+        CliRunner().invoke(cli.app, ["train", "-h"]).output == CliRunner().invoke(cli.app, ["train", "--help"]).output
+    )
+    assert CliRunner().invoke(cli.app, ["--version"]).output == f"megasync {megasync.__version__}\n"
+
+
+def test_the_package_shows_what_is_public():
+    assert {"AsyncTrainer", "Config", "MegasyncError", "RunResult", "Trajectory"} <= {*dir(megasync)}
+    assert all(getattr(megasync, name) for name in dir(megasync))
+    text = pydoc.render_doc(megasync, renderer=pydoc.plaintext)
+    assert "class AsyncTrainer" in text and "rollout" in text
 
 
 @pytest.mark.processes
@@ -193,7 +211,9 @@ class FakeTrainer:
 
 
 def test_the_result_shows_answers_scores_and_existing_paths(tmp_path, capsys):
-    from megasync.observe.result import RunResult
+    from rich.console import Console
+
+    from megasync.observe.result import RunResult, show_result
 
     append_answers(tmp_path, 0, 0, [("+12=", "99", 0.0)])
     append_answers(tmp_path, 30, 30, [("+12=", "23", 1.0)])
@@ -206,11 +226,18 @@ def test_the_result_shows_answers_scores_and_existing_paths(tmp_path, capsys):
         export_dir=tmp_path / "export",
         stopped="held-out score 0.950 is above 0.9",
     )
-    cli._run(FakeTrainer(result))
+    show_result(result, Console())
     text = capsys.readouterr().out
     for part in ("+12=", "99", "23", "30 steps", "0.000 -> 0.950", "curve.png", "samples.jsonl", "export", "above 0.9"):
         assert part in text
     assert "tensorboard" not in text  # there is none in this run
+    assert "to resume" not in text
+    show_result(replace(result, stopped="SIGINT", finished=False), Console())
+    assert f"to resume: megasync resume {tmp_path}" in capsys.readouterr().out.replace("\n", "")
+    (tmp_path / "custom.json").write_text('{"reward": "mine.score", "train_dataset": "10 rows"}')
+    show_result(replace(result, stopped="SIGINT", finished=False), Console())
+    resumed = f"AsyncTrainer.resume('{tmp_path}', reward=..., train_dataset=...).train()"
+    assert resumed in capsys.readouterr().out.replace("\n", "")
 
 
 def test_an_interrupted_run_exits_with_status_130(capsys):

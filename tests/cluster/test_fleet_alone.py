@@ -90,9 +90,9 @@ class FakeServer:
         await asyncio.sleep(0.01)
         if not self.living:
             raise ServerError("it refuses the connection")
-        if path == "/server_info":
-            return {"internal_states": [{"last_gen_throughput": self.throughput}]}
-        return {"loads": [{"token_usage": 0.1, "num_running_reqs": self.running, "num_waiting_reqs": self.waiting}]}
+        now = asyncio.get_running_loop().time()
+        load = {"token_usage": 0.1, "num_running_reqs": self.running, "num_waiting_reqs": self.waiting}
+        return {"loads": [load | {"timestamp": now, "decode_moments": [1.0, self.throughput * now]}]}
 
     async def post(self, path: str, body: dict | None = None, timeout: float = 60.0) -> Any:
         await asyncio.sleep(0.01)

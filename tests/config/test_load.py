@@ -195,6 +195,20 @@ def test_null_turns_an_optional_section_off():
     assert load_config(values, ["data.eval=null"]).data.eval is None
 
 
+def test_a_null_eval_section_turns_off_what_its_base_evaluates(tmp_path):
+    sets = "{hard: {data: {kind: digits, source: copy}}}"
+    held_out = f"model: {{path: m}}\ndata: {{eval: {{kind: digits, source: copy}}}}\neval: {{samples: 7, sets: {sets}}}"
+    write(tmp_path / "below.yaml", held_out)
+    off = write(tmp_path / "off.yaml", "base: below.yaml\neval: null")
+    for config in (load_config(off), load_config(tmp_path / "below.yaml", ["eval=null"])):
+        assert config.data.eval is None
+        assert config.eval == Config(model=config.model).eval
+    again = load_config(off, ["data.eval={kind: digits, source: copy}", "eval.samples=3"])
+    assert (again.data.eval.source, again.eval.samples, again.eval.sets) == ("copy", 3, {})
+    both = write(tmp_path / "both.yaml", "model: {path: m}\neval: null\ndata: {eval: {kind: digits, source: copy}}")
+    assert "eval=null" in refused(both) and "data.eval" in refused(both)
+
+
 def test_sections_with_user_defined_names_are_checked(tmp_path):
     below = write(tmp_path / "below.yaml", "model: {path: m}\nrollout: {rewards: {math: {}, short: {weight: 0.1}}}")
     rewards = load_config(below, ["rollout.rewards.short.function=m:f"]).rollout.rewards

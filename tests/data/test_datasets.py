@@ -1,13 +1,15 @@
 """File datasets: rows in order, and errors that name the file and the line."""
 
 import json
+import re
 import sys
 
 import pytest
 
-from megasync.config.schema import DatasetConfig
+from megasync.config.schema import DataConfig, DatasetConfig
 from megasync.data import load_dataset
-from megasync.data.datasets import final_answer, match_answer
+from megasync.data.datasets import default_reward, no_default_reward, warn_of_missing_answers
+from megasync.data.match import match_answer
 from megasync.errors import DataError
 
 
@@ -42,12 +44,58 @@ def test_a_dataset_has_a_reward_function_only_with_an_answer_column(tmp_path):
     assert load(write(tmp_path / "b.jsonl", {"prompt": "q"}))[1] is None
 
 
+def test_rows_without_an_answer_are_counted_and_the_first_is_named(tmp_path, caplog):
+    rows = ({"prompt": "q", "answer": answer} for answer in ("1", None, float("nan"), " "))
+    loaded, reward = load(write(tmp_path / "a.jsonl", *rows))
+    warn_of_missing_answers(loaded, print)
+    assert reward is match_answer and not caplog.text
+    warn_of_missing_answers(loaded, reward)
+    assert "3 of 4 rows have no answer" in caplog.text and "a.jsonl:2" in caplog.text
+
+
+def test_rows_without_any_answer_say_what_is_missing():
+    assert default_reward([{"prompt": "q", "answer": None}]) is None
+    assert no_default_reward([{"prompt": "q", "answer": None}]) == 'the column "answer" is empty in all 1 rows'
+    assert no_default_reward([{"prompt": "q", "solution": "1"}]) == (
+        "the rows have no column \"answer\", only ['prompt', 'solution']"
+    )
+
+
+def test_an_answer_that_is_neither_text_nor_a_number_is_for_another_reward(tmp_path):
+    rows, reward = load(write(tmp_path / "a.jsonl", {"prompt": "q", "answer": {"ground_truth": "1"}}))
+    assert reward is None
+    assert re.search(
+        r'a\.jsonl:1, column "answer": a reference answer must be text.*data\.columns', no_default_reward(rows)
+    )
+
+
+def test_sets_of_which_one_has_no_answer_say_so():
+    assert "not every set" in no_default_reward([{"prompt": "q", "answer": "1"}, {"prompt": "q"}])
+
+
+def test_columns_are_found_under_the_names_of_the_configuration(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"question": "1+1?", "reward_model": {"ground_truth": "2"}})
+    data = DataConfig(columns={"prompt": "question", "answer": "reward_model.ground_truth"})
+    rows, reward = load_dataset(DatasetConfig("jsonl", str(path)), data)
+    assert (rows[0]["prompt"], rows[0]["answer"], reward) == ("1+1?", "2", match_answer)
+
+
+def test_rows_know_their_file_and_line(tmp_path):
+    write(tmp_path / "train-0.jsonl", {"prompt": "a"}, "", {"prompt": "b"})
+    assert [row.where for row in load(tmp_path)[0]] == [f"{tmp_path}/train-0.jsonl:{line}" for line in (1, 3)]
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "q"}\r\n')
+    assert load(tmp_path / "a.jsonl")[0] == [{"prompt": "q"}]
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
         (['{"prompt": "a"}', '{"prompt": '], r"d\.jsonl:2: not valid JSON"),
         (['{"prompt": "a"}', "", "[1]"], r"d\.jsonl:3: each line must be a JSON object, this one is a list"),
-        (['{"question": "a"}'], r'd\.jsonl:1: no "prompt" column; the columns are \[.question.\]'),
+        (['{"question": "a"}'], r'd\.jsonl:1 has no "prompt" column; its columns are \[.question.\].*data.columns'),
         ([], r"d\.jsonl is empty"),
         (["", ""], r"d\.jsonl is empty"),
     ],
@@ -61,7 +109,7 @@ def test_invalid_dataset_sources_and_settings_are_rejected(tmp_path):
     with pytest.raises(DataError, match="nowhere.jsonl does not exist"):
         load(tmp_path / "nowhere.jsonl")
     (tmp_path / "binary.jsonl").write_bytes(b'{"prompt": "\xff\xfe"}')
-    with pytest.raises(DataError, match=r"binary\.jsonl is not UTF-8"):
+    with pytest.raises(DataError, match=r"binary\.jsonl:1 is not UTF-8"):
         load(tmp_path / "binary.jsonl")
     with pytest.raises(DataError, match="size must be at least 1, got 0"):
         load(tmp_path, size=0)
@@ -104,22 +152,3 @@ def test_hugging_face_datasets_load_as_rows(tmp_path, monkeypatch):
         load(tmp_path / "dict", kind="hf", split="dev")
     with pytest.raises(DataError, match="split dev"):
         load(tmp_path / "files", kind="hf", split="dev")
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        ("thus\n42", "42", 1.0),
-        ("so \\boxed{\\frac{1}{2}} it is", "\\frac{1}{2}", 1.0),
-        ("\\boxed{1}, no, \\boxed{1,000.0}", 1000, 1.0),
-        ("42 or so", "42", 0.0),
-        ("\\boxed{4", "4", 0.0),
-        ("", "4", 0.0),
-    ],
-)
-def test_answers_are_compared_as_numbers_or_text(completion, answer, reward):
-    assert match_answer([completion], answer=[answer], prompt=["q"]) == [reward]
-
-
-def test_a_boxed_answer_keeps_its_nested_braces():
-    assert final_answer("\\boxed{a{b{c}}d} {x}") == "a{b{c}}d"

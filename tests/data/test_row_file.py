@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from megasync.data.row_file import RowFile, write_rows
 from megasync.data.supervised import TokenRow
@@ -44,12 +45,21 @@ def test_rows_and_their_lengths_survive(tmp_path_factory, rows):
     assert len({next(iter(numbers)) for numbers in prompts.values()}) == len(prompts)
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "other"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "other", "numbers", "tokens", "column"])
 def test_a_file_that_cannot_be_read_is_named(tmp_path, damage):
     path = tmp_path / "rows"
     if damage == "cut":
         write_rows(path, [row([1, 2], [False, True])])
         path.write_bytes(path.read_bytes()[:-3])
+    elif damage in ("numbers", "tokens", "column"):
+        write_rows(path, [row([1, 2], [False, True]), row([1, 2, 3], [False, True, True])])
+        columns = load_file(path)
+        if damage == "column":
+            del columns["fed"]
+        else:
+            name = {"numbers": "prompts", "tokens": "ids"}[damage]
+            columns[name] = columns[name][:-1]
+        save_file(columns, path)
     elif damage == "other":
         path.write_bytes(b"hello, world")
     with pytest.raises(CheckpointError, match=r"rows in .*rows cannot be read.*resume the run"):

@@ -122,5 +122,5 @@ def test_conversations_are_read_from_files(tmp_path):
     rows = load_conversations(DatasetConfig("jsonl", str(path)))
     assert [sorted(row) for row in rows] == [["messages"], ["answer", "prompt"]]
     path.write_text(json.dumps({"messages": [{"role": "user"}]}))
-    with pytest.raises(DataError, match="row 0: messages must be a list of chat messages"):
+    with pytest.raises(DataError, match=r"d\.jsonl:1: messages must be a list of chat messages"):
         load_conversations(DatasetConfig("jsonl", str(path)))

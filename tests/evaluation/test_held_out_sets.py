@@ -9,6 +9,7 @@ from tiny_models import byte_tokenizer
 
 from megasync.config import load_config
 from megasync.data import Renderer
+from megasync.data.match import match_answer
 from megasync.errors import ConfigError
 from megasync.evaluation.held_out import held_out_sets
 from megasync.rewards.scoring import Scoring
@@ -90,6 +91,18 @@ def test_held_out_sets_are_selected_by_name(build):
 def test_rows_passed_from_python_form_the_unnamed_set(build):
     (found,) = build("data.eval=null", own_rows=[{"prompt": "a"}, {"prompt": "b"}], verifier=always)
     assert (found.name, [prompt.columns["prompt"] for prompt in found.prompts]) == ("", ["a", "b"])
+
+
+def test_rows_from_python_with_an_answer_have_the_default_reward(build):
+    (found,) = build("data.eval=null", own_rows=[{"prompt": "a", "answer": "1"}])
+    assert found.verifier is match_answer
+    with pytest.raises(ConfigError, match='the column "answer" is empty in all 1 rows.*data.columns'):
+        build("data.eval=null", own_rows=[{"prompt": "a", "answer": None}])
+
+
+def test_the_columns_of_the_configuration_apply_to_held_out_rows(build):
+    (found,) = build("data.eval=null", "data.columns={{prompt: q, answer: s}}", own_rows=[{"q": "a", "s": "1"}])
+    assert found.prompts[0].columns == {"q": "a", "s": "1", "prompt": "a", "answer": "1"}
 
 
 def test_configured_reward_models_are_refused_if_python_passes_a_reward(build):

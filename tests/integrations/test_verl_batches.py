@@ -18,7 +18,8 @@ SEQUENCES = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
 
 
 def jagged(rows):
-    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+    rows = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def batch_of(sequences=SEQUENCES, responses=None, **options):
@@ -51,6 +52,17 @@ def test_with_responses_only_they_are_scored_and_the_rest_is_zero():
     assert packed(batch, 0).targets.tolist() == [7, 8, 10, 13]
     found = batch.jagged(packed(batch, 0).targets.float(), packed(batch, 0))
     assert [row.tolist() for row in found.unbind()] == [[0, 7, 8, 0], [10, 0], [0, 13, 0]]
+
+
+@pytest.mark.parametrize("responses", [[[7, 8], [], [13]], [[], [], []]])
+def test_an_empty_response_gets_no_value_that_verl_reads(responses):
+    batch = VerlBatch([batch_of(responses=responses)])
+    targets = packed(batch, 0).targets.float()
+    found = batch.jagged(targets, packed(batch, 0)).unbind()
+    assert [len(row) for row in found] == [len(ids) for ids in SEQUENCES]
+    for row, ids, response in zip(found, SEQUENCES, responses, strict=True):
+        first = len(ids) - len(response) - 1
+        assert row[first:-1].tolist() == response
 
 
 def test_each_microbatch_maps_to_verls_microbatch():

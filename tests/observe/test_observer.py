@@ -290,7 +290,7 @@ def test_a_failed_run_records_why(observer, tmp_path):
 
 def test_a_run_that_was_stopped_records_why(observer, tmp_path):
     with observer, observer.running():
-        observer.stopped = "SIGTERM"
+        observer.stopped, observer.finished = "SIGTERM", False
     assert (read_state(tmp_path).status, read_state(tmp_path).reason) == ("stopped", "SIGTERM")
 
 

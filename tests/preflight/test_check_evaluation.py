@@ -36,6 +36,7 @@ def test_named_sets_are_accepted_with_and_without_data_eval(make):
             ["data.eval=null", "eval.sets.hard.temperatures=[1.0]", "schedule.stop_at_score=0.5"],
             ["stop_at_score=0.5", "[1.0]", "put 0 first"],
         ),
+        (["eval.every_steps=0", "schedule.stop_at_score=0.5"], ["stop_at_score=0.5", "eval.every_steps=0"]),
     ],
 )
 def test_a_contradiction_is_refused_with_its_keys(make, overrides, named):

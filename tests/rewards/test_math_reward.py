@@ -31,7 +31,7 @@ def test_the_answer_column_takes_precedence_over_the_solution():
 
 
 def test_a_response_with_an_unparsable_reference_is_not_scored(caplog):
-    assert math_reward([r"\boxed{1}"], answer=[""]) == [None]
+    assert math_reward([r"\boxed{1}"], answer=[r"\text{}"]) == [None]
     assert "cannot be parsed" in caplog.text
 
 
@@ -54,3 +54,8 @@ def test_an_endless_comparison_is_stopped_and_the_answer_counts_as_wrong(monkeyp
     monkeypatch.setattr(math_rewards, "TIMEOUT_SECONDS", 1)
     monkeypatch.setattr(grader, "sympy_expr_eq", lambda *arguments, **options: time.sleep(600))
     assert math_reward([r"\boxed{x+1}"], answer=["x+2"]) == [0.0]
+
+
+def test_a_missing_reference_is_not_scored_and_a_cut_off_guess_is_wrong():
+    assert math_reward([r"\boxed{1}"] * 3, answer=[None, float("nan"), ""]) == [None] * 3
+    assert math_reward(["so it may be 1"], answer=["1"], finish_reasons=["length"]) == [0.0]

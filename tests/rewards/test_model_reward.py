@@ -80,10 +80,22 @@ def text_of(row, completion, **settings):
 
 @pytest.mark.parametrize(
     ("text", "score"),
-    [("8", 0.8), ("First 3, then: 7.5", 0.75), ("Score: 0/10 ... 10", 1.0), ("good", None), ("11", None), ("-1", None)],
+    [("8", 0.8), ("First 3, then: 7.5", 0.75), ("Score: 0/10 ... 10", 0.0), ("good", None), ("11", None), ("-1", None)],
 )
-def test_the_last_number_within_the_scale_is_the_score(text, score):
+def test_a_labelled_or_the_last_number_within_the_scale_is_the_score(text, score):
     assert read(text) == score
+
+
+@pytest.mark.parametrize("settings", [{}, {"pattern": r"(\d+)"}], ids=["as written", "pattern"])
+@pytest.mark.parametrize("reason", [{"type": "length", "length": 256}, "length"], ids=repr)
+def test_a_judge_that_was_cut_off_or_did_not_end_its_reasoning_gives_no_score(settings, reason):
+    reader = WrittenNumber(RewardModelConfig("m", kind="generative", **settings))
+    assert reader.read({"text": "Score: 8", "meta_info": {"finish_reason": reason}}) is None
+    assert reader.read({"text": "<think>Score: 8", "meta_info": {"finish_reason": {"type": "stop"}}}) is None
+    assert (
+        reader.read({"text": "<think>3</think>8", "meta_info": {"finish_reason": {"type": "stop", "matched": 2}}})
+        == 0.8
+    )
 
 
 def test_the_pattern_selects_the_number_and_the_scale_normalizes_it():

@@ -1,5 +1,7 @@
 """The cap follows the servers' KV caches, and never stops a run."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,5 +68,16 @@ def test_the_cap_scales_with_the_number_of_servers():
 
 def test_a_server_load_report_aggregates_its_ranks():
     rank = {"token_usage": 0.5, "num_running_reqs": 3, "num_waiting_reqs": 2}
-    fuller = rank | {"token_usage": 0.75, "queues": {"retracted": 1}}
-    assert ServerLoad.parse({"loads": [rank, fuller]}) == ServerLoad(0.75, 6, 4, 1)
+    fuller = rank | {"token_usage": 0.75, "queues": {"retracted": 1}, "timestamp": 5.0, "decode_moments": [9.0, 40.0]}
+    assert ServerLoad.parse({"loads": [rank, fuller]}) == ServerLoad(0.75, 6, 4, 1, decoded=40.0, time=5.0)
+
+
+def test_throughput_is_that_between_two_reports():
+    first = ServerLoad(0.1, 2, 0, decoded=100.0, time=10.0)
+    assert first.after(None).throughput == 0.0
+    second = replace(first, decoded=160.0, time=12.0).after(first)
+    assert second.throughput == 30.0
+    # The same report again, of a server at work and of one that has become idle.
+    assert second.after(second).throughput == 30.0
+    assert replace(second, running=0).after(second).throughput == 0.0
+    assert replace(second, decoded=3.0, time=14.0).after(second).throughput == 0.0, "the counter began again"

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
 
@@ -21,11 +21,12 @@ import torch
 from processes import command_line, family, living
 from tiny_models import make_tiny_model
 
-from megasync.cluster.server_slot import CHECK, STREAMED_CHECK, CheckAnswer, throughput
+from megasync.cluster.server_slot import CHECK, STREAMED_CHECK, CheckAnswer
 from megasync.config.access import Keys
 from megasync.config.schema import RolloutConfig, SamplingConfig
 from megasync.errors import ServerError
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
+from megasync.rollout.inflight import ServerLoad
 from megasync.serving.answers import AnswerLimits, events
 from megasync.serving.control import ServerControl
 from megasync.serving.router import Router
@@ -148,7 +149,10 @@ async def test_a_server_says_how_fast_it_is_and_answers_the_fleets_check(stack):
             async for piece in events(response, asked.most_bytes):
                 answer.add(piece)
         assert (answer.tokens, answer.problem()) == (2, None)
-        assert throughput(await control.get("/server_info")) > 0
+        load = ServerLoad.parse(await control.get("/v1/loads?include=core"))
+        # The first token of each response comes from its prompt.
+        assert load.decoded >= 98
+        assert load.after(replace(load, time=load.time - 2.0, decoded=load.decoded - 90.0)).throughput == 45.0
 
 
 async def test_score_is_the_logprob_of_each_given_token(stack):

@@ -36,7 +36,7 @@ def test_outcomes_are_those_of_the_metrics_files(runs):
     assert row_of(table, "Status") == ["finished", "stopped"]
     assert row_of(table, "Trained steps") == [40, 30]
     assert row_of(table, "Held-out score, best") == [1.0, 0.5]
-    for label, name in (("Trained tokens", "train/tokens"), ("Reward, last", "rollout/reward_mean")):
+    for label, name in (("Trained tokens", "train/tokens"), ("Reward, last", "train/reward")):
         expected = []
         for run in runs:
             rows = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]

@@ -110,12 +110,12 @@ def test_a_moving_mean_is_the_mean_of_the_latest_values(values, width):
 def test_figures_of_a_hundred_thousand_steps_stay_light(tmp_path):
     run_dir = make_run(tmp_path, steps=1)
     lines = [
-        json.dumps({"step": s, "time": 1e9 + s, "rollout/reward_mean": s % 7, "time/step": 1.0, "time/train": 0.5})
+        json.dumps({"step": s, "time": 1e9 + s, "train/reward": s % 7, "time/step": 1.0, "time/train": 0.5})
         for s in range(100_000)
     ]
     (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     run = RunFolder(run_dir)
-    assert len(run.series("rollout/reward_mean")) == 100_000
+    assert len(run.series("train/reward")) == 100_000
     assert len(figures.reward(run).to_json()) < 200_000
     assert len(figures.time_shares(run).to_json()) < 50_000
 

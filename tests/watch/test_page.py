@@ -87,7 +87,7 @@ def test_the_numbers_are_those_of_the_metrics_file(open_page, watch, folder):
     page = open_page(watch.of("overview", FINISHED))
     assert number(page, "Step") == 60
     for name, metric in {
-        "Reward": "rollout/reward_mean",
+        "Reward": "train/reward",
         "Held-out score": "eval/score",
         "Generated": "rollout/tokens_per_second",
         "Staleness": "train/staleness_mean",

@@ -36,7 +36,7 @@ def test_a_series_has_the_values_that_were_logged(tmp_path):
 
 
 def test_a_number_that_was_not_finite_is_nan_in_its_place(tmp_path):
-    rewards = RunFolder(make_run(tmp_path)).series("rollout/reward_mean")
+    rewards = RunFolder(make_run(tmp_path)).series("train/reward")
     assert rewards.steps[np.isnan(rewards.values)].tolist() == [3] and len(rewards) == 20
 
 

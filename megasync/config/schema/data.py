@@ -87,6 +87,9 @@ class DataConfig:
     # Several training sets instead of `train`, by names of your choice. Their rows get the column `train_set`.
     sets: dict[str, TrainSetConfig] = field(default_factory=dict)
     eval: DatasetConfig | None = None
+    # Columns by the names that megasync looks for, such as {prompt: question, answer: solution}; a row needs one of the
+    # two names. A name may lead into a column: {answer: reward_model.ground_truth}.
+    columns: dict[str, str] = field(default_factory=dict)
     prompt: PromptConfig = field(default_factory=PromptConfig)
     # Which prompts are left out by the rewards of their earlier epochs: by_success, or `package.module:function`; null
     # leaves out none. docs/buffer.md#curriculum.

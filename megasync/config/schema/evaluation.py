@@ -55,9 +55,10 @@ class EvalSetConfig:
 
 @dataclass
 class EvalConfig:
-    """Evaluation on held-out sets: docs/evaluation.md."""
+    """Evaluation on held-out sets: docs/evaluation.md. `eval: null` trains without held-out sets."""
 
-    # Training steps between evaluations; 0 evaluates only at the start and the end.
+    # Training steps between evaluations; another one precedes the first step, and one follows the last. 0 evaluates
+    # never while training, only in `megasync eval`.
     every_steps: int = limited(10, NOT_NEGATIVE)
     # Held-out prompts per evaluation.
     samples: int = limited(128, AT_LEAST_ONE)

@@ -108,11 +108,12 @@ class RewardModelConfig(FrozenModelConfig):
     template: str | None = None
     # classifier: index of the output that is the score.
     label: int = limited(0, NOT_NEGATIVE)
-    # generative: number (the last number that it writes) or yes_no (the probability of `yes_token` against `no_token`
+    # generative: number (the score that it writes) or yes_no (the probability of `yes_token` against `no_token`
     # as the next token).
     read: str = limited("number", Choice("number", "yes_no"))
-    # number: a regular expression whose last match, or its first group if it has one, is the number.
-    pattern: str = r"-?\d+(?:\.\d+)?"
+    # number: a regular expression whose last match, or its first group if it has one, is the number; null finds the
+    # score as judges write it ("Score: 7", "8/10", [[7]], {"score": 7}).
+    pattern: str | None = None
     # number: lower end of the scale. The score is the number's position between low and high, from 0 to 1; a number
     # outside gives no score.
     low: float = 0.0

@@ -100,7 +100,8 @@ def _samples(part: TensorDict, form: RouteFormat | None) -> list[Sample]:
     for ids, responses, routes in zip(sequences, _responses(part, sequences), _routes(part, form), strict=True):
         if len(ids) < 2:
             raise TrainingError(f"a sequence of {len(ids)} token has nothing to predict; remove it from the batch")
-        prompt = len(ids) - responses
+        # Of an empty response the last prompt token is scored: verl never reads it, and every sample needs a target.
+        prompt = len(ids) - max(1, responses)
         samples.append(replace(Sample.of(ids[:prompt], ids[prompt:]), routes=routes))
     return samples
 

@@ -26,7 +26,9 @@ def setup(run: RunFolder) -> Section:
 
 
 def training_data(run: RunFolder) -> str:
-    """The kind and the source of the training data."""
+    """The kind and the source of the training data, or the rows that came from Python."""
+    if rows := run.custom.get("train_dataset"):
+        return f"{rows} from Python"
     place = "sft.train" if run.supervised else "data.train"
     parts = [run.settings.get(f"{place}.{key}") for key in ("kind", "source")]
     return "/".join(str(part) for part in parts if part)
@@ -39,7 +41,10 @@ def _facts(run: RunFolder) -> list[tuple[str, str]]:
         rows = get("sft.rows_per_step")
         facts.append(("Batch", f"{rows} rows a step" if rows else ""))
     else:
-        facts.append(("Held-out data", _joined(get("data.eval.kind"), get("data.eval.source"), separator="/")))
+        rows = run.custom.get("eval_dataset")
+        held_out = _joined(get("data.eval.kind"), get("data.eval.source"), separator="/")
+        facts.append(("Held-out data", f"{rows} from Python" if rows else held_out))
+        facts += [(name.title(), text) for name, text in _functions(run).items()]
         facts.append(("Algorithm", _joined(get("algorithm.advantage"), get("algorithm.loss"), _correction(run))))
         facts.append(("Batch", _batch(run)))
         facts.append(("Servers", _servers(run)))
@@ -51,6 +56,14 @@ def _facts(run: RunFolder) -> list[tuple[str, str]]:
     facts += [(name, version) for name, version in run.versions.items()]
     facts.append(("Directory", str(run.path)))
     return [(name, text) for name, text in facts if text]
+
+
+def _functions(run: RunFolder) -> dict[str, str]:
+    """The names of the reward, rollout function or agent, from Python or from the configuration."""
+    named = {key: run.settings.get(f"rollout.{key}") for key in ("reward", "workflow", "agent")}
+    configured = {"reward": named["reward"], "rollout": named["workflow"], "agent": named["agent"]}
+    found = {name: run.custom.get(name) or value for name, value in configured.items()}
+    return {name: str(text) for name, text in found.items() if text}
 
 
 def _correction(run: RunFolder) -> str | None:

@@ -1,0 +1,86 @@
+"""A run that has reached its goal is not started again; one that ended early is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megasync.app.async_trainer import AsyncTrainer
+from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
+from megasync.errors import ConfigError
+from megasync.observe.result import RunResult
+from megasync.observe.state_file import RunState, write_state
+from megasync.trainer.checkpoint import MARKER, step_path
+
+
+@pytest.fixture
+def config(config_file: Path) -> Config:
+    return load_config(config_file)
+
+
+def finished(run_dir: Path, config: Config, **state: Any) -> None:
+    run_dir.mkdir(parents=True)
+    save_config(config, run_dir / CONFIG_FILE)
+    (run_dir / CUSTOM_FILE).write_text("{}")
+    checkpoint = step_path(run_dir, config.schedule.total_steps)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / MARKER).touch()
+    (run_dir / "export").mkdir()
+    rows = [{"step": step, "time": 1.0 + step, "eval/score": score} for step, score in ((0, 0.25), (4, 0.75))]
+    (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_state(run_dir, RunState(**{"time": 1.0, "step": 4, "version": 5, "status": "finished"} | state))
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> list[AsyncTrainer]:
+    """The trainers that start processes."""
+    trainers: list[AsyncTrainer] = []
+
+    async def execute(trainer: AsyncTrainer) -> RunResult:
+        trainers.append(trainer)
+        return RunResult(Path(), 0, 0, [], None)
+
+    monkeypatch.setattr(AsyncTrainer, "_execute", execute)
+    return trainers
+
+
+def test_resuming_a_finished_run_starts_nothing_and_says_so(
+    config: Config, tmp_path: Path, executed: list[AsyncTrainer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    finished(run_dir, config)
+    result = AsyncTrainer.resume(run_dir).train()
+    assert (result.step, result.version, result.scores) == (4, 5, [(0, 0.25), (4, 0.75)])
+    assert result.export_dir == run_dir / "export" and result.finished
+    assert "nothing was started" in capsys.readouterr().out.replace("\n", " ")
+    assert not executed
+
+
+def test_a_finished_run_goes_on_when_its_goal_moves(
+    config: Config, tmp_path: Path, executed: list[AsyncTrainer]
+) -> None:
+    run_dir = tmp_path / "run"
+    finished(run_dir, config)
+    AsyncTrainer.resume(run_dir, [f"schedule.total_steps={config.schedule.total_steps + 1}"]).train()
+    assert len(executed) == 1
+
+
+@pytest.mark.parametrize("status", ["stopped", "failed", "running", "starting"])
+def test_a_run_that_ended_early_is_resumed(
+    config: Config, tmp_path: Path, executed: list[AsyncTrainer], status: str
+) -> None:
+    run_dir = tmp_path / "run"
+    finished(run_dir, config, status=status)
+    AsyncTrainer.resume(run_dir).train()
+    assert len(executed) == 1
+
+
+async def test_train_inside_a_running_loop_names_what_works_there(
+    config: Config, tmp_path: Path, executed: list[AsyncTrainer]
+) -> None:
+    trainer = AsyncTrainer(config)
+    with pytest.raises(ConfigError, match=r"notebook.*await trainer\.run\(\)"):
+        trainer.train()
+    await trainer.run()
+    assert executed == [trainer]
