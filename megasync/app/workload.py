@@ -136,6 +136,8 @@ def prepare_workload(config: Config, custom: Custom) -> Workload:
             f"reward= from Python; or use a rollout function that scores its own trajectories"
         )
     warn_of_missing_answers(rows, reward)
+    rewards = scoring.runner(reward)
+    rewards.check_rows(rows, "the training data")
     policy = curriculum_of(config.data)
     return Workload(
         curriculum=None if policy is None else Curriculum(policy, len(rows)),
@@ -146,7 +148,7 @@ def prepare_workload(config: Config, custom: Custom) -> Workload:
         eval_sets=held_out_sets(
             config, renderer, scoring, verifier, custom.eval_dataset, scores_itself=_scores_itself(config, custom)
         ),
-        rewards=scoring.runner(reward),
+        rewards=rewards,
         verifier=None if scoring.named else verifier,
         workflow=_workflow(config, custom, tokenizer),
         scoring=scoring,

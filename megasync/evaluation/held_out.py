@@ -80,8 +80,10 @@ def held_out_sets(
                 f"in data.columns"
             )
         warn_of_missing_answers(rows, settings.reward or scoring.named or own_verifier)
-        prompts = render_rows(rows[: settings.samples or config.eval.samples], renderer)
+        rows = rows[: settings.samples or config.eval.samples]
+        prompts = render_rows(rows, renderer)
         loaded.append(_held_out_set(config, "" if unnamed else name, prompts, scoring, own_verifier))
+        loaded[-1].rewards.check_rows(rows, f"the held-out set {name!r}")
     return loaded
 
 

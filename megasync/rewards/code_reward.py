@@ -1,12 +1,7 @@
 """Reward for programs: 1.0 if the program in a completion passes all tests, or the share of tests that it passes.
 
-The program is the last fenced code block of the completion; without one the score is 0.0. It runs in the sandbox
-(`sandbox`), once per test. A row's `tests` column is either
-
-- a list of {"input": text, "output": text}: the program reads the input and must print the output; trailing white space
-  of lines and of the whole output is ignored; or
-- Python text, such as assert statements, which uses the program's names and must run to its end. It runs in a separate
-  sandbox (`sandbox_link`).
+`code_answer` finds the program, `code_tests` reads the row's `tests`. The program runs in the sandbox (`sandbox`), once
+per test; test code runs in a sandbox of its own (`sandbox_check`).
 
 Invariant: the program can never read or change an expected output or a test result.
 """
@@ -16,17 +11,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.errors import DataError
-from megasync.rewards.sandbox import Limits, isolation, network_is_cut, run_check, run_program, sweep
+from megasync.rewards.code_answer import program_of
+from megasync.rewards.code_tests import COLUMNS, Run, read_tests
+from megasync.rewards.sandbox import (
+    Check,
+    Limits,
+    isolation,
+    network_is_cut,
+    problem_with,
+    run_check,
+    run_program,
+    sweep,
+)
 
 log = logging.getLogger(__name__)
-
-_BLOCK = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 class CodeReward:
@@ -35,7 +38,7 @@ class CodeReward:
     With `partial` the score is the share of tests passed instead of all or nothing. At most `parallel` programs run at
     once (default: the number of cores). With `require_no_network`, a kernel that cannot isolate the network is an error
     at start, otherwise a warning. The other options are the sandbox's `Limits`. Raises DataError for rows whose tests
-    have neither form.
+    have no known form or cannot fail.
     """
 
     __name__ = "code"
@@ -54,9 +57,15 @@ class CodeReward:
         self._limits = Limits(**limits)
         if parallel is not None and parallel < 1:
             raise TypeError(f"parallel={parallel} must be at least 1")
+        if self._limits != Limits() and (problem := problem_with(self._limits)):
+            raise TypeError(f"no program can run within {self._limits}; raise the limits ({problem})")
         self._free = asyncio.Semaphore(parallel or os.cpu_count() or 1)
         self._swept = False
-        if not network_is_cut():
+        try:
+            cut = network_is_cut()
+        except OSError as error:
+            raise TypeError(f"the code reward cannot run programs on this machine: {error}") from error
+        if not cut:
             if require_no_network:
                 raise TypeError(
                     "require_no_network=True, but this kernel does not allow unprivileged namespaces; enable them "
@@ -77,46 +86,44 @@ class CodeReward:
         if not self._swept:
             self._swept = True
             await sweep()
-        pairs = zip(completions, columns["tests"], strict=True)
-        return await gather_or_cancel(*(self._score(completion, tests) for completion, tests in pairs))
+        tests = await asyncio.to_thread(self._read, len(completions), columns)
+        return await gather_or_cancel(*map(self._score, completions, tests))
 
-    async def _score(self, completion: str, tests: Any) -> float | None:
-        checks = _checks(tests)
-        if not checks:
+    @staticmethod
+    def check_row(row: Mapping[str, Any]) -> None:
+        """Raises DataError for a row whose tests cannot be run."""
+        if "tests" not in row:
+            raise DataError(f"the code reward needs a tests column; the row has {sorted(row)}")
+        read_tests(row["tests"], row)
+
+    @staticmethod
+    def _read(count: int, columns: Mapping[str, Any]) -> list[list[Run | Check]]:
+        """The tests of each completion. Those of a group have the same row, whose tests are read once."""
+        rows = [{name: values[n] for name, values in columns.items() if name in COLUMNS} for n in range(count)]
+        read: list[list[Run | Check]] = []
+        for n, row in enumerate(rows):
+            same = n > 0 and all(value is rows[n - 1][name] for name, value in row.items())
+            read.append(read[-1] if same else read_tests(row["tests"], row))
+        return read
+
+    async def _score(self, completion: str, tests: Sequence[Run | Check]) -> float | None:
+        if not tests:
             return None
-        blocks = _BLOCK.findall(completion)
-        if not blocks:
+        names = {name for test in tests if isinstance(test, Check) for name in test.names}
+        program = program_of(completion, names)
+        if program is None:
             return 0.0
         passed = 0
-        for check in checks:
-            if await self._passes(blocks[-1], check):
+        for test in tests:
+            if await self._passes(program, test):
                 passed += 1
             elif not self._partial:
                 return 0.0
-        return passed / len(checks)
+        return passed / len(tests)
 
-    async def _passes(self, program: str, check: str | tuple[str, str]) -> bool:
+    async def _passes(self, program: str, test: Run | Check) -> bool:
         async with self._free:
-            if isinstance(check, str):
-                return await run_check(program, check, self._limits)
-            stdin, expected = check
-            result = await run_program(program, stdin, self._limits)
-        return result.code == 0 and _lines(result.stdout) == _lines(expected)
-
-
-def _checks(tests: Any) -> list[str | tuple[str, str]]:
-    """The individual tests of a row; empty if it has none. Raises DataError for any other form."""
-    if not tests:
-        return []
-    if isinstance(tests, str):
-        return [tests]
-    try:
-        return [(str(test["input"]), str(test["output"])) for test in tests]
-    except (TypeError, KeyError) as error:
-        raise DataError(
-            f'tests={tests!r:.200} must be Python text or a list of {{"input": ..., "output": ...}} ({error!r})'
-        ) from error
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+            if isinstance(test, Check):
+                return await run_check(program, test, self._limits)
+            result = await run_program(program, test.stdin, self._limits)
+        return result.code == 0 and test.agrees(result.stdout)

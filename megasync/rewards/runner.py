@@ -78,6 +78,16 @@ class RewardRunner:
             for t in trajectories
         ]
 
+    def check_rows(self, rows: Sequence[Mapping[str, Any]], source: str) -> None:
+        """Raises DataError for a row that a function's `check_row`, if it has one, refuses. `source` names the rows."""
+        checks = [function.call.check_row for function in self._functions if hasattr(function.call, "check_row")]
+        for number, row in enumerate(rows if checks else ()):
+            for check in checks:
+                try:
+                    check(row)
+                except DataError as error:
+                    raise DataError(f"row {number} of {source}: {error}") from None
+
     async def close(self) -> None:
         """Ends the worker processes, including those in the middle of a call."""
         if self._processes:

@@ -40,8 +40,10 @@ from typing import Any, Self
 
 log = logging.getLogger(__name__)
 
+_warned = False
 _CHILD = Path(__file__).with_name("sandbox_child.py")
-_LINK = Path(__file__).with_name("sandbox_link.py")
+# What a check runs, in the order of imports. The first is also what serves a check in the program's process.
+_LINK = ("sandbox_link", "sandbox_stand_ins", "sandbox_check")
 # Isolated from this environment (-I), standard library only (-S), no bytecode files (-B).
 _OPTIONS = ["-I", "-S", "-B"]
 # Not the virtual environment's interpreter, which reads a file of that environment that a program cannot see.
@@ -86,6 +88,20 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Check:
+    """Python text that tests a program.
+
+    `prelude` is run before it, `names` are those that it takes from the program, and `modules` those under which it
+    imports the program.
+    """
+
+    text: str
+    names: tuple[str, ...] = ()
+    prelude: str = ""
+    modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ProgramResult:
     """`code` is the exit status, 128 + n after signal n, None past the deadline. Outputs are cut at 1 MiB each."""
 
@@ -120,22 +136,22 @@ async def run_program(source: str, stdin: str = "", limits: Limits | None = None
             return ProgramResult(None, "", "")
 
 
-async def run_check(source: str, check: str, limits: Limits | None = None) -> bool:
-    """Whether a check runs to its end with the names that a program defines, within `limits.wall_seconds`.
+async def run_check(source: str, check: Check, limits: Limits | None = None) -> bool:
+    """Whether a check passes with the names that a program defines, within `limits.wall_seconds`.
 
-    Each runs in a sandbox of its own; see `sandbox_link` for what a check can do with a program. Raises OSError when
+    Each runs in a sandbox of its own; see `sandbox_check` for what a check can do with a program. Raises OSError when
     one cannot be started.
     """
     limits = limits or Limits()
     code = _link_code()
     program_order = {
-        "files": {"program.py": source, "link.py": code},
+        "files": {"program.py": source, "link.py": next(iter(code.values()))},
         "command": [_PYTHON, *_OPTIONS, "{root}/link.py"],
     }
     ours, theirs = socket.socketpair()
     with ours, theirs:
         async with (
-            _Sandbox({"files": {}, "check": check, "code": code}, limits, ours) as check_sandbox,
+            _Sandbox({"files": {}, "check": asdict(check), "code": code}, limits, ours) as check_sandbox,
             _Sandbox(program_order, limits, theirs) as program_sandbox,
         ):
             # Both processes have inherited the sockets. If this process kept one open, neither process would notice
@@ -147,6 +163,7 @@ async def run_check(source: str, check: str, limits: Limits | None = None) -> bo
                     result = await check_sandbox.result()
                 if not (passed := result.code == _PASSED):
                     log.debug("Check failed: %s", result.stderr)
+                    _warn_of_objects(result.stderr)
                     # The program exits after its check. If it never started, `result` raises OSError, because the
                     # program is not at fault.
                     with contextlib.suppress(TimeoutError):
@@ -155,6 +172,18 @@ async def run_check(source: str, check: str, limits: Limits | None = None) -> bo
             except TimeoutError:
                 return False
             return passed
+
+
+def _warn_of_objects(problem: str) -> None:
+    """Says once that a test failed because it computes with an object of the program."""
+    global _warned
+    if "ProgramObject" in problem and not _warned:
+        _warned = True
+        log.warning(
+            "A test failed because it needs data where the program returned an object, or does with an object what the "
+            "code reward does not support. If right programs fail it too, change the test; see docs/rewards.md. %s",
+            problem.strip()[-300:],
+        )
 
 
 @cache
@@ -178,8 +207,10 @@ def _kinds() -> list[Isolation]:
 
 
 @cache
-def _link_code() -> str:
-    return _LINK.read_text(encoding="utf-8")
+def _link_code() -> dict[str, str]:
+    """The text of each module of the link, by its full name."""
+    package = __name__.rpartition(".")[0]
+    return {f"{package}.{name}": Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8") for name in _LINK}
 
 
 def network_is_cut() -> bool:
@@ -321,7 +352,12 @@ def _abandoned() -> list[Path]:
     ]
 
 
-def _probe(kind: Isolation) -> str:
+def problem_with(limits: Limits) -> str:
+    """Why no program can run within these limits; empty if programs can."""
+    return _probe(isolation(), limits)
+
+
+def _probe(kind: Isolation, limits: Limits = Limits()) -> str:
     """Why programs cannot run with this isolation; empty if they can."""
     with tempfile.TemporaryDirectory(prefix=_prefix()) as folder:
         if kind.own_user:
@@ -329,7 +365,7 @@ def _probe(kind: Isolation) -> str:
         order = {
             "files": {"program.py": "import json; print('works')"},
             "command": [_PYTHON, *_OPTIONS, "{root}/program.py"],
-            "limits": asdict(Limits()),
+            "limits": asdict(limits),
             "link": None,
             "folder": folder,
         }

@@ -13,13 +13,15 @@ orphaned descendants to this process, which kills them. If this process is root,
 id that no other program has.
 
 An order has `limits`, `namespaces` ("root", "user" or ""), `own_user`, `files` (name to text), `link` (a socket's
-descriptor or null), `folder` (without namespaces), and one of `command` (whose {root} is replaced) and `check` (Python
-text that this process runs itself against the program at the other end of the link; it is never written to a file).
+descriptor or null), `folder` (without namespaces), and one of `command` (whose {root} is replaced) and `check`, which
+this process runs itself against the program at the other end of the link, with the modules of `code` (name to text).
+A check is never written to a file.
 """
 
 import contextlib
 import ctypes
 import json
+import mmap
 import os
 import resource
 import signal
@@ -144,7 +146,8 @@ def limit(order):
     if order["own_user"] or (order["namespaces"] and release >= (5, 14)):
         resource_limits.append((resource.RLIMIT_NPROC, limits["processes"], limits["processes"]))
     for what, soft, hard in resource_limits:
-        resource.setrlimit(what, (soft, hard))
+        allowed = resource.getrlimit(what)[1]
+        resource.setrlimit(what, [n if allowed == resource.RLIM_INFINITY else min(n, allowed) for n in (soft, hard)])
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
@@ -155,8 +158,8 @@ def switch_user(user):
         os.setresuid(user, user, user)
 
 
-def execute(order, root, user):
-    """In the child: becomes the program, or runs the check."""
+def execute(order, root, user, started):
+    """In the child: becomes the program, or runs the check, and sets the shared byte `started` right before."""
     names = ("stdin", "stdout", "stderr")
     for number, name in enumerate(names):
         os.dup2(os.open(f"{root}/{name}", os.O_RDONLY if name == "stdin" else os.O_WRONLY | os.O_APPEND), number)
@@ -172,13 +175,19 @@ def execute(order, root, user):
     if "check" in order:
         # No process of any user may read the memory of this one.
         LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-        space = {"__name__": "sandbox_link"}
-        exec(compile(order["code"], "sandbox_link", "exec"), space)
-        passes = space["passes"]
-        os._exit(PASSED if callable(passes) and passes(link, order["check"]) else 1)
+        *_, check = [loaded(name, text) for name, text in order["code"].items()]
+        started[0] = 1
+        os._exit(PASSED if check.passes(link, order["check"]) else 1)
     command = [part.replace("{root}", root) for part in order["command"]]
     home = f"{root}/work"
+    started[0] = 1
     os.execve(command[0], command, {"PATH": "/usr/bin:/bin", "HOME": home, "LANG": "C.UTF-8"})
+
+
+def loaded(name, text):
+    sys.modules[name] = module = type(sys)(name)
+    exec(compile(text, name, "exec"), module.__dict__)
+    return module
 
 
 def children():
@@ -234,16 +243,22 @@ def watch(order, root, user, answer):
     os.mkdir(f"{root}/work")
     if user is not None:
         os.chown(f"{root}/work", user, user)
+    # Memory that the child shares until it becomes the program.
+    started = mmap.mmap(-1, 1)
     # Opened before the program starts, because it could remove them.
     with open(f"{root}/stdout", "rb") as out, open(f"{root}/stderr", "rb") as err, open(answer, "w") as result:
         if not (program := os.fork()):
             try:
-                execute(order, root, user)
+                execute(order, root, user, started)
             finally:
                 # Reached only after an exception. The traceback goes to the program's own stderr.
+                started[0] = 0
                 traceback.print_exc()
                 os._exit(127)
         code = status_of(program)
+        if not started[0]:
+            # Not the program's fault: without an answer, it gets no score.
+            sys.exit(read_output(err))
         if not order["namespaces"]:
             kill_rest(user)
         json.dump({"code": code, "stdout": read_output(out), "stderr": read_output(err)}, result)

@@ -1,40 +1,40 @@
-"""The link between a check and the program that it tests, which run in two processes.
+"""The link between tests and the program that they test, which run in two processes.
 
-    check side      sends operations (call, getattr, add, ...); runs the asserts and decides
-    program side    performs them; answers with plain data, or with the number of an object that stays there
+    test side       (`sandbox_check`) asks for a call, an attribute, an item; compares, and decides
+    program side    performs it; answers with plain data, or with the number of an object that stays there
 
-Standard library only; both sides run this file without the package. As a script it is the program side: it runs
-`program.py` and then serves operations. Frames are JSON, preceded by their length. Both sides share one file because it
-is the protocol: each sandbox receives only this text, and one side unpacks every kind of value that the other packs.
+Standard library only; both sides have this file without the package. As a script it is the program side: it loads
+`program.py` and then answers. Frames are JSON, preceded by their length.
 
-Invariant: the program never decides a comparison with a value of the check. Plain data is rebuilt on the check side as
-Python's own exact types. A program object that is compared with such a value is unequal to it; the program is asked for
-nothing but the value of the object's built-in base (an enum's number, a named tuple's items). `ProgramObject`
-guarantees it.
-
-A check can call functions, create and use instances of the program's classes, iterate, catch exceptions, pass functions
-and iterators of its own (the program calls them back), and see arguments changed in place and what is printed. It
-cannot change the program's own lists and dictionaries through a returned copy, pass instances of its own classes, await
-coroutines, or see a global that changes after the program was loaded.
+Invariant: data crosses by value. `Values.read` rebuilds Python's own exact types, whatever the program defined or
+patched, so nothing that a test computes with data can reach code of the program. An instance of a subclass of a
+built-in type arrives as a value of that type, unless the test names its class.
 """
 
 # Unpacked values come from the other process, so their types are unknown here.
 # pyright: reportCallIssue=false, reportOptionalIterable=false, reportGeneralTypeIssues=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportIndexIssue=false
 
 import builtins
+import contextlib
+import datetime
+import decimal
+import fractions
 import io
 import json
 import operator
 import os
 import socket
 import sys
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from functools import cache
 
 FRAME_BYTES = 16 * 2**20
 PRINTED_CHARACTERS = 2**20
-CONTAINERS = (list, dict, set, bytearray)
+# Mutable values: they are sent by number, so that shared ones stay shared and changes in place are seen.
+CONTAINERS = {kind.__name__: kind for kind in (list, dict, set, bytearray, deque, OrderedDict, Counter, defaultdict)}
 WHOLE = slice(None)
-# Built-in bases, and how to read the value of a subclass instance without calling code of the subclass.
+# Built-in bases, and how to read the value of an instance of a subclass without code of the subclass.
 BASES = {
     int: int.__pos__,
     float: float.__pos__,
@@ -47,73 +47,57 @@ BASES = {
     dict: dict.copy,
     set: lambda value: {*set.__iter__(value)},
     frozenset: lambda value: frozenset([*frozenset.__iter__(value)]),
+    deque: lambda value: deque(deque.__iter__(value)),
+    decimal.Decimal: lambda value: decimal.Decimal(decimal.Decimal.as_tuple(value)),
+    fractions.Fraction: lambda value: fractions.Fraction(value._numerator, value._denominator),
 }
-# Exact types of the standard library that are sent as the arguments that construct them.
+
+
+def tuple_of(*items):
+    return items
+
+
+# Immutable types: the arguments that make a value again, and what takes them.
 MADE = {
-    "decimal.Decimal": lambda value: [str(value)],
-    "fractions.Fraction": lambda value: [value.numerator, value.denominator],
-    "datetime.date": lambda value: [value.year, value.month, value.day],
-    "datetime.timedelta": lambda value: [value.days, value.seconds, value.microseconds],
-    "datetime.datetime": lambda value: [
-        *(value.year, value.month, value.day, value.hour, value.minute, value.second, value.microsecond)
-    ],
-    "collections.deque": lambda value: [list(value), value.maxlen],
-    "collections.Counter": lambda value: [dict(value)],
-    "collections.OrderedDict": lambda value: [list(value.items())],
-    "builtins.range": lambda value: [value.start, value.stop, value.step],
-    "builtins.slice": lambda value: [value.start, value.stop, value.step],
+    int: (lambda value: [hex(value)], lambda text: int(text, 16)),
+    bytes: (lambda value: [value.hex()], bytes.fromhex),
+    complex: (lambda value: [value.real, value.imag], complex),
+    tuple: (list, tuple_of),
+    frozenset: (list, lambda *items: frozenset(items)),
+    decimal.Decimal: (lambda value: [str(value)], decimal.Decimal),
+    fractions.Fraction: (lambda value: [value.numerator, value.denominator], fractions.Fraction),
+    datetime.date: (lambda value: [value.isoformat()], datetime.date.fromisoformat),
+    datetime.time: (lambda value: [value.isoformat()], datetime.time.fromisoformat),
+    datetime.datetime: (lambda value: [value.isoformat()], datetime.datetime.fromisoformat),
+    datetime.timedelta: (lambda value: [value.days, value.seconds, value.microseconds], datetime.timedelta),
+    range: (lambda value: [value.start, value.stop, value.step], range),
+    slice: (lambda value: [value.start, value.stop, value.step], slice),
+    type(...): (lambda value: [], lambda: ...),
+    type({}.keys()): (list, lambda *items: dict.fromkeys(items).keys()),
+    type({}.values()): (list, lambda *items: dict(enumerate(items)).values()),
+    type({}.items()): (list, lambda *items: dict(items).items()),
 }
-# Modules that a check may use if the program imported them. The check gets the real modules.
-SHARED_MODULES = frozenset(
-    {
-        "bisect",
-        "cmath",
-        "collections",
-        "copy",
-        "datetime",
-        "decimal",
-        "fractions",
-        "functools",
-        "heapq",
-        "itertools",
-        "json",
-        "math",
-        "operator",
-        "random",
-        "re",
-        "statistics",
-        "string",
-        "textwrap",
-        "time",
-        "typing",
-    }
+MAKERS = {kind.__name__: make for kind, (_, make) in MADE.items()}
+# The built-in types, before a program or `common_names` changes anything.
+TYPES = {name: value for name, value in vars(builtins).items() if type(value) is type}
+# Modules of the standard library whose exceptions arrive as themselves.
+ERROR_MODULES = frozenset(
+    {"asyncio", "binascii", "decimal", "json.decoder", "queue", "re", "statistics", "struct", "zlib"}
+)
+# Of these, programs may use the public names without an import.
+COMMON_MODULES = (
+    *("string", "re", "random", "operator", "math", "bisect", "heapq", "itertools", "functools", "collections"),
+    "typing",
+)
+UNARY = ("abs", "neg", "pos", "invert", "len", "int", "float", "complex", "index", "bool", "str", "repr", "hash")
+BINARY = (
+    *("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
+    *("lshift", "rshift", "and", "or", "xor", "divmod"),
 )
 OPERATIONS = {
-    **{
-        name: getattr(operator, name)
-        for name in dir(operator)
-        if not name.startswith("_") and name not in ("attrgetter", "itemgetter", "methodcaller")
-    },
-    "iter": iter,
-    "next": next,
-    "len": len,
-    "str": str,
-    "repr": repr,
-    "format": format,
-    "bool": bool,
-    "int": int,
-    "float": float,
-    "complex": complex,
-    "hash": hash,
-    "abs": abs,
-    "round": round,
-    "reversed": reversed,
-    "divmod": divmod,
-    "isinstance": isinstance,
-    "issubclass": issubclass,
-    "getattr": getattr,
-    "setattr": setattr,
-    "delattr": delattr,
+    **{name: getattr(builtins, name, None) or getattr(operator, name) for name in UNARY},
+    **{name: getattr(operator, f"__{name}__", divmod) for name in (*BINARY, "getitem", "setitem", "delitem")},
+    **{f.__name__: f for f in (iter, reversed, next, getattr, setattr, delattr, isinstance, issubclass, round)},
     "call": lambda function, positional, named: function(*positional, **named),
     "enter": lambda manager: type(manager).__enter__(manager),
     "exit": lambda manager: type(manager).__exit__(manager, None, None, None),
@@ -121,15 +105,11 @@ OPERATIONS = {
 
 
 class LinkBroken(BaseException):
-    """The other side ended or violated the protocol. A BaseException, so that a check cannot catch it as Exception."""
+    """The other side ended or violated the protocol. A BaseException, so that a test cannot catch it as Exception."""
 
 
 class Link:
-    """Frames over a socket and their values. Each side defines `give` and `take` for objects that are not data."""
-
-    # Built-in objects are sent by name. A check may send built-in functions, but accepts types only, because it would
-    # call a function on its own side.
-    by_name = taken_by_name = (type,)
+    """Frames over a socket. Each side defines `give` and `take` for what is not data."""
 
     def __init__(self, descriptor):
         self.socket = socket.socket(fileno=descriptor)
@@ -147,13 +127,11 @@ class Link:
 
     def receive(self):
         size = self.file.read(4)
-        if len(size) < 4:
-            self.fail("the other side has ended")
         length = int.from_bytes(size, "big")
         if length > FRAME_BYTES:
             self.fail(f"a frame has {length} bytes")
         data = self.file.read(length)
-        if len(data) < length:
+        if len(size) < 4 or len(data) < length:
             self.fail("the other side has ended")
         try:
             message = json.loads(data)
@@ -164,432 +142,281 @@ class Link:
         return message
 
     def give(self, value):
-        """The message for a value that is not data."""
+        """The packed form of a value that is not data."""
         raise NotImplementedError
 
+    def keeps(self, kind):
+        """Whether an instance of a class stays on this side although the class derives from a built-in one."""
+        return False
+
+    def sends_state(self, value):
+        """Whether an object is sent as its attributes, like a container."""
+        return False
+
+    def make(self, class_name):
+        """A new object for the attributes that the other side sends of one of its own."""
+        raise NotImplementedError
+
+    def restore(self, made, state):
+        """Gives an object its attributes."""
+        vars(made).clear()
+        vars(made).update(state)
+
     def take(self, kind, data):
-        """The object for a message that the other side made with `give`."""
+        """The object for a packed form that the other side made with `give`."""
         raise NotImplementedError
 
     def fail(self, problem):
         self.broken = True
         raise LinkBroken(problem)
 
-    def pack(self, value, seen=None):
-        """The message for a value. `seen` maps ids of this call's containers to (number, container)."""
+
+class Values:
+    """The values of a request and of its answer. Both sides number the containers in them alike, in order of sending.
+
+    A packed value is a scalar of JSON or [kind, data], where data of the kind "at" is a container's number. Objects of
+    the test's own classes count as containers, of their attributes.
+    """
+
+    def __init__(self, link):
+        self.link = link
+        self.containers = []
+        self.numbers = {}
+
+    def write(self, values, received=()):
+        """The packed values, the contents of containers that are new, and those of `received` ones that changed."""
+        packed, contents = [self.pack(value) for value in values], []
+        for container in self.containers:  # which grows meanwhile
+            contents.append(self.contents(container))  # noqa: PERF401
+        changes = [[n, now] for n, (now, was) in enumerate(zip(contents, received, strict=False)) if now != was]
+        return [packed, contents[len(received) :], changes]
+
+    def read(self, packed, contents, changes=()):
+        first = len(self.containers)
+        for kind, _, detail in contents:
+            if kind == "state":
+                self.add(self.link.make(detail))
+            else:
+                self.add(deque(maxlen=detail) if kind == "deque" else CONTAINERS[kind]())
+        for number, content in [*enumerate(contents, first), *changes]:
+            self.fill(self.containers[number], *content)
+        return [self.unpack(value) for value in packed]
+
+    def add(self, container):
+        self.numbers[id(container)] = len(self.containers)
+        self.containers.append(container)
+
+    def forget(self, count):
+        """Forgets the containers beyond the first `count`, after a failed `write`."""
+        for container in self.containers[count:]:
+            del self.numbers[id(container)]
+        del self.containers[count:]
+
+    def pack(self, value):
         kind = type(value)
         if value is None or kind in (bool, float, str) or (kind is int and -(2**63) < value < 2**63):
             return value
-        if kind is ProgramObject:
-            return self.give(value)
-        if seen is not None and kind in CONTAINERS:
-            if id(value) in seen:
-                return ["same", seen[id(value)][0]]
-            seen[id(value)] = len(seen), value
-        if kind is int:
-            return ["int", hex(value)]
-        if kind in (list, tuple, set, frozenset):
-            return [kind.__name__, [self.pack(item, seen) for item in value]]
-        if kind is dict:
-            return ["dict", [[self.pack(key, seen), self.pack(item, seen)] for key, item in value.items()]]
-        if kind in (bytes, bytearray):
-            return [kind.__name__, value.hex()]
-        if kind is complex:
-            return ["complex", [value.real, value.imag]]
-        if value is Ellipsis or value is NotImplemented:
-            return ["constant", repr(value)]
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        if name in MADE and getattr(value, "tzinfo", None) is None:
-            return ["made", [name, self.pack(MADE[name](value))]]
-        if kind in self.by_name and getattr(builtins, value.__name__, None) is value:
-            return ["builtin", value.__name__]
-        return self.give(value)
+        if CONTAINERS.get(kind.__name__) is kind or id(value) in self.numbers or self.link.sends_state(value):
+            if id(value) not in self.numbers:
+                self.add(value)
+            return ["at", self.numbers[id(value)]]
+        if kind in MADE:
+            return [kind.__name__, [self.pack(part) for part in MADE[kind][0](value)]]
+        if kind is type and TYPES.get(value.__name__) is value:
+            return ["type", value.__name__]
+        bases = () if kind is type or self.link.keeps(kind) else [base for base in BASES if base in kind.__mro__]
+        if bases and bases[0] is tuple and type(fields := getattr(kind, "_fields", None)) is tuple:
+            return ["named", [kind.__name__, list(map(str, fields)), [self.pack(item) for item in value]]]
+        return self.pack(BASES[bases[0]](value)) if bases else self.link.give(value)
 
-    def unpack(self, packed, seen=None):
-        """The value of a message. `seen` lists this call's containers by number; None where they are not numbered."""
+    def contents(self, container):
+        kind = type(container)
+        if CONTAINERS.get(kind.__name__) is not kind:
+            return ["state", [[name, self.pack(value)] for name, value in vars(container).items()], kind.__name__]
+        if kind is bytearray:
+            items = container.hex()
+        elif isinstance(container, dict):
+            items = [[self.pack(key), self.pack(item)] for key, item in dict.items(container)]
+        else:
+            items = [self.pack(item) for item in container]
+        return [kind.__name__, items, container.maxlen if kind is deque else None]
+
+    def fill(self, container, kind, items, _):
+        if kind == "state":
+            self.link.restore(container, {name: self.unpack(value) for name, value in items})
+            return
+        if type(container) is not CONTAINERS[kind]:
+            raise TypeError("a container changed its type")
+        container.clear()
+        if kind == "bytearray":
+            container.extend(bytes.fromhex(items))
+        elif isinstance(container, dict):
+            for key, item in items:
+                container[self.unpack(key)] = self.unpack(item)
+        elif kind == "set":
+            container.update(map(self.unpack, items))
+        else:
+            container.extend(map(self.unpack, items))
+
+    def unpack(self, packed):
         if packed is None or isinstance(packed, bool | int | float | str):
             return packed
         kind, data = packed
-        if kind == "same" and seen is not None:
-            return seen[data]
-        if kind == "int":
-            return int(data, 16)
-        if kind in ("list", "dict", "set", "bytearray"):
-            container = {"list": list, "dict": dict, "set": set, "bytearray": bytearray}[kind]()
-            if seen is not None:
-                # Before its items, which may refer to it.
-                seen.append(container)
-            if kind == "list":
-                container.extend(self.unpack(item, seen) for item in data)
-            elif kind == "dict":
-                container.update((self.unpack(key, seen), self.unpack(item, seen)) for key, item in data)
-            elif kind == "set":
-                container.update(self.unpack(item, seen) for item in data)
-            else:
-                container.extend(bytes.fromhex(data))
-            return container
-        if kind in ("tuple", "frozenset"):
-            return {"tuple": tuple, "frozenset": frozenset}[kind](self.unpack(item, seen) for item in data)
-        if kind == "bytes":
-            return bytes.fromhex(data)
-        if kind == "complex":
-            return complex(*data)
-        if kind == "constant":
-            return {"Ellipsis": Ellipsis, "NotImplemented": NotImplemented}[data]
-        if kind == "made":
-            name, arguments = data
-            if name not in MADE:
-                raise ValueError(f"{name} is not data")
-            module, _, class_name = name.rpartition(".")
-            return getattr(__import__(module), class_name)(*self.unpack(arguments))
-        if kind == "builtin":
-            value = getattr(builtins, data)
-            if type(value) not in self.taken_by_name:
-                raise ValueError(f"the built-in {data} is not accepted from the program")
-            return value
-        return self.take(kind, data)
-
-    def raised(self, error):
-        """The message for an exception: its class, its built-in bases, and its arguments."""
-        kind = type(error)
-        return ["raised", self.pack_plain(kind), builtin_bases(kind), [self.pack_plain(part) for part in error.args]]
-
-    def pack_plain(self, value):
-        try:
-            return self.pack(value)
-        except Exception:  # noqa: BLE001 - whatever an object's own code raises
-            return repr(value)[:200]
+        if kind == "at":
+            return self.containers[data]
+        if kind in MAKERS:
+            return MAKERS[kind](*map(self.unpack, data))
+        if kind == "named":
+            name, fields, items = data
+            # A field that is no data would be a method of what a test takes for data.
+            plain = all(not isinstance(item, list) or item[0] in MAKERS or item[0] == "at" for item in items)
+            return (named_tuple(name, tuple(fields)) if plain else tuple_of)(*map(self.unpack, items))
+        if kind == "type":
+            return TYPES[data]
+        return self.link.take(kind, data)
 
 
-def builtin_bases(kind):
-    """Names of a class's built-in bases, the most specific first."""
-    return [base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base]
+@cache
+def named_tuple(name, fields):
+    return namedtuple(name, fields)
 
 
-# The check side
+def builtin_base(kind):
+    """The name of the most specific built-in class that a class of exceptions derives from."""
+    return next(base.__name__ for base in kind.__mro__ if TYPES.get(base.__name__) is base)
 
 
-def remote(operation, position=0):
-    """A method that sends an operation to the program. `position` is the index of `self` among the operands."""
+class ListNode:
+    """A node of a list, as LeetCode defines it for programs."""
 
-    def method(self, *operands):
-        operands = list(operands)
-        operands.insert(position, self)
-        return self._remote_wire.ask(operation, operands)
-
-    return method
+    def __init__(self, val=0, next=None):
+        self.val, self.next = val, next
 
 
-def converted(operation, kind):
-    """Like `remote`, for methods whose result must have exactly the type `kind`."""
-    ask = remote(operation)
+class TreeNode:
+    """A node of a binary tree, as LeetCode defines it for programs."""
 
-    def method(self, *operands):
-        result = ask(self, *operands)
-        if type(result) is not kind:
-            raise TypeError(f"{operation}() of the program returned a {type(result).__name__}")
-        return result
-
-    return method
+    def __init__(self, val=0, left=None, right=None):
+        self.val, self.left, self.right = val, left, right
 
 
-def plain(value):
-    """A program object as a value of its built-in base; the object itself if it has none."""
-    if isinstance(value, ProgramObject):
-        return value._remote_wire.ask("plain", [value])
-    return value
+NODES = {"ListNode": ListNode, "TreeNode": TreeNode}
 
 
-def compared(operation, otherwise):
-    """A comparison, which the program decides only between two of its own objects."""
-
-    def method(self, other):
-        if isinstance(other, ProgramObject):
-            result = self._remote_wire.ask(operation, [self, other])
-            if type(result) is not bool:
-                raise TypeError(f"{operation} of the program returned a {type(result).__name__}")
-            return result
-        own = plain(self)
-        return otherwise if isinstance(own, ProgramObject) else getattr(operator, operation)(own, other)
-
-    return method
-
-
-class ProgramObject:
-    """An object that lives in the program; operations on it are sent there."""
-
-    __slots__ = ("_remote_number", "_remote_wire")
-
-    def __init__(self, wire, number):
-        object.__setattr__(self, "_remote_wire", wire)
-        object.__setattr__(self, "_remote_number", number)
-
-    def __getattr__(self, name):
-        return self._remote_wire.ask("getattr", [self, name])
-
-    def __setattr__(self, name, value):
-        self._remote_wire.ask("setattr", [self, name, value])
-
-    def __delattr__(self, name):
-        self._remote_wire.ask("delattr", [self, name])
-
-    def __call__(self, *positional, **named):
-        return self._remote_wire.ask("call", [self, list(positional), named])
-
-    def __instancecheck__(self, value):
-        return isinstance(value, ProgramObject) and self._remote_wire.ask("isinstance", [value, self]) is True
-
-    def __subclasscheck__(self, value):
-        return isinstance(value, ProgramObject) and self._remote_wire.ask("issubclass", [value, self]) is True
-
-    def __iter__(self):
-        iterator = self._remote_wire.ask("iter", [self])
-        return iterator if isinstance(iterator, ProgramObject) else iter(iterator)
-
-    def __contains__(self, value):
-        # Iterates, so that the items are compared on this side.
-        return any(item is value or item == value for item in self)
-
-    def __ne__(self, other):
-        return not self == other
-
-    def __hash__(self):
-        own = plain(self)
-        return hash(self._remote_number) if isinstance(own, ProgramObject) else hash(own)
-
-    def __exit__(self, *error):
-        self._remote_wire.ask("exit", [self])
-
-    __eq__ = compared("eq", otherwise=False)
-    __lt__, __le__ = compared("lt", NotImplemented), compared("le", NotImplemented)
-    __gt__, __ge__ = compared("gt", NotImplemented), compared("ge", NotImplemented)
-    __next__, __enter__, __reversed__ = remote("next"), remote("enter"), remote("reversed")
-    __getitem__, __setitem__, __delitem__ = remote("getitem"), remote("setitem"), remote("delitem")
-    __abs__, __round__, __neg__, __pos__, __invert__ = map(remote, ("abs", "round", "neg", "pos", "invert"))
-    __divmod__, __rdivmod__ = remote("divmod"), remote("divmod", 1)
-    __len__, __int__, __index__ = converted("len", int), converted("int", int), converted("index", int)
-    __float__, __complex__, __bool__ = converted("float", float), converted("complex", complex), converted("bool", bool)
-    __str__, __repr__, __format__ = converted("str", str), converted("repr", str), converted("format", str)
-
-
-for _name in (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "lshift",
-    "rshift",
-    "xor",
-    "and_",
-    "or_",
-):
-    setattr(ProgramObject, f"__{_name.strip('_')}__", remote(_name))
-    setattr(ProgramObject, f"__r{_name.strip('_')}__", remote(_name, 1))
-
-
-class CheckSide(Link):
-    """Sends operations, and runs its own functions when the program calls them back."""
-
-    by_name = (type, type(len))
-
-    def __init__(self, descriptor):
-        super().__init__(descriptor)
-        self.lent = []
-        self.errors = {}
-
-    def give(self, value):
-        if isinstance(value, ProgramObject):
-            return ["own", value._remote_number]
-        for number, error in self.errors.items():
-            if error is value:
-                return ["own", number]
-        if hasattr(type(value), "__next__"):
-            self.lent.append(value.__next__)
-            return ["iterator", len(self.lent) - 1]
-        if callable(value):
-            self.lent.append(value)
-            return ["function", len(self.lent) - 1]
-        raise TypeError(f"a test can pass data and functions to a program, not a {type(value).__name__}")
-
-    def take(self, kind, data):
-        if kind == "object":
-            return ProgramObject(self, int(data))
-        if kind == "error":
-            number, name, base = data
-            if number not in self.errors:
-                self.errors[number] = type(str(name), (self.builtin_error(base),), {})
-            return self.errors[number]
-        raise ValueError(f"unknown kind of value {kind!r}")
-
-    @staticmethod
-    def builtin_error(name):
-        kind = getattr(builtins, str(name), None)
-        return kind if isinstance(kind, type) and issubclass(kind, BaseException) else Exception
-
-    def ask(self, operation, operands):
-        """The result of an operation. Raises what the program raises, and applies its changes to the arguments."""
-        if self.broken:
-            self.fail("the other side has ended")
-        seen = {}
-        self.send(["ask", operation, [self.pack(operand, seen) for operand in operands]])
-        passed = [container for _, container in seen.values()]
-        while (message := self.receive())[0] == "back":
-            self.send(self.called_back(message))
-        try:
-            kind, *content, changes, printed = message
-            sys.stdout.write(printed)
-            for number, packed in changes:
-                replace(passed[number], self.unpack(packed, list(passed)))
-            if kind == "value":
-                return self.unpack(content[0], list(passed))
-            error = self.error(*content)
-        except Exception as problem:  # noqa: BLE001 - malformed content can raise anything
-            self.fail(f"{type(problem).__name__}: {problem}")
-        raise error
-
-    def error(self, packed_kind, bases, arguments):
-        """The exception that the program raised, of the same class if the check knows that class."""
-        kind, arguments = self.unpack(packed_kind), [self.unpack(part) for part in arguments]
-        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-            kind = self.builtin_error(bases[0])
-        try:
-            return kind(*arguments)
-        except TypeError:
-            return Exception(kind.__name__, *arguments)
-
-    def called_back(self, message):
-        try:
-            _, number, positional, named = message
-            return ["value", self.pack(self.lent[number](*self.unpack(positional), **self.unpack(named)))]
-        except Exception as error:  # noqa: BLE001 - passed to the program
-            return self.raised(error)
-
-    def names(self):
-        """The program's names that the check may use. Built-in names are never replaced."""
-        names = {}
-        for name, value in self.ask("names", []):
-            if type(name) is str and name.isidentifier() and not hasattr(builtins, name) and not name.startswith("__"):
-                names[name] = value  # noqa: PERF403 - the condition is clearer as a statement
-        for name, module in self.ask("modules", []):
-            if type(name) is str and name.isidentifier() and module in SHARED_MODULES:
-                names[name] = __import__(module)
-        return names
-
-
-def replace(container, value):
-    if type(container) is not type(value):
-        raise TypeError("a changed argument is of another type")
-    if isinstance(container, list | bytearray):
-        container[:] = value
-    else:
-        container.clear()
-        container.update(value)
-
-
-def passes(descriptor, check):
-    """Whether the check runs to its end and the program is still alive then."""
-    wire = CheckSide(descriptor)
-    try:
-        exec(compile(check, "<tests>", "exec"), {"__name__": "__main__", **wire.names()})
-        wire.ask("bool", [True])
-    except BaseException as error:  # noqa: BLE001 - any exception fails the check
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return False
-    return not wire.broken
-
-
-# The program side
+def common_names():
+    """What programs whose functions are called may use without an import, as with the judges of public sets."""
+    modules = [__import__(name) for name in COMMON_MODULES]
+    public = [(name, vars(module)[name]) for module in modules for name in dir(module) if not name.startswith("_")]
+    return dict(public) | {module.__name__: module for module in modules} | NODES
 
 
 class ProgramSide(Link):
     """Performs operations in the program's process. If the program tampers with it, it can still send only data."""
-
-    taken_by_name = (type, type(len))
 
     def __init__(self, descriptor):
         super().__init__(descriptor)
         self.objects = []
         self.numbers = {}
         self.printed = io.StringIO()
+        self.space = {}
+        # The names under which the test knows classes of the program.
+        self.labels = {}
 
-    def number_of(self, value):
+    def give(self, value):
+        kind = type(value)
+        fails = isinstance(value, type) and issubclass(value, BaseException)
+        if fails and value.__module__ in ERROR_MODULES:
+            return ["library", [value.__module__, value.__name__]]
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.objects)
             self.objects.append(value)
-        return self.numbers[id(value)]
-
-    def give(self, value):
-        if isinstance(value, type) and issubclass(value, BaseException):
-            return ["error", [self.number_of(value), value.__name__, builtin_bases(value)[0]]]
-        return ["object", self.number_of(value)]
+        number = self.numbers[id(value)]
+        if fails:
+            return ["error", [number, value.__name__, builtin_base(value)]]
+        named = value if isinstance(value, type) else kind
+        return ["object", [number, self.labels.get(id(named), named.__name__), hasattr(kind, "__next__")]]
 
     def take(self, kind, data):
         if kind == "own":
             return self.objects[data]
-        lent = CheckFunction(self, data)
-        return lent if kind == "function" else CheckIterator(lent)
+        function = CheckFunction(self, data)
+        return function if kind == "function" else iterated(function)
 
-    def serve(self, space):
+    def keeps(self, kind):
+        return self.labels.get(id(kind), "")[:1].isupper()
+
+    def make(self, class_name):
+        kind = self.space.get(class_name, NODES.get(class_name))
+        return object.__new__(kind if isinstance(kind, type) else type(class_name, (), {}))
+
+    def serve(self):
         while True:
-            self.send(self.answer(self.receive(), space))
+            self.send(self.answer(self.receive()))
 
-    def answer(self, message, space):
-        _, operation, packed = message
-        passed, before = [], []
+    def answer(self, message):
+        _, operation, packed, contents, _ = message
+        values = Values(self)
         try:
-            operands = [self.unpack(each, passed) for each in packed]
-            before = [self.pack(each) for each in passed]
-            value = self.result(operation, operands, space)
-            answer = ["value", self.pack(value, self.known(passed))]
+            operands = values.read(packed, contents)
+            answer = ["value", *values.write([self.perform(operation, *operands)], contents)]
         except LinkBroken:
             raise
-        except BaseException as error:  # noqa: BLE001 - passed to the check
-            answer = self.raised(error)
-        changes = []
-        for number, (each, was) in enumerate(zip(passed, before, strict=False)):
-            if self.pack(each) != was:
-                known = self.known(passed)
-                # The container itself is sent in full; containers inside it are sent by number.
-                known[0] = known.pop(id(each))
-                changes.append([number, self.pack(each, known)])
+        except BaseException as error:  # noqa: BLE001 - passed to the test
+            values.forget(len(contents))
+            answer = self.raised(error, values, contents)
         text = self.printed.getvalue()[:PRINTED_CHARACTERS]
         self.printed.seek(0)
         self.printed.truncate()
-        return [*answer, changes, text]
+        return [*answer, text]
 
-    @staticmethod
-    def known(containers):
-        return {id(each): (number, each) for number, each in enumerate(containers)}
-
-    def result(self, operation, operands, space):
-        # A snapshot: threads of the program may add names meanwhile.
-        variables, module = list(space.items()), type(sys)
+    def perform(self, operation, *operands):
         if operation == "names":
-            return [[name, value] for name, value in variables if type(value) is not module and name[:2] != "__"]
-        if operation == "modules":
-            return [[name, value.__name__] for name, value in variables if type(value) is module]
+            # A snapshot: threads of the program may add names meanwhile.
+            variables = dict(self.space)
+            found = {name: variables[name] for name in operands[0] if name in variables}
+            self.labels.update({id(value): name for name, value in found.items() if isinstance(value, type)})
+            return found
         if operation == "plain":
             (value,) = operands
             base = next((base for base in BASES if base in type(value).__mro__), None)
-            return value if base is None else BASES[base](value)
+            if base is None:
+                raise TypeError("an object of no built-in type")
+            return BASES[base](value)
+        if operation == "await":
+            # Here, because the import takes longer than most programs.
+            import asyncio
+
+            async def wait():
+                return await operands[0]
+
+            return asyncio.run(wait())
         return OPERATIONS[operation](*operands)
 
+    def raised(self, error, values, contents=()):
+        """The message for an exception: its class, its built-in base, its attributes and its arguments."""
+        kind = type(error)
+        for attributes, arguments in ((vars(error), error.args), ({}, map(shown, error.args)), ({}, ())):
+            try:
+                return ["raised", *values.write([kind, builtin_base(kind), {**attributes}, *arguments], contents)]
+            except Exception:  # noqa: BLE001 - whatever reading an object raises
+                values.forget(len(contents))
+        raise error
+
     def call_back(self, number, positional, named):
-        self.send(["back", number, self.pack(list(positional)), self.pack(named)])
+        values = Values(self)
+        self.send(["back", number, *values.write([list(positional), named])])
         while (message := self.receive())[0] == "ask":
-            self.send(self.answer(message, {}))
-        if message[0] == "value":
-            return self.unpack(message[1])
-        _, _, bases, arguments = message
-        raise getattr(builtins, bases[0])(*map(self.unpack, arguments))
+            self.send(self.answer(message))
+        outcome, *content = message
+        result = values.read(*content)
+        if outcome == "value":
+            return result[0]
+        _, base, _, *arguments = result
+        raise TYPES[base](*arguments)
 
 
 class CheckFunction:
-    """A function of the check that the program can call."""
+    """A function of the test that the program can call."""
 
     def __init__(self, side, number):
         self.side, self.number = side, number
@@ -598,17 +425,21 @@ class CheckFunction:
         return self.side.call_back(self.number, positional, named)
 
 
-class CheckIterator:
-    """An iterator of the check that the program can advance."""
+def iterated(function):
+    """An iterator of the test, which the program advances by calling `function`."""
+    while True:
+        try:
+            item = function()
+        except StopIteration:
+            return
+        yield item
 
-    def __init__(self, ask):
-        self.ask = ask
 
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        return self.ask()
+def shown(value):
+    try:
+        return repr(value)[:200]
+    except Exception:  # noqa: BLE001 - the object's own code
+        return "?"
 
 
 def main():
@@ -616,12 +447,19 @@ def main():
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "program.py")
     with open(path, encoding="utf-8") as file:
         source = file.read()
-    program = type(sys)("__main__")
+    # Not "__main__": what a program does when it is run as a script is not what the tests call.
+    program = type(sys)("solution")
     program.__file__ = path
-    sys.modules["__main__"] = program
+    sys.modules["solution"] = program
     sys.stdout = side.printed
-    exec(compile(source, path, "exec", dont_inherit=True), program.__dict__)
-    side.serve(program.__dict__)
+    side.space = program.__dict__
+    # Found after the program's own names, and never among them.
+    for name, value in common_names().items():
+        vars(builtins).setdefault(name, value)
+    # An example of use may leave, or read an input that is not there.
+    with contextlib.suppress(SystemExit, EOFError):
+        exec(compile(source, path, "exec", dont_inherit=True), program.__dict__)
+    side.serve()
 
 
 if __name__ == "__main__":

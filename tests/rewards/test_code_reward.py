@@ -3,6 +3,7 @@
 import pytest
 
 from megasync.errors import DataError
+from megasync.rewards import sandbox
 from megasync.rewards.code_reward import CodeReward
 
 DOUBLE = [{"input": "2\n", "output": "4\n"}, {"input": "5\n", "output": "10"}, {"input": "0", "output": "0\n\n"}]
@@ -19,7 +20,8 @@ def fenced(program, language="python"):
         (fenced("print(int(input()) * 2)"), DOUBLE, 1.0, 1.0),
         (fenced("print(int(input()) + 2)"), DOUBLE, 0.0, 1 / 3),
         (fenced("print(1)") + fenced("print(int(input()) * 2)", ""), DOUBLE, 1.0, 1.0),
-        ("print(int(input()) * 2)", DOUBLE, 0.0, 0.0),
+        ("print(int(input()) * 2)", DOUBLE, 1.0, 1.0),
+        ("Print twice the input.", DOUBLE, 0.0, 0.0),
         (fenced("print(int(input()) * 2"), DOUBLE, 0.0, 0.0),
         (fenced("def f(x):\n    return 2 * x"), "assert f(2) == 4", 1.0, 1.0),
         (fenced("def f(x):\n    return 3 * x"), "assert f(2) == 4", 0.0, 0.0),
@@ -45,13 +47,22 @@ async def test_a_program_that_never_ends_affects_only_its_own_score():
     ("columns", "message"),
     [
         ({"answer": ["1"]}, r"needs a tests column; the rows have \['answer'\]"),
-        ({"tests": [[{"input": "1"}]]}, "must be Python text or a list of"),
-        ({"tests": [7]}, "must be Python text or a list of"),
+        ({"tests": [[{"input": "1"}]]}, r"tests=\[\{'input': '1'\}\] cannot be used: the keys"),
+        ({"tests": ["print(f(2))"]}, "no assertion in them runs"),
     ],
 )
 async def test_rows_without_usable_tests_are_an_error(columns, message):
     with pytest.raises(DataError, match=message):
         await CodeReward()([fenced("print(1)")], **columns)
+    with pytest.raises(DataError, match=message.replace("rows have", "row has")):
+        CodeReward.check_row({name: values[0] for name, values in columns.items()})
+
+
+async def test_each_row_of_a_call_has_its_own_tests():
+    reward, same = CodeReward(), "def check(candidate):\n    assert candidate(1) == 1"
+    with pytest.raises(DataError, match="entry_point"):
+        await reward(["", ""], tests=[same, same], entry_point=["f", None])
+    assert await reward(["", ""], tests=[same, None], entry_point=["f", None]) == [0.0, None]
 
 
 def test_a_kernel_without_network_isolation_is_refused_if_isolation_is_required(monkeypatch):
@@ -59,3 +70,10 @@ def test_a_kernel_without_network_isolation_is_refused_if_isolation_is_required(
     CodeReward()
     with pytest.raises(TypeError, match="require_no_network.*user namespaces|namespaces.*container"):
         CodeReward(require_no_network=True)
+
+
+def test_a_machine_that_cannot_run_programs_is_refused(monkeypatch):
+    monkeypatch.setattr(sandbox, "_probe", lambda kind: "no clone")
+    sandbox.isolation.cache_clear()
+    with pytest.raises(TypeError, match="cannot run programs on this machine.*no clone"):
+        CodeReward()

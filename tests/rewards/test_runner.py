@@ -360,3 +360,18 @@ async def test_the_process_of_a_cancelled_call_is_not_reused(make_trajectory, tm
         assert rewards(await runner.score([make_trajectory()], {"how": "go"})) == [1.0]
     finally:
         await runner.close()
+
+
+def test_rows_are_checked_before_anything_starts_by_functions_that_can():
+    class Strict:
+        def __call__(self, completions, **columns):
+            return [0.0 for _ in completions]
+
+        def check_row(self, row):
+            if "tests" not in row:
+                raise DataError("no tests")
+
+    RewardRunner({text_length: 1.0, Strict(): 1.0}).check_rows([{"tests": ""}, {"tests": ""}], "the data")
+    with pytest.raises(DataError, match="row 1 of the data: no tests"):
+        RewardRunner({text_length: 1.0, Strict(): 1.0}).check_rows([{"tests": ""}, {}], "the data")
+    RewardRunner(text_length).check_rows([{}], "the data")

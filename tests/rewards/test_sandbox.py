@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from processes import gone, lives
 from sandboxes import of_sandboxes
 
 from megasync.rewards import sandbox
-from megasync.rewards.sandbox import Isolation, Limits, network_is_cut, run_check, run_program, sweep
+from megasync.rewards.code_reward import CodeReward
+from megasync.rewards.sandbox import Check, Isolation, Limits, network_is_cut, run_check, run_program, sweep
 
 pytestmark = pytest.mark.processes
 
@@ -69,7 +71,9 @@ async def test_a_program_past_its_deadline_is_killed_with_its_descendants():
 
 
 @pytest.mark.parametrize("kind", [sandbox.isolation(), Isolation("", False)], ids=str)
-@pytest.mark.parametrize("start", [run_program, lambda source: run_check(source, "pass")], ids=["program", "check"])
+@pytest.mark.parametrize(
+    "start", [run_program, lambda source: run_check(source, Check("assert f"))], ids=["program", "check"]
+)
 async def test_a_cancelled_run_is_killed(monkeypatch, folder, start, kind):
     monkeypatch.setattr(sandbox, "isolation", lambda: kind)
     run = asyncio.create_task(start("import time; time.sleep(600)"))
@@ -128,9 +132,29 @@ async def test_a_sandbox_that_cannot_be_set_up_is_an_error_and_not_a_failed_test
     monkeypatch.setattr(sandbox, "isolation", lambda: Isolation("nonsense", False))
     monkeypatch.setattr(sandbox, "_PYTHON", sys.executable)
     monkeypatch.setattr(sandbox, "_CHILD", sandbox._CHILD.with_name("no_such_file.py"))
-    for run in (run_program("print(1)"), run_check("f = 1", "assert f")):
+    for run in (run_program("print(1)"), run_check("f = 1", Check("assert f", ("f",)))):
         with pytest.raises(OSError, match=r"a sandbox could not be set up \(exit status 2\).*no_such_file"):
             await run
+
+
+@pytest.mark.parametrize("kind", [sandbox.isolation(), Isolation("", False)], ids=str)
+async def test_a_program_that_is_not_started_is_an_error_and_not_a_failed_test(monkeypatch, kind):
+    monkeypatch.setattr(sandbox, "isolation", lambda: kind)
+    async with sandbox._Sandbox({"files": {}, "command": ["/no/such/python"]}, Limits()) as started:
+        with pytest.raises(OSError, match=r"(?s)a sandbox could not be set up.*/no/such/python"):
+            await started.result()
+
+
+def test_limits_within_which_no_program_runs_are_refused():
+    with pytest.raises(TypeError, match=r"(?s)no program can run within .*memory_mb=8.*raise the limits"):
+        CodeReward(memory_mb=8)
+
+
+async def test_a_limit_above_what_this_process_is_allowed_is_lowered():
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    program = "import resource\nprint(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    outcome = await run_program(program, limits=Limits(open_files=allowed + 1))
+    assert outcome.stdout == f"{allowed}\n"
 
 
 @pytest.mark.parametrize("kind", [sandbox.isolation(), Isolation("", False)], ids=str)
@@ -139,6 +163,7 @@ async def test_the_program_ends_when_its_owner_is_killed(kind, folder):
     script = f"""
 import asyncio, sys, tempfile
 from megasync.rewards import sandbox
+from megasync.rewards.code_reward import CodeReward
 from megasync.rewards.sandbox import Isolation
 tempfile.tempdir = {str(folder)!r}
 sandbox.isolation = lambda: {kind!r}

@@ -2,10 +2,11 @@
 
 import pytest
 
+from megasync.rewards import sandbox
+from megasync.rewards.code_checks import check_of
 from megasync.rewards.sandbox import Limits, run_check
 
 PROGRAM = """
-from __future__ import annotations
 import collections, enum, fractions, math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,6 +22,16 @@ class Kind(str, enum.Enum):
 class Pair(NamedTuple):
     a: int
     b: int
+    def total(self): return self.a + self.b
+
+class Cache(collections.OrderedDict):
+    def __init__(self, size): self.size = size
+    def get(self, key): return self[key] if key in self else -1
+    def put(self, key, value): self[key] = value
+
+def cache(): return Cache(2)
+def red(): return Color.RED
+def pair(): return Pair(1, 2)
 
 @dataclass
 class Point:
@@ -79,6 +90,38 @@ def adder(n): return lambda x: x + n
 def shout(text): print(text.upper())
 def fail(kind): raise kind("no")
 def make(): return Stack([1, 2])
+def nodes(): return _Node(1, _Node(2, None))
+def counted(function):
+    def call(*items):
+        call.count += 1
+        return function(*items)
+    call.count = 0
+    return call
+async def later(x): return x + 1
+def value_of(cell): return cell.value
+def mark(cell): cell.next.value = "marked"
+def reverse(node: Optional[ListNode]) -> Optional[ListNode]:
+    before = None
+    while node: node.next, before, node = before, node, node.next
+    return before
+
+class _Node:
+    def __init__(self, value, after):
+        self.value, self.after = value, after
+    def double(self): return 2 * self.value
+    def plus(self, x): return self.value + x
+
+class _Queue(Stack):
+    def pop(self): return self.items.pop(0)
+
+Queue = _Queue
+
+class Broke(Exception):
+    def __init__(self, missing):
+        super().__init__(f"{missing} missing")
+        self.missing = missing
+
+def buy(price): raise Broke(price)
 """
 
 
@@ -132,6 +175,25 @@ def make(): return Stack([1, 2])
             "assert out.getvalue() == 'HI\\n'"
         ),
         "assert math.isclose(square(0.1), 0.01)",
+        # A class that the test knows by another name, and objects of one that it does not name.
+        "q = Queue([1, 2])\nassert q.pop() == 1 and len(q) == 1 and isinstance(q, Queue) and isinstance(q, Stack)",
+        "c = Cache(2)\nc.put(1, 5)\nassert c.get(1) == 5 and c.get(2) == -1 and c == {1: 5} and {1: 5} == c and len(c) == 1 and 1 in c",
+        "assert Color.RED.name == 'RED' and Pair(1, 2).total() == 3 and Pair(1, 2) in [(1, 2)] and same(Pair(1, 2)).a == 1",
+        "assert cache() == {} and type(cache()) is dict and red() == 1 and type(red()) is int and pair().b == 2",
+        "n = nodes()\nassert n.value == 1 and n.after.value == 2 and n.after.after is None and n.double() == 2 and n == n",
+        "f = counted(lambda x: x)\nassert [f(1), f(2)] == [1, 2] and f.count == 2",
+        "def fill(items): items.append(len(items))\na = []\napply(fill, a, a)\nassert a == [0, 1]",
+        "try:\n    assert square(3) == 8\nexcept AssertionError:\n    assert square(3) == 9",
+        # Objects of the test's own classes, and those that judges define.
+        (
+            "class Cell:\n    def __init__(self, value, next=None): self.value, self.next = value, next\n"
+            "a = Cell(1, Cell(2))\na.next.next = a\nassert same(a) is a and same([a.next])[0].next is a\n"
+            "assert value_of(a) == 1 and mark(a) is None and a.next.value == 'marked' and a.next.next is a"
+        ),
+        "l = ListNode(1, ListNode(2))\nassert reverse(l).val == 2 and l.next is None and reverse(None) is None",
+        "import asyncio\nasync def test_later():\n    assert await later(1) == 2",
+        "try:\n    buy(3)\nexcept Broke as error:\n    assert error.missing == 3 and str(error) == '3 missing'\nelse:\n    assert False",
+        "import json, pytest\ndef test_it():\n    with pytest.raises(KeyError):\n        {}[same(1)]\n    assert json.dumps(same({'a': (1,)})) == '{\"a\": [1]}'",
         (
             "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(square(2), 4)\n"
             "assert unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T)).wasSuccessful()"
@@ -139,7 +201,7 @@ def make(): return Stack([1, 2])
     ],
 )
 async def test_an_operation_that_checks_can_use_on_a_program(check):
-    assert await run_check(PROGRAM, check, Limits(cpu_seconds=30, wall_seconds=60))
+    assert await run_check(PROGRAM, check_of(check), Limits(cpu_seconds=30, wall_seconds=60))
 
 
 @pytest.mark.processes
@@ -148,16 +210,33 @@ async def test_an_operation_that_checks_can_use_on_a_program(check):
     [
         "assert square(3) == 8",
         "assert square(3) != 9",
-        "square(None)",
-        "nothing_like_this()",
-        "syntax error",
-        "raise SystemExit(0)",
-        "import sys; sys.exit()",
+        "assert nothing_like_this() is None",
+        "assert square(3) == 9\nraise SystemExit(1)",
+        "for _ in halves(0):\n    assert square(3) == 9",
+        "try:\n    assert square(3) == 8\nexcept AssertionError:\n    pass",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(square(2), 5)",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        nothing_like_this()\nassert square(2) == 4",
+        "def test_it():\n    assert square(2) == 5",
+        "class TestIt:\n    def test_it(self):\n        assert square(2) == 5",
+        "import pytest\ndef test_it():\n    with pytest.raises(ValueError):\n        square(2)",
+        "import pytest\n@pytest.mark.parametrize('x', [3, 4])\ndef test_it(x):\n    assert square(x) == 9",
+        "nodes().plus(1) == 2",
         "fail(SystemExit)",
         "assert Point(1) == 1",
         "assert make() == [1, 2]",
+        "c = Cache(2)\nassert c == {1: 5}",
+        "assert Pair(1, 2) + (3,) == (1, 2, 3)",
         "assert not (same(Color.RED) == 1)",
     ],
 )
 async def test_a_check_that_does_not_pass_is_a_failure(check):
-    assert not await run_check(PROGRAM, check, Limits(cpu_seconds=30, wall_seconds=60))
+    assert not await run_check(PROGRAM, check_of(check), Limits(cpu_seconds=30, wall_seconds=60))
+
+
+@pytest.mark.processes
+async def test_a_test_that_computes_with_an_object_is_reported_once(caplog, monkeypatch):
+    monkeypatch.setattr(sandbox, "_warned", False)
+    for _ in range(2):
+        assert not await run_check(PROGRAM, check_of("assert Point(1) * 2 == Point(2)"), Limits(wall_seconds=60))
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "'ProgramObject' and 'int'" in record.getMessage()

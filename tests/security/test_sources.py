@@ -30,7 +30,7 @@ OWN = {
 # A socket of this machine whose peers are processes of the same user: the kernel says so before anything is unpickled.
 SAME_USER = {"megasync/buffer/link.py"}
 # Processes in a sandbox, whose purpose is to run a model's program or a dataset's tests.
-SANDBOXED = {"megasync/rewards/sandbox_child.py", "megasync/rewards/sandbox_link.py"}
+SANDBOXED = {f"megasync/rewards/sandbox_{name}.py" for name in ("child", "link", "check")}
 
 
 def dangers(tree: ast.AST) -> Iterator[str]:
