@@ -106,6 +106,12 @@ def prepare_rows(config: Config) -> tuple[SupervisedRows, list[str]]:
     renderer = SupervisedRenderer(tokenizer, sft, config.data.prompt, model["vocab_size"], stops, limit)
     found: dict[str, list[TokenRow]] = {"train": [], "validation": []}
     messages = []
+    if (end := renderer.added_stop) is not None:
+        messages.append(
+            f"the chat template ends a turn with {tokenizer.convert_ids_to_tokens(end)!r}, which is not in eos_token_id "
+            f"of {config.model.path}: it is trained, and megasync train stops at it; for other servers, add {end} to "
+            f"eos_token_id in generation_config.json"
+        )
     for name, dataset in (("train", sft.train), ("validation", sft.validation)):
         if dataset is None:
             continue

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megasync.config.schema import PromptConfig
+from megasync.data.chat_template import ChatTemplate
+from megasync.data.messages import Message, as_messages, as_tools
 from megasync.data.outside_text import OutsideText, plain
 from megasync.data.rows import is_messages
 from megasync.errors import DataError
@@ -66,7 +68,7 @@ class Renderer:
             )
         if config.format == "chat" and config.examples:
             raise DataError("data.prompt.examples requires data.prompt.format=raw; change one of the two")
-        self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer, config.template_options) if config.format == "chat" else None
         self._config = config
         self._vocab_size = vocab_size
         self._outside = OutsideText(tokenizer)
@@ -75,26 +77,29 @@ class Renderer:
 
     @property
     def chat(self) -> bool:
-        return self._config.format == "chat"
+        return self._template is not None
 
     def text(self, row: Mapping[str, Any]) -> str:
         """The prompt text as the model sees it, including special tokens of the chat template."""
         return plain(self._guarded(row))
 
     def _guarded(self, row: Mapping[str, Any]) -> str:
-        if self.chat:
-            messages = self._outside.guard(self.messages(row))
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if self._template is not None:
+            messages = self._template.guard(self.messages(row))
+            return self._template.render(messages, as_tools(row.get("tools")), answer=True)
         if is_messages(row["prompt"]):
             raise DataError("a row's prompt is a list of chat messages; set data.prompt.format=chat")
         return self._preamble + fill("data.prompt.template", self._config.template, self._outside.guard(row))
 
-    def messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The prompt as chat messages, the system message first."""
+    def messages(self, row: Mapping[str, Any]) -> list[Message]:
+        """The prompt as chat messages (`data/messages.py`), the system message first. Raises DataError."""
         system = [{"role": "system", "content": self._config.system}] if self._config.system else []
         if is_messages(row["prompt"]):
-            return [*system, *(dict(message) for message in row["prompt"])]
-        return [*system, {"role": "user", "content": fill("data.prompt.template", self._config.template, row)}]
+            return [*system, *as_messages(row["prompt"])]
+        return [
+            *system,
+            *as_messages([{"role": "user", "content": fill("data.prompt.template", self._config.template, row)}]),
+        ]
 
     def prompt_ids(self, row: Mapping[str, Any]) -> list[int]:
         """Token ids, [tokens]. Raises DataError for an empty prompt and for ids outside the vocabulary."""
@@ -109,9 +114,17 @@ class Renderer:
             )
         return ids
 
-    def prompts(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-        """Token ids of every row. Raises DataError for prompts that are too long, naming their number and the first."""
-        rendered = [self.prompt_ids(row) for row in rows]
+    def prompts(self, rows: Sequence[Mapping[str, Any]], name: str = "the prompts") -> list[list[int]]:
+        """Token ids of every row of the dataset `name`.
+
+        Raises DataError that names the row, and for prompts that are too long their number and the first.
+        """
+        rendered: list[list[int]] = []
+        for number, row in enumerate(rows):
+            try:
+                rendered.append(self.prompt_ids(row))
+            except DataError as error:
+                raise DataError(f"{name}, row {number}: {error}") from error
         if marked := sum(self._outside.guard(row["prompt"]) is not row["prompt"] for row in rows):
             log.warning(
                 "%d of %d prompts contain names of special tokens, which are encoded as text; put special tokens "

@@ -42,7 +42,7 @@ def _conversation(row: Any, number: int, name: str) -> dict[str, Any]:
         return _checked(row, number, name)
     if not is_messages(row["messages"]):
         raise DataError(
-            f"{name}, row {number}: messages must be a list of chat messages, each with a role and a content, got "
+            f"{name}, row {number}: messages must be a list of chat messages, each with a role, got "
             f"{row['messages']!r:.200}"
         )
     return dict(row)
@@ -73,11 +73,11 @@ def _checked(row: Any, number: int, name: str) -> dict[str, Any]:
 
 
 def is_messages(prompt: Any) -> bool:
-    """Whether a prompt is a list of chat messages: non-empty, each a dict with a role and a content."""
+    """Whether a prompt is a list of chat messages: non-empty, each a dict with a role (`data/messages.py`)."""
     return (
         isinstance(prompt, list)
         and bool(prompt)
-        and all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in prompt)
+        and all(isinstance(message, Mapping) and "role" in message for message in prompt)
     )
 
 

@@ -76,7 +76,9 @@ def held_out_sets(
                 f"the held-out set {name!r} has no reward function, and its data has no verifier. Name a reward in "
                 f'rollout.reward{"" if unnamed else f" or eval.sets.{name}.reward"}, or add an "answer" column'
             )
-        prompts = render_rows(rows[: settings.samples or config.eval.samples], renderer)
+        prompts = render_rows(
+            rows[: settings.samples or config.eval.samples], renderer, f"the prompts of the held-out set {name!r}"
+        )
         loaded.append(_held_out_set(config, "" if unnamed else name, prompts, scoring, own_verifier))
     return loaded
 

@@ -9,8 +9,9 @@ compares the rendered messages with the text that the server saw:
     ---------  ----------------------------------------------------------  ------------------------------------------
     continued  renders the earlier turns unchanged                         the earlier tokens and the text after them
     realigned  renders the last answer in another form (such as spaces     the earlier tokens and the text after the
-               in a tool call) and keeps that form; or rewrites earlier    last answer
-               turns while `realign_rewritten` is set
+               in a tool call) and keeps that form; or rejects it (such    last answer
+               as two calls) and takes a simpler form in its place; or
+               rewrites earlier turns while `realign_rewritten` is set
     forked     rewrites earlier turns (such as dropping their reasoning);  the messages as rendered now, as a new line
                or the caller edited the messages
 
@@ -26,7 +27,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
-from megasync.errors import DataError
+from megasync.errors import DataError, TemplateRefused
 from megasync.rollout.generation import Generation
 from megasync.rollout.tokens import Tokens
 from megasync.trajectory import Trajectory
@@ -159,7 +160,12 @@ class Conversation:
         # Copies, because the caller may change the messages later. Those of the earlier turn are shared with it.
         added = [dict(message) for message in messages[len(known) :]]
         messages, guarded, tools = [*known, *added], [*guarded, *map(template.guard, added)], list(tools)
-        rendered = template.render(guarded, tools, answer=True)
+        try:
+            rendered = template.render(guarded, tools, answer=True)
+        except TemplateRefused:
+            if longest is None or added[0] != longest.answer:
+                raise
+            rendered, guarded = _with_stand_in(template, longest, guarded, tools)
 
         def extended(turn: _Turn, text: _Text, shown: _Text) -> ChatPrompt:
             ids = turn.generation.tokens + template.encode(text.piece)
@@ -233,6 +239,36 @@ class Conversation:
         }
 
 
+def _with_stand_in(
+    template: Template, turn: _Turn, guarded: list[dict[str, Any]], tools: Messages
+) -> tuple[str, list[dict[str, Any]]]:
+    """Render the messages with another form of the turn's answer, which the template rejects as the model wrote it.
+
+    Only the text after the answer is needed, because the answer itself is represented by its tokens. Raises
+    TemplateRefused if the template rejects every form.
+    """
+    answer, refusals = turn.answer, list[TemplateRefused]()
+    bare = {"role": answer["role"], "content": answer["content"]}
+    forms = [bare, bare | {"content": turn.generation.text.strip() or "..."}]
+    if calls := answer.get("tool_calls"):
+        calls = [call | {"function": call["function"] | {"arguments": _object(call)}} for call in calls]
+        one = {"tool_calls": calls[:1]}
+        forms = [answer | {"tool_calls": calls}, answer | one, bare | {"content": ""} | one, *forms]
+    for form in forms:
+        changed = [*guarded]
+        changed[len(turn.prompt.messages)] = template.guard(form)
+        try:
+            return template.render(changed, tools, answer=True), changed
+        except TemplateRefused as error:
+            refusals.append(error)
+    raise refusals[0]
+
+
+def _object(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    return arguments if isinstance(arguments, dict) else {}
+
+
 def _text_after(
     template: Template,
     turn: _Turn,
@@ -264,7 +300,7 @@ def _renders_unchanged(template: Template, turn: _Turn, guarded: Messages, tools
 
 def _after_answer(template: Template, turn: _Turn, guarded: Messages, tools: Messages) -> str | None:
     marked = [*guarded]
-    marked[len(turn.prompt.messages)] = template.guard(_marked(turn.answer))
+    marked[len(turn.prompt.messages)] = _marked(guarded[len(turn.prompt.messages)])
     text = template.render(marked, tools, answer=True)
     if (at := text.rfind(_END)) < 0:
         return None
@@ -342,6 +378,7 @@ def _marked(answer: dict[str, Any]) -> dict[str, Any]:
     marked = answer | {"content": (answer.get("content") or "") + _END}
     if calls := answer.get("tool_calls"):
         function = calls[-1]["function"]
-        arguments = {**function["arguments"], _END: _END}
+        arguments = function["arguments"]
+        arguments = {**arguments, _END: _END} if isinstance(arguments, dict) else arguments + _END
         marked["tool_calls"] = [*calls[:-1], calls[-1] | {"function": function | {"arguments": arguments}}]
     return marked
