@@ -108,9 +108,9 @@ def prepare_rows(config: Config) -> tuple[SupervisedRows, list[str]]:
     messages = []
     if (end := renderer.added_stop) is not None:
         messages.append(
-            f"the chat template ends a turn with {tokenizer.convert_ids_to_tokens(end)!r}, which is not in eos_token_id "
-            f"of {config.model.path}: it is trained, and megasync train stops at it; for other servers, add {end} to "
-            f"eos_token_id in generation_config.json"
+            f"the chat template ends a turn with {tokenizer.convert_ids_to_tokens(end)!r}, which is not in "
+            f"eos_token_id of {config.model.path}: it is trained, and megasync train stops at it; for other servers, "
+            f"add {end} to eos_token_id in generation_config.json"
         )
     for name, dataset in (("train", sft.train), ("validation", sft.validation)):
         if dataset is None:

@@ -233,7 +233,7 @@ def run_stop_ids(config: Config, custom: Custom, tokenizer: Any) -> frozenset[in
     chats = config.data.prompt.format == "chat" or rollout.tools.functions or _scores_itself(config, custom)
     if not (chats and tokenizer.chat_template):
         return known
-    end = ChatTemplate(tokenizer, rollout.chat.template_options).turn_end
+    end = ChatTemplate(tokenizer, rollout.chat.template_options).turn_end(known)
     if end is None or end in known:
         return known
     log.warning(

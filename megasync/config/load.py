@@ -251,8 +251,8 @@ def _to_object(merged: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key or 'the configuration'} cannot be resolved: {_first_line(error)}") from None
     assert isinstance(config, Config)
-    if config.data.prompt.template_options is None:
-        config.data.prompt.template_options = config.rollout.chat.template_options
+    if not config.data.prompt.template_options:
+        config.data.prompt.template_options = dict(config.rollout.chat.template_options)
     # Expands `~` in every path here, so that no other code has to.
     for _, section, item in keys_of(config):
         if limit_of(item) is PATH and (path := getattr(section, item.name)) is not None:

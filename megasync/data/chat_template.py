@@ -84,6 +84,8 @@ class ChatTemplate:
         self._outside = OutsideText(tokenizer)
         self._codec = TextCodec(tokenizer)
         self._shows_tools: bool | None = None
+        # By whether a prompt has tools.
+        self._forms: dict[bool, _Form] = {}
         _flatten_globals(tokenizer)
 
     @property
@@ -117,7 +119,7 @@ class ChatTemplate:
 
         def call() -> tuple[list[str], list[list[tuple[int, int]]]]:
             return render_jinja_template(
-                conversations=[self._formed(messages)],
+                conversations=[self._formed(messages, tools)],
                 tools=shown,
                 chat_template=tokenizer.get_chat_template(tools=shown),
                 return_assistant_tokens_mask=True,
@@ -145,24 +147,41 @@ class ChatTemplate:
         """Decode the ids, special tokens included, because they delimit tool calls and reasoning."""
         return self._codec.decode(ids)
 
-    # What ends a turn
+    # What begins and ends a turn
 
     @cached_property
-    def turn_end(self) -> int | None:
-        """The token with which the template ends an answer; None if it writes no token of its own there.
+    def header(self) -> str:
+        """What the template writes at the end of a prompt to ask for an answer; empty if it cannot be told."""
+        try:
+            asked, plain = (self._render([_ASKED], [], answer) for answer in (True, False))
+        except TemplateRefused:
+            return ""
+        return asked[len(plain) :] if asked.startswith(plain) else ""
 
-        That is the first special token after the answer's text: of the same message, or else of the next one.
+    def turn_end(self, stops: Collection[int] = ()) -> int | None:
+        """The token with which the template ends an answer; None if it writes no special token there.
+
+        That is the first special token after the text of a last answer, unless one of `stops` comes before the next
+        message: then it is that, which may be the first token of the next message.
         """
+        last, between = self._after_answers
+        if last and last[0] in stops:
+            return last[0]
+        return next((token for token in between if token in stops), (last + between or [None])[0])
+
+    @cached_property
+    def _after_answers(self) -> tuple[list[int], list[int]]:
+        """The special tokens after a last answer, and those between an answer and the text of the next message."""
         answer = {"role": ASSISTANT, "content": _WORD}
-        for following in ([], [_ASKED]):
+        found: list[list[int]] = []
+        for following in ([], [_ASKED | {"content": _NEXT}]):
             try:
                 text = self._render([_ASKED, answer, *following], [], False)
             except TemplateRefused:
-                continue
-            ends = [token for token in self.encode(text.rpartition(_WORD)[2]) if token in self._own_tokens]
-            if ends:
-                return ends[0]
-        return None
+                text = ""
+            after = text.rpartition(_WORD)[2].partition(_NEXT)[0]
+            found.append([token for token in self.encode(after) if token in self._own_tokens])
+        return found[0], found[1]
 
     def next_turn_end(self, stops: Collection[int], *, calls: bool) -> int | None:
         """The stop token with which the message after an answer begins, for templates that end no answer themselves.
@@ -188,14 +207,19 @@ class ChatTemplate:
 
     # The form of messages
 
-    @cached_property
-    def _calls_form(self) -> _Form:
+    def _calls_form(self, tools: Sequence[dict[str, Any]]) -> _Form:
+        # Some tokenizers have another template for prompts with tools.
+        if (form := self._forms.get(bool(tools))) is None:
+            form = self._forms[bool(tools)] = self._found_form(tools)
+        return form
+
+    def _found_form(self, tools: Sequence[dict[str, Any]]) -> _Form:
         answer = {"role": ASSISTANT, "content": "", "tool_calls": [_probe_call(_WORD)]}
         messages = [_ASKED, answer, {"role": "tool", "tool_call_id": _ID, "content": "r"}]
         for short_ids, null_content, as_text in itertools.product((False, True), repeat=3):
             form = _Form(as_text, null_content, short_ids)
             try:
-                text = self._call_template([form.of(message) for message in messages], [], False)
+                text = self._call_template([form.of(message) for message in messages], tools, False)
             except TemplateRefused:
                 continue
             # Neither Python's way to write an object, nor JSON in quotes.
@@ -215,19 +239,19 @@ class ChatTemplate:
                 return key
         return "reasoning_content"
 
-    def _formed(self, messages: Sequence[Message]) -> list[Message]:
-        return [self._formed_message(message) for message in messages]
+    def _formed(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+        return [self._formed_message(message, tools) for message in messages]
 
-    def _formed_message(self, message: Message) -> Message:
+    def _formed_message(self, message: Message, tools: Sequence[dict[str, Any]]) -> Message:
         if "tool_calls" in message or "tool_call_id" in message:
-            message = self._calls_form.of(message)
+            message = self._calls_form(tools).of(message)
         if "reasoning_content" in message and (key := self._reasoning_key) != "reasoning_content":
             message = dict(message)
             message[key] = message.pop("reasoning_content")
         return message
 
     def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], answer: bool) -> str:
-        return self._call_template(self._formed(messages), tools, answer)
+        return self._call_template(self._formed(messages, tools), tools, answer)
 
     def _call_template(self, messages: list[Message], tools: Sequence[dict[str, Any]], answer: bool) -> str:
         return _called(

@@ -53,9 +53,8 @@ def as_messages(given: Sequence[Any]) -> list[Message]:
         if "tool_calls" in found:
             open_calls = [call["id"] for call in found["tool_calls"]]
         elif found["role"] == "tool":
-            if "tool_call_id" not in found and open_calls:
-                found["tool_call_id"] = open_calls[0]
-            if found.get("tool_call_id") in open_calls:
+            found.setdefault("tool_call_id", open_calls[0] if open_calls else f"call_{number}")
+            if found["tool_call_id"] in open_calls:
                 open_calls.remove(found["tool_call_id"])
         messages.append(found)
     return messages

@@ -14,8 +14,6 @@ Invariant: each trained turn ends with its first stop token, at which a server s
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import groupby
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,12 +22,17 @@ from numpy.typing import NDArray
 from megasync.config.schema import PromptConfig, SftConfig
 from megasync.data.chat_template import ChatTemplate
 from megasync.data.messages import ASSISTANT, Message, as_messages, as_tools
-from megasync.data.outside_text import OutsideText
+from megasync.data.outside_text import OutsideText, plain
 from megasync.data.render import Renderer, fill
 from megasync.errors import DataError, TemplateRefused
 
-# Text, and whether the assistant wrote it.
-Piece = tuple[str, bool]
+_FIX = (
+    "let the template end a turn with a stop token, or add the token that ends it to eos_token_id in "
+    "generation_config.json"
+)
+
+# Text, and the number of the message if the assistant wrote it.
+Piece = tuple[str, int | None]
 
 
 class TokenRow(NamedTuple):
@@ -63,7 +66,7 @@ class SupervisedRenderer:
         self._prompts = Renderer(tokenizer, prompt, vocab_size)
         chats = bool(getattr(tokenizer, "chat_template", None))
         self._template = ChatTemplate(tokenizer, prompt.template_options) if chats else None
-        end = self._template.turn_end if self._template else None
+        end = self._template.turn_end(stops) if self._template else None
         self.added_stop = None if end in stops else end
         self._stops = frozenset({*stops, *([] if self.added_stop is None else [self.added_stop])})
 
@@ -131,36 +134,36 @@ class SupervisedRenderer:
         """The row of these pieces, in which each turn is trained up to the stop token that ends it."""
         assert self._template is not None
         encoded: list[tuple[list[int], bool]] = []
-        open_turn = False
-        for own, same in groupby((piece for piece in pieces if piece[0]), key=itemgetter(1)):
-            text = "".join(text for text, _ in same)
+        last_pieces = {turn: at for at, (_, turn) in enumerate(pieces)}
+        # The turn whose text has begun, or has already ended with a stop token.
+        begun = ended = None
+        for number, (text, turn) in enumerate(pieces):
             ids = self._template.encode(text)
             at = next((at + 1 for at, token in enumerate(ids) if token in self._stops), 0)
-            if own:
-                encoded += [(ids[: at or None], True), (ids[at:] if at else [], False)]
-                open_turn = not at
+            if turn is not None:
+                kept = 0 if turn == ended else at or len(ids)
+                encoded += [(ids[:kept], True), (ids[kept:], False)]
+                begun, ended = turn, turn if at else ended
                 continue
-            if open_turn and at:
+            if begun not in (None, ended) and number > last_pieces[begun] and ids:
                 # The template writes the end outside its marks, or as the beginning of the next message.
-                if between := self._template.decode(ids[: at - 1]).strip():
+                between = self._template.decode(ids[: at - 1 if at else None]).strip()
+                if not at or between:
                     raise DataError(
-                        f"the chat template writes {between!r:.80} between an answer and the next stop token, so that "
-                        f"none would be trained to end the answer; let the template end it with a stop token, within "
-                        f"its {{% generation %}} marks if it has them"
+                        f"the chat template ends message {begun} with {between!r:.80}, which is not a stop token, so a "
+                        f"server would not stop there; {_FIX}"
                     )
                 encoded.append((ids[:at], True))
-                ids, open_turn = ids[at:], False
+                ids, ended = ids[at:], begun
             encoded.append((ids, False))
-        if open_turn:
+        if begun != ended:
             # Only the next message would end it.
-            last = next(message for message in reversed(messages) if message["role"] == ASSISTANT)
-            end = self._template.next_turn_end(self._stops, calls="tool_calls" in last)
+            end = self._template.next_turn_end(self._stops, calls="tool_calls" in messages[begun or 0])
             if end is None:
                 names = ", ".join(sorted(self._template.decode([token]) for token in self._stops)) or "none"
                 raise DataError(
-                    f"the chat template writes no stop token after an answer, so a server would not stop; the model's "
-                    f"stop tokens are {names}. Let the template end a turn with one of them, or add the token that "
-                    f"ends it to eos_token_id in generation_config.json"
+                    f"the chat template writes no stop token after message {begun}, so a server would not stop there; "
+                    f"the model's stop tokens are {names}; {_FIX}"
                 )
             encoded.append(([end], True))
         return self._checked(encoded)
@@ -191,24 +194,37 @@ class _Rendering:
 
     def marked(self) -> list[Piece] | None:
         """The whole conversation as the template marks it; None if the template rewrites earlier turns."""
-        pieces = self._template.marked(self._messages, self._tools)
-        whole = "".join(text for text, _ in pieces)
+        marked = self._template.marked(self._messages, self._tools)
+        whole, writers = "".join(text for text, _ in marked), list[int]()
         for number, message in enumerate(self._messages):
             if message["role"] == ASSISTANT:
-                turn = "".join(text for text, _ in self.last_marked(number + 1))
-                if not whole.startswith(turn):
+                turn = self.last_marked(number + 1)
+                if not whole.startswith("".join(text for text, _ in turn)):
                     return None
-        return pieces
+                writers += [number] * sum(writer is not None for _, writer in turn)
+        if sum(own for _, own in marked) != len(writers):
+            return None
+        return self._without_headers([(text, writers.pop(0) if own else None) for text, own in marked])
 
     def last_marked(self, end: int) -> list[Piece]:
         """The last of the first `end` messages as the template marks it."""
-        pieces = self._template.marked(self._messages[:end], self._tools)
+        marked = self._template.marked(self._messages[:end], self._tools)
         before = self._template.marked(self._messages[: end - 1], self._tools) if end > 1 else []
         # Text and marked text alternate, so what is marked in both belongs to earlier messages.
         earlier = len(before) // 2 * 2
-        last = [(text, own and number >= earlier) for number, (text, own) in enumerate(pieces)]
-        self._check_written(end, "".join(text for text, own in last if own))
-        return last
+        last: list[Piece] = [
+            (text, end - 1 if own and number >= earlier else None) for number, (text, own) in enumerate(marked)
+        ]
+        self._check_written(end, "".join(text for text, writer in last if writer is not None))
+        return self._without_headers(last)
+
+    def _without_headers(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The same, if the marks enclose what a prompt already ends with when it asks for an answer."""
+        header, found = self._template.header, list[Piece]()
+        for text, writer in pieces:
+            inside = writer is not None and bool(header) and text.startswith(header)
+            found += [(header, None), (text[len(header) :], writer)] if inside else [(text, writer)]
+        return found
 
     def turns(self) -> list[Piece] | None:
         """The turns of the whole conversation as they are asked for; None if the template rewrites earlier ones."""
@@ -221,20 +237,28 @@ class _Rendering:
             if not (whole.startswith(after) and after.startswith(before) and len(before) >= at):
                 return None
             self._check_written(number + 1, after[len(before) :])
-            pieces += [(whole[at : len(before)], False), (whole[len(before) : len(after)], True)]
+            pieces += [(whole[at : len(before)], None), (whole[len(before) : len(after)], number)]
             at = len(after)
-        return [*pieces, (whole[at:], False)]
+        return [*pieces, (whole[at:], None)]
 
     def last_turn(self, end: int) -> list[Piece]:
         """The last of the first `end` messages as it is asked for."""
         before, after = self._render(end - 1, True), self._render(end, False)
         if not after.startswith(before):
-            raise DataError(
-                f"the chat template writes something else before message {end - 1} than it does to ask for it, so what "
-                f"the assistant wrote cannot be told; mark it in the template with {{% generation %}}"
-            )
+            # Some templates leave out what was thought before earlier calls as soon as there is an answer.
+            messages = [_thoughtless(message) for message in self._messages[: end - 1]]
+            known = self._template.render(messages, self._tools, answer=True)
+            messages.append(self._messages[end - 1])
+            if not after.startswith(known) or after != self._template.render(messages, self._tools, answer=False):
+                raise DataError(
+                    f"the chat template ends the prompt for message {end - 1} with {plain(before[-40:])!r}, which is "
+                    f"not what it writes before that message, so a server would not be asked for what is trained. "
+                    f"Change that by the template's options (data.prompt.template_options), give the message what the "
+                    f"template expects, such as reasoning, or mark answers in the template with {{% generation %}}"
+                )
+            after = before + after[len(known) :]
         self._check_written(end, after[len(before) :])
-        return [(before, False), (after[len(before) :], True)]
+        return [(before, None), (after[len(before) :], end - 1)]
 
     def _render(self, end: int, answer: bool) -> str:
         return self._template.render(self._messages[:end], self._tools, answer=answer)
@@ -260,3 +284,9 @@ class _Rendering:
                     f"the chat template does not write call {len(calls) - 1} of message {end - 1}, so it would not be "
                     f"trained; write calls into the content as the model writes them"
                 )
+
+
+def _thoughtless(message: Message) -> Message:
+    """A message without reasoning, and without content beside its calls, which some templates take for reasoning."""
+    kept = {key: value for key, value in message.items() if key != "reasoning_content"}
+    return kept | {"content": ""} if "tool_calls" in message else kept

@@ -15,13 +15,25 @@ class AnswerTemplate(ChatTemplate):
         if generation.finish_reason != "stop" or not answered:
             return ""
         last = generation.tokens[-1]
-        return self.decode([last]) if last in self._outside.special_ids or last == self.turn_end else ""
+        return self.decode([last]) if last in self._outside.special_ids or last == self.turn_end() else ""
 
-    def closings(self, generation: Generation) -> list[str]:
-        """Return the texts that may end this answer in the rendered conversation."""
-        end = "" if self.turn_end is None else self.decode([self.turn_end])
-        ends = (self.closing(generation), end, self._tokenizer.eos_token)
-        return [mark for mark in dict.fromkeys(ends) if mark]
+    def closings(self, generation: Generation) -> list[tuple[str, bool]]:
+        """Return the texts that may end this answer in the rendered conversation, and whether its tokens have them.
+
+        Its tokens also stand for the template's end if the model ended the answer with another token. A template that
+        writes no end of its own begins the next message with a special token.
+        """
+        closing = self.closing(generation)
+        own, _ = self._after_answers
+        marks = {closing: True} if closing else {}
+        if own and not (closing and generation.tokens[-1] in own):
+            marks.setdefault(self.decode(own[:1]), bool(closing))
+        if end := self._tokenizer.eos_token:
+            marks.setdefault(end, bool(closing))
+        if not own:
+            for start in self._tokenizer.all_special_tokens:
+                marks.setdefault(start, False)
+        return list(marks.items())
 
     def answer_text(self, generation: Generation) -> str:
         """Return what the model wrote, with special tokens but without the one that closes the answer."""

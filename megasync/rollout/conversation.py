@@ -48,7 +48,7 @@ class Template(Protocol):
     def starts(self, text: str) -> list[int] | None: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def closing(self, generation: Generation) -> str: ...
-    def closings(self, generation: Generation) -> list[str]: ...
+    def closings(self, generation: Generation) -> list[tuple[str, bool]]: ...
 
 
 class _Text:
@@ -254,14 +254,24 @@ def _with_stand_in(
         calls = [call | {"function": call["function"] | {"arguments": _object(call)}} for call in calls]
         one = {"tool_calls": calls[:1]}
         forms = [answer | {"tool_calls": calls}, answer | one, bare | {"content": ""} | one, *forms]
-    for form in forms:
-        changed = [*guarded]
-        changed[len(turn.prompt.messages)] = template.guard(form)
+    # The results of calls that could not be parsed get a call.
+    called = [_called(*pair) for pair in pairwise(guarded)] + guarded[-1:]
+    number = len(turn.prompt.messages)
+    for form in (called[number], *map(template.guard, forms)):
+        changed = [*called[:number], form, *called[number + 1 :]]
         try:
             return template.render(changed, tools, answer=True), changed
         except TemplateRefused as error:
             refusals.append(error)
     raise refusals[0]
+
+
+def _called(message: dict[str, Any], following: dict[str, Any]) -> dict[str, Any]:
+    """The message with a call in place of its content, if it has none, but a result follows."""
+    if message["role"] != "assistant" or "tool_calls" in message or following["role"] != "tool":
+        return message
+    call = {"id": following.get("tool_call_id"), "type": "function", "function": {"name": "call", "arguments": {}}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _object(call: dict[str, Any]) -> dict[str, Any]:
@@ -304,11 +314,13 @@ def _after_answer(template: Template, turn: _Turn, guarded: Messages, tools: Mes
     text = template.render(marked, tools, answer=True)
     if (at := text.rfind(_END)) < 0:
         return None
-    ends = [(found, mark) for mark in template.closings(turn.generation) if (found := text.find(mark, at)) >= 0]
-    if not ends:
-        return None
-    found, mark = min(ends)
-    return text[found + len(mark) :] if template.closing(turn.generation) else text[found:]
+    # Where the text begins that the answer's tokens do not have, for each mark.
+    rests = [
+        (found, found + len(mark) * known)
+        for mark, known in template.closings(turn.generation)
+        if (found := text.find(mark, at)) >= 0
+    ]
+    return text[min(rests)[1] :] if rests else None
 
 
 def _turns_of(template: Template, turn: _Turn, prompt: ChatPrompt) -> tuple[Turn, ...]:

@@ -68,4 +68,4 @@ class FakeTemplate:
         return EOS if generation.finish_reason == "stop" and ids and ids[-1] == ord(EOS) else ""
 
     def closings(self, generation):
-        return [EOS]
+        return [(EOS, bool(self.closing(generation)))]
