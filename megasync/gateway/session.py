@@ -20,7 +20,7 @@ from typing import Any
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config.schema import SamplingConfig
 from megasync.data.text_codec import TextCodec
-from megasync.errors import ServerError
+from megasync.errors import ServerError, TemplateRefused
 from megasync.gateway.chat_request import ChatBody, sampling_options, tool_schemas
 from megasync.gateway.completion import LiveText, token_logprobs
 from megasync.gateway.errors import RequestError
@@ -41,6 +41,8 @@ class Session:
         self.key = f"sk-{secrets.token_urlsafe(32)}"
         # The first server failure. The sample must then be repeated, whatever the agent returns.
         self.failure: ServerError | None = None
+        # What the chat template rejected after the model had answered; the agent cannot go on then.
+        self.refusal: TemplateRefused | None = None
         self._client = client
         self._sampling = sampling
         self._chooses = chooses
@@ -85,6 +87,11 @@ class Session:
         except ServerError as error:
             self.failure = error
             raise
+        except TemplateRefused as error:
+            if self._client.conversation.generations:
+                self.refusal = error
+            raise
+        self.refusal = None
         return reply, self._transcript.answered(messages, reply)
 
     async def stream(self, body: ChatBody) -> AsyncGenerator[str | Answered]:

@@ -9,6 +9,11 @@ from megasync.rollout.generation import Generation
 class AnswerTemplate(ChatTemplate):
     """A chat template, and the token with which an answer ends."""
 
+    def unended(self, text: str) -> list[str]:
+        """Return rendered text without the end that some templates write only behind the last message, if it has it."""
+        end = self._tokenizer.eos_token
+        return [text.removesuffix(end)] if end and text.endswith(end) else []
+
     def closing(self, generation: Generation) -> str:
         """Return the special token that ended the answer. Empty if it was truncated or ended by a stop string."""
         answered = len(generation.tokens) > len(generation.prompt)
@@ -24,16 +29,15 @@ class AnswerTemplate(ChatTemplate):
         writes no end of its own begins the next message with a special token.
         """
         closing = self.closing(generation)
-        own, _ = self._after_answers
+        last, between = self._after_answers
+        # What ends an answer that is not the last message.
+        ends = [a for a, b in zip(last, between, strict=False) if a == b] or (between[:1] if last else [])
         marks = {closing: True} if closing else {}
-        if own and not (closing and generation.tokens[-1] in own):
-            marks.setdefault(self.decode(own[:1]), bool(closing))
-        if end := self._tokenizer.eos_token:
-            marks.setdefault(end, bool(closing))
-        if not own:
-            for start in self._tokenizer.all_special_tokens:
-                marks.setdefault(start, False)
-        return list(marks.items())
+        if not (closing and generation.tokens[-1] in ends):
+            marks |= {self.decode([end]): bool(closing) for end in ends}
+        marks |= {end: bool(closing)} if (end := self._tokenizer.eos_token) else {}
+        starts = [] if last else self._tokenizer.all_special_tokens
+        return list({**dict.fromkeys(starts, False), **marks}.items())
 
     def answer_text(self, generation: Generation) -> str:
         """Return what the model wrote, with special tokens but without the one that closes the answer."""

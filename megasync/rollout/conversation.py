@@ -47,6 +47,7 @@ class Template(Protocol):
     def encode(self, text: str) -> list[int]: ...
     def starts(self, text: str) -> list[int] | None: ...
     def decode(self, ids: Sequence[int]) -> str: ...
+    def unended(self, text: str) -> list[str]: ...
     def closing(self, generation: Generation) -> str: ...
     def closings(self, generation: Generation) -> list[tuple[str, bool]]: ...
 
@@ -302,10 +303,13 @@ def _text_after(
 
 def _renders_unchanged(template: Template, turn: _Turn, guarded: Messages, tools: Messages, rendered: str) -> bool:
     """Return whether the template renders the text up to the answer unchanged, and the answer as when it was last."""
-    count = len(turn.prompt.messages)
-    before = template.render(guarded[:count], tools, answer=False)
-    done = template.render(guarded[: count + 1], tools, answer=False)
-    return str(turn.prompt.rendered).startswith(before) and done.startswith(before) and rendered.startswith(done)
+    count, prompt = len(turn.prompt.messages), str(turn.prompt.rendered)
+    before, done = (template.render(guarded[:number], tools, answer=False) for number in (count, count + 1))
+    return any(
+        prompt.startswith(known) and grown.startswith(known) and rendered.startswith(grown)
+        for known in (before, *template.unended(before))
+        for grown in (done, *template.unended(done))
+    )
 
 
 def _after_answer(template: Template, turn: _Turn, guarded: Messages, tools: Messages) -> str | None:

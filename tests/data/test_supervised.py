@@ -101,7 +101,7 @@ def test_long_rows_are_an_error_or_left_out():
         (
             {"messages": CHAT},
             "{{ messages | length }}:{{ messages[-1]['content'] }}" + ASKED,
-            "mark it in the template",
+            "mark answers in the template",
         ),
     ],
 )
