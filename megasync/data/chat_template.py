@@ -84,7 +84,8 @@ class ChatTemplate:
         self._outside = OutsideText(tokenizer)
         self._codec = TextCodec(tokenizer)
         self._shows_tools: bool | None = None
-        # By whether a prompt has tools.
+        # What was found out about answers with and without calls, and about prompts with and without tools.
+        self._ends: dict[bool, tuple[list[int], list[int]]] = {}
         self._forms: dict[bool, _Form] = {}
         _flatten_globals(tokenizer)
 
@@ -164,41 +165,41 @@ class ChatTemplate:
         That is the first special token after the text of a last answer, unless one of `stops` comes before the next
         message: then it is that, which may be the first token of the next message.
         """
-        last, between = self._after_answers
+        last, between = self._after_answer(calls=False)
         if last and last[0] in stops:
             return last[0]
         return next((token for token in between if token in stops), (last + between or [None])[0])
-
-    @cached_property
-    def _after_answers(self) -> tuple[list[int], list[int]]:
-        """The special tokens after a last answer, and those between an answer and the text of the next message."""
-        answer = {"role": ASSISTANT, "content": _WORD}
-        found: list[list[int]] = []
-        for following in ([], [_ASKED | {"content": _NEXT}]):
-            try:
-                text = self._render([_ASKED, answer, *following], [], False)
-            except TemplateRefused:
-                text = ""
-            after = text.rpartition(_WORD)[2].partition(_NEXT)[0]
-            found.append([token for token in self.encode(after) if token in self._own_tokens])
-        return found[0], found[1]
 
     def next_turn_end(self, stops: Collection[int], *, calls: bool) -> int | None:
         """The stop token with which the message after an answer begins, for templates that end no answer themselves.
 
         With `calls`, the message is the result of a call.
         """
-        answer: Message = {"role": ASSISTANT, "content": _WORD}
-        following: Message = _ASKED | {"content": _NEXT}
-        if calls:
-            answer |= {"content": "", "tool_calls": [_probe_call(_WORD)]}
-            following = {"role": "tool", "tool_call_id": _ID, "content": _NEXT}
-        try:
-            text = self.render([_ASKED, answer, following], [], answer=False)
-        except TemplateRefused:
-            return None
-        between = text.rpartition(_NEXT)[0].rpartition(_WORD)[2]
-        return next((token for token in self.encode(between) if token in stops), None)
+        return next((token for token in self._after_answer(calls=calls)[1] if token in stops), None)
+
+    def _after_answer(self, *, calls: bool) -> tuple[list[int], list[int]]:
+        """The special tokens after a last answer, and those between an answer and the text of the next message.
+
+        With `calls`, the answer is a call, and the next message is its result.
+        """
+        if calls not in self._ends:
+            answer: Message = {"role": ASSISTANT, "content": _WORD}
+            following: Message = _ASKED | {"content": _NEXT}
+            if calls:
+                answer |= {"content": "", "tool_calls": [_probe_call(_WORD)]}
+                following = {"role": "tool", "tool_call_id": _ID, "content": _NEXT}
+            found: list[list[int]] = []
+            for messages in ([_ASKED, answer], [_ASKED, answer, following]):
+                try:
+                    text = self._render(messages, [], False)
+                except TemplateRefused:
+                    text = ""
+                shown, _, after = text.rpartition(_WORD)
+                after = after.partition(_NEXT)[0] if shown else ""
+                found.append([token for token in self.encode(after) if token in self._own_tokens])
+            # A template that writes no calls ends such an answer as any other.
+            self._ends[calls] = (found[0], found[1]) if any(found) or not calls else self._after_answer(calls=False)
+        return self._ends[calls]
 
     @cached_property
     def _own_tokens(self) -> frozenset[int]:

@@ -22,20 +22,23 @@ class AnswerTemplate(ChatTemplate):
         last = generation.tokens[-1]
         return self.decode([last]) if last in self._outside.special_ids or last == self.turn_end() else ""
 
-    def closings(self, generation: Generation) -> list[tuple[str, bool]]:
+    def closings(self, generation: Generation, *, calls: bool) -> list[tuple[str, bool]]:
         """Return the texts that may end this answer in the rendered conversation, and whether its tokens have them.
 
-        Its tokens also stand for the template's end if the model ended the answer with another token. A template that
-        writes no end of its own begins the next message with a special token.
+        `calls` is whether it is rendered with calls. Its tokens also stand for the template's end if the model ended
+        the answer with another token. A template that writes no end of its own begins the next message with a special
+        token.
         """
         closing = self.closing(generation)
-        last, between = self._after_answers
-        # What ends an answer that is not the last message.
+        last, between = self._after_answer(calls=calls)
+        # What ends an answer that is not the last message: the last of these, after which a message begins. The first
+        # ones may be parts of a call.
         ends = [a for a, b in zip(last, between, strict=False) if a == b] or (between[:1] if last else [])
+        end = ends[-1:] if closing or calls else ends[:1]
         marks = {closing: True} if closing else {}
         if not (closing and generation.tokens[-1] in ends):
-            marks |= {self.decode([end]): bool(closing) for end in ends}
-        marks |= {end: bool(closing)} if (end := self._tokenizer.eos_token) else {}
+            marks |= {self.decode(end): bool(closing)} if end else {}
+        marks |= {eos: bool(closing)} if (eos := self._tokenizer.eos_token) else {}
         starts = [] if last else self._tokenizer.all_special_tokens
         return list({**dict.fromkeys(starts, False), **marks}.items())
 

@@ -49,7 +49,7 @@ class Template(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
     def unended(self, text: str) -> list[str]: ...
     def closing(self, generation: Generation) -> str: ...
-    def closings(self, generation: Generation) -> list[tuple[str, bool]]: ...
+    def closings(self, generation: Generation, *, calls: bool) -> list[tuple[str, bool]]: ...
 
 
 class _Text:
@@ -313,15 +313,15 @@ def _renders_unchanged(template: Template, turn: _Turn, guarded: Messages, tools
 
 
 def _after_answer(template: Template, turn: _Turn, guarded: Messages, tools: Messages) -> str | None:
-    marked = [*guarded]
-    marked[len(turn.prompt.messages)] = _marked(guarded[len(turn.prompt.messages)])
+    marked, number = [*guarded], len(turn.prompt.messages)
+    marked[number] = _marked(guarded[number])
     text = template.render(marked, tools, answer=True)
     if (at := text.rfind(_END)) < 0:
         return None
     # Where the text begins that the answer's tokens do not have, for each mark.
     rests = [
         (found, found + len(mark) * known)
-        for mark, known in template.closings(turn.generation)
+        for mark, known in template.closings(turn.generation, calls="tool_calls" in marked[number])
         if (found := text.find(mark, at)) >= 0
     ]
     return text[min(rests)[1] :] if rests else None
@@ -387,14 +387,17 @@ def _cuts(template: Template, prompt: ChatPrompt, first: int, tokens: int) -> li
 
 
 def _marked(answer: dict[str, Any]) -> dict[str, Any]:
-    """Append the end mark to the answer: to its content and to the last tool call.
+    """Append the end mark to the answer: to its content and to each tool call.
 
-    If an answer has tool calls, a template may render only those.
+    If an answer has tool calls, a template may render only those, or only the first.
     """
     marked = answer | {"content": (answer.get("content") or "") + _END}
     if calls := answer.get("tool_calls"):
-        function = calls[-1]["function"]
-        arguments = function["arguments"]
-        arguments = {**arguments, _END: _END} if isinstance(arguments, dict) else arguments + _END
-        marked["tool_calls"] = [*calls[:-1], calls[-1] | {"function": function | {"arguments": arguments}}]
+        marked["tool_calls"] = [_marked_call(call) for call in calls]
     return marked
+
+
+def _marked_call(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    arguments = {**arguments, _END: _END} if isinstance(arguments, dict) else arguments + _END
+    return call | {"function": call["function"] | {"arguments": arguments}}

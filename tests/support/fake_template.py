@@ -70,5 +70,5 @@ class FakeTemplate:
         ids = generation.token_ids
         return EOS if generation.finish_reason == "stop" and ids and ids[-1] == ord(EOS) else ""
 
-    def closings(self, generation):
+    def closings(self, generation, *, calls):
         return [(EOS, bool(self.closing(generation)))]
