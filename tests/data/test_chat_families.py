@@ -46,6 +46,10 @@ CASES = {
         [ASK, says("Let me look.", tool_calls=[call()]), result(), says("It is sunny.")],
         ("calls", "content and call"),
     ),
+    "reasoning and call": (
+        [ASK, says("", reasoning_content="I ask.", tool_calls=[call()]), result(), says("Sunny.", reasoning="So.")],
+        ("calls", "reasoning"),
+    ),
     "reasoning": ([ASK, says("It rains.", reasoning_content="Hm, clouds.")], ("reasoning",)),
 }
 

@@ -40,7 +40,11 @@ RESULTS = {"sun \ud83d": "sun \ufffd", "\ud83d\ude00": "\U0001f600"}
 
 # Cases in which the template rewrites earlier turns once a third one begins: it drops reasoning, or refuses two answers
 # without a question between them.
-REWRITTEN = {("qwen 3", "reasoning and two calls"), ("mistral", "no call that can be parsed")}
+REWRITTEN = {
+    ("qwen 3", "reasoning and two calls"),
+    ("gpt-oss", "reasoning and two calls"),
+    ("mistral", "no call that can be parsed"),
+}
 
 
 class Talk:

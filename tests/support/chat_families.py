@@ -154,9 +154,12 @@ FAMILIES = {
         ["<|im_end|>"],
         frozenset({"reasoning"}),
     ),
-    # Channels, one call, thinking under another key and only in the last answer, and another end of earlier turns.
+    # Channels, one call, thinking under another key and only up to the next answer, another end of earlier turns.
     "gpt-oss": Family(
-        SHOWN_TOOLS + EACH + "{% if m.role == 'assistant' %}{% if m.thinking and loop.last %}<|start|>assistant"
+        "{% set ns = namespace(done=-1) %}" + EACH + "{% if m.role == 'assistant' and not m.tool_calls %}"
+        "{% set ns.done = loop.index0 - (loop.last and not add_generation_prompt) %}{% endif %}" + NEXT + SHOWN_TOOLS +
+        EACH +
+        "{% if m.role == 'assistant' %}{% if m.thinking and loop.index0 > ns.done %}<|start|>assistant"
         "<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}{% if m.tool_calls %}<|start|>assistant to="
         "{{ m.tool_calls[0].function.name }}<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
         "{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if loop.last else"
