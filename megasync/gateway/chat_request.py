@@ -16,6 +16,8 @@ from megasync.errors import DataError
 from megasync.gateway.errors import RequestError
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+# A number that JSON encoders and servers can hold.
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class _Strict(msgspec.Struct, forbid_unknown_fields=True):
@@ -85,7 +87,7 @@ class ChatBody(_Strict):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     stop: str | list[str] | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     logprobs: bool | None = None
     # Accepted only with values that change nothing; see _NEUTRAL.
     n: Any = None
