@@ -69,6 +69,8 @@ def as_message(given: Any, number: int, *, from_arrow: bool = False) -> Message:
         return _message(given, number, from_arrow)
     except DataError as error:
         raise DataError(f"message {number}: {error}") from None
+    except RecursionError:
+        raise DataError(f"message {number} is nested too deep") from None
 
 
 def as_tools(given: Any) -> list[dict[str, Any]]:
@@ -237,7 +239,7 @@ def _part(part: str | Mapping[str, Any], thoughts: list[str]) -> str:
         return text
     if kind in _REASONING_PARTS:
         text = part.get(kind) or part.get("text") or ""
-        thoughts.append(text if isinstance(text, str) else "".join(_part(each, []) for each in text))
+        thoughts.append(_content(text, ASSISTANT, []) or "")
         return ""
     raise DataError(f"has a part of the type {kind!r:.80}, but only text is supported")
 

@@ -29,7 +29,10 @@ KEYS = (
 )
 ROLES = st.sampled_from(["user", "assistant", "tool", "system", "developer", "function"])
 PARTS = st.lists(
-    st.dictionaries(st.sampled_from(("type", "text", "refusal")), st.sampled_from(["text", "refusal", "x"]))
+    st.dictionaries(
+        st.sampled_from(("type", "text", "refusal", "thinking")),
+        st.sampled_from(["text", "refusal", "thinking", 3, [3], [{"type": "text", "text": "x"}]]),
+    )
 )
 CALLS = st.lists(st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": st.text(), "arguments": VALUES})}))
 MESSAGES = st.lists(
@@ -38,6 +41,14 @@ MESSAGES = st.lists(
     | VALUES,
     max_size=4,
 )
+
+
+def thoughts(depth):
+    """A part of reasoning within parts of reasoning."""
+    part = "hm"
+    for _ in range(depth):
+        part = [{"type": "thinking", "thinking": part}]
+    return part
 
 
 def one(**message):
@@ -131,6 +142,8 @@ def test_results_without_ids_belong_to_the_calls_before_them_in_their_order():
         ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}], r"arguments must be an object"),
         ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": DEEP}}]}], "nested more than 64"),
         ([{"role": "user", "content": "a", "extra": DEEP}], "'extra' is nested more than 64"),
+        ([{"role": "user", "content": thoughts(1000)}], "message 0 is nested too deep"),
+        ([{"role": "user", "content": [{"type": "thinking", "thinking": 3}]}], "neither text nor a list of parts: 3"),
     ],
 )
 def test_what_cannot_be_shown_is_refused_with_its_place(given, problem):
