@@ -17,6 +17,10 @@ class DataError(MegasyncError):
     """A prompt, dataset, tokenizer or reward cannot be used as given."""
 
 
+class TemplateRefused(DataError):
+    """A chat template cannot render these messages. The message says what the template refused."""
+
+
 class ContextLengthExceeded(DataError):
     """A prompt leaves no room for a response in the context length, so its conversation cannot continue."""
 

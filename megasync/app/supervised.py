@@ -114,6 +114,12 @@ def prepare_rows(config: Config) -> tuple[SupervisedRows, list[str]]:
     renderer = SupervisedRenderer(tokenizer, sft, config.data.prompt, model["vocab_size"], stops, limit)
     found: dict[str, list[TokenRow]] = {"train": [], "validation": []}
     messages = []
+    if (end := renderer.added_stop) is not None:
+        messages.append(
+            f"the chat template ends a turn with {tokenizer.convert_ids_to_tokens(end)!r}, which is not in "
+            f"eos_token_id of {config.model.path}: it is trained, and megasync train stops at it; for other servers, "
+            f"add {end} to eos_token_id in generation_config.json"
+        )
     for name, dataset in (("train", sft.train), ("validation", sft.validation)):
         if dataset is None:
             continue

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from megasync.config import Config
 from megasync.config.schema import DataConfig, RolloutConfig
 from megasync.data import PromptSource, Renderer, as_rows, load_dataset, load_training_sets, split_examples
+from megasync.data.chat_template import ChatTemplate
 from megasync.data.curriculum import Curriculum, curriculum_of
 from megasync.data.datasets import default_reward, no_default_reward, warn_of_missing_answers
 from megasync.data.render import load_tokenizer
@@ -32,6 +34,8 @@ from megasync.rollout.auxiliary import AuxiliaryModel, load_auxiliary_models
 from megasync.rollout.teachers import Teacher, Teachers, load_teachers
 from megasync.rollout.tool_agent import tool_agent
 from megasync.rollout.workflow import single_turn
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +159,7 @@ def prepare_workload(config: Config, custom: Custom) -> Workload:
         auxiliary=load_auxiliary_models(config),
         teachers=load_teachers(config, tokenizer),
         routes=route_format(config),
-        stop_ids=stop_ids(config.model.path, tokenizer),
+        stop_ids=run_stop_ids(config, custom, tokenizer),
     )
 
 
@@ -185,7 +189,7 @@ def prepare_worker(
         auxiliary=load_auxiliary_models(config),
         teachers=load_teachers(config, tokenizer),
         routes=route_format(config),
-        stop_ids=stop_ids(config.model.path, tokenizer),
+        stop_ids=run_stop_ids(config, custom, tokenizer),
         rewards=scoring.runner(scoring.named or verifier),
     )
 
@@ -215,7 +219,7 @@ def prepare_task(config: Config, only: Collection[str] = ()) -> Task:
         workflow=_workflow(config, custom, tokenizer),
         scoring=scoring,
         auxiliary=load_auxiliary_models(config),
-        stop_ids=stop_ids(config.model.path, tokenizer),
+        stop_ids=run_stop_ids(config, custom, tokenizer),
     )
 
 
@@ -234,6 +238,23 @@ def _model(config: Config) -> tuple[Any, int, int]:
 def route_format(config: Config) -> RouteFormat | None:
     """The format of the routes that servers report; None without `rollout.routing_replay`."""
     return RouteFormat.of(read_hf_config(config.model.path)) if config.rollout.routing_replay else None
+
+
+def run_stop_ids(config: Config, custom: Custom, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end a response of this run: the model's, and the one that ends a turn of its chat template."""
+    known = stop_ids(config.model.path, tokenizer)
+    rollout = config.rollout
+    chats = config.data.prompt.format == "chat" or rollout.tools.functions or _scores_itself(config, custom)
+    if not (chats and tokenizer.chat_template):
+        return known
+    end = ChatTemplate(tokenizer, rollout.chat.template_options).turn_end(known)
+    if end is None or end in known:
+        return known
+    log.warning(
+        "The chat template ends a turn with %r, which is not in eos_token_id of %s: responses end with it too",
+        *(tokenizer.convert_ids_to_tokens(end), config.model.path),
+    )
+    return known | {end}
 
 
 def stop_ids(path: str, tokenizer: Any) -> frozenset[int]:

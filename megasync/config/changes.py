@@ -57,7 +57,8 @@ FREE = frozenset(
         *("data.curriculum", "data.curriculum_options"),
         # Of a supervised run, which compares the rows themselves.
         "sft",
-        *(f"data.prompt.{key}" for key in ("format", "template", "system", "example_template", "max_tokens")),
+        *(f"data.prompt.{key}" for key in ("format", "template", "template_options", "system")),
+        *(f"data.prompt.{key}" for key in ("example_template", "max_tokens")),
         # The buffer counts the remaining work in groups of the new size, and applies `stale` to what is now too old.
         *(f"schedule.{key}" for key in ("total_steps", "groups_per_step", "samples_per_group", "max_staleness")),
         *(f"schedule.{key}" for key in ("weight_sync_steps", "max_inflight_groups", "partial_rollout")),

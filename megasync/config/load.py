@@ -295,6 +295,8 @@ def _to_object(merged: DictConfig, unset: bool) -> Config:
             ) from None
         raise ConfigError(f"{key} cannot be resolved: {why}") from None
     assert isinstance(config, Config)
+    if not config.data.prompt.template_options:
+        config.data.prompt.template_options = dict(config.rollout.chat.template_options)
     # Expands `~` in every path here, so that no other code has to.
     for _, section, item in keys_of(config):
         if limit_of(item) is PATH and (path := getattr(section, item.name)) is not None:

@@ -19,6 +19,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from megasync.data.messages import valid_text
 from megasync.data.text_codec import TextCodec
 
 # Letters and digits only, which templates never escape, not even in JSON.
@@ -26,7 +27,10 @@ MARK = "Zq7plain9V"
 
 
 class OutsideText:
-    """Marks and encodes untrusted text. `tokenizer` is a Hugging Face tokenizer."""
+    """Marks and encodes untrusted text. `tokenizer` is a Hugging Face tokenizer.
+
+    `special_ids` are the ids of all special tokens.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -37,7 +41,7 @@ class OutsideText:
         longest = "|".join(map(re.escape, sorted(names, key=lambda name: (-len(name), name))))
         # Without names, a pattern that never matches.
         self._special = re.compile(f"({longest or '(?!)'})")
-        self._ids = set(tokenizer.all_special_ids) | {number for number, token in added.items() if token.special}
+        self.special_ids = frozenset(tokenizer.all_special_ids) | {n for n, token in added.items() if token.special}
 
     def guard(self, value: Any) -> Any:
         """A copy of a text, or of messages, rows or tools, with marks in the names of special tokens, keys included.
@@ -56,7 +60,11 @@ class OutsideText:
         return value
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a guarded text, [tokens]; `add_special_tokens` adds those that the tokenizer puts around it."""
+        """Token ids of a guarded text, [tokens]; `add_special_tokens` adds those that the tokenizer puts around it.
+
+        A lone surrogate, which no tokenizer takes, is encoded as U+FFFD.
+        """
+        text = valid_text(text)
         if MARK not in text:
             return self._codec.encode(text, add_special_tokens=add_special_tokens) if text else []
         ids: list[int] = []
@@ -77,7 +85,7 @@ class OutsideText:
 
     def _plain(self, text: str) -> list[int]:
         ids = list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
-        if self._ids.isdisjoint(ids):
+        if self.special_ids.isdisjoint(ids):
             return ids
         # The tokenizer ignores split_special_tokens. Encode the parts of each name, none of which is a special token.
         parts = self._special.sub(_marked, text).split(MARK)

@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from megasync.config.schema import PromptConfig
+from megasync.data.chat_template import ChatTemplate
+from megasync.data.messages import Message, as_messages, as_tools
 from megasync.data.outside_text import OutsideText, plain
 from megasync.data.rows import is_messages, place
 from megasync.data.template import fill
@@ -70,7 +72,7 @@ class Renderer:
             )
         if config.format == "chat" and config.examples:
             raise DataError("data.prompt.examples requires data.prompt.format=raw; change one of the two")
-        self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer, config.template_options) if config.format == "chat" else None
         self._config = config
         self._vocab_size = vocab_size
         self._outside = OutsideText(tokenizer)
@@ -79,26 +81,29 @@ class Renderer:
 
     @property
     def chat(self) -> bool:
-        return self._config.format == "chat"
+        return self._template is not None
 
     def text(self, row: Mapping[str, Any]) -> str:
         """The prompt text as the model sees it, including special tokens of the chat template."""
         return plain(self._guarded(row))
 
     def _guarded(self, row: Mapping[str, Any]) -> str:
-        if self.chat:
-            messages = self._outside.guard(self.messages(row))
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if self._template is not None:
+            messages = self._template.guard(self.messages(row))
+            return self._template.render(messages, as_tools(row.get("tools")), answer=True)
         if is_messages(row["prompt"]):
             raise DataError("a row's prompt is a list of chat messages; set data.prompt.format=chat")
         return self._preamble + fill("data.prompt.template", self._config.template, self._outside.guard(row))
 
-    def messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The prompt as chat messages, the system message first."""
+    def messages(self, row: Mapping[str, Any]) -> list[Message]:
+        """The prompt as chat messages (`data/messages.py`), the system message first. Raises DataError."""
         system = [{"role": "system", "content": self._config.system}] if self._config.system else []
         if is_messages(row["prompt"]):
-            return [*system, *(dict(message) for message in row["prompt"])]
-        return [*system, {"role": "user", "content": fill("data.prompt.template", self._config.template, row)}]
+            return [*system, *as_messages(row["prompt"])]
+        return [
+            *system,
+            *as_messages([{"role": "user", "content": fill("data.prompt.template", self._config.template, row)}]),
+        ]
 
     def prompt_ids(self, row: Mapping[str, Any]) -> list[int]:
         """Token ids, [tokens]. Raises DataError for an empty prompt and for ids outside the vocabulary."""
@@ -113,9 +118,12 @@ class Renderer:
             )
         return ids
 
-    def prompts(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-        """Token ids of every row. Raises DataError for prompts that are too long, naming their number and the first."""
-        rendered = [_placed(self.prompt_ids, row, number) for number, row in enumerate(rows)]
+    def prompts(self, rows: Sequence[Mapping[str, Any]], name: str = "the prompts") -> list[list[int]]:
+        """Token ids of every row of the dataset `name`.
+
+        Raises DataError that names the row, and for prompts that are too long their number and the first.
+        """
+        rendered = [_placed(self.prompt_ids, row, number, name) for number, row in enumerate(rows)]
         if marked := sum(self._outside.guard(row["prompt"]) is not row["prompt"] for row in rows):
             log.warning(
                 "%d of %d prompts contain names of special tokens, which are encoded as text; put special tokens "
@@ -142,9 +150,11 @@ def _example(config: PromptConfig, outside: OutsideText, row: Mapping[str, Any],
     return _placed(lambda row: write(outside.guard(row)), row, number)
 
 
-def _placed(render: Callable[[Mapping[str, Any]], T], row: Mapping[str, Any], number: int) -> T:
-    """What `render` makes of a row. A DataError says which row it is."""
+def _placed(
+    render: Callable[[Mapping[str, Any]], T], row: Mapping[str, Any], number: int, name: str = "the prompts"
+) -> T:
+    """What `render` makes of a row of the dataset `name`. A DataError says which row it is."""
     try:
         return render(row)
     except DataError as error:
-        raise DataError(f"{place(row, number)}: {error}") from error.__cause__
+        raise DataError(f"{place(row, number, name)}: {error}") from error.__cause__

@@ -37,9 +37,9 @@ class Row(dict[str, Any]):
         return Row, (dict(self), self.where)
 
 
-def place(row: Mapping[str, Any], number: int) -> str:
-    """Where a row comes from, for messages; its number if it does not know."""
-    return row.where if isinstance(row, Row) else f"row {number}"
+def place(row: Mapping[str, Any], number: int, name: str = "") -> str:
+    """Where a row comes from, for messages; its number in the dataset `name` if it does not know."""
+    return row.where if isinstance(row, Row) else f"{name}, row {number}".removeprefix(", ")
 
 
 def as_rows(
@@ -228,11 +228,11 @@ def _asked(row: Row, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
 
 
 def is_messages(prompt: Any) -> bool:
-    """Whether a prompt is a list of chat messages: non-empty, each a dict with a role and a content."""
+    """Whether a prompt is a list of chat messages: non-empty, each a dict with a role (`data/messages.py`)."""
     return (
         isinstance(prompt, list)
         and bool(prompt)
-        and all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in prompt)
+        and all(isinstance(message, Mapping) and "role" in message for message in prompt)
     )
 
 

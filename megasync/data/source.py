@@ -22,11 +22,14 @@ from megasync.errors import DataError
 from megasync.trajectory import Prompt
 
 
-def render_rows(rows: Sequence[dict[str, Any]], renderer: Renderer) -> list[Prompt]:
-    """Prompts for evaluation, with the row's index as uid. `columns` has all of the row's columns."""
+def render_rows(rows: Sequence[dict[str, Any]], renderer: Renderer, name: str = "the prompts") -> list[Prompt]:
+    """Prompts for evaluation, with the row's index as uid. `columns` has all of the row's columns.
+
+    `name` identifies the dataset in errors.
+    """
     return [
         Prompt(str(number), ids, _columns(row, renderer))
-        for number, (row, ids) in enumerate(zip(rows, renderer.prompts(rows), strict=True))
+        for number, (row, ids) in enumerate(zip(rows, renderer.prompts(rows, name), strict=True))
     ]
 
 
@@ -58,7 +61,7 @@ class PromptSource:
         self._sizes = [size for size, _ in sets]
         self._firsts = [0, *accumulate(self._sizes[:-1])]
         self._mixture = Mixture([weight for _, weight in sets])
-        self._rendered = renderer.prompts(rows)
+        self._rendered = renderer.prompts(rows, "the training prompts")
         self._columns = [_columns(row, renderer) for row in rows]
         self._shuffle = shuffle
         self._seed = seed

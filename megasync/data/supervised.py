@@ -1,16 +1,18 @@
 """Rows for supervised training: token ids, and which of them are trained.
 
 Of a conversation, the assistant's turns are trained. If the chat template marks them (`{% generation %}`), its marks
-count. Otherwise the conversation is rendered up to each turn, and each piece is tokenized by itself, so that what is
-trained are the tokens that a server would have to generate after the prompt. A template may rewrite earlier turns (some
-leave out their reasoning): then each turn becomes a row of its own.
+count. Otherwise the conversation is rendered up to each turn. Each piece of text is tokenized by itself, so that what
+is trained are the tokens that a server would have to generate after the prompt. A template may rewrite earlier turns
+(some leave out their reasoning): then each turn becomes a row of its own.
 
 Of a row with a prompt and an answer, the answer and the end of the response are trained.
+
+Invariant: each trained turn ends with its first stop token, at which a server stops, and nothing behind it is trained.
+`_ended` guarantees it, also for templates that leave the end to the next message.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,14 +20,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasync.config.schema import PromptConfig, SftConfig
-from megasync.data.outside_text import OutsideText
+from megasync.data.chat_template import ChatTemplate
+from megasync.data.messages import ASSISTANT, Message, as_messages, as_tools
+from megasync.data.outside_text import OutsideText, plain
 from megasync.data.render import Renderer
 from megasync.data.template import fill
-from megasync.errors import DataError
+from megasync.errors import DataError, TemplateRefused
 
-ASSISTANT = "assistant"
-# How a chat template marks the assistant's turns.
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_FIX = (
+    "let the template end a turn with a stop token, or add the token that ends it to eos_token_id in "
+    "generation_config.json"
+)
+
+# Text, and the number of the message if the assistant wrote it.
+Piece = tuple[str, int | None]
 
 
 class TokenRow(NamedTuple):
@@ -38,7 +46,8 @@ class TokenRow(NamedTuple):
 class SupervisedRenderer:
     """Renders rows of at most `limit` tokens.
 
-    `tokenizer` is a Hugging Face tokenizer; `stops` are the tokens that end a response.
+    `tokenizer` is a Hugging Face tokenizer; `stops` are the tokens that end a response in a server. `added_stop` is the
+    token with which the chat template ends a turn, if that is none of them; it counts as one of them here.
     """
 
     def __init__(
@@ -54,11 +63,13 @@ class SupervisedRenderer:
         self._config = sft
         self._limit = limit
         self._vocab_size = vocab_size
-        self._stops = frozenset(stops)
         self._outside = OutsideText(tokenizer)
         self._prompts = Renderer(tokenizer, prompt, vocab_size)
-        template = getattr(tokenizer, "chat_template", None) or ""
-        self._marks_turns = bool(_GENERATION.search(str(template)))
+        chats = bool(getattr(tokenizer, "chat_template", None))
+        self._template = ChatTemplate(tokenizer, prompt.template_options) if chats else None
+        end = self._template.turn_end(stops) if self._template else None
+        self.added_stop = None if end in stops else end
+        self._stops = frozenset({*stops, *([] if self.added_stop is None else [self.added_stop])})
 
     def rows(self, rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[TokenRow], int]:
         """Rows of tokens, and how many were left out because they were too long.
@@ -87,8 +98,9 @@ class SupervisedRenderer:
         return found, long
 
     def _row(self, row: Mapping[str, Any]) -> list[TokenRow]:
+        tools = as_tools(row.get("tools"))
         if "messages" in row:
-            return self._conversation(row["messages"])
+            return self._conversation(as_messages(row["messages"]), tools)
         answer = row.get(self._config.answer)
         if not isinstance(answer, str):
             raise DataError(
@@ -97,7 +109,8 @@ class SupervisedRenderer:
             )
         answer = fill("sft.answer_template", self._config.answer_template, {"answer": answer})
         if self._prompts.chat:
-            return self._conversation([*self._prompts.messages(row), {"role": ASSISTANT, "content": answer}])
+            answered = as_messages([*self._prompts.messages(row), {"role": ASSISTANT, "content": answer}])
+            return self._conversation(answered, tools)
         if not self._stops:
             raise DataError("the model names no token that ends a response (eos_token_id in config.json); add it")
         end = self._tokenizer.eos_token_id
@@ -105,62 +118,56 @@ class SupervisedRenderer:
         prompt, response = self._prompts.prompt_ids(row), [*self._outside.encode(self._outside.guard(answer)), end]
         return [self._checked([(prompt, False), (response, True)])]
 
-    def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[TokenRow]:
-        if not self._tokenizer.chat_template:
+    def _conversation(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[TokenRow]:
+        if self._template is None:
             raise DataError("messages need a chat template, but the tokenizer of model.path has none")
-        if not any(message["role"] == ASSISTANT for message in messages):
-            raise DataError(f"no message has the role {ASSISTANT!r}, so nothing would be trained")
-        guarded = self._outside.guard(messages)
-        if self._marks_turns and guarded is messages:
-            return [self._marked(messages)]
-        pieces = self._turns(guarded)
-        if pieces is not None:
-            return [self._checked(self._encoded(pieces))]
         ends = [at + 1 for at, message in enumerate(messages) if message["role"] == ASSISTANT]
-        return [self._checked(self._encoded(self._last_turn(guarded[:end]))) for end in ends]
+        if not ends:
+            raise DataError(f"no message has the role {ASSISTANT!r}, so nothing would be trained")
+        rendering = _Rendering(self._template, self._template.guard(messages), tools)
+        whole = rendering.marked() if self._template.marks_answers else rendering.turns()
+        if whole is not None:
+            return [self._ended(whole, messages)]
+        last_turn = rendering.last_marked if self._template.marks_answers else rendering.last_turn
+        return [self._ended(last_turn(end), messages[:end]) for end in ends]
 
-    def _marked(self, messages: Sequence[Mapping[str, Any]]) -> TokenRow:
-        rendered = self._tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        ids, trained = rendered["input_ids"], rendered["assistant_masks"]
-        return self._checked([([token], bool(own)) for token, own in zip(ids, trained, strict=True)])
-
-    def _render(self, messages: Sequence[Mapping[str, Any]], generates: bool = False) -> str:
-        return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generates)
-
-    def _turns(self, messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]] | None:
-        """Pieces of text, and whether the assistant wrote them; None if the template rewrites earlier turns."""
-        whole, at = self._render(messages), 0
-        pieces: list[tuple[str, bool]] = []
-        for number, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
-                continue
-            before, after = self._render(messages[:number], generates=True), self._render(messages[: number + 1])
-            if not (whole.startswith(after) and after.startswith(before) and len(before) >= at):
-                return None
-            pieces += [(whole[at : len(before)], False), (whole[len(before) : len(after)], True)]
-            at = len(after)
-        return pieces
-
-    def _last_turn(self, messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
-        before, after = self._render(messages[:-1], generates=True), self._render(messages)
-        if not after.startswith(before):
-            raise DataError(
-                f"the chat template writes something else before message {len(messages) - 1} than it does to ask for "
-                f"it, so what the assistant wrote cannot be told; mark it in the template with {{% generation %}}"
-            )
-        return [(before, False), (after[len(before) :], True)]
-
-    def _encoded(self, pieces: Sequence[tuple[str, bool]]) -> list[tuple[list[int], bool]]:
-        """Tokens of each piece. What a template writes behind the end of a turn is not trained."""
+    def _ended(self, pieces: Sequence[Piece], messages: Sequence[Message]) -> TokenRow:
+        """The row of these pieces, in which each turn is trained up to the stop token that ends it."""
+        assert self._template is not None
         encoded: list[tuple[list[int], bool]] = []
-        for text, own in pieces:
-            ids = self._outside.encode(text)
-            ends = [at for at, token in enumerate(ids) if token in self._stops] if own else []
-            kept = ends[-1] + 1 if ends else len(ids)
-            encoded += [(ids[:kept], own), (ids[kept:], False)]
-        return encoded
+        last_pieces = {turn: at for at, (_, turn) in enumerate(pieces)}
+        # The turn whose text has begun, or has already ended with a stop token.
+        begun = ended = None
+        for number, (text, turn) in enumerate(pieces):
+            ids = self._template.encode(text)
+            at = next((at + 1 for at, token in enumerate(ids) if token in self._stops), 0)
+            if turn is not None:
+                kept = 0 if turn == ended else at or len(ids)
+                encoded += [(ids[:kept], True), (ids[kept:], False)]
+                begun, ended = turn, turn if at else ended
+                continue
+            if begun not in (None, ended) and number > last_pieces[begun] and ids:
+                # The template writes the end outside its marks, or as the beginning of the next message.
+                between = self._template.decode(ids[: at - 1 if at else None]).strip()
+                if not at or between:
+                    raise DataError(
+                        f"the chat template ends message {begun} with {between!r:.80}, which is not a stop token, so a "
+                        f"server would not stop there; {_FIX}"
+                    )
+                encoded.append((ids[:at], True))
+                ids, ended = ids[at:], begun
+            encoded.append((ids, False))
+        if begun != ended:
+            # Only the next message would end it.
+            end = self._template.next_turn_end(self._stops, calls="tool_calls" in messages[begun or 0])
+            if end is None:
+                names = ", ".join(sorted(self._template.decode([token]) for token in self._stops)) or "none"
+                raise DataError(
+                    f"the chat template writes no stop token after message {begun}, so a server would not stop there; "
+                    f"the model's stop tokens are {names}; {_FIX}"
+                )
+            encoded.append(([end], True))
+        return self._checked(encoded)
 
     def _checked(self, pieces: Sequence[tuple[Sequence[int], bool]]) -> TokenRow:
         ids = np.array([token for tokens, _ in pieces for token in tokens], dtype=np.int64)
@@ -176,3 +183,111 @@ class SupervisedRenderer:
         # Nothing after the last trained token has an effect.
         used = int(np.flatnonzero(trained)[-1]) + 1
         return TokenRow(ids[:used].astype(np.int32), trained[:used])
+
+
+class _Rendering:
+    """A conversation as a template writes it, in pieces. `messages` are guarded."""
+
+    def __init__(self, template: ChatTemplate, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
+        self._template = template
+        self._messages = messages
+        self._tools = tools
+
+    def marked(self) -> list[Piece] | None:
+        """The whole conversation as the template marks it; None if the template rewrites earlier turns."""
+        marked = self._template.marked(self._messages, self._tools)
+        whole, writers = "".join(text for text, _ in marked), list[int]()
+        for number, message in enumerate(self._messages):
+            if message["role"] == ASSISTANT:
+                turn = self.last_marked(number + 1)
+                if not whole.startswith("".join(text for text, _ in turn)):
+                    return None
+                writers += [number] * sum(writer is not None for _, writer in turn)
+        if sum(own for _, own in marked) != len(writers):
+            return None
+        return self._without_headers([(text, writers.pop(0) if own else None) for text, own in marked])
+
+    def last_marked(self, end: int) -> list[Piece]:
+        """The last of the first `end` messages as the template marks it."""
+        marked = self._template.marked(self._messages[:end], self._tools)
+        before = self._template.marked(self._messages[: end - 1], self._tools) if end > 1 else []
+        # Text and marked text alternate, so what is marked in both belongs to earlier messages.
+        earlier = len(before) // 2 * 2
+        last: list[Piece] = [
+            (text, end - 1 if own and number >= earlier else None) for number, (text, own) in enumerate(marked)
+        ]
+        self._check_written(end, "".join(text for text, writer in last if writer is not None))
+        return self._without_headers(last)
+
+    def _without_headers(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The same, if the marks enclose what a prompt already ends with when it asks for an answer."""
+        header, found = self._template.header, list[Piece]()
+        for text, writer in pieces:
+            inside = writer is not None and bool(header) and text.startswith(header)
+            found += [(header, None), (text[len(header) :], writer)] if inside else [(text, writer)]
+        return found
+
+    def turns(self) -> list[Piece] | None:
+        """The turns of the whole conversation as they are asked for; None if the template rewrites earlier ones."""
+        whole, at = self._render(len(self._messages), False), 0
+        pieces: list[Piece] = []
+        for number, message in enumerate(self._messages):
+            if message["role"] != ASSISTANT:
+                continue
+            before, after = self._render(number, True), self._render(number + 1, False)
+            if not (whole.startswith(after) and after.startswith(before) and len(before) >= at):
+                return None
+            self._check_written(number + 1, after[len(before) :])
+            pieces += [(whole[at : len(before)], None), (whole[len(before) : len(after)], number)]
+            at = len(after)
+        return [*pieces, (whole[at:], None)]
+
+    def last_turn(self, end: int) -> list[Piece]:
+        """The last of the first `end` messages as it is asked for."""
+        before, after = self._render(end - 1, True), self._render(end, False)
+        if not after.startswith(before):
+            # Some templates leave out what was thought before earlier calls as soon as there is an answer.
+            messages = [_thoughtless(message) for message in self._messages[: end - 1]]
+            known = self._template.render(messages, self._tools, answer=True)
+            messages.append(self._messages[end - 1])
+            if not after.startswith(known) or after != self._template.render(messages, self._tools, answer=False):
+                raise DataError(
+                    f"the chat template ends the prompt for message {end - 1} with {plain(before[-40:])!r}, which is "
+                    f"not what it writes before that message, so a server would not be asked for what is trained. "
+                    f"Change that by the template's options (data.prompt.template_options), give the message what the "
+                    f"template expects, such as reasoning, or mark answers in the template with {{% generation %}}"
+                )
+            after = before + after[len(known) :]
+        self._check_written(end, after[len(before) :])
+        return [(before, None), (after[len(before) :], end - 1)]
+
+    def _render(self, end: int, answer: bool) -> str:
+        return self._template.render(self._messages[:end], self._tools, answer=answer)
+
+    def _check_written(self, end: int, text: str) -> None:
+        """Raises DataError for what the last of the first `end` messages has and the template did not write."""
+        *before, message = self._messages[:end]
+        for key in ("reasoning_content", "content"):
+            if message.get(key, "").strip().rpartition("\n")[2] not in text:
+                raise DataError(
+                    f"the chat template does not write the {key} of message {end - 1}, so it would not be trained; "
+                    f"leave it out, or write it as the template expects it"
+                )
+        if calls := message.get("tool_calls"):
+            fewer = {key: value for key, value in message.items() if key != "tool_calls"}
+            fewer |= {"tool_calls": calls[:-1]} if calls[1:] else {}
+            try:
+                same = self._render(end, False) == self._template.render([*before, fewer], self._tools, answer=False)
+            except TemplateRefused:
+                return
+            if same:
+                raise DataError(
+                    f"the chat template does not write call {len(calls) - 1} of message {end - 1}, so it would not be "
+                    f"trained; write calls into the content as the model writes them"
+                )
+
+
+def _thoughtless(message: Message) -> Message:
+    """A message without reasoning, and without content beside its calls, which some templates take for reasoning."""
+    kept = {key: value for key, value in message.items() if key != "reasoning_content"}
+    return kept | {"content": ""} if "tool_calls" in message else kept

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
+# The letters of byte-level tokenizers: printable bytes stand for themselves, the others are counted from 256 on.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = sorted({*range(256)} - {*_PRINTABLE})
+_BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
+# The name of a token for one byte in other tokenizers.
+_BYTE_NAME = re.compile("<0x([0-9A-F]{2})>")
 # What a subclass may override to encode or decode differently from its backend.
 _WRAPPER = ("__call__", "_encode_plus", "decode", "_decode")
 
@@ -15,6 +22,10 @@ class TextCodec:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = _backend(tokenizer)
+        self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        self._added = frozenset(getattr(tokenizer, "added_tokens_decoder", None) or ())
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids, [tokens]; `add_special_tokens` adds those that the tokenizer puts around a text."""
@@ -33,6 +44,29 @@ class TextCodec:
         if self._backend is None:
             return None
         return [start for start, _ in self._backend.encode(text, add_special_tokens=False).offsets]
+
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes | None]:
+        """The bytes that each token adds to a text without special tokens, [tokens]; None if they are unknown.
+
+        A token may be a part of a character.
+        """
+        return [self._bytes_at(ids, at) for at in range(len(ids))]
+
+    def _bytes_at(self, ids: Sequence[int], at: int) -> bytes | None:
+        token = ids[at]
+        if token in self._special:
+            return b""
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        if self._byte_level and token not in self._added:
+            known = [_BYTE_OF_LETTER.get(letter, -1) for letter in name]
+            return None if -1 in known else bytes(known)
+        if isinstance(name, str) and (byte := _BYTE_NAME.fullmatch(name)) is not None:
+            return bytes([int(byte[1], 16)])
+        # The text of a token may depend on whether it is the first.
+        before = self.decode(ids[at - 1 : at]) if at else ""
+        text = self.decode(ids[max(at - 1, 0) : at + 1])
+        added = text[len(before) :]
+        return None if "\ufffd" in added or not text.startswith(before) else added.encode()
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, with special tokens and with all blanks."""

@@ -81,7 +81,7 @@ def held_out_sets(
             )
         warn_of_missing_answers(rows, settings.reward or scoring.named or own_verifier)
         rows = rows[: settings.samples or config.eval.samples]
-        prompts = render_rows(rows, renderer)
+        prompts = render_rows(rows, renderer, f"the prompts of the held-out set {name!r}")
         loaded.append(_held_out_set(config, "" if unnamed else name, prompts, scoring, own_verifier))
         loaded[-1].rewards.check_rows(rows, f"the held-out set {name!r}")
     return loaded

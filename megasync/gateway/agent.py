@@ -59,20 +59,25 @@ class AgentWorkflow:
 
         Raises ServerError when a server failed any of the agent's requests, even if the agent caught that error;
         DataError for an agent that exceeds its deadline, sends no request or returns an invalid result; and otherwise
-        whatever the agent raises.
+        whatever the agent raises. If it raises after the chat template rejected messages that follow a response, the
+        sample ends with its responses, which the reward function scores.
         """
-        result = None
+        result, refused = None, False
         async with self._gateway.session(client) as session:
             try:
                 result = await self._returned(
                     base_url=self._gateway.base_url(session), api_key=session.key, sample=sample, model=self._model
                 )
             except Exception as error:  # whatever the agent raises
-                if session.failure is None:
+                if session.failure is None and session.refusal is None:
                     raise
-                log.debug("Agent %s failed after a server failure", self._name, exc_info=error)
+                log.debug("Agent %s failed after a failed request", self._name, exc_info=error)
+                refused = session.refusal is not None
         if session.failure is not None:
             raise ServerError(f"a request of the agent {self._name} failed: {session.failure}") from session.failure
+        if refused:
+            # The responses are trained as they are: what led here should be unlearned.
+            return client.conversation.trajectories(metrics={"template_refused": 1.0})
         reward, metrics = self._outcome(result)
         if not client.conversation.generations:
             raise DataError(

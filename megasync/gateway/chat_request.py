@@ -12,9 +12,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from megasync.concurrency.first_use import prepared
+from megasync.data.messages import as_tool_schema
+from megasync.errors import DataError
 from megasync.gateway.errors import RequestError
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+# A number that JSON encoders and servers can hold.
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 @prepared
@@ -59,8 +63,10 @@ class Message(_Strict):
     tool_call_id: str | None = None
     tool_calls: list[Call] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    # Text of an answer without a content.
+    refusal: str | None = None
     # Empty fields of an answer, which the `openai` package sends back with the others.
-    refusal: None = None
     audio: None = None
     function_call: None = None
     annotations: list[None] | None = None
@@ -89,7 +95,7 @@ class ChatBody(_Strict):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     stop: str | list[str] | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     logprobs: bool | None = None
     # Accepted only with values that change nothing; see _NEUTRAL.
     n: Any = None
@@ -131,7 +137,9 @@ def parse_chat(raw: bytes) -> ChatBody:
         body = msgspec.json.decode(raw, type=ChatBody)
     except msgspec.ValidationError as error:
         raise RequestError(400, f"{error}{_unsupported(str(error))}", param=_parameter_in(str(error))) from None
-    except msgspec.DecodeError as error:
+    except RecursionError:
+        raise RequestError(400, "the body is nested too deep", code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeError) as error:
         raise RequestError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     _check_neutral(body)
     if body.stream_options is not None and not body.stream:
@@ -139,9 +147,10 @@ def parse_chat(raw: bytes) -> ChatBody:
     if "" in _stops(body):
         raise RequestError(400, "stop contains an empty text, which would end every answer immediately", param="stop")
     for number, tool in enumerate(body.tools or ()):
-        function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
-            raise RequestError(400, f"tools[{number}] must be a function with a name", param=f"tools[{number}]")
+        try:
+            as_tool_schema(tool, number)
+        except DataError as error:
+            raise RequestError(400, str(error), param=f"tools[{number}]") from None
     return body
 
 

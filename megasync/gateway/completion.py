@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megasync.data.text_codec import TextCodec
 from megasync.rollout.generation import Generation, Reply
 from megasync.runs import IntArray
 
@@ -65,12 +66,21 @@ def usage(generation: Generation) -> dict[str, int]:
     return {"prompt_tokens": asked, "completion_tokens": total - asked, "total_tokens": total}
 
 
-def token_logprobs(generation: Generation, decode: Decode) -> dict[str, Any]:
-    """The log-prob of every sampled token, at the sampling temperature. Includes reasoning and tool calls."""
-    content = []
-    for token, logprob in zip(generation.token_ids, generation.logprobs, strict=True):
-        text = decode([token])
-        content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+def token_logprobs(generation: Generation, decode: Decode, codec: TextCodec) -> dict[str, Any]:
+    """The log-prob of every sampled token, at the sampling temperature. Includes reasoning and tool calls.
+
+    The bytes of all tokens together are the response's text in UTF-8. Those that are unknown are null.
+    """
+    ids = generation.token_ids
+    content = [
+        {
+            "token": decode([token]),
+            "logprob": logprob,
+            "bytes": None if known is None else list(known),
+            "top_logprobs": [],
+        }
+        for token, logprob, known in zip(ids, generation.logprobs, codec.token_bytes(ids), strict=True)
+    ]
     return {"content": content, "refusal": None}
 
 

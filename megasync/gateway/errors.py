@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from megasync.errors import ContextLengthExceeded, DataError, ServerError
+from megasync.errors import ContextLengthExceeded, DataError, ServerError, TemplateRefused
 
 
 class RequestError(Exception):
@@ -30,6 +30,8 @@ def as_request_error(error: Exception) -> RequestError:
             return error
         case ContextLengthExceeded():
             return RequestError(400, str(error), code="context_length_exceeded", param="messages")
+        case TemplateRefused():
+            return RequestError(400, str(error), code="template_refused", param="messages")
         case DataError():
             return RequestError(400, str(error))
         case ServerError():

@@ -24,7 +24,7 @@ from megasync.config.host import resolve_host
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.errors import ConfigError
 from megasync.gateway.chat_request import ChatBody, parse_chat
-from megasync.gateway.completion import Completion, deltas, finish_reason, token_logprobs
+from megasync.gateway.completion import Completion, deltas, finish_reason
 from megasync.gateway.errors import RequestError, as_request_error
 from megasync.gateway.session import Session
 from megasync.rollout.sample_client import SampleClient
@@ -145,7 +145,7 @@ class Gateway:
         if body.stream:
             return await self._stream(request, session, body, completion)
         reply, message = await session.answer(body)
-        logprobs = token_logprobs(reply.generation, session.decode) if body.logprobs else None
+        logprobs = session.logprobs(reply) if body.logprobs else None
         return _json(completion.whole(reply, message, logprobs))
 
     async def _stream(
@@ -178,7 +178,7 @@ class Gateway:
             reply, message = part
             for delta in deltas(message, sent):
                 await send(completion.chunk(delta))
-            logprobs = token_logprobs(reply.generation, session.decode) if body.logprobs else None
+            logprobs = session.logprobs(reply) if body.logprobs else None
             await send(completion.chunk({}, finish_reason(reply), logprobs))
             if usage_follows:
                 await send(completion.usage_chunk(reply))

@@ -19,9 +19,10 @@ from typing import Any
 
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config.schema import SamplingConfig
-from megasync.errors import ServerError
+from megasync.data.text_codec import TextCodec
+from megasync.errors import ServerError, TemplateRefused
 from megasync.gateway.chat_request import ChatBody, sampling_options, tool_schemas
-from megasync.gateway.completion import LiveText
+from megasync.gateway.completion import LiveText, token_logprobs
 from megasync.gateway.errors import RequestError
 from megasync.gateway.transcript import Transcript
 from megasync.rollout.generation import Reply
@@ -40,6 +41,8 @@ class Session:
         self.key = f"sk-{secrets.token_urlsafe(32)}"
         # The first server failure. The sample must then be repeated, whatever the agent returns.
         self.failure: ServerError | None = None
+        # What the chat template rejected after the model had answered; the agent cannot go on then.
+        self.refusal: TemplateRefused | None = None
         self._client = client
         self._sampling = sampling
         self._chooses = chooses
@@ -49,7 +52,9 @@ class Session:
 
     def admits(self, authorization: str) -> bool:
         """Whether the header `Bearer ...` has the session's key, compared in constant time."""
-        return hmac.compare_digest(authorization.encode(), f"Bearer {self.key}".encode())
+        # A header may hold any bytes, which arrive as surrogates.
+        given = authorization.encode("utf-8", "surrogateescape")
+        return hmac.compare_digest(given, f"Bearer {self.key}".encode())
 
     def begin_request(self) -> None:
         """Registers the current task, so that `end` cancels it. Raises RequestError after the session has ended."""
@@ -82,6 +87,11 @@ class Session:
         except ServerError as error:
             self.failure = error
             raise
+        except TemplateRefused as error:
+            if self._client.conversation.generations:
+                self.refusal = error
+            raise
+        self.refusal = None
         return reply, self._transcript.answered(messages, reply)
 
     async def stream(self, body: ChatBody) -> AsyncGenerator[str | Answered]:
@@ -108,6 +118,10 @@ class Session:
     def decode(self, ids: Sequence[int] | IntArray) -> str:
         """The text of token ids as the agent sees it, without special tokens."""
         return self._client.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def logprobs(self, reply: Reply) -> dict[str, Any]:
+        """The log-prob of every token of a reply, as the agent sees it."""
+        return token_logprobs(reply.generation, self.decode, TextCodec(self._client.tokenizer))
 
     def _streams(self, body: ChatBody) -> bool:
         """Whether text can be streamed before the answer is complete.

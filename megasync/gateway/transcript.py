@@ -11,13 +11,15 @@ only new ones are converted.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from megasync.gateway.chat_request import Call, Message
+import msgspec
+
+from megasync.data.messages import as_message
+from megasync.gateway.chat_request import Message
 from megasync.rollout.generation import Reply
 
 # The latest requests of a session whose messages are kept, for agents that alternate between conversations.
@@ -37,11 +39,14 @@ class Transcript:
         self._ids: dict[str, str] = {}
 
     def restore(self, messages: list[Message]) -> list[dict[str, Any]]:
-        """The agent's messages in the form for `client.chat`, with known answers replaced by the recorded ones."""
+        """The agent's messages in the form for `client.chat`, with known answers replaced by the recorded ones.
+
+        Raises DataError for a message that cannot be shown to the model.
+        """
         sent, before = self._continued(messages)
         restored = list(before)
-        for message in messages[len(sent) :]:
-            plain = self._plain(message)
+        for number, message in enumerate(messages[len(sent) :], len(sent)):
+            plain = self._plain(message, number)
             restored.append(self._known(plain, restored) or plain)
         # Shares the earlier messages, which would otherwise be kept once per request.
         self._requests.appendleft(([*sent, *messages[len(sent) :]], restored))
@@ -85,31 +90,14 @@ class Transcript:
                 return answer
         return None
 
-    def _plain(self, message: Message) -> dict[str, Any]:
-        content = message.content
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content or ())
-        # Newer OpenAI models call the system role "developer"; chat templates know only "system".
-        role = "system" if message.role == "developer" else message.role
-        plain: dict[str, Any] = {"role": role, "content": content}
-        if message.name is not None:
-            plain["name"] = message.name
-        if message.reasoning_content:
-            plain["reasoning_content"] = message.reasoning_content
-        if message.tool_call_id is not None:
-            plain["tool_call_id"] = self._ids.get(message.tool_call_id, message.tool_call_id)
-        if message.tool_calls:
-            plain["tool_calls"] = [self._call(call) for call in message.tool_calls]
+    def _plain(self, message: Message, number: int) -> dict[str, Any]:
+        """The message in the form of `data/messages.py`, with the recorded ids of calls."""
+        sent = msgspec.to_builtins(message)
+        for call in sent["tool_calls"] or ():
+            del call["index"]
+            call["id"] = self._ids.get(call["id"], call["id"])
+        if sent["tool_call_id"] is not None:
+            sent["tool_call_id"] = self._ids.get(sent["tool_call_id"], sent["tool_call_id"])
+        plain = as_message(sent, number)
+        plain.pop("annotations", None)
         return plain
-
-    def _call(self, call: Call) -> dict[str, Any]:
-        """The call with parsed arguments, as chat templates require; {} for arguments that are not a JSON object."""
-        try:
-            arguments = json.loads(call.function.arguments)
-        except ValueError:
-            arguments = None
-        return {
-            "id": self._ids.get(call.id, call.id),
-            "type": "function",
-            "function": {"name": call.function.name, "arguments": arguments if isinstance(arguments, dict) else {}},
-        }

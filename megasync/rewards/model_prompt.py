@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megasync.config.schema import RewardModelConfig
+from megasync.data.chat_template import ChatTemplate
+from megasync.data.messages import as_messages
 from megasync.data.outside_text import OutsideText
 from megasync.data.rows import is_messages
 from megasync.data.template import fill
@@ -38,24 +40,27 @@ class ModelPrompt:
 
     def __init__(self, key: str, config: RewardModelConfig, tokenizer: Any) -> None:
         self._key = key
-        self._chat = config.format == "chat"
         self._system = config.system
-        self._tokenizer = tokenizer
         self._outside = OutsideText(tokenizer)
         self._template = config.template
         self._words = {"low": config.low, "high": config.high, "yes": config.yes_token, "no": config.no_token}
         if config.template is None and config.kind == "generative":
             self._template = JUDGE_YES_NO if config.read == "yes_no" else JUDGE_NUMBER
-        if self._chat and not getattr(tokenizer, "chat_template", None):
+        chat = config.format == "chat"
+        if chat and not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
                 f"{key}.format=chat, but the tokenizer of {key}.path={config.path!r} has no chat template; set "
                 f"{key}.format=raw"
             )
+        self._chat = ChatTemplate(tokenizer) if chat else None
 
     def ids(self, row: Mapping[str, Any], completion: str) -> list[int]:
-        """Token ids, [tokens]. Raises DataError for a template that names a column that the row lacks."""
+        """Token ids, [tokens].
+
+        Raises DataError for a template that names a column that the row lacks, and for messages that cannot be shown.
+        """
         row, completion = self._outside.guard(dict(row)), self._outside.guard(completion)
-        if not self._chat:
+        if self._chat is None:
             if self._template is None:
                 # Guarded again: the end of one and the start of the other may form the name of a special token.
                 text = self._outside.guard(_text(row["prompt"]) + completion)
@@ -67,13 +72,9 @@ class ModelPrompt:
             messages.append({"role": "user", "content": self._fill(self._template, row, completion)})
         else:
             prompt = row["prompt"]
-            messages += list(prompt) if is_messages(prompt) else [{"role": "user", "content": prompt}]
+            messages += as_messages(prompt if is_messages(prompt) else [{"role": "user", "content": prompt}])
             messages.append({"role": "assistant", "content": completion})
-        text = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=self._template is not None
-        )
-        # The template writes its own special tokens.
-        return self._outside.encode(text)
+        return self._chat.encode(self._chat.render(messages, [], answer=self._template is not None))
 
     def _fill(self, template: str, row: Mapping[str, Any], completion: str) -> str:
         shown = self._words | dict(row) | {"prompt": _text(row["prompt"]), "completion": completion}
@@ -84,4 +85,4 @@ def _text(prompt: Any) -> str:
     """A prompt as plain text; a chat as lines of role and content."""
     if not is_messages(prompt):
         return str(prompt)
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    return "\n".join(f"{message['role']}: {message['content']}" for message in as_messages(prompt))

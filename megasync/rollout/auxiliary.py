@@ -17,9 +17,10 @@ import msgspec
 from megasync.concurrency.first_use import prepared
 from megasync.config import Config
 from megasync.config.schema import AuxiliaryModelConfig
+from megasync.data.chat_template import ChatTemplate
+from megasync.data.messages import as_messages
 from megasync.data.render import load_tokenizer
 from megasync.errors import ConfigError, DataError
-from megasync.rollout.chat_template import ChatTemplate
 from megasync.serving.answers import parse_as
 from megasync.serving.control import ServerControl
 from megasync.serving.frozen_client import FrozenModelClient
@@ -59,7 +60,8 @@ class AuxiliaryModel:
         Raises DataError when messages and answer exceed the model's context or a server refuses the request, and
         ServerError when no server answers within `timeouts.request`; megasync then retries the sample.
         """
-        ids = self._template.encode(self._template.render(messages, [], answer=True))
+        guarded = self._template.guard(as_messages(messages))
+        ids = self._template.encode(self._template.render(guarded, [], answer=True))
         params = self._defaults | sampling
         if len(ids) + params["max_new_tokens"] > self._context_length:
             raise DataError(

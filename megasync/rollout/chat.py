@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from megasync.config.schema import ChatConfig
-from megasync.rollout.chat_template import ChatTemplate
+from megasync.data.messages import as_messages, as_tool_schema
+from megasync.rollout.chat_template import AnswerTemplate
 from megasync.rollout.conversation import Conversation
 from megasync.rollout.generation import Generation, Reply
 from megasync.rollout.reply_formats import reasoning_format, tool_format
@@ -22,7 +23,7 @@ class Chat:
     """Chat with one tokenizer and parser. Raises DataError without a tokenizer or if it has no chat template."""
 
     def __init__(self, tokenizer: Any, config: ChatConfig, parser: ReplyParser) -> None:
-        self._template = ChatTemplate(tokenizer, config.template_options)
+        self._template = AnswerTemplate(tokenizer, config.template_options)
         self._source = str(tokenizer.chat_template)
         self._config = config
         self._parser = parser
@@ -42,23 +43,29 @@ class Chat:
         **options: Any,
     ) -> Reply:
         """Generate the assistant's turn and record it in the conversation. `options` are passed to `generate`."""
-        schemas = [tool if isinstance(tool, dict) else as_tool(tool).schema for tool in tools]
+        schemas = [
+            as_tool_schema(tool, number) if isinstance(tool, dict) else as_tool(tool).schema
+            for number, tool in enumerate(tools)
+        ]
         calls_as = tool_format(self._config.tool_format, self._source) if schemas else None
+        messages = as_messages(messages)
         prompt = conversation.prompt(self._template, messages, schemas, realign_rewritten=self._realign)
         generation = conversation.record(await generate(prompt.ids, **options))
-        parsed = await self._parsed(generation, schemas, calls_as)
-        message = _message(parsed)
+        called = sum(len(message.get("tool_calls", ())) for message in messages)
+        parsed = await self._parsed(generation, schemas, calls_as, called)
+        (message,) = as_messages([_message(parsed)])
         generation.added = prompt.added
         generation.calls = tuple(Call(call.name, call.raw_arguments) for call in parsed.calls)
         conversation.answered(self._template, prompt, generation, message)
         return Reply([*prompt.messages, message], generation, conversation, list(parsed.calls), parsed.malformed)
 
     async def _parsed(
-        self, generation: Generation, schemas: Sequence[dict[str, Any]], calls_as: str | None
+        self, generation: Generation, schemas: Sequence[dict[str, Any]], calls_as: str | None, called: int
     ) -> ParsedAnswer:
         if calls_as is None and self._reasoning is None:
             return ParsedAnswer(generation.text)
-        return await self._parser.parse(self._template.answer_text(generation), schemas, calls_as, self._reasoning)
+        text = self._template.answer_text(generation)
+        return await self._parser.parse(text, schemas, calls_as, self._reasoning, called=called)
 
 
 def _message(parsed: ParsedAnswer) -> dict[str, Any]:

@@ -93,7 +93,8 @@ class _TransientError(Exception):
 class ServedModel:
     """What the client knows of the model. `context_length` is in tokens, prompt and response together.
 
-    `tokenizer` is a Hugging Face tokenizer, needed only for `chat`; `stop_ids` are the tokens that end every response.
+    `tokenizer` is a Hugging Face tokenizer, needed only for `chat`; `stop_ids` are the tokens that end every response,
+    which requests name.
     `routes` is the format of routes if trained responses need them.
     """
 
@@ -282,6 +283,9 @@ class RolloutClient:
                 f"a prompt of {len(prompt)} tokens leaves no room for a response in a context of {self.context_length}"
             )
         params["max_new_tokens"] = budget
+        if not params["ignore_eos"]:
+            # A server may not know all of them, such as the one with which a chat template ends a turn.
+            params["stop_token_ids"] = sorted(self._stop_ids.union(params["stop_token_ids"]))
         parts = PartialResponse() if keep is None else keep(request_digest(prompt, params))
         parts.follow(prompt)
         # Deterministic servers use the same seed for every request that has none.
@@ -431,7 +435,7 @@ class RolloutClient:
         """Sends requests until the response is finished."""
         params, budget = sending.params, sending.params["max_new_tokens"]
         minimum = min(params["min_new_tokens"], budget)
-        stop_ids = frozenset() if params["ignore_eos"] else self._stop_ids.union(params["stop_token_ids"])
+        stop_ids = frozenset(() if params["ignore_eos"] else params["stop_token_ids"])
         while not parts.finished and (done := len(parts)) < budget:
             rest = {"max_new_tokens": budget - done, "min_new_tokens": max(0, minimum - done)}
             failed = await self._attempt(parts, params | rest, sending)

@@ -9,8 +9,9 @@ compares the rendered messages with the text that the server saw:
     ---------  ----------------------------------------------------------  ------------------------------------------
     continued  renders the earlier turns unchanged                         the earlier tokens and the text after them
     realigned  renders the last answer in another form (such as spaces     the earlier tokens and the text after the
-               in a tool call) and keeps that form; or rewrites earlier    last answer
-               turns while `realign_rewritten` is set
+               in a tool call) and keeps that form; or rejects it (such    last answer
+               as two calls) and takes a simpler form in its place; or
+               rewrites earlier turns while `realign_rewritten` is set
     forked     rewrites earlier turns (such as dropping their reasoning);  the messages as rendered now, as a new line
                or the caller edited the messages
 
@@ -26,7 +27,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
-from megasync.errors import DataError
+from megasync.errors import DataError, TemplateRefused
 from megasync.rollout.generation import Generation
 from megasync.rollout.tokens import Tokens
 from megasync.trajectory import Trajectory
@@ -46,8 +47,9 @@ class Template(Protocol):
     def encode(self, text: str) -> list[int]: ...
     def starts(self, text: str) -> list[int] | None: ...
     def decode(self, ids: Sequence[int]) -> str: ...
+    def unended(self, text: str) -> list[str]: ...
     def closing(self, generation: Generation) -> str: ...
-    def closings(self, generation: Generation) -> list[str]: ...
+    def closings(self, generation: Generation, *, calls: bool) -> list[tuple[str, bool]]: ...
 
 
 class _Text:
@@ -159,7 +161,12 @@ class Conversation:
         # Copies, because the caller may change the messages later. Those of the earlier turn are shared with it.
         added = [dict(message) for message in messages[len(known) :]]
         messages, guarded, tools = [*known, *added], [*guarded, *map(template.guard, added)], list(tools)
-        rendered = template.render(guarded, tools, answer=True)
+        try:
+            rendered = template.render(guarded, tools, answer=True)
+        except TemplateRefused:
+            if longest is None or added[0] != longest.answer:
+                raise
+            rendered, guarded = _with_stand_in(template, longest, guarded, tools)
 
         def extended(turn: _Turn, text: _Text, shown: _Text) -> ChatPrompt:
             ids = turn.generation.tokens + template.encode(text.piece)
@@ -233,6 +240,46 @@ class Conversation:
         }
 
 
+def _with_stand_in(
+    template: Template, turn: _Turn, guarded: list[dict[str, Any]], tools: Messages
+) -> tuple[str, list[dict[str, Any]]]:
+    """Render the messages with another form of the turn's answer, which the template rejects as the model wrote it.
+
+    Only the text after the answer is needed, because the answer itself is represented by its tokens. Raises
+    TemplateRefused if the template rejects every form.
+    """
+    answer, refusals = turn.answer, list[TemplateRefused]()
+    bare = {"role": answer["role"], "content": answer["content"]}
+    forms = [bare, bare | {"content": turn.generation.text.strip() or "..."}]
+    if calls := answer.get("tool_calls"):
+        calls = [call | {"function": call["function"] | {"arguments": _object(call)}} for call in calls]
+        one = {"tool_calls": calls[:1]}
+        forms = [answer | {"tool_calls": calls}, answer | one, bare | {"content": ""} | one, *forms]
+    # The results of calls that could not be parsed get a call.
+    called = [_called(*pair) for pair in pairwise(guarded)] + guarded[-1:]
+    number = len(turn.prompt.messages)
+    for form in (called[number], *map(template.guard, forms)):
+        changed = [*called[:number], form, *called[number + 1 :]]
+        try:
+            return template.render(changed, tools, answer=True), changed
+        except TemplateRefused as error:
+            refusals.append(error)
+    raise refusals[0]
+
+
+def _called(message: dict[str, Any], following: dict[str, Any]) -> dict[str, Any]:
+    """The message with a call in place of its content, if it has none, but a result follows."""
+    if message["role"] != "assistant" or "tool_calls" in message or following["role"] != "tool":
+        return message
+    call = {"id": following.get("tool_call_id"), "type": "function", "function": {"name": "call", "arguments": {}}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _object(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    return arguments if isinstance(arguments, dict) else {}
+
+
 def _text_after(
     template: Template,
     turn: _Turn,
@@ -256,23 +303,28 @@ def _text_after(
 
 def _renders_unchanged(template: Template, turn: _Turn, guarded: Messages, tools: Messages, rendered: str) -> bool:
     """Return whether the template renders the text up to the answer unchanged, and the answer as when it was last."""
-    count = len(turn.prompt.messages)
-    before = template.render(guarded[:count], tools, answer=False)
-    done = template.render(guarded[: count + 1], tools, answer=False)
-    return str(turn.prompt.rendered).startswith(before) and done.startswith(before) and rendered.startswith(done)
+    count, prompt = len(turn.prompt.messages), str(turn.prompt.rendered)
+    before, done = (template.render(guarded[:number], tools, answer=False) for number in (count, count + 1))
+    return any(
+        prompt.startswith(known) and grown.startswith(known) and rendered.startswith(grown)
+        for known in (before, *template.unended(before))
+        for grown in (done, *template.unended(done))
+    )
 
 
 def _after_answer(template: Template, turn: _Turn, guarded: Messages, tools: Messages) -> str | None:
-    marked = [*guarded]
-    marked[len(turn.prompt.messages)] = template.guard(_marked(turn.answer))
+    marked, number = [*guarded], len(turn.prompt.messages)
+    marked[number] = _marked(guarded[number])
     text = template.render(marked, tools, answer=True)
     if (at := text.rfind(_END)) < 0:
         return None
-    ends = [(found, mark) for mark in template.closings(turn.generation) if (found := text.find(mark, at)) >= 0]
-    if not ends:
-        return None
-    found, mark = min(ends)
-    return text[found + len(mark) :] if template.closing(turn.generation) else text[found:]
+    # Where the text begins that the answer's tokens do not have, for each mark.
+    rests = [
+        (found, found + len(mark) * known)
+        for mark, known in template.closings(turn.generation, calls="tool_calls" in marked[number])
+        if (found := text.find(mark, at)) >= 0
+    ]
+    return text[min(rests)[1] :] if rests else None
 
 
 def _turns_of(template: Template, turn: _Turn, prompt: ChatPrompt) -> tuple[Turn, ...]:
@@ -335,13 +387,17 @@ def _cuts(template: Template, prompt: ChatPrompt, first: int, tokens: int) -> li
 
 
 def _marked(answer: dict[str, Any]) -> dict[str, Any]:
-    """Append the end mark to the answer: to its content and to the last tool call.
+    """Append the end mark to the answer: to its content and to each tool call.
 
-    If an answer has tool calls, a template may render only those.
+    If an answer has tool calls, a template may render only those, or only the first.
     """
     marked = answer | {"content": (answer.get("content") or "") + _END}
     if calls := answer.get("tool_calls"):
-        function = calls[-1]["function"]
-        arguments = {**function["arguments"], _END: _END}
-        marked["tool_calls"] = [*calls[:-1], calls[-1] | {"function": function | {"arguments": arguments}}]
+        marked["tool_calls"] = [_marked_call(call) for call in calls]
     return marked
+
+
+def _marked_call(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    arguments = {**arguments, _END: _END} if isinstance(arguments, dict) else arguments + _END
+    return call | {"function": call["function"] | {"arguments": arguments}}

@@ -101,6 +101,14 @@ def reasoning_format(configured: str | None, chat_template: str, render: Callabl
     return "qwen3-thinking" if begun else "qwen3"
 
 
+def call_id(name: str, function: str, number: int) -> str:
+    """The id of the call with this number in its conversation, which templates may show to the model.
+
+    Kimi K2 writes ids itself, and its parser does not return them.
+    """
+    return f"functions.{function}:{number}" if name == "kimi_k2" else f"call_{number}"
+
+
 def calls_begun(name: str, text: str) -> int:
     """Count the tool calls that begin in the text. 0 for formats in which they cannot be recognised."""
     return len(re.findall(_CALL_BEGINS[name], text)) if name in _CALL_BEGINS else 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from megasync.concurrency.first_use import prepared
+from megasync.data.messages import parse_arguments, valid_text
 from megasync.errors import DataError, HttpStatusError, ServerError
-from megasync.rollout.reply_formats import calls_begun
+from megasync.rollout.reply_formats import call_id, calls_begun
 from megasync.rollout.tools import ToolCall
 from megasync.serving.answers import parse_as
 from megasync.serving.control import ServerControl
@@ -76,9 +76,17 @@ class ReplyParser:
         self._turn = itertools.count()
 
     async def parse(
-        self, text: str, tools: Sequence[dict[str, Any]], tool_format: str | None, reasoning_format: str | None
+        self,
+        text: str,
+        tools: Sequence[dict[str, Any]],
+        tool_format: str | None,
+        reasoning_format: str | None,
+        *,
+        called: int = 0,
     ) -> ParsedAnswer:
         """Extract the reasoning, then the calls of `tools`. A format of None skips the step.
+
+        `called` is the number of calls in the conversation so far, from which ids are counted.
 
         Raises ServerError if no server answers in time, and DataError if a server rejects the tools or the format. Text
         that makes a parser fail counts as malformed and raises no error.
@@ -95,7 +103,11 @@ class ReplyParser:
         parsed = await self._ask("/parse_function_call", body, _Parsed)
         if parsed is None:
             return ParsedAnswer(text, reasoning, malformed=max(1, begun))
-        calls = tuple(_tool_call(number, call) for number, call in enumerate(parsed.calls))
+        named = [call for call in parsed.calls if call.name]
+        calls = tuple(
+            _tool_call(call_id(tool_format, call.name or "", called + number), call)
+            for number, call in enumerate(named)
+        )
         # The remaining text may lack the malformed calls, but the model must see what it wrote.
         content = (parsed.normal_text or "") if calls else text
         return ParsedAnswer(content, reasoning, calls, max(0, begun - len(calls)))
@@ -130,10 +142,7 @@ class ReplyParser:
             raise ServerError(f"no server parsed an answer within {self._timeout:g} s: {failure}") from None
 
 
-def _tool_call(number: int, call: _ParsedCall) -> ToolCall:
-    raw = call.parameters or "{}"
-    try:
-        arguments = json.loads(raw)
-    except (ValueError, RecursionError):
-        arguments = None
-    return ToolCall(f"call_{number}", call.name or "", arguments if isinstance(arguments, dict) else None, raw)
+def _tool_call(call_id: str, call: _ParsedCall) -> ToolCall:
+    raw = valid_text(call.parameters or "{}")
+    arguments = parse_arguments(raw)
+    return ToolCall(call_id, valid_text(call.name or ""), arguments if isinstance(arguments, dict) else None, raw)

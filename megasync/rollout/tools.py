@@ -47,8 +47,9 @@ class ToolCall:
     raw_arguments: str = ""
 
     def message(self) -> dict[str, Any]:
-        """Return the call as an entry of an assistant message. Chat templates expect parsed arguments."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments or {}}}
+        """Return the call as an entry of an assistant message, with arguments as in `data/messages.py`."""
+        arguments = self.raw_arguments if self.arguments is None else self.arguments
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
 
     @property
     def key(self) -> str:

@@ -446,7 +446,7 @@ class _RowRenderer(Renderer):
     def chat(self) -> bool:
         return False
 
-    def prompts(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    def prompts(self, rows: Sequence[Mapping[str, Any]], name: str = "") -> list[list[int]]:
         return [[ROW_TOKEN + number] for number, _ in enumerate(rows)]
 
 

@@ -14,7 +14,7 @@ from megasync.errors import ConfigError
 from megasync.models.digits import digits_tokenizer
 from megasync.models.smollm2 import gguf_file
 from megasync.rewards.model_prompt import ModelPrompt
-from megasync.rollout.chat_template import ChatTemplate
+from megasync.rollout.chat_template import AnswerTemplate
 from megasync.rollout.conversation import Conversation
 from megasync.rollout.generation import Generation
 
@@ -171,7 +171,7 @@ def test_reward_model_inputs_cannot_inject_special_tokens(form, template):
 
 def test_chat_messages_tool_outputs_and_tools_cannot_inject_special_tokens():
     tokenizer = byte_level()
-    template = ChatTemplate(tokenizer, ChatConfig().template_options)
+    template = AnswerTemplate(tokenizer, ChatConfig().template_options)
 
     def ids(text):
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {text: text}}}
@@ -190,7 +190,7 @@ def test_chat_messages_tool_outputs_and_tools_cannot_inject_special_tokens():
 @pytest.mark.parametrize("written", ["an answer", f"an {END[:5]}", "special token", "special text"])
 def test_a_conversation_continues_from_the_exact_sampled_tokens(written):
     tokenizer = byte_level()
-    template, conversation = ChatTemplate(tokenizer), Conversation()
+    template, conversation = AnswerTemplate(tokenizer), Conversation()
     ids = tokenizer.encode(written, add_special_tokens=False)
     if written.startswith("special"):
         ids = [0] if written == "special token" else tokenizer(START, split_special_tokens=True)["input_ids"]

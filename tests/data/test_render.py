@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tiny_models import byte_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -44,6 +45,13 @@ def test_chat_format_uses_the_tokenizer_template_and_the_system_message():
     messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     assert chat.text({"prompt": messages}) == "system>be brief;user>1;assistant>2;bot>"
     assert chat.messages(ROWS[0])[-1] == {"role": "user", "content": "+0="}
+
+
+@pytest.mark.parametrize("format", ["raw", "chat"])
+def test_half_of_a_surrogate_pair_is_encoded_as_the_replacement_character(format):
+    tokenizer = byte_tokenizer(TEMPLATE)
+    ids = Renderer(tokenizer, PromptConfig(format=format), 300).prompt_ids({"prompt": "a\ud83d"})
+    assert "a\ufffd" in tokenizer.decode(ids)
 
 
 def test_rendering_does_not_modify_the_row():

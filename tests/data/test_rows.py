@@ -42,7 +42,7 @@ def test_a_prompt_may_be_a_list_of_chat_messages():
         ([{"prompt": "a"}, {"question": "b"}], r'mine, row 1 has no "prompt" column; its columns are \[.question.\]'),
         ([{"prompt": 3}], "row 0: the prompt must be text or a list of chat messages, got 3"),
         ([{"prompt": []}], "row 0: the prompt must be"),
-        ([{"prompt": [{"role": "user"}]}], "row 0: the prompt must be"),
+        ([{"prompt": [{"content": "a"}]}], "row 0: the prompt must be"),
         (["text"], "row 0 is a str"),
         ([{"prompt": "a"}, None], "row 1 is a NoneType"),
         ("a path", "mine must be a sequence of rows.*not a str"),

@@ -101,7 +101,7 @@ def test_long_rows_are_an_error_or_left_out():
         (
             {"messages": CHAT},
             "{{ messages | length }}:{{ messages[-1]['content'] }}" + ASKED,
-            "mark it in the template",
+            "mark answers in the template",
         ),
     ],
 )
@@ -121,6 +121,6 @@ def test_conversations_are_read_from_files(tmp_path):
     path.write_text("\n".join(json.dumps(row) for row in ({"messages": CHAT}, {"prompt": "a", "answer": "b"})))
     rows = load_conversations(DatasetConfig("jsonl", str(path)))
     assert [sorted(row) for row in rows] == [["messages"], ["answer", "prompt"]]
-    path.write_text(json.dumps({"messages": [{"role": "user"}]}))
+    path.write_text(json.dumps({"messages": [{"content": "a"}]}))
     with pytest.raises(DataError, match=r"d\.jsonl:1: messages must be a list of chat messages"):
         load_conversations(DatasetConfig("jsonl", str(path)))

@@ -29,9 +29,9 @@ def test_each_turn_converts_only_its_new_messages(monkeypatch) -> None:
     converted: list[str] = []
     plain = Transcript._plain
 
-    def counted(self: Transcript, message: Message) -> dict[str, Any]:
+    def counted(self: Transcript, message: Message, number: int) -> dict[str, Any]:
         converted.append(str(message.content))
-        return plain(self, message)
+        return plain(self, message, number)
 
     monkeypatch.setattr(Transcript, "_plain", counted)
     transcript, messages = Transcript(), []

@@ -64,6 +64,14 @@ async def test_a_text_beyond_the_context_is_refused_before_it_is_sent():
     assert server.bodies == []
 
 
+async def test_names_of_special_tokens_and_halves_of_characters_in_messages_are_text():
+    server = FakeServer({"text": "x"})
+    await model_of(server).chat([{"role": "user", "content": [{"type": "text", "text": "<eos>\ud800"}]}])
+    ids = server.bodies[0]["input_ids"]
+    assert TOKENIZER.eos_token_id not in ids
+    assert "<eos>\ufffd" in TOKENIZER.decode(ids)
+
+
 @pytest.mark.parametrize("answer", [{"output": "x"}, ServerError("gone")])
 async def test_a_server_without_an_answer_is_an_outage(answer):
     with pytest.raises(ServerError, match="auxiliary model 'refiner' gave no answer within 0.3 s"):

@@ -146,6 +146,22 @@ async def test_a_full_context_ends_the_sample_with_what_there_is(fake):
     assert rig.tokenizer.decode(trajectory.response_ids) == call("tell") + "<eos>"
 
 
+async def test_a_result_that_the_template_rejects_ends_the_sample_with_what_there_is(fake, caplog):
+    refuses = "{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}<bos>{{ m['role'] }}"
+    refusing, agent = byte_tokenizer(TEMPLATE.replace("<bos>{{ m['role'] }}", refuses)), tool_agent([add])
+    for _ in range(2):
+        (trajectory,) = await Rig(fake, [call(a=1, b=2)], tokenizer=refusing).play(agent)
+        assert (trajectory.metrics["template_refused"], trajectory.metrics["turns"]) == (1.0, 1.0)
+        assert refusing.decode(trajectory.response_ids) == call(a=1, b=2) + "<eos>"
+    assert caplog.text.count("no tools here") == 1
+
+
+async def test_requests_name_the_tokens_that_end_a_response(fake):
+    rig = Rig(fake, ["x"], stop_ids=[7, 2])
+    await rig.play(lambda client, sample: client.chat(sample["messages"], stop_token_ids=[9]))
+    assert fake.requests[-1]["sampling_params"]["stop_token_ids"] == [2, 7, 9]
+
+
 async def test_a_prompt_that_fills_the_context_alone_is_an_error(fake):
     with pytest.raises(ContextLengthExceeded):
         await Rig(fake, [], context_length=50).play(tool_agent([add]))

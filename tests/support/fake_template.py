@@ -63,9 +63,12 @@ class FakeTemplate:
         names = {token: pair for pair, token in PAIRS.items()}
         return "".join(names.get(token) or chr(token) for token in ids)
 
+    def unended(self, text):
+        return []
+
     def closing(self, generation):
         ids = generation.token_ids
         return EOS if generation.finish_reason == "stop" and ids and ids[-1] == ord(EOS) else ""
 
-    def closings(self, generation):
-        return [EOS]
+    def closings(self, generation, *, calls):
+        return [(EOS, bool(self.closing(generation)))]

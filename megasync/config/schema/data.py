@@ -59,6 +59,8 @@ class PromptConfig:
     format: str = limited("raw", Choice("raw", "chat"))
     # Python format string over the row's columns; the default is the prompt column itself.
     template: str = "{prompt}"
+    # Variables of the chat template, for prompts and supervised rows; empty for those of rollout.chat.template_options.
+    template_options: dict[str, Any] = field(default_factory=dict)
     # Text before the prompt: a system message (chat), or a preamble (raw).
     system: str = ""
     # Number of solved examples before each raw prompt, taken from the first rows of the training set.

@@ -51,7 +51,8 @@ class SamplingConfig:
 class ChatConfig:
     """How chat messages become tokens, and responses become messages (docs/workflows.md)."""
 
-    # Variables of the chat template in `client.chat`, for example {"enable_thinking": false}.
+    # Variables of the chat template, for example {"enable_thinking": false}: in `client.chat`, and in the prompts of
+    # datasets and supervised rows unless data.prompt.template_options says otherwise.
     template_options: dict[str, Any] = field(default_factory=dict)
     # SGLang's parser for the model's tool calls, such as qwen, hermes, llama3 or deepseekv3; auto derives it from the
     # chat template.

@@ -1,0 +1,280 @@
+"""Chat messages and tools in one form: datasets, supervised rows, workflows and the gateway share it.
+
+A message of this form is a new dict with text values that are valid Unicode:
+
+    role               as given; "developer" becomes "system", and "function" becomes "tool"
+    content            text, possibly empty; parts of text are joined
+    reasoning_content  what a model thought before it wrote the content; left out if empty
+    tool_calls         [{"id", "type": "function", "function": {"name", "arguments"}}]; left out if empty
+    tool_call_id       the call that a tool's result belongs to
+    name, and others   as given, without keys that are null
+
+`arguments` is an object where the given text is a JSON object, and otherwise that text: a model writes what it writes.
+Invariant: `as_messages` of its own result is an equal list, so messages may pass it several times. What has no such
+form, such as an image, is a DataError that names the message.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megasync.errors import DataError
+
+Message = dict[str, Any]
+
+ASSISTANT = "assistant"
+# Names by which datasets and APIs call a role that chat templates know under another one.
+_ROLES = {"developer": "system", "function": "tool"}
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+_REASONING_PARTS = frozenset({"thinking", "reasoning"})
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+# Keys of a message that hold what a language model cannot read.
+_MEDIA = frozenset({"image", "images", "audio", "audios", "video", "videos"})
+_READ = frozenset({"role", "content", "refusal", "tool_calls", "function_call", "tool_call_id", *_REASONING, *_MEDIA})
+# The depth of arguments and schemas. Templates and parsers recurse, and Python's stack is limited.
+_DEPTH = 64
+
+
+def as_messages(given: Sequence[Any]) -> list[Message]:
+    """The messages in the form of this module. The given ones are not changed. Raises DataError."""
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+        raise DataError(f"chat messages must be a list, got {given!r:.80}")
+    # Arrow gives all messages of a column the same keys, with null for those that a message does not have; the same
+    # holds for the arguments of its calls. Elsewhere null is a value that somebody wrote.
+    from_arrow = len(given) > 1 and all(isinstance(m, Mapping) and m.keys() == given[0].keys() for m in given)
+    messages: list[Message] = []
+    # Ids of the latest calls that have no result yet.
+    open_calls: list[str] = []
+    for number, message in enumerate(given):
+        found = as_message(message, number, from_arrow=from_arrow)
+        if "tool_calls" in found:
+            open_calls = [call["id"] for call in found["tool_calls"]]
+        elif found["role"] == "tool":
+            found.setdefault("tool_call_id", open_calls[0] if open_calls else f"call_{number}")
+            if found["tool_call_id"] in open_calls:
+                open_calls.remove(found["tool_call_id"])
+        messages.append(found)
+    return messages
+
+
+def as_message(given: Any, number: int, *, from_arrow: bool = False) -> Message:
+    """The message with this number in its conversation. With `from_arrow`, null in a call's arguments means nothing.
+
+    Raises DataError.
+    """
+    try:
+        return _message(given, number, from_arrow)
+    except DataError as error:
+        raise DataError(f"message {number}: {error}") from None
+    except RecursionError:
+        raise DataError(f"message {number} is nested too deep") from None
+
+
+def as_tools(given: Any) -> list[dict[str, Any]]:
+    """Tool schemas from a column of a dataset: a list, the JSON text of one, or null. Raises DataError.
+
+    Keys that are null at any depth are left out of a list, because Arrow adds them.
+    """
+    if given is None or given == "":
+        return []
+    written = isinstance(given, str)
+    if written:
+        try:
+            given = _parsed(given)
+        except ValueError as error:
+            raise DataError(f"tools are text that is not JSON ({error}): {given!r:.80}") from None
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise DataError(f"tools must be a list of functions, got {given!r:.80}")
+    return [as_tool_schema(tool, number, drop_null=not written) for number, tool in enumerate(given)]
+
+
+def as_tool_schema(given: Any, number: int, *, drop_null: bool = False) -> dict[str, Any]:
+    """A tool in OpenAI's format; a bare function is wrapped. Raises DataError that names the tool's number."""
+    if isinstance(given, str):
+        try:
+            given = _parsed(given)
+        except ValueError:
+            raise DataError(f"tools[{number}] must be a function with a name, got {given!r:.80}") from None
+    try:
+        tool = plain_value(given, drop_null=drop_null)
+    except DataError as error:
+        raise DataError(f"tools[{number}] {error}") from None
+    if isinstance(tool, dict) and "function" not in tool and "name" in tool and tool.get("type", "function") in _BARE:
+        tool = {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type", "function") == "function" else None
+    if not isinstance(function, dict) or not isinstance(name := function.get("name"), str) or not name:
+        raise DataError(f"tools[{number}] must be a function with a name, got {given!r:.80}")
+    return {"type": "function"} | tool
+
+
+# The types of a tool whose name and parameters are not under "function".
+_BARE = frozenset({"function", "object"})
+
+
+def parse_arguments(text: str) -> dict[str, Any] | str:
+    """The object that a call's arguments spell in JSON; text that spells no usable object is returned as it is."""
+    try:
+        value = plain_value(_parsed(text))
+    except (ValueError, DataError):
+        return valid_text(text)
+    return value if isinstance(value, dict) else valid_text(text)
+
+
+def valid_text(text: str) -> str:
+    """The text with pairs of surrogates joined to their characters, and U+FFFD for each lone surrogate."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def plain_value(value: Any, *, drop_null: bool = False, depth: int = _DEPTH) -> Any:
+    """A copy of a JSON value with valid text; `drop_null` leaves out keys that are null. Raises DataError."""
+    if isinstance(value, str):
+        return valid_text(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DataError(f"has the number {value}, which JSON does not know")
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if depth == 0:
+        raise DataError(f"is nested more than {_DEPTH} levels deep")
+    if isinstance(value, Mapping):
+        return {
+            valid_text(str(key)): plain_value(item, drop_null=drop_null, depth=depth - 1)
+            for key, item in value.items()
+            if not (drop_null and item is None)
+        }
+    if isinstance(value, list | tuple):
+        return [plain_value(item, drop_null=drop_null, depth=depth - 1) for item in value]
+    raise DataError(f"has the {type(value).__name__} {value!r:.80}, which JSON does not know")
+
+
+def _parsed(text: str) -> Any:
+    """Raises ValueError for anything but strict JSON that Python can hold."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _message(given: Any, number: int, from_arrow: bool) -> Message:
+    if not isinstance(given, Mapping):
+        raise DataError(f"must have a role and a content, got {given!r:.80}")
+    role = given.get("role")
+    if not isinstance(role, str) or not role:
+        raise DataError(
+            f"has the role {role!r:.80}; it must be text, such as user; its keys are {sorted(map(str, given))}"
+        )
+    role = _ROLES.get(role, valid_text(role))
+    if media := sorted(key for key in _MEDIA & given.keys() if given[key]):
+        raise DataError(f"has {media[0]}, but only text is supported")
+    calls = list(_calls(given, number, from_arrow))
+    thoughts: list[str] = [text for key in _REASONING if isinstance(text := given.get(key), str) and text][:1]
+    content = _content(given.get("content"), role, thoughts)
+    if not content and isinstance(refusal := given.get("refusal"), str):
+        content = valid_text(refusal)
+    if content is None:
+        if role not in (ASSISTANT, "tool"):
+            raise DataError(f"has no content, which a message of the role {role!r} needs")
+        content = ""
+    message: Message = {"role": role, "content": content}
+    if reasoning := "".join(thoughts):
+        message["reasoning_content"] = valid_text(reasoning)
+    if calls:
+        message["tool_calls"] = calls
+    if (call_id := given.get("tool_call_id")) is not None:
+        message["tool_call_id"] = valid_text(str(call_id))
+    for key, value in given.items():
+        if key in _READ or value is None:
+            continue
+        try:
+            # Only templates read these. A value such as a date is none of JSON's, and stays as it is.
+            nested = isinstance(value, str | Mapping | list | tuple)
+            message[valid_text(str(key))] = plain_value(value, drop_null=from_arrow) if nested else value
+        except DataError as error:
+            raise DataError(f"{key!r:.80} {error}") from None
+    return message
+
+
+def _content(given: Any, role: str, thoughts: list[str]) -> str | None:
+    """The text of a content; None for null. Appends reasoning that stands among its parts to `thoughts`."""
+    if given is None or isinstance(given, str):
+        return given and valid_text(given)
+    parts = isinstance(given, Sequence) and not isinstance(given, bytes)
+    if parts and all(isinstance(part, str) or (isinstance(part, Mapping) and _kind(part)) for part in given):
+        return valid_text("".join(_part(part, thoughts) for part in given))
+    if role == "tool":
+        # A result that is data, as tools return it.
+        return json.dumps(plain_value(given), ensure_ascii=False)
+    raise DataError(f"has a content that is neither text nor a list of parts: {given!r:.80}")
+
+
+def _kind(part: Mapping[str, Any]) -> str | None:
+    kind = part.get("type")
+    if kind is None and isinstance(part.get("text"), str):
+        return "text"
+    return kind if isinstance(kind, str) else None
+
+
+def _part(part: str | Mapping[str, Any], thoughts: list[str]) -> str:
+    if isinstance(part, str):
+        return part
+    kind = _kind(part)
+    if kind in _TEXT_PARTS:
+        text = part.get("text")
+        if text is not None and not isinstance(text, str):
+            raise DataError(f"has a part whose text is {text!r:.80}")
+        return text or ""
+    if kind == "refusal" and isinstance(text := part.get("refusal"), str):
+        return text
+    if kind in _REASONING_PARTS:
+        text = part.get(kind) or part.get("text") or ""
+        thoughts.append(_content(text, ASSISTANT, []) or "")
+        return ""
+    raise DataError(f"has a part of the type {kind!r:.80}, but only text is supported")
+
+
+def _calls(given: Mapping[str, Any], number: int, from_arrow: bool) -> Iterator[dict[str, Any]]:
+    calls = given.get("tool_calls")
+    if not calls and given.get("function_call"):
+        # OpenAI's older form, of a single call.
+        calls = [{"function": given["function_call"]}]
+    if isinstance(calls, str):
+        try:
+            calls = _parsed(calls)
+        except ValueError as error:
+            raise DataError(f"has tool_calls that are text, but not JSON: {error}") from None
+    if calls and (not isinstance(calls, Sequence) or isinstance(calls, str | bytes)):
+        raise DataError(f"has tool_calls that are no list: {calls!r:.80}")
+    for place, call in enumerate(calls or ()):
+        where = f"tool_calls[{place}]"
+        # Some datasets leave out the level of "function".
+        function = (call.get("function") or call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str) or not name:
+            raise DataError(f"{where} must have a function with a name, got {call!r:.80}")
+        arguments = function.get("arguments", function.get("parameters"))
+        if isinstance(arguments, str):
+            arguments = parse_arguments(arguments) if arguments.strip() else {}
+        elif arguments is None or isinstance(arguments, Mapping):
+            try:
+                arguments = plain_value(arguments or {}, drop_null=from_arrow)
+            except DataError as error:
+                raise DataError(f"{where}.function.arguments {error}") from None
+        else:
+            raise DataError(f"{where}.function.arguments must be an object or its JSON text, got {arguments!r:.80}")
+        call_id = call.get("id")
+        yield {
+            "id": f"call_{number}_{place}" if call_id is None else valid_text(str(call_id)),
+            "type": "function",
+            "function": {"name": valid_text(name), "arguments": arguments},
+        }
