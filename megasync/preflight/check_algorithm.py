@@ -144,16 +144,19 @@ def check_critic_model(config: Config, policy: Layout) -> None:
 
 def check_optimizer(config: Config) -> None:
     """Raises ConfigError for an optimizer, of policy or critic, that does not fit `schedule.total_steps`."""
-    _check_adam("trainer.optimizer", config.trainer.optimizer, config.schedule.total_steps)
+    total, first = config.schedule.total_steps, config.critic.warmup_steps
+    less = f" less critic.warmup_steps={first}, in which the policy does not learn" if first else ""
+    _check_adam("trainer.optimizer", config.trainer.optimizer, total - first, f"schedule.total_steps={total}{less}")
     if config.critic.enabled:
-        _check_adam("critic.optimizer", config.critic.optimizer, config.schedule.total_steps)
+        _check_adam("critic.optimizer", config.critic.optimizer, total, f"schedule.total_steps={total}")
 
 
-def _check_adam(key: str, optimizer: OptimizerConfig, steps: int) -> None:
+def _check_adam(key: str, optimizer: OptimizerConfig, steps: int, source: str) -> None:
+    """``source`` says where the number of ``steps`` comes from."""
     if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
         raise ConfigError(f"{key}.betas={list(optimizer.betas)} must be two numbers, each at least 0 and below 1")
     if optimizer.warmup_steps > steps:
-        raise ConfigError(f"{key}.warmup_steps={optimizer.warmup_steps} exceeds schedule.total_steps={steps}; lower it")
+        raise ConfigError(f"{key}.warmup_steps={optimizer.warmup_steps} exceeds {source}; lower it")
     if optimizer.min_lr > optimizer.lr:
         raise ConfigError(f"{key}.min_lr={optimizer.min_lr} exceeds {key}.lr={optimizer.lr}; lower it")
     if optimizer.min_lr > 0 and optimizer.decay == "constant":

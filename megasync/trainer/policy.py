@@ -510,7 +510,9 @@ class PolicyTrainer:
 
         sums = self._engine.forward_backward(minibatch.share, loss, self._temperature)
         measured = bool(self._norms_every) and step % self._norms_every == 0
-        update = self._engine.update(step, math.isfinite(sums["loss"]), measured)
+        # Its learning rate begins its course when it begins to learn.
+        own_step = step if self._critic is None else step - self._critic.warmup_steps
+        update = self._engine.update(own_step, math.isfinite(sums["loss"]), measured)
         norms = {} if update.squares is None else named_norms(update.squares, self._engine.layout.sizes.layers)
         if update.applied:
             self._budget.applied()

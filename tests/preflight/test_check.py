@@ -207,8 +207,17 @@ CONTRADICTIONS = [
     (["algorithm.reference_every=50"], ["reference_every=50", "kl_coef=0"]),
     (["data.curriculum_options.solved=0.5"], ["curriculum_options", "data.curriculum=null"]),
     (["data.curriculum=by_success", "data.curriculum_options.solve=0.5"], ["no such option", "solved, hopeless"]),
-    (["data.curriculum=by_success", "data.curriculum_options.patience=0"], ["patience=0 must be at least 1"]),
-    (["data.curriculum=by_success", "data.curriculum_options.solved=x"], ["solved=x must be a number"]),
+    *(
+        (["data.curriculum=by_success", f"data.curriculum_options.{option}"], wanted)
+        for option, wanted in (
+            ("patience=0", ["patience=0 must be a whole number of at least 1"]),
+            ("patience=1.5", ["patience=1.5 must be a whole number"]),
+            ("postpone=-1", ["postpone=-1 must be at least 0"]),
+            ("hopeless=1.0", ["hopeless=1.0 must be below", "solved=1.0"]),
+            ("solved=x", ["solved=x must be a finite number"]),
+            ("solved=.nan", ["solved=nan must be a finite number"]),
+        )
+    ),
     (["data.curriculum=no.module:at_all"], ["no module 'no'"]),
     ([MORE], ["data.train and data.sets (more)", "data.train=null"]),
     ([MORE, "data.train=null", "data.prompt.examples=1"], ["examples=1", "data.sets"]),

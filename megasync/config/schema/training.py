@@ -115,11 +115,11 @@ class OptimizerConfig:
 
     # Learning rate.
     lr: float = limited(1e-6, POSITIVE)
-    # constant, linear or cosine, after `warmup_steps`; linear and cosine reach `min_lr` at `schedule.total_steps`.
+    # constant, linear or cosine, after `warmup_steps`; linear and cosine fall to `min_lr` over the steps that are left.
     decay: str = limited("constant", Choice("constant", "linear", "cosine"))
     # Steps of linear warmup from 0.
     warmup_steps: int = limited(0, NOT_NEGATIVE)
-    # Learning rate at the end of linear or cosine decay.
+    # Learning rate at which linear or cosine decay ends, after the last step.
     min_lr: float = limited(0.0, NOT_NEGATIVE)
     # Adam's two decay rates.
     betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
@@ -160,7 +160,7 @@ class CriticConfig:
     # Hugging Face folder of its initial weights, for the same tokenizer; null takes model.path. Without a value head in
     # it, that starts from random weights.
     path: str | None = limited(None, PATH)
-    # First training steps in which only the critic learns.
+    # First training steps in which only the critic learns. The policy's learning rate begins its course after them.
     warmup_steps: int = limited(0, NOT_NEGATIVE)
     # A value that moved further than this from its old one is clipped in the loss; null turns it off.
     clip: float | None = limited(0.5, POSITIVE)
