@@ -56,7 +56,13 @@ from megasync.layout.model_files import (
 )
 from megasync.layout.topology import Topology
 from megasync.preflight.check_adapters import check_lora, check_served_adapters
-from megasync.preflight.check_algorithm import check_algorithm, check_critic, check_critic_model, check_optimizer
+from megasync.preflight.check_algorithm import (
+    check_algorithm,
+    check_critic,
+    check_critic_model,
+    check_objective,
+    check_optimizer,
+)
 from megasync.preflight.check_attention_groups import check_attention_groups
 from megasync.preflight.check_evaluation import check_evaluation, check_seeded
 from megasync.preflight.check_fp8_servers import check_fp8_servers
@@ -98,6 +104,7 @@ def check_config(
     _check_schedule(config)
     check_algorithm(config)
     check_critic(config)
+    check_objective(config)
     check_optimizer(config)
     _check_sync(config)
     _check_exports(config)

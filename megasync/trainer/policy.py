@@ -14,7 +14,7 @@ only where their trajectories are computed, or only after the ranks have exchang
 
 Without a KL or entropy term, and in most losses, a trajectory with advantage zero has no gradient. It is then not
 computed, but its tokens stay in the divisor, so the gradient is exactly the same. If no trajectory has a gradient, the
-optimizer step counts as skipped. Per-token metrics are means over the computed tokens.
+optimizer step is not taken. Per-token metrics are means over the computed tokens of the steps that were applied.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from megasync.algorithms.advantages.rewards import WHITEN_EPS, Floats, StepRewards, TokenRewards
 from megasync.algorithms.choose import (
+    chooser_of,
     compares_with_reference,
     estimator_of,
     needs_all_tokens,
@@ -47,6 +48,8 @@ from megasync.algorithms.choose import (
     takes_tokens,
 )
 from megasync.algorithms.kl import AGES, KL_KINDS
+from megasync.algorithms.losses import StepTokens
+from megasync.algorithms.losses.tokens import lots_of
 from megasync.algorithms.policy_loss import policy_loss
 from megasync.buffer.payload import LeasedGroup
 from megasync.config.schema import AlgorithmConfig
@@ -75,7 +78,7 @@ ROUNDING = 1e-5
 PER_TOKEN = (
     "entropy",
     "kl",
-    "teacher_kl",
+    "approx_kl",
     "clip_fraction",
     "dual_clip_fraction",
     "is_weight_mean",
@@ -123,6 +126,9 @@ class Minibatch:
 
     ``work`` is what a pass computes on all ranks.
 
+    ``chosen`` are the tokens of each own microbatch that the loss treats apart, bool [targets]; None if it has none.
+    ``rescored``: they took a scoring pass of their own.
+
     ``kept`` are the own samples that are recorded, ``scored`` the log-probs before the update of each own microbatch
     that has any of them, and its advantages if they are of tokens.
     """
@@ -138,6 +144,8 @@ class Minibatch:
     norms: list[torch.Tensor] | None = None
     penalties: list[torch.Tensor] | None = None
     advantages: list[torch.Tensor] | None = None
+    chosen: list[torch.Tensor] | None = None
+    rescored: bool = False
     teacher: dict[int, NDArray[np.float32]] = field(default_factory=dict[int, NDArray[np.float32]])
     rewards: dict[int, tuple[Floats, NDArray[np.bool_]]] = field(
         default_factory=dict[int, tuple[Floats, NDArray[np.bool_]]]
@@ -237,7 +245,7 @@ class PolicyTrainer:
         training = TRAINING_PASSES if self._engine.trained_layout is self._engine.layout else ADAPTER_PASSES
         operations = 0.0
         for part in minibatches:
-            scores = (part.proximal is not None) + (part.reference is not None)
+            scores = (part.proximal is not None) + (part.reference is not None) + part.rescored
             operations += (scores + (0 if warms_up else training)) * self._flops.forward(part.work)
             if self._critic_flops is not None:
                 operations += (1 + TRAINING_PASSES) * self._critic_flops.forward(part.work)
@@ -294,16 +302,70 @@ class PolicyTrainer:
         reports = []
         for index, minibatch in enumerate(parts):
             if minibatch is not None:
+                self._choose(minibatch, step, moved=bool(reports))
                 report = self._optimizer_step(minibatch, step)
                 if not report["applied"]:
                     self._skip(groups, minibatch, load, f"step-{step:08d}-{index}", report)
                 reports.append(report)
         # For the weight sync, which reads them where they are.
         self._engine.gather_weights()
-        skipped = len(parts) - sum(report["applied"] for report in reports)
-        if not reports:
-            return {**metrics, "train/skipped": skipped}
-        return {**metrics, **_summary(reports), "train/skipped": skipped}
+        return {**metrics, **_summary(reports), "train/without_gradient": float(len(parts) - len(reports))}
+
+    def _choose(self, minibatch: Minibatch, step: int, moved: bool) -> None:
+        """Chooses the tokens that the loss treats apart, among those of all ranks. A collective.
+
+        ``moved``: the weights have changed since the proximal scores, so the minibatch is scored again.
+        """
+        chooser = chooser_of(self._algorithm)
+        if chooser is None:
+            return
+        if minibatch.proximal is not None and not moved:
+            scores = minibatch.proximal
+        else:
+            scores = self._engine.score(minibatch.share, temperature=self._temperature)
+            minibatch.rescored = True
+        empty = np.zeros(0)
+        logprobs, denominators, advantages, numbers, places = [empty], [empty], [empty], [empty], [empty]
+        for index, scored in enumerate(scores):
+            if not minibatch.counted(index):
+                continue
+            own = list(minibatch.share.microbatches[index].sequences)
+            old = scored if minibatch.proximal is None else minibatch.proximal[index]
+            behaviour = np.concatenate([minibatch.behaviour[each] for each in own])
+            counts = minibatch.counts(own)
+            logprobs.append(_numbers(scored))
+            denominators.append(_numbers(old) if self._algorithm.ratio == "trainer" else behaviour)
+            advantages.append(_numbers(self._token_advantages(minibatch, index, old)[0]))
+            numbers.append(np.repeat(minibatch.members.numbers[own], counts))
+            places += [np.arange(count) for count in counts]
+        lots = lots_of(step, np.concatenate(numbers).astype(np.int64), np.concatenate(places).astype(np.int64))
+        tokens = (np.concatenate(each).astype(np.float64) for each in (logprobs, denominators, advantages))
+        rest = torch.from_numpy(chooser(StepTokens(*tokens, lots, self._summed))).to(self._engine.device.torch_device)
+        minibatch.chosen = []
+        for index, scored in enumerate(scores):
+            taken = len(scored) if minibatch.counted(index) else 0
+            minibatch.chosen.append(rest[:taken] if taken else torch.zeros_like(scored, dtype=torch.bool))
+            rest = rest[taken:]
+
+    def _token_advantages(
+        self, minibatch: Minibatch, index: int, old: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The advantages of the targets of a microbatch, and their gaps to a teacher, NaN where they have none.
+
+        ``old`` are the log-probs before the step. Without teachers there are no gaps.
+        """
+        device = self._engine.device.torch_device
+        own = list(minibatch.share.microbatches[index].sequences)
+        if minibatch.advantages is None:
+            each = np.repeat(minibatch.members.advantages[own].astype(np.float32), minibatch.counts(own))
+            advantages = torch.from_numpy(each).to(device)
+        else:
+            advantages = minibatch.advantages[index]
+        if not self._taught:
+            return advantages, None
+        gap = torch.from_numpy(np.concatenate([minibatch.teacher[each] for each in own])).to(device) - old
+        taught = self._algorithm.teacher_coef * gap.nan_to_num(nan=0.0)
+        return self._algorithm.reward_coef * advantages + taught, gap
 
     def _penalise(self, minibatches: Sequence[Minibatch], rewards: StepRewards) -> dict[str, float]:
         """Subtracts the KL penalty from the rewards: from those of tokens, or the sum from that of a response."""
@@ -472,22 +534,13 @@ class PolicyTrainer:
             behaviour = np.concatenate([minibatch.behaviour[index] for index in own])
             ages = self._current["version"] - np.concatenate([minibatch.versions[index] for index in own])
             members = minibatch.members
-            if minibatch.advantages is None:
-                each = np.repeat(members.advantages[own].astype(np.float32), batch.counts)
-                advantages = torch.from_numpy(each).to(device)
-            else:
-                advantages = minibatch.advantages[batch.index]
             weights = None
             if self._algorithm.aggregation == "sequence":
                 each = np.repeat((1.0 / members.trained[own]).astype(np.float32), batch.counts)
                 weights = torch.from_numpy(each).to(device)
             proximal, reference = minibatch.proximal, minibatch.reference
             old = proximal[batch.index] if proximal else logprobs.detach()
-            gap = None
-            if minibatch.teacher:
-                teacher = torch.from_numpy(np.concatenate([minibatch.teacher[index] for index in own])).to(device)
-                gap = torch.where(teacher.isnan(), 0.0, teacher - old)
-                advantages = self._algorithm.reward_coef * advantages + self._algorithm.teacher_coef * gap
+            advantages, gap = self._token_advantages(minibatch, batch.index, old)
             if not minibatch.kept.keys().isdisjoint(own):
                 of_tokens = minibatch.advantages is not None or gap is not None
                 minibatch.scored[batch.index] = old, advantages if of_tokens else None
@@ -503,9 +556,11 @@ class PolicyTrainer:
                 segments=batch.segments,
                 token_weights=weights,
                 ages=torch.from_numpy(ages).to(device),
+                chosen=None if minibatch.chosen is None else minibatch.chosen[batch.index],
             )
             if gap is not None:
-                sums["teacher_kl"] = -gap.sum() * float(batch.counted)
+                sums["teacher_kl"] = -gap.nansum() * float(batch.counted)
+                sums["taught"] = (~gap.isnan()).sum() * float(batch.counted)
             return total / minibatch.divisor, sums
 
         sums = self._engine.forward_backward(minibatch.share, loss, self._temperature)
@@ -630,7 +685,7 @@ def _batch_metrics(groups: Sequence[LeasedGroup], version: int) -> dict[str, flo
         "train/tokens": float(sum(t.trained_tokens for t, _ in members)),
         "train/reward": sum(reward for _, reward in members) / max(1, len(members)),
     }
-    metrics |= _lengths([t.response_tokens for t, _ in members])
+    metrics |= _spread(groups) | _lengths([t.response_tokens for t, _ in members])
     by_age = Counter[int]()
     for t, _ in members:
         for sampled, tokens in t.trained:
@@ -645,6 +700,15 @@ def _batch_metrics(groups: Sequence[LeasedGroup], version: int) -> dict[str, flo
     if ages:
         metrics |= {"train/staleness_mean": sum(ages) / len(ages), "train/staleness_max": float(max(ages))}
     return metrics
+
+
+def _spread(groups: Sequence[LeasedGroup]) -> dict[str, float]:
+    """The deviation of all rewards of a step (divided by n - 1), and the share of groups whose rewards are equal."""
+    each = [[t.reward for t in group.header.trajectories if t.reward is not None] for group in groups]
+    rewards = [reward for own in each for reward in own]
+    uniform = sum(len(set(own)) < 2 for own in each) / max(1, len(each))
+    deviation = float(np.std(rewards, ddof=1)) if len(rewards) > 1 else 0.0
+    return {"train/reward_std": deviation, "train/uniform_groups": uniform}
 
 
 def _lengths(lengths: Sequence[int]) -> dict[str, float]:
@@ -718,19 +782,27 @@ def _teacher(trajectory: Trajectory) -> NDArray[np.float32]:
     return trajectory.arrays.get(TEACHER, missing)
 
 
-def _summary(reports: list[dict[str, float]]) -> dict[str, float]:
-    """Metrics of all minibatches: means over optimizer steps, and over computed tokens."""
-    computed = sum(report["tokens"] for report in reports)
-    means = {f"train/{name}": sum(r[name] for r in reports) / len(reports) for name in ("loss", "grad_norm")}
-    per_token = {
-        f"train/{name}": sum(report[name] for report in reports) / computed for name in PER_TOKEN if name in reports[0]
-    }
+def _summary(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of all minibatches: means over the optimizer steps that were applied, and over their computed tokens."""
+    applied = [report for report in reports if report["applied"]]
+    found = {"train/skipped": float(len(reports) - len(applied))}
+    if not applied:
+        return found
+
+    def total(name: str) -> float:
+        return sum(report[name] for report in applied)
+
+    tokens = total("tokens")
+    found |= {f"train/{name}": total(name) / len(applied) for name in ("loss", "grad_norm")}
+    found |= {f"train/{name}": total(name) / tokens for name in PER_TOKEN if name in applied[0]}
+    if "taught" in applied[0] and (taught := total("taught")):
+        found["train/teacher_kl"] = total("teacher_kl") / taught
     for age in range(AGES):
-        if tokens := sum(report[f"tokens@{age}"] for report in reports):
-            per_token[f"train/server_kl@{age}"] = sum(report[f"server_kl@{age}"] for report in reports) / tokens
+        if of_age := total(f"tokens@{age}"):
+            found[f"train/server_kl@{age}"] = total(f"server_kl@{age}") / of_age
     # How many tokens of equal weight would have the same variance, as a share (Kish 1965).
-    squares = sum(report["is_weight_square"] for report in reports)
-    effective = sum(report["is_weight_mean"] for report in reports) ** 2 / (computed * squares) if squares else 0.0
+    squares = total("is_weight_square")
+    found["train/is_effective_share"] = total("is_weight_mean") ** 2 / (tokens * squares) if squares else 0.0
     # Of the last optimizer step.
-    norms = {name: value for name, value in reports[-1].items() if name.startswith("norms/")}
-    return {**means, **norms, "train/lr": reports[-1]["lr"], **per_token, "train/is_effective_share": effective}
+    found |= {name: value for name, value in applied[-1].items() if name.startswith("norms/")}
+    return {**found, "train/computed_tokens": tokens, "train/lr": applied[-1]["lr"]}

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from chosen_tokens import chosen_of
 
 from megasync.algorithms import estimator_of, policy_loss
 from megasync.algorithms.advantages import StepRewards
@@ -132,12 +133,16 @@ def test_a_loss_and_its_gradient_are_verls(core_algos, batch, name, aggregation)
     lengths = torch.from_numpy(batch.lengths)
     ours = batch.new[keep].clone().requires_grad_()
     options = {"share": 0.05} if name == "kl_cov" else {}
+    config = AlgorithmConfig(loss=name, loss_options=options, correction="none", **CLIP)
+    each = advantages.repeat_interleave(lengths)
+    chosen = chosen_of(config, *(values.tolist() for values in (batch.new[keep], batch.old[keep], each)))
     found, _ = policy_loss(
-        AlgorithmConfig(loss=name, loss_options=options, correction="none", **CLIP),
+        config,
         logprobs=ours,
+        chosen=chosen,
         old_logprobs=batch.old[keep],
         behaviour_logprobs=batch.old[keep],
-        advantages=advantages.repeat_interleave(lengths),
+        advantages=each,
         mask=torch.ones(int(lengths.sum())),
         segments=torch.arange(len(lengths)).repeat_interleave(lengths),
         token_weights=(1 / lengths).repeat_interleave(lengths) if aggregation == "sequence" else None,

@@ -14,7 +14,6 @@ from megasync.config.limits import (
     PATH,
     POSITIVE,
     PROCESSES,
-    PROPER_FRACTION,
     Choice,
     Range,
     limited,
@@ -70,8 +69,8 @@ class AlgorithmConfig:
     # What the loss of a step is the mean of: token (all trained tokens alike), sequence (means over the tokens of
     # sequences), or constant (sums over the tokens of sequences, divided by the longest response).
     aggregation: str = limited("token", Choice("token", "sequence", "constant"))
-    # PPO clips the ratio below 1 - clip_low.
-    clip_low: float = limited(0.2, PROPER_FRACTION)
+    # PPO clips the ratio below 1 - clip_low; with 1 there is no lower bound.
+    clip_low: float = limited(0.2, FRACTION)
     # PPO clips the ratio above 1 + clip_high.
     clip_high: float = limited(0.28, POSITIVE)
     # Dual clip: bounds the surrogate of a token with a negative advantage at `dual_clip` times that advantage, where
