@@ -20,7 +20,7 @@ def alone(run_ranks, model):
         "plain": STEPS,
         "plain bfloat16": {**STEPS, "dtype": "bfloat16"},
         "turns": {**STEPS, "critic": {"offload": True}},
-        "warmup": {**STEPS, "critic": {"warmup_steps": 2}},
+        "warmup": {**STEPS, "critic": {"warmup_steps": 2}, "optimizer": {"lr": 0.01, "warmup_steps": 2}},
         "minibatches": {**STEPS, "trainer": {"minibatches": 2}, "algorithm": PENALTY},
         "lam": {**STEPS, "algorithm": {"advantage_options": {"lam": 0.9}, "normalize_std": False}},
     }
@@ -82,6 +82,8 @@ def test_the_policy_stands_still_in_the_first_steps(alone):
     first, second, third = alone["warmup"]["metrics"]
     assert "train/loss" not in first and "train/loss" not in second and "train/loss" in third
     assert first["critic/loss"] == alone["plain"]["metrics"][0]["critic/loss"]
+    # The third step is the first of two in which its learning rate rises.
+    assert third["train/lr"] == pytest.approx(0.005)
 
 
 def test_a_kl_penalty_in_the_rewards_starts_at_zero(alone):

@@ -559,7 +559,10 @@ def train(model, steps, trainer=None, algorithm=None, optimizer=None, dtype="flo
     batch["taught"] = taught
     loaded = [[] for _ in range(steps)]
     metrics = [train_on(policy, make_groups(n, **batch), n, n, loaded[n - 1]) for n in range(1, steps + 1)]
-    found = {"metrics": metrics, "weights": weights(engine), "loaded": loaded}
+    # Those of the responses with a teacher are all trained.
+    responses = [t for group in make_groups(1, **batch) for t in group.trajectories if TEACHER in t.arrays]
+    taught_tokens = sum(len(response.response_ids) for response in responses)
+    found = {"metrics": metrics, "weights": weights(engine), "loaded": loaded, "taught_tokens": taught_tokens}
     close(engine)
     return found
 
@@ -876,8 +879,8 @@ def guard(model, folder, optimizer=None):
     }
 
 
-def idle(model):
-    """Batches without anything to learn: equal rewards everywhere, and everything masked."""
+def idle(model, folder):
+    """Batches without anything to learn: equal rewards everywhere, everything masked, and in one half a NaN."""
     engine = make_engine(model)
     policy = PolicyTrainer(engine, AlgorithmConfig(), dump_dir="unused")
     before = weights(engine)
@@ -893,7 +896,15 @@ def idle(model):
     except TrainingError as caught:
         error = str(caught)
     close(engine)
-    return {"uniform": uniform, "masked": masked, "unchanged": unchanged, "error": error}
+    # One of two optimizer steps has a NaN.
+    engine = make_engine(model, {"minibatches": 2})
+    policy = PolicyTrainer(engine, AlgorithmConfig(), dump_dir=folder)
+    half = make_groups(1, uniform=[3])
+    first = half[0].trajectories[0]
+    half[0].trajectories[0] = replace(first, logprobs=[float("nan"), *first.logprobs[1:]])
+    half = train_on(policy, half, 1)
+    close(engine)
+    return {"uniform": uniform, "masked": masked, "unchanged": unchanged, "error": error, "half": half}
 
 
 def resume(runs, folder):
