@@ -27,8 +27,10 @@ def chosen_of(
     chooser = chooser_of(config)
     if chooser is None:
         return None
-    dealt = [range(len(logprobs))] if dealt is None else dealt
     values = [np.array(each, dtype=np.float64) for each in (logprobs, old, advantages)]
+    if dealt is None:
+        own = np.arange(len(logprobs))
+        return torch.from_numpy(chooser(StepTokens(*values, lots_of(step, own // 4, own % 4), lambda sums: sums)))
     barrier, parts = Barrier(len(dealt)), {}
 
     def on_rank(rank: int) -> np.ndarray:
