@@ -38,7 +38,7 @@ from megasync.config.schema import (
     RolloutConfig,
     TrainerConfig,
 )
-from megasync.config.server_args import OF_ROLLOUT, check_server_args, check_trained_args
+from megasync.config.server_args import OF_ROLLOUT, check_head, check_server_args, check_trained_args
 from megasync.config.supervised import is_supervised
 from megasync.data.curriculum import by_success
 from megasync.errors import CheckpointError, ConfigError
@@ -351,6 +351,8 @@ def _check_servers(config: Config) -> None:
         )
     check_server_args("rollout", rollout.server_args, OF_ROLLOUT)
     check_trained_args("rollout", rollout.server_args)
+    if not rollout.external:
+        check_head(config.trainer.float32_head, config.model.dtype, rollout.server_args)
     longest = config.data.prompt.max_tokens + rollout.sampling.max_new_tokens
     for key in ("context_length", "max_total_tokens"):
         room = getattr(rollout, key)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 
 import pytest
@@ -23,6 +24,15 @@ from megasync.errors import ConfigError
 from megasync.preflight.check_algorithm import check_algorithm, check_critic, check_objective
 
 KL_COEF, BETA = 0.2, 0.7
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tensors here are tiny: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def mean_reward(toy: Toy, logits: Tensor, rewards: Tensor, size: int) -> Tensor:
@@ -61,7 +71,7 @@ def mine(size: int) -> float:
     return (size - 1) / size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Claim:
     """What an estimator maximises, and how near the expected gradient is to that of it.
 
@@ -153,6 +163,7 @@ def objective(toy: Toy, claim: Claim, kl, size: int, logits: Tensor) -> Tensor:
     return value / LONGEST
 
 
+@cache
 def gradient_of(toy: Toy, claim: Claim, kl, size: int) -> Tensor:
     logits = toy.policy.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(-objective(toy, claim, kl, size, logits), logits)

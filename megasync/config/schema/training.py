@@ -260,6 +260,7 @@ class TrainerConfig:
     # `overlap_grad_reduce`, the distributed optimizer and several minibatches.
     overlap_param_gather: bool = False
     # Compute logits, log-probs and their gradients from the last hidden states in float32, whatever `model.dtype` is.
+    # Servers must too: rollout.server_args={"--enable-fp32-lm-head": true}.
     float32_head: bool = False
     # Compute the linear layers in 8-bit floats from weights in bfloat16: null does not, tensorwise takes one scale for
     # each tensor, blockwise one for 128 values (128 x 128 of a weight). Needs a GPU.
