@@ -171,6 +171,12 @@ CHAPTERS = (
                 "Effective sample size of the weights, by the number of computed tokens.",
             ),
             Metric(
+                "train/merged_cosine",
+                "",
+                "Cosine of the change that adapters make and of that which merged weights in bfloat16 have of it; with "
+                "1, servers sample what is trained.",
+            ),
+            Metric(
                 "norms/grad/<layers>",
                 "",
                 "Norm of the gradients of a group of layers, before clipping, in the last applied optimizer step.",

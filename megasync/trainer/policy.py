@@ -74,6 +74,10 @@ log = logging.getLogger(__name__)
 # Rewards of tokens are float32: what their sum lacks of the response's reward may be an error of rounding.
 ROUNDING = 1e-5
 
+# Cosine of the change that adapters make and of what merged weights have of it, below which a run warns: a fifth of the
+# latter is then noise.
+KEPT_COSINE = 0.98
+
 # Sums over computed tokens that the loss reports; the metrics of the same names are their means.
 PER_TOKEN = (
     "entropy",
@@ -205,6 +209,7 @@ class PolicyTrainer:
         self._algorithm = algorithm
         self._dump_dir = Path(dump_dir)
         self._temperature = temperature
+        self._warned = False
         # Current step and weight version, for the dump of a skipped batch.
         self._current: dict[str, int] = {}
         self._minibatches = engine.trainer_config.minibatches
@@ -308,8 +313,23 @@ class PolicyTrainer:
                     self._skip(groups, minibatch, load, f"step-{step:08d}-{index}", report)
                 reports.append(report)
         # For the weight sync, which reads them where they are.
-        self._engine.gather_weights()
+        if (kept := self._engine.gather_weights()) is not None:
+            metrics["train/merged_cosine"] = kept
+            self._warn_of_rounding(kept)
         return {**metrics, **_summary(reports), "train/without_gradient": float(len(parts) - len(reports))}
+
+    def _warn_of_rounding(self, kept: float) -> None:
+        """Warns once, on the first rank, if servers get little of what the adapters have learned."""
+        if kept >= KEPT_COSINE or self._warned or self._engine.rank:
+            return
+        self._warned = True
+        log.warning(
+            "Merged weights in %s differ from what the adapters have learned (cosine of the changes %.2f, "
+            "train/merged_cosine): a change this small is lost in rounding, so servers sample another policy. It grows "
+            "with training; set sync.transport=adapters, which merges nothing, or model.dtype=float32",
+            self._engine.model_config.dtype,
+            kept,
+        )
 
     def _choose(self, minibatch: Minibatch, step: int, moved: bool) -> None:
         """Chooses the tokens that the loss treats apart, among those of all ranks. A collective.

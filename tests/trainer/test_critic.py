@@ -6,7 +6,7 @@ import pytest
 from trainer_ranks import TIMED
 
 STEPS = {"steps": 3}
-PENALTY = {"kl_coef": 0.1, "kl_in": "reward"}
+PENALTY = {"kl_coef": 0.1, "kl_in": "reward", "kl_kind": "k1"}
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_a_kl_penalty_in_the_rewards_starts_at_zero(alone):
     """Before the first step the policy is the reference."""
     metrics = alone["minibatches"]["metrics"]
     assert metrics[0]["train/reward_penalty"] == pytest.approx(0, abs=1e-9)
-    assert metrics[2]["train/reward_penalty"] > 0
+    assert abs(metrics[2]["train/reward_penalty"]) > 1e-4
 
 
 def test_policy_and_critic_resume_bitwise(alone, run_ranks, model, tmp_path):

@@ -36,6 +36,8 @@ CHOSEN = {
     }
     for loss, more in (("kl_cov", {"coef": 3.0}), ("clip_cov", {"least": 0.01}))
 }
+# What servers get of adapters is merged and rounded.
+ADAPTERS = {"steps": 2, "dtype": "bfloat16", "trainer": {"lora": {"rank": 4}}, "optimizer": {"lr": 1e-4}}
 # Two sequences, for four data-parallel ranks.
 FEW = {"steps": 1, "groups": 1, "samples": 2, "algorithm": {"entropy_coef": 0.1}}
 
@@ -84,6 +86,7 @@ def runs(run_ranks, model):
             for size in (30, 8192)
         },
         "clip_cov once": CHOSEN["clip_cov chosen"],
+        "adapters": ADAPTERS,
     }
     return run_ranks("policies", 1, model=model, runs=settings)[0]
 
@@ -105,6 +108,7 @@ def spread(run_ranks, model):
         "taught-pp2": {**TAUGHT, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
         "reward-kl-pp2": {**REWARD_KL, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
         "bfloat16": {"steps": 2, "trainer": {"tensor_parallel": 2}, "dtype": "bfloat16"},
+        "adapters": {**ADAPTERS, "trainer": {**ADAPTERS["trainer"], "tensor_parallel": 2}},
         "stepped-dp2": {**STEPPED, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 40}},
         "stepped-pp2": {**STEPPED, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
         "norms-dp2": {**NORMS, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 40}},
@@ -250,6 +254,13 @@ def test_bfloat16_trains_close_to_float32(runs, spread):
             assert mine["train/loss"] == pytest.approx(exact["train/loss"], abs=0.03)
             assert mine["train/grad_norm"] == pytest.approx(exact["train/grad_norm"], rel=0.1)
         assert all(tensor.dtype == torch.bfloat16 for tensor in found["weights"].values())
+
+
+def test_the_part_of_adapters_that_merged_weights_have_is_measured_over_all_ranks(runs, spread):
+    for step in range(2):
+        alone, *ranks = (found["adapters"]["metrics"][step]["train/merged_cosine"] for found in (runs, *spread))
+        assert 0 < alone < 0.999 and ranks[0] == ranks[1] == pytest.approx(alone, abs=0.05)
+    assert "train/merged_cosine" not in runs["bfloat16"]["metrics"][1]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])

@@ -556,6 +556,8 @@ def train(model, steps, trainer=None, algorithm=None, optimizer=None, dtype="flo
     """Metrics and loads of a few policy steps, and the weights at the end. ``batch`` shapes `make_groups`."""
     engine = make_engine(model, trainer, optimizer, dtype)
     policy = PolicyTrainer(engine, AlgorithmConfig(**(algorithm or {})), dump_dir="unused", taught=taught)
+    # As the first weight sync does, which merges adapters.
+    engine.params()
     batch["taught"] = taught
     loaded = [[] for _ in range(steps)]
     metrics = [train_on(policy, make_groups(n, **batch), n, n, loaded[n - 1]) for n in range(1, steps + 1)]
