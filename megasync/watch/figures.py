@@ -226,7 +226,7 @@ def entropy(runs: Runs, x: str = "step", dark: bool = False) -> go.Figure | None
     """Entropy of the policy at the trained tokens."""
     plot = _Plot("Entropy of the policy", "nats", x, dark)
     for run in _each(runs, plot):
-        plot.line(run, "mean over trained tokens", run.series("train/entropy"))
+        plot.line(run, "mean over computed tokens", run.series("train/entropy"))
     return plot.done(zero=True)
 
 

@@ -249,6 +249,31 @@ def test_the_exact_ratio_corrects_for_another_policy_that_sampled(advantage, nor
         assert LOSSES[loss].responses and ADVANTAGES[advantage].tokens
 
 
+BEHAVIOUR = {"ratio": "behaviour", "clip_low": 1.0, "clip_high": 1e6}
+
+
+@pytest.mark.parametrize(
+    ("loss", "more"),
+    [
+        *((loss, {"correction": "token", "correction_cap": 1e6}) for loss in LOSSES),
+        *((loss, BEHAVIOUR) for loss in ("vanilla", "cispo")),
+    ],
+)
+def test_ratios_of_tokens_correct_for_the_next_token_alone(loss, more):
+    """The objective is of responses of which one token is of the policy, and all others are of the one that sampled."""
+    toy, config = toy_of("unequal"), configured("rloo", True, loss, aggregation="constant", **more)
+    if refusal(config) is not None:
+        assert LOSSES[loss].responses
+        return
+    logits, server = toy.policy.clone().requires_grad_(), toy.behaviour.log_softmax(1)
+    own, total = logits.log_softmax(1), torch.zeros((), dtype=torch.float64)
+    for response, reward in zip(toy.responses, toy.rewards, strict=True):
+        others = sum(server[pair] for pair in response)
+        total = total + reward * sum((others - server[pair] + own[pair]).exp() for pair in response)
+    (expected,) = torch.autograd.grad(-total / LONGEST, logits)
+    assert error(expected_gradient(toy, config.algorithm, 2, stale=True), expected) < 1e-4
+
+
 def test_an_entropy_bonus_is_that_of_the_next_token():
     """At the texts that the policy as it is writes."""
     toy = toy_of("unequal")
