@@ -77,7 +77,9 @@ CHAPTERS = (
                 "Standard deviation of the rewards of all responses that `train/reward` is the mean of.",
             ),
             Metric(
-                "train/uniform_groups", "share", "Groups whose responses have equal rewards, of all groups of the step."
+                "train/uniform_groups",
+                "share",
+                "Groups whose rewards are all equal, or that have one only, of all groups of the step.",
             ),
             Metric(
                 "train/loss", "", "Policy loss with its KL and entropy terms, mean over the applied optimizer steps."
@@ -145,7 +147,11 @@ CHAPTERS = (
                 "nats",
                 "Policy's minus teacher's log-prob before the step, mean over the computed tokens that have a teacher.",
             ),
-            Metric("train/clip_fraction", "share", "Computed tokens whose gradient a bound of the loss took."),
+            Metric(
+                "train/clip_fraction",
+                "share",
+                "Computed tokens that a bound of the loss limited; with kl_cov, that it penalised.",
+            ),
             Metric("train/dual_clip_fraction", "share", "Computed tokens that the second bound of the loss limited."),
             Metric(
                 "train/logprob_diff",

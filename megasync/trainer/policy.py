@@ -384,8 +384,8 @@ class PolicyTrainer:
         if not self._taught:
             return advantages, None
         gap = torch.from_numpy(np.concatenate([minibatch.teacher[each] for each in own])).to(device) - old
-        taught = self._algorithm.teacher_coef * gap.nan_to_num(nan=0.0)
-        return self._algorithm.reward_coef * advantages + taught, gap
+        taught = torch.where(gap.isnan(), 0.0, gap)
+        return self._algorithm.reward_coef * advantages + self._algorithm.teacher_coef * taught, gap
 
     def _penalise(self, minibatches: Sequence[Minibatch], rewards: StepRewards) -> dict[str, float]:
         """Subtracts the KL penalty from the rewards: from those of tokens, or the sum from that of a response."""
