@@ -13,6 +13,7 @@ removed are missing there, and ``mask_below`` masks old tokens. Nothing that is 
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import zlib
@@ -29,7 +30,7 @@ from numpy.typing import NDArray
 from megasync.errors import DataError
 from megasync.runs import Runs
 from megasync.support import Support
-from megasync.trajectory import Group, Partial, Trajectory
+from megasync.trajectory import Group, Partial, Trajectory, sample_rewards
 from megasync.turns import Turn
 
 # Arrays begin at multiples of this many bytes.
@@ -43,7 +44,8 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
     can be read alone. Trajectories of a group with equal prompts have equal ``prompt_at``. ``fed`` is the offset of the
     last trained response token: it and what follows are not fed to the model. ``trained`` holds (version, number of
     trained tokens), ascending by version. Tokens older than ``mask_below`` are masked. ``arrays`` are names, dtypes and
-    shapes. ``turns`` is the length of the notes of its turns, in bytes.
+    shapes. ``turns`` is the length of the notes of its turns, in bytes. Trajectories of one sample have equal
+    ``sample``.
     """
 
     prompt_at: int
@@ -59,6 +61,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
     reward: float | None
     finish_reason: str
     metrics: dict[str, Any]
+    sample: int
     arrays: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     mask_below: int = 0
     turns: int = 0
@@ -81,23 +84,23 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupHeader(msgspec.Struct, frozen=True, array_like=True):
-    """``newest_version`` is that of any token. ``body_bytes`` is the length of the whole body."""
+    """``newest_version`` is that of any token. ``body_bytes`` is the length of the whole body.
+
+    ``least``, ``score`` and ``weights`` are the `trajectory.Group`'s.
+    """
 
     uid: str
     newest_version: int
     body_bytes: int
     trajectories: tuple[TrajectoryHeader, ...]
+    least: int
+    score: float | None
+    weights: dict[str, float]
 
     @property
     def oldest_version(self) -> int | None:
         """The smallest version among trained tokens of all trajectories; None when no token is trained."""
         return min((v for t in self.trajectories if (v := t.oldest_version) is not None), default=None)
-
-    @property
-    def mean_reward(self) -> float | None:
-        """That of its scored trajectories; None without any."""
-        rewards = [t.reward for t in self.trajectories if t.reward is not None]
-        return sum(rewards) / len(rewards) if rewards else None
 
     @property
     def trained_tokens(self) -> int:
@@ -254,10 +257,19 @@ class _Reader:
 def encode(group: Group) -> EncodedGroup:
     """Raises DataError for metrics or arrays that cannot be recorded."""
     writer, prompts = _Writer(), dict[bytes, tuple[int, int]]()
-    trajectories = tuple(_write(trajectory, writer, prompts, group.uid) for trajectory in group.trajectories)
+    given = [trajectory.sample for trajectory in group.trajectories if trajectory.sample is not None]
+    # For trajectories that are samples of their own.
+    further = itertools.count(max(given, default=-1) + 1)
+    trajectories = tuple(
+        _write(t, writer, prompts, group.uid, next(further) if t.sample is None else t.sample)
+        for t in group.trajectories
+    )
     newest = max((max(t.versions.values.tolist()) for t in group.trajectories if len(t.versions)), default=0)
-    header = GroupHeader(group.uid, newest, writer.size, trajectories)
     try:
+        rewards, score = sample_rewards(group.trajectories), group.score
+        if score is None and rewards:
+            score = sum(rewards) / len(rewards)
+        header = GroupHeader(group.uid, newest, writer.size, trajectories, group.least, score, dict(group.weights))
         return EncodedGroup(_packer.encode(header), writer.body())
     except (NotImplementedError, TypeError, ValueError, OverflowError) as error:
         raise DataError(
@@ -272,7 +284,9 @@ def in_memory(group: Group) -> LeasedGroup:
     return LeasedGroup(encoded.header, encoded.body)
 
 
-def _write(t: Trajectory, writer: _Writer, prompts: dict[bytes, tuple[int, int]], uid: str) -> TrajectoryHeader:
+def _write(
+    t: Trajectory, writer: _Writer, prompts: dict[bytes, tuple[int, int]], uid: str, sample: int
+) -> TrajectoryHeader:
     """``prompts`` holds where the prompts of earlier trajectories begin, and their checksums."""
     prompt = t.prompt_ids.tobytes()
     if prompt not in prompts:
@@ -308,6 +322,7 @@ def _write(t: Trajectory, writer: _Writer, prompts: dict[bytes, tuple[int, int]]
         reward=t.reward,
         finish_reason=t.finish_reason,
         metrics=t.metrics,
+        sample=sample,
         arrays=tuple((name, array.dtype.str, array.shape) for name, array in t.arrays.items()),
         turns=len(turns),
     )
@@ -342,6 +357,9 @@ def decode(header: GroupHeader, body: bytes | memoryview) -> Group:
     return Group(
         header.uid,
         [decode_trajectory(t, *(view[at : at + size] for at, size in parts_of(t))) for t in header.trajectories],
+        header.least,
+        header.score,
+        header.weights,
     )
 
 
@@ -378,6 +396,7 @@ def decode_trajectory(header: TrajectoryHeader, prompt: bytes | memoryview, own:
         metrics=header.metrics,
         arrays={name: further.array(dtype, math.prod(shape)).reshape(shape) for name, dtype, shape in header.arrays},
         turns=_turns.decode(further.array(np.uint8, header.turns).data) if header.turns else (),
+        sample=header.sample,
     )
     return trajectory.masked(header.mask_below) if header.mask_below else trajectory
 

@@ -46,8 +46,6 @@ from megasync.buffer.payload import Body, EncodedGroup, EncodedPartial, GroupHea
 from megasync.config.pacing import Pacing
 from megasync.errors import MegasyncError
 
-# A relative advantage compares a group's responses: a lone survivor would be trained on nothing but its raw reward.
-MIN_SURVIVORS = 2
 # The reason for drops of groups whose steps kept raising errors.
 FAILED_STEP = "failed_step"
 # What `schedule.stale` may say.
@@ -178,7 +176,6 @@ class TrajectoryBuffer:
         pacing: Pacing,
         *,
         stale: str = "regenerate",
-        least: int = MIN_SURVIVORS,
         total_groups: int | None = None,
         version: int = 0,
         counters: Mapping[str, Any] | None = None,
@@ -196,8 +193,6 @@ class TrajectoryBuffer:
         self.pacing = pacing
         self.status = snapshot.status if snapshot else BufferStatus.initial(0, version, counters or {})
         self._stale = stale
-        # Responses that a group must have left to be trained.
-        self._least = least
         self._total_steps = None if total_groups is None else total_groups // pacing.groups_per_step
         self._clock = clock
         self._groups = GroupIndex(changed, self.status.inherited)
@@ -256,12 +251,12 @@ class TrajectoryBuffer:
         survivors = [t for t in group.trajectories if t.reward is not None and t.oldest_version is not None]
         if entry.state is GroupState.RETURNED:
             oldest = group.of(survivors).oldest_version
-            if oldest is None or len(survivors) < self._least or oldest < self.least_version:
+            if oldest is None or _samples(survivors) < group.least or oldest < self.least_version:
                 return False
         if survivors:
             self._saw([group.newest_version])
         entry.partials.clear()
-        entry.score = group.mean_reward
+        entry.score = group.score
         return self._keep(entry, group, survivors, encoded.body) and self._check_age(entry)
 
     def drop(self, uid: str, reason: str) -> bool:
@@ -550,9 +545,12 @@ class TrajectoryBuffer:
         self.status.newest_version = max(self.status.newest_version, max(versions, default=0))
 
     def _keep(self, entry: GroupEntry, group: GroupHeader, survivors: Sequence[TrajectoryHeader], body: Body) -> bool:
-        """Finishes the group with its survivors, or drops it when they are too few. Returns whether it was kept."""
+        """Finishes the group with its survivors, or drops it when they are too few. Returns whether it was kept.
+
+        A relative advantage compares samples: a lone one would be trained on nothing but its raw reward.
+        """
         self.status.removed_trajectories += len(group.trajectories) - len(survivors)
-        if len(survivors) < self._least:
+        if _samples(survivors) < max(1, group.least):
             self._drop(entry, "lone_survivor" if survivors else "no_survivor")
             return False
         self._groups.finish(entry, group.of(survivors), body)
@@ -595,6 +593,10 @@ class TrajectoryBuffer:
         for entry in batch:
             self._groups.put_back(entry)
             self._check_age(entry)
+
+
+def _samples(trajectories: Sequence[TrajectoryHeader]) -> int:
+    return len({trajectory.sample for trajectory in trajectories})
 
 
 def _describe(entry: GroupEntry | None) -> str:
