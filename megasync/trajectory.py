@@ -121,7 +121,7 @@ class Trajectory:
         metrics: dict[str, float],
         arrays: dict[str, NDArray[Any]],
         turns: tuple[Turn, ...],
-        sample: int,
+        sample: int | None,
     ) -> Trajectory:
         """Takes read-only arrays of the right types, runs and turns, as they are.
 

@@ -13,7 +13,6 @@ removed are missing there, and ``mask_below`` masks old tokens. Nothing that is 
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 import zlib
@@ -44,8 +43,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
     can be read alone. Trajectories of a group with equal prompts have equal ``prompt_at``. ``fed`` is the offset of the
     last trained response token: it and what follows are not fed to the model. ``trained`` holds (version, number of
     trained tokens), ascending by version. Tokens older than ``mask_below`` are masked. ``arrays`` are names, dtypes and
-    shapes. ``turns`` is the length of the notes of its turns, in bytes. Trajectories of one sample have equal
-    ``sample``.
+    shapes. ``turns`` is the length of the notes of its turns, in bytes.
     """
 
     prompt_at: int
@@ -61,7 +59,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
     reward: float | None
     finish_reason: str
     metrics: dict[str, Any]
-    sample: int
+    sample: int | None
     arrays: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     mask_below: int = 0
     turns: int = 0
@@ -86,21 +84,27 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
 class GroupHeader(msgspec.Struct, frozen=True, array_like=True):
     """``newest_version`` is that of any token. ``body_bytes`` is the length of the whole body.
 
-    ``least``, ``score`` and ``weights`` are the `trajectory.Group`'s.
+    ``least``, ``score`` and ``weights`` are the group's, as ``sample`` is the trajectory's (`trajectory.Group`).
     """
 
     uid: str
     newest_version: int
     body_bytes: int
-    trajectories: tuple[TrajectoryHeader, ...]
     least: int
     score: float | None
     weights: dict[str, float]
+    trajectories: tuple[TrajectoryHeader, ...]
 
     @property
     def oldest_version(self) -> int | None:
         """The smallest version among trained tokens of all trajectories; None when no token is trained."""
         return min((v for t in self.trajectories if (v := t.oldest_version) is not None), default=None)
+
+    @property
+    def mean_reward(self) -> float | None:
+        """The ``score``, else the mean reward of the samples; None without any."""
+        rewards = sample_rewards(self.trajectories) if self.score is None else [self.score]
+        return sum(rewards) / len(rewards) if rewards else None
 
     @property
     def trained_tokens(self) -> int:
@@ -257,19 +261,11 @@ class _Reader:
 def encode(group: Group) -> EncodedGroup:
     """Raises DataError for metrics or arrays that cannot be recorded."""
     writer, prompts = _Writer(), dict[bytes, tuple[int, int]]()
-    given = [trajectory.sample for trajectory in group.trajectories if trajectory.sample is not None]
-    # For trajectories that are samples of their own.
-    further = itertools.count(max(given, default=-1) + 1)
-    trajectories = tuple(
-        _write(t, writer, prompts, group.uid, next(further) if t.sample is None else t.sample)
-        for t in group.trajectories
-    )
+    trajectories = tuple(_write(trajectory, writer, prompts, group.uid) for trajectory in group.trajectories)
     newest = max((max(t.versions.values.tolist()) for t in group.trajectories if len(t.versions)), default=0)
+    weights = dict(group.weights)
+    header = GroupHeader(group.uid, newest, writer.size, group.least, group.score, weights, trajectories)
     try:
-        rewards, score = sample_rewards(group.trajectories), group.score
-        if score is None and rewards:
-            score = sum(rewards) / len(rewards)
-        header = GroupHeader(group.uid, newest, writer.size, trajectories, group.least, score, dict(group.weights))
         return EncodedGroup(_packer.encode(header), writer.body())
     except (NotImplementedError, TypeError, ValueError, OverflowError) as error:
         raise DataError(
@@ -284,9 +280,7 @@ def in_memory(group: Group) -> LeasedGroup:
     return LeasedGroup(encoded.header, encoded.body)
 
 
-def _write(
-    t: Trajectory, writer: _Writer, prompts: dict[bytes, tuple[int, int]], uid: str, sample: int
-) -> TrajectoryHeader:
+def _write(t: Trajectory, writer: _Writer, prompts: dict[bytes, tuple[int, int]], uid: str) -> TrajectoryHeader:
     """``prompts`` holds where the prompts of earlier trajectories begin, and their checksums."""
     prompt = t.prompt_ids.tobytes()
     if prompt not in prompts:
@@ -322,7 +316,7 @@ def _write(
         reward=t.reward,
         finish_reason=t.finish_reason,
         metrics=t.metrics,
-        sample=sample,
+        sample=t.sample,
         arrays=tuple((name, array.dtype.str, array.shape) for name, array in t.arrays.items()),
         turns=len(turns),
     )

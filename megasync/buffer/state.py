@@ -45,6 +45,7 @@ from megasync.buffer.groups import LIVE, SCORES, TRAINED, UNFINISHED, GroupEntry
 from megasync.buffer.payload import Body, EncodedGroup, EncodedPartial, GroupHeader, LeasedGroup, TrajectoryHeader
 from megasync.config.pacing import Pacing
 from megasync.errors import MegasyncError
+from megasync.trajectory import by_sample
 
 # The reason for drops of groups whose steps kept raising errors.
 FAILED_STEP = "failed_step"
@@ -251,12 +252,12 @@ class TrajectoryBuffer:
         survivors = [t for t in group.trajectories if t.reward is not None and t.oldest_version is not None]
         if entry.state is GroupState.RETURNED:
             oldest = group.of(survivors).oldest_version
-            if oldest is None or _samples(survivors) < group.least or oldest < self.least_version:
+            if oldest is None or len(by_sample(survivors)) < group.least or oldest < self.least_version:
                 return False
         if survivors:
             self._saw([group.newest_version])
         entry.partials.clear()
-        entry.score = group.score
+        entry.score = group.mean_reward
         return self._keep(entry, group, survivors, encoded.body) and self._check_age(entry)
 
     def drop(self, uid: str, reason: str) -> bool:
@@ -550,7 +551,7 @@ class TrajectoryBuffer:
         A relative advantage compares samples: a lone one would be trained on nothing but its raw reward.
         """
         self.status.removed_trajectories += len(group.trajectories) - len(survivors)
-        if _samples(survivors) < max(1, group.least):
+        if len(by_sample(survivors)) < max(1, group.least):
             self._drop(entry, "lone_survivor" if survivors else "no_survivor")
             return False
         self._groups.finish(entry, group.of(survivors), body)
@@ -593,10 +594,6 @@ class TrajectoryBuffer:
         for entry in batch:
             self._groups.put_back(entry)
             self._check_age(entry)
-
-
-def _samples(trajectories: Sequence[TrajectoryHeader]) -> int:
-    return len({trajectory.sample for trajectory in trajectories})
 
 
 def _describe(entry: GroupEntry | None) -> str:

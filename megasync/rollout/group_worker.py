@@ -340,7 +340,7 @@ class GroupWorker:
                 # The buffer may decline: it was closed, or the group is stale by now and will be returned.
                 group = encode(outcome)
                 taken = await self._buffer.commit(group)
-                return replace(ended, taken=taken, score=group.header.score)
+                return replace(ended, taken=taken, score=group.header.mean_reward)
             try:
                 await self._buffer.drop(uid, outcome.reason)
             except BufferStateError as error:

@@ -26,8 +26,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import groupby, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +41,15 @@ from megasync.algorithms.choose import (
     compares_with_reference,
     estimator_of,
     needs_all_tokens,
-    needs_baseline,
     needs_norms,
     needs_reference,
-    needs_two,
     takes_tokens,
 )
 from megasync.algorithms.kl import AGES, KL_KINDS
 from megasync.algorithms.policy_loss import policy_loss
-from megasync.buffer.payload import LeasedGroup, TrajectoryHeader
+from megasync.buffer.payload import LeasedGroup
 from megasync.config.schema import AlgorithmConfig
-from megasync.errors import MegasyncError, TrainingError
+from megasync.errors import MegasyncError
 from megasync.files import atomic_write
 from megasync.layout.model_files import read_hf_config
 from megasync.observe import trace
@@ -61,11 +59,11 @@ from megasync.trainer.critic import Critic, Returns
 from megasync.trainer.engine import MegatronEngine, Share
 from megasync.trainer.flops import ADAPTER_PASSES, TRAINING_PASSES, ModelFlops, Work
 from megasync.trainer.layer_norms import named_norms
+from megasync.trainer.members import Members, advantages_of, check_advantages, divisor_of, members_of, split
 from megasync.trainer.nonfinite import SkipBudget
 from megasync.trainer.offload import Offload
-from megasync.trainer.packing import Ints, Lengths
 from megasync.trainer.recording import Loader, Recorder
-from megasync.trajectory import BASELINE, ROUTES, TEACHER, TOKEN_REWARDS, Trajectory, of_sample, sample_rewards
+from megasync.trajectory import ROUTES, TEACHER, TOKEN_REWARDS, Trajectory, sample_rewards
 
 log = logging.getLogger(__name__)
 
@@ -83,44 +81,17 @@ PER_TOKEN = (
 )
 
 
-@dataclass(frozen=True)
-class Members:
-    """The trajectories of a step that have a reward, in order, as arrays [trajectories]; from headers alone.
-
-    ``numbers`` are the positions of trajectories in the step, ``groups`` and ``places`` the position of a trajectory's
-    group, and its own within the group's header. ``samples``, ascending, are the positions of their samples in the
-    step. ``trained`` are numbers of trained tokens, ``sequences`` those of what the loss takes for one sequence: the
-    trajectory, or its whole sample (`algorithm.sample_weight`). ``advantages`` are those of the samples, 0 if those of
-    tokens are estimated.
-    """
-
-    numbers: Ints
-    groups: Ints
-    places: Ints
-    samples: Ints
-    advantages: NDArray[np.float64]
-    trained: Ints
-    sequences: Ints
-    lengths: Lengths
-
-    def __len__(self) -> int:
-        return len(self.groups)
-
-    def __getitem__(self, selection: Ints) -> Members:
-        return Members(*(getattr(self, item.name)[selection] for item in fields(self)))
-
-
 @dataclass
 class Minibatch:
     """One optimizer step: the trajectories with a gradient, and what this rank computes of them.
 
-    ``divisor`` is that of the loss, for all trajectories; see `_divisor`. ``behaviour`` are the log-probs of each own
+    ``divisor`` is that of the loss, for all trajectories; see `divisor_of`. ``behaviour`` are the log-probs of each own
     sample's scored tokens, float32, ``versions`` those that sampled them. The others are of each own microbatch,
     float32 [targets] on the last pipeline stage, or None if they are not needed: ``proximal`` and ``reference`` scores,
     squared ``norms`` of the gradients of log-probs, the ``penalties`` that are subtracted from the rewards, and
     ``advantages`` of tokens. ``rewards`` are those given to each own sample's scored tokens, and whether each has one;
-    empty if the estimator takes none. ``teacher`` are a teacher's log-probs of each own sample's scored tokens, NaN where
-    there are none; empty without teachers.
+    empty if the estimator takes none. ``teacher`` are a teacher's log-probs of each own sample's scored tokens, NaN
+    where there are none; empty without teachers.
 
     ``work`` is what a pass computes on all ranks.
 
@@ -212,12 +183,12 @@ class PolicyTrainer:
         """
         start = time.monotonic()
         self._current = {"step": step, "version": version}
-        members, rewards = _members(groups, self._algorithm, self._takes_tokens)
+        members, rewards = members_of(groups, self._algorithm, self._takes_tokens)
         metrics = _batch_metrics(groups, version)
         if self._recorder is not None:
             self._recorder.begin(groups)
         with trace.span("rank", "load", groups=len(groups)):
-            parts = [self._minibatch(groups, part, load) for part in _split(members, len(groups), self._minibatches)]
+            parts = [self._minibatch(groups, part, load) for part in split(members, len(groups), self._minibatches)]
         metrics |= self._train(groups, members, rewards, parts, load, step)
         minibatches = [part for part in parts if part is not None]
         if self._recorder is not None:
@@ -342,7 +313,7 @@ class PolicyTrainer:
 
     def _readvantage(self, minibatches: Sequence[Minibatch], rewards: StepRewards) -> None:
         """Estimates the advantages again, from what is known of the step now."""
-        advantages = _advantages(rewards, self._algorithm)
+        advantages = advantages_of(rewards, self._algorithm)
         for minibatch in minibatches:
             members = minibatch.members
             minibatch.members = replace(members, advantages=advantages[members.samples])
@@ -413,7 +384,7 @@ class PolicyTrainer:
         )
         found = np.asarray(estimator_of(self._algorithm)(step), dtype=np.float64)
         # Values that are not finite make the losses so, and every rank then skips the step.
-        _check(self._algorithm, found, len(step.rewards), "token")
+        check_advantages(self._algorithm, found, len(step.rewards), "token")
         rest = torch.from_numpy(found.astype(np.float32)).to(device)
         for minibatch in minibatches:
             minibatch.advantages = []
@@ -459,7 +430,7 @@ class PolicyTrainer:
         kept = [index for index in needed if recorder is not None and recorder.takes(int(active.groups[index]))]
         return Minibatch(
             active,
-            _divisor(part, algorithm, self._longest),
+            divisor_of(part, algorithm, self._longest),
             Share(microbatches, samples, packing.counted_tokens),
             Work.of(packing, active.lengths, int(active.trained.sum())),
             {index: trajectories[index].logprobs[sample.scored] for index, sample in samples.items()},
@@ -568,91 +539,6 @@ def _flops_of(engine: MegatronEngine) -> ModelFlops:
     return ModelFlops.of(engine.layout, read_hf_config(engine.model_config.path))
 
 
-def _members(groups: Sequence[LeasedGroup], algorithm: AlgorithmConfig, of_tokens: bool) -> tuple[Members, StepRewards]:
-    """The trajectories with a reward, sample by sample, and the rewards of the samples.
-
-    Raises TrainingError for groups that the estimator cannot use.
-    """
-    weights = {name: weight for group in groups for name, weight in group.header.weights.items()}
-    parts: dict[str, list[float]] = {name: [] for name in weights}
-    rows, rewards, prompts = [], [], []
-    baselines: list[float] = []
-    base, least = 0, 2 if needs_two(algorithm) else 1
-    for position, group in enumerate(groups):
-        samples: dict[int, list[tuple[int, TrajectoryHeader, float]]] = {}
-        for place, t in enumerate(group.header.trajectories):
-            if t.reward is not None:
-                samples.setdefault(t.sample, []).append((place, t, t.reward))
-        if len(samples) < least:
-            raise TrainingError(
-                f"group {group.uid} cannot be trained: algorithm.advantage={algorithm.advantage} needs the rewards of "
-                f"at least {least} sample(s) of a group, got {len(samples)}"
-            )
-        for sample in samples.values():
-            if bad := [reward for *_, reward in sample if not math.isfinite(reward)]:
-                raise TrainingError(f"group {group.uid} cannot be trained: rewards must be finite, got {bad[0]}")
-            # A prompt is identified by its offset in the concatenated bodies.
-            rows += [
-                (position, place, len(rewards), base + t.prompt_at, t.prompt_tokens, t.fed, t.trained_tokens)
-                for place, t, _ in sample
-            ]
-            rewards.append(of_sample([reward for *_, reward in sample]))
-            prompts.append(position)
-            if needs_baseline(algorithm):
-                baselines.append(sample[0][1].metrics[BASELINE])
-            for name, scores in parts.items():
-                given = [t.metrics[key] for _, t, _ in sample if (key := f"reward/{name}") in t.metrics]
-                scores.append(of_sample(given) if given else math.nan)
-        base += group.header.body_bytes
-    positions, places, numbers, prompt_at, prompt_tokens, fed, trained = np.array(rows, np.int64).reshape(-1, 7).T
-    tokens = np.bincount(numbers, trained, len(rewards)).astype(np.int64)
-    step = StepRewards(
-        np.array(rewards, dtype=np.float64),
-        np.array(prompts, dtype=np.int64),
-        tokens,
-        {name: np.array(scores, dtype=np.float64) for name, scores in parts.items()},
-        weights,
-        baselines=np.array(baselines) if baselines else None,
-    )
-    # Those of tokens come later.
-    later = of_tokens or not algorithm.reward_coef
-    advantages = np.zeros(len(rewards)) if later else _advantages(step, algorithm)
-    members = Members(
-        np.arange(len(rows)),
-        positions,
-        places,
-        numbers,
-        advantages[numbers],
-        trained,
-        tokens[numbers] if algorithm.sample_weight == "sample" else trained,
-        Lengths(prompt_at, prompt_tokens, fed),
-    )
-    return members, step
-
-
-def _advantages(step: StepRewards, algorithm: AlgorithmConfig) -> NDArray[np.float64]:
-    advantages = np.asarray(estimator_of(algorithm)(step), dtype=np.float64)
-    _check(algorithm, advantages, len(step.rewards), "sample", bool(np.isfinite(advantages).all()))
-    return advantages
-
-
-def _check(algorithm: AlgorithmConfig, advantages: NDArray[Any], count: int, what: str, finite: bool = True) -> None:
-    if advantages.shape != (count,) or not finite:
-        raise TrainingError(
-            f"algorithm.advantage={algorithm.advantage} must return {count} finite numbers, one for each {what}, but "
-            f"returned {advantages!r:.200}"
-        )
-
-
-def _divisor(part: Members, algorithm: AlgorithmConfig, longest: int) -> float:
-    """What the sum over all trajectories of a minibatch is divided by; see `AlgorithmConfig.aggregation`."""
-    if algorithm.aggregation == "token":
-        return float(part.trained.sum())
-    each = part.samples if algorithm.sample_weight == "sample" else part.numbers
-    sequences = float(len(np.unique(each[part.trained > 0])))
-    return sequences if algorithm.aggregation == "sequence" else sequences * longest
-
-
 def _batch_metrics(groups: Sequence[LeasedGroup], version: int) -> dict[str, float]:
     """Counts and staleness over all trajectories with a reward, and the mean reward of their samples.
 
@@ -688,13 +574,6 @@ def _lengths(lengths: Sequence[int]) -> dict[str, float]:
     """Of the responses in tokens, to be compared with those of all generated ones."""
     name = "train/response_length"
     return {name: sum(lengths) / len(lengths), **percentiles(name, lengths)} if lengths else {}
-
-
-def _split(members: Members, groups: int, parts: int) -> list[Members]:
-    """Splits groups, in order, into ``parts`` non-empty minibatches of nearly equal numbers of groups."""
-    parts = max(1, min(parts, groups))
-    bounds = np.searchsorted(members.groups, [groups * part // parts for part in range(parts + 1)])
-    return [members[np.arange(low, high)] for low, high in pairwise(bounds.tolist())]
 
 
 def _load(

@@ -103,11 +103,11 @@ class Forks:
 class TokenRewards:
     """The trained tokens of this rank's trajectories of a step, one trajectory after another; arrays [tokens].
 
-    Those of trajectory i are from ``starts[i]`` up to ``starts[i + 1]``; it answers prompt ``groups[i]``. ``rewards`` of
-    a trajectory sum up to what its sample earns from its first token on: with one trajectory the sample's reward, with
-    several less what the tokens of earlier ones were given. What later ones earn (``carried``, [trajectories]) is at
-    the last token; `earned` is without it. ``rewarded`` are the tokens with a reward of their own. ``penalties``, None
-    without, are subtracted from ``rewards`` already.
+    Those of trajectory i are from ``starts[i]`` up to ``starts[i + 1]``; it answers prompt ``groups[i]``. ``rewards``
+    of a trajectory sum up to what its sample earns from its first token on: with one trajectory the sample's reward,
+    with several less what the tokens of earlier ones were given. What later ones earn (``carried``, [trajectories]) is
+    at the last token; `earned` is without it. ``rewarded`` are the tokens with a reward of their own. ``penalties``,
+    None without, are subtracted from ``rewards`` already.
 
     ``values`` are a critic's of the text before each token, 0 without one. ``longest`` are the most trained tokens of a
     sample of each prompt. ``squared_norms`` are those of the gradients of the tokens' log-probs by their logits,
