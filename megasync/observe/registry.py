@@ -70,11 +70,11 @@ CHAPTERS = (
     Chapter(
         "Training",
         (
-            Metric("train/reward", "reward", "Mean over the trained responses."),
+            Metric("train/reward", "reward", "Mean over the trained samples, penalties included."),
             Metric("train/loss", "", "Policy loss with its KL and entropy terms, mean over the optimizer steps."),
             Metric("train/grad_norm", "", "Norm of all gradients before clipping, mean over the optimizer steps."),
             Metric("train/lr", "", "Learning rate of the last optimizer step."),
-            Metric("train/sequences", "responses", "Responses with a reward."),
+            Metric("train/sequences", "responses", "Responses with a reward; several of a sample that forked."),
             Metric("train/tokens", "tokens", "Trained tokens."),
             Metric("train/tokens_per_second", "tokens/s", "Trained tokens by wall time, over the latest ten steps."),
             Metric("train/seconds", "s", "The step on a trainer rank."),
@@ -104,7 +104,7 @@ CHAPTERS = (
             Metric(
                 "train/kl", "nats", "KL estimate of policy against reference (`algorithm.kl_kind`), mean over tokens."
             ),
-            Metric("train/reward_penalty", "reward", "KL penalty of a response, mean (`algorithm.kl_in: reward`)."),
+            Metric("train/reward_penalty", "reward", "KL penalty of a sample, mean (`algorithm.kl_in: reward`)."),
             Metric("train/teacher_kl", "nats", "Policy's minus teacher's log-prob, mean over taught tokens."),
             Metric("train/clip_fraction", "share", "Tokens whose importance ratio the loss clipped."),
             Metric(
@@ -166,7 +166,11 @@ CHAPTERS = (
     Chapter(
         "Rollouts",
         (
-            Metric("rollout/reward_mean", "reward", "Mean reward of the latest groups, dropped ones included."),
+            Metric(
+                "rollout/reward_mean",
+                "reward",
+                "Mean reward of the samples of the latest groups, also dropped ones.",
+            ),
             Metric("rollout/response_length", "tokens", "Mean length of the latest responses."),
             Metric(
                 "rollout/response_length_<percentile>",
@@ -204,7 +208,7 @@ CHAPTERS = (
             Metric("rollout/worker_suspects", "prompts", "Prompts whose code may have killed a worker."),
             Metric("rollout/worker_poison", "prompts", "Prompts whose code killed workers, and which are dropped."),
             Metric("rollout/reward/<function>", "reward", "Mean of one reward function over the latest groups."),
-            Metric("rollout/reward/<function>/none", "share", "Responses that it declined to score."),
+            Metric("rollout/reward/<function>/none", "share", "Samples that it declined to score."),
             Metric("rollout/reward@<set>", "reward", "Mean reward of the latest groups of one of `data.sets`."),
             Metric("rollout/turns", "turns", "Turns of a conversation, mean."),
             Metric("rollout/turns_realigned", "turns", "Turns whose history the template would have rewritten, mean."),
@@ -212,7 +216,7 @@ CHAPTERS = (
             Metric("rollout/tool_<kind>", "calls", "Tool calls of a sample, mean: calls, errors, timeouts, and so on."),
             Metric("rollout/environment/turns", "turns", "Turns of an episode, mean."),
             Metric("rollout/environment/finished", "share", "Episodes that came to their end."),
-            Metric("rollout/<metric...>", "", "Mean of a workflow's own metric over the trajectories that have it."),
+            Metric("rollout/<metric...>", "", "Mean of a workflow's own metric over the samples that have it."),
         ),
     ),
     Chapter(
