@@ -346,7 +346,8 @@ class PolicyTrainer:
         are the step's.
         """
         device, last = self._engine.device.torch_device, self._engine.is_last_stage
-        given, rewarded, penalties, estimates, norms = ([np.zeros(0)] for _ in range(5))
+        given, penalties, estimates, norms = [np.zeros(0)], [np.zeros(0)], [np.zeros(0)], [np.zeros(0)]
+        rewarded = [np.zeros(0, bool)]
         counts: list[int] = []
         numbers: list[int] = []
         for number, minibatch in enumerate(minibatches):
@@ -377,7 +378,7 @@ class PolicyTrainer:
             self._summed,
             starts=np.cumsum([0, *counts]),
             given=np.concatenate(given),
-            rewarded=np.concatenate(rewarded).astype(bool),
+            rewarded=np.concatenate(rewarded),
             values=np.concatenate(estimates),
             penalties=np.concatenate(penalties) if penalised else None,
             squared_norms=np.concatenate(norms) if needs_norms(self._algorithm) else None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,7 +85,7 @@ class Forks:
         """Whether a trajectory is the last of its sample."""
         return np.diff(self.samples, append=-1) != 0
 
-    def before(self, values: Floats) -> Floats:
+    def before(self, values: Floats | Ints) -> NDArray[Any]:
         """The sums of the values of the trajectories before each in its sample."""
         so_far = np.cumsum(values) - values
         return so_far - so_far[np.searchsorted(self.samples, self.samples)]
