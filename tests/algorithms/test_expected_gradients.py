@@ -13,7 +13,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from toy_policy import Sample, advantages
+from toy_samples import Sample, advantages
 
 from megasync.config.builtin import ADVANTAGES
 from megasync.config.schema import AlgorithmConfig

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_policy import Sample, advantages, group_of
+from toy_samples import Sample, advantages, group_of
 
 from megasync.buffer.payload import in_memory
 from megasync.config.builtin import ADVANTAGES
