@@ -40,7 +40,7 @@ def chooser_of(config: AlgorithmConfig) -> Callable[[StepTokens], Bools] | None:
 
 
 def needs_two(config: AlgorithmConfig) -> bool:
-    """Whether the estimator compares the responses of a group. One of a user's own is taken not to."""
+    """Whether the estimator compares the samples of a group. One of a user's own is taken not to."""
     return bool(config.reward_coef) and config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].relative
 
 
@@ -69,6 +69,11 @@ def takes_tokens(config: AlgorithmConfig, critic: bool) -> bool:
 def needs_norms(config: AlgorithmConfig) -> bool:
     """Whether the estimator takes the squared norms of the gradients of log-probs by logits."""
     return config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].norms
+
+
+def takes_scores(config: AlgorithmConfig) -> bool:
+    """Whether the estimator compares the scores of each reward function by itself."""
+    return bool(config.reward_coef) and config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].scores
 
 
 def needs_baseline(config: AlgorithmConfig) -> bool:

@@ -24,10 +24,10 @@ class Algorithm:
     """An advantage estimator or a policy loss: its function, and what it takes beside the data.
 
     ``keys`` are keys of the section `algorithm`, ``options`` its own options with their defaults. ``relative``: an
-    estimator compares the responses of a group, so one of them is not enough. ``tokens``: it takes the rewards of
-    tokens and estimates their advantages. ``critic``: it takes the values of one, ``reference``: the log-ratios to the
-    reference policy, ``baseline``: the rewards of greedy responses, ``norms``: the squared norms of gradients by
-    logits.
+    estimator compares the samples of a group, so one of them is not enough. ``scores``: it compares the scores of each
+    reward function by itself. ``tokens``: it takes the rewards of tokens and estimates their advantages. ``critic``: it
+    takes the values of one, ``reference``: the log-ratios to the reference policy, ``baseline``: the rewards of greedy
+    responses, ``norms``: the squared norms of gradients by logits.
 
     ``whole``: a loss has a gradient, or an effect on other tokens, also where the advantage is 0. ``chooses``: the
     function that says which tokens of a whole minibatch it treats apart; keys and options are those of both.
@@ -40,6 +40,7 @@ class Algorithm:
     keys: tuple[str, ...] = ()
     options: Mapping[str, float] = field(default_factory=dict[str, float])
     relative: bool = True
+    scores: bool = False
     tokens: bool = False
     critic: bool = False
     baseline: bool = False
@@ -58,7 +59,7 @@ _CLIP = ("clip_low", "clip_high")
 ADVANTAGES = {
     "grpo": Algorithm(f"{_A}.grpo:grpo", ("normalize_std",)),
     "grpo_passk": Algorithm(f"{_A}.grpo_passk:grpo_passk", ("normalize_std",)),
-    "gdpo": Algorithm(f"{_A}.gdpo:gdpo", ("normalize_std",)),
+    "gdpo": Algorithm(f"{_A}.gdpo:gdpo", ("normalize_std",), scores=True),
     "rloo": Algorithm(f"{_A}.rloo:rloo"),
     "opo": Algorithm(f"{_A}.opo:opo"),
     "gpg": Algorithm(f"{_A}.gpg:gpg"),

@@ -70,11 +70,11 @@ CHAPTERS = (
     Chapter(
         "Training",
         (
-            Metric("train/reward", "reward", "Mean over the trained responses."),
+            Metric("train/reward", "reward", "Mean over the trained samples, penalties included."),
             Metric(
                 "train/reward_std",
                 "reward",
-                "Standard deviation of the rewards of all responses that `train/reward` is the mean of.",
+                "Standard deviation of the rewards of all samples that `train/reward` is the mean of.",
             ),
             Metric(
                 "train/uniform_groups",
@@ -88,7 +88,7 @@ CHAPTERS = (
                 "train/grad_norm", "", "Norm of all gradients before clipping, mean over the applied optimizer steps."
             ),
             Metric("train/lr", "", "Learning rate of the last applied optimizer step."),
-            Metric("train/sequences", "responses", "Responses with a reward."),
+            Metric("train/sequences", "responses", "Responses with a reward; several of a sample that forked."),
             Metric("train/tokens", "tokens", "Trained tokens of these responses."),
             Metric(
                 "train/computed_tokens",
@@ -140,7 +140,7 @@ CHAPTERS = (
             Metric(
                 "train/reward_penalty",
                 "reward",
-                "KL penalty of a response, mean over all responses with a reward (`algorithm.kl_in: reward`).",
+                "KL penalty of a sample, mean over all samples (`algorithm.kl_in: reward`).",
             ),
             Metric(
                 "train/teacher_kl",
@@ -238,7 +238,9 @@ CHAPTERS = (
     Chapter(
         "Rollouts",
         (
-            Metric("rollout/reward_mean", "reward", "Mean reward of the latest groups, dropped ones included."),
+            Metric(
+                "rollout/reward_mean", "reward", "Mean reward of the samples of the latest groups, also dropped ones."
+            ),
             Metric("rollout/baseline", "reward", "Mean reward of greedy responses (`algorithm.advantage: remax`)."),
             Metric("rollout/response_length", "tokens", "Mean length of the latest responses."),
             Metric(
@@ -277,7 +279,7 @@ CHAPTERS = (
             Metric("rollout/worker_suspects", "prompts", "Prompts whose code may have killed a worker."),
             Metric("rollout/worker_poison", "prompts", "Prompts whose code killed workers, and which are dropped."),
             Metric("rollout/reward/<function>", "reward", "Mean of one reward function over the latest groups."),
-            Metric("rollout/reward/<function>/none", "share", "Responses that it declined to score."),
+            Metric("rollout/reward/<function>/none", "share", "Samples that it declined to score."),
             Metric("rollout/reward@<set>", "reward", "Mean reward of the latest groups of one of `data.sets`."),
             Metric("rollout/turns", "turns", "Turns of a conversation, mean."),
             Metric("rollout/turns_realigned", "turns", "Turns whose history the template would have rewritten, mean."),
@@ -285,7 +287,7 @@ CHAPTERS = (
             Metric("rollout/tool_<kind>", "calls", "Tool calls of a sample, mean: calls, errors, timeouts, and so on."),
             Metric("rollout/environment/turns", "turns", "Turns of an episode, mean."),
             Metric("rollout/environment/finished", "share", "Episodes that came to their end."),
-            Metric("rollout/<metric...>", "", "Mean of a workflow's own metric over the trajectories that have it."),
+            Metric("rollout/<metric...>", "", "Mean of a workflow's own metric over the samples that have it."),
         ),
     ),
     Chapter(

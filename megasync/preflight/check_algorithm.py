@@ -37,7 +37,7 @@ def check_algorithm(config: Config) -> None:
         )
     if estimator is not None and estimator.relative and algorithm.reward_coef and samples < 2:
         raise ConfigError(
-            f"algorithm.advantage={algorithm.advantage} compares the responses of one prompt, but "
+            f"algorithm.advantage={algorithm.advantage} compares the samples of one prompt, but "
             f"schedule.samples_per_group={samples}; set it to at least 2"
         )
     if algorithm.correction == "none":
@@ -55,6 +55,20 @@ def check_algorithm(config: Config) -> None:
             "algorithm.kl_in=reward subtracts the KL penalty from one reward, but algorithm.advantage=gdpo normalises "
             "each reward function's alone; set kl_in=loss"
         )
+    if algorithm.kl_in == "reward" and algorithm.advantage == "gpg":
+        raise ConfigError(
+            "algorithm.kl_in=reward gives the samples of every group different rewards, but algorithm.advantage=gpg "
+            "scales by the share of groups whose rewards differ; set kl_in=loss"
+        )
+    if config.rollout.groups.overlong == "punish" and algorithm.reward_coef and algorithm.advantage == "gdpo":
+        raise ConfigError(
+            "rollout.groups.overlong=punish subtracts a penalty from the sum of the rewards, but "
+            "algorithm.advantage=gdpo normalises the scores of each reward function by itself; set overlong=keep or "
+            "mask, and score the length in one of rollout.rewards"
+        )
+    if algorithm.aggregation == "token":
+        reason = "with algorithm.aggregation=token, in which each token weighs the same; choose sequence or constant"
+        refuse_unused(algorithm, "algorithm", ("sample_weight",), reason)
     every, saved = algorithm.reference_every, config.checkpoint.every_steps
     if every and not algorithm.kl_coef and not (estimator is not None and estimator.reference):
         raise ConfigError(

@@ -176,7 +176,6 @@ class TrainerRank:
             dump_dir=self._run_dir / "skipped",
             temperature=config.rollout.sampling.temperature,
             longest=config.rollout.sampling.max_new_tokens,
-            reward_weights={name: reward.weight for name, reward in config.rollout.rewards.items()},
             critic=self._critic,
             taught=bool(config.teachers),
             recorder=recorder,

@@ -238,6 +238,16 @@ CONTRADICTIONS = [
     (["algorithm.kl_in=reward"], ["kl_in=reward", "kl_coef=0"]),
     (["algorithm.kl_in=reward", "algorithm.kl_coef=0.1", "algorithm.advantage=gdpo"], ["kl_in=reward", "gdpo"]),
     (["algorithm.advantage=dpo", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1"], ["kl_in=reward", "dpo"]),
+    (["algorithm.advantage=gpg", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1"], ["kl_in=reward", "gpg"]),
+    (
+        ["algorithm.advantage=gdpo", "rollout.groups.overlong=punish", "rollout.groups.overlong_tokens=1"],
+        ["overlong=punish", "advantage=gdpo", "score the length in one of rollout.rewards"],
+    ),
+    (["algorithm.sample_weight=trajectory"], ["sample_weight=trajectory has no effect", "aggregation=token"]),
+    (
+        ["algorithm.advantage=reinforce_plus_plus", "schedule.samples_per_group=1", "rollout.groups.drop_uniform=true"],
+        ["drop_uniform=true", "samples_per_group=1"],
+    ),
     (["algorithm.advantage=dpo", "schedule.samples_per_group=1"], ["algorithm.advantage=dpo", "at least 2"]),
     *(
         ([f"algorithm.{each}" for each in overrides], wanted)

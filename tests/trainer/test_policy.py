@@ -23,6 +23,15 @@ SCORED = {"steps": 2, "algorithm": {"kl_coef": 0.1}}
 REWARD_KL = {"steps": 2, "algorithm": {"kl_coef": 0.5, "kl_in": "reward", "kl_kind": "k1"}}
 # Its advantages need the reference, and so are estimated a second time.
 DPO = {"steps": 2, "algorithm": {**PLAIN, "advantage": "dpo", "loss": "gpg", "advantage_options": {"beta": 2.0}}}
+# Two of four trajectories of a group are one sample, each of which may be on another rank.
+FORKED = {"steps": 2, "samples": 4, "forked": True}
+FORKS = {
+    "forked steps": {**FORKED, **STEPPED},
+    "forked norms": {**FORKED, **NORMS},
+    "forked kl": {**FORKED, "algorithm": {**REWARD_KL["algorithm"], "advantage": "grpo_process"}},
+    "forked dpo": {**FORKED, **DPO},
+    "forked weight": {**FORKED, "algorithm": {"advantage": "rloo", "aggregation": "sequence"}},
+}
 # Two of three responses have a teacher.
 TAUGHT = {"steps": 2, "taught": True, "algorithm": {"teacher_coef": 0.2}}
 # Sequences of one step are weighed alike, and each is a whole in the loss.
@@ -78,6 +87,11 @@ def runs(run_ranks, model):
         "norms": NORMS,
         "stepped minibatches": {**STEPPED, "trainer": {"minibatches": 2}},
         "process": {"steps": 2, "algorithm": {"advantage": "grpo_process"}},
+        **FORKS,
+        "by trajectory": {
+            **FORKED,
+            "algorithm": {"advantage": "rloo", "aggregation": "sequence", "sample_weight": "trajectory"},
+        },
         "taught alone": {**TAUGHT, "algorithm": {**PLAIN, "reward_coef": 0.0}},
         "decay": {"steps": 1, "optimizer": {"lr": 1e-9, "weight_decay": 1e8}},
         **{
@@ -127,6 +141,12 @@ def spread(run_ranks, model):
                 ("cp2", {"context_parallel": 2}),
             )
         },
+        **{
+            f"{name}-dp2": {**each, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 40}}
+            for name, each in FORKS.items()
+        },
+        "forked steps-pp2": {**FORKS["forked steps"], "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
+        "forked steps-cp2": {**FORKS["forked steps"], "trainer": {"context_parallel": 2}},
     }
     return run_ranks("policies", 2, model=model, runs=settings)
 
@@ -155,6 +175,8 @@ def largest_difference(left, right):
         *((f"norms-{layout}", "norms") for layout in ("dp2", "pp2", "tp2", "cp2")),
         *(("stepped-cp2", "stepped"), ("stepped-minibatches", "stepped minibatches")),
         *((f"{name} {layout}", f"{name} 8192") for name in CHOSEN for layout in ("dp2", "pp2", "tp2", "cp2")),
+        *((f"{name}-dp2", name) for name in FORKS),
+        *(("forked steps-pp2", "forked steps"), ("forked steps-cp2", "forked steps")),
     ],
 )
 def test_metrics_are_the_same_on_every_rank_and_layout(runs, spread, layout, alone):
@@ -204,6 +226,14 @@ def test_rewards_of_steps_are_compared_in_their_group_and_without_them_it_is_grp
     assert stepped["train/grad_norm"] != pytest.approx(process["train/grad_norm"], rel=1e-2)
     # All responses are computed, also those without an advantage.
     assert process["train/grad_norm"] == pytest.approx(plain["train/grad_norm"], rel=1e-5)
+
+
+def test_a_sample_counts_once_in_means_and_weighs_what_the_configuration_says(runs):
+    """Its reward is the mean of 0 and 1, those of the other samples are 2 and 3."""
+    sample, trajectory = (runs[name]["metrics"][0] for name in ("forked weight", "by trajectory"))
+    assert sample["train/reward"] == trajectory["train/reward"] == pytest.approx(5.5 / 3)
+    assert sample["train/sequences"] == 16
+    assert sample["train/grad_norm"] != pytest.approx(trajectory["train/grad_norm"], rel=1e-2)
 
 
 def test_a_rank_loads_only_what_it_computes(spread):

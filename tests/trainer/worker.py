@@ -506,11 +506,11 @@ def gradients(engine):
     return {name: weight.main_grad.clone() for name, weight in trained.items()}
 
 
-def make_groups(seed, groups=4, samples=3, vocab=131, uniform=(), taught=False, stepped=False):
+def make_groups(seed, groups=4, samples=3, vocab=131, uniform=(), taught=False, stepped=False, forked=False):
     """Random groups; those in `uniform` have equal rewards. Every third response has a masked token.
 
     If `taught`, all but these responses have log-probs of a teacher. If `stepped`, every other token of the others has
-    a reward, which is a part of that of the response.
+    a reward, which is a part of that of the response. If `forked`, the first two trajectories of a group are a sample.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -531,7 +531,7 @@ def make_groups(seed, groups=4, samples=3, vocab=131, uniform=(), taught=False, 
             if stepped and member % 3 != 0:
                 places = np.arange(len(response))
                 arrays[TOKEN_REWARDS] = np.where(places % 2 == 0, 0.1 * places, np.nan).astype(np.float32)
-            more = {"metrics": {BASELINE: 0.5}, "arrays": arrays}
+            more = {"metrics": {BASELINE: 0.5}, "arrays": arrays, "sample": max(0, member - forked)}
             members.append(Trajectory(prompt, response, mask, logprobs, [0] * len(response), reward=reward, **more))
         found.append(Group(f"0:{index}", members))
     return found

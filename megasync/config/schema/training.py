@@ -69,6 +69,9 @@ class AlgorithmConfig:
     # What the loss of a step is the mean of: token (all trained tokens alike), sequence (means over the tokens of
     # sequences), or constant (sums over the tokens of sequences, divided by the longest response).
     aggregation: str = limited("token", Choice("token", "sequence", "constant"))
+    # What sequence and constant count as one sequence where the conversation of a sample forked: sample (all tokens of
+    # the sample, so that it weighs as one that did not fork) or trajectory (each of its trajectories).
+    sample_weight: str = limited("sample", Choice("trajectory", "sample"))
     # PPO clips the ratio below 1 - clip_low; with 1 there is no lower bound.
     clip_low: float = limited(0.2, FRACTION)
     # PPO clips the ratio above 1 + clip_high.
