@@ -396,7 +396,8 @@ class GroupWorker:
     def _without_scores(self, scored: Sequence[Trajectory]) -> str:
         """What is wrong if the estimator compares the scores of reward functions, and a reward is not made of them."""
         names = self._selection.compared
-        if all(t.reward is None or any(f"reward/{name}" in t.metrics for name in names) for t in scored) or not names:
+        made = (t.reward is None or any(f"reward/{name}" in t.metrics for name in names) for t in scored)
+        if not names or all(made):
             return ""
         return (
             f"the workflow {name_of(self._workflow)} has set the reward of a response, so the reward functions "

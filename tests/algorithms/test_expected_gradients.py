@@ -164,17 +164,19 @@ def test_rewards_of_tokens_are_part_of_the_reward(name, rest):
     close(found, share * whole)
 
 
+@pytest.mark.parametrize("constant", [0.0, 5.0])
 @pytest.mark.parametrize("rewards", [MANY, BINARY, RARE], ids=["many", "binary", "rare"])
-def test_grpo_passk_climbs_the_expected_best_of_a_group(rewards):
+def test_grpo_passk_climbs_the_expected_best_of_a_group(rewards, constant):
     best = np.zeros(PARAMETERS)
     for each in itertools.product(OUTCOMES, repeat=SAMPLES):
         probability = np.prod([o.probability for o in each])
         best += probability * max(rewards[o.tokens] for o in each) * sum(o.score for o in each)
-    found = expected("grpo_passk", lambda o: sample_of(o, rewards[o.tokens]), normalize_std=False)
+    found = expected("grpo_passk", lambda o: sample_of(o, rewards[o.tokens] + constant), normalize_std=False)
     close(found, best)
 
 
-def test_dpo_climbs_the_preference_loss_of_best_and_worst():
+@pytest.mark.parametrize("constant", [0.0, 5.0])
+def test_dpo_climbs_the_preference_loss_of_best_and_worst(constant):
     beta, ratios = 0.7, {o.tokens: 0.3 * o.tokens[0] - 0.5 * o.tokens[1] for o in OUTCOMES}
     expected_gradient = np.zeros(PARAMETERS)
     for each in itertools.product(OUTCOMES, repeat=SAMPLES):
@@ -187,7 +189,7 @@ def test_dpo_climbs_the_preference_loss_of_best_and_worst():
         expected_gradient += probability * scale * (better.score - worse.score)
 
     def make(o):
-        return sample_of(o, MANY[o.tokens], log_ratio=ratios[o.tokens])
+        return sample_of(o, MANY[o.tokens] + constant, log_ratio=ratios[o.tokens])
 
     close(expected("dpo", make, advantage_options={"beta": beta}), expected_gradient)
 
@@ -204,7 +206,7 @@ def test_gpg_is_the_mean_over_the_groups_that_have_a_gradient(rewards, constant)
 
 
 # Scaled by deviations, which depend on the samples: of rewards 0 and 1 the direction is that of the mean reward.
-SCALED = ("grpo", "grpo_process", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+SCALED = ("grpo", "grpo_passk", "grpo_process", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 @cache
@@ -215,7 +217,7 @@ def _scaled(name: str, forks: bool, constant: float) -> np.ndarray:
         reward = BINARY[o.tokens] + constant
         return sample_of(o, reward, forks, scores=(("exact", reward), ("brief", 3.0)))
 
-    return expected(name, make, groups=1 if name in ("grpo", "grpo_process") else 2, weights=weights)
+    return expected(name, make, groups=1 if name.startswith("grpo") else 2, weights=weights)
 
 
 @pytest.mark.parametrize("constant", [0.0, 5.0])
@@ -231,4 +233,4 @@ def test_a_scaled_gradient_has_the_direction_of_that_of_the_mean_reward(name, co
 
 
 def test_every_estimator_is_here():
-    assert {*UNBIASED, *SCALED, "grpo_passk", "dpo", "gpg"} == set(ADVANTAGES)
+    assert {*UNBIASED, *SCALED, "dpo", "gpg"} == set(ADVANTAGES)

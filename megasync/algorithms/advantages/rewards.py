@@ -144,9 +144,10 @@ class TokenRewards:
         penalties: Floats | None = None,
         squared_norms: Floats | None = None,
     ) -> TokenRewards:
-        """From what was ``given`` to single tokens, which are parts of their sample's reward. A collective.
+        """From what was ``given`` to single tokens, as parts of the rewards of their samples. A collective.
 
-        What they leave of it counts at the last token of the sample. There it ends, also if all tokens have penalties.
+        What they leave of a reward counts at the last token of its sample, which then is ``rewarded``. So it is if
+        tokens have penalties: nothing may follow the last reward.
         """
         longest = np.zeros(prompts, dtype=np.int64)
         np.maximum.at(longest, step.groups, step.tokens)
