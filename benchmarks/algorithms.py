@@ -27,12 +27,14 @@ ROOT = Path(__file__).parents[1]
 CRITIC = ["critic.enabled=true", "critic.optimizer.lr=3e-3", "critic.optimizer.betas=[0.8,0.99]"]
 # The quickstart's step is a single optimizer step, in which nothing is clipped and most losses are the same.
 SEVERAL_STEPS = ["trainer.minibatches=4", "trainer.optimizer.lr=6e-4"]
-# Of estimators whose advantages have another scale than the quickstart's, and of losses whose papers take other bounds.
+# Of estimators and losses that need other keys than the quickstart's, and of losses whose papers take other bounds.
 OVERRIDES = {
     # As configs/quickstart_critic.yaml.
     "gae": [*CRITIC, *SEVERAL_STEPS, "algorithm.normalize_std=true"],
     "gspo": ["algorithm.clip_low=3e-4", "algorithm.clip_high=4e-4"],
-    "geo_mean": ["algorithm.clip_low=0.4", "algorithm.clip_high=0.4"],
+    "geo_mean": ["algorithm.clip_low=0.4", "algorithm.clip_high=0.4", "algorithm.correction=sequence"],
+    # Both responses of a pair weigh the same.
+    "dpo": ["algorithm.correction=none"],
 }
 HALF, SOLVED = 0.5, 0.9
 

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,8 @@ class Trajectory:
     ``text`` is for the reward function; the trainer does not get it. ``arrays`` holds further arrays by name, whose
     first dimension are the response tokens; only that of `ROUTES` has the prompt's too, and that of `SUPPORT` any
     number. ``turns`` say who wrote which tokens, where that is known; those behind the last token are left out.
+    ``sample`` is the number of its sample within the group, which all trajectories of a conversation that forked share;
+    a trajectory without one is a sample of its own.
     """
 
     prompt_ids: IntArray
@@ -60,6 +62,7 @@ class Trajectory:
     metrics: dict[str, float]
     arrays: dict[str, NDArray[Any]]
     turns: tuple[Turn, ...]
+    sample: int | None
 
     def __init__(
         self,
@@ -74,6 +77,7 @@ class Trajectory:
         metrics: dict[str, float] | None = None,
         arrays: Mapping[str, NDArray[Any]] | None = None,
         turns: Iterable[Turn] = (),
+        sample: int | None = None,
     ) -> None:
         """Raises ValueError, naming the field, for values of another kind or number."""
         _set(
@@ -89,6 +93,7 @@ class Trajectory:
             metrics={} if metrics is None else metrics,
             arrays={name: np.asarray(array) for name, array in (arrays or {}).items()},
             turns=_field("turns", lambda given: within(given, len(response_ids)), turns),
+            sample=sample,
         )
         if not self.prompt_ids.size:
             raise ValueError("a trajectory needs at least one prompt token")
@@ -116,6 +121,7 @@ class Trajectory:
         metrics: dict[str, float],
         arrays: dict[str, NDArray[Any]],
         turns: tuple[Turn, ...],
+        sample: int | None,
     ) -> Trajectory:
         """Takes read-only arrays of the right types, runs and turns, as they are.
 
@@ -135,6 +141,7 @@ class Trajectory:
             metrics=metrics,
             arrays=arrays,
             turns=turns,
+            sample=sample,
         )
         if not len(loss_mask) == len(logprobs) == len(versions) == len(response_ids):
             _check_lengths(len(response_ids), {"loss_mask": loss_mask, "logprobs": logprobs, "versions": versions})
@@ -243,15 +250,58 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The scored trajectories of one prompt: the unit that is admitted, leased and trained."""
+    """The scored trajectories of one prompt: the unit that is admitted, leased and trained.
+
+    Without ``least`` samples it is not trained: an estimator that compares samples needs two. ``score`` is the mean
+    reward of the prompt's samples as the task gave it, before penalties and selection; None takes that of the
+    trajectories. ``weights`` are those of the reward functions whose scores the metrics hold, if there are several.
+    """
 
     uid: str
     trajectories: list[Trajectory]
+    least: int = 2
+    score: float | None = None
+    weights: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def oldest_version(self) -> int | None:
         """The smallest version among trained tokens of all trajectories; None when no token is trained."""
         return min((v for t in self.trajectories if (v := t.oldest_version) is not None), default=None)
+
+
+class _OfSample(Protocol):
+    """A trajectory or its header."""
+
+    @property
+    def sample(self) -> int | None: ...
+    @property
+    def reward(self) -> float | None: ...
+
+
+T = TypeVar("T", bound=_OfSample)
+
+
+def by_sample(trajectories: Iterable[T]) -> list[list[T]]:
+    """The trajectories of each sample, in the order in which the samples begin."""
+    samples: dict[object, list[T]] = {}
+    for place, trajectory in enumerate(trajectories):
+        number = trajectory.sample
+        samples.setdefault(("alone", place) if number is None else number, []).append(trajectory)
+    return [*samples.values()]
+
+
+def of_sample(values: Sequence[float]) -> float:
+    """What a sample has of something, from what each of its trajectories has: the mean.
+
+    If all are equal it is exactly theirs, so that equal samples stay equal however often they forked.
+    """
+    return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
+
+
+def sample_rewards(trajectories: Iterable[_OfSample]) -> list[float]:
+    """The reward of each sample that has one."""
+    known = ([t.reward for t in sample if t.reward is not None] for sample in by_sample(trajectories))
+    return [of_sample(rewards) for rewards in known if rewards]
 
 
 def _field(name: str, convert: Any, values: Any) -> Any:

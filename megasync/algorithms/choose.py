@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from megasync.algorithms.advantages.rewards import Floats, TokenRewards
-from megasync.algorithms.losses.tokens import PolicyTokens, TokenLoss
+from megasync.algorithms.losses.tokens import Bools, PolicyTokens, StepTokens, TokenLoss
 from megasync.config.builtin import ADVANTAGES, LOSSES, Algorithm
 from megasync.config.schema import AlgorithmConfig
 from megasync.importing import load_function
@@ -16,16 +16,31 @@ from megasync.importing import load_function
 
 def estimator_of(config: AlgorithmConfig) -> Callable[[Any], Floats]:
     """A function of StepRewards, or of TokenRewards (`takes_tokens`). Raises ConfigError if it cannot be loaded."""
-    return _with_options(config, ADVANTAGES, config.advantage, config.advantage_options)
+    builtin = ADVANTAGES.get(config.advantage)
+    function = load_function(config.advantage if builtin is None else builtin.function)
+    return _with_options(config, ADVANTAGES, function, config.advantage_options)
 
 
 def loss_of(config: AlgorithmConfig) -> Callable[[PolicyTokens], TokenLoss]:
     """Raises ConfigError if the function cannot be loaded."""
-    return _with_options(config, LOSSES, config.loss, config.loss_options)
+    builtin = LOSSES.get(config.loss)
+    function = load_function(config.loss if builtin is None else builtin.function)
+    options = config.loss_options
+    if builtin is not None and builtin.chooses:
+        options = _named_by(function, options)
+    return _with_options(config, LOSSES, function, options)
+
+
+def chooser_of(config: AlgorithmConfig) -> Callable[[StepTokens], Bools] | None:
+    """The function that chooses the tokens of a minibatch that the loss treats apart; None if it has none."""
+    if config.loss not in LOSSES or not LOSSES[config.loss].chooses:
+        return None
+    function = load_function(LOSSES[config.loss].chooses)
+    return _with_options(config, LOSSES, function, _named_by(function, config.loss_options))
 
 
 def needs_two(config: AlgorithmConfig) -> bool:
-    """Whether the estimator compares the responses of a group. One of a user's own is taken not to."""
+    """Whether the estimator compares the samples of a group. One of a user's own is taken not to."""
     return bool(config.reward_coef) and config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].relative
 
 
@@ -56,6 +71,11 @@ def needs_norms(config: AlgorithmConfig) -> bool:
     return config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].norms
 
 
+def takes_scores(config: AlgorithmConfig) -> bool:
+    """Whether the estimator compares the scores of each reward function by itself."""
+    return bool(config.reward_coef) and config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].scores
+
+
 def needs_baseline(config: AlgorithmConfig) -> bool:
     """Whether the estimator takes the reward of a greedy response to each prompt."""
     return bool(config.reward_coef) and config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].baseline
@@ -67,9 +87,13 @@ def needs_all_tokens(config: AlgorithmConfig) -> bool:
 
 
 def _with_options(
-    config: AlgorithmConfig, builtin: Mapping[str, Algorithm], name: str, options: Mapping[str, Any]
+    config: AlgorithmConfig, builtin: Mapping[str, Algorithm], function: Callable[..., Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    function = load_function(builtin[name].function if name in builtin else name)
     shared = {key for item in builtin.values() for key in item.keys}
     wanted = [key for key in inspect.signature(function).parameters if key in shared]
     return partial(function, **{key: getattr(config, key) for key in wanted}, **options)
+
+
+def _named_by(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options that the function takes: a loss and the function that chooses its tokens share them."""
+    return {name: value for name, value in options.items() if name in inspect.signature(function).parameters}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megasync.algorithms.choose import loss_of
 from megasync.algorithms.importance import ImportanceWeights, importance_weights, rejected
-from megasync.algorithms.kl import KL_KINDS, kl_by_age
+from megasync.algorithms.kl import KL_KINDS, k3, kl_by_age
 from megasync.algorithms.losses.tokens import PolicyTokens
 from megasync.config.schema import AlgorithmConfig
 from megasync.errors import ConfigError
@@ -33,6 +33,7 @@ def policy_loss(
     segments: Tensor | None = None,
     token_weights: Tensor | None = None,
     ages: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss summed over the trained tokens of one microbatch. Inputs are [tokens]; arithmetic is float32.
 
@@ -41,7 +42,8 @@ def policy_loss(
     non-zero on trained tokens. ``segments`` (int64, the sequence of each token) is required for
     corrections, rejections and losses of sequences, ``reference_logprobs`` for ``kl_coef > 0``, ``entropy`` for
     ``entropy_coef > 0``. ``token_weights`` are what each token counts in the loss, 1 by default. ``ages`` (int64) are
-    the versions since each token was sampled; with them the sums include those of `kl_by_age`.
+    the versions since each token was sampled; with them the sums include those of `kl_by_age`. ``chosen`` (bool) are
+    the tokens that a loss with `chooser_of` has chosen.
 
     Returns the loss, a scalar to be divided by a *global* number of tokens or sequences, and detached float32 scalars:
     ``tokens``, and sums whose quotients by ``tokens`` are means. ``kl`` and ``entropy`` are present only if their
@@ -61,7 +63,7 @@ def policy_loss(
     advantages = _kept(advantages, keep).detach()
 
     denominator = behaviour if config.ratio == "behaviour" else old
-    found = loss_of(config)(PolicyTokens(logprobs, denominator, advantages, keep, segments))
+    found = loss_of(config)(PolicyTokens(logprobs, denominator, advantages, keep, segments, chosen))
     importance = _importance(config, old, behaviour, keep, segments)
     left_out = _rejected(config, old, behaviour, keep, segments)
     weights = torch.where(left_out, 0.0, importance.weights)
@@ -78,6 +80,8 @@ def policy_loss(
         "is_outside_fraction": importance.outside.sum(),
         "is_rejected_fraction": left_out.sum(),
         "logprob_diff": (old - behaviour).abs().sum(),
+        # Of what earlier optimizer steps of the batch have changed.
+        "approx_kl": k3(old, logprobs.detach()).sum(),
     }
     if ages is not None:
         sums |= kl_by_age(old, behaviour, keep, ages)

@@ -22,7 +22,6 @@ from megasync.buffer.groups import GroupEntry
 from megasync.buffer.ledger import WITHOUT, Ledger, Report, begun
 from megasync.buffer.payload import EncodedGroup, LeasedGroup
 from megasync.buffer.state import (
-    MIN_SURVIVORS,
     BufferSnapshot,
     BufferStateError,
     BufferStatus,
@@ -73,7 +72,6 @@ class DurableBuffer:
         self.state = TrajectoryBuffer(
             Pacing.of(schedule),
             stale=schedule.stale,
-            least=min(MIN_SURVIVORS, schedule.samples_per_group),
             total_groups=total_groups,
             version=version,
             counters=counters,

@@ -52,7 +52,7 @@ from megasync.files import fdatasync, fsync
 FILE = "ledger.db"
 # Identifies a ledger among SQLite files: "mgsy".
 APPLICATION_ID = 0x6D677379
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 SCHEMA = """
 CREATE TABLE standing (field TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups (

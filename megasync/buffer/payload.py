@@ -30,7 +30,7 @@ from megasync.concurrency.first_use import prepared
 from megasync.errors import DataError
 from megasync.runs import Runs
 from megasync.support import Support
-from megasync.trajectory import Group, Partial, Trajectory
+from megasync.trajectory import Group, Partial, Trajectory, sample_rewards
 from megasync.turns import Turn
 
 # Arrays begin at multiples of this many bytes.
@@ -61,6 +61,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
     reward: float | None
     finish_reason: str
     metrics: dict[str, Any]
+    sample: int | None
     arrays: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     mask_below: int = 0
     turns: int = 0
@@ -84,11 +85,17 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
 
 @prepared
 class GroupHeader(msgspec.Struct, frozen=True, array_like=True):
-    """``newest_version`` is that of any token. ``body_bytes`` is the length of the whole body."""
+    """``newest_version`` is that of any token. ``body_bytes`` is the length of the whole body.
+
+    ``least``, ``score`` and ``weights`` are the group's, as ``sample`` is the trajectory's (`trajectory.Group`).
+    """
 
     uid: str
     newest_version: int
     body_bytes: int
+    least: int
+    score: float | None
+    weights: dict[str, float]
     trajectories: tuple[TrajectoryHeader, ...]
 
     @property
@@ -98,8 +105,8 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def mean_reward(self) -> float | None:
-        """That of its scored trajectories; None without any."""
-        rewards = [t.reward for t in self.trajectories if t.reward is not None]
+        """The ``score``, else the mean reward of the samples; None without any."""
+        rewards = sample_rewards(self.trajectories) if self.score is None else [self.score]
         return sum(rewards) / len(rewards) if rewards else None
 
     @property
@@ -260,7 +267,8 @@ def encode(group: Group) -> EncodedGroup:
     writer, prompts = _Writer(), dict[bytes, tuple[int, int]]()
     trajectories = tuple(_write(trajectory, writer, prompts, group.uid) for trajectory in group.trajectories)
     newest = max((max(t.versions.values.tolist()) for t in group.trajectories if len(t.versions)), default=0)
-    header = GroupHeader(group.uid, newest, writer.size, trajectories)
+    weights = dict(group.weights)
+    header = GroupHeader(group.uid, newest, writer.size, group.least, group.score, weights, trajectories)
     try:
         return EncodedGroup(_packer.encode(header), writer.body())
     except (NotImplementedError, TypeError, ValueError, OverflowError) as error:
@@ -312,6 +320,7 @@ def _write(t: Trajectory, writer: _Writer, prompts: dict[bytes, tuple[int, int]]
         reward=t.reward,
         finish_reason=t.finish_reason,
         metrics=t.metrics,
+        sample=t.sample,
         arrays=tuple((name, array.dtype.str, array.shape) for name, array in t.arrays.items()),
         turns=len(turns),
     )
@@ -346,6 +355,9 @@ def decode(header: GroupHeader, body: bytes | memoryview) -> Group:
     return Group(
         header.uid,
         [decode_trajectory(t, *(view[at : at + size] for at, size in parts_of(t))) for t in header.trajectories],
+        header.least,
+        header.score,
+        header.weights,
     )
 
 
@@ -382,6 +394,7 @@ def decode_trajectory(header: TrajectoryHeader, prompt: bytes | memoryview, own:
         metrics=header.metrics,
         arrays={name: further.array(dtype, math.prod(shape)).reshape(shape) for name, dtype, shape in header.arrays},
         turns=_turns.decode(further.array(np.uint8, header.turns).data) if header.turns else (),
+        sample=header.sample,
     )
     return trajectory.masked(header.mask_below) if header.mask_below else trajectory
 

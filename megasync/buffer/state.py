@@ -46,9 +46,8 @@ from megasync.buffer.payload import Body, EncodedGroup, EncodedPartial, GroupHea
 from megasync.concurrency.first_use import prepared
 from megasync.config.pacing import Pacing
 from megasync.errors import MegasyncError
+from megasync.trajectory import by_sample
 
-# A relative advantage compares a group's responses: a lone survivor would be trained on nothing but its raw reward.
-MIN_SURVIVORS = 2
 # The reason for drops of groups whose steps kept raising errors.
 FAILED_STEP = "failed_step"
 # What `schedule.stale` may say.
@@ -180,7 +179,6 @@ class TrajectoryBuffer:
         pacing: Pacing,
         *,
         stale: str = "regenerate",
-        least: int = MIN_SURVIVORS,
         total_groups: int | None = None,
         version: int = 0,
         counters: Mapping[str, Any] | None = None,
@@ -198,8 +196,6 @@ class TrajectoryBuffer:
         self.pacing = pacing
         self.status = snapshot.status if snapshot else BufferStatus.initial(0, version, counters or {})
         self._stale = stale
-        # Responses that a group must have left to be trained.
-        self._least = least
         self._total_steps = None if total_groups is None else total_groups // pacing.groups_per_step
         self._clock = clock
         self._groups = GroupIndex(changed, self.status.inherited)
@@ -258,7 +254,7 @@ class TrajectoryBuffer:
         survivors = [t for t in group.trajectories if t.reward is not None and t.oldest_version is not None]
         if entry.state is GroupState.RETURNED:
             oldest = group.of(survivors).oldest_version
-            if oldest is None or len(survivors) < self._least or oldest < self.least_version:
+            if oldest is None or len(by_sample(survivors)) < group.least or oldest < self.least_version:
                 return False
         if survivors:
             self._saw([group.newest_version])
@@ -552,9 +548,12 @@ class TrajectoryBuffer:
         self.status.newest_version = max(self.status.newest_version, max(versions, default=0))
 
     def _keep(self, entry: GroupEntry, group: GroupHeader, survivors: Sequence[TrajectoryHeader], body: Body) -> bool:
-        """Finishes the group with its survivors, or drops it when they are too few. Returns whether it was kept."""
+        """Finishes the group with its survivors, or drops it when they are too few. Returns whether it was kept.
+
+        A relative advantage compares samples: a lone one would be trained on nothing but its raw reward.
+        """
         self.status.removed_trajectories += len(group.trajectories) - len(survivors)
-        if len(survivors) < self._least:
+        if len(by_sample(survivors)) < max(1, group.least):
             self._drop(entry, "lone_survivor" if survivors else "no_survivor")
             return False
         self._groups.finish(entry, group.of(survivors), body)

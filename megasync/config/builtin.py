@@ -24,23 +24,33 @@ class Algorithm:
     """An advantage estimator or a policy loss: its function, and what it takes beside the data.
 
     ``keys`` are keys of the section `algorithm`, ``options`` its own options with their defaults. ``relative``: an
-    estimator compares the responses of a group, so one of them is not enough. ``tokens``: it takes the rewards of
-    tokens and estimates their advantages. ``critic``: it takes the values of one, ``reference``: the log-ratios to the
-    reference policy, ``baseline``: the rewards of greedy responses, ``norms``: the squared norms of gradients by
-    logits. ``whole``: a loss has a gradient, or an effect on
-    other tokens, also where the advantage is 0.
+    estimator compares the samples of a group, so one of them is not enough. ``scores``: it compares the scores of each
+    reward function by itself. ``tokens``: it takes the rewards of tokens and estimates their advantages. ``critic``: it
+    takes the values of one, ``reference``: the log-ratios to the reference policy, ``baseline``: the rewards of greedy
+    responses, ``norms``: the squared norms of gradients by logits.
+
+    ``whole``: a loss has a gradient, or an effect on other tokens, also where the advantage is 0. ``chooses``: the
+    function that says which tokens of a whole minibatch it treats apart; keys and options are those of both.
+    ``responses``: all tokens of a response get the same gradient, so they must have the same advantage and weight.
+    ``ratio``: it takes the ratio of policies. ``penalty``: it differs from the plain policy gradient by a penalty on
+    that ratio alone.
     """
 
     function: str
     keys: tuple[str, ...] = ()
     options: Mapping[str, float] = field(default_factory=dict[str, float])
     relative: bool = True
+    scores: bool = False
     tokens: bool = False
     critic: bool = False
     baseline: bool = False
     norms: bool = False
     reference: bool = False
     whole: bool = False
+    chooses: str = ""
+    responses: bool = False
+    ratio: bool = True
+    penalty: bool = False
 
 
 _A, _L = "megasync.algorithms.advantages", "megasync.algorithms.losses"
@@ -49,7 +59,7 @@ _CLIP = ("clip_low", "clip_high")
 ADVANTAGES = {
     "grpo": Algorithm(f"{_A}.grpo:grpo", ("normalize_std",)),
     "grpo_passk": Algorithm(f"{_A}.grpo_passk:grpo_passk", ("normalize_std",)),
-    "gdpo": Algorithm(f"{_A}.gdpo:gdpo", ("normalize_std",)),
+    "gdpo": Algorithm(f"{_A}.gdpo:gdpo", ("normalize_std",), scores=True),
     "rloo": Algorithm(f"{_A}.rloo:rloo"),
     "opo": Algorithm(f"{_A}.opo:opo"),
     "gpg": Algorithm(f"{_A}.gpg:gpg"),
@@ -67,13 +77,25 @@ ADVANTAGES = {
 LOSSES = {
     "vanilla": Algorithm(f"{_L}.vanilla:vanilla", (*_CLIP, "dual_clip")),
     "gspo": Algorithm(f"{_L}.gspo:gspo", _CLIP),
-    "geo_mean": Algorithm(f"{_L}.geo_mean:geo_mean", _CLIP),
+    "geo_mean": Algorithm(f"{_L}.geo_mean:geo_mean", _CLIP, responses=True),
     "cispo": Algorithm(f"{_L}.cispo:cispo", _CLIP),
     "sapo": Algorithm(f"{_L}.sapo:sapo", options={"tau_positive": 1.0, "tau_negative": 1.05}),
-    "gpg": Algorithm(f"{_L}.gpg:gpg"),
-    "dro": Algorithm(f"{_L}.dro:dro", options={"beta": 0.1}, whole=True),
+    "gpg": Algorithm(f"{_L}.gpg:gpg", ratio=False),
+    "dro": Algorithm(f"{_L}.dro:dro", options={"beta": 0.1}, whole=True, penalty=True),
     "dppo_tv": Algorithm(f"{_L}.dppo:dppo_tv", _CLIP, {"max_ratio": 20.0}),
     "dppo_kl": Algorithm(f"{_L}.dppo:dppo_kl", _CLIP, {"max_ratio": 20.0}),
-    "clip_cov": Algorithm(f"{_L}.covariance:clip_cov", _CLIP, {"share": 0.0002, "least": 1.0, "most": 5.0}, whole=True),
-    "kl_cov": Algorithm(f"{_L}.covariance:kl_cov", options={"share": 0.0002, "coef": 1.0}, whole=True),
+    "clip_cov": Algorithm(
+        f"{_L}.covariance:clip_cov",
+        _CLIP,
+        {"share": 0.0002, "least": 1.0, "most": 5.0},
+        whole=True,
+        chooses=f"{_L}.covariance:clip_cov_tokens",
+    ),
+    "kl_cov": Algorithm(
+        f"{_L}.covariance:kl_cov",
+        options={"share": 0.0002, "coef": 1.0},
+        whole=True,
+        chooses=f"{_L}.covariance:kl_cov_tokens",
+        penalty=True,
+    ),
 }

@@ -51,6 +51,8 @@ _DISTRIBUTION: dict[str, float | None] = {
     "--enable-watermark": None,
     "--watermark-config": None,
 }
+# Computes logits in float32 from a model in bfloat16.
+FLOAT32_HEAD = "--enable-fp32-lm-head"
 OF_ROLLOUT: dict[str, str | None] = {
     "--attn-dp-size": "rollout.attention_data_parallel",
     "--enable-dp-attention": "rollout.attention_data_parallel",
@@ -135,3 +137,23 @@ def check_trained_args(servers: str, arguments: Mapping[str, Any]) -> None:
                 f"{servers}.server_args {argument}={arguments[argument]!r} would sample training rollouts from another "
                 f"distribution than the trainer scores (rollout.sampling); {fix}"
             )
+
+
+def check_head(in_float32: bool, dtype: str, arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError if only one of trainer and servers computes logits in float32: their log-probs would differ.
+
+    ``in_float32`` is `trainer.float32_head`. In a model that is in float32 both do.
+    """
+    served = any(name.partition("=")[0] == FLOAT32_HEAD and value is not False for name, value in arguments.items())
+    if dtype == "float32" or served == in_float32:
+        return
+    shown = json.dumps({FLOAT32_HEAD: True})
+    if in_float32:
+        raise ConfigError(
+            f"trainer.float32_head=true computes logits in float32, but servers compute them in model.dtype={dtype}, "
+            f"which adds a gap to every log-prob; set rollout.server_args={shown}, or float32_head=false"
+        )
+    raise ConfigError(
+        f"rollout.server_args {FLOAT32_HEAD} computes logits in float32, but trainer.float32_head=false computes them "
+        f"in model.dtype={dtype}, which adds a gap to every log-prob; set float32_head=true, or drop the flag"
+    )

@@ -3,14 +3,19 @@
 A policy is a pure function of a row's past scores, such as `by_success`, or a user's own. What it leaves out is
 admitted and dropped at once, so the ledger accounts for it, and the scores that it judges by come from there after a
 crash.
+
+Invariant: what is known of a row is one score for each epoch, that of the newest generation of its group, in the order
+of epochs. It depends neither on the order in which groups end nor on the times that one is generated, so a resumed run
+judges as the live one did; `Curriculum.record` guarantees this.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from megasync.config import builtin
@@ -19,13 +24,10 @@ from megasync.importing import load_function
 
 log = logging.getLogger(__name__)
 
-# Scores of a row that are remembered.
-REMEMBERED = 16
-
 
 @dataclass(frozen=True, slots=True)
 class RowHistory:
-    """``scores`` are mean rewards of the row's groups, oldest first, at most `REMEMBERED`, in the epochs ``epochs``."""
+    """``scores`` are mean rewards of the row's groups, one for each of ``epochs``, which ascend."""
 
     scores: tuple[float, ...] = ()
     epochs: tuple[int, ...] = ()
@@ -41,14 +43,15 @@ def by_success(
     *,
     solved: float = 1.0,
     hopeless: float = 0.0,
-    patience: float = 1.0,
+    patience: float = 1,
     postpone: float = 2.0,
 ) -> bool:
     """Leaves out a row for good whose last ``patience`` groups all scored at least ``solved``; postpones one whose last
     groups all scored at most ``hopeless`` until ``postpone`` epochs after the newest of them.
     """
-    recent = history.scores[-int(patience) :]
-    if len(recent) < patience:
+    count = math.ceil(patience)
+    recent = history.scores[-count:]
+    if len(recent) < count:
         return True
     if min(recent) >= solved:
         return False
@@ -69,30 +72,26 @@ class Curriculum:
     def __init__(self, policy: Policy, rows: int) -> None:
         self._policy = policy
         self._rows = rows
-        self._histories: defaultdict[int, RowHistory] = defaultdict(RowHistory)
+        # The scores of each row by epoch.
+        self._scores: defaultdict[int, dict[int, float]] = defaultdict(dict)
         # Prompts that were left out since the last one that was not.
         self._left_out = 0
         self._warned = False
 
     def restore(self, scores: Iterable[tuple[str, float]]) -> None:
-        """Takes the scores of an earlier process, in their order."""
+        """Takes the scores of an earlier process."""
         for uid, score in scores:
             self.record(uid, score)
 
     def record(self, uid: str, score: float) -> None:
-        """The mean reward of a group that has ended."""
+        """Takes the mean reward of a group that has ended, in place of that of an earlier generation of it."""
         epoch, row = map(int, uid.split(":"))
-        known = self._histories[row]
-        self._histories[row] = replace(
-            known,
-            scores=(*known.scores, score)[-REMEMBERED:],
-            epochs=(*known.epochs, epoch)[-REMEMBERED:],
-        )
+        self._scores[row][epoch] = score
 
     def wants(self, uid: str) -> bool:
         """Whether to generate a prompt now. Never refuses more of them in a row than there are rows."""
         epoch, row = map(int, uid.split(":"))
-        if row not in self._histories or self._policy(self._histories[row], epoch):
+        if row not in self._scores or self._policy(self._history(row), epoch):
             self._left_out = 0
             return True
         self._left_out += 1
@@ -103,3 +102,7 @@ class Curriculum:
             self._warned = True
             log.warning("data.curriculum leaves out every row; training goes on with some of them all the same")
         return True
+
+    def _history(self, row: int) -> RowHistory:
+        epochs, scores = zip(*sorted(self._scores[row].items()), strict=True)
+        return RowHistory(scores, epochs)

@@ -70,12 +70,32 @@ CHAPTERS = (
     Chapter(
         "Training",
         (
-            Metric("train/reward", "reward", "Mean over the trained responses."),
-            Metric("train/loss", "", "Policy loss with its KL and entropy terms, mean over the optimizer steps."),
-            Metric("train/grad_norm", "", "Norm of all gradients before clipping, mean over the optimizer steps."),
-            Metric("train/lr", "", "Learning rate of the last optimizer step."),
-            Metric("train/sequences", "responses", "Responses with a reward."),
-            Metric("train/tokens", "tokens", "Trained tokens."),
+            Metric("train/reward", "reward", "Mean over the trained samples, penalties included."),
+            Metric(
+                "train/reward_std",
+                "reward",
+                "Standard deviation of the rewards of all samples that `train/reward` is the mean of.",
+            ),
+            Metric(
+                "train/uniform_groups",
+                "share",
+                "Groups whose rewards are all equal, or that have one only, of all groups of the step.",
+            ),
+            Metric(
+                "train/loss", "", "Policy loss with its KL and entropy terms, mean over the applied optimizer steps."
+            ),
+            Metric(
+                "train/grad_norm", "", "Norm of all gradients before clipping, mean over the applied optimizer steps."
+            ),
+            Metric("train/lr", "", "Learning rate of the last applied optimizer step."),
+            Metric("train/sequences", "responses", "Responses with a reward; several of a sample that forked."),
+            Metric("train/tokens", "tokens", "Trained tokens of these responses."),
+            Metric(
+                "train/computed_tokens",
+                "tokens",
+                "Trained tokens that the applied optimizer steps computed. Responses with an advantage of 0 are left "
+                "out if nothing else, such as a KL or entropy term, gives them a gradient.",
+            ),
             Metric("train/tokens_per_second", "tokens/s", "Trained tokens by wall time, over the latest ten steps."),
             Metric("train/seconds", "s", "The step on a trainer rank."),
             Metric(
@@ -90,6 +110,11 @@ CHAPTERS = (
                 "Tokens of prompts and responses that were computed in `train/seconds`, by device.",
             ),
             Metric("train/skipped", "steps", "Optimizer steps skipped because a loss or gradient was not finite."),
+            Metric(
+                "train/without_gradient",
+                "steps",
+                "Optimizer steps not taken because no response had a gradient, as with equal rewards in each group.",
+            ),
             Metric("train/staleness_mean", "versions", "Age of the oldest trained token of a response, mean."),
             Metric("train/staleness_max", "versions", "The same, of the oldest response."),
             Metric("train/token_staleness", "versions", "Age of a trained token, mean."),
@@ -100,25 +125,68 @@ CHAPTERS = (
                 "tokens",
                 "The same, p50, p90 and p99. Below `rollout/response_length_<percentile>`, long responses are lost.",
             ),
-            Metric("train/entropy", "nats", "Entropy of the policy at trained tokens, mean."),
+            Metric("train/entropy", "nats", "Entropy of the policy, mean over the computed tokens."),
             Metric(
-                "train/kl", "nats", "KL estimate of policy against reference (`algorithm.kl_kind`), mean over tokens."
+                "train/kl",
+                "nats",
+                "KL estimate of policy against reference (`algorithm.kl_kind`), mean over the computed tokens.",
             ),
-            Metric("train/reward_penalty", "reward", "KL penalty of a response, mean (`algorithm.kl_in: reward`)."),
-            Metric("train/teacher_kl", "nats", "Policy's minus teacher's log-prob, mean over taught tokens."),
-            Metric("train/clip_fraction", "share", "Tokens whose importance ratio the loss clipped."),
             Metric(
-                "train/dual_clip_fraction", "share", "Tokens with a negative advantage that the second bound clipped."
+                "train/approx_kl",
+                "nats",
+                "KL of the policy before the step against what earlier optimizer steps of the batch have made of it "
+                "(k3), mean over the computed tokens; 0 with one optimizer step a batch.",
             ),
-            Metric("train/logprob_diff", "nats", "Mean absolute gap between the trainer's and the server's log-prob."),
-            Metric("train/server_kl@<versions>", "nats", "KL of server against trainer, for tokens of that age."),
-            Metric("train/is_weight_mean", "", "Mean weight of the off-policy correction."),
-            Metric("train/is_outside_fraction", "share", "Tokens whose weight was truncated or masked."),
-            Metric("train/is_rejected_fraction", "share", "Tokens of rejected responses."),
             Metric(
-                "train/is_effective_share", "share", "Effective sample size of the weights, by the number of tokens."
+                "train/reward_penalty",
+                "reward",
+                "KL penalty of a sample, mean over all samples (`algorithm.kl_in: reward`).",
             ),
-            Metric("norms/grad/<layers>", "", "Norm of the gradients of a group of layers, before clipping."),
+            Metric(
+                "train/teacher_kl",
+                "nats",
+                "Policy's minus teacher's log-prob before the step, mean over the computed tokens that have a teacher.",
+            ),
+            Metric(
+                "train/clip_fraction",
+                "share",
+                "Computed tokens that a bound of the loss limited; with kl_cov, that it penalised.",
+            ),
+            Metric("train/dual_clip_fraction", "share", "Computed tokens that the second bound of the loss limited."),
+            Metric(
+                "train/logprob_diff",
+                "nats",
+                "Absolute gap between the trainer's log-prob before the step and the server's, mean over the computed "
+                "tokens.",
+            ),
+            Metric(
+                "train/server_kl@<versions>",
+                "nats",
+                "KL of server against trainer (k3), mean over the computed tokens of that age or, last, above it.",
+            ),
+            Metric(
+                "train/is_weight_mean",
+                "",
+                "Weight of the off-policy correction, mean over the computed tokens; 0 for rejected ones.",
+            ),
+            Metric("train/is_outside_fraction", "share", "Computed tokens whose weight was truncated or masked."),
+            Metric("train/is_rejected_fraction", "share", "Computed tokens of rejected responses."),
+            Metric(
+                "train/is_effective_share",
+                "share",
+                "Effective sample size of the weights, by the number of computed tokens.",
+            ),
+            Metric(
+                "train/merged_cosine",
+                "",
+                "Cosine of the change that adapters make and of that which merged weights in bfloat16 have of it; with "
+                "1, servers sample what is trained.",
+            ),
+            Metric(
+                "norms/grad/<layers>",
+                "",
+                "Norm of the gradients of a group of layers, before clipping, in the last applied optimizer step.",
+            ),
             Metric("norms/weight/<layers>", "", "Norm of its weights (`observe.norms_every`)."),
             Metric("trainer/data_parallel", "ranks", "Data-parallel size of the trainer."),
         ),
@@ -126,15 +194,19 @@ CHAPTERS = (
     Chapter(
         "Critic",
         (
-            Metric("critic/loss", "", "Value loss, mean over minibatches."),
-            Metric("critic/grad_norm", "", "Norm of its gradients before clipping."),
-            Metric("critic/lr", "", "Its learning rate."),
-            Metric("critic/skipped", "steps", "Its optimizer steps that were skipped because a number was not finite."),
-            Metric("critic/clip_fraction", "share", "Tokens whose value was clipped."),
-            Metric("critic/value_mean", "reward", "Mean value before the step."),
-            Metric("critic/return_mean", "reward", "Mean return."),
+            Metric("critic/loss", "", "Value loss, mean over its applied optimizer steps."),
             Metric(
-                "critic/explained_variance", "share", "Variance of the returns that the values explain; 1 is perfect."
+                "critic/grad_norm", "", "Norm of its gradients before clipping, mean over its applied optimizer steps."
+            ),
+            Metric("critic/lr", "", "Learning rate of its last optimizer step."),
+            Metric("critic/skipped", "steps", "Its optimizer steps that were skipped because a number was not finite."),
+            Metric("critic/clip_fraction", "share", "Trained tokens of the applied steps whose value was clipped."),
+            Metric("critic/value_mean", "reward", "Value before the step, mean over the same tokens."),
+            Metric("critic/return_mean", "reward", "Return, mean over the same tokens."),
+            Metric(
+                "critic/explained_variance",
+                "share",
+                "Variance of their returns that the values before the step explain; 1 is perfect.",
             ),
         ),
     ),
@@ -166,7 +238,10 @@ CHAPTERS = (
     Chapter(
         "Rollouts",
         (
-            Metric("rollout/reward_mean", "reward", "Mean reward of the latest groups, dropped ones included."),
+            Metric(
+                "rollout/reward_mean", "reward", "Mean reward of the samples of the latest groups, also dropped ones."
+            ),
+            Metric("rollout/baseline", "reward", "Mean reward of greedy responses (`algorithm.advantage: remax`)."),
             Metric("rollout/response_length", "tokens", "Mean length of the latest responses."),
             Metric(
                 "rollout/response_length_<percentile>",
@@ -204,7 +279,7 @@ CHAPTERS = (
             Metric("rollout/worker_suspects", "prompts", "Prompts whose code may have killed a worker."),
             Metric("rollout/worker_poison", "prompts", "Prompts whose code killed workers, and which are dropped."),
             Metric("rollout/reward/<function>", "reward", "Mean of one reward function over the latest groups."),
-            Metric("rollout/reward/<function>/none", "share", "Responses that it declined to score."),
+            Metric("rollout/reward/<function>/none", "share", "Samples that it declined to score."),
             Metric("rollout/reward@<set>", "reward", "Mean reward of the latest groups of one of `data.sets`."),
             Metric("rollout/turns", "turns", "Turns of a conversation, mean."),
             Metric("rollout/turns_realigned", "turns", "Turns whose history the template would have rewritten, mean."),
@@ -212,7 +287,7 @@ CHAPTERS = (
             Metric("rollout/tool_<kind>", "calls", "Tool calls of a sample, mean: calls, errors, timeouts, and so on."),
             Metric("rollout/environment/turns", "turns", "Turns of an episode, mean."),
             Metric("rollout/environment/finished", "share", "Episodes that came to their end."),
-            Metric("rollout/<metric...>", "", "Mean of a workflow's own metric over the trajectories that have it."),
+            Metric("rollout/<metric...>", "", "Mean of a workflow's own metric over the samples that have it."),
         ),
     ),
     Chapter(

@@ -55,7 +55,8 @@ Floats = NDArray[np.float32]
 class Row(msgspec.Struct, omit_defaults=True, gc=False):
     """One response in the index. ``at`` and ``size`` are the place of its body, in bytes.
 
-    ``sample`` is its position in its group. ``step`` is the training step, 0 of a dropped group, whose reason
+    ``sample`` is its position in its group; ``number`` is that of its sample, which the trajectories of a conversation
+    that forked share, -1 if it is alone. ``step`` is the training step, 0 of a dropped group, whose reason
     ``dropped`` is. ``version`` is that of the weights that the step began with; of a dropped group the newest that
     sampled a token. ``staleness`` is that version minus the oldest that sampled a trained token. ``tokens`` are those
     of the response, tool outputs included. ``advantage`` is the mean over the trained tokens, ``gap`` the mean absolute
@@ -70,6 +71,7 @@ class Row(msgspec.Struct, omit_defaults=True, gc=False):
     time: float
     tokens: int
     prompt_tokens: int
+    number: int = -1
     set: str = ""
     reward: float | None = None
     advantage: float | None = None
@@ -212,6 +214,7 @@ def recorded(
         time=round(time, 3),
         tokens=len(trajectory.response_ids),
         prompt_tokens=len(trajectory.prompt_ids),
+        number=-1 if trajectory.sample is None else trajectory.sample,
         set=next((name.removeprefix(_OF_SET) for name in trajectory.metrics if name.startswith(_OF_SET)), ""),
         reward=trajectory.reward,
         advantage=advantage,

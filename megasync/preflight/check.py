@@ -6,6 +6,7 @@ one function. Its error names all keys involved, their values, and a change that
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections.abc import Mapping
@@ -38,8 +39,9 @@ from megasync.config.schema import (
     RolloutConfig,
     TrainerConfig,
 )
-from megasync.config.server_args import OF_ROLLOUT, check_server_args, check_trained_args
+from megasync.config.server_args import OF_ROLLOUT, check_head, check_server_args, check_trained_args
 from megasync.config.supervised import is_supervised
+from megasync.data.curriculum import by_success
 from megasync.errors import CheckpointError, ConfigError
 from megasync.importing import keyword_options, load_function
 from megasync.layout.adapter import adapter_layout
@@ -55,7 +57,13 @@ from megasync.layout.model_files import (
 )
 from megasync.layout.topology import Topology
 from megasync.preflight.check_adapters import check_lora, check_served_adapters
-from megasync.preflight.check_algorithm import check_algorithm, check_critic, check_critic_model, check_optimizer
+from megasync.preflight.check_algorithm import (
+    check_algorithm,
+    check_critic,
+    check_critic_model,
+    check_objective,
+    check_optimizer,
+)
 from megasync.preflight.check_attention_groups import check_attention_groups
 from megasync.preflight.check_evaluation import check_evaluation, check_seeded
 from megasync.preflight.check_fp8_servers import check_fp8_servers
@@ -97,6 +105,7 @@ def check_config(
     _check_schedule(config)
     check_algorithm(config)
     check_critic(config)
+    check_objective(config)
     check_optimizer(config)
     _check_sync(config)
     _check_exports(config)
@@ -343,6 +352,8 @@ def _check_servers(config: Config) -> None:
         )
     check_server_args("rollout", rollout.server_args, OF_ROLLOUT)
     check_trained_args("rollout", rollout.server_args)
+    if not rollout.external:
+        check_head(config.trainer.float32_head, config.model.dtype, rollout.server_args)
     longest = config.data.prompt.max_tokens + rollout.sampling.max_new_tokens
     for key in ("context_length", "max_total_tokens"):
         room = getattr(rollout, key)
@@ -840,10 +851,24 @@ def _check_curriculum(data: DataConfig) -> None:
         if name not in known:
             said = f"its options are {', '.join(known)}" if known else "it has none"
             raise ConfigError(f"data.curriculum_options.{name}: data.curriculum={policy} has no such option; {said}")
-        if policy in builtin.CURRICULA and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ConfigError(f"data.curriculum_options.{name}={as_typed(value)} must be a number")
-    if policy == "by_success" and not options.get("patience", 1) >= 1:
-        raise ConfigError(f"data.curriculum_options.patience={options['patience']} must be at least 1")
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if policy in builtin.CURRICULA and not number:
+            raise ConfigError(f"data.curriculum_options.{name}={as_typed(value)} must be a finite number")
+    if policy == "by_success":
+        _check_by_success(**{**(by_success.__kwdefaults__ or {}), **options})
+
+
+def _check_by_success(solved: float, hopeless: float, patience: float, postpone: float) -> None:
+    """Refuses options with which `data.curriculum.by_success` would do nothing, or call a row both."""
+    key = "data.curriculum_options"
+    if not isinstance(patience, int) or patience < 1:
+        raise ConfigError(f"{key}.patience={patience} must be a whole number of at least 1: it counts groups")
+    if postpone < 0:
+        raise ConfigError(f"{key}.postpone={postpone} must be at least 0: it counts epochs; 0 postpones nothing")
+    if hopeless >= solved:
+        raise ConfigError(
+            f"{key}.hopeless={hopeless} must be below {key}.solved={solved}: a row cannot be both; change one of them"
+        )
 
 
 def _check_dataset(key: str, dataset: DatasetConfig, planning: bool) -> None:

@@ -114,6 +114,11 @@ def check_groups(config: Config) -> None:
             f"rollout.deterministic=true makes runs reproducible, but which responses finish first "
             f"(rollout.groups.extra_samples={groups.extra_samples}, keep=first) depends on timing; set keep=spread"
         )
+    if groups.drop_uniform and config.schedule.samples_per_group == 1:
+        raise ConfigError(
+            "rollout.groups.drop_uniform=true compares the rewards of a prompt's samples, but "
+            "schedule.samples_per_group=1; set drop_uniform=false"
+        )
     longest = config.rollout.sampling.max_new_tokens
     if groups.overlong == "punish":
         if not 1 <= groups.overlong_tokens <= longest:

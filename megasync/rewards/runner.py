@@ -64,6 +64,11 @@ class RewardRunner:
             for function in sync:
                 check_picklable(function.call)
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of the functions by name, if there are several."""
+        return {f.name: f.weight for f in self._functions} if len(self._functions) > 1 else {}
+
     async def score(
         self, trajectories: Sequence[Trajectory], columns: dict[str, Any], uid: str = ""
     ) -> list[Trajectory]:

@@ -199,8 +199,8 @@ class Conversation:
         """Return one trajectory per line, in the order in which the lines ended.
 
         Each sampled token is trained in exactly one trajectory. All trajectories get the reward and the text of the
-        last answer, so a reward function scores the whole sample. Only the last one carries the metrics, so that means
-        over trajectories are means over samples.
+        last answer, so a reward function scores the whole sample. Only the last one carries the metrics, which are the
+        sample's.
 
         ``turn_rewards`` are those of single generations, one for each: parts of the reward, which by default is their
         sum. Estimators that take rewards of tokens give each turn what it and the turns after it have got.

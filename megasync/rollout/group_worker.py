@@ -28,11 +28,10 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from megasync.algorithms.choose import needs_baseline, needs_two, takes_tokens
+from megasync.algorithms.choose import needs_baseline, needs_two, takes_scores, takes_tokens
 from megasync.buffer import BufferClosed, BufferStateError
 from megasync.buffer.payload import EncodedGroup, EncodedPartial, decode_partial, encode, encode_partial
 from megasync.concurrency.tasks import Backoff, cancel_and_wait
@@ -52,7 +51,7 @@ from megasync.rollout.sample_client import Client, SampleClient, request_seed
 from megasync.rollout.selection import Selection
 from megasync.rollout.teachers import Teachers
 from megasync.rollout.workflow import TrajectoryCheck, Workflow
-from megasync.trajectory import BASELINE, TOKEN_REWARDS, Group, Prompt, Trajectory
+from megasync.trajectory import BASELINE, TOKEN_REWARDS, Group, Prompt, Trajectory, by_sample, sample_rewards
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +102,8 @@ class GroupSpec:
         """What a configuration's algorithm and groups ask for."""
         rollout, algorithm = config.rollout, config.algorithm
         samples, longest = config.schedule.samples_per_group, rollout.sampling.max_new_tokens
-        selection = Selection(rollout.groups, samples, longest, relative=needs_two(algorithm))
+        compared = tuple(rewards.weights) if takes_scores(algorithm) else ()
+        selection = Selection(rollout.groups, samples, longest, relative=needs_two(algorithm), compared=compared)
         return cls(
             workflow,
             rewards,
@@ -163,7 +163,7 @@ class GroupEnded:
     """How a group ended. Neither `taken` nor `dropped` if the buffer declined it: it was closed, or returns the group.
 
     `scored` summarizes its trajectories, if they were scored; `lengths` are the tokens of each. `score` is the mean
-    reward of those that were committed.
+    reward of its samples, if it was committed.
     """
 
     uid: str
@@ -368,26 +368,42 @@ class GroupWorker:
         except DataError as error:
             return Dropped("reward_error", str(error)), trajectories, None
         if self._baseline:
-            scored, rewards = scored[: len(trajectories)], [t.reward for t in scored[len(trajectories) :]]
-            known = [reward for reward in rewards if reward is not None]
+            scored, known = scored[: len(trajectories)], sample_rewards(scored[len(trajectories) :])
             if not known:
                 problem = greedy.problem or "the greedy response has no reward"
                 return Dropped("no_baseline", problem), scored, summarize(scored)
-            scored = [replace(t, metrics={**t.metrics, BASELINE: statistics.fmean(known)}) for t in scored]
+            scored = [replace(t, metrics={**t.metrics, BASELINE: known[0]}) for t in scored]
         if not self._token_rewards:
             scored = [_without(t, TOKEN_REWARDS) for t in scored]
         if SET in prompt.columns:
             scored = [_labelled(trajectory, str(prompt.columns[SET])) for trajectory in scored]
-        rest = iter(scored)
-        chosen = self._selection.select([list(islice(rest, len(sample))) for sample in samples], self._metrics.counts)
+        if problem := self._without_scores(scored):
+            return Dropped("reward_error", problem), scored, summarize(scored)
+        chosen = self._selection.select(by_sample(scored), self._metrics.counts)
         if isinstance(chosen, list):
+            # Of all samples, and without penalties: how well the prompt was answered.
+            score = statistics.fmean(sample_rewards(scored))
             try:
-                return Group(prompt.uid, await self._teach(chosen, prompt)), scored, summarize(scored)
+                taught = await self._teach(chosen, prompt)
+                group = Group(prompt.uid, taught, self._selection.least, score, self._rewards.weights)
+                return group, scored, summarize(scored)
             except DataError as error:
                 return Dropped("teacher_error", str(error)), scored, summarize(scored)
         # A failed sample is a likelier cause than what is left of the others.
         drop = replace(chosen, problem=problems[0]) if problems and chosen.problem else chosen
         return drop, scored, summarize(scored)
+
+    def _without_scores(self, scored: Sequence[Trajectory]) -> str:
+        """What is wrong if the estimator compares the scores of reward functions, and a reward is not made of them."""
+        names = self._selection.compared
+        made = (t.reward is None or any(f"reward/{name}" in t.metrics for name in names) for t in scored)
+        if not names or all(made):
+            return ""
+        return (
+            f"the workflow {name_of(self._workflow)} has set the reward of a response, so the reward functions "
+            f"({', '.join(names)}) gave none, but algorithm.advantage compares their scores; leave the reward to them, "
+            f"or choose another advantage"
+        )
 
     async def _score(self, trajectories: list[Trajectory], prompt: Prompt) -> Sequence[Trajectory]:
         """Raises DataError when the reward has used up its attempts; server failures do not count."""
@@ -487,7 +503,8 @@ class GroupWorker:
         sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
         check = self._check_baseline if greedy else self._check
         with trace.about(sample=index):
-            return check.check(await self._workflow(client, sample))
+            found = check.check(await self._workflow(client, sample))
+        return [replace(trajectory, sample=index) for trajectory in found]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 Every worker counts its own work (`WorkerMetrics`), and reports each group as a `Summary`. `RolloutMetrics` adds up the
 workers, including those that are lost.
 
-Invariant: reading changes nothing. The mean of a workflow's own metric is taken over the trajectories that have it, so
+Invariant: reading changes nothing. The mean of a workflow's own metric is taken over the samples that have it, so
 a key that is missing in some of them neither vanishes nor counts as zero.
 """
 
@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megasync.observe.metrics import percentiles
-from megasync.trajectory import Trajectory
+from megasync.trajectory import Trajectory, by_sample, of_sample, sample_rewards
 
 # Seconds over which token throughput is measured: several steps of a small run, a part of a large run's step.
 RATE_SECONDS = 30.0
 
-# Metric name to (sum, number of values) over the trajectories of a group.
+# Metric name to (sum, number of values) over the samples of a group, or its responses.
 Summary = Mapping[str, tuple[float, int]]
 
 
@@ -78,14 +78,21 @@ class WorkerMetrics:
 
 
 def summarize(trajectories: Sequence[Trajectory]) -> Summary:
-    """The sums of a scored group's metrics. A group that is dropped counts too, or the mean reward would be biased."""
+    """The sums of a scored group's metrics. A group that is dropped counts too, or the mean reward would be biased.
+
+    Rewards and metrics are those of samples, so that a conversation that forked counts once; lengths are of responses.
+    """
     values: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for name, value in trajectory.metrics.items():
-            values.setdefault(name, []).append(value)
+    for sample in by_sample(trajectories):
+        own: dict[str, list[float]] = {}
+        for trajectory in sample:
+            for name, value in trajectory.metrics.items():
+                own.setdefault(name, []).append(value)
+        for name, each in own.items():
+            values.setdefault(name, []).append(of_sample(each))
     # Last, so that a workflow's metric of the same name does not mix with the rollout's own.
     values |= {
-        "reward_mean": [t.reward for t in trajectories if t.reward is not None],
+        "reward_mean": sample_rewards(trajectories),
         "response_length": [float(len(t.response_ids)) for t in trajectories],
         "truncated_share": [float(t.finish_reason == "length") for t in trajectories],
     }

@@ -390,7 +390,8 @@ class Rollouter:
         if group.scored is not None:
             self._metrics.add_scored(group.scored, group.lengths)
         drop = group.dropped
-        score = SCORES.get(drop.reason) if drop is not None else group.score if group.taken else None
+        # Also of one that is too stale to be trained: the ledger, from which a resumed run takes scores, has it too.
+        score = SCORES.get(drop.reason) if drop is not None else group.score
         if self._curriculum is not None and score is not None:
             self._curriculum.record(prompt.uid, score)
         if drop is None:

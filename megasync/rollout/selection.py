@@ -1,16 +1,21 @@
 """Selects which of a prompt's scored responses become a group, or drops the group. Pure.
 
+A sample is what one call of the workflow returned: one trajectory, or several where its conversation forked. Rules
+count and compare samples, by their rewards (`trajectory.of_sample`).
+
 Invariant: the result is either trajectories that can all be trained (a reward, at least one token in the loss, enough
-of them to compare) or a `Dropped` with a reason. The rollouter hands exactly one of the two to the buffer, so a
+samples to compare) or a `Dropped` with a reason. The rollouter hands exactly one of the two to the buffer, so a
 rejected group frees its slot.
 
-The steps, in order: penalise over-long responses (`overlong: punish`); remove responses without a reward or a trained
-token; remove those that reached the length limit (`overlong: mask`); of more samples than needed, keep those with the
-largest spread of rewards (`keep: spread`); drop a group with nothing to compare.
+The steps, in order: remove responses without a reward or a trained token; remove samples that reached the length limit
+(`overlong: mask`); of more samples than needed, keep those with the largest spread of rewards (`keep: spread`); drop a
+group with nothing to compare; penalise over-long samples (`overlong: punish`). The penalty is last, so that every
+choice is made by what the task says of a sample, and none by its length.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,20 +23,22 @@ from dataclasses import dataclass, replace
 
 from megasync.config.schema import GroupConfig
 from megasync.rollout.drops import ALL_FAILED, ALL_SOLVED, OVERLONG, UNIFORM, Dropped
-from megasync.trajectory import Trajectory
+from megasync.trajectory import TOKEN_REWARDS, Trajectory, of_sample
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Applies the rules of `GroupConfig`. A group needs `samples` samples; `max_new_tokens` is the length limit.
 
-    With `relative`, each reward is compared with the mean of its group, so a group needs at least two responses.
+    With `relative`, the samples of a group are compared with each other, so a group needs at least two. `compared` are
+    the names of reward functions whose scores are compared each by itself.
     """
 
     config: GroupConfig
     samples: int
     max_new_tokens: int
     relative: bool = True
+    compared: tuple[str, ...] = ()
 
     @property
     def samples_started(self) -> int:
@@ -42,48 +49,64 @@ class Selection:
         """Number of started samples that must finish; the rest are aborted."""
         return self.samples if self.config.keep == "first" else self.samples_started
 
+    @property
+    def least(self) -> int:
+        """Samples without which a group is not trained."""
+        return 2 if self.relative else 1
+
     def select(self, scored: Sequence[Sequence[Trajectory]], counts: Counter[str]) -> list[Trajectory] | Dropped:
         """Select the trajectories of the group, or return why the group is dropped.
 
         `scored` holds the trajectories of each sample. `counts` is incremented for removed and penalised ones.
         """
-        if self.config.overlong == "punish":
-            scored = [[self._penalised(t, counts) for t in sample] for sample in scored]
         usable = _filtered(scored, lambda t: t.reward is not None and t.oldest_version is not None)
         if self.config.overlong == "mask":
-            whole = _filtered(usable, lambda t: t.finish_reason != "length")
+            # What is left of a sample of which a part was cut off is not what its reward is for.
+            whole = [sample for sample in usable if all(t.finish_reason != "length" for t in sample)]
             counts["responses_overlong"] += _count(usable) - _count(whole)
-            if _count(whole) < self._minimum <= _count(usable):
+            if len(whole) < self.least <= len(usable):
                 return Dropped(OVERLONG)
             usable = whole
         if self.config.keep == "spread" and len(usable) > self.samples:
-            means = [statistics.fmean(t.reward for t in sample if t.reward is not None) for sample in usable]
-            chosen = widest_spread(means, self.samples)
+            chosen = widest_spread([_reward(sample) for sample in usable], self.samples)
             counts["samples_unused"] += len(usable) - len(chosen)
             usable = [usable[index] for index in chosen]
-        kept = [t for sample in usable for t in sample]
-        if not kept:
+        if not usable:
             return Dropped("unscored", "no response has both a reward and a token to train on")
-        if len(kept) < self._minimum:
-            return Dropped("lone_survivor", "only one response of the group was scored")
-        rewards = {t.reward for t in kept if t.reward is not None}
-        if self.config.drop_uniform and len(rewards) == 1:
-            (reward,) = rewards
+        if len(usable) < self.least:
+            return Dropped("lone_survivor", "only one sample of the group was scored")
+        # A single sample is not equal to any other: an estimator that compares none learns from it.
+        if self.config.drop_uniform and len(usable) > 1 and len({self._outcome(sample) for sample in usable}) == 1:
+            reward = _reward(usable[0])
             return Dropped(ALL_SOLVED if reward >= 1 else ALL_FAILED if reward <= 0 else UNIFORM)
-        return kept
+        if self.config.overlong == "punish":
+            usable = [self._penalised(sample, counts) for sample in usable]
+        return [trajectory for sample in usable for trajectory in sample]
 
-    @property
-    def _minimum(self) -> int:
-        return 2 if self.relative else 1
+    def _outcome(self, sample: Sequence[Trajectory]) -> tuple[float, ...]:
+        """What the estimator compares of a sample: rewards of its tokens if it has any, scores, or the reward."""
+        tokens = [t.arrays[TOKEN_REWARDS] for t in sample if TOKEN_REWARDS in t.arrays]
+        given = [float(value) for array in tokens for value in array.tolist() if not math.isnan(value)]
+        scores = [[t.metrics[name] for t in sample if name in t.metrics] for name in self._metrics()]
+        # A missing score differs from every other.
+        return (_reward(sample), *given, *(of_sample(values) if values else math.inf for values in scores))
 
-    def _penalised(self, trajectory: Trajectory, counts: Counter[str]) -> Trajectory:
+    def _metrics(self) -> list[str]:
+        return [f"reward/{name}" for name in self.compared]
+
+    def _penalised(self, sample: Sequence[Trajectory], counts: Counter[str]) -> Sequence[Trajectory]:
+        """The sample with the penalty for all tokens that the model wrote in it, however they are split."""
         penalty = self.config.overlong_penalty * overlong_share(
-            trajectory.trained().total(), self.max_new_tokens, self.config.overlong_tokens
+            sum(t.trained().total() for t in sample), self.max_new_tokens, self.config.overlong_tokens
         )
-        if trajectory.reward is None or not penalty:
-            return trajectory
-        counts["responses_overlong"] += 1
-        return replace(trajectory, reward=trajectory.reward - penalty)
+        if not penalty:
+            return sample
+        counts["responses_overlong"] += len(sample)
+        return [replace(t, reward=t.reward - penalty) for t in sample if t.reward is not None]
+
+
+def _reward(sample: Sequence[Trajectory]) -> float:
+    return of_sample([t.reward for t in sample if t.reward is not None])
 
 
 def _filtered(samples: Sequence[Sequence[Trajectory]], keep: Callable[[Trajectory], bool]) -> list[list[Trajectory]]:

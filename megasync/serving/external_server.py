@@ -18,6 +18,7 @@ from typing import Any
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config import Config
 from megasync.config.access import EXTERNAL_KEY_VARIABLE, given_external_key
+from megasync.config.server_args import FLOAT32_HEAD
 from megasync.errors import ConfigError, HttpStatusError, ServerError
 from megasync.layout.model_files import read_hf_config
 from megasync.serving.control import ServerControl
@@ -171,6 +172,12 @@ def misfits(info: Mapping[str, Any], model: Mapping[str, Any], config: Config) -
         )
     if rollout.routing_replay and not info.get("enable_return_routed_experts"):
         yield ("reports no routes; start it with --enable-return-routed-experts, or set rollout.routing_replay=false")
+    in_float32 = config.trainer.float32_head
+    if config.model.dtype != "float32" and bool(info.get("enable_fp32_lm_head")) != in_float32:
+        yield (
+            f"computes logits in {config.model.dtype if in_float32 else 'float32'}, but trainer.float32_head="
+            f"{str(in_float32).lower()}; start it {'with' if in_float32 else 'without'} {FLOAT32_HEAD}"
+        )
     if rollout.deterministic and not info.get("enable_deterministic_inference"):
         yield "does not compute deterministically; start it with --enable-deterministic-inference"
     longest = config.data.prompt.max_tokens + rollout.sampling.max_new_tokens

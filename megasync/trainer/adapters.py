@@ -7,7 +7,9 @@ Ranks that share an expert (`trainer.expert_tensor_parallel`) exchange nothing h
 and Megatron's dispatcher adds up their outputs, and in the backward pass the gradients of their inputs. Of a factor
 that each of them holds whole, each computes a part of the gradient; `param_attributes.sum_partial_experts` adds these.
 
-Servers get ``weight + scale * up @ down``, computed in float32 and rounded to the dtype of the model.
+Servers get ``weight + scale * up @ down``, computed in float32 and rounded to the dtype of the model. In bfloat16, a
+change far below the distance of two values is lost or doubled by that, so servers sample another policy than the one
+that is trained; `Adapters.kept` measures it.
 """
 
 from __future__ import annotations
@@ -127,6 +129,9 @@ class Adapters:
     # What servers get in place of the adapted weights. Always the same tensors, as the weight sync keeps views of them.
     _merged: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     _sources: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    # Of the last merge, over this rank's adapted weights, float64 [3]: the squared norms of the change that the
+    # adapters make and of that which merged weights have, and their product. Zero before, and if nothing is rounded.
+    kept: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
 
     @torch.no_grad()
     def served(self) -> dict[str, torch.Tensor]:
@@ -139,6 +144,7 @@ class Adapters:
     @torch.no_grad()
     def merge(self) -> None:
         """Writes the current adapters into the merged weights, if there are any yet."""
+        self.kept = torch.zeros(3, dtype=torch.float64)
         for each in self.adapted if self._merged else ():
             name, weight = each.item.param, self.weights[each.item.param]
             if name not in self._sources:
@@ -146,7 +152,13 @@ class Adapters:
                 self._sources[name] = torch.tensor(sources, dtype=torch.long, device=weight.device)
             downs = [self.params[down].float() for down in each.downs]
             added = low_rank_product(downs, self.params[each.up].float(), self._sources[name])
-            self._merged[name].copy_(torch.add(weight.float(), added, alpha=self.layout.shape.scale))
+            added *= self.layout.shape.scale
+            merged = self._merged[name].copy_(weight.float() + added)
+            if merged.dtype != torch.float32 and not merged.is_meta:
+                served = merged.float().sub_(weight.float())
+                pairs = (added, added), (served, served), (added, served)
+                products = [torch.sum(one * other, dtype=torch.float64) for one, other in pairs]
+                self.kept = self.kept.to(weight.device) + torch.stack(products)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

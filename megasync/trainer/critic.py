@@ -88,27 +88,28 @@ class Critic:
         than allowed had a non-finite loss or gradient.
         """
         totals: dict[str, float] = {}
-        norms, lr, skipped = [], 0.0, 0
+        norms: list[float] = []
+        lr = 0.0
         for index, minibatch in enumerate(minibatches):
             sums = self.engine.forward_backward(minibatch.share, self._loss(minibatch))
             update = self.engine.update(step, math.isfinite(sums["loss"]))
-            norms.append(update.grad_norm)
             lr = update.lr
-            totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
             if update.applied:
+                norms.append(update.grad_norm)
+                totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
                 self._budget.applied()
                 continue
-            skipped += 1
             what = f"that of the critic, step {step}, minibatch {index}, with loss {sums['loss']} and gradient norm "
             log.error("Skipped an optimizer step: %s%s", what, update.grad_norm)
             self._budget.skipped(f"{what}{update.grad_norm}")
         self.engine.gather_weights()
+        found = {"critic/lr": lr, "critic/skipped": float(len(minibatches) - len(norms))}
+        if not norms:
+            return found
         tokens = totals["tokens"]
-        return {
-            "critic/loss": totals["loss"] / len(minibatches),
+        return found | {
+            "critic/loss": totals["loss"] / len(norms),
             "critic/grad_norm": sum(norms) / len(norms),
-            "critic/lr": lr,
-            "critic/skipped": float(skipped),
             "critic/clip_fraction": totals["clip_fraction"] / tokens,
             "critic/value_mean": totals["value"] / tokens,
             "critic/return_mean": totals["return"] / tokens,

@@ -13,6 +13,7 @@ The trained weights are bitwise those that are served.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -264,11 +265,22 @@ class MegatronEngine:
         overlapped = [model for model in self.wrapped if model.ddp_config.overlap_param_gather]
         return [group for model in overlapped for group in model.bucket_groups + model.expert_parallel_bucket_groups]
 
-    def gather_weights(self) -> None:
-        """Completes the weights of the last update on this rank, and merges adapters for `params`. A collective."""
+    def gather_weights(self) -> float | None:
+        """Completes the weights of the last update on this rank, and merges adapters for `params`. A collective.
+
+        Returns how much of the adapters' change the merged weights of all ranks have, as the cosine of both changes;
+        None without adapters, while nothing was merged or changed, and where nothing is rounded.
+        """
         self._gather()
-        if self._adapters is not None:
-            self._adapters.merge()
+        if self._adapters is None:
+            return None
+        self._adapters.merge()
+        kept = self._adapters.kept.to(self.device.torch_device)
+        dist.all_reduce(kept)
+        made, served, both = kept.tolist()
+        if not made:
+            return None
+        return both / math.sqrt(made * served) if served else 0.0
 
     def _gather(self) -> None:
         if not self._gathers_awaited:

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Learning rate of training step ``step`` (from 1): linear warm-up, then the configured decay.
 
-    Warm-up reaches ``lr`` at step ``warmup_steps``; linear and cosine decay reach ``min_lr`` at ``total_steps``. Raises
-    ConfigError if the decay is unknown.
+    Warm-up reaches ``lr`` at step ``warmup_steps``. Decay has ``lr`` at the step after that, and would reach ``min_lr``
+    one step after ``total_steps``: as in PyTorch's schedulers, every step that is taken moves the weights, the last one
+    too. Raises ConfigError if the decay is unknown.
     """
     if config.decay not in ("constant", "linear", "cosine"):
         raise ConfigError(f"trainer.optimizer.decay is {config.decay!r}; it must be constant, linear or cosine")
@@ -42,7 +43,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
         return config.lr * step / config.warmup_steps
     if config.decay == "constant":
         return config.lr
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    progress = min(1.0, (step - 1 - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
     factor = 1.0 - progress if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.min_lr + (config.lr - config.min_lr) * factor
 

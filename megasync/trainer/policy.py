@@ -9,12 +9,13 @@ The loss of an optimizer step is a sum over tokens divided by the number of trai
 by what `algorithm.aggregation` says, over all microbatches and data-parallel ranks. The number is never zero, because a
 step without trained tokens is skipped.
 
-With a critic, rewards of tokens or a KL penalty in the rewards, advantages need more than headers. They are then known
+Advantages are estimated of samples, whose trajectories all get that of their sample (`algorithms.advantages.rewards`).
+With a critic, rewards of tokens or a KL penalty in the rewards, they need more than headers. They are then known
 only where their trajectories are computed, or only after the ranks have exchanged a few numbers for each trajectory.
 
 Without a KL or entropy term, and in most losses, a trajectory with advantage zero has no gradient. It is then not
 computed, but its tokens stay in the divisor, so the gradient is exactly the same. If no trajectory has a gradient, the
-optimizer step counts as skipped. Per-token metrics are means over the computed tokens.
+optimizer step is not taken. Per-token metrics are means over the computed tokens of the steps that were applied.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import groupby, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +36,23 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megasync.algorithms.advantages.rewards import WHITEN_EPS, Floats, StepRewards, TokenRewards
+from megasync.algorithms.advantages.rewards import WHITEN_EPS, Floats, Forks, StepRewards, TokenRewards
 from megasync.algorithms.choose import (
+    chooser_of,
     compares_with_reference,
     estimator_of,
     needs_all_tokens,
-    needs_baseline,
     needs_norms,
     needs_reference,
-    needs_two,
     takes_tokens,
 )
 from megasync.algorithms.kl import AGES, KL_KINDS
+from megasync.algorithms.losses import StepTokens
+from megasync.algorithms.losses.tokens import lots_of
 from megasync.algorithms.policy_loss import policy_loss
 from megasync.buffer.payload import LeasedGroup
 from megasync.config.schema import AlgorithmConfig
-from megasync.errors import MegasyncError, TrainingError
+from megasync.errors import MegasyncError
 from megasync.files import atomic_write
 from megasync.layout.model_files import read_hf_config
 from megasync.observe import trace
@@ -60,22 +62,23 @@ from megasync.trainer.critic import Critic, Returns
 from megasync.trainer.engine import MegatronEngine, Share
 from megasync.trainer.flops import ADAPTER_PASSES, TRAINING_PASSES, ModelFlops, Work
 from megasync.trainer.layer_norms import named_norms
+from megasync.trainer.members import Members, advantages_of, check_advantages, divisor_of, members_of, split
 from megasync.trainer.nonfinite import SkipBudget
 from megasync.trainer.offload import Offload
-from megasync.trainer.packing import Ints, Lengths
 from megasync.trainer.recording import Loader, Recorder
-from megasync.trajectory import BASELINE, ROUTES, TEACHER, TOKEN_REWARDS, Trajectory
+from megasync.trajectory import ROUTES, TEACHER, TOKEN_REWARDS, Trajectory, sample_rewards
 
 log = logging.getLogger(__name__)
 
-# Rewards of tokens are float32: what their sum lacks of the response's reward may be an error of rounding.
-ROUNDING = 1e-5
+# Cosine of the change that adapters make and of what merged weights have of it, below which a run warns: a fifth of the
+# latter is then noise.
+KEPT_COSINE = 0.98
 
 # Sums over computed tokens that the loss reports; the metrics of the same names are their means.
 PER_TOKEN = (
     "entropy",
     "kl",
-    "teacher_kl",
+    "approx_kl",
     "clip_fraction",
     "dual_clip_fraction",
     "is_weight_mean",
@@ -85,43 +88,22 @@ PER_TOKEN = (
 )
 
 
-@dataclass(frozen=True)
-class Members:
-    """The trajectories of a step that have a reward, in order, as arrays [trajectories]; from headers alone.
-
-    ``numbers`` are the positions of trajectories in the step, ``groups`` and ``places`` the position of a trajectory's
-    group, and its own within the group's header. ``trained`` are numbers of trained tokens. ``advantages`` are 0 if
-    those of tokens are estimated.
-    """
-
-    numbers: Ints
-    groups: Ints
-    places: Ints
-    rewards: NDArray[np.float64]
-    advantages: NDArray[np.float64]
-    trained: Ints
-    lengths: Lengths
-
-    def __len__(self) -> int:
-        return len(self.groups)
-
-    def __getitem__(self, selection: Ints) -> Members:
-        return Members(*(getattr(self, item.name)[selection] for item in fields(self)))
-
-
 @dataclass
 class Minibatch:
     """One optimizer step: the trajectories with a gradient, and what this rank computes of them.
 
-    ``divisor`` is that of the loss, for all trajectories; see `_divisor`. ``behaviour`` are the log-probs of each own
+    ``divisor`` is that of the loss, for all trajectories; see `divisor_of`. ``behaviour`` are the log-probs of each own
     sample's scored tokens, float32, ``versions`` those that sampled them. The others are of each own microbatch,
     float32 [targets] on the last pipeline stage, or None if they are not needed: ``proximal`` and ``reference`` scores,
     squared ``norms`` of the gradients of log-probs, the ``penalties`` that are subtracted from the rewards, and
-    ``advantages`` of tokens. ``rewards`` are those of each own sample's scored tokens, and whether each has one; empty
-    if the estimator takes none. ``teacher`` are a teacher's log-probs of each own sample's scored tokens, NaN where
-    there are none; empty without teachers.
+    ``advantages`` of tokens. ``rewards`` are those given to each own sample's scored tokens, and whether each has one;
+    empty if the estimator takes none. ``teacher`` are a teacher's log-probs of each own sample's scored tokens, NaN
+    where there are none; empty without teachers.
 
     ``work`` is what a pass computes on all ranks.
+
+    ``chosen`` are the tokens of each own microbatch that the loss treats apart, bool [targets]; None if it has none.
+    ``rescored``: they took a scoring pass of their own.
 
     ``kept`` are the own samples that are recorded, ``scored`` the log-probs before the update of each own microbatch
     that has any of them, and its advantages if they are of tokens.
@@ -138,6 +120,8 @@ class Minibatch:
     norms: list[torch.Tensor] | None = None
     penalties: list[torch.Tensor] | None = None
     advantages: list[torch.Tensor] | None = None
+    chosen: list[torch.Tensor] | None = None
+    rescored: bool = False
     teacher: dict[int, NDArray[np.float32]] = field(default_factory=dict[int, NDArray[np.float32]])
     rewards: dict[int, tuple[Floats, NDArray[np.bool_]]] = field(
         default_factory=dict[int, tuple[Floats, NDArray[np.bool_]]]
@@ -161,8 +145,7 @@ class PolicyTrainer:
     If the algorithm needs a reference, it is the engine's weights at construction, and those of later steps as
     `algorithm.reference_every` says. Batches with a non-finite loss or gradient are written to ``dump_dir``.
     ``temperature`` is the sampling temperature of the trajectories, at which they are also scored. ``longest`` is the
-    number of tokens that a response may have. ``reward_weights`` are the weights of several reward functions by name,
-    whose scores are metrics of the trajectories. ``critic`` learns in the same steps, on the same process groups.
+    number of tokens that a response may have. ``critic`` learns in the same steps, on the same process groups.
     ``taught``: teachers have scored the trajectories. ``recorder`` records responses of each step.
     ``peak_tflops`` is the peak of a device, None if it is unknown. Every ``norms_every`` steps, norms are measured by
     groups of layers; 0 for never.
@@ -175,7 +158,6 @@ class PolicyTrainer:
         dump_dir: str | Path,
         temperature: float = 1.0,
         longest: int = 1,
-        reward_weights: Mapping[str, float] | None = None,
         critic: Critic | None = None,
         taught: bool = False,
         recorder: Recorder | None = None,
@@ -191,12 +173,12 @@ class PolicyTrainer:
         self._takes_tokens = takes_tokens(algorithm, critic is not None)
         self._critic = critic
         self._offload = Offload(engine.memory, engine.device)
-        self._reward_weights = reward_weights or {}
         self._longest = longest
         self._engine = engine
         self._algorithm = algorithm
         self._dump_dir = Path(dump_dir)
         self._temperature = temperature
+        self._warned = False
         # Current step and weight version, for the dump of a skipped batch.
         self._current: dict[str, int] = {}
         self._minibatches = engine.trainer_config.minibatches
@@ -209,17 +191,17 @@ class PolicyTrainer:
 
         ``load`` is called for the trajectories that this rank computes. ``step`` counts from 1 and determines the
         learning rate. Staleness is counted from the weight version ``version``. Raises NonFiniteError if more optimizer
-        steps in a row than allowed had a non-finite loss or gradient, and TrainingError if a group has fewer than two
-        rewards.
+        steps in a row than allowed had a non-finite loss or gradient, and TrainingError if a group has too few samples
+        with a reward.
         """
         start = time.monotonic()
         self._current = {"step": step, "version": version}
-        members, rewards = _members(groups, self._algorithm, self._reward_weights, self._takes_tokens)
+        members, rewards = members_of(groups, self._algorithm, self._takes_tokens)
         metrics = _batch_metrics(groups, version)
         if self._recorder is not None:
             self._recorder.begin(groups)
         with trace.span("rank", "load", groups=len(groups)):
-            parts = [self._minibatch(groups, part, load) for part in _split(members, len(groups), self._minibatches)]
+            parts = [self._minibatch(groups, part, load) for part in split(members, len(groups), self._minibatches)]
         metrics |= self._train(groups, members, rewards, parts, load, step)
         minibatches = [part for part in parts if part is not None]
         if self._recorder is not None:
@@ -237,7 +219,7 @@ class PolicyTrainer:
         training = TRAINING_PASSES if self._engine.trained_layout is self._engine.layout else ADAPTER_PASSES
         operations = 0.0
         for part in minibatches:
-            scores = (part.proximal is not None) + (part.reference is not None)
+            scores = (part.proximal is not None) + (part.reference is not None) + part.rescored
             operations += (scores + (0 if warms_up else training)) * self._flops.forward(part.work)
             if self._critic_flops is not None:
                 operations += (1 + TRAINING_PASSES) * self._critic_flops.forward(part.work)
@@ -283,44 +265,113 @@ class PolicyTrainer:
                 [old - reference for old, reference in zip(part.proximal or [], part.reference or [], strict=True)]
                 for part in minibatches
             ]
-            found = self._of_responses(minibatches, ratios, len(members))
+            found = self._of_samples(minibatches, ratios, len(rewards.rewards))
             self._readvantage(minibatches, replace(rewards, log_ratios=found))
         if self._takes_tokens and self._critic is None:
-            self._of_tokens(minibatches, None, _longest(members, len(groups)))
+            self._of_tokens(minibatches, None, members, rewards)
         if self._critic is not None and minibatches:
-            metrics |= self._estimate(self._critic, minibatches, _longest(members, len(groups)), step)
+            metrics |= self._estimate(self._critic, minibatches, members, rewards, step)
             if step <= self._critic.warmup_steps:
                 return {**metrics, "train/skipped": 0.0}
         reports = []
         for index, minibatch in enumerate(parts):
             if minibatch is not None:
+                self._choose(minibatch, step, moved=bool(reports))
                 report = self._optimizer_step(minibatch, step)
                 if not report["applied"]:
                     self._skip(groups, minibatch, load, f"step-{step:08d}-{index}", report)
                 reports.append(report)
         # For the weight sync, which reads them where they are.
-        self._engine.gather_weights()
-        skipped = len(parts) - sum(report["applied"] for report in reports)
-        if not reports:
-            return {**metrics, "train/skipped": skipped}
-        return {**metrics, **_summary(reports), "train/skipped": skipped}
+        if (kept := self._engine.gather_weights()) is not None:
+            metrics["train/merged_cosine"] = kept
+            self._warn_of_rounding(kept)
+        return {**metrics, **_summary(reports), "train/without_gradient": float(len(parts) - len(reports))}
+
+    def _warn_of_rounding(self, kept: float) -> None:
+        """Warns once, on the first rank, if servers get little of what the adapters have learned."""
+        if kept >= KEPT_COSINE or self._warned or self._engine.rank:
+            return
+        self._warned = True
+        log.warning(
+            "Merged weights in %s differ from what the adapters have learned (cosine of the changes %.2f, "
+            "train/merged_cosine): a change this small is lost in rounding, so servers sample another policy. It grows "
+            "with training; set sync.transport=adapters, which merges nothing, or model.dtype=float32",
+            self._engine.model_config.dtype,
+            kept,
+        )
+
+    def _choose(self, minibatch: Minibatch, step: int, moved: bool) -> None:
+        """Chooses the tokens that the loss treats apart, among those of all ranks. A collective.
+
+        ``moved``: the weights have changed since the proximal scores, so the minibatch is scored again.
+        """
+        chooser = chooser_of(self._algorithm)
+        if chooser is None:
+            return
+        if minibatch.proximal is not None and not moved:
+            scores = minibatch.proximal
+        else:
+            scores = self._engine.score(minibatch.share, temperature=self._temperature)
+            minibatch.rescored = True
+        empty = np.zeros(0)
+        logprobs, denominators, advantages, numbers, places = [empty], [empty], [empty], [empty], [empty]
+        for index, scored in enumerate(scores):
+            if not minibatch.counted(index):
+                continue
+            own = list(minibatch.share.microbatches[index].sequences)
+            old = scored if minibatch.proximal is None else minibatch.proximal[index]
+            behaviour = np.concatenate([minibatch.behaviour[each] for each in own])
+            counts = minibatch.counts(own)
+            logprobs.append(_numbers(scored))
+            denominators.append(_numbers(old) if self._algorithm.ratio == "trainer" else behaviour)
+            advantages.append(_numbers(self._token_advantages(minibatch, index, old)[0]))
+            numbers.append(np.repeat(minibatch.members.numbers[own], counts))
+            places += [np.arange(count) for count in counts]
+        lots = lots_of(step, np.concatenate(numbers).astype(np.int64), np.concatenate(places).astype(np.int64))
+        tokens = (np.concatenate(each).astype(np.float64) for each in (logprobs, denominators, advantages))
+        rest = torch.from_numpy(chooser(StepTokens(*tokens, lots, self._summed))).to(self._engine.device.torch_device)
+        minibatch.chosen = []
+        for index, scored in enumerate(scores):
+            taken = len(scored) if minibatch.counted(index) else 0
+            minibatch.chosen.append(rest[:taken] if taken else torch.zeros_like(scored, dtype=torch.bool))
+            rest = rest[taken:]
+
+    def _token_advantages(
+        self, minibatch: Minibatch, index: int, old: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The advantages of the targets of a microbatch, and their gaps to a teacher, NaN where they have none.
+
+        ``old`` are the log-probs before the step. Without teachers there are no gaps.
+        """
+        device = self._engine.device.torch_device
+        own = list(minibatch.share.microbatches[index].sequences)
+        if minibatch.advantages is None:
+            each = np.repeat(minibatch.members.advantages[own].astype(np.float32), minibatch.counts(own))
+            advantages = torch.from_numpy(each).to(device)
+        else:
+            advantages = minibatch.advantages[index]
+        if not self._taught:
+            return advantages, None
+        gap = torch.from_numpy(np.concatenate([minibatch.teacher[each] for each in own])).to(device) - old
+        taught = torch.where(gap.isnan(), 0.0, gap)
+        return self._algorithm.reward_coef * advantages + self._algorithm.teacher_coef * taught, gap
 
     def _penalise(self, minibatches: Sequence[Minibatch], rewards: StepRewards) -> dict[str, float]:
-        """Subtracts the KL penalty from the rewards: from those of tokens, or the sum from that of a response."""
+        """Subtracts the KL penalty from the rewards: from those of tokens, or the sum from that of a sample."""
         algorithm = self._algorithm
         for minibatch in minibatches:
             pairs = zip(minibatch.proximal or [], minibatch.reference or [], strict=True)
             minibatch.penalties = [algorithm.kl_coef * KL_KINDS[algorithm.kl_kind](*pair) for pair in pairs]
         found = [minibatch.penalties or [] for minibatch in minibatches]
-        penalties = self._of_responses(minibatches, found, len(rewards.rewards))
+        penalties = self._of_samples(minibatches, found, len(rewards.rewards))
         if not self._takes_tokens:
             self._readvantage(minibatches, replace(rewards, rewards=rewards.rewards - penalties))
         return {"train/reward_penalty": float(penalties.mean())}
 
-    def _of_responses(
+    def _of_samples(
         self, minibatches: Sequence[Minibatch], values: Sequence[Sequence[torch.Tensor]], count: int
     ) -> NDArray[np.float64]:
-        """Sums over the tokens of each response of the step, the same on all ranks. A collective.
+        """Sums over the tokens of each sample of the step, the same on all ranks. A collective.
 
         ``values`` are of each own microbatch of a minibatch, [targets]; none before the last pipeline stage.
         """
@@ -329,8 +380,8 @@ class PolicyTrainer:
             for index, part in enumerate(parts):
                 if minibatch.counted(index):
                     sequences = list(minibatch.share.microbatches[index].sequences)
-                    numbers = np.repeat(minibatch.members.numbers[sequences], minibatch.counts(sequences))
-                    sums.index_add_(0, torch.from_numpy(numbers).to(sums.device), part.double())
+                    samples = np.repeat(minibatch.members.samples[sequences], minibatch.counts(sequences))
+                    sums.index_add_(0, torch.from_numpy(samples).to(sums.device), part.double())
         return self._summed(sums.cpu().numpy())
 
     def _summed(self, values: Floats) -> Floats:
@@ -344,16 +395,18 @@ class PolicyTrainer:
 
     def _readvantage(self, minibatches: Sequence[Minibatch], rewards: StepRewards) -> None:
         """Estimates the advantages again, from what is known of the step now."""
-        advantages = _advantages(rewards, self._algorithm)
+        advantages = advantages_of(rewards, self._algorithm)
         for minibatch in minibatches:
             members = minibatch.members
-            minibatch.members = replace(members, advantages=advantages[members.numbers])
+            minibatch.members = replace(members, advantages=advantages[members.samples])
 
-    def _estimate(self, critic: Critic, minibatches: Sequence[Minibatch], longest: Ints, step: int) -> dict[str, float]:
+    def _estimate(
+        self, critic: Critic, minibatches: Sequence[Minibatch], members: Members, rewards: StepRewards, step: int
+    ) -> dict[str, float]:
         """Estimates the advantages of tokens from the values of the critic, and lets it learn from their returns."""
         with critic.turn(self._offload):
             values = [critic.values(minibatch.share) for minibatch in minibatches]
-            self._of_tokens(minibatches, values, longest)
+            self._of_tokens(minibatches, values, members, rewards)
             lessons = []
             for minibatch, old in zip(minibatches, values, strict=True):
                 returns = [each + value for each, value in zip(minibatch.advantages or [], old, strict=True)]
@@ -363,43 +416,58 @@ class PolicyTrainer:
             return critic.learn(lessons, step)
 
     def _of_tokens(
-        self, minibatches: Sequence[Minibatch], values: Sequence[Sequence[torch.Tensor]] | None, longest: Ints
+        self,
+        minibatches: Sequence[Minibatch],
+        values: Sequence[Sequence[torch.Tensor]] | None,
+        members: Members,
+        rewards: StepRewards,
     ) -> None:
         """Estimates the advantages of the targets of all minibatches. A collective.
 
-        ``values`` are a critic's of each microbatch, none before the last pipeline stage. ``longest`` are the most
-        trained tokens of a response to each prompt of the step.
+        ``values`` are a critic's of each microbatch, none before the last pipeline stage. ``members`` and ``rewards``
+        are the step's.
         """
         device, last = self._engine.device.torch_device, self._engine.is_last_stage
-        rewards, rewarded, estimates, norms = [np.zeros(0)], [np.zeros(0, bool)], [np.zeros(0)], [np.zeros(0)]
+        given, penalties, estimates, norms = [np.zeros(0)], [np.zeros(0)], [np.zeros(0)], [np.zeros(0)]
+        rewarded = [np.zeros(0, bool)]
         counts: list[int] = []
-        groups: list[int] = []
+        numbers: list[int] = []
         for number, minibatch in enumerate(minibatches):
             for index in range(len(minibatch.share.microbatches)) if last else ():
                 if not minibatch.counted(index):
                     continue
                 own = list(minibatch.share.microbatches[index].sequences)
-                given = np.concatenate([minibatch.rewards[each][0] for each in own])
-                rewards.append(given if minibatch.penalties is None else given - _numbers(minibatch.penalties[index]))
+                counts += minibatch.counts(own)
+                numbers += minibatch.members.numbers[own].tolist()
+                given += [minibatch.rewards[each][0] for each in own]
                 rewarded += [minibatch.rewards[each][1] for each in own]
-                estimates.append(np.zeros(len(given)) if values is None else _numbers(values[number][index]))
+                zeros = np.zeros(sum(minibatch.counts(own)))
+                penalties.append(zeros if minibatch.penalties is None else _numbers(minibatch.penalties[index]))
+                estimates.append(zeros if values is None else _numbers(values[number][index]))
                 if minibatch.norms is not None:
                     norms.append(_numbers(minibatch.norms[index]))
-                counts += minibatch.counts(own)
-                groups += minibatch.members.groups[own].tolist()
-        step = TokenRewards(
-            np.concatenate(rewards),
-            np.concatenate(estimates),
-            np.cumsum([0, *counts]),
-            np.concatenate(rewarded) | any(minibatch.penalties is not None for minibatch in minibatches),
-            np.array(groups, dtype=np.int64),
-            longest,
+        penalised = any(minibatch.penalties is not None for minibatch in minibatches)
+        computed = np.flatnonzero(members.trained)
+        step = TokenRewards.of(
+            rewards,
+            Forks(
+                members.samples[computed],
+                members.groups[computed],
+                members.trained[computed],
+                np.searchsorted(computed, numbers),
+            ),
+            int(members.groups[-1]) + 1,
             self._summed,
-            np.concatenate(norms) if needs_norms(self._algorithm) else None,
+            starts=np.cumsum([0, *counts]),
+            given=np.concatenate(given),
+            rewarded=np.concatenate(rewarded),
+            values=np.concatenate(estimates),
+            penalties=np.concatenate(penalties) if penalised else None,
+            squared_norms=np.concatenate(norms) if needs_norms(self._algorithm) else None,
         )
         found = np.asarray(estimator_of(self._algorithm)(step), dtype=np.float64)
         # Values that are not finite make the losses so, and every rank then skips the step.
-        _check(self._algorithm, found, len(step.rewards), "token")
+        check_advantages(self._algorithm, found, len(step.rewards), "token")
         rest = torch.from_numpy(found.astype(np.float32)).to(device)
         for minibatch in minibatches:
             minibatch.advantages = []
@@ -445,7 +513,7 @@ class PolicyTrainer:
         kept = [index for index in needed if recorder is not None and recorder.takes(int(active.groups[index]))]
         return Minibatch(
             active,
-            _divisor(part, algorithm.aggregation, self._longest),
+            divisor_of(part, algorithm, self._longest),
             Share(microbatches, samples, packing.counted_tokens),
             Work.of(packing, active.lengths, int(active.trained.sum())),
             {index: trajectories[index].logprobs[sample.scored] for index, sample in samples.items()},
@@ -455,7 +523,7 @@ class PolicyTrainer:
                 for index, sample in (samples.items() if self._taught else ())
             },
             rewards={
-                index: _token_rewards(trajectories[index], sample.scored, float(active.rewards[index]))
+                index: _given_rewards(trajectories[index], sample.scored)
                 for index, sample in (samples.items() if self._takes_tokens else ())
             },
             kept={index: trajectories[index] for index in kept},
@@ -472,22 +540,13 @@ class PolicyTrainer:
             behaviour = np.concatenate([minibatch.behaviour[index] for index in own])
             ages = self._current["version"] - np.concatenate([minibatch.versions[index] for index in own])
             members = minibatch.members
-            if minibatch.advantages is None:
-                each = np.repeat(members.advantages[own].astype(np.float32), batch.counts)
-                advantages = torch.from_numpy(each).to(device)
-            else:
-                advantages = minibatch.advantages[batch.index]
             weights = None
             if self._algorithm.aggregation == "sequence":
-                each = np.repeat((1.0 / members.trained[own]).astype(np.float32), batch.counts)
+                each = np.repeat((1.0 / members.sequences[own]).astype(np.float32), batch.counts)
                 weights = torch.from_numpy(each).to(device)
             proximal, reference = minibatch.proximal, minibatch.reference
             old = proximal[batch.index] if proximal else logprobs.detach()
-            gap = None
-            if minibatch.teacher:
-                teacher = torch.from_numpy(np.concatenate([minibatch.teacher[index] for index in own])).to(device)
-                gap = torch.where(teacher.isnan(), 0.0, teacher - old)
-                advantages = self._algorithm.reward_coef * advantages + self._algorithm.teacher_coef * gap
+            advantages, gap = self._token_advantages(minibatch, batch.index, old)
             if not minibatch.kept.keys().isdisjoint(own):
                 of_tokens = minibatch.advantages is not None or gap is not None
                 minibatch.scored[batch.index] = old, advantages if of_tokens else None
@@ -503,14 +562,18 @@ class PolicyTrainer:
                 segments=batch.segments,
                 token_weights=weights,
                 ages=torch.from_numpy(ages).to(device),
+                chosen=None if minibatch.chosen is None else minibatch.chosen[batch.index],
             )
             if gap is not None:
-                sums["teacher_kl"] = -gap.sum() * float(batch.counted)
+                sums["teacher_kl"] = -gap.nansum() * float(batch.counted)
+                sums["taught"] = (~gap.isnan()).sum() * float(batch.counted)
             return total / minibatch.divisor, sums
 
         sums = self._engine.forward_backward(minibatch.share, loss, self._temperature)
         measured = bool(self._norms_every) and step % self._norms_every == 0
-        update = self._engine.update(step, math.isfinite(sums["loss"]), measured)
+        # Its learning rate begins its course when it begins to learn.
+        own_step = step if self._critic is None else step - self._critic.warmup_steps
+        update = self._engine.update(own_step, math.isfinite(sums["loss"]), measured)
         norms = {} if update.squares is None else named_norms(update.squares, self._engine.layout.sizes.layers)
         if update.applied:
             self._budget.applied()
@@ -554,83 +617,23 @@ def _flops_of(engine: MegatronEngine) -> ModelFlops:
     return ModelFlops.of(engine.layout, read_hf_config(engine.model_config.path))
 
 
-def _members(
-    groups: Sequence[LeasedGroup], algorithm: AlgorithmConfig, weights: Mapping[str, float], of_tokens: bool
-) -> tuple[Members, StepRewards]:
-    """The trajectories with a reward. Raises TrainingError for groups that the estimator cannot use."""
-    rows, rewards = [], []
-    parts: dict[str, list[float]] = {name: [] for name in weights}
-    baselines: list[float] = []
-    base, least = 0, 2 if needs_two(algorithm) else 1
-    for position, group in enumerate(groups):
-        scored = [(place, t, t.reward) for place, t in enumerate(group.header.trajectories) if t.reward is not None]
-        rewards += [reward for *_, reward in scored]
-        if needs_baseline(algorithm):
-            baselines += [t.metrics[BASELINE] for _, t, _ in scored]
-        for name, scores in parts.items():
-            scores += [t.metrics.get(f"reward/{name}", math.nan) for _, t, _ in scored]
-        if len(scored) < least:
-            raise TrainingError(
-                f"group {group.uid} cannot be trained: algorithm.advantage={algorithm.advantage} needs at least "
-                f"{least} reward(s) of a group, got {len(scored)}"
-            )
-        if bad := [reward for *_, reward in scored if not math.isfinite(reward)]:
-            raise TrainingError(f"group {group.uid} cannot be trained: rewards must be finite, got {bad[0]}")
-        # A prompt is identified by its offset in the concatenated bodies.
-        rows += [
-            (position, place, base + t.prompt_at, t.prompt_tokens, t.fed, t.trained_tokens) for place, t, _ in scored
-        ]
-        base += group.header.body_bytes
-    positions, places, prompts, prompt_tokens, fed, trained = np.array(rows, dtype=np.int64).reshape(-1, 6).T
-    by_function = {name: np.array(scores, dtype=np.float64) for name, scores in parts.items()}
-    step = StepRewards(np.array(rewards, dtype=np.float64), positions, trained, by_function, weights)
-    if baselines:
-        step = replace(step, baselines=np.array(baselines))
-    # Those of tokens come later.
-    later = of_tokens or not algorithm.reward_coef
-    advantages = np.zeros(len(rewards)) if later else _advantages(step, algorithm)
-    numbers, lengths = np.arange(len(rewards)), Lengths(prompts, prompt_tokens, fed)
-    return Members(numbers, positions, places, step.rewards, advantages, trained, lengths), step
-
-
-def _advantages(step: StepRewards, algorithm: AlgorithmConfig) -> NDArray[np.float64]:
-    advantages = np.asarray(estimator_of(algorithm)(step), dtype=np.float64)
-    _check(algorithm, advantages, len(step.rewards), "response", bool(np.isfinite(advantages).all()))
-    return advantages
-
-
-def _check(algorithm: AlgorithmConfig, advantages: NDArray[Any], count: int, what: str, finite: bool = True) -> None:
-    if advantages.shape != (count,) or not finite:
-        raise TrainingError(
-            f"algorithm.advantage={algorithm.advantage} must return {count} finite numbers, one for each {what}, but "
-            f"returned {advantages!r:.200}"
-        )
-
-
-def _divisor(part: Members, aggregation: str, longest: int) -> float:
-    """What the sum over all trajectories of a minibatch is divided by; see `AlgorithmConfig.aggregation`."""
-    if aggregation == "token":
-        return float(part.trained.sum())
-    sequences = float(np.count_nonzero(part.trained))
-    return sequences if aggregation == "sequence" else sequences * longest
-
-
 def _batch_metrics(groups: Sequence[LeasedGroup], version: int) -> dict[str, float]:
-    """Counts, reward and staleness over all trajectories with a reward.
+    """Counts and staleness over all trajectories with a reward, and the mean reward of their samples.
 
     Staleness is the number of versions between the current weights and the oldest that sampled a trained token; that
     of tokens is of each trained token by itself.
     """
-    members = [(t, t.reward) for group in groups for t in group.header.trajectories if t.reward is not None]
-    ages = [version - oldest for t, _ in members if (oldest := t.oldest_version) is not None]
+    members = [t for group in groups for t in group.header.trajectories if t.reward is not None]
+    rewards = [reward for group in groups for reward in sample_rewards(group.header.trajectories)]
+    ages = [version - oldest for t in members if (oldest := t.oldest_version) is not None]
     metrics = {
         "train/sequences": float(len(members)),
-        "train/tokens": float(sum(t.trained_tokens for t, _ in members)),
-        "train/reward": sum(reward for _, reward in members) / max(1, len(members)),
+        "train/tokens": float(sum(t.trained_tokens for t in members)),
+        "train/reward": sum(rewards) / max(1, len(rewards)),
     }
-    metrics |= _lengths([t.response_tokens for t, _ in members])
+    metrics |= _spread(groups) | _lengths([t.response_tokens for t in members])
     by_age = Counter[int]()
-    for t, _ in members:
+    for t in members:
         for sampled, tokens in t.trained:
             by_age[version - sampled] += tokens
     if tokens := by_age.total():
@@ -645,17 +648,19 @@ def _batch_metrics(groups: Sequence[LeasedGroup], version: int) -> dict[str, flo
     return metrics
 
 
+def _spread(groups: Sequence[LeasedGroup]) -> dict[str, float]:
+    """The deviation of all rewards of a step (divided by n - 1), and the share of groups whose rewards are equal."""
+    each = [sample_rewards(group.header.trajectories) for group in groups]
+    rewards = [reward for own in each for reward in own]
+    uniform = sum(len(set(own)) < 2 for own in each) / max(1, len(each))
+    deviation = float(np.std(rewards, ddof=1)) if len(rewards) > 1 else 0.0
+    return {"train/reward_std": deviation, "train/uniform_groups": uniform}
+
+
 def _lengths(lengths: Sequence[int]) -> dict[str, float]:
     """Of the responses in tokens, to be compared with those of all generated ones."""
     name = "train/response_length"
     return {name: sum(lengths) / len(lengths), **percentiles(name, lengths)} if lengths else {}
-
-
-def _split(members: Members, groups: int, parts: int) -> list[Members]:
-    """Splits groups, in order, into ``parts`` non-empty minibatches of nearly equal numbers of groups."""
-    parts = max(1, min(parts, groups))
-    bounds = np.searchsorted(members.groups, [groups * part // parts for part in range(parts + 1)])
-    return [members[np.arange(low, high)] for low, high in pairwise(bounds.tolist())]
 
 
 def _load(
@@ -682,15 +687,8 @@ def _sample(trajectory: Trajectory, fed: int) -> Sample:
     )
 
 
-def _longest(members: Members, prompts: int) -> Ints:
-    """The most trained tokens of a response to each prompt; 0 for one without a response."""
-    longest = np.zeros(prompts, dtype=np.int64)
-    np.maximum.at(longest, members.groups, members.trained)
-    return longest
-
-
-def _token_rewards(trajectory: Trajectory, scored: NDArray[Any], reward: float) -> tuple[Floats, NDArray[np.bool_]]:
-    """The rewards of the scored tokens, and whether each has one. They sum up to ``reward``."""
+def _given_rewards(trajectory: Trajectory, scored: NDArray[Any]) -> tuple[Floats, NDArray[np.bool_]]:
+    """The rewards given to single scored tokens, and whether each has one."""
     rewards, rewarded = np.zeros(len(scored)), np.zeros(len(scored), dtype=bool)
     given = trajectory.arrays.get(TOKEN_REWARDS, np.zeros(0, np.float32))
     at = np.flatnonzero(~np.isnan(given))
@@ -699,10 +697,6 @@ def _token_rewards(trajectory: Trajectory, scored: NDArray[Any], reward: float) 
     at, places = at[places >= 0], places[places >= 0]
     np.add.at(rewards, places, given[at].astype(np.float64))
     rewarded[places] = True
-    left = reward - rewards.sum()
-    if not len(places) or abs(left) > ROUNDING * max(1.0, abs(reward)):
-        rewards[-1] += left
-        rewarded[-1] = True
     return rewards, rewarded
 
 
@@ -716,19 +710,27 @@ def _teacher(trajectory: Trajectory) -> NDArray[np.float32]:
     return trajectory.arrays.get(TEACHER, missing)
 
 
-def _summary(reports: list[dict[str, float]]) -> dict[str, float]:
-    """Metrics of all minibatches: means over optimizer steps, and over computed tokens."""
-    computed = sum(report["tokens"] for report in reports)
-    means = {f"train/{name}": sum(r[name] for r in reports) / len(reports) for name in ("loss", "grad_norm")}
-    per_token = {
-        f"train/{name}": sum(report[name] for report in reports) / computed for name in PER_TOKEN if name in reports[0]
-    }
+def _summary(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of all minibatches: means over the optimizer steps that were applied, and over their computed tokens."""
+    applied = [report for report in reports if report["applied"]]
+    found = {"train/skipped": float(len(reports) - len(applied))}
+    if not applied:
+        return found
+
+    def total(name: str) -> float:
+        return sum(report[name] for report in applied)
+
+    tokens = total("tokens")
+    found |= {f"train/{name}": total(name) / len(applied) for name in ("loss", "grad_norm")}
+    found |= {f"train/{name}": total(name) / tokens for name in PER_TOKEN if name in applied[0]}
+    if "taught" in applied[0] and (taught := total("taught")):
+        found["train/teacher_kl"] = total("teacher_kl") / taught
     for age in range(AGES):
-        if tokens := sum(report[f"tokens@{age}"] for report in reports):
-            per_token[f"train/server_kl@{age}"] = sum(report[f"server_kl@{age}"] for report in reports) / tokens
+        if of_age := total(f"tokens@{age}"):
+            found[f"train/server_kl@{age}"] = total(f"server_kl@{age}") / of_age
     # How many tokens of equal weight would have the same variance, as a share (Kish 1965).
-    squares = sum(report["is_weight_square"] for report in reports)
-    effective = sum(report["is_weight_mean"] for report in reports) ** 2 / (computed * squares) if squares else 0.0
+    squares = total("is_weight_square")
+    found["train/is_effective_share"] = total("is_weight_mean") ** 2 / (tokens * squares) if squares else 0.0
     # Of the last optimizer step.
-    norms = {name: value for name, value in reports[-1].items() if name.startswith("norms/")}
-    return {**means, **norms, "train/lr": reports[-1]["lr"], **per_token, "train/is_effective_share": effective}
+    found |= {name: value for name, value in applied[-1].items() if name.startswith("norms/")}
+    return {**found, "train/computed_tokens": tokens, "train/lr": applied[-1]["lr"]}

@@ -148,16 +148,22 @@ class TrainerRank:
             timeout=timedelta(seconds=config.timeouts.train_step),
         )
         of_run: dict[str, Any] = {
-            "total_steps": config.schedule.total_steps,
             "seed": config.seed,
             # Later than the deadline by which the driver notices a hung rank: its peers would seem to have failed.
             "collective_seconds": 2 * config.timeouts.train_step,
         }
-        self._engine = MegatronEngine(config.model, config.trainer, self._device, self._rank, **of_run)
+        steps = config.schedule.total_steps
+        # The policy's schedule begins when it does.
+        own_steps = steps - config.critic.warmup_steps
+        self._engine = MegatronEngine(
+            config.model, config.trainer, self._device, self._rank, total_steps=own_steps, **of_run
+        )
         self._engine.initialize()
         self._offload = Offload(self._engine.memory, self._device)
         if config.critic.enabled:
-            engine = critic_engine(config.critic, config.model, config.trainer, self._device, self._rank, **of_run)
+            engine = critic_engine(
+                config.critic, config.model, config.trainer, self._device, self._rank, total_steps=steps, **of_run
+            )
             engine.initialize()
             self._critic = Critic(engine, config.critic)
         recorder = None
@@ -170,7 +176,6 @@ class TrainerRank:
             dump_dir=self._run_dir / "skipped",
             temperature=config.rollout.sampling.temperature,
             longest=config.rollout.sampling.max_new_tokens,
-            reward_weights={name: reward.weight for name, reward in config.rollout.rewards.items()},
             critic=self._critic,
             taught=bool(config.teachers),
             recorder=recorder,

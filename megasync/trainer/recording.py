@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from megasync.buffer.payload import LeasedGroup
 from megasync.observe.rollouts import Response, RolloutLog, Row, chosen, recorded
 from megasync.trainer.engine import MegatronEngine
+from megasync.trainer.members import Members
 from megasync.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from megasync.trainer.policy import Members, Minibatch
+    from megasync.trainer.policy import Minibatch
 
 log = logging.getLogger(__name__)
 

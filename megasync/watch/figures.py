@@ -223,10 +223,10 @@ def truncated(runs: Runs, x: str = "step", dark: bool = False) -> go.Figure | No
 
 
 def entropy(runs: Runs, x: str = "step", dark: bool = False) -> go.Figure | None:
-    """Entropy of the policy at the trained tokens."""
+    """Entropy of the policy, over the computed tokens."""
     plot = _Plot("Entropy of the policy", "nats", x, dark)
     for run in _each(runs, plot):
-        plot.line(run, "mean over trained tokens", run.series("train/entropy"))
+        plot.line(run, "mean over computed tokens", run.series("train/entropy"))
     return plot.done(zero=True)
 
 

@@ -49,7 +49,8 @@ def plain(groups, name: str, normalize_std: bool) -> list[float]:
     if name == "remax":
         return [reward - BASELINE * number for number, group in enumerate(groups) for reward, _ in group]
     found = []
-    count, nonzero = sum(map(len, groups)), sum(reward != 0 for group in groups for reward, _ in group)
+    # The share of the samples in groups with spread.
+    count, spread = sum(map(len, groups)), sum(len(group) for group in groups if len({r for r, _ in group}) > 1)
     for group in groups:
         rewards, lengths = [reward for reward, _ in group], [tokens for _, tokens in group]
         mean, std = statistics.fmean(rewards), statistics.stdev(rewards) + 1e-6
@@ -73,7 +74,7 @@ def plain(groups, name: str, normalize_std: bool) -> list[float]:
             baseline = sum(r * n for r, n in zip(rewards, lengths, strict=True)) / sum(lengths)
             found += [reward - baseline for reward in rewards]
         elif name == "gpg":
-            found += [count / max(1, nonzero) * (reward - mean) for reward in rewards]
+            found += [count / max(1, spread) * (reward - mean) for reward in rewards]
         else:
             found += [reward - mean for reward in rewards]
     return whitened(found, groups) if name in ("reinforce_plus_plus_baseline", "gdpo") else found

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from chosen_tokens import chosen_of
 
 from megasync.algorithms import estimator_of, policy_loss
 from megasync.algorithms.advantages import StepRewards
@@ -45,8 +46,11 @@ def batch():
     )
 
 
+# verl's gpg counts rewards other than 0, where the paper counts groups whose rewards differ.
 @pytest.mark.parametrize("normalize_std", [True, False])
-@pytest.mark.parametrize("name", [name for name, item in ADVANTAGES.items() if not (item.tokens or item.reference)])
+@pytest.mark.parametrize(
+    "name", [name for name, item in ADVANTAGES.items() if not (item.tokens or item.reference or name == "gpg")]
+)
 def test_advantages_are_verls(core_algos, batch, name, normalize_std):
     scores = torch.zeros_like(batch.mask)
     # verl finds the reward of a response in any of its tokens.
@@ -66,6 +70,17 @@ def test_advantages_are_verls(core_algos, batch, name, normalize_std):
     step = StepRewards(batch.rewards, batch.groups, batch.lengths, baselines=baselines)
     found = estimator_of(AlgorithmConfig(advantage=name, normalize_std=normalize_std))(step)
     assert found.tolist() == pytest.approx(expected[:, 0].tolist(), rel=1e-4, abs=1e-4)
+
+
+def test_gpg_is_verls_but_for_its_scale(core_algos, batch):
+    scores = torch.from_numpy(batch.rewards).float()[:, None] * batch.mask / batch.mask.sum(dim=1, keepdim=True)
+    theirs, _ = core_algos.get_adv_estimator_fn("gpg")(
+        token_level_rewards=scores, response_mask=batch.mask, index=batch.groups
+    )
+    found = estimator_of(AlgorithmConfig(advantage="gpg"))(StepRewards(batch.rewards, batch.groups, batch.lengths))
+    spread = sum(len(set(batch.rewards[batch.groups == group])) > 1 for group in range(GROUPS)) * SIZE
+    scale = np.count_nonzero(batch.rewards) / spread
+    assert found.tolist() == pytest.approx((scale * theirs[:, 0]).tolist(), rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])
@@ -132,12 +147,16 @@ def test_a_loss_and_its_gradient_are_verls(core_algos, batch, name, aggregation)
     lengths = torch.from_numpy(batch.lengths)
     ours = batch.new[keep].clone().requires_grad_()
     options = {"share": 0.05} if name == "kl_cov" else {}
+    config = AlgorithmConfig(loss=name, loss_options=options, correction="none", **CLIP)
+    each = advantages.repeat_interleave(lengths)
+    chosen = chosen_of(config, *(values.tolist() for values in (batch.new[keep], batch.old[keep], each)))
     found, _ = policy_loss(
-        AlgorithmConfig(loss=name, loss_options=options, correction="none", **CLIP),
+        config,
         logprobs=ours,
+        chosen=chosen,
         old_logprobs=batch.old[keep],
         behaviour_logprobs=batch.old[keep],
-        advantages=advantages.repeat_interleave(lengths),
+        advantages=each,
         mask=torch.ones(int(lengths.sum())),
         segments=torch.arange(len(lengths)).repeat_interleave(lengths),
         token_weights=(1 / lengths).repeat_interleave(lengths) if aggregation == "sequence" else None,

@@ -3,9 +3,11 @@
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+from chosen_tokens import chosen_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,8 +39,10 @@ def tokens_of(rows) -> PolicyTokens:
 
 
 def loss(name: str, rows, **options) -> tuple[TokenLoss, PolicyTokens]:
+    config = AlgorithmConfig(loss=name, loss_options=options, **CLIP)
     tokens = tokens_of(rows)
-    return loss_of(AlgorithmConfig(loss=name, loss_options=options, **CLIP))(tokens), tokens
+    tokens = replace(tokens, chosen=chosen_of(config, *list(zip(*rows, strict=True))[:3]))
+    return loss_of(config)(tokens), tokens
 
 
 def plain(name: str, rows) -> list[float]:
@@ -158,8 +162,7 @@ def test_losses_with_a_stopped_weight_have_the_gradient_of_a_weighted_log_prob(s
 def test_on_policy_every_loss_is_the_plain_policy_gradient(name):
     """All ratios are 1 and no covariance is above 1: gradients are -A."""
     rows = [(-0.5, -0.5, 0.2, 0), (-1.5, -1.5, 0.2, 0), (-0.3, -0.3, -0.4, 1), (-2.0, -2.0, -0.4, 1)]
-    tokens = tokens_of(rows)
-    found = loss_of(AlgorithmConfig(loss=name))(tokens)
+    found, tokens = loss(name, rows)
     found.loss.sum().backward()
     expected = [-advantage for _, _, advantage, _ in rows]
     assert tokens.logprobs.grad.tolist() == pytest.approx(expected, rel=1e-6), name
@@ -168,42 +171,64 @@ def test_on_policy_every_loss_is_the_plain_policy_gradient(name):
 @pytest.mark.parametrize("name", LOSSES)
 def test_tokens_that_are_not_kept_change_nothing(name):
     rows = [(-0.5, -0.7, 1.0, 0), (-1.5, -1.0, 1.0, 0), (-0.3, -0.6, -2.0, 1)]
-    alone = loss_of(AlgorithmConfig(loss=name))(tokens_of(rows))
+    alone, tokens = loss(name, rows)
     padded = tokens_of([*rows, (0.0, 0.0, 0.0, 7)])
     padded.keep[-1] = False
+    if tokens.chosen is not None:
+        padded = replace(padded, chosen=torch.cat((tokens.chosen, torch.tensor([True]))))
     found = loss_of(AlgorithmConfig(loss=name))(padded)
     assert found.loss[:3].tolist() == pytest.approx(alone.loss.tolist())
     for flags in (found.clipped, found.dual_clipped):
         assert flags is None or not flags[-1]
 
 
-def test_clip_cov_takes_the_gradient_of_few_tokens_within_its_bounds():
+def test_clip_cov_takes_the_gradient_of_the_chosen_tokens():
     rows = [(-0.1 * place, -0.1 * place, 4.0 * (place < 10), 0) for place in range(1, 31)]
-    tokens = tokens_of(rows)
-    found = loss_of(AlgorithmConfig(loss="clip_cov", loss_options={"share": 0.1}))(tokens)
+    found, tokens = loss("clip_cov", rows, share=0.1)
     found.loss.sum().backward()
-    advantages, logprobs = [row[2] for row in rows], [row[0] for row in rows]
-    middle = sum(advantages) / 30, sum(logprobs) / 30
-    within = [1 < (a - middle[0]) * (x - middle[1]) < 5 for a, x in zip(advantages, logprobs, strict=True)]
-    drawn = found.clipped.tolist()
-    assert sum(drawn) == 3 and all(inside for inside, is_drawn in zip(within, drawn, strict=True) if is_drawn)
-    assert all(found.loss[place] == 0 for place, is_drawn in enumerate(drawn) if is_drawn)
-    again = loss_of(AlgorithmConfig(loss="clip_cov", loss_options={"share": 0.1}))(tokens_of(rows))
-    assert again.clipped.tolist() == drawn, "every tensor-parallel rank draws the same"
-
-
-def test_kl_cov_penalises_the_largest_covariances():
-    rows = [(-0.1, -0.4, 2.0, 0), (-2.0, -2.5, 2.0, 0), (-0.2, -0.1, -2.0, 1), (-3.0, -3.3, -2.0, 1)]
-    found, _ = loss("kl_cov", rows, share=0.5, coef=2.0)
-    free = [-math.exp(new - old) * advantage for new, old, advantage, _ in rows]
-    middle = sum(row[0] for row in rows) / 4
-    covariances = [row[2] * (row[0] - middle) for row in rows]
-    largest = sorted(range(4), key=lambda place: -covariances[place])[:2]
-    expected = [
-        value + 2.0 * abs(row[0] - row[1]) * (place in largest)
-        for place, (value, row) in enumerate(zip(free, rows, strict=True))
+    assert tokens.chosen.sum() == 3
+    assert not tokens.logprobs.grad[tokens.chosen].any() and found.clipped.tolist() == tokens.chosen.tolist()
+    assert tokens.logprobs.grad[~tokens.chosen].tolist() == [
+        -row[2] for row in rows if not tokens.chosen[rows.index(row)]
     ]
-    assert found.loss.tolist() == pytest.approx(expected)
+
+
+def test_kl_cov_penalises_the_chosen_tokens():
+    rows = [(-0.1, -0.4, 2.0, 0), (-2.0, -2.5, 2.0, 0), (-0.2, -0.1, -2.0, 1), (-3.0, -3.3, -2.0, 1)]
+    found, tokens = loss("kl_cov", rows, share=0.5, coef=2.0)
+    expected = [
+        2.0 * abs(new - old) * chosen - math.exp(new - old) * advantage
+        for (new, old, advantage, _), chosen in zip(rows, tokens.chosen.tolist(), strict=True)
+    ]
+    assert found.loss.tolist() == pytest.approx(expected) and tokens.chosen.sum() == 2
+
+
+@pytest.mark.parametrize("name", [name for name, item in LOSSES.items() if item.chooses])
+def test_a_loss_that_treats_tokens_apart_needs_them(name):
+    with pytest.raises(ValueError, match="needs `chosen`"):
+        loss_of(AlgorithmConfig(loss=name))(tokens_of([(-0.5, -0.7, 1.0, 0)]))
+
+
+@pytest.mark.parametrize("name", OF_SEQUENCES)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_loss_of_sequences_stays_finite(name, advantage):
+    """For a negative advantage, a token that became far more likely is not clipped."""
+    found, tokens = loss(name, [(-0.1, -500.0, advantage, 0), (-0.2, -400.0, advantage, 0)])
+    found.loss.sum().backward()
+    assert torch.isfinite(found.loss).all() and torch.isfinite(tokens.logprobs.grad).all()
+
+
+@pytest.mark.parametrize("name", [name for name, item in LOSSES.items() if item.keys[:1] == ("clip_low",)])
+def test_a_lower_bound_of_one_is_none(name):
+    """As CISPO was published. geo_mean bounds the logarithm of the ratio, of which 1 is not the limit."""
+    rows = [(-6.0, -0.5, -1.0, 0), (-5.0, -0.5, -1.0, 0)]
+    config = AlgorithmConfig(loss=name, clip_low=1.0)
+    tokens = replace(tokens_of(rows), chosen=chosen_of(config, *list(zip(*rows, strict=True))[:3]))
+    found = loss_of(config)(tokens)
+    found.loss.sum().backward()
+    # dppo_kl bounds a divergence, which has no limit.
+    assert found.clipped.any() == (name in ("geo_mean", "dppo_kl"))
+    assert bool(tokens.logprobs.grad.all()) == (name not in ("geo_mean", "dppo_kl"))
 
 
 @pytest.mark.parametrize("name", OF_SEQUENCES)
@@ -216,8 +241,9 @@ def test_a_loss_of_sequences_needs_them(name):
 @pytest.mark.parametrize("table", [LOSSES, ADVANTAGES], ids=["losses", "advantages"])
 def test_the_tables_name_keys_and_options_as_the_functions_do(table):
     for name, item in table.items():
-        parameters = inspect.signature(load_function(item.function)).parameters
-        own = {key: value.default for key, value in parameters.items() if value.kind is value.KEYWORD_ONLY}
+        functions = [load_function(each) for each in (item.function, item.chooses) if each]
+        parameters = [each for function in functions for each in inspect.signature(function).parameters.items()]
+        own = {key: value.default for key, value in parameters if value.kind is value.KEYWORD_ONLY}
         # Of a critic's advantages, the trainer normalises those of all ranks together.
         elsewhere = {"normalize_std"} if item.critic else set()
         assert set(own) == {*item.keys, *item.options} - elsewhere, name

@@ -1,3 +1,4 @@
+import dataclasses
 import doctest
 
 import pytest
@@ -314,6 +315,23 @@ def test_mask_policy_excludes_stale_tokens_from_the_loss(trajectory):
 def test_a_group_left_with_fewer_than_two_trajectories_by_masking_is_dropped(trajectory, versions, reason):
     buffer, accepted = stale_buffer("mask", encode(Group("a", [trajectory(v) for v in versions])))
     assert accepted == [False] and buffer.counts()["dropped"] == {reason: 1} and balanced(buffer)
+
+
+@pytest.mark.parametrize("least, samples, kept", [(2, [0, 0], False), (2, [0, 1], True), (1, [0, 0], True)])
+def test_survivors_are_counted_by_samples(trajectory, least, samples, kept):
+    """Two trajectories of one sample cannot be compared; an estimator that compares none takes them."""
+    buffer = buffer_of()
+    admit(buffer, "a")
+    members = [dataclasses.replace(trajectory([0]), sample=number) for number in samples]
+    assert buffer.commit(encode(Group("a", members, least=least))) == kept
+    assert buffer.counts()["dropped"] == ({} if kept else {"lone_survivor": 1}) and balanced(buffer)
+
+
+def test_masking_counts_the_samples_that_are_left(trajectory):
+    numbered = [([0], 0), ([1], 1), ([1], 1)]
+    members = [dataclasses.replace(trajectory(versions), sample=number) for versions, number in numbered]
+    for least, accepted in ((2, [False]), (1, [True])):
+        assert stale_buffer("mask", encode(Group("a", members, least=least)))[1] == accepted
 
 
 def test_tokens_outside_the_loss_mask_do_not_count_for_staleness(trajectory):

@@ -1,10 +1,14 @@
 """Which rows are left out: the built-in policy, histories, and a rollout with its buffer and ledger."""
 
+from functools import partial
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megasync.buffer.groups import SCORES
 from megasync.config.schema import DataConfig
-from megasync.data.curriculum import REMEMBERED, Curriculum, RowHistory, by_success, curriculum_of
+from megasync.data.curriculum import Curriculum, RowHistory, by_success, curriculum_of
 from megasync.rollout.drops import ALL_FAILED, ALL_SOLVED
 
 
@@ -43,13 +47,29 @@ def test_a_row_without_a_score_is_wanted_and_scores_are_of_rows_not_uids():
     assert curriculum.wants("2:3") and not curriculum.wants("2:4")
 
 
-def test_only_the_newest_scores_are_kept():
-    seen = []
-    curriculum = Curriculum(lambda known, epoch: bool(seen.append(known)) or True, 1)
-    for epoch in range(40):
-        curriculum.record(f"{epoch}:0", float(epoch))
-    curriculum.wants("40:0")
-    assert seen[0].scores == tuple(map(float, range(40 - REMEMBERED, 40))) and len(seen[0].epochs) == REMEMBERED
+@pytest.mark.parametrize("patience", [1, 2, 17, 40])
+def test_any_patience_is_remembered(patience):
+    """A solved row is left out after exactly so many groups."""
+    curriculum = Curriculum(partial(by_success, patience=patience), 10)
+    for epoch in range(patience):
+        assert curriculum.wants(f"{epoch}:0")
+        curriculum.record(f"{epoch}:0", 1.0)
+    assert not curriculum.wants(f"{patience}:0")
+
+
+@given(
+    groups=st.lists(st.tuples(st.integers(0, 5), st.sampled_from([0.0, 0.5, 1.0])), min_size=1, max_size=12),
+    patience=st.integers(1, 4),
+)
+def test_a_resumed_curriculum_judges_as_the_live_one(groups, patience):
+    """Live, groups end in any order and may be generated again; the ledger has the newest score of each, by epoch."""
+    live, resumed = (Curriculum(partial(by_success, patience=patience), 10) for _ in range(2))
+    for epoch, score in groups:
+        live.record(f"{epoch}:0", score)
+    resumed.restore((f"{epoch}:0", score) for epoch, score in sorted(dict(groups).items()))
+    seen = [curriculum._history(0) for curriculum in (live, resumed)]
+    assert seen[0] == seen[1] and list(seen[0].epochs) == sorted(dict(groups))
+    assert [live.wants(f"{epoch}:0") for epoch in range(10)] == [resumed.wants(f"{epoch}:0") for epoch in range(10)]
 
 
 def test_some_rows_are_generated_even_if_all_are_solved(caplog):

@@ -51,7 +51,7 @@ def test_a_prompt_may_be_a_list_of_chat_messages():
         ({"prompt": 5}, "the column 'prompt' must be a list"),
         ([{"prompt": "a", 5: 1}], "row 0: the name of the column 5 is not text"),
         ([{"prompt": "a", "messages": []}], r"reserved for the rollout.*data.columns: \{prompt: prompt\}"),
-        ([{"messages": [{"role": "user"}]}], "row 0: messages must be a list of chat messages"),
+        ([{"messages": [{"content": "a"}]}], "row 0: messages must be a list of chat messages"),
         ([{"messages": [{"role": "assistant", "content": "a"}]}], "row 0: all messages are the assistant's"),
         ([{"prompt": "a", "completions": 1}], "completions.*rename"),
         ({"prompt": ["a"], "answer": ["1", "2"]}, "different lengths"),

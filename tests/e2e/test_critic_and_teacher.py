@@ -22,7 +22,7 @@ def config(miniature, digits_model: Path) -> Path:
         schedule={"total_steps": STEPS, "groups_per_step": 4, "samples_per_group": 2, "max_staleness": 0},
         trainer={"tensor_parallel": 2, "optimizer": {"lr": 1.0e-2}},
         rollout={"servers": 1, "deterministic": True},
-        algorithm={"advantage": "gae", "teacher_coef": 0.1, "kl_coef": 0.01, "kl_in": "reward"},
+        algorithm={"advantage": "gae", "teacher_coef": 0.1, "kl_coef": 0.01, "kl_in": "reward", "kl_kind": "k1"},
         critic={"enabled": True, "optimizer": {"lr": 1.0e-2}},
         teachers={
             "before": {

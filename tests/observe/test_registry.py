@@ -45,6 +45,20 @@ def test_every_name_in_the_source_is_in_the_registry():
     assert not {name for name in written if metric_of(name) in (None, CATCH_ALL)}
 
 
+ROOT = PAGE.parents[1]
+# Pages that name metrics of the reader's own workflow.
+OF_WORKFLOWS = {"gateway.md", "workflows.md"}
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted(PAGE.parent.glob("*.md"))], ids=lambda path: path.name)
+def test_every_metric_that_a_page_names_is_in_the_registry(path):
+    """What has a dot before a letter is a file, or the name in another system."""
+    named = set(re.findall(rf"`((?:{'|'.join(PREFIXES)})/[^`\s]+)`", path.read_text(encoding="utf-8")))
+    metrics = {name for name in named if not re.search(r"\.[a-z]|/(\.\.\.|\*)?$", name)}
+    unknown = {None} if path.name in {*OF_WORKFLOWS, PAGE.name} else {None, CATCH_ALL}
+    assert not {name for name in metrics if metric_of(name) in unknown}
+
+
 @pytest.mark.parametrize(
     ("logged", "name"),
     [

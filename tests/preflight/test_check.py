@@ -207,8 +207,17 @@ CONTRADICTIONS = [
     (["algorithm.reference_every=50"], ["reference_every=50", "kl_coef=0"]),
     (["data.curriculum_options.solved=0.5"], ["curriculum_options", "data.curriculum=null"]),
     (["data.curriculum=by_success", "data.curriculum_options.solve=0.5"], ["no such option", "solved, hopeless"]),
-    (["data.curriculum=by_success", "data.curriculum_options.patience=0"], ["patience=0 must be at least 1"]),
-    (["data.curriculum=by_success", "data.curriculum_options.solved=x"], ["solved=x must be a number"]),
+    *(
+        (["data.curriculum=by_success", f"data.curriculum_options.{option}"], wanted)
+        for option, wanted in (
+            ("patience=0", ["patience=0 must be a whole number of at least 1"]),
+            ("patience=1.5", ["patience=1.5 must be a whole number"]),
+            ("postpone=-1", ["postpone=-1 must be at least 0"]),
+            ("hopeless=1.0", ["hopeless=1.0 must be below", "solved=1.0"]),
+            ("solved=x", ["solved=x must be a finite number"]),
+            ("solved=.nan", ["solved=nan must be a finite number"]),
+        )
+    ),
     (["data.curriculum=no.module:at_all"], ["no module 'no'"]),
     ([MORE], ["data.train and data.sets (more)", "data.train=null"]),
     ([MORE, "data.train=null", "data.prompt.examples=1"], ["examples=1", "data.sets"]),
@@ -229,7 +238,61 @@ CONTRADICTIONS = [
     (["algorithm.kl_in=reward"], ["kl_in=reward", "kl_coef=0"]),
     (["algorithm.kl_in=reward", "algorithm.kl_coef=0.1", "algorithm.advantage=gdpo"], ["kl_in=reward", "gdpo"]),
     (["algorithm.advantage=dpo", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1"], ["kl_in=reward", "dpo"]),
+    (["algorithm.advantage=gpg", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1"], ["kl_in=reward", "gpg"]),
+    (
+        ["algorithm.advantage=gdpo", "rollout.groups.overlong=punish", "rollout.groups.overlong_tokens=1"],
+        ["overlong=punish", "advantage=gdpo", "score the length in one of rollout.rewards"],
+    ),
+    (["algorithm.sample_weight=trajectory"], ["sample_weight=trajectory has no effect", "aggregation=token"]),
+    (
+        ["algorithm.advantage=reinforce_plus_plus", "schedule.samples_per_group=1", "rollout.groups.drop_uniform=true"],
+        ["drop_uniform=true", "samples_per_group=1"],
+    ),
     (["algorithm.advantage=dpo", "schedule.samples_per_group=1"], ["algorithm.advantage=dpo", "at least 2"]),
+    *(
+        ([f"algorithm.{each}" for each in overrides], wanted)
+        for overrides, wanted in (
+            (["loss=geo_mean"], ["loss=geo_mean", "correction=token"]),
+            (["loss=dro"], ["loss=dro", "trainer.minibatches=1"]),
+            (["loss=gpg", "ratio=behaviour", "correction=none"], ["ratio=behaviour", "loss=gpg"]),
+            (["kl_coef=0.1", "kl_kind=k1"], ["kl_kind=k1", "kl_in=loss"]),
+            (["kl_coef=0.1", "kl_in=reward"], ["kl_kind=k3", "kl_in=reward"]),
+            (["advantage=dpo"], ["advantage=dpo", "correction=token"]),
+            (["advantage=dpo", "correction=none", "ratio=behaviour"], ["advantage=dpo", "ratio=behaviour"]),
+            (["advantage=dpo", "correction=none", "aggregation=sequence"], ["advantage=dpo", "aggregation=sequence"]),
+            (["advantage=dpo", "correction=none", "loss=clip_cov"], ["advantage=dpo", "loss=clip_cov"]),
+            (
+                ["advantage=dpo", "correction=none", "rejection=token", "rejection_floor=0.1"],
+                ["advantage=dpo", "rejection=token"],
+            ),
+        )
+    ),
+    (
+        ["algorithm.advantage=dpo", "algorithm.correction=none", "schedule.stale=mask"],
+        ["advantage=dpo", "schedule.stale=mask"],
+    ),
+    (
+        ["algorithm.loss=kl_cov", "algorithm.ratio=behaviour", "algorithm.correction=none", "schedule.max_staleness=0"],
+        ["loss=kl_cov", "schedule.max_staleness=0"],
+    ),
+    ([TEACHER, "algorithm.loss=geo_mean", "algorithm.correction=none"], ["loss=geo_mean", "teachers"]),
+    (
+        [TEACHER, "algorithm.reward_coef=0", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward", "algorithm.kl_kind=k1"],
+        ["kl_in=reward", "reward_coef=0", "kl_coef=0.1"],
+    ),
+    ([*GAE, "algorithm.loss=geo_mean", "algorithm.correction=none"], ["loss=geo_mean", "advantage=gae"]),
+    (
+        [*GAE, "critic.warmup_steps=10", "trainer.optimizer.warmup_steps=95"],
+        ["trainer.optimizer.warmup_steps=95", "schedule.total_steps=100", "critic.warmup_steps=10"],
+    ),
+    (
+        ["trainer.float32_head=true", "model.dtype=bfloat16"],
+        ["float32_head=true", "model.dtype=bfloat16", "--enable-fp32-lm-head"],
+    ),
+    (
+        ["rollout.server_args={--enable-fp32-lm-head: true}", "model.dtype=bfloat16"],
+        ["--enable-fp32-lm-head", "float32_head=false"],
+    ),
     (["algorithm.advantage=gae"], ["algorithm.advantage=gae", "critic.enabled=false"]),
     (["critic.enabled=true"], ["critic.enabled=true", "algorithm.advantage=grpo"]),
     (["critic.clip=0.3"], ["critic.clip=0.3 has no effect with critic.enabled=false"]),

@@ -1,9 +1,11 @@
 """Which responses become a group: every rule on its own, and none of them hands out what cannot be trained."""
 
+import dataclasses
 import itertools
 import statistics
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,11 +14,12 @@ from trajectories import trajectory
 from megasync.config.schema import GroupConfig
 from megasync.rollout.drops import Dropped
 from megasync.rollout.selection import Selection, overlong_share, widest_spread
+from megasync.trajectory import TOKEN_REWARDS, of_sample
 
 
-def select(samples, *, count=2, longest=8, relative=True, **rules):
+def select(samples, *, count=2, longest=8, relative=True, compared=(), **rules):
     counts = Counter()
-    return Selection(GroupConfig(**rules), count, longest, relative).select(samples, counts), +counts
+    return Selection(GroupConfig(**rules), count, longest, relative, compared).select(samples, counts), +counts
 
 
 def cut(reward):
@@ -56,6 +59,18 @@ def test_the_overlong_penalty_is_proportional_to_the_excess_length():
     assert (rewards(group), counts) == ([1.0, 0.5, 0.0, -1.0], {"responses_overlong": 3})
 
 
+@pytest.mark.parametrize("parts", [(6,), (2, 4), (3, 2, 1)])
+def test_the_overlong_penalty_is_for_all_tokens_of_a_sample_however_they_are_split(parts):
+    forked = [whole(1.0, tokens) for tokens in parts]
+    group, counts = select([forked, [whole(0.5, 2)]], overlong="punish", overlong_tokens=4)
+    assert (rewards(group), counts) == ([0.5] * len(parts) + [0.5], {"responses_overlong": len(parts)})
+
+
+def test_a_sample_of_which_a_part_was_cut_off_is_masked_as_a_whole():
+    group, counts = select([[cut(1.0), whole(1.0)], [whole(0.0)], [whole(1.0)]], overlong="mask")
+    assert (rewards(group), counts) == ([0.0, 1.0], {"responses_overlong": 2})
+
+
 def test_overlong_responses_are_kept_unchanged_by_default():
     samples = [[cut(1.0)], [whole(0.0, 8)]]
     assert select(samples) == ([cut(1.0), whole(0.0, 8)], {})
@@ -89,6 +104,55 @@ def test_spread_selection_compares_samples_and_keeps_all_turns_of_each():
     assert (rewards(group), counts) == ([1.0, 1.0, 0.0], {"samples_unused": 2})
 
 
+def test_spread_is_that_of_the_tasks_rewards_before_penalties():
+    samples = [[whole(1.0)], [whole(0.5, 8)], [whole(0.0)]]
+    group, _ = select(
+        samples, keep="spread", extra_samples=1, overlong="punish", overlong_tokens=2, overlong_penalty=9.0
+    )
+    assert rewards(group) == [1.0, 0.0]
+
+
+# Groups that teach nothing
+
+
+@pytest.mark.parametrize("reward, reason", [(0.0, "all_failed"), (1.0, "all_solved"), (0.1, "uniform")])
+def test_equal_answers_of_different_lengths_are_uniform_whatever_the_penalty(reward, reason):
+    """Or groups of wrong answers would be trained on their lengths alone."""
+    samples = [[whole(reward, 2)], [whole(reward, 8)], [whole(reward, 7)] * 3]
+    assert select(samples, drop_uniform=True, overlong="punish", overlong_tokens=4)[0] == Dropped(reason)
+    assert len(select(samples, overlong="punish", overlong_tokens=4)[0]) == 5
+
+
+def test_a_sample_that_forked_is_one_survivor():
+    assert select([[whole(1.0), whole(1.0)], [whole(None)]])[0].reason == "lone_survivor"
+    kept = select([[whole(1.0), whole(1.0)], [whole(None)]], relative=False, drop_uniform=True)[0]
+    assert rewards(kept) == [1.0, 1.0]
+
+
+def test_groups_with_equal_sums_of_different_scores_are_kept_where_scores_are_compared():
+    scores = [
+        {"reward/a": 1.0, "reward/b": 0.0},
+        {"reward/a": 0.0, "reward/b": 1.0},
+        {"reward/a": 0.5, "reward/b": 0.5},
+    ]
+    samples = [[trajectory(reward=1.0, metrics=metrics)] for metrics in scores]
+    assert select(samples, drop_uniform=True)[0] == Dropped("all_solved")
+    assert len(select(samples, drop_uniform=True, compared=("a", "b"))[0]) == 3
+    assert select(samples[:1] * 3, drop_uniform=True, compared=("a", "b"))[0] == Dropped("all_solved")
+    missing = [*samples[:1], [trajectory(reward=1.0, metrics={"reward/a": 1.0})]]
+    assert len(select(missing, drop_uniform=True, compared=("a", "b"))[0]) == 2
+
+
+def test_groups_with_equal_sums_of_different_rewards_of_tokens_are_kept():
+    def stepped(*given):
+        array = {TOKEN_REWARDS: np.array(given, np.float32)}
+        return [dataclasses.replace(whole(1.0, len(given)), arrays=array)]
+
+    nan = float("nan")
+    assert select([stepped(1.0, nan), stepped(nan, 1.0)], drop_uniform=True)[0] == Dropped("all_solved")
+    assert len(select([stepped(1.0, 0.0), stepped(0.0, 1.0)], drop_uniform=True)[0]) == 2
+
+
 def test_the_number_of_samples_started_and_awaited_depends_on_the_selection_rule():
     first = Selection(GroupConfig(extra_samples=3), 4, 8)
     spread = Selection(GroupConfig(extra_samples=3, keep="spread"), 4, 8)
@@ -120,14 +184,20 @@ RULES = st.fixed_dictionaries(
 
 @given(st.lists(SAMPLE, max_size=6), RULES, st.booleans())
 def test_selection_returns_a_trainable_group_or_a_drop_reason(samples, rules, relative):
+    # Texts tell of which sample a trajectory is.
+    samples = [[dataclasses.replace(t, text=str(number)) for t in sample] for number, sample in enumerate(samples)]
     group, counts = select(samples, relative=relative, **rules)
     assert all(count > 0 for count in counts.values())
     if isinstance(group, Dropped):
         assert group.reason in {"unscored", "lone_survivor", "all_solved", "all_failed", "uniform", "overlong"}
         return
-    assert len(group) >= (2 if relative else 1)
+    assert len({t.text for t in group}) >= (2 if relative else 1)
     assert all(t.reward is not None and any(t.loss_mask) for t in group)
     if rules["overlong"] == "mask":
         assert all(t.finish_reason != "length" for t in group)
-    if rules["drop_uniform"]:
-        assert len(set(rewards(group))) > 1
+    kept = [sample for sample in samples if any(t.text == u.text for t in sample for u in group)]
+    if rules["drop_uniform"] and len(kept) > 1:
+        # By the task's rewards, and not by penalties.
+        assert (
+            len({of_sample([t.reward for t in sample if t.reward is not None and t.trained()]) for sample in kept}) > 1
+        )

@@ -75,6 +75,17 @@ def test_a_server_that_reports_no_routes_is_refused_where_they_are_replayed(conf
     assert [*misfits(INFO | {"enable_return_routed_experts": True}, model, config)] == []
 
 
+@pytest.mark.parametrize("in_float32", [True, False])
+def test_both_sides_compute_logits_in_the_same_dtype(config: Config, model: dict, in_float32: bool) -> None:
+    own = replace(config, trainer=replace(config.trainer, float32_head=in_float32))
+    assert [*misfits(INFO, model, own)] == [], "in a model in float32 they do"
+    own.model = replace(config.model, dtype="bfloat16")
+    info = INFO | {"dtype": "bfloat16", "enable_fp32_lm_head": not in_float32}
+    (problem,) = misfits(info, model, own)
+    assert f"{'with' if in_float32 else 'without'} --enable-fp32-lm-head" in problem
+    assert [*misfits(info | {"enable_fp32_lm_head": in_float32}, model, own)] == []
+
+
 def test_another_model_is_named_with_both_folders(config: Config, model: dict) -> None:
     (problem,) = misfits(INFO, {"model_type": "llama", "model_path": "/elsewhere"}, config)
     assert "a model of type llama (/elsewhere)" in problem and f"model.path={config.model.path} is of type" in problem

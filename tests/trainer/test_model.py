@@ -365,14 +365,34 @@ def test_devices():
     ("decay", "expected"),
     [
         ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.5, 1.0, 0.8, 0.6, 0.4, 0.2]),
-        ("cosine", [0.5, 1.0, 0.8828, 0.6, 0.3172, 0.2]),
+        ("linear", [0.5, 1.0, 1.0, 0.8, 0.6, 0.4]),
+        ("cosine", [0.5, 1.0, 1.0, 0.8828, 0.6, 0.3172]),
     ],
 )
 def test_learning_rates(decay, expected):
     config = OptimizerConfig(lr=1.0, decay=decay, warmup_steps=2, min_lr=0.2)
     assert [learning_rate(config, step, 6) for step in range(1, 7)] == pytest.approx(expected, abs=1e-4)
-    assert learning_rate(config, 100, 6) == expected[-1]
+    # A run that was prolonged beyond the end of its schedule.
+    assert learning_rate(config, 100, 6) == (1.0 if decay == "constant" else pytest.approx(0.2))
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+@pytest.mark.parametrize("steps", [1, 2, 10])
+def test_decay_without_warm_up_is_that_of_pytorchs_schedulers(decay, steps):
+    """The first step has the whole rate and the last one some, so a run of one step learns."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    if decay == "linear":
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=1e-9, total_iters=steps)
+    else:
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+    expected = []
+    for _ in range(steps):
+        expected.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    config = OptimizerConfig(lr=1.0, decay=decay)
+    rates = [learning_rate(config, step, steps) for step in range(1, steps + 1)]
+    assert rates == pytest.approx(expected, abs=1e-6) and min(rates) > 0
 
 
 def test_an_unknown_decay_is_refused():

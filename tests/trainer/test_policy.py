@@ -23,10 +23,30 @@ SCORED = {"steps": 2, "algorithm": {"kl_coef": 0.1}}
 REWARD_KL = {"steps": 2, "algorithm": {"kl_coef": 0.5, "kl_in": "reward", "kl_kind": "k1"}}
 # Its advantages need the reference, and so are estimated a second time.
 DPO = {"steps": 2, "algorithm": {**PLAIN, "advantage": "dpo", "loss": "gpg", "advantage_options": {"beta": 2.0}}}
+# Two of four trajectories of a group are one sample, each of which may be on another rank.
+FORKED = {"steps": 2, "samples": 4, "forked": True}
+FORKS = {
+    "forked steps": {**FORKED, **STEPPED},
+    "forked norms": {**FORKED, **NORMS},
+    "forked kl": {**FORKED, "algorithm": {**REWARD_KL["algorithm"], "advantage": "grpo_process"}},
+    "forked dpo": {**FORKED, **DPO},
+    "forked weight": {**FORKED, "algorithm": {"advantage": "rloo", "aggregation": "sequence"}},
+}
 # Two of three responses have a teacher.
 TAUGHT = {"steps": 2, "taught": True, "algorithm": {"teacher_coef": 0.2}}
 # Sequences of one step are weighed alike, and each is a whole in the loss.
 SEQUENCES = {"steps": 1, "algorithm": {"advantage": "rloo", "loss": "gspo", "aggregation": "sequence"}}
+# Which tokens are restrained is decided over all microbatches and ranks, also after a first optimizer step.
+CHOSEN = {
+    f"{loss} chosen": {
+        "steps": 2,
+        "algorithm": {"loss": loss, "loss_options": {"share": 0.2, **more}, "entropy_coef": 0.01},
+        "optimizer": {"lr": 0.01},
+    }
+    for loss, more in (("kl_cov", {"coef": 3.0}), ("clip_cov", {"least": 0.01}))
+}
+# What servers get of adapters is merged and rounded.
+ADAPTERS = {"steps": 2, "dtype": "bfloat16", "trainer": {"lora": {"rank": 4}}, "optimizer": {"lr": 1e-4}}
 # Two sequences, for four data-parallel ranks.
 FEW = {"steps": 1, "groups": 1, "samples": 2, "algorithm": {"entropy_coef": 0.1}}
 
@@ -67,8 +87,20 @@ def runs(run_ranks, model):
         "norms": NORMS,
         "stepped minibatches": {**STEPPED, "trainer": {"minibatches": 2}},
         "process": {"steps": 2, "algorithm": {"advantage": "grpo_process"}},
+        **FORKS,
+        "by trajectory": {
+            **FORKED,
+            "algorithm": {"advantage": "rloo", "aggregation": "sequence", "sample_weight": "trajectory"},
+        },
         "taught alone": {**TAUGHT, "algorithm": {**PLAIN, "reward_coef": 0.0}},
         "decay": {"steps": 1, "optimizer": {"lr": 1e-9, "weight_decay": 1e8}},
+        **{
+            f"{name} {size}": {**settings, "trainer": {"minibatches": 2, "tokens_per_microbatch": size}}
+            for name, settings in CHOSEN.items()
+            for size in (30, 8192)
+        },
+        "clip_cov once": CHOSEN["clip_cov chosen"],
+        "adapters": ADAPTERS,
     }
     return run_ranks("policies", 1, model=model, runs=settings)[0]
 
@@ -90,6 +122,7 @@ def spread(run_ranks, model):
         "taught-pp2": {**TAUGHT, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
         "reward-kl-pp2": {**REWARD_KL, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
         "bfloat16": {"steps": 2, "trainer": {"tensor_parallel": 2}, "dtype": "bfloat16"},
+        "adapters": {**ADAPTERS, "trainer": {**ADAPTERS["trainer"], "tensor_parallel": 2}},
         "stepped-dp2": {**STEPPED, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 40}},
         "stepped-pp2": {**STEPPED, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
         "norms-dp2": {**NORMS, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 40}},
@@ -98,6 +131,22 @@ def spread(run_ranks, model):
         "norms-cp2": {**NORMS, "trainer": {"context_parallel": 2}},
         "stepped-cp2": {**STEPPED, "trainer": {"context_parallel": 2}},
         "stepped-minibatches": {**STEPPED, "trainer": {"minibatches": 2, "data_parallel": 2}},
+        **{
+            f"{name} {layout}": {**settings, "trainer": {"minibatches": 2, **trainer}}
+            for name, settings in CHOSEN.items()
+            for layout, trainer in (
+                ("dp2", {"data_parallel": 2, "tokens_per_microbatch": 40}),
+                ("pp2", {"pipeline_parallel": 2, "first_stage_layers": 1}),
+                ("tp2", {"tensor_parallel": 2}),
+                ("cp2", {"context_parallel": 2}),
+            )
+        },
+        **{
+            f"{name}-dp2": {**each, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 40}}
+            for name, each in FORKS.items()
+        },
+        "forked steps-pp2": {**FORKS["forked steps"], "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
+        "forked steps-cp2": {**FORKS["forked steps"], "trainer": {"context_parallel": 2}},
     }
     return run_ranks("policies", 2, model=model, runs=settings)
 
@@ -125,6 +174,9 @@ def largest_difference(left, right):
         *(("dpo-dp2", "dpo"), ("dpo-pp2", "dpo"), ("stepped-dp2", "stepped"), ("stepped-pp2", "stepped")),
         *((f"norms-{layout}", "norms") for layout in ("dp2", "pp2", "tp2", "cp2")),
         *(("stepped-cp2", "stepped"), ("stepped-minibatches", "stepped minibatches")),
+        *((f"{name} {layout}", f"{name} 8192") for name in CHOSEN for layout in ("dp2", "pp2", "tp2", "cp2")),
+        *((f"{name}-dp2", name) for name in FORKS),
+        *(("forked steps-pp2", "forked steps"), ("forked steps-cp2", "forked steps")),
     ],
 )
 def test_metrics_are_the_same_on_every_rank_and_layout(runs, spread, layout, alone):
@@ -135,10 +187,24 @@ def test_metrics_are_the_same_on_every_rank_and_layout(runs, spread, layout, alo
         assert_same_metrics(first, second, rel=0, abs=0)
 
 
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_share_of_restrained_tokens_does_not_depend_on_the_packing(runs, name):
+    small, large = (runs[f"{name} {size}"]["metrics"] for size in (30, 8192))
+    for step in range(2):
+        assert_same_metrics(small[step], large[step], rel=1e-4, abs=1e-5)
+        assert small[step]["train/clip_fraction"] > 0.05
+    # Without an earlier optimizer step, too, the batch is scored before.
+    assert runs["clip_cov once"]["metrics"][0]["train/clip_fraction"] > 0.05
+
+
 def test_the_gap_to_the_teacher_is_an_advantage_of_its_token(runs, spread):
-    """On-policy and uncorrected, the loss is minus the mean advantage: alone, the estimate of the KL divergence."""
+    """On-policy and uncorrected, the loss is minus the mean advantage: alone, the estimate of the KL divergence, which
+    is that of the tokens with a teacher.
+    """
     alone = runs["taught alone"]["metrics"][0]
-    assert alone["train/loss"] == pytest.approx(alone["train/teacher_kl"], rel=1e-4)
+    taught = runs["taught alone"]["taught_tokens"]
+    assert 0 < taught < alone["train/tokens"], "some tokens have no teacher"
+    assert alone["train/loss"] * alone["train/tokens"] == pytest.approx(alone["train/teacher_kl"] * taught, rel=1e-4)
     assert alone["train/grad_norm"] > 0
     one, two = (found["metrics"][0]["train/teacher_kl"] for found in (runs["taught"], spread[0]["taught-dp2"]))
     assert one == pytest.approx(alone["train/teacher_kl"], rel=1e-4) and two == pytest.approx(one, rel=0.2)
@@ -160,6 +226,14 @@ def test_rewards_of_steps_are_compared_in_their_group_and_without_them_it_is_grp
     assert stepped["train/grad_norm"] != pytest.approx(process["train/grad_norm"], rel=1e-2)
     # All responses are computed, also those without an advantage.
     assert process["train/grad_norm"] == pytest.approx(plain["train/grad_norm"], rel=1e-5)
+
+
+def test_a_sample_counts_once_in_means_and_weighs_what_the_configuration_says(runs):
+    """Its reward is the mean of 0 and 1, those of the other samples are 2 and 3."""
+    sample, trajectory = (runs[name]["metrics"][0] for name in ("forked weight", "by trajectory"))
+    assert sample["train/reward"] == trajectory["train/reward"] == pytest.approx(5.5 / 3)
+    assert sample["train/sequences"] == 16
+    assert sample["train/grad_norm"] != pytest.approx(trajectory["train/grad_norm"], rel=1e-2)
 
 
 def test_a_rank_loads_only_what_it_computes(spread):
@@ -198,8 +272,9 @@ def test_a_constant_divisor_is_of_sequences_times_the_longest_response(runs):
 def test_every_loss_and_estimator_trains(runs, kind):
     (metrics,) = runs[kind]["metrics"]
     assert metrics["train/skipped"] == 0 and all(math.isfinite(value) for value in metrics.values())
-    if kind.startswith("loss") and kind.split()[1] not in ("dro", "kl_cov", "clip_cov", "geo_mean"):
-        # The first step is on-policy: all of these are the plain policy gradient. geo_mean weighs sequences as wholes.
+    if kind.startswith("loss") and kind.split()[1] not in ("clip_cov", "geo_mean"):
+        # The first step is on-policy: all of these are the plain policy gradient, if all tokens of a response weigh the
+        # same, which those with a correction of tokens do not.
         assert metrics["train/grad_norm"] == pytest.approx(runs["plain"]["metrics"][0]["train/grad_norm"], rel=1e-4)
 
 
@@ -209,6 +284,13 @@ def test_bfloat16_trains_close_to_float32(runs, spread):
             assert mine["train/loss"] == pytest.approx(exact["train/loss"], abs=0.03)
             assert mine["train/grad_norm"] == pytest.approx(exact["train/grad_norm"], rel=0.1)
         assert all(tensor.dtype == torch.bfloat16 for tensor in found["weights"].values())
+
+
+def test_the_part_of_adapters_that_merged_weights_have_is_measured_over_all_ranks(runs, spread):
+    for step in range(2):
+        alone, *ranks = (found["adapters"]["metrics"][step]["train/merged_cosine"] for found in (runs, *spread))
+        assert 0 < alone < 0.999 and ranks[0] == ranks[1] == pytest.approx(alone, abs=0.05)
+    assert "train/merged_cosine" not in runs["bfloat16"]["metrics"][1]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
@@ -231,7 +313,8 @@ def test_bfloat16_main_weights_start_with_the_folders_precision(run_ranks, model
 def test_all_metrics_are_there_and_finite(runs):
     names = (
         "loss grad_norm lr entropy clip_fraction dual_clip_fraction is_weight_mean is_outside_fraction "
-        "is_rejected_fraction is_effective_share logprob_diff "
+        "is_rejected_fraction is_effective_share logprob_diff approx_kl computed_tokens without_gradient "
+        "reward_std uniform_groups "
         "tokens sequences staleness_mean staleness_max reward seconds skipped token_staleness "
         "response_length response_length_p50 response_length_p90 response_length_p99 "
         "tokens_per_second_per_device tflops_per_device"
@@ -318,10 +401,21 @@ def test_a_non_finite_step_is_skipped_on_all_ranks(run_ranks, model, tmp_path):
     assert "nan" in record["batch"][0]["trajectory"]["logprobs"]
 
 
-def test_a_step_without_gradient_is_skipped_and_a_single_reward_is_refused(run_ranks, model):
-    found = run_ranks("idle", 1, model=model)[0]
-    assert found["uniform"]["train/skipped"] == found["masked"]["train/skipped"] == 1
+def test_a_step_without_gradient_is_not_taken_and_a_single_reward_is_refused(run_ranks, model, tmp_path):
+    found = run_ranks("idle", 1, model=model, folder=str(tmp_path))[0]
+    for idle in (found["uniform"], found["masked"]):
+        assert (idle["train/skipped"], idle["train/without_gradient"]) == (0, 1)
+    assert (found["uniform"]["train/uniform_groups"], found["uniform"]["train/reward_std"]) == (1, 0)
     assert found["uniform"]["train/tokens"] > 0
     assert found["masked"]["train/tokens"] == 0
     assert found["unchanged"]
     assert "group lone cannot be trained" in found["error"]
+
+
+def test_a_skipped_optimizer_step_is_in_no_mean(run_ranks, model, tmp_path):
+    half = run_ranks("idle", 1, model=model, folder=str(tmp_path))[0]["half"]
+    assert (half["train/skipped"], half["train/without_gradient"]) == (1, 0)
+    # Of four groups one is uniform, and a response of each third has no advantage.
+    assert half["train/uniform_groups"] == 0.25 and half["train/reward_std"] > 0
+    assert 0 < half["train/computed_tokens"] < half["train/tokens"]
+    assert all(math.isfinite(value) for value in half.values())

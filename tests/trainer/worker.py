@@ -506,11 +506,11 @@ def gradients(engine):
     return {name: weight.main_grad.clone() for name, weight in trained.items()}
 
 
-def make_groups(seed, groups=4, samples=3, vocab=131, uniform=(), taught=False, stepped=False):
+def make_groups(seed, groups=4, samples=3, vocab=131, uniform=(), taught=False, stepped=False, forked=False):
     """Random groups; those in `uniform` have equal rewards. Every third response has a masked token.
 
     If `taught`, all but these responses have log-probs of a teacher. If `stepped`, every other token of the others has
-    a reward, which is a part of that of the response.
+    a reward, which is a part of that of the response. If `forked`, the first two trajectories of a group are a sample.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -531,7 +531,7 @@ def make_groups(seed, groups=4, samples=3, vocab=131, uniform=(), taught=False, 
             if stepped and member % 3 != 0:
                 places = np.arange(len(response))
                 arrays[TOKEN_REWARDS] = np.where(places % 2 == 0, 0.1 * places, np.nan).astype(np.float32)
-            more = {"metrics": {BASELINE: 0.5}, "arrays": arrays}
+            more = {"metrics": {BASELINE: 0.5}, "arrays": arrays, "sample": max(0, member - forked)}
             members.append(Trajectory(prompt, response, mask, logprobs, [0] * len(response), reward=reward, **more))
         found.append(Group(f"0:{index}", members))
     return found
@@ -556,10 +556,15 @@ def train(model, steps, trainer=None, algorithm=None, optimizer=None, dtype="flo
     """Metrics and loads of a few policy steps, and the weights at the end. ``batch`` shapes `make_groups`."""
     engine = make_engine(model, trainer, optimizer, dtype)
     policy = PolicyTrainer(engine, AlgorithmConfig(**(algorithm or {})), dump_dir="unused", taught=taught)
+    # As the first weight sync does, which merges adapters.
+    engine.params()
     batch["taught"] = taught
     loaded = [[] for _ in range(steps)]
     metrics = [train_on(policy, make_groups(n, **batch), n, n, loaded[n - 1]) for n in range(1, steps + 1)]
-    found = {"metrics": metrics, "weights": weights(engine), "loaded": loaded}
+    # Those of the responses with a teacher are all trained.
+    responses = [t for group in make_groups(1, **batch) for t in group.trajectories if TEACHER in t.arrays]
+    taught_tokens = sum(len(response.response_ids) for response in responses)
+    found = {"metrics": metrics, "weights": weights(engine), "loaded": loaded, "taught_tokens": taught_tokens}
     close(engine)
     return found
 
@@ -876,8 +881,8 @@ def guard(model, folder, optimizer=None):
     }
 
 
-def idle(model):
-    """Batches without anything to learn: equal rewards everywhere, and everything masked."""
+def idle(model, folder):
+    """Batches without anything to learn: equal rewards everywhere, everything masked, and in one half a NaN."""
     engine = make_engine(model)
     policy = PolicyTrainer(engine, AlgorithmConfig(), dump_dir="unused")
     before = weights(engine)
@@ -893,7 +898,15 @@ def idle(model):
     except TrainingError as caught:
         error = str(caught)
     close(engine)
-    return {"uniform": uniform, "masked": masked, "unchanged": unchanged, "error": error}
+    # One of two optimizer steps has a NaN.
+    engine = make_engine(model, {"minibatches": 2})
+    policy = PolicyTrainer(engine, AlgorithmConfig(), dump_dir=folder)
+    half = make_groups(1, uniform=[3])
+    first = half[0].trajectories[0]
+    half[0].trajectories[0] = replace(first, logprobs=[float("nan"), *first.logprobs[1:]])
+    half = train_on(policy, half, 1)
+    close(engine)
+    return {"uniform": uniform, "masked": masked, "unchanged": unchanged, "error": error, "half": half}
 
 
 def resume(runs, folder):

@@ -1,7 +1,7 @@
-"""Online preference optimisation (Guo et al. 2024, arXiv 2402.04792), as advantages of the two responses of a pair.
+"""Online preference optimisation (Guo et al. 2024, arXiv 2402.04792), as advantages of the two samples of a pair.
 
 The loss of a pair (Rafailov et al. 2023, arXiv 2305.18290, equation 7) is -log sigmoid(beta (x_w - x_l)), with x the
-log-ratio of policy and reference, summed over the tokens of the better and of the worse response. Its gradient is
+log-ratio of policy and reference, summed over the tokens of the better and of the worse sample. Its gradient is
 -beta sigmoid(beta (x_l - x_w)) (grad log pi_w - grad log pi_l): that of a policy gradient with these advantages.
 """
 
@@ -13,7 +13,7 @@ from megasync.algorithms.advantages.rewards import Floats, StepRewards
 
 
 def dpo(step: StepRewards, *, beta: float = 0.1) -> Floats:
-    """Of each group the responses with the highest and with the lowest reward are a pair; 0 for all others.
+    """Of each group the samples with the highest and with the lowest reward are a pair; 0 for all others.
 
     Groups of equal rewards have no pair. Before `StepRewards.log_ratios` are known, they count as 0.
     """

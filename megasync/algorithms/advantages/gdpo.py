@@ -11,9 +11,9 @@ from megasync.algorithms.advantages.rewards import Floats, StepRewards
 def gdpo(step: StepRewards, *, normalize_std: bool) -> Floats:
     """The weighted sum of the GRPO advantages of each reward function, shifted and scaled over the step's tokens.
 
-    arXiv 2601.05242. A reward of a larger scale then does not hide the others. A response that a function gave no score
-    gets nothing from it, and a group where fewer than two have one neither. With one reward function it is GRPO,
-    shifted and scaled.
+    arXiv 2601.05242; over tokens as verl does, where the paper takes the samples of the step. A reward of a larger
+    scale then does not hide the others. A sample that a function gave no score gets nothing from it, and a group where
+    fewer than two have one neither. With one reward function it is GRPO, shifted and scaled.
     """
     parts = step.parts or {"": step.rewards}
     total = np.zeros(len(step.rewards))

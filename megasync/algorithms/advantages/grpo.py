@@ -1,4 +1,4 @@
-"""GRPO: a response is compared with the other responses to its prompt.
+"""GRPO: a sample is compared with the other samples of its prompt.
 
 Invariant: the advantages of a group sum to zero, and if all rewards are equal they are exactly zero. The early return
 guarantees the latter; dividing a rounding error by a tiny deviation would not.

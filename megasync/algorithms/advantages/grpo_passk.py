@@ -1,4 +1,4 @@
-"""GRPO for pass@k: only the best response of a group gets an advantage."""
+"""The gradient of the best of k: only the best sample of a group gets an advantage."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from megasync.algorithms.advantages.rewards import Floats, StepRewards
 
 
 def grpo_passk(step: StepRewards, *, normalize_std: bool) -> Floats:
-    """The best reward of a group minus its second best, for the best response; 0 for all others.
+    """The best reward of a group minus its second best, for the best sample; 0 for all others.
 
-    Divided by the group's standard deviation (n - 1) with ``normalize_std``. Chow et al. 2025, arXiv 2503.19595.
+    Tang et al. 2025, arXiv 2503.19595: what the best of the group loses without the sample, an unbiased gradient of the
+    expected best of as many samples. Divided by the group's standard deviation (n - 1) with ``normalize_std``, as in
+    verl's function of this name.
     """
     advantages = np.zeros(len(step.rewards))
     for group in step.each_group():

@@ -1,4 +1,4 @@
-"""OPO: the baseline of least variance, if the gradient of a response grows with its length."""
+"""OPO: the baseline of least variance, if the gradient of a sample grows with its length."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megasync.algorithms.advantages.rewards import Floats, StepRewards
 
 
 def opo(step: StepRewards) -> Floats:
-    """The reward minus the mean of the group's rewards, weighted by the responses' numbers of trained tokens.
+    """The reward minus the mean of the group's rewards, weighted by the samples' numbers of trained tokens.
 
     Hao et al. 2025, arXiv 2505.23585.
     """

@@ -1,7 +1,7 @@
 """GRPO with rewards of single steps: process supervision (Shao et al. 2024, arXiv 2402.03300, section 4.1.3).
 
 A step ends where a token has a reward: at the end of a turn, a line of a proof, a tool call. Without such rewards a
-response has one, at its last token, and this is `grpo`.
+sample is one step, and this is `grpo`.
 """
 
 from __future__ import annotations
@@ -9,23 +9,40 @@ from __future__ import annotations
 import numpy as np
 
 from megasync.algorithms.advantages.grpo import STD_EPS
-from megasync.algorithms.advantages.rewards import Floats, TokenRewards
+from megasync.algorithms.advantages.rewards import Floats, Forks, TokenRewards
 
 
 def grpo_process(step: TokenRewards, *, normalize_std: bool) -> Floats:
-    """What a token and those after it in its response get, where each reward is compared with all of its group.
+    """What a token's step and those after it in its sample get, where each step is compared with all of its group.
 
-    ``(r - mean) / std`` over all rewards of the responses to a prompt, with the sample standard deviation, summed from
-    the end of the response to the token. Without ``normalize_std`` it is not divided.
+    ``(r - mean) / std`` over the steps of all samples of a prompt, with the sample standard deviation, summed from the
+    end of the sample to the token's step. Without ``normalize_std`` it is not divided. The reward ``r`` of a step is
+    less the penalties of all of its tokens.
     """
-    response = np.repeat(np.arange(len(step.groups)), np.diff(step.starts))
-    group, given = step.groups[response[step.rewarded]], step.rewards[step.rewarded]
+    lengths = np.diff(step.starts)
+    forks = step.forks or Forks.none(step.groups, lengths)
+    trajectory = np.repeat(np.arange(len(lengths)), lengths)
+    # Steps are numbered over all trajectories, one after another. One that a trajectory leaves open goes on in the next
+    # of its sample, so its tokens have the number of the first step there.
+    passed = np.concatenate([[0], np.cumsum(step.rewarded)])
+    counts = step.of_step(np.diff(passed[step.starts])).astype(np.int64)
+    ends = np.cumsum(counts)
+    end_of_sample = ends[np.searchsorted(forks.samples, forks.samples, "right") - 1]
+    first = (ends - counts)[forks.numbers]
+    number = (first - passed[step.starts[:-1]])[trajectory] + passed[:-1]
+    # After the last step of its sample a token has nothing to come.
+    within = number < end_of_sample[forks.numbers][trajectory]
+    rewards = np.bincount(number[within], step.earned[within], int(counts.sum())).astype(np.float64)
+    if step.forks is not None:
+        rewards = step.summed(rewards)
+    # Each rank counts the steps that end on it.
+    given, group = rewards[number[step.rewarded]], step.groups[trajectory[step.rewarded]]
     count, total = step.summed(np.stack([step.by_group(np.ones_like(given), group), step.by_group(given, group)]))
-    centred = given - (total / np.maximum(count, 1))[group]
+    mean = total / np.maximum(count, 1)
+    centred = rewards - mean[np.repeat(forks.groups, counts)]
     if normalize_std:
-        squares = step.summed(step.by_group(centred**2, group))
-        centred /= np.sqrt(squares / np.maximum(count - 1, 1))[group] + STD_EPS
-    own = np.zeros(len(step.rewards))
-    own[step.rewarded] = centred
-    so_far = np.cumsum(own)
-    return so_far[step.starts[1:] - 1][response] - so_far + own
+        squares = step.summed(step.by_group((given - mean[group]) ** 2, group))
+        deviation = np.sqrt(squares / np.maximum(count - 1, 1)) + STD_EPS
+        centred /= deviation[np.repeat(forks.groups, counts)]
+    so_far = np.concatenate([[0.0], np.cumsum(centred)])
+    return np.where(within, so_far[end_of_sample[forks.numbers]][trajectory] - so_far[number], 0.0)

@@ -1,6 +1,6 @@
 """REINFORCE++: advantages normalised over the whole step instead of within groups.
 
-Hu et al. 2025, arXiv 2501.03262. The reward is that of the whole response, without a discount, so each of its tokens
+Hu et al. 2025, arXiv 2501.03262. The reward is that of the whole sample, without a discount, so each of its tokens
 has the same return.
 """
 

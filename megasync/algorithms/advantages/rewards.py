@@ -1,9 +1,15 @@
-"""The rewards of one training step, as every advantage estimator gets them."""
+"""The rewards of one training step, as every advantage estimator gets them.
+
+The unit is the sample: what one call of the workflow returned. It is one trajectory, or several where its conversation
+forked, and then all of them are the same draw from the policy. So statistics are over samples, and a sample's advantage
+is that of all of its trajectories: with each trajectory for itself, a sample that forked would be compared with itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +17,17 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+# Added to the variance.
+WHITEN_EPS = 1e-8
+# Rewards of tokens are float32: what their sum lacks of the sample's reward may be an error of rounding.
+ROUNDING = 1e-5
+
 
 @dataclass(frozen=True)
 class StepRewards:
-    """All responses of a step that have a reward, as arrays [responses].
+    """All samples of a step that have a reward, as arrays [samples].
 
-    ``groups`` are ascending: responses with the same number answer the same prompt. ``tokens`` are numbers of trained
+    ``groups`` are ascending: samples with the same number answer the same prompt. ``tokens`` are numbers of trained
     tokens. Rewards are finite. ``parts`` are the scores of each of several reward functions, by name, and NaN where a
     function gave none; ``weights`` are theirs. Without several functions both are empty. ``log_ratios`` are
     sums over the trained tokens of the log-ratio of policy and reference, for estimators that say so; None before they
@@ -32,15 +43,15 @@ class StepRewards:
     baselines: Floats | None = None
 
     def each_group(self) -> Iterator[slice]:
-        """The responses of each prompt."""
+        """The samples of each prompt."""
         starts = np.flatnonzero(np.diff(self.groups, prepend=-1))
         for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(self.groups)], strict=True):
             yield slice(start, end)
 
     def whitened(self, values: Floats) -> Floats:
-        """Values of responses, shifted and scaled to mean 0 and variance 1 over all trained tokens of the step.
+        """Values of samples, shifted and scaled to mean 0 and variance 1 over all trained tokens of the step.
 
-        The variance is the unbiased one, of tokens that carry their response's value.
+        The variance is the unbiased one, of tokens that carry their sample's value.
         """
         count = int(self.tokens.sum())
         if count < 2:
@@ -51,15 +62,59 @@ class StepRewards:
 
 
 @dataclass(frozen=True)
-class TokenRewards:
-    """The trained tokens of this rank's responses of a step, one response after another; arrays [tokens].
+class Forks:
+    """Which trajectories of a step are one sample. Arrays [trajectories of the step], the same on every rank.
 
-    Those of response i are from ``starts[i]`` up to ``starts[i + 1]``; it answers prompt ``groups[i]``.
-    ``rewards`` are 0 where ``rewarded`` is false; those of a response sum up to its reward. ``values`` are a critic's
-    of the text before each token, 0 without one. ``longest`` are the most trained tokens of a response to each prompt.
-    ``squared_norms`` are those of the gradients of the tokens' log-probs by their logits, 1 - 2 p + sum(p^2), for
-    estimators that say so. ``summed`` returns the sums of its argument over all ranks: each rank
-    must call it the same number of times, with arrays of the same shape.
+    ``samples``, ascending, are their samples, ``groups`` their prompts, ``tokens`` their numbers of trained tokens.
+    ``numbers`` are the places of this rank's trajectories among them.
+    """
+
+    samples: Ints
+    groups: Ints
+    tokens: Ints
+    numbers: Ints
+
+    @classmethod
+    def none(cls, groups: Ints, tokens: Ints) -> Forks:
+        """Of trajectories that are all of the step's, and each a sample of its own."""
+        places = np.arange(len(groups))
+        return cls(places, groups, tokens, places)
+
+    @property
+    def last(self) -> NDArray[np.bool_]:
+        """Whether a trajectory is the last of its sample."""
+        return np.diff(self.samples, append=-1) != 0
+
+    def before(self, values: Floats | Ints) -> NDArray[Any]:
+        """The sums of the values of the trajectories before each in its sample."""
+        so_far = np.cumsum(values) - values
+        return so_far - so_far[np.searchsorted(self.samples, self.samples)]
+
+    def after(self, values: Floats) -> Floats:
+        """The sums of the values of the trajectories after each in its sample."""
+        total = np.bincount(self.samples, values)[self.samples]
+        return np.where(self.last, 0.0, total - self.before(values) - values)
+
+    def following(self, values: Floats) -> Floats:
+        """The value of the next trajectory of the sample; 0 after the last."""
+        return np.where(self.last, 0.0, np.append(values[1:], 0.0))
+
+
+@dataclass(frozen=True)
+class TokenRewards:
+    """The trained tokens of this rank's trajectories of a step, one trajectory after another; arrays [tokens].
+
+    Those of trajectory i are from ``starts[i]`` up to ``starts[i + 1]``; it answers prompt ``groups[i]``. ``rewards``
+    of a trajectory sum up to what its sample earns from its first token on: with one trajectory the sample's reward,
+    with several less what the tokens of earlier ones were given. What later ones earn (``carried``, [trajectories]) is
+    at the last token; `earned` is without it. ``rewarded`` are the tokens with a reward of their own. ``penalties``,
+    None without, are subtracted from ``rewards`` already.
+
+    ``values`` are a critic's of the text before each token, 0 without one. ``longest`` are the most trained tokens of a
+    sample of each prompt. ``squared_norms`` are those of the gradients of the tokens' log-probs by their logits,
+    1 - 2 p + sum(p^2), for estimators that say so. ``summed`` returns the sums of its argument over all ranks: each
+    rank must call it the same number of times, with arrays of the same shape. ``forks`` and ``carried`` are None if no
+    sample of the step has more than one trajectory.
     """
 
     rewards: Floats
@@ -70,11 +125,93 @@ class TokenRewards:
     longest: Ints
     summed: Callable[[Floats], Floats]
     squared_norms: Floats | None = None
+    penalties: Floats | None = None
+    forks: Forks | None = None
+    carried: Floats | None = None
+
+    @classmethod
+    def of(
+        cls,
+        step: StepRewards,
+        forks: Forks,
+        prompts: int,
+        summed: Callable[[Floats], Floats],
+        *,
+        starts: Ints,
+        given: Floats,
+        rewarded: NDArray[np.bool_],
+        values: Floats,
+        penalties: Floats | None = None,
+        squared_norms: Floats | None = None,
+    ) -> TokenRewards:
+        """From what was ``given`` to single tokens, as parts of the rewards of their samples. A collective.
+
+        What they leave of a reward counts at the last token of its sample, which then is ``rewarded``. So it is if
+        tokens have penalties: nothing may follow the last reward.
+        """
+        longest = np.zeros(prompts, dtype=np.int64)
+        np.maximum.at(longest, step.groups, step.tokens)
+        bounds = starts[:-1], starts[1:]
+        own = [np.concatenate([[0.0], np.cumsum(each)]) for each in (given, rewarded)]
+        if penalties is not None:
+            own.append(np.concatenate([[0.0], np.cumsum(penalties)]))
+        # By trajectory.
+        sums = np.stack([each[bounds[1]] - each[bounds[0]] for each in own])
+        alone, numbers, last = bool(forks.last.all()), forks.numbers, forks.last[forks.numbers]
+        of_step = np.zeros((len(own), len(forks.samples)))
+        of_step[:, numbers] = sums
+        if not alone:
+            of_step = summed(of_step)
+        of_samples = np.stack([np.bincount(forks.samples, each, len(step.rewards)) for each in of_step])
+        left = step.rewards - of_samples[0]
+        open_end = (of_samples[1] == 0) | (np.abs(left) > ROUNDING * np.maximum(1.0, np.abs(step.rewards)))
+        left = np.where(open_end, left, 0.0)
+        rewards, rewarded = given.copy(), rewarded.copy()
+        ends = bounds[1][last] - 1
+        samples = forks.samples[numbers[last]]
+        rewards[ends] += left[samples]
+        rewarded[ends] |= open_end[samples] | (penalties is not None)
+        carried = None
+        if penalties is not None:
+            rewards -= penalties
+        if not alone:
+            total = of_step[0] + np.where(forks.last, left[forks.samples], 0.0)
+            carried = forks.after(total if penalties is None else total - of_step[2])[numbers]
+            rewards[bounds[1] - 1] += carried
+        return cls(
+            rewards,
+            values,
+            starts,
+            rewarded,
+            forks.groups[numbers],
+            longest,
+            summed,
+            squared_norms,
+            penalties,
+            None if alone else forks,
+            carried,
+        )
+
+    @property
+    def earned(self) -> Floats:
+        """The rewards of the tokens themselves."""
+        if self.carried is None:
+            return self.rewards
+        earned = self.rewards.copy()
+        earned[self.starts[1:] - 1] -= self.carried
+        return earned
 
     def by_group(self, values: Floats, groups: Ints) -> Floats:
         """The sums of values by their groups, [prompts]."""
         return np.bincount(groups, values, len(self.longest)).astype(np.float64)
 
+    def of_step(self, own: Floats) -> Floats:
+        """Values of this rank's trajectories, [own trajectories], as those of all trajectories of the step.
 
-# Added to the variance.
-WHITEN_EPS = 1e-8
+        A collective if a sample forked; else this rank's are enough, because samples are whole.
+        """
+        if self.forks is None:
+            return own.astype(np.float64)
+        values = np.zeros(len(self.forks.samples))
+        values[self.forks.numbers] = own
+        return self.summed(values)

@@ -1,4 +1,4 @@
-"""RLOO: a response is compared with the mean of the others."""
+"""RLOO: a sample is compared with the mean of the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megasync.algorithms.advantages.rewards import Floats, StepRewards
 
 
 def rloo(step: StepRewards) -> Floats:
-    """The reward minus the mean reward of the other responses of the group.
+    """The reward minus the mean reward of the other samples of the group.
 
     Ahmadian et al. 2024, arXiv 2402.14740.
     """

@@ -3,6 +3,6 @@
 Their names and options are in `config.builtin.LOSSES`; docs/adding_an_algorithm.md shows how to add one.
 """
 
-from megasync.algorithms.losses.tokens import PolicyTokens, TokenLoss
+from megasync.algorithms.losses.tokens import PolicyTokens, StepTokens, TokenLoss
 
-__all__ = ["PolicyTokens", "TokenLoss"]
+__all__ = ["PolicyTokens", "StepTokens", "TokenLoss"]

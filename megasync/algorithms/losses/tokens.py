@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megasync.algorithms.kl import MAX_LOG_RATIO
 from megasync.algorithms.sequences import sequence_mean
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -17,7 +22,10 @@ class PolicyTokens:
     """The tokens of one microbatch, float32 [tokens]; outside of ``keep`` (bool [tokens]) all values are 0.
 
     ``logprobs`` carries the gradient. ``old`` is the denominator of the ratio: the trainer's log-probs before the step,
-    or the server's. ``segments`` (int64 [tokens]) is the sequence of each token; every sequence is complete.
+    or the server's. ``segments`` (int64 [tokens]) is the sequence of each token; every sequence is complete. ``chosen``
+    (bool [tokens]) are those that the loss treats apart, if it chooses any: see `StepTokens`.
+
+    A mean over these tokens would depend on the packing of a step. That of a sequence does not.
     """
 
     logprobs: Tensor
@@ -25,6 +33,7 @@ class PolicyTokens:
     advantages: Tensor
     keep: Tensor
     segments: Tensor | None = None
+    chosen: Tensor | None = None
 
     @cached_property
     def log_ratio(self) -> Tensor:
@@ -36,15 +45,46 @@ class PolicyTokens:
         """``pi / pi_old``, finite."""
         return self.log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
-    def mean(self, values: Tensor) -> Tensor:
-        """The mean over the kept tokens."""
-        return torch.where(self.keep, values, 0.0).sum() / self.keep.sum().clamp(min=1)
+    @property
+    def chosen_tokens(self) -> Tensor:
+        """Those of ``chosen`` that are kept. Raises ValueError if none were chosen before the step."""
+        if self.chosen is None:
+            raise ValueError("this loss needs `chosen`, the tokens of the whole minibatch that it treats apart")
+        return self.chosen & self.keep
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """The mean over the kept tokens of each token's sequence, [tokens]. Raises ValueError without segments."""
         if self.segments is None:
             raise ValueError("a loss of whole sequences needs `segments`, the sequence index of each token")
         return sequence_mean(values, self.keep, self.segments)
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """The trained tokens of a rank's share of one optimizer step, float64 [tokens], for a loss that chooses among all.
+
+    ``logprobs`` are of the policy just before that step, ``old`` the denominators of the ratio. ``lots`` (uint64, below
+    2^32) are as good as random, and those of a token are the same whichever rank has it. ``summed`` returns the sums of
+    its argument over all ranks: each rank must call it the same number of times, with arrays of the same shape.
+    """
+
+    logprobs: Floats
+    old: Floats
+    advantages: Floats
+    lots: NDArray[np.uint64]
+    summed: Callable[[Floats], Floats]
+
+
+def lots_of(step: int, trajectories: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """The lots of tokens by their trajectories in a step and their places in these; see `StepTokens`."""
+    mixed = np.full(len(places), step, dtype=np.uint64)
+    for part in (trajectories, places):
+        # The finalizer of SplitMix64 (Steele et al. 2014, OOPSLA), in which numpy's overflows are intended.
+        mixed = (mixed ^ part.astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+        mixed ^= mixed >> np.uint64(31)
+    return mixed >> np.uint64(32)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class RewardConfig:
 class GroupConfig:
     """Which responses of a prompt, and which prompts, are trained: docs/rewards.md#from-responses-to-a-group."""
 
-    # Drop groups whose rewards are all equal (nothing to learn) and draw another prompt instead.
+    # Drop groups whose rewards are all equal, before penalties (nothing to learn), and draw another prompt instead.
     drop_uniform: bool = False
     # Responses sampled per prompt beyond `schedule.samples_per_group`.
     extra_samples: int = limited(0, NOT_NEGATIVE)

@@ -14,7 +14,6 @@ from megasync.config.limits import (
     PATH,
     POSITIVE,
     PROCESSES,
-    PROPER_FRACTION,
     Choice,
     Range,
     limited,
@@ -70,8 +69,11 @@ class AlgorithmConfig:
     # What the loss of a step is the mean of: token (all trained tokens alike), sequence (means over the tokens of
     # sequences), or constant (sums over the tokens of sequences, divided by the longest response).
     aggregation: str = limited("token", Choice("token", "sequence", "constant"))
-    # PPO clips the ratio below 1 - clip_low.
-    clip_low: float = limited(0.2, PROPER_FRACTION)
+    # What sequence and constant count as one sequence where the conversation of a sample forked: sample (all tokens of
+    # the sample, so that it weighs as one that did not fork) or trajectory (each of its trajectories).
+    sample_weight: str = limited("sample", Choice("trajectory", "sample"))
+    # PPO clips the ratio below 1 - clip_low; with 1 there is no lower bound.
+    clip_low: float = limited(0.2, FRACTION)
     # PPO clips the ratio above 1 + clip_high.
     clip_high: float = limited(0.28, POSITIVE)
     # Dual clip: bounds the surrogate of a token with a negative advantage at `dual_clip` times that advantage, where
@@ -115,11 +117,11 @@ class OptimizerConfig:
 
     # Learning rate.
     lr: float = limited(1e-6, POSITIVE)
-    # constant, linear or cosine, after `warmup_steps`; linear and cosine reach `min_lr` at `schedule.total_steps`.
+    # constant, linear or cosine, after `warmup_steps`; linear and cosine fall to `min_lr` over the steps that are left.
     decay: str = limited("constant", Choice("constant", "linear", "cosine"))
     # Steps of linear warmup from 0.
     warmup_steps: int = limited(0, NOT_NEGATIVE)
-    # Learning rate at the end of linear or cosine decay.
+    # Learning rate at which linear or cosine decay ends, after the last step.
     min_lr: float = limited(0.0, NOT_NEGATIVE)
     # Adam's two decay rates.
     betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
@@ -160,7 +162,7 @@ class CriticConfig:
     # Hugging Face folder of its initial weights, for the same tokenizer; null takes model.path. Without a value head in
     # it, that starts from random weights.
     path: str | None = limited(None, PATH)
-    # First training steps in which only the critic learns.
+    # First training steps in which only the critic learns. The policy's learning rate begins its course after them.
     warmup_steps: int = limited(0, NOT_NEGATIVE)
     # A value that moved further than this from its old one is clipped in the loss; null turns it off.
     clip: float | None = limited(0.5, POSITIVE)
@@ -261,6 +263,7 @@ class TrainerConfig:
     # `overlap_grad_reduce`, the distributed optimizer and several minibatches.
     overlap_param_gather: bool = False
     # Compute logits, log-probs and their gradients from the last hidden states in float32, whatever `model.dtype` is.
+    # Servers must too: rollout.server_args={"--enable-fp32-lm-head": true}.
     float32_head: bool = False
     # Compute the linear layers in 8-bit floats from weights in bfloat16: null does not, tensorwise takes one scale for
     # each tensor, blockwise one for 128 values (128 x 128 of a weight). Needs a GPU.

@@ -41,7 +41,7 @@ def course(run: RunFolder) -> Section:
     section.add(chart(figures.staleness_ages(run), "Ages of the trained tokens, in versions."))
     section.add(chart(figures.lengths(run), "Lengths of the latest responses, and of the trained ones if measured."))
     section.add(chart(figures.truncated(run), "Responses that reached the maximum length."))
-    section.add(chart(figures.entropy(run), "Entropy of the policy at the trained tokens."))
+    section.add(chart(figures.entropy(run), "Entropy of the policy, over the computed tokens."))
     section.add(chart(figures.gaps(run), "How far the servers' probabilities are from the trainer's."))
     section.add(
         chart(figures.clipping(run), "Tokens that the loss clipped, and those that the off-policy correction changed.")

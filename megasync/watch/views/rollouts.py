@@ -18,6 +18,7 @@ from nicegui import ui
 
 from megasync.errors import DataError
 from megasync.observe.rollouts import DROPPED, FOLDER, NO_SAMPLE, TRAINED, Bounds, Filters, Response, RolloutIndex, Row
+from megasync.trajectory import of_sample
 from megasync.turns import ANSWER, Turn
 from megasync.watch import units
 from megasync.watch.decoder import decoder_of
@@ -479,7 +480,11 @@ def _group(
     row: Row, members: Sequence[Row], read: Sequence[Response | str], decoder: Decoder, show: Callable[[Row], Any]
 ) -> None:
     """All recorded responses to the same prompt, the open one marked."""
-    rewards = [member.reward for member in members if member.reward is not None]
+    samples: dict[tuple[int, int], list[float]] = {}
+    for place, member in enumerate(members):
+        if member.reward is not None:
+            samples.setdefault((member.number, place if member.number < 0 else 0), []).append(member.reward)
+    rewards = [of_sample(each) for each in samples.values()]
     mean = f"{len(members)} responses, mean reward {units.fixed(sum(rewards) / len(rewards))}" if rewards else ""
     with card(f"Group {row.uid} side by side", mean), ui.element("div").classes("members"):
         for member, found in zip(members, read, strict=False):
