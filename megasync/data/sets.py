@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,9 +19,8 @@ class VerifierOfSet:
     def __init__(self, by_set: Mapping[str, Reward]) -> None:
         self._by_set = by_set
 
-    async def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> Any:
-        scores = self._by_set[columns[SET][0]](completions, **columns)
-        return await scores if inspect.isawaitable(scores) else scores
+    def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> Any:
+        return self._by_set[columns[SET][0]](completions, **columns)
 
 
 def load_training_sets(
