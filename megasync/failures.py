@@ -58,9 +58,12 @@ class UnexpectedErrors:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and its explicit causes, outermost first."""
+    """The error, the errors of a group, and their explicit causes, outermost first."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
+        if isinstance(error, BaseExceptionGroup):
+            for each in error.exceptions:
+                yield from _chain(each)
         error = error.__cause__

@@ -9,9 +9,10 @@ from typing import Any
 
 from megasync.algorithms.advantages.rewards import Floats, TokenRewards
 from megasync.algorithms.losses.tokens import PolicyTokens, TokenLoss
+from megasync.concurrency.foreign import invoke
 from megasync.config.builtin import ADVANTAGES, LOSSES, Algorithm
 from megasync.config.schema import AlgorithmConfig
-from megasync.importing import load_function
+from megasync.importing import check_call, load_function
 
 
 def estimator_of(config: AlgorithmConfig) -> Callable[[Any], Floats]:
@@ -72,4 +73,8 @@ def _with_options(
     function = load_function(builtin[name].function if name in builtin else name)
     shared = {key for item in builtin.values() for key in item.keys}
     wanted = [key for key in inspect.signature(function).parameters if key in shared]
-    return partial(function, **{key: getattr(config, key) for key in wanted}, **options)
+    chosen = partial(function, **{key: getattr(config, key) for key in wanted}, **options)
+    if name in builtin:
+        return chosen
+    check_call(chosen, f"{name!r} must take one argument beside its options {sorted(options)}", object())
+    return partial(invoke, chosen)

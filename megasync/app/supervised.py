@@ -28,6 +28,7 @@ from megasync.app.servers import reserve_pools
 from megasync.app.workload import stop_ids
 from megasync.cluster.roles import check_capabilities
 from megasync.cluster.trainer_group import TrainerGroup
+from megasync.concurrency.event_loop import run_to_end
 from megasync.config import CONFIG_FILE, ROWS_FILE, Config, load_config
 from megasync.config.changes import check_changes
 from megasync.config.pools import trainer_pool
@@ -121,7 +122,7 @@ def train_supervised(config: Config) -> SupervisedResult:
 
     Raises ConfigError and DataError before anything starts; another MegasyncError for what ended the run.
     """
-    return asyncio.run(_begin(config, None))
+    return run_to_end(_begin(config, None))
 
 
 def resume_supervised(run_dir: Path, overrides: Sequence[str] = ()) -> SupervisedResult:
@@ -132,7 +133,7 @@ def resume_supervised(run_dir: Path, overrides: Sequence[str] = ()) -> Supervise
     config = load_config(run_dir / CONFIG_FILE, overrides)
     newest = latest(run_dir)
     check_changes(load_config(run_dir / CONFIG_FILE), config, 0 if newest is None else step_of(newest))
-    return asyncio.run(_begin(config, run_dir))
+    return run_to_end(_begin(config, run_dir))
 
 
 async def _begin(config: Config, run_dir: Path | None) -> SupervisedResult:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megasync.concurrency.event_loop import end_process
 from megasync.errors import ConfigError, MegasyncError
 from megasync.importing import quick_imports
 from megasync.launch.command import launch
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 DEBUG_VARIABLE = "MEGASYNC_DEBUG"
 REFUSED, INTERRUPTED, UNHEALTHY = 2, 130, 1
+# Seconds in which user code may end what it has left running: threads, child processes, exit handlers.
+EXIT_SECONDS = 30.0
 # Seconds allowed for resizing the server pool, in addition to the start timeout of a server.
 SCALE_GRACE = 90.0
 
@@ -774,6 +777,9 @@ def _interruptible() -> Iterator[None]:
     except KeyboardInterrupt as interrupt:
         _print_error(str(interrupt) or "interrupted")
         raise typer.Exit(INTERRUPTED) from None
+    except SystemExit as error:
+        # Commands end with typer.Exit: this is of code that they called, which may ask for status 0.
+        raise MegasyncError(f"some code ended the program before its goal, with SystemExit: {error.code}") from error
 
 
 def _console() -> Console:
@@ -790,16 +796,22 @@ def main() -> None:
         sys.stdout.reconfigure(line_buffering=True)
     # A configuration may name functions of modules in the working directory; installed packages take precedence.
     sys.path.append(os.getcwd())
+    status = UNHEALTHY
     try:
         app()
     except MegasyncError as error:
+        status = REFUSED
         if os.environ.get(DEBUG_VARIABLE) == "1":
             raise
         _print_error(f"{type(error).__name__}: {error}")
-        sys.exit(REFUSED)
+        sys.exit(status)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
     finally:
         # Skips the garbage collection at interpreter exit, which takes seconds with these imports.
         gc.freeze()
+        end_process(status, EXIT_SECONDS)
 
 
 def _print_error(text: str) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from megasync.concurrency.threads import DaemonThreads
 from megasync.config.schema import TrainSetConfig
 from megasync.data.datasets import Reward, load_dataset
 from megasync.errors import DataError
 
 # Column with the name of a row's set.
 SET = "train_set"
+# Verifiers are packages' code, which an event loop must not run. Threads held by calls past their deadline: at most 8.
+_threads = DaemonThreads(8, at_once=1)
 
 
 class VerifierOfSet:
@@ -19,8 +24,11 @@ class VerifierOfSet:
     def __init__(self, by_set: Mapping[str, Reward]) -> None:
         self._by_set = by_set
 
-    def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> Any:
-        return self._by_set[columns[SET][0]](completions, **columns)
+    async def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> Any:
+        name = columns[SET][0]
+        call = partial(self._by_set[name], completions, **columns)
+        scores = await _threads.call(call, f"the verifier of the set {name}")
+        return await scores if inspect.isawaitable(scores) else scores
 
 
 def load_training_sets(

@@ -25,8 +25,8 @@ from megasync.data.rows import is_messages
 from megasync.errors import ConfigError
 from megasync.importing import name_of
 
-# What every function can ask for beside the columns of the rows.
-ADDED = ("completion_ids", "finish_reasons")
+# What a function can ask for beside the columns of the rows; messages where prompts are chats.
+ADDED = ("completion_ids", "finish_reasons", "prompts", "messages")
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 # Columns of which the first one that a row has holds verl's ground truth; see `_ground_truth`.
 GROUND_TRUTHS = ("reward_model", "ground_truth", "answer", "solution")
@@ -65,7 +65,7 @@ class Convention:
         """The columns that the function requires and rows with these columns lack."""
         if self.kind.startswith("verl"):
             return [] if any(name in columns for name in GROUND_TRUTHS) else ["ground_truth"]
-        return [name for name in self.requires if name not in columns and name not in (*ADDED, "prompts")]
+        return [name for name in self.requires if name not in columns and name not in ADDED]
 
     def _prompts(self, columns: Columns) -> dict[str, Any]:
         return {"prompts": columns["prompt"]} if "prompt" in columns else {}

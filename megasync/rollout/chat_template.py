@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megasync.concurrency.foreign import explain, invoke
 from megasync.data.outside_text import OutsideText
 from megasync.data.text_codec import TextCodec
 from megasync.errors import DataError
@@ -58,7 +59,8 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], answer: bool) -> str:
         try:
-            return self._tokenizer.apply_chat_template(
+            return invoke(
+                self._tokenizer.apply_chat_template,
                 list(messages),
                 tools=self._outside.guard(list(tools)) or None,
                 add_generation_prompt=answer,
@@ -66,7 +68,7 @@ class ChatTemplate:
                 **self._options,
             )
         except Exception as error:  # templates are programs that may raise anything
-            raise DataError(f"the chat template rejected {len(messages)} messages: {error}") from error
+            raise DataError(f"the chat template rejected {len(messages)} messages: {explain(error)}") from error
 
     def encode(self, text: str) -> list[int]:
         """Encode rendered text. No special token is added, because the template writes its own."""
