@@ -9,7 +9,7 @@ from typing import Any
 
 from megasync.algorithms.advantages.rewards import Floats, TokenRewards
 from megasync.algorithms.losses.tokens import PolicyTokens, TokenLoss
-from megasync.concurrency.foreign import invoke
+from megasync.concurrency.foreign import guard
 from megasync.config.builtin import ADVANTAGES, LOSSES, Algorithm
 from megasync.config.schema import AlgorithmConfig
 from megasync.importing import check_call, load_function
@@ -77,4 +77,4 @@ def _with_options(
     if name in builtin:
         return chosen
     check_call(chosen, f"{name!r} must take one argument beside its options {sorted(options)}", object())
-    return partial(invoke, chosen)
+    return guard(chosen, f"the function {name!r}")

@@ -27,6 +27,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import ContextVar, copy_context
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from megasync.errors import DataError
@@ -82,6 +83,18 @@ def invoke(function: Callable[P, T], /, *arguments: P.args, **keywords: P.kwargs
             _running[thread] = before
         else:
             _running.pop(thread, None)
+
+
+def guard(function: Callable[..., T], what: str) -> Callable[..., T]:
+    """A sync function as `invoke` calls it, named as `what` in a ForeignExit."""
+    return partial(_invoked_as, what, function)
+
+
+def _invoked_as(what: str, function: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
+    try:
+        return invoke(function, *arguments, **keywords)
+    except ForeignExit as error:
+        raise ForeignExit(f"{what} raised {error}") from error
 
 
 async def run(
