@@ -219,9 +219,12 @@ def _debugged(frame: FrameType | None) -> bool:
 def end_process(status: int, seconds: float) -> None:
     """Makes this process end `seconds` after its main thread, whatever threads, children and exit handlers do."""
 
+    ending = threading.Event()
+    # The interpreter calls it first at its end; executors register the waits for their threads in the same way.
+    threading._register_atexit(ending.set)  # pyright: ignore[reportAttributeAccessIssue]
+
     def wait() -> None:
-        # It has ended once the interpreter waits for the other threads.
-        threading.main_thread().join()
+        ending.wait()
         time.sleep(seconds)
         end_now(status, f"what user code left behind kept it for {seconds:g} s after its end")
 

@@ -115,6 +115,7 @@ async def run(
         name=caller.get_name() if caller else name,
         context=context,
     )
+    work.add_done_callback(_retrieve)
     try:
         try:
             await asyncio.wait({work}, timeout=seconds)
@@ -179,7 +180,6 @@ class _Scope:
     async def leave(self, work: asyncio.Task[Any]) -> None:
         """Cancels the task and waits for it, but not for long."""
         work.cancel()
-        work.add_done_callback(_forget)
         try:
             await asyncio.wait({work}, timeout=LEAVE_SECONDS)
         finally:
@@ -305,10 +305,10 @@ def _default_ctrl_c() -> bool:
     return main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def _forget(work: asyncio.Task[Any]) -> None:
-    """Takes note of the end of a task for which nobody waits."""
-    if not work.cancelled() and (error := work.exception()) is not None:
-        log.debug("Abandoned code ended with an error", exc_info=error)
+def _retrieve(work: asyncio.Task[Any]) -> None:
+    """Marks the error of a task as seen: its caller may be cancelled at the same moment."""
+    if not work.cancelled():
+        work.exception()
 
 
 def _name(function: Callable[..., Any]) -> str:

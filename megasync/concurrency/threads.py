@@ -89,6 +89,8 @@ class DaemonThreads:
             late = not call.result.done()
         finally:
             abandoned = self._leave(name, call)
+            # Nobody waits for what it still returns or raises.
+            call.result.cancel()
         if not late:
             return call.result.result()
         if abandoned in (1, self._limit):

@@ -67,7 +67,7 @@ async def rollout(client, sample):
         if choice < len(FAILURES):
             FAILURES[choice]()
         if choice == len(FAILURES):
-            time.sleep(0.5)  # noqa: ASYNC251 - as a user's code might
+            time.sleep(BLOCKED_SECONDS / 6)  # noqa: ASYNC251 - as a user's code might
         if choice == len(FAILURES) + 1:
             await asyncio.create_task(exits())
         # Until the sample is cancelled, or for a while.
