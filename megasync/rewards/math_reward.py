@@ -3,8 +3,7 @@
 Needs the package math-verify (`pip install 'megasync[math]'`). Equality is symbolic: 1/2, 0.5 and \\frac{1}{2} agree.
 
 Some answers keep the symbolic engine busy forever. The package interrupts it with an alarm signal, which works only on
-a main thread; worker processes (`rollout.reward_processes`) call rewards on theirs. On any other thread nothing can
-stop it.
+a main thread, so the runner calls `math_reward` in worker processes (`needs_main_thread`).
 """
 
 from __future__ import annotations
@@ -40,6 +39,10 @@ def math_reward(
     if references is None:
         raise DataError(f"math_reward needs an answer or a solution column; the rows have {sorted(columns)}")
     return [_score(completion, str(reference)) for completion, reference in zip(completions, references, strict=True)]
+
+
+# Read by `RewardRunner`.
+setattr(math_reward, "needs_main_thread", True)  # noqa: B010 - functions declare no attributes
 
 
 def _score(completion: str, reference: str) -> float | None:
