@@ -73,8 +73,9 @@ def environment_factory(kind: str, options: Mapping[str, Any]) -> Callable[[], E
     check_call(factory, f"the environment {kind!r} rejects its options {dict(options)}", **options)
     for name, arguments in METHODS.items():
         method = getattr(factory, name)
-        # Without the instance, which a class's function takes first.
-        given = arguments if isinstance(inspect.getattr_static(factory, name), staticmethod) else (None, *arguments)
+        # A method of a class takes the instance first.
+        bound = isinstance(inspect.getattr_static(factory, name), staticmethod | classmethod)
+        given = arguments if bound else (None, *arguments)
         check_call(method, f"{name} of the environment {kind!r} must take {len(arguments)} argument(s)", *given)
     asynchronous = {name for name in METHODS if is_async(getattr(factory, name))}
     if asynchronous and asynchronous != set(METHODS):

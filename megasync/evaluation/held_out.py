@@ -11,7 +11,7 @@ from megasync.config.schema import DatasetConfig, EvalSetConfig
 from megasync.data import Renderer, as_rows, load_dataset, render_rows
 from megasync.errors import ConfigError
 from megasync.observe.names import UNNAMED_SET
-from megasync.rewards import RewardRunner, load_reward
+from megasync.rewards import RewardRunner, check_columns, load_reward, reward_functions
 from megasync.rewards.scoring import Scoring
 from megasync.serving.engine_protocol import EVAL_ADAPTER
 from megasync.trajectory import Prompt
@@ -98,6 +98,9 @@ def _held_out_set(
     if settings.reward or scoring.named:
         verifier = None
     reward = load_reward(settings.reward) if settings.reward else scoring.named or verifier
+    if prompts:
+        columns = {column for prompt in prompts for column in prompt.columns}
+        check_columns(reward_functions(reward), columns, f"the held-out set {name!r}")
     return HeldOutSet(
         name=name,
         prompts=prompts,
