@@ -12,7 +12,6 @@ recovers. A prompt that is known to crash servers is not an infrastructure failu
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -28,16 +27,6 @@ MAX_TRACEBACKS = 3
 def is_infrastructure(error: BaseException) -> bool:
     """Whether the error or one of its explicit causes (`raise ... from`) is a ServerError."""
     return any(isinstance(cause, ServerError) for cause in _chain(error))
-
-
-def cancellation_requested(error: BaseException) -> bool:
-    """Whether the error is a cancellation of the current task itself.
-
-    A CancelledError can also come from something that the task awaits, for example from a task of the user's code that
-    was cancelled. That is a failure like any other; if it ended the current task, the task would end silently.
-    """
-    task = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 class UnexpectedErrors:
@@ -58,9 +47,12 @@ class UnexpectedErrors:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and its explicit causes, outermost first."""
+    """The error, the errors of a group, and their explicit causes, outermost first."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
+        if isinstance(error, BaseExceptionGroup):
+            for each in error.exceptions:
+                yield from _chain(each)
         error = error.__cause__

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from megasync.concurrency.foreign import ForeignExit, explain, invoke
 from megasync.confidential import masked
 from megasync.errors import ConfigError
 
@@ -37,7 +38,8 @@ def load_function(reference: str) -> Callable[..., Any]:
     if not (module_name and colon and name):
         raise ConfigError(f"{reference!r} does not name a function; write it as package.module:function")
     try:
-        module = importlib.import_module(module_name)
+        # A module may also have a __getattr__ of its own.
+        function = invoke(lambda: getattr(importlib.import_module(module_name), name, None))
     except ModuleNotFoundError as error:
         if not (error.name and f"{module_name}.".startswith(f"{error.name}.")):
             raise ConfigError(f"{reference!r}: {module_name} needs the module {error.name!r}; install it") from error
@@ -45,8 +47,11 @@ def load_function(reference: str) -> Callable[..., Any]:
             f"{reference!r}: there is no module {error.name!r}; check the name and that its folder is on PYTHONPATH"
         ) from error
     except Exception as error:  # a user's module may raise anything
-        raise ConfigError(f"{reference!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
+        fix = "; put what the module runs as a program below `if __name__ == '__main__':`"
+        raise ConfigError(
+            f"{reference!r}: importing {module_name} failed: {explain(error)}"
+            f"{fix if isinstance(error, ForeignExit) else ''}"
+        ) from error
     if function is None:
         raise ConfigError(f"{reference!r}: the module {module_name} has no {name!r}")
     if not callable(function):
@@ -78,12 +83,31 @@ def load_callable(
         return loaded
     made: Any = loaded
     try:
-        instance = made(**given)
+        instance = invoke(made, **given)
+    except ConfigError:
+        raise
     except TypeError as error:
         raise ConfigError(f"{shown!r} does not accept its options {masked(given)}: {error}") from error
+    except Exception as error:  # a user's class may raise anything
+        raise ConfigError(f"{shown!r} cannot be made with its options {masked(given)}: {explain(error)}") from error
     if not callable(instance):
         raise ConfigError(f"the instances of {shown!r} cannot be called; give the class a method __call__")
     return instance
+
+
+def check_call(function: Callable[..., Any], problem: str, *arguments: Any, **keywords: Any) -> None:
+    """Raises ConfigError with this problem for a function that cannot be called with these arguments.
+
+    One whose signature cannot be read, such as a function in C, passes.
+    """
+    try:
+        signature = invoke(inspect.signature, function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*arguments, **keywords)
+    except TypeError as error:
+        raise ConfigError(f"{problem}: {error}") from None
 
 
 def name_of(function: Callable[..., Any]) -> str:

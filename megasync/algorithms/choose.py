@@ -9,16 +9,17 @@ from typing import Any
 
 from megasync.algorithms.advantages.rewards import Floats, TokenRewards
 from megasync.algorithms.losses.tokens import Bools, PolicyTokens, StepTokens, TokenLoss
+from megasync.concurrency.foreign import guard
 from megasync.config.builtin import ADVANTAGES, LOSSES, Algorithm
 from megasync.config.schema import AlgorithmConfig
-from megasync.importing import load_function
+from megasync.importing import check_call, load_function
 
 
 def estimator_of(config: AlgorithmConfig) -> Callable[[Any], Floats]:
     """A function of StepRewards, or of TokenRewards (`takes_tokens`). Raises ConfigError if it cannot be loaded."""
     builtin = ADVANTAGES.get(config.advantage)
     function = load_function(config.advantage if builtin is None else builtin.function)
-    return _with_options(config, ADVANTAGES, function, config.advantage_options)
+    return _with_options(config, ADVANTAGES, config.advantage, function, config.advantage_options)
 
 
 def loss_of(config: AlgorithmConfig) -> Callable[[PolicyTokens], TokenLoss]:
@@ -28,7 +29,7 @@ def loss_of(config: AlgorithmConfig) -> Callable[[PolicyTokens], TokenLoss]:
     options = config.loss_options
     if builtin is not None and builtin.chooses:
         options = _named_by(function, options)
-    return _with_options(config, LOSSES, function, options)
+    return _with_options(config, LOSSES, config.loss, function, options)
 
 
 def chooser_of(config: AlgorithmConfig) -> Callable[[StepTokens], Bools] | None:
@@ -36,7 +37,7 @@ def chooser_of(config: AlgorithmConfig) -> Callable[[StepTokens], Bools] | None:
     if config.loss not in LOSSES or not LOSSES[config.loss].chooses:
         return None
     function = load_function(LOSSES[config.loss].chooses)
-    return _with_options(config, LOSSES, function, _named_by(function, config.loss_options))
+    return _with_options(config, LOSSES, config.loss, function, _named_by(function, config.loss_options))
 
 
 def needs_two(config: AlgorithmConfig) -> bool:
@@ -87,11 +88,19 @@ def needs_all_tokens(config: AlgorithmConfig) -> bool:
 
 
 def _with_options(
-    config: AlgorithmConfig, builtin: Mapping[str, Algorithm], function: Callable[..., Any], options: Mapping[str, Any]
+    config: AlgorithmConfig,
+    builtin: Mapping[str, Algorithm],
+    name: str,
+    function: Callable[..., Any],
+    options: Mapping[str, Any],
 ) -> Callable[..., Any]:
     shared = {key for item in builtin.values() for key in item.keys}
     wanted = [key for key in inspect.signature(function).parameters if key in shared]
-    return partial(function, **{key: getattr(config, key) for key in wanted}, **options)
+    chosen = partial(function, **{key: getattr(config, key) for key in wanted}, **options)
+    if name in builtin:
+        return chosen
+    check_call(chosen, f"{name!r} must take one argument beside its options {sorted(options)}", object())
+    return guard(chosen, f"the function {name!r}")
 
 
 def _named_by(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,28 @@ from megasync.app.rollout_worker import check_workload_travels
 from megasync.app.run import Run
 from megasync.app.run_directory import finished_run, hint_to_resume, new_run_dir, refuse_running_loop, stop_signals
 from megasync.app.workload import Custom, prepare_workload
+from megasync.concurrency.event_loop import run_to_end
+from megasync.concurrency.foreign import invoke
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config
 from megasync.config.changes import check_changes
 from megasync.device import check_machine
 from megasync.errors import CheckpointError, ConfigError
 from megasync.observe.result import RunResult, show_result
 from megasync.preflight.check import check_config
+from megasync.rewards import reward_functions
+from megasync.rewards.function import Given
 from megasync.serving.external_server import check_external_servers
 
 
 class AsyncTrainer:
     """Trains asynchronously as the configuration says.
 
-    `reward` has the signature `f(completions, **columns) -> list[float | None]`, or is a dictionary from such functions
-    to their weights; `rollout` is `async def rollout(client, sample) -> Trajectory | list[Trajectory]`; `agent`,
-    instead of it, is `def agent(base_url, api_key, sample, model)`, sync or async; `train_dataset` and `eval_dataset`
-    are sequences of rows, dicts with at least a "prompt" column. Each replaces what the configuration names.
+    `reward` has the signature `f(completions, **columns) -> list[float | None]` or another of `rewards.convention`, or
+    is a list of such functions, with or without weights, or a dictionary from functions to weights; `rollout` is `async
+    def rollout(client, sample) -> Trajectory | list[Trajectory]`; `agent`, instead of it, is `def agent(base_url,
+    api_key, sample, model)`, sync or async. A function may be given by its name, "package.module:function".
+    `train_dataset` and `eval_dataset` are sequences of rows, dicts with at least a "prompt" column. Each argument
+    replaces what the configuration names.
 
     Raises ConfigError for a configuration that contradicts itself, its model or an argument.
     """
@@ -40,16 +46,17 @@ class AsyncTrainer:
         config: Config | str | Path,
         overrides: Sequence[str] = (),
         *,
-        reward: Callable | Mapping[Callable, float] | None = None,
-        rollout: Callable | None = None,
-        agent: Callable | None = None,
+        reward: Given | None = None,
+        rollout: Callable | str | None = None,
+        agent: Callable | str | None = None,
         train_dataset: Sequence[dict] | None = None,
         eval_dataset: Sequence[dict] | None = None,
     ) -> None:
         self.config = config if isinstance(config, Config) else load_config(config, overrides)
         if rollout is not None and agent is not None:
             raise ConfigError("rollout= and agent= exclude each other; pass one of them")
-        self._custom = Custom(reward, rollout, agent, train_dataset, eval_dataset)
+        rewards = None if reward is None else reward_functions(reward)
+        self._custom = Custom(rewards, rollout, agent, train_dataset, eval_dataset)
         self._run_dir: Path | None = None
         self._checkpoint: Path | None = None
         # The run directory is written to it when the run starts.
@@ -124,7 +131,7 @@ class AsyncTrainer:
         is for those.
         """
         refuse_running_loop("train()", "await trainer.run()")
-        return asyncio.run(self.run())
+        return run_to_end(self.run())
 
     async def run(self) -> RunResult:
         """`train` for callers with an event loop: `result = await trainer.run()`."""
@@ -135,9 +142,9 @@ class AsyncTrainer:
 
     async def _execute(self) -> RunResult:
         # Before the run directory is created: a refused dataset or function leaves nothing behind.
-        workload = await asyncio.to_thread(prepare_workload, self.config, self._custom)
+        workload = await asyncio.to_thread(invoke, prepare_workload, self.config, self._custom)
         if self.config.rollout.workers:
-            await asyncio.to_thread(check_workload_travels, workload, self._custom)
+            await asyncio.to_thread(invoke, check_workload_travels, workload, self._custom)
         if self.config.rollout.external:
             await check_external_servers(self.config)
         run_dir = self._run_dir or new_run_dir(self.config, self._custom.described())

@@ -20,10 +20,12 @@ from typing import Any
 from rich.console import Console
 
 from megasync.app.rollout_worker import AnswersOfWorkers
+from megasync.app.run_directory import LAST_SECONDS
 from megasync.app.servers import InferenceServers, reserve_pools
 from megasync.app.workload import Task, prepare_task
 from megasync.cluster.roles import check_capabilities
-from megasync.concurrency.tasks import handle_signals, wait_for_first
+from megasync.concurrency.event_loop import handle_signals, run_to_end
+from megasync.concurrency.tasks import wait_for_first
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
 from megasync.config.pools import pool_specs
 from megasync.config.schema import SyncConfig, TrainerConfig
@@ -135,7 +137,7 @@ def run_evaluation(
     task = prepare_task(config, only)
     save_config(config, out / CONFIG_FILE)
     with closing(log_to_file(out / "logs" / "evaluation.log")):
-        return asyncio.run(_interruptible(_evaluate(config, out, name, task, console)))
+        return run_to_end(_interruptible(config, _evaluate(config, out, name, task, console)))
 
 
 def _drop_unused_rewards(config: Config, only: Collection[str]) -> None:
@@ -191,8 +193,8 @@ async def _watch_servers(servers: InferenceServers) -> None:
         await asyncio.sleep(WATCH_SECONDS)
 
 
-async def _interruptible(evaluating: Coroutine[Any, Any, list[HeldOutScores]]) -> list[HeldOutScores]:
-    """Ctrl-C or SIGTERM ends the evaluation cleanly: the servers are shut down first."""
+async def _interruptible(config: Config, evaluating: Coroutine[Any, Any, list[HeldOutScores]]) -> list[HeldOutScores]:
+    """Ctrl-C or SIGTERM ends the evaluation cleanly: the servers are shut down first. Twice bounds that."""
     task = asyncio.create_task(evaluating, name="evaluating")
     received: list[str] = []
 
@@ -203,7 +205,8 @@ async def _interruptible(evaluating: Coroutine[Any, Any, list[HeldOutScores]]) -
         received.append(number.name)
 
     try:
-        with handle_signals((signal.SIGINT, signal.SIGTERM), on_signal):
+        timeouts, last = config.timeouts, config.timeouts.shutdown + LAST_SECONDS
+        with handle_signals((signal.SIGINT, signal.SIGTERM), on_signal, patience=timeouts.no_progress, last=last):
             return await task
     except asyncio.CancelledError:
         if not received:

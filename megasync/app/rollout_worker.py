@@ -19,6 +19,7 @@ from typing import Any
 
 from megasync.app.workload import Custom, Task, WorkerTask, Workload, prepare_worker
 from megasync.cluster.rollout_workers import RolloutWorkers, WorkerBuffer, check_travels
+from megasync.concurrency.foreign import invoke
 from megasync.concurrency.garbage import short_collections
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config import Config
@@ -28,6 +29,7 @@ from megasync.evaluation.evaluate import Answerer, HeldOutAnswer, failed_answer,
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.observe import trace
 from megasync.observe.logfile import log_to_file
+from megasync.rewards import reward_functions
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.destination import ANYWHERE, Destination
 from megasync.rollout.group_worker import DropRecord, FailurePolicy, GroupSpec, GroupWorker
@@ -141,8 +143,8 @@ def check_workload_travels(task: Task, custom: Custom) -> None:
     """Raises ConfigError, before anything starts, for functions and rows that cannot be sent to a worker."""
     for name in ("reward", "rollout", "agent"):
         given = getattr(custom, name)
-        # A reward may be a dictionary from functions to weights: name the function.
-        for value in given if isinstance(given, Mapping) else [given]:
+        # Of several rewards, name the one that cannot be sent.
+        for value in [each.call for each in reward_functions(given)] if name == "reward" else [given]:
             if value is not None:
                 check_travels(f"{name}=", value)
     for held_out in task.eval_sets:
@@ -165,7 +167,7 @@ async def build_worker(setup: WorkerSetup, clock_offset: float = 0.0) -> WorkerE
     limit = trace.share_bytes(config.observe, 1 + config.rollout.workers)
     trace.start(setup.run_dir / trace.TRACE_FOLDER, f"worker-{setup.number}", limit, clock_offset)
     logging.getLogger("megasync").addHandler(outbox)
-    task = await asyncio.to_thread(prepare_worker, config, setup.custom, setup.verifier, setup.verifiers)
+    task = await asyncio.to_thread(invoke, prepare_worker, config, setup.custom, setup.verifier, setup.verifiers)
     await task.open()
     # Both end with the process.
     stack = AsyncExitStack()

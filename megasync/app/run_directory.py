@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Protocol, TypeGuard
 
 from megasync.app.resume_file import is_resumable
-from megasync.concurrency.tasks import handle_signals
+from megasync.concurrency.event_loop import handle_signals
+from megasync.concurrency.foreign import explain
 from megasync.concurrency.threads import DaemonThreads
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
-from megasync.errors import ConfigError
+from megasync.errors import ConfigError, TrainingError
 from megasync.files import atomic_write
 from megasync.layout.shards import export_checkpoint
 from megasync.observe.curve import points
@@ -137,8 +138,14 @@ def hint_to_resume(run_dir: Path) -> Iterator[None]:
         raise
 
 
+# Seconds beside `timeouts.shutdown` until a process that was interrupted twice ends at the latest.
+LAST_SECONDS = 60.0
+
+
 class Stoppable(Protocol):
     """A run that signals can end, or ask what it waits for."""
+
+    config: Config
 
     def request_stop(self, reason: str) -> bool:
         """Requests a clean end. Returns False while the run is still starting: then it can only be cancelled."""
@@ -151,7 +158,10 @@ class Stoppable(Protocol):
 
 @contextlib.contextmanager
 def stop_signals(run: Stoppable, task: asyncio.Task) -> Iterator[None]:
-    """First Ctrl-C (or SIGTERM): finish cleanly. Second: stop immediately. SIGUSR1: log what every part waits for."""
+    """First Ctrl-C (or SIGTERM): finish cleanly. Second: stop immediately. SIGUSR1: log what every part waits for.
+
+    Raises TrainingError for code that tries to end the process, which is no end of a run.
+    """
     received: list[str] = []
     dumps: set[asyncio.Task] = set()
 
@@ -162,15 +172,21 @@ def stop_signals(run: Stoppable, task: asyncio.Task) -> Iterator[None]:
         if len(received) > 1 or not run.request_stop(number.name):
             task.cancel(f"{number.name}: stopping immediately")
 
-    def on_dump(_: signal.Signals) -> None:
+    def on_signal(number: signal.Signals) -> None:
+        if number != signal.SIGUSR1:
+            on_stop(number)
+            return
         dump = asyncio.create_task(run.dump(), name="dump")
         dumps.add(dump)
         dump.add_done_callback(dumps.discard)
 
     try:
-        with handle_signals((signal.SIGINT, signal.SIGTERM), on_stop), handle_signals((signal.SIGUSR1,), on_dump):
+        timeouts, numbers = run.config.timeouts, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        with handle_signals(numbers, on_signal, patience=timeouts.no_progress, last=timeouts.shutdown + LAST_SECONDS):
             yield
     except asyncio.CancelledError:
         if not received:
             raise
         raise KeyboardInterrupt(f"stopped by {received[-1]} before the run could finish cleanly") from None
+    except (SystemExit, GeneratorExit) as error:
+        raise TrainingError(f"the run ended before its goal: some code raised {explain(error)}") from error

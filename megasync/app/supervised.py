@@ -36,6 +36,9 @@ from megasync.app.servers import reserve_pools
 from megasync.app.workload import stop_ids
 from megasync.cluster.roles import check_capabilities
 from megasync.cluster.trainer_group import TrainerGroup
+from megasync.concurrency.event_loop import run_to_end
+from megasync.concurrency.foreign import invoke
+from megasync.concurrency.tasks import wait_for_first
 from megasync.config import CONFIG_FILE, ROWS_FILE, Config, load_config
 from megasync.config.changes import check_changes
 from megasync.config.pools import trainer_pool
@@ -135,7 +138,7 @@ def train_supervised(config: Config) -> SupervisedResult:
 
     Raises ConfigError and DataError before anything starts; another MegasyncError for what ended the run.
     """
-    return asyncio.run(_begin(config, None))
+    return run_to_end(_begin(config, None))
 
 
 def resume_supervised(run_dir: Path, overrides: Sequence[str] = ()) -> SupervisedResult:
@@ -146,14 +149,14 @@ def resume_supervised(run_dir: Path, overrides: Sequence[str] = ()) -> Supervise
     config = load_config(run_dir / CONFIG_FILE, overrides)
     newest = latest(run_dir)
     check_changes(load_config(run_dir / CONFIG_FILE), config, 0 if newest is None else step_of(newest))
-    return finished_supervised(run_dir, config) or asyncio.run(_begin(config, run_dir))
+    return finished_supervised(run_dir, config) or run_to_end(_begin(config, run_dir))
 
 
 async def _begin(config: Config, run_dir: Path | None) -> SupervisedResult:
     check_supervised(config)
     if config.cluster.address is None:
         check_machine(config.cluster.device, trains=True)
-    rows, messages = await asyncio.to_thread(prepare_rows, config)
+    rows, messages = await asyncio.to_thread(invoke, prepare_rows, config)
     config = _for_ranks(config, rows)
     check_steps(config)
     described = rows.described()
@@ -319,7 +322,7 @@ class SupervisedRun:
             saves = self.config.checkpoint.every_steps
             if saves and self._step % saves == 0:
                 await self._save(trainer, observer)
-        # First what must not be lost: an impatient second Ctrl-C would end the validation.
+        # First what must not be lost: a stop ends the validation.
         if self._saved_step != self._step and self._saving != self._step:
             await self._save(trainer, observer)
         if self._losses and self._losses[-1][0] != self._step:
@@ -327,10 +330,18 @@ class SupervisedRun:
         await self._finish_save(trainer, observer, wait=True)
 
     async def _validate(self, trainer: TrainerGroup, observer: RunObserver) -> None:
-        if not self._rows.validation:
+        """Computes the loss of the held-out rows. A stop does not wait for it, unless the ranks must save after it."""
+        if not self._rows.validation or self._stop.is_set():
             return
         observer.activity("trainer", "computing the validation loss")
-        loss = await trainer.loss(VALIDATION_FILE)
+        computing = asyncio.create_task(trainer.loss(VALIDATION_FILE), name="validation")
+        if self._saved_step == self._step and self._saving is None:
+            await wait_for_first(computing, asyncio.create_task(self._stop.wait(), name="stop"))
+        else:
+            await computing
+        if computing.cancelled():
+            return
+        loss = computing.result()
         self._losses.append((self._step, loss))
         observer.validation(self._step, loss)
 

@@ -5,7 +5,6 @@ Every mistake in data or functions that can be detected early is refused here, b
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megasync.concurrency.foreign import explain, is_async, run
+from megasync.concurrency.threads import DaemonThreads
 from megasync.config import Config
 from megasync.config.schema import DataConfig, RolloutConfig
 from megasync.data import PromptSource, Renderer, as_rows, load_dataset, load_training_sets, split_examples
@@ -24,10 +25,11 @@ from megasync.environments import Play
 from megasync.errors import ConfigError
 from megasync.evaluation.held_out import HeldOutSet, held_out_sets, sets_of_worker
 from megasync.gateway import AgentWorkflow
-from megasync.importing import load_callable, load_function, name_of
+from megasync.importing import check_call, load_callable, load_function, name_of
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.routes import RouteFormat
-from megasync.rewards import RewardRunner
+from megasync.rewards import RewardRunner, check_columns, reward_functions
+from megasync.rewards.function import Given
 from megasync.rewards.model_reward import ModelReward
 from megasync.rewards.scoring import Scoring
 from megasync.rollout.auxiliary import AuxiliaryModel, load_auxiliary_models
@@ -37,29 +39,33 @@ from megasync.rollout.workflow import single_turn
 
 log = logging.getLogger(__name__)
 
+# Seconds for a workflow's `close`. The environments of a pool have a deadline each, `timeouts.environment`.
+CLOSE_SECONDS = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class Custom:
     """What the caller passed from Python instead of naming it in the configuration."""
 
-    reward: Callable | Mapping[Callable, float] | None = None
-    rollout: Callable | None = None
-    agent: Callable | None = None
+    reward: Given | None = None
+    rollout: Callable | str | None = None
+    agent: Callable | str | None = None
     train_dataset: Sequence[dict] | None = None
     eval_dataset: Sequence[dict] | None = None
 
     def described(self) -> dict[str, str]:
         """What was passed, by the names of the fields: the functions' names, and the numbers of rows."""
         given = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
+        if self.reward is not None:
+            given["reward"] = ", ".join(name_of(function.call) for function in reward_functions(self.reward))
         return {
-            name: f"{len(value):,} rows" if name.endswith("_dataset") else _function_names(value)
+            name: f"{len(value):,} rows"
+            if name.endswith("_dataset")
+            else name_of(value)
+            if callable(value)
+            else str(value)
             for name, value in given.items()
         }
-
-
-def _function_names(given: Any) -> str:
-    functions = given if isinstance(given, Mapping | list | tuple) else [given]
-    return ", ".join(each if isinstance(each, str) else name_of(each) for each in functions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +98,7 @@ class Task:
         processes.
         """
         if (close := getattr(self.workflow, "close", None)) is not None:
-            await close()
+            await _closed(close)
         await self.scoring.close()
 
     @property
@@ -121,6 +127,18 @@ class Workload(Task):
         return [list(p.prompt_ids) for p in prompts if len(p.prompt_ids) > 1][:count]
 
 
+async def _closed(close: Callable[[], Any]) -> None:
+    """Calls a workflow's `close`, sync or async, within a deadline. Its errors are logged: the run is over."""
+    name = f"close of the workflow ({name_of(close)})"
+    try:
+        if is_async(close):
+            await run(close, name, CLOSE_SECONDS)
+        else:
+            await DaemonThreads(1).call(close, name, CLOSE_SECONDS)
+    except Exception as error:  # a user's workflow may raise anything
+        log.warning("%s failed: %s", name, explain(error), exc_info=error)
+
+
 def prepare_workload(config: Config, custom: Custom) -> Workload:
     """Loads tokenizer and datasets, renders every prompt, resolves the functions. Raises ConfigError or DataError."""
     scoring = Scoring(config, custom.reward)
@@ -139,6 +157,7 @@ def prepare_workload(config: Config, custom: Custom) -> Workload:
             f"as {{answer: solution}}, or a reward in rollout.reward as math, code or 'package.module:function'; pass "
             f"reward= from Python; or use a rollout function that scores its own trajectories"
         )
+    check_columns(reward_functions(reward), {name for row in rows for name in row}, "the training data")
     warn_of_missing_answers(rows, reward)
     rewards = scoring.runner(reward)
     rewards.check_rows(rows, "the training data")
@@ -282,7 +301,7 @@ def _scores_itself(config: Config, custom: Custom) -> bool:
 
 
 def _workflow(config: Config, custom: Custom, tokenizer: Any) -> Callable:
-    agent = custom.agent
+    agent = _loaded(custom.agent)
     if agent is None and custom.rollout is None and config.rollout.agent is not None:
         agent = load_function(config.rollout.agent)
     if agent is not None:
@@ -294,10 +313,17 @@ def _workflow(config: Config, custom: Custom, tokenizer: Any) -> Callable:
         return AgentWorkflow(agent, config.rollout.gateway, config.rollout.sampling, name, config.timeouts.agent)
     if custom.rollout is None and config.rollout.environment is not None:
         return Play.of(config.rollout.environment, config.timeouts.environment)
-    workflow = custom.rollout or _configured_workflow(config.rollout)
-    if not (inspect.iscoroutinefunction(workflow) or inspect.iscoroutinefunction(type(workflow).__call__)):
-        raise ConfigError(f"the rollout function {workflow!r} must be written as `async def rollout(client, sample)`")
+    workflow = _loaded(custom.rollout) or _configured_workflow(config.rollout)
+    form = f"the rollout function {name_of(workflow)} must be written as `async def rollout(client, sample)`"
+    if not is_async(workflow):
+        raise ConfigError(form)
+    check_call(workflow, form, None, {})
     return workflow
+
+
+def _loaded(given: Callable | str | None) -> Callable | None:
+    """A function from Python, which may be given by its name."""
+    return load_callable(given) if isinstance(given, str) else given
 
 
 def _configured_workflow(rollout: RolloutConfig) -> Callable:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megasync import __version__
+from megasync.concurrency.event_loop import end_process
 from megasync.errors import ConfigError, MegasyncError
 from megasync.importing import quick_imports
 from megasync.launch.command import launch
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 DEBUG_VARIABLE = "MEGASYNC_DEBUG"
 REFUSED, INTERRUPTED, UNHEALTHY = 2, 130, 1
+# Seconds in which user code may end what it has left running: threads, child processes, exit handlers.
+EXIT_SECONDS = 30.0
 # Seconds allowed for resizing the server pool, in addition to the start timeout of a server.
 SCALE_GRACE = 90.0
 
@@ -787,6 +790,9 @@ def _interruptible() -> Iterator[None]:
     except KeyboardInterrupt as interrupt:
         _print_error(_with_notes(str(interrupt) or "interrupted", interrupt))
         raise typer.Exit(INTERRUPTED) from None
+    except SystemExit as error:
+        # Commands end with typer.Exit: this is of code that they called, which may ask for status 0.
+        raise MegasyncError(f"some code ended the program before its goal, with SystemExit: {error.code}") from error
 
 
 def _console() -> Console:
@@ -803,16 +809,22 @@ def main() -> None:
         sys.stdout.reconfigure(line_buffering=True)
     # A configuration may name functions of modules in the working directory; installed packages take precedence.
     sys.path.append(os.getcwd())
+    status = UNHEALTHY
     try:
         app()
     except MegasyncError as error:
+        status = REFUSED
         if os.environ.get(DEBUG_VARIABLE) == "1":
             raise
         _print_error(_with_notes(f"{type(error).__name__}: {error}", error))
-        sys.exit(REFUSED)
+        sys.exit(status)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
     finally:
         # Skips the garbage collection at interpreter exit, which takes seconds with these imports.
         gc.freeze()
+        end_process(status, EXIT_SECONDS)
 
 
 def _with_notes(text: str, error: BaseException) -> str:

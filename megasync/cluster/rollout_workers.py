@@ -32,6 +32,7 @@ from megasync.cluster.actors import ANSWER_SECONDS, EXIT_SECONDS, ActorGroup, ki
 from megasync.cluster.buffer_calls import BufferCalls
 from megasync.cluster.pools import Pools
 from megasync.cluster.roles import ROLES
+from megasync.concurrency.foreign import explain, invoke, shown
 from megasync.concurrency.orphans import kill_orphans
 from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
 from megasync.config import Config
@@ -389,11 +390,11 @@ def check_travels(what: str, value: Any) -> None:
     """Raises ConfigError, naming `what`, for a value that cannot be sent to a worker."""
     try:
         # Ray does not declare what its module re-exports.
-        cloudpickle.loads(cloudpickle.dumps(value))  # pyright: ignore[reportPrivateImportUsage]
+        invoke(lambda: cloudpickle.loads(cloudpickle.dumps(value)))  # pyright: ignore[reportPrivateImportUsage]
     except Exception as error:  # pickle raises whatever the object's own hooks raise
-        shown = name_of(value) if callable(value) else f"{value!r:.80}"
+        what_it_is = name_of(value) if callable(value) else shown(value, 80)
         raise ConfigError(
-            f"rollout.workers sends {what} to other processes, but {shown} cannot be pickled "
-            f"({type(error).__name__}: {error}). Define it at the top level of a module, without open files, locks or "
+            f"rollout.workers sends {what} to other processes, but {what_it_is} cannot be pickled "
+            f"({explain(error)}). Define it at the top level of a module, without open files, locks or "
             f"clients in what it captures, or set rollout.workers=0"
         ) from error

@@ -1,14 +1,12 @@
-"""Asynchronous helpers: backoff between retries, tasks that end together, signals, killing a process pool."""
+"""Asynchronous helpers: backoff between retries, tasks that end together, killing a process pool."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import signal
-import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Coroutine
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -80,22 +78,6 @@ async def set_within(event: asyncio.Event, seconds: float) -> bool:
     with suppress(TimeoutError):
         await within(event.wait(), seconds)
     return event.is_set()
-
-
-@contextmanager
-def handle_signals(numbers: Sequence[signal.Signals], handler: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Calls `handler` in the event loop for each signal. No effect outside the main thread, which receives them all."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    loop = asyncio.get_running_loop()
-    for number in numbers:
-        loop.add_signal_handler(number, handler, number)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
 
 
 def kill_pool(pool: ProcessPoolExecutor) -> None:

@@ -1,8 +1,8 @@
 """Runs synchronous user functions in daemon threads, so that they never block an event loop.
 
-Each name has a lane: its own FIFO queue and at most `limit` threads. A function that never returns therefore occupies
-only the threads of its own lane. Time in the queue does not count: the deadline of a call starts when its function
-does.
+Each name has a lane: its own FIFO queue and at most `limit` threads, of which `at_once` run calls within their
+deadlines; the others are held by calls past theirs. A function that never returns therefore occupies only the threads
+of its own lane. Time in the queue does not count: the deadline of a call starts when its function does.
 
     call     waits for              ends with
     -------  ---------------------  ----------------------------------------
@@ -28,13 +28,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from megasync.concurrency.foreign import DeadlineExceeded, invoke
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class DeadlineExceeded(Exception):
-    """A function did not return within its deadline. Not a TimeoutError, which the function itself may raise."""
 
 
 class AllThreadsStuck(Exception):
@@ -65,10 +63,14 @@ class _Lane:
 
 
 class DaemonThreads:
-    """Runs calls in at most `limit` threads per name, shared by all event loops of the process."""
+    """Runs calls in at most `limit` threads per name, shared by all event loops of the process.
 
-    def __init__(self, limit: int) -> None:
+    `at_once` calls of a name run at the same time; None for as many as there are threads.
+    """
+
+    def __init__(self, limit: int, at_once: int | None = None) -> None:
         self._limit = limit
+        self._at_once = at_once or limit
         self._lock = threading.Lock()
         self._lanes: dict[str, _Lane] = {}
 
@@ -76,8 +78,7 @@ class DaemonThreads:
         """Returns what `function` returns, or raises what it raises, from a thread called `name`.
 
         Raises DeadlineExceeded `seconds` after the function starts, and AllThreadsStuck if the call is queued while all
-        threads of its lane are past their deadlines. A BaseException such as SystemExit becomes a RuntimeError, because
-        it would end the caller's task.
+        threads of its lane are past their deadlines. A SystemExit and the like become a ForeignExit (`foreign`).
         """
         loop = asyncio.get_running_loop()
         call = _Call(partial(function, **arguments), loop, asyncio.Event(), loop.create_future())
@@ -88,6 +89,8 @@ class DaemonThreads:
             late = not call.result.done()
         finally:
             abandoned = self._leave(name, call)
+            # Nobody waits for what it still returns or raises.
+            call.result.cancel()
         if not late:
             return call.result.result()
         if abandoned in (1, self._limit):
@@ -116,16 +119,20 @@ class DaemonThreads:
         with self._lock:
             lane = self._lanes.setdefault(name, _Lane())
             lane.queue[call] = None
-            if lane.threads >= self._limit:
-                return
-            lane.threads += 1
-            try:
-                threading.Thread(target=self._work, args=(name, lane), name=name, daemon=True).start()
-            except RuntimeError:  # the system has no more threads
-                lane.threads -= 1
-                if not lane.threads:
-                    del self._lanes[name]
-                    raise
+            self._add_thread(name, lane)
+
+    def _add_thread(self, name: str, lane: _Lane) -> None:
+        """Starts a thread for a queued call if the limits allow one more. The caller holds the lock."""
+        if lane.threads >= self._limit or lane.threads - lane.abandoned >= self._at_once:
+            return
+        lane.threads += 1
+        try:
+            threading.Thread(target=self._work, args=(name, lane), name=name, daemon=True).start()
+        except RuntimeError:  # the system has no more threads
+            lane.threads -= 1
+            if not lane.threads:
+                del self._lanes[name]
+                raise
 
     def _leave(self, name: str, call: _Call) -> int:
         """Dequeues a call, or abandons it if it runs. Returns the number of abandoned calls in its lane."""
@@ -136,6 +143,8 @@ class DaemonThreads:
             lane.queue.pop(call, None)
             call.abandoned = call.running
             lane.abandoned += call.running
+            if lane.queue:
+                self._add_thread(name, lane)
             return lane.abandoned
 
     def _work(self, name: str, lane: _Lane) -> None:
@@ -143,23 +152,21 @@ class DaemonThreads:
         while (call := self._next(name, lane)) is not None:
             value, raised = None, None
             try:
-                value = call.function()
-            except (StopIteration, asyncio.CancelledError) as error:
-                # A future cannot hold StopIteration, and a CancelledError would look like a cancellation of the caller.
-                raised = RuntimeError(f"{type(error).__name__}: {error}")
+                value = invoke(call.function)
             except Exception as error:  # noqa: BLE001 - raised again in the caller
                 raised = error
-            except BaseException as error:  # noqa: BLE001 - SystemExit and the like would end the caller
-                raised = RuntimeError(f"{type(error).__name__}: {error}")
             with self._lock:
                 call.ended = True
                 lane.abandoned -= call.abandoned
             _call_on(call.loop, _resolve, call.result, value, raised)
 
     def _next(self, name: str, lane: _Lane) -> _Call | None:
-        """Dequeues the oldest call whose loop is still open. If there is none, returns None and the thread must end."""
+        """Dequeues the oldest call whose loop is still open.
+
+        Returns None if there is none, or if another thread took the place of this one: the thread must end.
+        """
         with self._lock:
-            while lane.queue:
+            while lane.queue and lane.threads - lane.abandoned <= self._at_once:
                 call, _ = lane.queue.popitem(last=False)
                 if _call_on(call.loop, call.begun.set):
                     call.running = True

@@ -35,7 +35,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from megasync.buffer.payload import LeasedGroup
-from megasync.concurrency.tasks import cancel_and_wait, within
+from megasync.concurrency.tasks import cancel_and_wait, wait_for_first, within
 from megasync.config import Config
 from megasync.control.interfaces import ControlledParts, PinnedVersion
 from megasync.control.pinning import Pinning
@@ -108,6 +108,8 @@ class Controller:
             config.trainer, parts, self._fleet_sync, progress, self._watchdog, self._turns, failed_steps
         )
         self._stop = asyncio.Event()
+        # Set when a stop was requested from outside, which waits for no evaluation.
+        self._stop_requested = asyncio.Event()
         # Why `request_stop` was called.
         self.stop_reason = ""
         self._target_reached = False
@@ -132,7 +134,12 @@ class Controller:
         self._trainer_fit = True
 
     def request_stop(self, reason: str) -> None:
-        """Finishes the current step, saves, and ends the run. Safe in a signal handler and when called again."""
+        """Finishes the current step, saves, and ends the run, without evaluations. Safe when called again."""
+        self._stop_requested.set()
+        self._finish(reason)
+
+    def _finish(self, reason: str) -> None:
+        """Makes the current step the last one."""
         if not self._stop.is_set():
             self.stop_reason = reason
             self._observer.message(f"stopping: {reason}")
@@ -204,7 +211,7 @@ class Controller:
 
     async def _train_until_over(self) -> None:
         if not self._begun.is_set():
-            await self._fleet_sync.sync_joiners_during(self._evaluate_now())
+            await self._fleet_sync.sync_joiners_during(self._evaluate_until_stopped())
             self._begun.set()
         while self.progress.step != self.config.schedule.total_steps and not self._stop.is_set():
             if await self._trainer.can_grow():
@@ -217,7 +224,7 @@ class Controller:
         self._rollouter.stop()
         if self._target_reached or not self._stop.is_set():
             await self._turns.of_servers()
-            await self._fleet_sync.sync_joiners_during(self._evaluate_now())
+            await self._fleet_sync.sync_joiners_during(self._evaluate_until_stopped())
 
     async def _grow(self) -> None:
         """Restarts the ranks where there is room for more of them, from a checkpoint of this step."""
@@ -277,7 +284,7 @@ class Controller:
             if self._turns.taken or (self._pinning is not None and self._pinning.needs_a_wait):
                 # The requests of an evaluation have deadlines.
                 with self._watchdog.bounded():
-                    await self._fleet_sync.sync_joiners_during(self._evaluate_now())
+                    await self._fleet_sync.sync_joiners_during(self._evaluate_until_stopped())
             else:
                 self._evaluation_due.set()
         if not self._turns.taken:
@@ -416,6 +423,14 @@ class Controller:
             except EvaluationAbandoned as error:
                 self._abandon(error)
 
+    async def _evaluate_until_stopped(self) -> None:
+        """Evaluates while training waits. A requested stop ends the evaluation, which may be long, without a score."""
+        evaluation = asyncio.create_task(self._evaluate_now(), name="evaluation now")
+        stopped = asyncio.create_task(self._stop_requested.wait(), name="stop")
+        await wait_for_first(evaluation, stopped)
+        if evaluation.cancelled():
+            self._observer.message(f"evaluation of step {self.progress.step} ended without a score: {self.stop_reason}")
+
     async def _evaluate_now(self) -> None:
         """Evaluates the published version. With `eval.exact`, training waits meanwhile."""
         async with self._evaluating:
@@ -455,7 +470,7 @@ class Controller:
         target = self.config.schedule.stop_at_score
         if target is not None and score > target:
             self._target_reached = True
-            self.request_stop(f"held-out score {score:.3f} is above {target}")
+            self._finish(f"held-out score {score:.3f} is above {target}")
 
     # Watch
 

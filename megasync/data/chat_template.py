@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
+from megasync.concurrency.foreign import explain, invoke
 from megasync.data.messages import ASSISTANT, Message
 from megasync.data.outside_text import OutsideText
 from megasync.data.text_codec import TextCodec
@@ -269,9 +270,9 @@ class ChatTemplate:
 
 def _called(call: Callable[[], T], messages: int) -> T:
     try:
-        return call()
+        return invoke(call)
     except Exception as error:  # templates are programs that may raise anything
-        problem = str(error) if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: {error}"
+        problem = str(error) if type(error).__name__ == "TemplateError" else explain(error)
         raise TemplateRefused(f"the chat template rejected {messages} messages: {problem}") from error
 
 

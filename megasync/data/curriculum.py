@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from megasync.concurrency.foreign import guard
 from megasync.config import builtin
 from megasync.config.schema import DataConfig
-from megasync.importing import load_function
+from megasync.importing import check_call, load_function
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +63,10 @@ def curriculum_of(config: DataConfig) -> Policy | None:
     """The policy that a configuration names, with its options; None without one. Raises ConfigError."""
     if config.curriculum is None:
         return None
-    function = load_function(builtin.CURRICULA.get(config.curriculum, config.curriculum))
-    return partial(function, **config.curriculum_options)
+    name = config.curriculum
+    policy = partial(load_function(builtin.CURRICULA.get(name, name)), **config.curriculum_options)
+    check_call(policy, f"data.curriculum={name} must take a row's history and an epoch", RowHistory(), 0)
+    return guard(policy, f"data.curriculum={name}")
 
 
 class Curriculum:

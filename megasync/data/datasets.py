@@ -71,7 +71,7 @@ def no_default_reward(rows: Sequence[Mapping[str, Any]]) -> str:
     return 'not every set of data.sets has a column "answer", or a task with a verifier'
 
 
-def warn_of_missing_answers(rows: Sequence[Mapping[str, Any]], reward: Reward | None) -> None:
+def warn_of_missing_answers(rows: Sequence[Mapping[str, Any]], reward: object) -> None:
     """Logs how many rows `reward` will not score because they have no answer, if it is the default one."""
     if reward is not match_answer:
         return

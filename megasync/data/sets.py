@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from megasync.concurrency.threads import DaemonThreads
 from megasync.config.schema import DataConfig, TrainSetConfig
 from megasync.data.datasets import Reward, load_dataset
 from megasync.data.rows import Row, place
@@ -13,6 +15,8 @@ from megasync.errors import DataError
 
 # Column with the name of a row's set.
 SET = "train_set"
+# Verifiers are packages' code, which an event loop must not run. Threads held by calls past their deadline: at most 8.
+_threads = DaemonThreads(8, at_once=1)
 
 
 class VerifierOfSet:
@@ -22,7 +26,9 @@ class VerifierOfSet:
         self._by_set = by_set
 
     async def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> Any:
-        scores = self._by_set[columns[SET][0]](completions, **columns)
+        name = columns[SET][0]
+        call = partial(self._by_set[name], completions, **columns)
+        scores = await _threads.call(call, f"the verifier of the set {name}")
         return await scores if inspect.isawaitable(scores) else scores
 
 

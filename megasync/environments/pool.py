@@ -17,12 +17,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from megasync.concurrency.foreign import explain
 from megasync.concurrency.tasks import within
 from megasync.environments.protocol import Step
 from megasync.environments.worker import Factory, Worker, worker_kind
 from megasync.errors import DataError
 from megasync.importing import name_of
-from megasync.trajectory import finite_float
 
 log = logging.getLogger(__name__)
 
@@ -105,21 +105,10 @@ class Episode:
         self.sound = True
 
     async def reset(self, sample: dict[str, Any]) -> str:
-        observation = await self._call("reset", sample)
-        if not isinstance(observation, str):
-            raise self._error(f"reset must return the observation as text, not {observation!r:.200}")
-        return observation
+        return await self._call("reset", sample)
 
     async def step(self, action: str) -> Step:
-        answer = await self._call("step", action)
-        try:
-            observation, reward, done = answer
-            number, ended = finite_float(reward), bool(done)
-        except Exception:  # noqa: BLE001 - whatever a user's environment returned
-            raise self._error(f"step must return (observation, reward, done), not {answer!r:.200}") from None
-        if not isinstance(observation, str) or number is None:
-            raise self._error(f"step must return text and a finite reward, not {answer!r:.200}")
-        return Step(observation, number, ended)
+        return await self._call("step", action)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         self.sound = False
@@ -130,7 +119,7 @@ class Episode:
                 f"{method} did not answer within {self._deadline:g} s; raise timeouts.environment, or make it faster"
             ) from error
         except Exception as error:  # whatever a user's environment raises
-            raise self._error(f"{method} raised {type(error).__name__}: {error}") from error
+            raise self._error(f"{method} raised {explain(error)}") from error
         self.sound = True
         return answer
 

@@ -7,10 +7,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from megasync.concurrency.foreign import is_async, shown
 from megasync.confidential import masked
 from megasync.config.builtin import ENVIRONMENTS
-from megasync.errors import ConfigError
-from megasync.importing import load_function
+from megasync.errors import ConfigError, DataError
+from megasync.importing import check_call, load_function
+from megasync.trajectory import finite_float
+
+# The methods of an environment, with arguments as they get them.
+METHODS: dict[str, tuple[Any, ...]] = {"reset": ({},), "step": ("",), "close": ()}
 
 
 class Step(NamedTuple):
@@ -39,14 +44,44 @@ class Environment(Protocol):
     def close(self) -> None: ...
 
 
+def plain_answer(method: str, answer: Any) -> Any:
+    """What a method returned, as plain data, where the environment may run: it may return objects of its own.
+
+    Raises DataError for an answer of another form.
+    """
+    if method == "reset":
+        if not isinstance(answer, str):
+            raise DataError(f"reset must return the observation as text, not {shown(answer)}")
+        return str(answer)
+    if method != "step":
+        return None
+    try:
+        observation, reward, done = answer
+        number, ended = finite_float(reward), bool(done)
+    except Exception:  # noqa: BLE001 - whatever a user's environment returned
+        raise DataError(f"step must return (observation, reward, done), not {shown(answer)}") from None
+    if not isinstance(observation, str) or number is None:
+        raise DataError(f"step must return text and a finite reward, not {shown(answer)}")
+    return Step(str(observation), number, ended)
+
+
 def environment_factory(kind: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
     """A factory for a built-in kind or for "package.module:Class". Raises ConfigError, also for invalid options."""
     factory = load_function(ENVIRONMENTS.get(kind, kind))
-    missing = [name for name in ("reset", "step", "close") if not callable(getattr(factory, name, None))]
+    missing = [name for name in METHODS if not callable(getattr(factory, name, None))]
     if missing:
         raise ConfigError(f"the environment {kind!r} has no {', '.join(missing)}; it needs reset, step and close")
-    try:
-        inspect.signature(factory).bind(**options)
-    except TypeError as error:
-        raise ConfigError(f"the environment {kind!r} rejects its options {masked(options)}: {error}") from error
+    check_call(factory, f"the environment {kind!r} rejects its options {masked(options)}", **options)
+    for name, arguments in METHODS.items():
+        method = getattr(factory, name)
+        # A method of a class takes the instance first.
+        bound = isinstance(inspect.getattr_static(factory, name), staticmethod | classmethod)
+        given = arguments if bound else (None, *arguments)
+        check_call(method, f"{name} of the environment {kind!r} must take {len(arguments)} argument(s)", *given)
+    asynchronous = {name for name in METHODS if is_async(getattr(factory, name))}
+    if asynchronous and asynchronous != set(METHODS):
+        raise ConfigError(
+            f"the environment {kind!r} is async in {', '.join(sorted(asynchronous))} only; write all or none of its "
+            f"methods as `async def`"
+        )
     return partial(factory, **options)

@@ -15,9 +15,11 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+from megasync.concurrency.foreign import ForeignExit, explain, invoke, run
 from megasync.concurrency.orphans import end_with_parent
 from megasync.concurrency.tasks import kill_pool
-from megasync.environments.protocol import Environment
+from megasync.environments.protocol import Environment, plain_answer
+from megasync.errors import MegasyncError
 
 Factory = Callable[[], Environment]
 
@@ -47,9 +49,12 @@ class LoopWorker:
         self._environment: Environment | None = None
 
     async def call(self, method: str, *arguments: Any) -> Any:
+        return await run(self._call, f"an environment's {method}", None, method, arguments)
+
+    async def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
         if self._environment is None:
             self._environment = self._factory()
-        return await getattr(self._environment, method)(*arguments)
+        return plain_answer(method, await getattr(self._environment, method)(*arguments))
 
     def end(self) -> None:
         """Does nothing: cancelling a call stops it."""
@@ -81,9 +86,9 @@ class ThreadWorker:
             self.busy = True
             try:
                 if environment is None:
-                    environment = self._factory()
-                result = getattr(environment, method)(*arguments)
-            except BaseException as error:  # noqa: BLE001 - passed to the waiting caller
+                    environment = invoke(self._factory)
+                result = invoke(_call, environment, method, arguments)
+            except Exception as error:  # noqa: BLE001 - passed to the waiting caller
                 self.busy = False
                 answer.set_exception(error)
             else:
@@ -113,9 +118,18 @@ _here: list[Environment] = []
 
 
 def _call_in_process(factory: Factory, method: str, arguments: tuple[Any, ...]) -> Any:
-    if not _here:
-        _here.append(factory())
-    return getattr(_here[0], method)(*arguments)
+    try:
+        if not _here:
+            _here.append(invoke(factory))
+        return invoke(_call, _here[0], method, arguments)
+    except MegasyncError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a user's environment raises; it need not survive a pickle
+        raise ForeignExit(explain(error)) from None
+
+
+def _call(environment: Environment, method: str, arguments: tuple[Any, ...]) -> Any:
+    return plain_answer(method, getattr(environment, method)(*arguments))
 
 
 def worker_kind(factory: Factory, isolation: str) -> type[LoopWorker | ThreadWorker | ProcessWorker]:

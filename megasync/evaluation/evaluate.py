@@ -7,7 +7,6 @@ failed answer affects no other; it counts as wrong, so failures never make a mod
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -15,15 +14,16 @@ from dataclasses import dataclass, field
 from math import comb
 from typing import Protocol
 
+from megasync.concurrency.foreign import explain, run
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import DataError
 from megasync.evaluation.held_out import HeldOutSet
-from megasync.failures import cancellation_requested
+from megasync.importing import name_of
 from megasync.observe import trace
 from megasync.rollout.destination import ANYWHERE, Destination
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.sample_client import Client, SampleClient, request_seed
-from megasync.rollout.workflow import TrajectoryCheck, Workflow
+from megasync.rollout.workflow import TrajectoryCheck, Workflow, call_workflow
 from megasync.trajectory import Prompt
 
 log = logging.getLogger(__name__)
@@ -182,10 +182,8 @@ class Answerer:
             return HeldOutAnswer(
                 *(held_out.name, temperature, number, repeat, _text_of(prompt), text, reward), versions=versions
             )
-        except (Exception, asyncio.CancelledError) as error:
+        except Exception as error:
             # A user's workflow or reward, or a server, failed: this answer counts as failed, logged in `_scores`.
-            if cancellation_requested(error):
-                raise
             log.debug("Evaluation prompt %s of %r failed", prompt.uid, held_out.name, exc_info=error)
             return failed_answer(held_out, temperature, number, prompt, repeat, error)
 
@@ -200,9 +198,9 @@ class Answerer:
         return SampleClient(self._client, self._gate, routing_key=key_of(held_out, prompt), seed=seed, **sampling)
 
     async def _answer(self, client: SampleClient, held_out: HeldOutSet, prompt: Prompt) -> tuple[str, float]:
-        sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
+        name = f"the workflow {name_of(self._workflow)}"
         with trace.about(uid=key_of(held_out, prompt)):
-            trajectories = self._check.check(await self._workflow(client, sample))
+            trajectories = await run(call_workflow, name, None, self._workflow, client, prompt, self._check)
             scored = await held_out.rewards.score(trajectories, prompt.columns, prompt.uid)
         rewards = [t.reward for t in scored if t.reward is not None]
         if not rewards:
@@ -228,8 +226,7 @@ def failed_answer(
     held_out: HeldOutSet, temperature: float, number: int, prompt: Prompt, repeat: int, error: BaseException
 ) -> HeldOutAnswer:
     """The answer to a prompt that could not be answered because of this error."""
-    problem = f"{type(error).__name__}: {error}"
-    return HeldOutAnswer(held_out.name, temperature, number, repeat, _text_of(prompt), error=problem)
+    return HeldOutAnswer(held_out.name, temperature, number, repeat, _text_of(prompt), error=explain(error))
 
 
 def _scores(held_out: HeldOutSet, temperature: float, counts: _Counts) -> HeldOutScores:

@@ -12,7 +12,7 @@ from megasync.data import Renderer, as_rows, load_dataset, render_rows
 from megasync.data.datasets import default_reward, no_default_reward, warn_of_missing_answers
 from megasync.errors import ConfigError
 from megasync.observe.names import UNNAMED_SET
-from megasync.rewards import RewardRunner, load_reward
+from megasync.rewards import RewardRunner, check_columns, load_reward, reward_functions
 from megasync.rewards.scoring import Scoring
 from megasync.serving.engine_protocol import EVAL_ADAPTER
 from megasync.trajectory import Prompt
@@ -104,6 +104,9 @@ def _held_out_set(
     if settings.reward or scoring.named:
         verifier = None
     reward = load_reward(settings.reward) if settings.reward else scoring.named or verifier
+    if prompts:
+        columns = {column for prompt in prompts for column in prompt.columns}
+        check_columns(reward_functions(reward), columns, f"the held-out set {name!r}")
     return HeldOutSet(
         name=name,
         prompts=prompts,

@@ -5,19 +5,18 @@ async def agent(base_url, api_key, sample, model) -> float | None | dict
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megasync.concurrency.threads import AllThreadsStuck, DeadlineExceeded
+from megasync.concurrency.foreign import DeadlineExceeded, invoke, shown
+from megasync.concurrency.threads import AllThreadsStuck
 from megasync.config.schema import GatewayConfig, SamplingConfig
-from megasync.errors import ConfigError, DataError, ServerError
+from megasync.errors import DataError, ServerError
 from megasync.gateway.agent_loop import AgentLoop
 from megasync.gateway.server import Gateway
-from megasync.importing import name_of
+from megasync.importing import check_call, name_of
 from megasync.rollout.sample_client import SampleClient
 from megasync.trajectory import Trajectory, finite_float
 
@@ -35,13 +34,8 @@ class AgentWorkflow:
     def __init__(
         self, agent: Callable[..., Any], config: GatewayConfig, sampling: SamplingConfig, model: str, deadline: float
     ) -> None:
-        try:
-            inspect.signature(agent).bind(base_url="", api_key="", sample={}, model="")
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"the agent {name_of(agent)} must be written as `def agent(base_url, api_key, sample, model)`, sync or "
-                f"async: {error}"
-            ) from None
+        form = "must be written as `def agent(base_url, api_key, sample, model)`, sync or async"
+        check_call(agent, f"the agent {name_of(agent)} {form}", base_url="", api_key="", sample={}, model="")
         # Error messages about the workflow then use the agent's name.
         functools.update_wrapper(self, agent, updated=())
         self._gateway = Gateway(config, sampling, model)
@@ -78,7 +72,7 @@ class AgentWorkflow:
         if refused:
             # The responses are trained as they are: what led here should be unlearned.
             return client.conversation.trajectories(metrics={"template_refused": 1.0})
-        reward, metrics = self._outcome(result)
+        reward, metrics = invoke(self._outcome, result)
         if not client.conversation.generations:
             raise DataError(
                 f"the agent {self._name} returned before any of its requests was answered; it must send them to its "
@@ -92,15 +86,8 @@ class AgentWorkflow:
         await self._gateway.close()
 
     async def _returned(self, **arguments: Any) -> Any:
-        call = asyncio.ensure_future(self._loop.call(self._deadline, **arguments))
         try:
-            await asyncio.wait({call})
-        finally:
-            call.cancel()
-        if call.cancelled():
-            raise DataError(f"the agent {self._name} cancelled itself")
-        try:
-            return call.result()
+            return await self._loop.call(self._deadline, **arguments)
         except DeadlineExceeded:
             raise DataError(
                 f"the agent {self._name} did not return within {self._deadline:g} s; raise timeouts.agent, or give it "
@@ -120,6 +107,6 @@ class AgentWorkflow:
         if reward is None and value is not None:
             raise DataError(
                 f"the agent {self._name} must return a finite reward, None, or a dictionary of a reward and metrics, "
-                f"not {result!r:.200}"
+                f"not {shown(result)}"
             )
         return reward, metrics

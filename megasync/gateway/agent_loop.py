@@ -8,13 +8,13 @@ agent gets a thread.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from megasync.concurrency.foreign import DeadlineExceeded, is_async, run
 from megasync.concurrency.tasks import cancel_and_wait
-from megasync.concurrency.threads import DaemonThreads, DeadlineExceeded
+from megasync.concurrency.threads import DaemonThreads
 from megasync.importing import name_of
 
 # Seconds that cancelled agents have to finish at shutdown.
@@ -27,7 +27,7 @@ class AgentLoop:
     def __init__(self, function: Callable[..., Any], threads: int) -> None:
         self._function = function
         self._name = f"agent {name_of(function)}"
-        self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        self._async = is_async(function)
         self._threads = DaemonThreads(threads)
         self._running: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
 
@@ -39,7 +39,8 @@ class AgentLoop:
         """
         if not self._async:
             return await self._threads.call(self._function, self._name, seconds, **arguments)
-        call = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._guarded(arguments), self._started()))
+        work = run(self._function, self._name, None, **arguments)
+        call = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._started()))
         # Cancelled but not awaited: an agent that ignores its cancellation must not block the run.
         try:
             await asyncio.wait({call}, timeout=seconds)
@@ -59,13 +60,6 @@ class AgentLoop:
         await asyncio.wait({ended}, timeout=_CLOSE_SECONDS)
         loop.call_soon_threadsafe(loop.stop)
         await asyncio.to_thread(thread.join, _CLOSE_SECONDS)
-
-    async def _guarded(self, arguments: dict[str, Any]) -> Any:
-        try:
-            return await self._function(**arguments)
-        except (SystemExit, KeyboardInterrupt) as error:
-            # Uncaught, these would stop the loop for all agents.
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._running is None:

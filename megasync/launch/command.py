@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megasync.concurrency.tasks import handle_signals
+from megasync.concurrency.event_loop import handle_signals
 from megasync.errors import ConfigError, MegasyncError
 from megasync.launch.remote import SSH
 

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from megasync.concurrency.foreign import explain, invoke
+
 log = logging.getLogger(__name__)
 
 # Calls that wait for a slow sink: a step makes one or two, so this is an hour of steps of a few seconds.
@@ -136,7 +138,7 @@ class SinkThread:
         """Tries until it works, or the run ends."""
         while True:
             try:
-                if message := self._sink.open():
+                if message := invoke(self._sink.open):
                     self._say(message)
                 return True
             except Exception as error:  # noqa: BLE001 - other people's packages may raise anything
@@ -147,7 +149,7 @@ class SinkThread:
 
     def _guarded(self, call: Callable[[], None]) -> None:
         try:
-            call()
+            invoke(call)
         except Exception as error:  # noqa: BLE001 - other people's packages may raise anything
             self._lose(error)
 
@@ -158,8 +160,8 @@ class SinkThread:
     def _warn(self, why: object) -> None:
         if not self._warned:
             self._warned = True
-            kind = f"{type(why).__name__}: " if isinstance(why, Exception) else ""
-            log.warning("%s lacks metrics, and the run goes on: %s%s", self._sink.name, kind, why)
+            said = explain(why) if isinstance(why, Exception) else why
+            log.warning("%s lacks metrics, and the run goes on: %s", self._sink.name, said)
 
 
 class Sinks:

@@ -11,7 +11,6 @@ from megasync.config.builtin import ADVANTAGES, LOSSES, Algorithm
 from megasync.config.limits import as_typed, refuse_unused
 from megasync.config.schema import AlgorithmConfig, Config, OptimizerConfig
 from megasync.errors import ConfigError
-from megasync.importing import load_function
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import find_hf_config, read_hf_config
 
@@ -200,7 +199,10 @@ def _check_options(algorithm: AlgorithmConfig, key: str, builtin: Mapping[str, A
     """Refuses options that the function does not take, and keys that only others of its kind read."""
     name, options = getattr(algorithm, key), getattr(algorithm, f"{key}_options")
     if name not in builtin:
-        load_function(name)
+        # As the ranks load it: its signature is checked too. Imports torch, which a user's own function does as well.
+        from megasync.algorithms.choose import estimator_of, loss_of
+
+        (loss_of if builtin is LOSSES else estimator_of)(algorithm)
         return
     item = builtin[name]
     for option, value in options.items():

@@ -4,7 +4,7 @@
 built in.
 """
 
-from megasync.rewards.function import RewardFunction, load_reward, reward_functions
+from megasync.rewards.function import RewardFunction, check_columns, load_reward, reward_functions
 from megasync.rewards.runner import RewardRunner
 
-__all__ = ["RewardFunction", "RewardRunner", "load_reward", "reward_functions"]
+__all__ = ["RewardFunction", "RewardRunner", "check_columns", "load_reward", "reward_functions"]

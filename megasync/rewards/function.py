@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from megasync.concurrency.foreign import is_async, shown
 from megasync.config.builtin import REWARDS
 from megasync.errors import ConfigError
-from megasync.importing import load_callable
+from megasync.importing import load_callable, name_of
+from megasync.rewards.convention import SHAPES, Convention, convention_of
 from megasync.runs import FloatArray
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """`call(completions, **columns) -> list[float | None]`, sync or async; `name` appears in metrics and errors."""
+    """A function that scores a group, sync or async; `name` appears in metrics and errors.
+
+    `convention` says how it is called. Raises ConfigError for a function that cannot be called so.
+    """
 
     name: str
     call: Callable[..., Any]
     weight: float = 1.0
+    convention: Convention = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "convention", convention_of(self.call))
 
     @property
     def is_async(self) -> bool:
-        return inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(type(self.call).__call__)
+        return is_async(self.call)
+
+    @property
+    def needs_main_thread(self) -> bool:
+        """Whether the function can keep its deadlines on a main thread only, which a worker process has."""
+        return bool(getattr(self.call, "needs_main_thread", False))
 
     @property
     def keeps_own_deadlines(self) -> bool:
@@ -42,18 +55,26 @@ def load_reward(reference: str, options: Mapping[str, Any] | None = None) -> Cal
     return load_callable(REWARDS.get(reference, reference), options, reference)
 
 
-def reward_functions(
-    given: Callable[..., Any] | Mapping[Callable[..., Any], float] | Sequence[RewardFunction] | None,
-) -> tuple[RewardFunction, ...]:
-    """Normalises one function, several with weights, or none. Raises ConfigError for an invalid weight or name."""
+# A function, or how the configuration would name it.
+Named = Callable[..., Any] | str
+# One, several, or several with weights: what `reward=` takes.
+Given = Named | Mapping[Named, float] | Sequence[Named | tuple[Named, float] | RewardFunction] | RewardFunction
+
+
+def reward_functions(given: Given | None) -> tuple[RewardFunction, ...]:
+    """Normalises one function, several, or several with weights; each may be a name, as in the configuration.
+
+    Raises ConfigError for one that cannot be loaded or called, and for an invalid weight or name.
+    """
     if given is None:
-        functions = ()
-    elif isinstance(given, Mapping):
-        functions = tuple(RewardFunction(_short_name(call), call, float(weight)) for call, weight in given.items())
-    elif callable(given):
-        functions = (RewardFunction(_short_name(given), given),)
+        return ()
+    if isinstance(given, Mapping):
+        items: Sequence[Any] = list(given.items())
     else:
-        functions = tuple(given)
+        items = list(given) if isinstance(given, list | tuple) else [given]
+    functions = tuple(map(_function, items))
+    if not functions:
+        raise ConfigError(f"reward={shown(given)} names no function; pass one, or None if the workflow sets rewards")
     for function in functions:
         if not 0 < function.weight < float("inf"):
             raise ConfigError(
@@ -64,6 +85,32 @@ def reward_functions(
         if count > 1:
             raise ConfigError(f"{count} reward functions have the name {name!r}; their metrics need different names")
     return functions
+
+
+def check_columns(functions: Sequence[RewardFunction], columns: Collection[str], rows: str) -> None:
+    """Raises ConfigError for a function that requires a column that no row has. `rows` names them."""
+    for function in functions:
+        if missing := function.convention.missing(columns):
+            raise ConfigError(
+                f"the reward function {name_of(function.call)} requires {', '.join(missing)}, but {rows} has the "
+                f"columns {', '.join(sorted(columns))}; add the column, give the parameter a default, or {SHAPES}"
+            )
+
+
+def _function(item: Any) -> RewardFunction:
+    if isinstance(item, RewardFunction):
+        return item
+    call, weight = item if isinstance(item, tuple) and len(item) == 2 else (item, 1.0)
+    if isinstance(call, str):
+        call = load_reward(call)
+    if not callable(call):
+        raise ConfigError(
+            f"reward={shown(item)} is not a function, a name such as 'package.module:function', or a list "
+            f"or dictionary of these with weights"
+        )
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise ConfigError(f"the weight of the reward {_short_name(call)!r} is {shown(weight)}, which is no number")
+    return RewardFunction(_short_name(call), call, float(weight))
 
 
 def combine(weights: Sequence[float], scores: Sequence[float | None]) -> float | None:
@@ -98,4 +145,6 @@ def combine_tokens(weights: Sequence[float], scores: Sequence[float | FloatArray
 
 
 def _short_name(call: Callable[..., Any]) -> str:
+    # A partial is called as what it fills in.
+    call = getattr(call, "func", call)
     return str(getattr(call, "__name__", None) or type(call).__name__)

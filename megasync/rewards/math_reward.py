@@ -5,8 +5,7 @@ the default reward (`data.final_answer`, `data.match`). The package math-verify 
 compares the rest: its equality is symbolic, so that \\sqrt{12} and 2\\sqrt{3} agree.
 
 Some answers keep the symbolic engine busy forever. The package interrupts it with an alarm signal, which works only on
-a main thread; worker processes (`rollout.reward_processes`) call rewards on theirs. On any other thread nothing can
-stop it.
+a main thread, so the runner calls `math_reward` in worker processes (`needs_main_thread`).
 """
 
 from __future__ import annotations
@@ -58,6 +57,10 @@ def math_reward(
     if references is None:
         raise DataError(f"math_reward needs an answer or a solution column; the rows have {sorted(columns)}")
     return scored(completions, references, finish_reasons, _score)
+
+
+# Read by `RewardRunner`.
+setattr(math_reward, "needs_main_thread", True)  # noqa: B010 - functions declare no attributes
 
 
 def _score(given: Answer, right: Sequence[str]) -> float | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import multiprocessing
 import pickle
 from collections.abc import Callable
@@ -15,14 +16,15 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
+from megasync.concurrency.foreign import DeadlineExceeded, ForeignExit, explain, invoke
 from megasync.concurrency.orphans import end_with_parent
-from megasync.concurrency.tasks import kill_pool, within
-from megasync.errors import ConfigError
+from megasync.concurrency.tasks import kill_pool
+from megasync.errors import ConfigError, MegasyncError
 from megasync.importing import name_of
 
 
 class RewardProcesses:
-    """Runs `function(completions, **arguments)` in one of `processes` processes, on its main thread."""
+    """Runs picklable functions without arguments in one of `processes` processes, on its main thread."""
 
     def __init__(self, processes: int) -> None:
         # Pools of one process each. In a pool of several, the death of one process ends all calls, and CPython 3.11
@@ -31,16 +33,18 @@ class RewardProcesses:
         self._busy: set[ProcessPoolExecutor] = set()
         self._free = asyncio.Semaphore(processes)
 
-    async def call(
-        self, function: Callable[..., Any], completions: list[str], arguments: dict[str, list], timeout: float
-    ) -> Any:
-        """Raises TimeoutError `timeout` seconds after the call began, BrokenProcessPool when it ends its process."""
+    async def call(self, function: Callable[[], Any], timeout: float) -> Any:
+        """What the function returns, which must be plain data.
+
+        Raises DeadlineExceeded `timeout` seconds after the call began, BrokenProcessPool when it ends its process, and
+        otherwise megasync's own errors and ForeignExit, which says what the function raised.
+        """
         async with self._free:
             if self._idle:
                 # An idle process may have died for another reason; a new process shows whether the call is the cause.
                 with contextlib.suppress(BrokenProcessPool):
-                    return await self._call_in(self._idle.pop(), timeout, function, completions, arguments)
-            return await self._call_in(_pool(), timeout, function, completions, arguments)
+                    return await self._call_in(self._idle.pop(), timeout, function)
+            return await self._call_in(_pool(), timeout, function)
 
     def close(self) -> None:
         """Ends the processes, including those in the middle of a call."""
@@ -48,21 +52,21 @@ class RewardProcesses:
             kill_pool(pool)
         self._idle.clear()
 
-    async def _call_in(
-        self,
-        pool: ProcessPoolExecutor,
-        seconds: float,
-        function: Callable[..., Any],
-        completions: list[str],
-        arguments: dict[str, list],
-    ) -> Any:
+    async def _call_in(self, pool: ProcessPoolExecutor, seconds: float, function: Callable[[], Any]) -> Any:
         """Runs the call in `pool`. Afterwards the pool is idle or killed."""
         call: Future | None = None
+        answer: asyncio.Future[Any] | None = None
         self._busy.add(pool)
         try:
-            call = pool.submit(_invoke, function, completions, arguments)
-            return await within(asyncio.wrap_future(call), seconds)
+            call = pool.submit(_answer, function)
+            answer = asyncio.wrap_future(call)
+            await asyncio.wait({answer}, timeout=seconds)
+            if not answer.done():
+                raise DeadlineExceeded
+            return answer.result()
         finally:
+            if answer is not None:
+                answer.cancel()
             self._busy.discard(pool)
             if call is not None and _process_is_idle(call):
                 self._idle.append(pool)
@@ -74,11 +78,11 @@ class RewardProcesses:
 def check_picklable(function: Callable[..., Any]) -> None:
     """Raises ConfigError for a function that cannot be sent to another process."""
     try:
-        pickle.loads(pickle.dumps(function))
+        invoke(lambda: pickle.loads(pickle.dumps(function)))
     except Exception as error:  # pickle raises whatever the object's own hooks raise
         raise ConfigError(
             f"rollout.reward_processes sends the reward function to other processes, but {name_of(function)} cannot be "
-            f"pickled ({error}); define it at the top level of a module, or set rollout.reward_processes=0"
+            f"pickled ({explain(error)}); define it at the top level of a module, or set rollout.reward_processes=0"
         ) from error
 
 
@@ -92,5 +96,14 @@ def _process_is_idle(call: Future) -> bool:
     return call.cancelled() or (call.done() and not isinstance(call.exception(), BrokenProcessPool))
 
 
-def _invoke(function: Callable[..., Any], completions: list[str], arguments: dict[str, list]) -> Any:
-    return function(completions, **arguments)
+def _answer(function: Callable[[], Any]) -> Any:
+    """Runs in the worker process. A user's own errors stay there: they need not survive a pickle."""
+    try:
+        answer = invoke(function)
+    except MegasyncError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a user's function raises
+        raise ForeignExit(explain(error)) from None
+    if inspect.isawaitable(answer):
+        raise ForeignExit("it returned an awaitable, which cannot leave its process; write it as `async def`")
+    return answer

@@ -9,34 +9,37 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import logging
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from megasync.concurrency.tasks import within
+from megasync.concurrency.foreign import DeadlineExceeded, explain, invoke, run, shown
+from megasync.concurrency.threads import AllThreadsStuck, DaemonThreads
+from megasync.data.rows import place
 from megasync.errors import DataError, ServerError
-from megasync.failures import cancellation_requested
 from megasync.importing import name_of
 from megasync.observe import trace
-from megasync.rewards.function import RewardFunction, combine, combine_tokens, reward_functions
+from megasync.rewards.function import Given, RewardFunction, combine, combine_tokens, reward_functions
 from megasync.rewards.processes import RewardProcesses, check_picklable
 from megasync.runs import FloatArray
 from megasync.trajectory import TOKEN_REWARDS, Trajectory, finite_float
 
-log = logging.getLogger(__name__)
-
-# A call in the driver's process blocks everything else; one that takes longer than this is logged.
-SLOW_SECONDS = 1.0
+# Threads of one sync function that may be held by calls past their deadline.
+THREADS = 8
+# What Python says of an alarm outside the main thread.
+NO_MAIN_THREAD = "signal only works in main thread"
 
 # Of a response, or of its tokens: float32, NaN for those without one. None for a response that is not scored.
 Score = float | FloatArray | None
-Given = Callable[..., Any] | Mapping[Callable[..., Any], float] | Sequence[RewardFunction]
+
+
+class InvalidScores(DataError):
+    """A reward function gave no valid scores. Names the function and the prompt."""
 
 
 class RewardRunner:
@@ -49,16 +52,17 @@ class RewardRunner:
     "finish_reasons" are added. `combine` turns several scores into one reward. Each trajectory's metrics get
     `reward/<name>`, absent if the function returned None, and `reward/<name>/none`, 1.0 in that case and 0.0 otherwise.
 
-    With `processes` > 0, sync functions run in that many worker processes; otherwise they run in this one, where their
-    deadline cannot be enforced. `timeout` is in seconds, per call. Raises ConfigError when a function cannot be sent to
-    another process.
+    With `processes` > 0, sync functions run in that many worker processes. Otherwise each has a thread of this one, in
+    which its calls run one after the other; a call past its deadline is abandoned. `timeout` is in seconds, per call.
+    Raises ConfigError when a function cannot be sent to another process.
     """
 
     def __init__(self, functions: Given | None, processes: int = 0, timeout: float = 60.0) -> None:
         self._functions = reward_functions(functions)
         self._timeout = timeout
-        self._warned = False
+        self._threads = DaemonThreads(THREADS, at_once=1)
         sync = [function for function in self._functions if not function.is_async]
+        processes = processes or int(any(function.needs_main_thread for function in sync))
         self._processes = RewardProcesses(processes) if processes and sync else None
         if self._processes:
             for function in sync:
@@ -89,9 +93,9 @@ class RewardRunner:
         for number, row in enumerate(rows if checks else ()):
             for check in checks:
                 try:
-                    check(row)
+                    invoke(check, row)
                 except DataError as error:
-                    raise DataError(f"row {number} of {source}: {error}") from None
+                    raise DataError(f"{place(row, number, source)}: {error}") from None
 
     async def close(self) -> None:
         """Ends the worker processes, including those in the middle of a call."""
@@ -126,60 +130,83 @@ class RewardRunner:
     async def _scores(
         self, function: RewardFunction, trajectories: list[Trajectory], columns: dict[str, Any], uid: str
     ) -> list[Score]:
-        count = len(trajectories)
-        # A copy, so that a function cannot change the columns for others.
-        arguments = {name: [value] * count for name, value in copy.deepcopy(columns).items()}
-        arguments["completion_ids"] = [t.response_ids.tolist() for t in trajectories]
-        arguments["finish_reasons"] = [t.finish_reason for t in trajectories]
+        lengths = [len(t.response_ids) for t in trajectories]
+        added = {
+            "completion_ids": [t.response_ids.tolist() for t in trajectories],
+            "finish_reasons": [t.finish_reason for t in trajectories],
+        }
+        work = partial(score_group, function, [t.text for t in trajectories], columns, added, lengths, uid)
         try:
-            with trace.span("reward", function.name, responses=count):
-                answer = await self._call(function, [t.text for t in trajectories], arguments)
-        except ServerError:
-            # Not the fault of the function or the responses: the caller backs off and retries.
+            with trace.span("reward", function.name, responses=len(trajectories)):
+                return await self._call(function, work)
+        except (ServerError, InvalidScores):
+            # The first is not the fault of the function or the responses: the caller backs off and retries.
             raise
-        except TimeoutError as error:
+        except DeadlineExceeded as error:
             problem = f"did not answer within {self._timeout:g} s; raise timeouts.reward, or make it faster"
+            raise _error(function, uid, problem) from error
+        except AllThreadsStuck as error:
+            problem = f"cannot be called: {error}; set rollout.reward_processes, where such calls are killed"
             raise _error(function, uid, problem) from error
         except BrokenProcessPool as error:
             problem = "ended its worker process (out of memory, or a crash in native code)"
             raise _error(function, uid, problem) from error
-        except (Exception, asyncio.CancelledError) as error:  # whatever a user's function raises
-            if cancellation_requested(error):
-                raise
-            raise _error(function, uid, f"raised {type(error).__name__}: {error}") from error
-        try:
-            return _checked(function, answer, [len(t.response_ids) for t in trajectories], uid)
-        except DataError:
-            raise
-        except Exception as error:  # whatever a user's object raises while it is read, such as a generator
-            raise _error(function, uid, f"raised {type(error).__name__}: {error}") from error
+        except Exception as error:  # whatever a user's function raises
+            said = explain(error)
+            hint = "; set rollout.reward_processes, whose processes call it on their main thread"
+            raise _error(function, uid, f"raised {said}{hint if NO_MAIN_THREAD in said else ''}") from error
 
-    async def _call(self, function: RewardFunction, completions: list[str], arguments: dict[str, list]) -> Any:
-        if self._processes and not function.is_async:
-            return await self._processes.call(function.call, completions, arguments, self._timeout)
-        started = time.monotonic()
-        answer = function.call(completions, **arguments)
-        if inspect.isawaitable(answer):
-            return await (answer if function.keeps_own_deadlines else within(answer, self._timeout))
-        if (seconds := time.monotonic() - started) > SLOW_SECONDS and not self._warned:
-            self._warned = True
-            log.warning(
-                "Reward function %s took %.1f s and blocked the driver meanwhile; set rollout.reward_processes",
-                name_of(function.call),
-                seconds,
-            )
-        return answer
+    async def _call(self, function: RewardFunction, work: partial[Any]) -> list[Score]:
+        name = f"the reward function {name_of(function.call)}"
+        timeout = None if function.keeps_own_deadlines else self._timeout
+        if function.is_async:
+            return await run(_read, name, timeout, work)
+        if self._processes:
+            return await self._processes.call(work, self._timeout)
+        answer = await self._threads.call(work, name, timeout)
+        # A sync function may return an awaitable, such as a lambda around an async one.
+        return await run(_read, name, timeout, lambda: answer) if inspect.isawaitable(answer) else answer
+
+
+def score_group(
+    function: RewardFunction,
+    completions: Sequence[str],
+    columns: Mapping[str, Any],
+    added: Mapping[str, Sequence[Any]],
+    lengths: Sequence[int],
+    uid: str,
+) -> list[Score] | Awaitable[list[Score]]:
+    """The scores of a group, of responses of these numbers of tokens; an awaitable of them from an async function.
+
+    All that touches the function's answer happens here, where the function may run: a generator, or an object's
+    `__float__`, is its code as well. What is returned is plain data.
+    """
+    # A copy, so that a function cannot change the columns for others.
+    repeated = {name: [value] * len(completions) for name, value in copy.deepcopy(dict(columns)).items()}
+    answer = function.convention.call(function.call, list(completions), {**repeated, **added})
+    if not inspect.isawaitable(answer):
+        return _checked(function, answer, lengths, uid)
+
+    async def later() -> list[Score]:
+        return _checked(function, await answer, lengths, uid)
+
+    return later()
+
+
+async def _read(work: Callable[[], Awaitable[list[Score]]]) -> list[Score]:
+    return await work()
 
 
 def _checked(function: RewardFunction, answer: Any, lengths: Sequence[int], uid: str) -> list[Score]:
-    """The scores of responses of these numbers of tokens."""
+    """The scores as plain data. Raises InvalidScores."""
     count = len(lengths)
     try:
-        scores = list(answer)
+        items = iter(answer)
     except TypeError:
-        raise _error(function, uid, f"must return one score per completion, not {answer!r:.200}") from None
-    if isinstance(answer, (str, dict)) or len(scores) != count:
-        raise _error(function, uid, f"must return {count} scores, one per completion, not {answer!r:.200}")
+        raise _error(function, uid, f"must return one score per completion, not {shown(answer)}") from None
+    scores = list(items)
+    if isinstance(answer, (str, bytes, dict)) or len(scores) != count:
+        raise _error(function, uid, f"must return {count} scores, one per completion, not {shown(answer)}")
     source = f"the reward function {name_of(function.call)}"
     return [
         None
@@ -195,7 +222,7 @@ def _of_tokens(score: Any, length: int, uid: str, source: str) -> FloatArray:
     """The rewards of a response's tokens, NaN where the function gave None."""
     values: list[Any] = score.tolist() if hasattr(score, "tolist") else list(score)
     if len(values) != length:
-        raise DataError(
+        raise InvalidScores(
             f"{source} returned {len(values)} rewards of tokens for prompt {uid}, but the response has {length} "
             f"tokens; return one number for each of completion_ids, or one for the response"
         )
@@ -204,12 +231,12 @@ def _of_tokens(score: Any, length: int, uid: str, source: str) -> FloatArray:
 
 def _number(score: Any, uid: str, source: str) -> float:
     if (number := finite_float(score)) is None:
-        raise DataError(
-            f"{source} returned the reward {score!r:.80} for prompt {uid}; it must be a finite number, or None to "
+        raise InvalidScores(
+            f"{source} returned the reward {shown(score, 80)} for prompt {uid}; it must be a finite number, or None to "
             f"leave a response unscored"
         )
     return number
 
 
-def _error(function: RewardFunction, uid: str, problem: str) -> DataError:
-    return DataError(f"the reward function {name_of(function.call)} {problem} (prompt {uid})")
+def _error(function: RewardFunction, uid: str, problem: str) -> InvalidScores:
+    return InvalidScores(f"the reward function {name_of(function.call)} {problem} (prompt {uid})")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from megasync.config import Config
 from megasync.config.schema import RewardConfig
 from megasync.errors import ConfigError
-from megasync.rewards import RewardFunction, RewardRunner, load_reward
+from megasync.rewards import RewardFunction, RewardRunner, load_reward, reward_functions
+from megasync.rewards.function import Given
 from megasync.rewards.model_reward import ModelReward, load_model_reward
-from megasync.rewards.runner import Given
 
 
 class Scoring:
     """The reward runners of a run. `models` has the reward models by name; their servers are added later."""
 
-    def __init__(self, config: Config, own: Callable | Mapping[Callable, float] | None = None) -> None:
+    def __init__(self, config: Config, own: Given | None = None) -> None:
         """`own` are functions passed from Python, which replace those of the configuration.
 
         Raises ConfigError for a reward that cannot be loaded or would never be used.
@@ -31,7 +29,7 @@ class Scoring:
             name: load_model_reward(name, model, config.timeouts.request)
             for name, model in config.reward_models.items()
         }
-        self.named = own or self._named()
+        self.named: Given | None = self._named() if own is None else reward_functions(own)
         self._runners: list[tuple[Given | None, RewardRunner]] = []
 
     def runner(self, functions: Given | None) -> RewardRunner:

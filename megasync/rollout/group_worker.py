@@ -21,7 +21,6 @@ trained already, which the worker of a group that was started `again` tolerates.
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import statistics
 import time
@@ -34,11 +33,12 @@ from typing import Any, Protocol
 from megasync.algorithms.choose import needs_baseline, needs_two, takes_scores, takes_tokens
 from megasync.buffer import BufferClosed, BufferStateError
 from megasync.buffer.payload import EncodedGroup, EncodedPartial, decode_partial, encode, encode_partial
+from megasync.concurrency.foreign import explain, run
 from megasync.concurrency.tasks import Backoff, cancel_and_wait
 from megasync.config.schema import Config
 from megasync.data.sets import SET
 from megasync.errors import DataError, MegasyncError
-from megasync.failures import UnexpectedErrors, cancellation_requested, is_infrastructure
+from megasync.failures import UnexpectedErrors, is_infrastructure
 from megasync.importing import name_of
 from megasync.observe import trace
 from megasync.observe.rollouts import RolloutLog, is_sampled, nothing_sampled, recorded, rollout_bytes
@@ -50,7 +50,7 @@ from megasync.rollout.partials import PartialResponses
 from megasync.rollout.sample_client import Client, SampleClient, request_seed
 from megasync.rollout.selection import Selection
 from megasync.rollout.teachers import Teachers
-from megasync.rollout.workflow import TrajectoryCheck, Workflow
+from megasync.rollout.workflow import TrajectoryCheck, Workflow, call_workflow
 from megasync.trajectory import BASELINE, TOKEN_REWARDS, Group, Prompt, Trajectory, by_sample, sample_rewards
 
 log = logging.getLogger(__name__)
@@ -232,6 +232,7 @@ class GroupWorker:
         self._more_metrics = more_metrics
         self._buffer = buffer
         self._workflow = spec.workflow
+        self._name = f"the workflow {name_of(spec.workflow)}"
         self._check = TrajectoryCheck(spec.workflow, spec.routed, spec.truncated)
         self._check_baseline = TrajectoryCheck(spec.workflow)
         self._baseline = spec.baseline
@@ -471,9 +472,7 @@ class GroupWorker:
         while True:
             try:
                 trajectories = await self._attempt(prompt, batch, index)
-            except (Exception, asyncio.CancelledError) as error:  # whatever a user's workflow raises
-                if cancellation_requested(error):
-                    raise
+            except Exception as error:  # whatever a user's workflow raises
                 if is_infrastructure(error):
                     await self._back_off(f"Sample {index} of group {prompt.uid}", error, backoff)
                     continue
@@ -483,7 +482,7 @@ class GroupWorker:
                 self._metrics.failed_samples += 1
                 self._unknown.note(f"sample {index} of group {prompt.uid}", error)
                 if attempts == self._failures.max_attempts:
-                    return f"the workflow {name_of(self._workflow)} raised {type(error).__name__}: {error}"
+                    return f"{self._name} raised {explain(error)}"
             else:
                 self._metrics.add_generated(trajectories)
                 return trajectories
@@ -500,10 +499,9 @@ class GroupWorker:
         client = SampleClient(
             self._client, self._gate, routing_key=prompt.uid, seed=seed, responses=responses, **sampling
         )
-        sample = copy.deepcopy(prompt.columns) | {"prompt_ids": list(prompt.prompt_ids)}
         check = self._check_baseline if greedy else self._check
         with trace.about(sample=index):
-            found = check.check(await self._workflow(client, sample))
+            found = await run(call_workflow, self._name, None, self._workflow, client, prompt, check)
         return [replace(trajectory, sample=index) for trajectory in found]
 
 

@@ -33,6 +33,7 @@ from typing import Any, Protocol
 
 import psutil
 
+from megasync.concurrency.foreign import explain, invoke
 from megasync.concurrency.tasks import cancel_and_wait, set_within, wait_for_first
 from megasync.errors import MegasyncError, ProcessLost
 from megasync.observe import stacks
@@ -235,9 +236,9 @@ class Outbox(logging.Handler):
 def portable(error: BaseException) -> BaseException:
     """The error, or one with the same text if it cannot be sent to another process."""
     try:
-        pickle.loads(pickle.dumps(error))
+        invoke(lambda: pickle.loads(pickle.dumps(error)))
     except Exception:  # noqa: BLE001 - pickle raises whatever the error's own hooks raise
-        return MegasyncError(f"{type(error).__name__}: {error}")
+        return MegasyncError(explain(error))
     return error
 
 

@@ -24,9 +24,10 @@ from typing import Any, get_type_hints
 import msgspec
 
 from megasync.concurrency.first_use import prepared
-from megasync.concurrency.threads import AllThreadsStuck, DaemonThreads, DeadlineExceeded
+from megasync.concurrency.foreign import DeadlineExceeded, explain, invoke, is_async, run
+from megasync.concurrency.threads import AllThreadsStuck, DaemonThreads
 from megasync.errors import ConfigError, DataError
-from megasync.failures import cancellation_requested, is_infrastructure
+from megasync.failures import is_infrastructure
 from megasync.importing import name_of
 from megasync.observe import trace
 
@@ -80,7 +81,7 @@ class Tool:
         bound = {}
         for name, value in arguments.items():
             try:
-                bound[name] = msgspec.convert(value, self._types.get(name, Any), strict=False)
+                bound[name] = invoke(msgspec.convert, value, self._types.get(name, Any), strict=False)
             except msgspec.ValidationError as error:
                 raise DataError(f"argument {name!r} of {self.name}: {error}") from None
         return bound
@@ -99,12 +100,13 @@ def _tool(function: Callable[..., Any]) -> Tool:
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
-        schema = get_json_schema(function)
-        types = {name: prepared(kind) for name, kind in get_type_hints(function).items() if name != "return"}
+        schema = invoke(get_json_schema, function)
+        hints = invoke(get_type_hints, function).items()
+        types = {name: prepared(kind) for name, kind in hints if name != "return"}
     except Exception as error:  # transformers' own errors, and any error of resolving a type hint
         raise ConfigError(
-            f"{name_of(function)} cannot be a tool: {error}; give every argument a type hint and a line under 'Args:' "
-            f"in the docstring"
+            f"{name_of(function)} cannot be a tool: {explain(error)}; give every argument a type hint and a line under "
+            f"'Args:' in the docstring"
         ) from error
     # Models are not trained on a "return" entry.
     schema["function"].pop("return", None)
@@ -179,19 +181,19 @@ class Toolbox:
             return f"Error: {self._cut(str(error))}"
         try:
             with trace.span("tool", call.name):
-                return self._cut(_written(await _within(tool.function, arguments, self.timeout)))
+                return self._cut(await _within(tool.function, arguments, self.timeout))
         except DeadlineExceeded:
             self.counts["timeouts"] += 1
             return f"Error: {call.name} did not answer within {self.timeout:g} s."
         except AllThreadsStuck:
             self.counts["timeouts"] += 1
             return f"Error: {call.name} is not available: none of its {THREADS} earlier calls has ended."
-        except (Exception, asyncio.CancelledError) as error:  # a user's tool may raise anything
-            if cancellation_requested(error) or is_infrastructure(error):
+        except Exception as error:  # a user's tool may raise anything
+            if is_infrastructure(error):
                 raise
             self.counts["errors"] += 1
             log.debug("Tool %s failed", call.name, exc_info=error)
-            return f"Error: {self._cut(f'{type(error).__name__}: {error}')}"
+            return f"Error: {self._cut(explain(error))}"
 
     def _cut(self, text: str) -> str:
         if len(text) <= self.max_output:
@@ -203,20 +205,17 @@ def _written(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-async def _within(function: Callable[..., Any], arguments: dict[str, Any], seconds: float) -> Any:
-    """Call the function and return its result.
+async def _within(function: Callable[..., Any], arguments: dict[str, Any], seconds: float) -> str:
+    """Call the function and return its result as text.
 
     Raises DeadlineExceeded after `seconds`, without waiting for the function to end, and AllThreadsStuck if abandoned
     calls hold all threads of a sync function.
     """
-    if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
-        return await _threads.call(function, f"tool {name_of(function)}", seconds, **arguments)
-    work = asyncio.ensure_future(function(**arguments))
-    # Cancelled without being awaited: a tool that ignores its cancellation must not block the sample.
-    try:
-        ended, _ = await asyncio.wait({work}, timeout=seconds)
-    finally:
-        work.cancel()
-    if not ended:
-        raise DeadlineExceeded
-    return work.result()
+    name = f"tool {name_of(function)}"
+    if is_async(function):
+        return await run(_awaited, name, seconds, function, arguments)
+    return await _threads.call(lambda: _written(function(**arguments)), name, seconds)
+
+
+async def _awaited(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
+    return _written(await function(**arguments))

@@ -13,6 +13,7 @@ response.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -20,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megasync.concurrency.foreign import shown
 from megasync.errors import DataError
 from megasync.importing import name_of
-from megasync.trajectory import ROUTES, SUPPORT_SIZES, TOKEN_REWARDS, Trajectory, finite_float
+from megasync.trajectory import ROUTES, SUPPORT_SIZES, TOKEN_REWARDS, Prompt, Trajectory, finite_float
 
 if TYPE_CHECKING:
     from megasync.rollout.sample_client import SampleClient
@@ -36,6 +38,14 @@ async def single_turn(client: SampleClient, sample: dict[str, Any]) -> Trajector
     """The default workflow: one response to the prompt, which the reward function scores."""
     reply = await client.generate(sample["prompt_ids"])
     return reply.trajectory()
+
+
+async def call_workflow(
+    workflow: Workflow, client: SampleClient, prompt: Prompt, check: TrajectoryCheck
+) -> list[Trajectory]:
+    """Calls a workflow with its own copy of a row, and checks what it returns: all that touches its objects."""
+    sample = copy.deepcopy(dict(prompt.columns)) | {"prompt_ids": list(prompt.prompt_ids)}
+    return check.check(await workflow(client, sample))
 
 
 class TrajectoryCheck:
@@ -54,7 +64,7 @@ class TrajectoryCheck:
         trajectories = [result] if isinstance(result, Trajectory) else result
         if not isinstance(trajectories, list) or not all(isinstance(t, Trajectory) for t in trajectories):
             raise DataError(
-                f"the workflow {self._name} must return a Trajectory or a list of them, not {result!r:.200}"
+                f"the workflow {self._name} must return a Trajectory or a list of them, not {shown(result)}"
             )
         return [self._checked(trajectory) for trajectory in trajectories]
 
@@ -63,7 +73,7 @@ class TrajectoryCheck:
         for name in ("text", "finish_reason"):
             text = getattr(trajectory, name)
             if not isinstance(text, str):
-                raise self._error(f"{name}={text!r:.80}, which must be text")
+                raise self._error(f"{name}={shown(text, 80)}, which must be text")
             if not _encodable(text):
                 # Half of a surrogate pair, which neither the ledger nor a file can store.
                 changed[name] = text.encode("utf-8", "replace").decode()
@@ -95,14 +105,14 @@ class TrajectoryCheck:
 
     def _metrics(self, given: object) -> dict[str, float]:
         if not isinstance(given, Mapping):
-            self._report("metrics", f"is {given!r:.80}, not a dictionary")
+            self._report("metrics", f"is {shown(given, 80)}, not a dictionary")
             return {}
         kept: dict[str, float] = {}
         for name, value in given.items():
             if not isinstance(name, str) or not _encodable(name):
-                self._report(f"{name!r:.80}", "has a name that is not valid text")
+                self._report(shown(name, 80), "has a name that is not valid text")
             elif (number := finite_float(value)) is None:
-                self._report(name, f"is {value!r:.80}, not a finite number")
+                self._report(name, f"is {shown(value, 80)}, not a finite number")
             else:
                 kept[name] = number
         return kept

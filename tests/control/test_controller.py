@@ -108,6 +108,24 @@ async def test_a_stop_request_ends_a_wait_for_groups_that_never_come() -> None:
     assert (await running).step == 0
 
 
+@pytest.mark.parametrize("evaluated_step", [0, 2])
+async def test_a_stop_request_waits_for_no_evaluation(evaluated_step: int) -> None:
+    begun = asyncio.Event()
+
+    async def evaluation(step: int, version: int, pinned: object) -> None:
+        if step == evaluated_step:
+            begun.set()
+            await asyncio.Event().wait()
+
+    rig = Rig(evaluation=evaluation, total_steps=2)
+    running = asyncio.create_task(rig.run())
+    await begun.wait()
+    rig.controller.request_stop("SIGTERM")
+    progress = await running
+    assert progress.step == evaluated_step and rig.controller.stop_reason == "SIGTERM"
+    assert evaluated_step not in rig.observer.evaluations
+
+
 async def test_a_score_above_the_target_ends_the_run_and_is_measured_again() -> None:
     rig = Rig(total_steps=1000, score=0.95, stop_at_score=0.9)
     progress = await rig.run()

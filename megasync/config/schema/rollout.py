@@ -190,7 +190,7 @@ class RolloutConfig:
     # Processes that run workflows, tools, environments and rewards, and each generate a part of the groups; 0 does all
     # of it in the controller's process. docs/workers.md
     workers: int = limited(0, NOT_NEGATIVE)
-    # Processes for CPU-bound reward functions, of each rollout worker; 0 runs them in the process of the workflow.
+    # Processes for CPU-bound reward functions, of each rollout worker; 0 runs them in threads beside the workflow.
     reward_processes: int = limited(0, NOT_NEGATIVE)
     groups: GroupConfig = field(default_factory=GroupConfig)
     environment: EnvironmentConfig | None = None
