@@ -9,10 +9,12 @@ process leaves at most one hidden file, `.NAME.<random>.part`, which nothing rea
 from __future__ import annotations
 
 import errno
+import json
 import os
 import uuid
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 PART = ".part"
 
@@ -36,6 +38,17 @@ def atomic_write(path: str | Path, content: str | bytes) -> None:
             part.unlink()
         raise
     fsync(path.parent)
+
+
+def read_object(path: str | Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ValueError, whose text begins with the path, for whatever is wrong with it."""
+    try:
+        content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold one JSON object, not a {type(content).__name__}")
+    return content
 
 
 def durable_rename(draft: Path, path: Path) -> None:

@@ -6,7 +6,6 @@ Every mistake in data or functions that can be detected early is refused here, b
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from megasync.errors import ConfigError
 from megasync.evaluation.held_out import HeldOutSet, held_out_sets, sets_of_worker
 from megasync.gateway import AgentWorkflow
 from megasync.importing import load_callable, load_function
-from megasync.layout.model_files import read_hf_config
+from megasync.layout.model_files import end_tokens, read_hf_config
 from megasync.layout.routes import RouteFormat
 from megasync.rewards import RewardRunner
 from megasync.rewards.model_reward import ModelReward
@@ -224,13 +223,8 @@ def route_format(config: Config) -> RouteFormat | None:
 
 def stop_ids(path: str, tokenizer: Any) -> frozenset[int]:
     """The tokens that end a response of this model in SGLang, from its configuration files and its tokenizer."""
-    tokens = [tokenizer.eos_token_id, tokenizer.get_added_vocab().get("<|eom_id|>")]
-    for name in ("config.json", "generation_config.json"):
-        if (file := Path(path) / name).exists():
-            config = json.loads(file.read_text(encoding="utf-8"))
-            ends = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
-            tokens += ends if isinstance(ends, list) else [ends]
-    return frozenset(token for token in tokens if token is not None)
+    own = (tokenizer.eos_token_id, tokenizer.get_added_vocab().get("<|eom_id|>"))
+    return end_tokens(path) | {token for token in own if token is not None}
 
 
 def _rows(dataset: Any, own: Sequence[dict] | None) -> tuple[list[dict], Callable | None]:

@@ -39,7 +39,7 @@ from megasync.config.schema import (
 )
 from megasync.config.server_args import OF_ROLLOUT, check_server_args, check_trained_args
 from megasync.config.supervised import is_supervised
-from megasync.errors import CheckpointError, ConfigError
+from megasync.errors import ConfigError
 from megasync.importing import keyword_options, load_function
 from megasync.layout.adapter import adapter_layout
 from megasync.layout.adapter_files import check_adapter_folder
@@ -47,10 +47,8 @@ from megasync.layout.families import Sizes
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import (
     check_model_folder,
-    check_values,
     find_hf_config,
     read_hf_config,
-    read_storage,
 )
 from megasync.layout.topology import Topology
 from megasync.preflight.check_adapters import check_lora, check_served_adapters
@@ -64,6 +62,7 @@ from megasync.preflight.check_pipelined_servers import check_pipelined_servers
 from megasync.preflight.check_rollout import check_agent, check_chat, check_environment, check_groups, check_rewards
 from megasync.preflight.check_server_engines import check_server_engines
 from megasync.preflight.check_vision import check_vision_folder, check_vision_policy
+from megasync.preflight.check_weights import check_weights
 from megasync.support import MAX_SUPPORT
 from megasync.trainer.architecture import (
     check_adapters,
@@ -169,8 +168,7 @@ def check_supervised(config: Config, *, planning: bool = False) -> None:
     if not planning:
         check_model_folder(config.model)
     check_vision_folder(source, layout)
-    if read_storage(source) is not None:
-        _check_scales(source.parent, layout)
+    check_weights(source.parent, layout)
     _check_nodes(config, {"trainer": trainer_pool(config)})
     _check_folder("run_root", config.run_root)
     check_observe(config, planning)
@@ -636,8 +634,7 @@ def _check_model(config: Config, planning: bool) -> None:
         check_critic_model(config, layout)
     if not planning:
         check_model_folder(config.model)
-    if read_storage(source) is not None:
-        _check_scales(source.parent, layout)
+    check_weights(source.parent, layout)
 
 
 def _check_server_experts(config: Config, experts: int) -> None:
@@ -700,20 +697,6 @@ def _check_routing_replay(config: Config, experts: int, source: Path) -> None:
             )
 
 
-def _check_scales(folder: Path, layout: Layout) -> None:
-    """Refuses a quantized folder with missing or wrong scales. Reads the headers of the files, if there are any."""
-    from megasync.layout.shards import HfFolder
-
-    if not any(folder.glob("*.safetensors")):
-        return
-    try:
-        with HfFolder(folder) as files:
-            for name, shape in layout.hf_tensors.items():
-                files.reader(name, shape)
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from None
-
-
 def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Path]:
     """The model's layout over the trainer ranks, and the config.json that it was read from.
 
@@ -723,7 +706,6 @@ def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Pat
     source = find_hf_config(config.model, planning=planning)
     values = read_hf_config(source)
     try:
-        check_values(values)
         # A rank on a GPU has Transformer Engine's layers, which split some parameters differently.
         spec = "local" if config.cluster.device == "cpu" else "te"
         layout = Layout(values, Topology.from_config(config.trainer), spec)
@@ -741,6 +723,12 @@ def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Pat
         return layout, source
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+        # Values that no table of types knows, such as a text where only a family's own rule expects a number.
+        raise ConfigError(
+            f"{source} cannot be read as a model of type {values.get('model_type')!r}: {type(error).__name__}: "
+            f"{error}; copy it again from where the model is from"
+        ) from error
 
 
 def _check_context(config: Config, limit: int | None, source: Path) -> None:

@@ -16,9 +16,11 @@ from megasync.config.limits import check_limits
 from megasync.config.pools import devices_needed, frozen_models, pool_specs, trainer_pool
 from megasync.config.supervised import is_supervised
 from megasync.device import check_machine, resolve_device
-from megasync.errors import CheckpointError, ConfigError, DataError
+from megasync.errors import ConfigError, DataError
 from megasync.layout.model_files import check_model_folder
 from megasync.preflight.check import check_as_run, model_layout
+from megasync.preflight.check_frozen_models import check_frozen_folder
+from megasync.preflight.check_weights import check_weights
 from megasync.preflight.finding import (
     FAILURE,
     OK,
@@ -67,22 +69,19 @@ def check_model(config: Config) -> Iterator[Finding]:
     """Checks that the tokenizer loads, and that every tensor has the shape that config.json implies."""
     complete = "set model.path to a complete Hugging Face folder of a supported model"
     try:
-        layout, _ = model_layout(config)
+        layout, source = model_layout(config)
         check_model_folder(config.model)
     except ConfigError as error:
         yield Finding("model", FAILURE, str(error), f"change the named keys, or {complete}")
         return
-
-    from megasync.data.render import load_tokenizer
-    from megasync.layout.shards import HfFolder
-
     try:
-        with HfFolder(Path(config.model.path)) as folder:
-            for name, shape in layout.hf_tensors.items():
-                folder.reader(name, shape)
-    except (CheckpointError, OSError) as error:
+        check_weights(source.parent, layout)
+    except ConfigError as error:
         yield Finding("model", FAILURE, str(error), f"copy the model again, or {complete}")
         return
+
+    from megasync.data.render import load_tokenizer
+
     try:
         load_tokenizer(config.model.path)
     except DataError as error:
@@ -92,22 +91,15 @@ def check_model(config: Config) -> Iterator[Finding]:
 
 
 def check_frozen_models(config: Config) -> Iterator[Finding]:
-    """Checks that the weights of each reward and auxiliary model can be opened. SGLang checks their layouts."""
-    from safetensors import SafetensorError, safe_open
-
+    """Checks that each reward model, auxiliary model and teacher has the weights of its kind, by their headers."""
     for key, model in frozen_models(config).items():
-        subject, tensors = key, 0
         fix = f"copy the model again, or set {key}.path to another folder"
-        files, file = sorted(Path(model.path).expanduser().glob("*.safetensors")), None
         try:
-            for file in files:
-                with safe_open(file, framework="numpy") as opened:
-                    tensors += len(opened.keys())
-        except (OSError, SafetensorError) as error:
-            yield Finding(subject, FAILURE, f"{file} cannot be read: {error}", fix)
-            continue
-        detail = f"{model.path}, {tensors} tensors in {len(files)} file(s)"
-        yield verdict(subject, bool(files), detail if files else f"{model.path} has no *.safetensors files", fix)
+            tensors = check_frozen_folder(key, model)
+        except ConfigError as error:
+            yield Finding(key, FAILURE, str(error), fix)
+        else:
+            yield Finding(key, OK, f"{model.path}, {tensors} tensors")
 
 
 def check_run_folder(config: Config) -> Iterator[Finding]:

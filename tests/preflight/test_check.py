@@ -7,6 +7,7 @@ from dataclasses import fields
 
 import pytest
 from fp8_folders import write_fp8
+from header_files import write_headers
 from random_models import write_model
 
 from megasync.config.schema import Config, RewardModelConfig
@@ -651,6 +652,7 @@ def test_what_servers_do_not_compute_of_llama_4_is_refused(make, model, override
         "rope_theta": 1e4,
     }
     (model / "config.json").write_text(json.dumps(values))
+    write_headers(model)
     check_config(make("rollout.context_length=1536"))
     message = refused(make(*overrides))
     assert all(part in message for part in parts), message
