@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megasync.app.resume_file import is_resumable, read_resume_file, write_resume_file
-from megasync.app.rollout_worker import check_workload_travels
 from megasync.app.run import Run
 from megasync.app.run_directory import new_run_dir, stop_signals
-from megasync.app.workload import Custom, prepare_workload
+from megasync.app.start_checks import prepare_run
+from megasync.app.workload import Custom
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config
 from megasync.config.changes import check_changes
 from megasync.device import check_machine
@@ -124,9 +124,7 @@ class AsyncTrainer:
     async def run(self) -> RunResult:
         """`train` for callers with an event loop."""
         # Before the run directory is created: a refused dataset or function leaves nothing behind.
-        workload = await asyncio.to_thread(prepare_workload, self.config, self._custom)
-        if self.config.rollout.workers:
-            await asyncio.to_thread(check_workload_travels, workload, self._custom)
+        workload = await asyncio.to_thread(prepare_run, self.config, self._custom)
         if self.config.rollout.external:
             await check_external_servers(self.config)
         run_dir = self._run_dir or new_run_dir(self.config, self._custom.names())

@@ -27,8 +27,9 @@ from megasync.rewards import RewardRunner
 from megasync.rewards.model_reward import ModelReward
 from megasync.rewards.scoring import Scoring
 from megasync.rollout.auxiliary import AuxiliaryModel, load_auxiliary_models
+from megasync.rollout.reply_formats import tool_format
 from megasync.rollout.teachers import Teacher, Teachers, load_teachers
-from megasync.rollout.tool_agent import tool_agent
+from megasync.rollout.tool_agent import TOOLS, tool_agent
 from megasync.rollout.workflow import single_turn
 
 
@@ -135,7 +136,7 @@ def prepare_workload(config: Config, custom: Custom) -> Workload:
         ),
         rewards=scoring.runner(reward),
         verifier=None if scoring.named else verifier,
-        workflow=_workflow(config, custom, tokenizer),
+        workflow=load_workflow(config, custom, tokenizer),
         scoring=scoring,
         auxiliary=load_auxiliary_models(config),
         teachers=load_teachers(config, tokenizer),
@@ -165,7 +166,7 @@ def prepare_worker(
         vocab_size=vocab_size,
         context_length=context_length,
         eval_sets=list(sets_of_worker(config, scoring, verifiers).values()),
-        workflow=_workflow(config, custom, tokenizer),
+        workflow=load_workflow(config, custom, tokenizer),
         scoring=scoring,
         auxiliary=load_auxiliary_models(config),
         teachers=load_teachers(config, tokenizer),
@@ -197,7 +198,7 @@ def prepare_task(config: Config, only: Collection[str] = ()) -> Task:
         vocab_size=vocab_size,
         context_length=context_length,
         eval_sets=sets,
-        workflow=_workflow(config, custom, tokenizer),
+        workflow=load_workflow(config, custom, tokenizer),
         scoring=scoring,
         auxiliary=load_auxiliary_models(config),
         stop_ids=stop_ids(config.model.path, tokenizer),
@@ -236,12 +237,16 @@ def _scores_itself(config: Config, custom: Custom) -> bool:
     return bool(custom.rollout or custom.agent or rollout.workflow or rollout.agent or rollout.environment)
 
 
-def _workflow(config: Config, custom: Custom, tokenizer: Any) -> Callable:
+def load_workflow(config: Config, custom: Custom, tokenizer: Any) -> Callable:
+    """The function that makes the samples. Without a `tokenizer` its chat template is not checked.
+
+    Raises ConfigError, and DataError for tools whose calls could not be recognised.
+    """
     agent = custom.agent
     if agent is None and custom.rollout is None and config.rollout.agent is not None:
         agent = load_function(config.rollout.agent)
     if agent is not None:
-        if not tokenizer.chat_template:
+        if tokenizer is not None and not tokenizer.chat_template:
             raise ConfigError(
                 f"agents use chat messages, but the tokenizer of model.path={config.model.path!r} has no chat template"
             )
@@ -252,6 +257,8 @@ def _workflow(config: Config, custom: Custom, tokenizer: Any) -> Callable:
     workflow = custom.rollout or _configured_workflow(config.rollout)
     if not (inspect.iscoroutinefunction(workflow) or inspect.iscoroutinefunction(type(workflow).__call__)):
         raise ConfigError(f"the rollout function {workflow!r} must be written as `async def rollout(client, sample)`")
+    if tokenizer is not None and getattr(workflow, TOOLS, ()):
+        tool_format(config.rollout.chat.tool_format, str(tokenizer.chat_template))
     return workflow
 
 

@@ -56,7 +56,7 @@ from megasync.preflight.check_algorithm import check_algorithm, check_critic, ch
 from megasync.preflight.check_attention_groups import check_attention_groups
 from megasync.preflight.check_evaluation import check_evaluation, check_seeded
 from megasync.preflight.check_fp8_servers import check_fp8_servers
-from megasync.preflight.check_frozen_models import check_frozen_models, check_teachers_tokenizers
+from megasync.preflight.check_frozen_models import check_frozen_models
 from megasync.preflight.check_observe import check_observe
 from megasync.preflight.check_pipelined_servers import check_pipelined_servers
 from megasync.preflight.check_rollout import check_agent, check_chat, check_environment, check_groups, check_rewards
@@ -175,15 +175,8 @@ def check_supervised(config: Config, *, planning: bool = False) -> None:
 
 
 def check_as_run(config: Config, *, planning: bool = False) -> None:
-    """Checks what the command would that the configuration is for: `megasync sft` or `megasync train`.
-
-    Raises ConfigError, and DataError for a teacher's tokenizer that cannot be loaded.
-    """
-    if is_supervised(config):
-        check_supervised(config, planning=planning)
-    else:
-        check_config(config, planning=planning)
-        check_teachers_tokenizers(config, planning)
+    """Raises ConfigError as the command does that the configuration is for: `megasync sft` or `megasync train`."""
+    (check_supervised if is_supervised(config) else check_config)(config, planning=planning)
 
 
 def check_steps(config: Config) -> None:

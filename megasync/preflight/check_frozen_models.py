@@ -18,7 +18,6 @@ from megasync.config.schema import Config, FrozenModelConfig, RewardModelConfig
 from megasync.config.server_args import OF_FROZEN_MODELS, check_server_args
 from megasync.errors import ConfigError
 from megasync.layout.families import FAMILIES
-from megasync.layout.model_files import has_tokenizer
 from megasync.preflight.check_weights import check_frozen_weights
 from megasync.serving.frozen_folder import read_frozen_model
 from megasync.trainer.architecture import chunks_of
@@ -61,25 +60,6 @@ def check_frozen_models(config: Config, planning: bool) -> None:
         if not planning or Path(model.path).expanduser().is_dir():
             check_frozen_folder(key, model)
     _check_memory(config)
-
-
-def check_teachers_tokenizers(config: Config, planning: bool) -> None:
-    """Refuses teachers with other tokens than the policy, as the run does. With `planning`, only those on this machine.
-
-    Raises ConfigError, and DataError for a tokenizer that cannot be loaded.
-    """
-    if not config.teachers:
-        return
-    from megasync.data.render import load_tokenizer
-    from megasync.rollout.teachers import check_tokenizer
-
-    present = {name: has_tokenizer(Path(model.path).expanduser()) for name, model in config.teachers.items()}
-    if planning and not (has_tokenizer(Path(config.model.path).expanduser()) and any(present.values())):
-        return
-    tokenizer = load_tokenizer(config.model.path)
-    for name, known in present.items():
-        if known or not planning:
-            check_tokenizer(config, name, tokenizer)
 
 
 def _check_reading(key: str, model: RewardModelConfig) -> None:

@@ -25,8 +25,9 @@ from megasync.config import Config
 from megasync.config.host import LOOPBACK, is_loopback, resolve_host
 from megasync.device import why_no_gpu
 from megasync.integrations.verl_versions import SUPPORTED
+from megasync.preflight.check import check_as_run
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, check_ports, check_space, verdict, writable
-from megasync.preflight.run_doctor import examine_for
+from megasync.preflight.run_doctor import Refuse, examine_for
 
 LOCKS = Path(__file__).resolve().parents[2] / "launch"
 LOCK = LOCKS / "cpu.lock"
@@ -58,14 +59,20 @@ except AssertionError:
 STAND_INS = ("sgl_kernel", "torchvision", "triton")
 
 
-def examine(config: Config | None = None, host: str = LOOPBACK) -> list[Finding]:
+def _configuration_alone(config: Config) -> tuple[str, ...]:
+    """The checks of a node: rows and functions are checked where the driver runs."""
+    check_as_run(config)
+    return ()
+
+
+def examine(config: Config | None = None, host: str = LOOPBACK, refuse: Refuse = _configuration_alone) -> list[Finding]:
     """All findings, in the order of `CHECKS`; with a `config` also those of `run_doctor`.
 
     `host` is the address whose ports are tried if no `config` names one. verl, which takes seconds to import, is
     examined without a `config` only: megasync's own runs do not use it.
     """
     found = [finding for check in CHECKS for finding in check()]
-    return [*found, *(examine_for(config) if config else [*check_verl(), *check_ports(host)])]
+    return [*found, *(examine_for(config, refuse) if config else [*check_verl(), *check_ports(host)])]
 
 
 def check_python() -> Iterator[Finding]:

@@ -50,8 +50,11 @@ def findings_table(findings: Sequence[Finding]) -> Table:
     return table
 
 
-def plan_tables(plan: TrainerPlan) -> RenderableType:
-    """All tables and messages about a plan, separated by empty lines."""
+def plan_tables(plan: TrainerPlan, left_out: Sequence[str] = ()) -> RenderableType:
+    """All tables and messages about a plan, separated by empty lines.
+
+    `left_out` names what could not be checked because it is not on this machine.
+    """
     parts: list[RenderableType]
     if isinstance(plan, Plan):
         parts = [_summary(plan), _pools(plan), _nodes(plan), _ranks(plan), _memory(plan)]
@@ -59,6 +62,8 @@ def plan_tables(plan: TrainerPlan) -> RenderableType:
             parts.append(_server(plan))
     else:
         parts = [_supervised(plan), _ranks(plan), _memory(plan)]
+    if left_out:
+        parts.append(Text(f"not on this machine, so the run itself will check it: {', '.join(left_out)}"))
     parts += [Text(f"warning: {warning}", style="yellow") for warning in plan.warnings]
     parts += [Text(f"does not fit: {refusal}", style="bold red") for refusal in plan.refusals]
     if isinstance(plan, Plan) and plan.refusals and plan.nearest is None:

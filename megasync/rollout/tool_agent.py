@@ -11,6 +11,9 @@ from megasync.rollout.tools import Toolbox, as_tool
 from megasync.rollout.workflow import Workflow
 from megasync.trajectory import Trajectory
 
+# The attribute of a workflow with the tools that it offers the model, for which a run needs the format of their calls.
+TOOLS = "offered_tools"
+
 
 def tool_agent(
     functions: Sequence[Callable[..., Any]], *, max_turns: int = 8, timeout: float = 60.0, max_output: int = 8192
@@ -47,4 +50,5 @@ def tool_agent(
             turns += 1
         return reply.trajectories(metrics=toolbox.metrics() | ended)
 
+    setattr(agent, TOOLS, tuple(tools))
     return agent

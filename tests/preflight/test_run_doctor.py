@@ -9,6 +9,7 @@ import torch
 from fp8_folders import write_fp8
 from typer.testing import CliRunner
 
+from megasync.app.start_checks import check_run
 from megasync.cli.commands import app
 from megasync.config import load_config
 from megasync.config.schema import RewardModelConfig
@@ -42,7 +43,7 @@ def examine(model, tmp_path):
         config = load_config(CONFIG, [*always, *overrides])
         if change is not None:
             change(config)
-        found = list(examine_for(config))
+        found = list(examine_for(config, check_run))
         assert all(finding.subject and finding.detail for finding in found)
         assert all((finding.status == OK) == (finding.fix == "") for finding in found)
         return [finding for finding in found if finding.status != OK]
