@@ -11,6 +11,7 @@ import string
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from megasync.config import builtin
@@ -268,8 +269,7 @@ def _columns(key: str, template: str) -> list[str]:
 def _check_external(config: Config) -> None:
     urls, servers = config.rollout.external, config.rollout.servers
     for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
+        if not _is_server_url(url):
             raise ConfigError(f"rollout.external names {url!r}, which is not of the form http://host:port")
     if doubled := {url for url in urls if urls.count(url) > 1}:
         raise ConfigError(f"rollout.external names {', '.join(sorted(doubled))} more than once; name each server once")
@@ -301,6 +301,20 @@ def _check_external(config: Config) -> None:
         raise ConfigError(
             f"cluster.generation_key=never, but {EXTERNAL_KEY_VARIABLE} is set; unset it, or set generation_key=auto"
         )
+
+
+def _is_server_url(url: Any) -> bool:
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and not parts.username
+            and not (parts.path.strip("/") or parts.query or parts.fragment)
+        )
+    except (ValueError, TypeError, AttributeError):
+        return False
 
 
 def _check_servers(config: Config) -> None:

@@ -144,8 +144,8 @@ BAD = {
     ),
     "a prompt with other columns": (["data.prompt.template='{question}'"], "names the column 'question'"),
     "more examples than rows": (["data.prompt.examples=1"], "leaves nothing of 1 training rows"),
-    "a prompt that is too long": (["data.prompt.max_tokens=1", "data.prompt.system=yes no"], "longer than data.prompt"),
-        ["data.prompt.max_tokens=1", "data.prompt.system='yes no'"],
+    "a prompt that is too long": (
+        ["data.prompt.max_tokens=1", "data.prompt.system=yes no"],
         "longer than data.prompt",
     ),
 }
