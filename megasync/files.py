@@ -11,12 +11,43 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tempfile
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 PART = ".part"
+# Bytes of a Unix socket's path on Linux, and what a run's processes add to the temporary folder at most: Ray, with its
+# session's folder and `sockets/plasma_store`.
+SOCKET_PATH_BYTES, SOCKET_NAME_BYTES = 107, 72
+# Short folders that every Linux has.
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def socket_folder(wanted: str = "") -> str:
+    """Where processes of a run keep their Unix sockets: ``wanted`` or else the temporary folder, if its path is short.
+
+    Batch schedulers set TMPDIR to paths so long that no socket can be bound there. Then it is the first short folder
+    that can be written; without one, the long one all the same.
+    """
+    first = wanted or tempfile.gettempdir()
+    for folder in (first, *_SHORT_FOLDERS):
+        if leaves_room_for_sockets(folder) and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    return first
+
+
+def ray_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Additions to an environment with which Ray keeps its sockets in a folder that has room for their paths."""
+    wanted = env.get("RAY_TMPDIR") or env.get("TMPDIR") or _SHORT_FOLDERS[0]
+    folder = socket_folder(wanted)
+    return {} if folder == wanted else {"RAY_TMPDIR": folder}
+
+
+def leaves_room_for_sockets(folder: str) -> bool:
+    return len(os.fsencode(os.path.abspath(folder))) + SOCKET_NAME_BYTES <= SOCKET_PATH_BYTES
 
 
 def atomic_write(path: str | Path, content: str | bytes) -> None:

@@ -12,6 +12,7 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
@@ -22,8 +23,9 @@ from megasync_patches import PatchError, ray_bind  # pyright: ignore[reportMissi
 from packaging.requirements import Requirement
 
 from megasync.config import Config
-from megasync.config.host import LOOPBACK, is_loopback, resolve_host
+from megasync.config.host import LOOPBACK, is_loopback, proxy_variables, resolve_host
 from megasync.device import why_no_gpu
+from megasync.files import leaves_room_for_sockets, socket_folder
 from megasync.integrations.verl_versions import SUPPORTED
 from megasync.preflight.check import check_as_run
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, check_ports, check_space, verdict, writable
@@ -237,6 +239,22 @@ def check_ray() -> Iterator[Finding]:
         yield Finding("ray token", FAILURE, f"{path} cannot be created", fix)
 
 
+def check_proxies() -> Iterator[Finding]:
+    """Reports proxies of the environment, whose addresses may hold a password: only the variables are named."""
+    if names := proxy_variables(os.environ):
+        detail = f"{', '.join(names)}: for what your code asks; processes of a run reach each other without a proxy"
+        yield Finding("proxy", OK, detail)
+
+
+def check_socket_folder() -> Iterator[Finding]:
+    """Checks that there is a folder whose path leaves room for the names of Unix sockets."""
+    wanted = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    folder = socket_folder(wanted)
+    detail = folder if folder == wanted else f"{folder}, because {wanted} is too long, or cannot be written"
+    fix = "set TMPDIR (and RAY_TMPDIR, if it is set) to a shorter path: the path of a Unix socket has at most 107 bytes"
+    yield verdict("folder of sockets", leaves_room_for_sockets(folder) and writable(Path(folder)), detail, fix)
+
+
 def check_memory() -> Iterator[Finding]:
     """Checks free memory, and shared memory for Ray's object store."""
     import psutil
@@ -342,6 +360,8 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_devices,
     check_transformer_engine,
     check_ray,
+    check_proxies,
+    check_socket_folder,
     check_compiler,
     check_memory,
     check_disk,

@@ -271,7 +271,7 @@ def _frozen_model(config: Config, key: str, pools: dict[str, PlannedPool], devic
     if shared:
         spec = replace(pool.spec, slots=model.servers, devices=model.tensor_parallel)
         pool = PlannedPool(spec, pool.nodes[: spec.nodes])
-    memory = frozen_memory(key, model, config.model.dtype, device_bytes)
+    memory = frozen_memory(key, model, config, device_bytes)
     kind = model.kind if isinstance(model, RewardModelConfig) else "auxiliary"
     return PlannedModel(key, kind, model.path, pool, shared, memory)
 

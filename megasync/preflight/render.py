@@ -304,10 +304,10 @@ def _server(plan: Plan) -> Table:
 def _server_cells(server: ServerMemory | None) -> list[str]:
     if server is None:
         return ["-", "-", "-", "-", "-", "the model is not on this machine"]
-    room = "-" if server.kv_room is None else bytes_text(server.kv_room)
-    tokens = "-" if server.kv_tokens is None else f"{server.kv_tokens:,}"
     arena = bytes_text(server.arena) if server.arena else "-"
-    return [bytes_text(server.weights), arena, bytes_text(server.kv_bytes_per_token), room, tokens, server.kv_source]
+    sizes = (server.weights, server.kv_bytes_per_token, server.kv_room)
+    weights, per_token, room = map(bytes_text, sizes)
+    return [weights, arena, per_token, room, f"{server.kv_tokens:,}", server.kv_source]
 
 
 def _span(numbers: Sequence[int]) -> str:

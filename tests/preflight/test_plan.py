@@ -439,7 +439,9 @@ def test_a_cpu_run_has_no_device_memory_limit():
     assert resolve_plan(config).device_bytes is None
     with pytest.raises(ConfigError, match="--device-memory"):
         resolve_plan(config, 10**9)
-    assert "decided by SGLang" in rendered(config)
+    # A gibibyte of 144 kB a token, which a server on a CPU would otherwise take from all free memory.
+    assert resolve_plan(config).server.kv_tokens == 2**30 // (36 * 2 * 8 * 128 * 2)
+    assert "null on a CPU" in " ".join(rendered(config).split())
 
 
 def test_tied_embeddings_over_two_stages_are_counted_twice_in_memory_and_once_in_the_model():
