@@ -18,7 +18,7 @@ from megasync.config import builtin
 from megasync.config.access import EXTERNAL_KEY_VARIABLE, check_access, given_external_key
 from megasync.config.deadlines import check_deadlines
 from megasync.config.host import is_loopback, is_wildcard
-from megasync.config.limits import as_typed, check_limits, refuse_unused
+from megasync.config.limits import SHOWN_CHARACTERS, as_typed, check_limits, path_problem, refuse_unused
 from megasync.config.megatron_options import check_megatron
 from megasync.config.pacing import Pacing
 from megasync.config.pools import (
@@ -848,6 +848,8 @@ def _check_dataset(key: str, dataset: DatasetConfig, planning: bool) -> None:
             f"{key}.options={dict(dataset.options)} is for generated tasks and hf datasets, but {key}.kind="
             f"{dataset.kind}; remove it"
         )
+    if (problem := path_problem(dataset.source)) is not None:
+        raise ConfigError(f"{key}.source={dataset.source!r:.{SHOWN_CHARACTERS}} is not a usable path: {problem}")
     if not planning and not Path(dataset.source).expanduser().exists():
         raise ConfigError(f"{key}.source={dataset.source!r} is neither a file nor a folder; check the path")
 

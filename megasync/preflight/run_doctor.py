@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import psutil
 
 from megasync.config import Config
 from megasync.config.access import check_access, describe_access, generation_needs_key
@@ -33,6 +36,10 @@ from megasync.preflight.finding import (
     writable,
 )
 from megasync.preflight.memory import checkpoint_bytes
+from megasync.preflight.plan import resolve_plan
+
+# What a rank or a server takes beside its tensors: the code of torch, Megatron or SGLang.
+PROCESS_BYTES = 10**9
 
 # Raises ConfigError or DataError for what a run would refuse; returns what could not be checked on this machine.
 Refuse = Callable[[Config], Sequence[str]]
@@ -50,6 +57,7 @@ def examine_for(config: Config, refuse: Refuse) -> Iterator[Finding]:
     yield from found
     if all(finding.status == OK for finding in found):  # else it would repeat them
         yield from check_contradictions(config, refuse)
+        yield from check_cpu_memory(config)
     yield from check_gpus(config)
     yield from check_ports(resolve_host(config.cluster.host))
 
@@ -120,6 +128,27 @@ def check_run_folder(config: Config) -> Iterator[Finding]:
     present = next(place for place in (root, *root.parents) if place.exists())
     fix = f"free some space, lower checkpoint.keep={config.checkpoint.keep}, or set run_root to a larger disk"
     yield check_space("run folder", present, each * kept, fix, f"; {kept} checkpoints need {bytes_text(each * kept)}")
+
+
+def check_cpu_memory(config: Config) -> Iterator[Finding]:
+    """Checks that the pools of a run on this machine's CPUs fit into its free memory, with the servers' programs."""
+    if (
+        is_supervised(config)
+        or config.cluster.address is not None
+        or resolve_device(config.cluster.device).kind != "cpu"
+    ):
+        return
+    try:
+        plan = resolve_plan(replace(config, cluster=replace(config.cluster, device="cpu")))
+    except ConfigError:  # reported by `check_contradictions`
+        return
+    servers = [plan.rollout, *(model.pool for model in plan.frozen_models)]
+    programs = PROCESS_BYTES * (plan.trainer.spec.slots + sum(pool.spec.slots for pool in servers))
+    needed, free = sum(plan.cpu_memory.values()) + programs, psutil.virtual_memory().available
+    listed = ", ".join(f"{bytes_text(nbytes)} {key}" for key, nbytes in plan.cpu_memory.items())
+    detail = f"about {bytes_text(needed)} needed ({listed}, {bytes_text(programs)} programs), {bytes_text(free)} free"
+    fix = "lower max_total_tokens or the number of servers of the largest pool, or stop other programs"
+    yield verdict("run memory", free >= needed, detail, fix, WARNING)
 
 
 def check_keys(config: Config) -> Iterator[Finding]:

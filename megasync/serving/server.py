@@ -33,7 +33,7 @@ from megasync.config.pools import engine_devices
 from megasync.config.schema import Config, FrozenModelConfig, RewardModelConfig, RolloutConfig
 from megasync.config.server_args import OVERRIDES
 from megasync.device import compiler_environment
-from megasync.errors import HttpStatusError, ServerError
+from megasync.errors import ConfigError, HttpStatusError, ServerError
 from megasync.files import socket_folder
 from megasync.layout.adapter import adapter_layout
 from megasync.layout.layout import Layout
@@ -307,9 +307,11 @@ class SGLangServer(Service):
         spec = self.spec
         if spec.device != "cpu" or not (self.model_path / "config.json").is_file():
             return None
-        return cpu_cache_tokens(
-            bytes_per_token(read_hf_config(self.model_path), spec.rollout, spec.dtype), spec.longest
-        )
+        try:
+            per_token = bytes_per_token(read_hf_config(self.model_path), spec.rollout, spec.dtype)
+        except (ConfigError, KeyError):  # SGLang says what it lacks
+            return None
+        return cpu_cache_tokens(per_token, spec.longest)
 
     def _dequantized(self) -> Storage | None:
         """The storage of a folder whose weights are dequantized as the server reads them."""
