@@ -6,10 +6,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # The locks that are added to an environment: all but those of whole environments.
 known=$(cd launch && ls -- *.lock | grep -v -x -e cpu.lock -e gpu.lock | sed 's/\.lock$//' | paste -sd ' ')
 name=${1:-}
-case " $known " in
-    *" ${name:-none} "*) ;;
-    *) printf 'setup_extra: %s is no extra; name one of: %s\n' "'$name'" "$known" >&2 && exit 2 ;;
-esac
+if ! tr ' ' '\n' <<<"$known" | grep -q -x -F -- "$name"; then
+    printf "setup_extra: '%s' is no extra; name one of: %s\n" "$name" "$known" >&2
+    exit 2
+fi
 bash launch/setup.sh
 
 lock=launch/$name.lock

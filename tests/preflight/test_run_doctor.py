@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -225,3 +226,12 @@ def test_a_supervised_run_is_examined_as_one(examine, tmp_path):
     """It needs neither training prompts nor servers nor teachers."""
     assert examine("data.train=null", "teachers.one.path=/absent", f"sft.train={ROWS}") == []
     assert "sft.rows_per_step=1" in only(examine(f"sft.train={ROWS}", *TOO_FEW_ROWS), "configuration").detail
+
+
+def test_less_memory_than_the_pools_need_is_a_warning(examine, model, monkeypatch):
+    teacher = f"teachers.one={{path: {model}}}"
+    monkeypatch.setattr(run_doctor.psutil, "virtual_memory", lambda: SimpleNamespace(available=55 * 10**8))
+    (finding,) = examine(teacher)
+    assert (finding.subject, finding.status) == ("run memory", WARNING)
+    assert "1.1 GB teachers.one" in finding.detail and "max_total_tokens" in finding.fix
+    assert examine(f"teachers.one={{path: {model}, max_total_tokens: 4096}}") == []
