@@ -169,17 +169,13 @@ def plan(
     the nearest configuration that does. The model's weights are not needed: set
     model.config to a config.json to plan without them.
     """
+    from megasync.app.start_checks import check_run
     from megasync.config import load_config
     from megasync.config.supervised import is_supervised
-    from megasync.preflight.check import check_as_run
-
-    loaded = load_config(config, overrides or ())
-    check_as_run(loaded, planning=True)  # before the imports below, which take seconds
-
-    from megasync.app.start_checks import check_run
     from megasync.preflight.plan import resolve_plan, resolve_supervised
     from megasync.preflight.render import plan_tables
 
+    loaded = load_config(config, overrides or ())
     left_out = check_run(loaded, planning=True)
     resolve = resolve_supervised if is_supervised(loaded) else resolve_plan
     resolved = resolve(loaded, None if device_memory is None else int(device_memory * 1e9))
