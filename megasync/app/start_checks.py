@@ -44,9 +44,9 @@ def check_run(config: Config, *, planning: bool = False) -> list[str]:
     here, and with `planning` also folders of models and files of rows.
     """
     check_as_run(config, planning=planning)
-    missing = list(_missing(config))
+    missing = list(_missing(config, planning))
     if missing:
-        _check_present(config)
+        _check_present(config, planning)
     elif is_supervised(config):
         from megasync.app.supervised import prepare_supervised
 
@@ -66,29 +66,31 @@ def _datasets(config: Config) -> dict[str, DatasetConfig]:
     return {key: dataset for key, dataset in given.items() if dataset is not None}
 
 
-def _is_here(dataset: DatasetConfig) -> bool:
+def _is_here(dataset: DatasetConfig, planning: bool) -> bool:
     package = READERS.get(dataset.kind)
-    if package is not None and find_spec(package) is None:
+    if planning and package is not None and find_spec(package) is None:
         return False
     return dataset.kind in ("digits", "reasoning_gym") or Path(dataset.source).expanduser().exists()
 
 
-def _missing(config: Config) -> Iterator[str]:
+def _missing(config: Config, planning: bool) -> Iterator[str]:
     """The keys, with their values, of what is not on this machine."""
     paths = {"model.path": config.model.path}
     if not is_supervised(config):
         paths |= {f"{key}.path": model.path for key, model in frozen_models(config).items()}
-    yield from (f"{key}={path}" for key, path in paths.items() if not has_tokenizer(Path(path).expanduser()))
+    if planning:
+        yield from (f"{key}={path}" for key, path in paths.items() if not has_tokenizer(Path(path).expanduser()))
     for key, dataset in _datasets(config).items():
-        if not _is_here(dataset):
+        if not _is_here(dataset, planning):
             yield f"{key} ({dataset.kind}:{dataset.source})"
 
 
-def _check_present(config: Config) -> None:
+def _check_present(config: Config, planning: bool) -> None:
     """Checks functions and rows one by one where the whole cannot be prepared."""
     supervised = is_supervised(config)
-    for dataset in filter(_is_here, _datasets(config).values()):
-        (load_conversations if supervised else load_dataset)(dataset)
+    for dataset in _datasets(config).values():
+        if _is_here(dataset, planning):
+            (load_conversations if supervised else load_dataset)(dataset)
     if supervised:
         return
     for name, reward in config.rollout.rewards.items():
