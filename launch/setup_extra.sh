@@ -3,7 +3,13 @@
 # Those of launch/rehearsal.lock go into one folder each, .venv/rehearsal/NAME-VERSION, outside Python's path.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-name=${1:?name the lock to add: engines, trackers, verl, lint or rehearsal}
+# The locks that are added to an environment: all but those of whole environments.
+known=$(cd launch && ls -- *.lock | grep -v -x -e cpu.lock -e gpu.lock | sed 's/\.lock$//' | paste -sd ' ')
+name=${1:-}
+if ! tr ' ' '\n' <<<"$known" | grep -q -x -F -- "$name"; then
+    printf "setup_extra: '%s' is no extra; name one of: %s\n" "$name" "$known" >&2
+    exit 2
+fi
 bash launch/setup.sh
 
 lock=launch/$name.lock

@@ -12,19 +12,51 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
+import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 PART = ".part"
 _REMOVED = ".removed"
 _RANDOM = "[0-9a-f]{8}"
 # Of files that only the user who runs the process may read.
 PRIVATE = 0o600
+# Bytes of a Unix socket's path on Linux, and what a run's processes add to the temporary folder at most: Ray, with its
+# session's folder and `sockets/plasma_store`.
+SOCKET_PATH_BYTES, SOCKET_NAME_BYTES = 107, 72
+# Short folders that every Linux has.
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def socket_folder(wanted: str = "") -> str:
+    """Where processes of a run keep their Unix sockets: ``wanted`` or else the temporary folder, if its path is short.
+
+    Batch schedulers set TMPDIR to paths so long that no socket can be bound there. Then it is the first short folder
+    that can be written; without one, the long one all the same.
+    """
+    first = wanted or tempfile.gettempdir()
+    for folder in (first, *_SHORT_FOLDERS):
+        if leaves_room_for_sockets(folder) and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    return first
+
+
+def ray_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Additions to an environment with which Ray keeps its sockets in a folder that has room for their paths."""
+    wanted = env.get("RAY_TMPDIR") or env.get("TMPDIR") or _SHORT_FOLDERS[0]
+    folder = socket_folder(wanted)
+    return {} if folder == wanted else {"RAY_TMPDIR": folder}
+
+
+def leaves_room_for_sockets(folder: str) -> bool:
+    return len(os.fsencode(os.path.abspath(folder))) + SOCKET_NAME_BYTES <= SOCKET_PATH_BYTES
 
 
 def atomic_write(path: str | Path, content: str | bytes, mode: int = 0o666) -> None:
@@ -134,6 +166,17 @@ def _delete(path: Path) -> None:
 
 def _hidden(path: Path, suffix: str) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{suffix}")
+
+
+def read_object(path: str | Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ValueError, whose text begins with the path, for whatever is wrong with it."""
+    try:
+        content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold one JSON object, not a {type(content).__name__}")
+    return content
 
 
 def durable_rename(draft: Path, path: Path) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 
 from megasync.app.resume_file import is_resumable, read_resume_file, write_resume_file
-from megasync.app.rollout_worker import check_workload_travels
 from megasync.app.run import Run
 from megasync.app.run_directory import finished_run, hint_to_resume, new_run_dir, refuse_running_loop, stop_signals
-from megasync.app.workload import Custom, prepare_workload
+from megasync.app.start_checks import prepare_run
+from megasync.app.workload import Custom
 from megasync.concurrency.event_loop import run_to_end
 from megasync.concurrency.foreign import invoke
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config
@@ -142,9 +142,7 @@ class AsyncTrainer:
 
     async def _execute(self) -> RunResult:
         # Before the run directory is created: a refused dataset or function leaves nothing behind.
-        workload = await asyncio.to_thread(invoke, prepare_workload, self.config, self._custom)
-        if self.config.rollout.workers:
-            await asyncio.to_thread(invoke, check_workload_travels, workload, self._custom)
+        workload = await asyncio.to_thread(invoke, prepare_run, self.config, self._custom)
         if self.config.rollout.external:
             await check_external_servers(self.config)
         run_dir = self._run_dir or new_run_dir(self.config, self._custom.described())

@@ -152,13 +152,22 @@ def resume_supervised(run_dir: Path, overrides: Sequence[str] = ()) -> Supervise
     return finished_supervised(run_dir, config) or run_to_end(_begin(config, run_dir))
 
 
+def prepare_supervised(config: Config) -> tuple[Config, SupervisedRows, list[str]]:
+    """The configuration of the ranks, the rows, and messages for the user. ``config`` passed `check_supervised`.
+
+    Raises ConfigError and DataError for what a run cannot begin with.
+    """
+    rows, messages = prepare_rows(config)
+    config = _for_ranks(config, rows)
+    check_steps(config)
+    return config, rows, messages
+
+
 async def _begin(config: Config, run_dir: Path | None) -> SupervisedResult:
     check_supervised(config)
     if config.cluster.address is None:
         check_machine(config.cluster.device, trains=True)
-    rows, messages = await asyncio.to_thread(invoke, prepare_rows, config)
-    config = _for_ranks(config, rows)
-    check_steps(config)
+    config, rows, messages = await asyncio.to_thread(invoke, prepare_supervised, config)
     described = rows.described()
     if run_dir is None:
         run_dir = new_run_dir(config)

@@ -5,7 +5,6 @@ Every mistake in data or functions that can be detected early is refused here, b
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,15 +25,16 @@ from megasync.errors import ConfigError
 from megasync.evaluation.held_out import HeldOutSet, held_out_sets, sets_of_worker
 from megasync.gateway import AgentWorkflow
 from megasync.importing import check_call, load_callable, load_function, name_of
-from megasync.layout.model_files import read_hf_config
+from megasync.layout.model_files import end_tokens, read_hf_config
 from megasync.layout.routes import RouteFormat
 from megasync.rewards import RewardRunner, check_columns, reward_functions
 from megasync.rewards.function import Given
 from megasync.rewards.model_reward import ModelReward
 from megasync.rewards.scoring import Scoring
 from megasync.rollout.auxiliary import AuxiliaryModel, load_auxiliary_models
+from megasync.rollout.reply_formats import tool_format
 from megasync.rollout.teachers import Teacher, Teachers, load_teachers
-from megasync.rollout.tool_agent import tool_agent
+from megasync.rollout.tool_agent import TOOLS, tool_agent
 from megasync.rollout.workflow import single_turn
 
 log = logging.getLogger(__name__)
@@ -58,14 +58,9 @@ class Custom:
         given = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
         if self.reward is not None:
             given["reward"] = ", ".join(name_of(function.call) for function in reward_functions(self.reward))
-        return {
-            name: f"{len(value):,} rows"
-            if name.endswith("_dataset")
-            else name_of(value)
-            if callable(value)
-            else str(value)
-            for name, value in given.items()
-        }
+        rows = {name: f"{len(value):,} rows" for name, value in given.items() if name.endswith("_dataset")}
+        others = {name: value for name, value in given.items() if name not in rows}
+        return {name: name_of(value) if callable(value) else value for name, value in others.items()} | rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +168,7 @@ def prepare_workload(config: Config, custom: Custom) -> Workload:
         ),
         rewards=rewards,
         verifier=None if scoring.named else verifier,
-        workflow=_workflow(config, custom, tokenizer),
+        workflow=load_workflow(config, custom, tokenizer),
         scoring=scoring,
         auxiliary=load_auxiliary_models(config),
         teachers=load_teachers(config, tokenizer),
@@ -203,7 +198,7 @@ def prepare_worker(
         vocab_size=vocab_size,
         context_length=context_length,
         eval_sets=list(sets_of_worker(config, scoring, verifiers).values()),
-        workflow=_workflow(config, custom, tokenizer),
+        workflow=load_workflow(config, custom, tokenizer),
         scoring=scoring,
         auxiliary=load_auxiliary_models(config),
         teachers=load_teachers(config, tokenizer),
@@ -235,7 +230,7 @@ def prepare_task(config: Config, only: Collection[str] = ()) -> Task:
         vocab_size=vocab_size,
         context_length=context_length,
         eval_sets=sets,
-        workflow=_workflow(config, custom, tokenizer),
+        workflow=load_workflow(config, custom, tokenizer),
         scoring=scoring,
         auxiliary=load_auxiliary_models(config),
         stop_ids=run_stop_ids(config, custom, tokenizer),
@@ -278,13 +273,8 @@ def run_stop_ids(config: Config, custom: Custom, tokenizer: Any) -> frozenset[in
 
 def stop_ids(path: str, tokenizer: Any) -> frozenset[int]:
     """The tokens that end a response of this model in SGLang, from its configuration files and its tokenizer."""
-    tokens = [tokenizer.eos_token_id, tokenizer.get_added_vocab().get("<|eom_id|>")]
-    for name in ("config.json", "generation_config.json"):
-        if (file := Path(path) / name).exists():
-            config = json.loads(file.read_text(encoding="utf-8"))
-            ends = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
-            tokens += ends if isinstance(ends, list) else [ends]
-    return frozenset(token for token in tokens if token is not None)
+    own = (tokenizer.eos_token_id, tokenizer.get_added_vocab().get("<|eom_id|>"))
+    return end_tokens(path) | {token for token in own if token is not None}
 
 
 def _rows(config: DataConfig, own: Sequence[dict] | None) -> tuple[list[dict], Callable | None]:
@@ -300,12 +290,16 @@ def _scores_itself(config: Config, custom: Custom) -> bool:
     return bool(custom.rollout or custom.agent or rollout.workflow or rollout.agent or rollout.environment)
 
 
-def _workflow(config: Config, custom: Custom, tokenizer: Any) -> Callable:
+def load_workflow(config: Config, custom: Custom, tokenizer: Any) -> Callable:
+    """The function that makes the samples. Without a `tokenizer` its chat template is not checked.
+
+    Raises ConfigError, and DataError for tools whose calls could not be recognised.
+    """
     agent = _loaded(custom.agent)
     if agent is None and custom.rollout is None and config.rollout.agent is not None:
         agent = load_function(config.rollout.agent)
     if agent is not None:
-        if not tokenizer.chat_template:
+        if tokenizer is not None and not tokenizer.chat_template:
             raise ConfigError(
                 f"agents use chat messages, but the tokenizer of model.path={config.model.path!r} has no chat template"
             )
@@ -318,6 +312,8 @@ def _workflow(config: Config, custom: Custom, tokenizer: Any) -> Callable:
     if not is_async(workflow):
         raise ConfigError(form)
     check_call(workflow, form, None, {})
+    if tokenizer is not None and getattr(workflow, TOOLS, ()):
+        tool_format(config.rollout.chat.tool_format, str(tokenizer.chat_template))
     return workflow
 
 

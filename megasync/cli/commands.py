@@ -188,17 +188,17 @@ def plan(
     the nearest configuration that does. The model's weights are not needed: set
     model.config to a config.json to plan without them.
     """
+    from megasync.app.start_checks import check_run
     from megasync.config import load_config
     from megasync.config.supervised import is_supervised
-    from megasync.preflight.check import check_as_run
     from megasync.preflight.plan import resolve_plan, resolve_supervised
     from megasync.preflight.render import plan_tables
 
     loaded = load_config(config, overrides or ())
-    check_as_run(loaded, planning=True)
+    left_out = check_run(loaded, planning=True)
     resolve = resolve_supervised if is_supervised(loaded) else resolve_plan
     resolved = resolve(loaded, None if device_memory is None else int(device_memory * 1e9))
-    _console().print(plan_tables(resolved))
+    _console().print(plan_tables(resolved, left_out))
     if resolved.refusals:
         raise typer.Exit(REFUSED)
 
@@ -736,17 +736,21 @@ def doctor(
     (code, versions, devices, clocks, folders) and tests the network between them.
     Exits with status 1 if a check fails.
     """
+    from megasync.app.start_checks import check_run
     from megasync.config import load_config
     from megasync.preflight.doctor import FAILURE, examine
     from megasync.preflight.render import findings_table
+    from megasync.preflight.run_doctor import check_contradictions
 
     loaded = load_config(config, overrides or ()) if config else None
     if cluster is None:
-        findings = examine(loaded)
+        findings = examine(loaded, refuse=check_run)
     else:
         from megasync.preflight.cluster_doctor import examine_cluster
 
         findings = examine_cluster(cluster, nodes, wait, loaded)
+        if loaded is not None:
+            findings += check_contradictions(loaded, check_run)
     _console().print(findings_table(findings))
     if any(finding.status == FAILURE for finding in findings):
         raise typer.Exit(UNHEALTHY)

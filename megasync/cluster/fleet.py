@@ -51,6 +51,7 @@ from megasync.observe.hang import NO_REPORTS, HangSink, RunProcess
 from megasync.observe.state_file import ProcessState
 from megasync.rollout.inflight import ServerLoad
 from megasync.serving.answers import AnswerLimits
+from megasync.serving.cache_size import longest_request
 from megasync.serving.control import ServerControl
 from megasync.serving.engines_control import EnginesControl
 from megasync.serving.external_server import ExternalServer
@@ -639,6 +640,7 @@ class Fleet:
             releases_memory=config.cluster.colocate,
             metrics=config.observe.prometheus is not None,
             adapters=served_adapters(config),
+            longest=longest_request(config, config.rollout),
         )
         slots, name = self._pool_slots(index), server_name(index)
 

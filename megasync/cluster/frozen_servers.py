@@ -31,6 +31,7 @@ from megasync.errors import ServerError
 from megasync.observe.events import NO_EVENTS, EventSink
 from megasync.observe.hang import NO_REPORTS, HangSink, RunProcess
 from megasync.observe.state_file import ProcessState
+from megasync.serving.cache_size import longest_request
 from megasync.serving.control import ServerControl
 from megasync.serving.health import ServerState
 from megasync.serving.server import frozen_server_spec
@@ -198,7 +199,8 @@ class FrozenServers:
         # What a teacher computes is trained on, as what the policy's servers compute.
         exact = config.rollout.deterministic and key.startswith("teachers.")
         seed = config.seed + index
-        spec = frozen_server_spec(model, dtype, self._device.kind, mem_fraction, seed, gpus, scraped, exact)
+        longest = longest_request(config, model)
+        spec = frozen_server_spec(model, dtype, self._device.kind, mem_fraction, seed, gpus, scraped, exact, longest)
         log_path = str(self._logs / f"{frozen_name(key, index)}.log")
         keys = (self._keys.admin, self._keys.generation)
         arguments = (model, spec, config.cluster.host, 0, log_path, *keys)

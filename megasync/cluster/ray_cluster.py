@@ -11,8 +11,9 @@ import ray
 from megasync_patches import ray_loopback  # pyright: ignore[reportMissingImports] - the folder patches/
 
 from megasync.config import Config
-from megasync.config.host import LOOPBACK
+from megasync.config.host import LOOPBACK, reach_directly, resolve_host
 from megasync.errors import MegasyncError
+from megasync.files import ray_environment
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class RayCluster:
         self._address = config.cluster.address
         # At least a whole node, so that servers can be added during the run.
         self._devices = max(devices_needed, config.cluster.devices_per_node)
+        self._host = resolve_host(config.cluster.host)
         self._owned = False
 
     def connect(self) -> None:
@@ -38,6 +40,9 @@ class RayCluster:
         logging.getLogger("ray").setLevel(logging.ERROR)
         # Ray would otherwise rewrite CUDA_VISIBLE_DEVICES to "" for actors without GPUs; the servers set their own.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        # Processes that Ray starts inherit both.
+        reach_directly(self._host)
+        os.environ.update(ray_environment(os.environ))
         try:
             if self._address:
                 ray.init(address=self._address, **quiet)

@@ -114,6 +114,8 @@ RUN_NAME = Form(r"[\w.-]+", "letters, digits, '.', '_' and '-' only (it names th
 HOST = Form(r"[\w.:\-]+", "auto, an address or a host name, such as 127.0.0.1")
 RAY_ADDRESS = Form(r"auto|[\w.\-]+:\d+|ray://[\w.\-]+:\d+|\[[0-9a-fA-F:]+\]:\d+", "auto or host:port")
 PATH = FilePath()
+# How an address begins, such as s3:// or hf://. As a path it would name a folder `s3:`.
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def limited(default: Any, limit: Limit) -> Any:
@@ -179,6 +181,8 @@ def path_problem(path: str) -> str | None:
     """
     if not path:
         return "it is empty"
+    if scheme := _SCHEME.match(path):
+        return f"{scheme.group()} addresses are not supported, only folders and files of this machine, mounted ones too"
     try:
         Path(path).expanduser().stat()
     except (FileNotFoundError, NotADirectoryError):

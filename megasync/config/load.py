@@ -50,6 +50,19 @@ _UNSET = re.compile(r"Environment variable '(.+)' not found")
 _Path = tuple[str, ...]
 
 
+# What parsing text, or making plain values of what it holds, can raise: ValueError includes bytes that are not UTF-8.
+UNREADABLE = (
+    yaml.YAMLError,
+    OmegaConfBaseException,
+    ValueError,
+    TypeError,
+    RecursionError,
+    OverflowError,
+    AttributeError,
+    LookupError,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One source of keys, as plain data. `place` identifies it in messages: the file, or the override as typed."""
@@ -114,7 +127,7 @@ def _mapping_layers(values: Mapping[str, Any]) -> list[Layer]:
     below = [] if base is None else _file_layers(_located(base), ())
     try:
         return [*below, Layer("the given mapping", _plain(OmegaConf.create(own)))]
-    except OmegaConfBaseException as error:
+    except UNREADABLE as error:
         raise ConfigError(f"the given mapping cannot be read as a configuration: {_first_line(error)}") from None
 
 
@@ -168,7 +181,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[Any, Any]:
         raise ConfigError(
             f"configuration file {path}{named_by} cannot be read: {error.strerror}; check its permissions"
         ) from None
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(values, DictConfig):
         raise ConfigError(f"{path} must contain `key: value` pairs at its top level")
@@ -181,8 +194,8 @@ def _override_layer(text: str) -> Layer:
         raise ConfigError(f"override {text!r} is not of the form key=value, for example trainer.data_parallel=2")
     try:
         return Layer(f"override {text!r}", _plain(OmegaConf.from_dotlist([text])))
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
-        raise ConfigError(f"override {text!r} cannot be read: {_first_line(error)}") from None
+    except UNREADABLE as error:
+        raise ConfigError(f"override {text!r:.{SHOWN_CHARACTERS}} cannot be read: {_first_line(error)}") from None
 
 
 def _plain(values: DictConfig) -> dict[Any, Any]:
@@ -260,6 +273,9 @@ def _check_type(key: str, value: Any, hint: Any, place: str) -> None:
     not_bool = hint is bool and not isinstance(value, bool | str)
     if isinstance(value, Mapping) != is_section or isinstance(value, list) != is_list or not_bool:
         raise ConfigError(f"{place}: {key}={value!r} has the wrong type; expected {_type_name(hint)}")
+    # OmegaConf takes any list or mapping as an entry.
+    if is_list and (nested := [entry for entry in value if isinstance(entry, Mapping | list)]):
+        raise ConfigError(f"{place}: {key} contains {nested[0]!r:.{SHOWN_CHARACTERS}}; expected {_type_name(hint)}")
     if isinstance(value, bool) and str in (hint, *get_args(hint)):
         raise ConfigError(f"{place}: {key}={value!r} must be text; quote it, because YAML reads it as a boolean")
 

@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from megasync.config.host import resolve_host
+from megasync.config.host import reach_directly, resolve_host
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.errors import ConfigError
 from megasync.gateway.chat_request import ChatBody, parse_chat
@@ -66,6 +66,8 @@ class Gateway:
             runner = web.ServerRunner(server, shutdown_timeout=_CLOSE_SECONDS)
             await runner.setup()
             host = resolve_host(self._config.host)
+            # Agents' HTTP clients heed proxies.
+            reach_directly(host)
             try:
                 await web.TCPSite(runner, host, self._config.port, backlog=_BACKLOG).start()
             except OSError as error:

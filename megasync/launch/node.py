@@ -26,6 +26,7 @@ from megasync.config.host import HOST_VARIABLE, LOOPBACK, route_from
 from megasync.config.pools import NODE_RESOURCE_AMOUNT, node_resource
 from megasync.device import resolve_device
 from megasync.errors import ConfigError, MegasyncError
+from megasync.files import ray_environment
 from megasync.launch.control_pipe import ControlPipe
 from megasync.serving.process import ManagedProcess, free_port
 
@@ -50,6 +51,7 @@ def main(arguments: list[str]) -> int:
     try:
         address = address_of(args.interface) if args.interface else address_towards(args.peer)
         os.environ |= {HOST_VARIABLE: address} | pipe.environment
+        os.environ.update(ray_environment(os.environ))
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, interface_of(address))
         _bind_to(address, report=args.what == "ray")

@@ -89,6 +89,15 @@ class AdapterLayout(Layout):
         """The adapted parameters of a rank."""
         return [_adapted(item) for item in self.base.of_rank(rank) if self._adapts(item)]
 
+    def factors_of(self, rank: int, targets: Collection[str]) -> dict[str, tuple[int, ...]]:
+        """The shape of each factor, by its name in PEFT, of another adapter of the same model."""
+        found: dict[str, tuple[int, ...]] = {}
+        for tensor, shape in self.base.hf_tensors.items():
+            if projection(tensor) in targets and len(shape) == 2:
+                found[self._peft_name(tensor, DOWN)] = (rank, shape[1])
+                found[self._peft_name(tensor, UP)] = (shape[0], rank)
+        return found
+
     def sources(self, item: Placed, rank: int) -> list[int]:
         """For each row of a parameter of the model, the number of the tensor that it is a row of."""
         topology = self.topology
@@ -203,8 +212,11 @@ def check_adapter_config(found: Mapping[str, Any], shape: AdapterShape, key: str
         )
 
 
-def check_served_beside(found: Mapping[str, Any], shape: AdapterShape, key: str) -> None:
-    """Raises ConfigError if servers of adapters of this shape cannot serve those of an ``adapter_config.json`` too."""
+def check_served_beside(found: Mapping[str, Any], shape: AdapterShape, key: str) -> tuple[int, set[str]]:
+    """The rank and the adapted projections of an ``adapter_config.json``.
+
+    Raises ConfigError if servers of adapters of ``shape`` cannot serve it too.
+    """
     rank, given = found.get("r"), found.get("target_modules")
     modules: list[Any] = cast("list[Any]", given) if isinstance(given, list) else [given]
     targets = {str(module).rpartition(".")[2] for module in modules}
@@ -217,6 +229,7 @@ def check_served_beside(found: Mapping[str, Any], shape: AdapterShape, key: str)
             f"{key} adapts {others[0]}, which trainer.lora.targets={sorted(shape.targets)} does not; name the same "
             f"projections"
         )
+    return rank, targets
 
 
 def _check_targets(layout: Layout, targets: Collection[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import one_hot
 
 from megasync.errors import CheckpointError, ConfigError
-from megasync.layout.adapter import AdapterLayout, AdapterShape, check_adapter_config, check_served_beside
+from megasync.layout.adapter import AdapterLayout, check_adapter_config, check_served_beside
 from megasync.layout.layout import Layout, Piece
 from megasync.layout.shards import (
     ADAPTER_CONFIG,
@@ -46,14 +46,25 @@ def low_rank_product(downs: Sequence[torch.Tensor], up: torch.Tensor, sources: t
 
 
 def check_adapter_folder(path: str | Path, layout: AdapterLayout) -> None:
-    """Raises ConfigError unless ``path`` is a PEFT folder of adapters of this shape; does not read their weights."""
+    """Raises ConfigError unless ``path`` is a PEFT folder of adapters of this shape; reads only headers of weights."""
     key = "trainer.lora.path"
     check_adapter_config(_adapter_config(key, path), layout.shape, f"{key}={str(path)!r}")
+    _check_factors(key, path, layout.hf_tensors)
 
 
-def check_served_folder(key: str, path: str | Path, shape: AdapterShape) -> None:
-    """Raises ConfigError unless servers of adapters of this shape can serve those of ``path``, which ``key`` names."""
-    check_served_beside(_adapter_config(key, path), shape, f"{key}={str(path)!r}")
+def check_served_folder(key: str, path: str | Path, served: AdapterLayout) -> None:
+    """Raises ConfigError unless servers of the adapters ``served`` can serve those of ``path``, which ``key`` names."""
+    config = _adapter_config(key, path)
+    rank, targets = check_served_beside(config, served.shape, f"{key}={str(path)!r}")
+    _check_factors(key, path, served.factors_of(rank, targets))
+
+
+def _check_factors(key: str, path: str | Path, factors: Mapping[str, tuple[int, ...]]) -> None:
+    try:
+        with HfFolder(Path(path).expanduser()) as folder:
+            folder.check(factors)
+    except CheckpointError as error:
+        raise ConfigError(f"{key}: {error}; copy the adapter again") from None
 
 
 def _adapter_config(key: str, path: str | Path) -> dict[str, Any]:

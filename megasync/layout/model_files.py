@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from megasync.config.limits import path_problem
 from megasync.config.schema import ModelConfig
 from megasync.errors import ConfigError
+from megasync.files import read_object
 from megasync.layout.families import language_model
 from megasync.layout.families.sizes import EXPERT_KEYS
 from megasync.layout.storage import Storage, storage_of
@@ -30,12 +30,25 @@ SIZES = (
     "num_experts_per_tok",
     *EXPERT_KEYS,
 )
+# Those that may be 0.
+COUNTS = (
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rotary_dim"),
+    *("n_shared_experts", "shared_expert_intermediate_size", "intermediate_size_mlp", "first_k_dense_replace"),
+    *("n_group", "topk_group", "sliding_window", "attention_chunk_size", "num_labels"),
+)
 LARGEST_SIZE = 2**31 - 1
 TYPED = (
     ("model_type", str, "text"),
     ("rms_norm_eps", float, "a fraction"),
     ("rope_scaling", dict, "an object"),
     ("rope_parameters", dict, "an object"),
+)
+# Lists, and what their entries are.
+LISTS = (
+    ("architectures", str, "texts"),
+    ("layer_types", str, "texts"),
+    ("mlp_only_layers", int, "whole numbers"),
+    ("moe_layers", int, "whole numbers"),
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -49,7 +62,9 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     values, _ = _read(path)
     plain = {key: value for key, value in values.items() if key not in ("quantization_config", "compression_config")}
     try:
-        return language_model(plain)
+        language = language_model(plain)
+        check_values(language)
+        return language
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -64,13 +79,11 @@ def _read(path: str | Path) -> tuple[dict[str, Any], Storage | None]:
     if not path.is_file():
         path = find_hf_config(ModelConfig(path=str(path)))
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold one JSON object")
-    values = cast(dict[str, Any], content)
+        values = read_object(path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     try:
+        check_values(values)
         return values, storage_of(values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
@@ -78,15 +91,45 @@ def _read(path: str | Path) -> tuple[dict[str, Any], Storage | None]:
 
 def check_values(values: Mapping[str, Any]) -> None:
     """Raises ConfigError for values of the wrong type in a config.json. The layout checks for missing ones."""
-    for key in SIZES:
-        value = values.get(key)
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (whole and 0 < value <= LARGEST_SIZE):
-            raise ConfigError(f"{key}={value!r} in config.json must be a whole number from 1 to {LARGEST_SIZE}")
+    for keys, least in ((SIZES, 1), (COUNTS, 0)):
+        for key in keys:
+            value = values.get(key)
+            if value is not None and not (type(value) is int and least <= value <= LARGEST_SIZE):
+                raise ConfigError(
+                    f"{key}={value!r:.200} in config.json must be a whole number from {least} to {LARGEST_SIZE}"
+                )
     for key, kind, words in TYPED:
         value = values.get(key)
         if value is not None and not isinstance(value, kind):
-            raise ConfigError(f"{key}={value!r} in config.json must be {words}")
+            raise ConfigError(f"{key}={value!r:.200} in config.json must be {words}")
+    for key, kind, words in LISTS:
+        value = values.get(key)
+        if value is not None and not (isinstance(value, list) and all(type(entry) is kind for entry in value)):
+            raise ConfigError(f"{key}={value!r:.200} in config.json must be a list of {words}")
+
+
+def end_tokens(path: str | Path) -> frozenset[int]:
+    """The tokens that end a response according to a folder's config.json and generation_config.json.
+
+    Raises ConfigError for a file that holds no JSON object, and for ids that are no whole numbers.
+    """
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        file = Path(path).expanduser() / name
+        if not file.exists():
+            continue
+        try:
+            values = read_object(file)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        text = values.get("text_config")
+        inner = text.get("eos_token_id") if isinstance(text, dict) else None
+        ends = values.get("eos_token_id", inner)
+        for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
+            if type(end) is not int or end < 0:
+                raise ConfigError(f"{file}: eos_token_id={ends!r:.200} must be a token id, a list of them, or null")
+            found.add(end)
+    return frozenset(found)
 
 
 def check_model_folder(model: ModelConfig) -> None:
@@ -96,6 +139,7 @@ def check_model_folder(model: ModelConfig) -> None:
         raise ConfigError(f"model.path={model.path!r} has a config.json but no *.safetensors weights; add them")
     if not has_tokenizer(folder):
         raise ConfigError(f"model.path={model.path!r} has no tokenizer files (tokenizer.json); add them")
+    end_tokens(folder)
 
 
 def has_tokenizer(folder: Path) -> bool:

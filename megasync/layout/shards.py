@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  # annotated as bare dict
 
 from megasync.errors import CheckpointError, ConfigError
-from megasync.files import atomic_write, fsync, new_folder
+from megasync.files import atomic_write, fsync, new_folder, read_object
 from megasync.layout import mxfp4
 from megasync.layout.adapter import AdapterLayout, AdapterShape, adapter_config
 from megasync.layout.block_fp8 import SCALE_DTYPES, SCALES, VALUES, Block, dequantize
@@ -57,6 +57,9 @@ COMPANIONS = (
     "chat_template*",
     "*processor_config.json",
 )
+
+# How a file begins that stands for one in Git LFS.
+_LFS_POINTER = b"version https://git-lfs"
 
 # The names in safetensors of dtypes that a cast converts.
 PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")
@@ -103,18 +106,37 @@ class TensorFiles:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
+    def shapes(self, file: str) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor in a file. Raises CheckpointError for a missing or damaged one."""
+        opened = self._open(file)
+        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118 - no mapping
+
     def _open(self, file: str) -> Any:
         """Raises CheckpointError for a missing or damaged file."""
         if file not in self._files:
             path = self.path / file
             if not path.is_file():
-                raise CheckpointError(f"{path} is missing; {self.index} refers to it")
+                dangling = f" (a link to {path.readlink()}, which does not exist)" if path.is_symlink() else ""
+                named = f"; {self.index} refers to it" if (self.path / self.index).is_file() else ""
+                raise CheckpointError(f"{path} is missing{dangling}{named}")
             try:
                 opened: Any = safe_open(path, framework="pt")
                 self._files[file] = self._stack.enter_context(opened)
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+                raise CheckpointError(f"{path} cannot be read as safetensors: {_damage(path) or error}") from error
         return self._files[file]
+
+
+def _damage(path: Path) -> str:
+    """What a file is instead of safetensors, if that is known; empty otherwise."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(len(_LFS_POINTER))
+    except OSError:
+        return ""
+    if begin == _LFS_POINTER:
+        return "it is a Git LFS pointer, not the file itself; fetch that with `git lfs pull`"
+    return "" if begin else "it is empty"
 
 
 def _part(stored: Any, box: Box) -> torch.Tensor:
@@ -154,11 +176,21 @@ class HfFolder(TensorFiles):
         """Tensor name -> file name."""
         index = self.path / INDEX
         if index.is_file():
-            return read_json(index).get("weight_map", {})
+            return read_index(index)
         for file in (WEIGHTS, ADAPTER_WEIGHTS):
-            if (self.path / file).is_file():
+            # A link into nothing is reported as such when it is opened.
+            if (self.path / file).is_file() or (self.path / file).is_symlink():
                 return dict.fromkeys(self._open(file).keys(), file)
         raise CheckpointError(f"{self.path} has neither {WEIGHTS} nor {INDEX}; only safetensors folders can be loaded")
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], absent: Container[str] = ()) -> None:
+        """Raises as `reader` unless the folder has each of these tensors; those of ``absent`` may be missing.
+
+        Reads the headers of the files only.
+        """
+        for name, shape in shapes.items():
+            if name in self._where or name not in absent:
+                self.reader(name, shape)
 
     def in_fp8(self) -> frozenset[str]:
         """The names of all tensors in block FP8: those that have scales."""
@@ -214,9 +246,7 @@ class HfFolder(TensorFiles):
         try:
             return self._open(self._where[name]).get_slice(name)
         except SafetensorError as error:
-            raise CheckpointError(
-                f"{self.path / self._where[name]} has no tensor {name!r}, although {INDEX} lists it"
-            ) from error
+            raise _unlisted(self.path / self._where[name], name) from error
 
     def _scales(self, name: str, shape: tuple[int, ...], block: Block) -> Any:
         if (scales := name + SCALES) not in self._where:
@@ -251,6 +281,41 @@ class HfFolder(TensorFiles):
             return readers[name](box)
 
         return read
+
+
+def _unlisted(file: Path, name: str) -> CheckpointError:
+    return CheckpointError(f"{file} has no tensor {name!r}, although {INDEX} lists it")
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor, according to an index. Raises CheckpointError for one that names no files beside it."""
+    where: Any = read_json(path).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise CheckpointError(f"{path} has no weight_map, which names the file of each tensor; copy the model again")
+    for name, file in where.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(
+                f"{path} names {file!r} for {name!r}, which is no file beside it; copy the model again"
+            )
+    return where
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor in the safetensors files of a folder, whatever they are for, from their headers.
+
+    Raises CheckpointError for a damaged file, and for an index that disagrees with the files.
+    """
+    index = folder / INDEX
+    where = read_index(index) if index.is_file() else None
+    found: dict[str, tuple[int, ...]] = {}
+    with TensorFiles(folder) as files:
+        files.index = INDEX
+        for file in sorted(set(where.values()) if where else (path.name for path in folder.glob("*.safetensors"))):
+            shapes = files.shapes(file).items()
+            found |= {name: shape for name, shape in shapes if where is None or where.get(name) == file}
+    if where and (missing := next((name for name in where if name not in found), None)):
+        raise _unlisted(folder / where[missing], missing)
+    return found
 
 
 def served_in_fp8(layout: Layout, folder: Path) -> QuantizedLayout:
@@ -462,9 +527,9 @@ def read_layout(checkpoint_dir: str | Path) -> tuple[Layout, str]:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+        return read_object(path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def export_checkpoint(

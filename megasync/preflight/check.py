@@ -12,6 +12,7 @@ import string
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from megasync.confidential import masked
@@ -19,7 +20,7 @@ from megasync.config import builtin
 from megasync.config.access import EXTERNAL_KEY_VARIABLE, check_access, given_external_key
 from megasync.config.deadlines import check_deadlines
 from megasync.config.host import is_loopback, is_wildcard
-from megasync.config.limits import as_typed, check_limits, refuse_unused
+from megasync.config.limits import SHOWN_CHARACTERS, as_typed, check_limits, path_problem, refuse_unused
 from megasync.config.megatron_options import check_megatron
 from megasync.config.pacing import Pacing
 from megasync.config.pools import (
@@ -42,7 +43,7 @@ from megasync.config.schema import (
 from megasync.config.server_args import OF_ROLLOUT, check_head, check_server_args, check_trained_args
 from megasync.config.supervised import is_supervised
 from megasync.data.curriculum import by_success
-from megasync.errors import CheckpointError, ConfigError
+from megasync.errors import ConfigError
 from megasync.importing import keyword_options, load_function
 from megasync.layout.adapter import adapter_layout
 from megasync.layout.adapter_files import check_adapter_folder
@@ -50,10 +51,8 @@ from megasync.layout.families import Sizes
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import (
     check_model_folder,
-    check_values,
     find_hf_config,
     read_hf_config,
-    read_storage,
 )
 from megasync.layout.topology import Topology
 from megasync.preflight.check_adapters import check_lora, check_served_adapters
@@ -67,12 +66,13 @@ from megasync.preflight.check_algorithm import (
 from megasync.preflight.check_attention_groups import check_attention_groups
 from megasync.preflight.check_evaluation import check_evaluation, check_seeded
 from megasync.preflight.check_fp8_servers import check_fp8_servers
-from megasync.preflight.check_frozen_models import check_frozen_models, check_teachers_tokenizers
+from megasync.preflight.check_frozen_models import check_frozen_models
 from megasync.preflight.check_observe import check_observe
 from megasync.preflight.check_pipelined_servers import check_pipelined_servers
 from megasync.preflight.check_rollout import check_agent, check_chat, check_environment, check_groups, check_rewards
 from megasync.preflight.check_server_engines import check_server_engines
 from megasync.preflight.check_vision import check_vision_folder, check_vision_policy
+from megasync.preflight.check_weights import check_weights
 from megasync.support import MAX_SUPPORT
 from megasync.trainer.architecture import (
     check_adapters,
@@ -179,23 +179,15 @@ def check_supervised(config: Config, *, planning: bool = False) -> None:
     if not planning:
         check_model_folder(config.model)
     check_vision_folder(source, layout)
-    if read_storage(source) is not None:
-        _check_scales(source.parent, layout)
+    check_weights(source.parent, layout)
     _check_nodes(config, {"trainer": trainer_pool(config)})
     _check_folder("run_root", config.run_root)
     check_observe(config, planning)
 
 
 def check_as_run(config: Config, *, planning: bool = False) -> None:
-    """Checks what the command would that the configuration is for: `megasync sft` or `megasync train`.
-
-    Raises ConfigError, and DataError for a teacher's tokenizer that cannot be loaded.
-    """
-    if is_supervised(config):
-        check_supervised(config, planning=planning)
-    else:
-        check_config(config, planning=planning)
-        check_teachers_tokenizers(config, planning)
+    """Raises ConfigError as the command does that the configuration is for: `megasync sft` or `megasync train`."""
+    (check_supervised if is_supervised(config) else check_config)(config, planning=planning)
 
 
 def check_steps(config: Config) -> None:
@@ -287,8 +279,7 @@ def _columns(key: str, template: str) -> list[str]:
 def _check_external(config: Config) -> None:
     urls, servers = config.rollout.external, config.rollout.servers
     for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
+        if not _is_server_url(url):
             raise ConfigError(f"rollout.external names {url!r}, which is not of the form http://host:port")
     if doubled := {url for url in urls if urls.count(url) > 1}:
         raise ConfigError(f"rollout.external names {', '.join(sorted(doubled))} more than once; name each server once")
@@ -320,6 +311,20 @@ def _check_external(config: Config) -> None:
         raise ConfigError(
             f"cluster.generation_key=never, but {EXTERNAL_KEY_VARIABLE} is set; unset it, or set generation_key=auto"
         )
+
+
+def _is_server_url(url: Any) -> bool:
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and not parts.username
+            and not (parts.path.strip("/") or parts.query or parts.fragment)
+        )
+    except (ValueError, TypeError, AttributeError):
+        return False
 
 
 def _check_servers(config: Config) -> None:
@@ -648,8 +653,7 @@ def _check_model(config: Config, planning: bool) -> None:
         check_critic_model(config, layout)
     if not planning:
         check_model_folder(config.model)
-    if read_storage(source) is not None:
-        _check_scales(source.parent, layout)
+    check_weights(source.parent, layout)
 
 
 def _check_server_experts(config: Config, experts: int) -> None:
@@ -712,20 +716,6 @@ def _check_routing_replay(config: Config, experts: int, source: Path) -> None:
             )
 
 
-def _check_scales(folder: Path, layout: Layout) -> None:
-    """Refuses a quantized folder with missing or wrong scales. Reads the headers of the files, if there are any."""
-    from megasync.layout.shards import HfFolder
-
-    if not any(folder.glob("*.safetensors")):
-        return
-    try:
-        with HfFolder(folder) as files:
-            for name, shape in layout.hf_tensors.items():
-                files.reader(name, shape)
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from None
-
-
 def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Path]:
     """The model's layout over the trainer ranks, and the config.json that it was read from.
 
@@ -735,7 +725,6 @@ def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Pat
     source = find_hf_config(config.model, planning=planning)
     values = read_hf_config(source)
     try:
-        check_values(values)
         # A rank on a GPU has Transformer Engine's layers, which split some parameters differently.
         spec = "local" if config.cluster.device == "cpu" else "te"
         layout = Layout(values, Topology.from_config(config.trainer), spec)
@@ -753,6 +742,12 @@ def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Pat
         return layout, source
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+        # Values that no table of types knows, such as a text where only a family's own rule expects a number.
+        raise ConfigError(
+            f"{source} cannot be read as a model of type {values.get('model_type')!r}: {type(error).__name__}: "
+            f"{error}; copy it again from where the model is from"
+        ) from error
 
 
 def _check_context(config: Config, limit: int | None, source: Path) -> None:
@@ -879,6 +874,8 @@ def _check_dataset(key: str, dataset: DatasetConfig, planning: bool) -> None:
             f"{key}.options={masked(dataset.options)} is for generated tasks and hf datasets, but {key}.kind="
             f"{dataset.kind}; remove it"
         )
+    if (problem := path_problem(dataset.source)) is not None:
+        raise ConfigError(f"{key}.source={dataset.source!r:.{SHOWN_CHARACTERS}} is not a usable path: {problem}")
     if not planning and not Path(dataset.source).expanduser().exists():
         raise ConfigError(f"{key}.source={dataset.source!r} is neither a file nor a folder; check the path")
 

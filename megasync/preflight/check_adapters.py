@@ -48,7 +48,7 @@ def check_served_adapters(config: Config, layout: Layout) -> None:
         )
     for key, path in held_out.items():
         if path is not None:
-            check_served_folder(key, path, adapters.shape)
+            check_served_folder(key, path, adapters)
     experts = any(each.item.ep is not None for each in adapters.adapted(0))
     if others := sorted(set(adapters.shape.targets) - SERVED_TARGETS):
         raise ConfigError(

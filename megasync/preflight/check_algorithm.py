@@ -11,8 +11,10 @@ from megasync.config.builtin import ADVANTAGES, LOSSES, Algorithm
 from megasync.config.limits import as_typed, refuse_unused
 from megasync.config.schema import AlgorithmConfig, Config, OptimizerConfig
 from megasync.errors import ConfigError
+from megasync.layout.families.value_head import BIAS, WEIGHT
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import find_hf_config, read_hf_config
+from megasync.preflight.check_weights import check_weights
 
 
 def check_algorithm(config: Config) -> None:
@@ -252,12 +254,16 @@ def check_critic_model(config: Config, policy: Layout) -> None:
             f"critic.path={path!r} has no config.json or no *.safetensors files; give a Hugging Face folder, or null"
         )
     values = read_hf_config(find_hf_config(replace(config.model, path=path)))
-    sizes = Layout(values, policy.topology, policy.spec, value_head=True).sizes
-    if replace(sizes, tied=policy.sizes.tied) != policy.sizes:
+    layout = Layout(values, policy.topology, policy.spec, value_head=True)
+    if replace(layout.sizes, tied=policy.sizes.tied) != policy.sizes:
         raise ConfigError(
             f"critic.path={path!r} has other sizes than model.path={config.model.path!r}: policy and critic compute "
             f"the same microbatches, so give a folder of the same architecture, or null"
         )
+    try:
+        check_weights(folder, layout, absent=(WEIGHT, BIAS))
+    except ConfigError as error:
+        raise ConfigError(f"critic.path: {error}") from None
 
 
 def check_optimizer(config: Config) -> None:

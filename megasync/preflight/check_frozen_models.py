@@ -18,7 +18,7 @@ from megasync.config.schema import Config, FrozenModelConfig, RewardModelConfig
 from megasync.config.server_args import OF_FROZEN_MODELS, check_server_args
 from megasync.errors import ConfigError
 from megasync.layout.families import FAMILIES
-from megasync.layout.model_files import has_tokenizer
+from megasync.preflight.check_weights import check_frozen_weights
 from megasync.serving.frozen_folder import read_frozen_model
 from megasync.trainer.architecture import chunks_of
 
@@ -57,27 +57,9 @@ def check_frozen_models(config: Config, planning: bool) -> None:
         check_server_args(key, model.server_args, OF_FROZEN_MODELS)
         if model.pool == "rollout":
             _check_shared(key, model, config)
-        _check_folder(key, model, planning)
+        if not planning or Path(model.path).expanduser().is_dir():
+            check_frozen_folder(key, model)
     _check_memory(config)
-
-
-def check_teachers_tokenizers(config: Config, planning: bool) -> None:
-    """Refuses teachers with other tokens than the policy, as the run does. With `planning`, only those on this machine.
-
-    Raises ConfigError, and DataError for a tokenizer that cannot be loaded.
-    """
-    if not config.teachers:
-        return
-    from megasync.data.render import load_tokenizer
-    from megasync.rollout.teachers import check_tokenizer
-
-    present = {name: has_tokenizer(Path(model.path).expanduser()) for name, model in config.teachers.items()}
-    if planning and not (has_tokenizer(Path(config.model.path).expanduser()) and any(present.values())):
-        return
-    tokenizer = load_tokenizer(config.model.path)
-    for name, known in present.items():
-        if known or not planning:
-            check_tokenizer(config, name, tokenizer)
 
 
 def _check_reading(key: str, model: RewardModelConfig) -> None:
@@ -153,10 +135,9 @@ def _check_sources(config: Config) -> None:
                 )
 
 
-def _check_folder(key: str, model: FrozenModelConfig, planning: bool) -> None:
+def check_frozen_folder(key: str, model: FrozenModelConfig) -> int:
+    """Raises ConfigError unless the folder holds a model of the configured kind; returns how many tensors it has."""
     folder = Path(model.path).expanduser()
-    if planning and not folder.is_dir():
-        return
     values = read_frozen_model(key, model)
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{key}.path={model.path!r} has a config.json but no *.safetensors weights; add them")
@@ -186,6 +167,7 @@ def _check_folder(key: str, model: FrozenModelConfig, planning: bool) -> None:
             f"{key}.context_length={model.context_length} allows more than attention_chunk_size={chunks.size} tokens, "
             f"but servers of {values['model_type']} do not end attention at a chunk; set it to at most {chunks.size}"
         )
+    return check_frozen_weights(key, folder, values, generates=not (scores and model.kind == "classifier"))
 
 
 def _check_classifier(

@@ -5,33 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from megasync.config.schema import Config
-from megasync.errors import CheckpointError, ConfigError
+from megasync.errors import ConfigError
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_storage
 
 
 def check_vision_folder(source: Path, layout: Layout) -> None:
-    """Refuses a quantized folder, and one that lacks tensors of the tower, which an export has to copy.
-
-    Reads the headers of the files beside the config.json ``source``, if there are any.
-    """
-    from megasync.layout.shards import HfFolder
-
-    if not layout.frozen_tensors:
-        return
-    if read_storage(source) is not None:
+    """Refuses a quantized folder; ``source`` is its config.json."""
+    if layout.frozen_tensors and read_storage(source) is not None:
         raise ConfigError(
             f"{source} describes a quantized model with a vision tower, which has not been tested; give an unquantized "
             f"folder"
         )
-    if not any(source.parent.glob("*.safetensors")):
-        return
-    try:
-        with HfFolder(source.parent) as files:
-            for name, shape in layout.frozen_tensors.items():
-                files.reader(name, shape)
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from None
 
 
 def check_vision_policy(config: Config, layout: Layout) -> None:

@@ -12,6 +12,7 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
@@ -22,11 +23,13 @@ from megasync_patches import PatchError, ray_bind  # pyright: ignore[reportMissi
 from packaging.requirements import Requirement
 
 from megasync.config import Config
-from megasync.config.host import LOOPBACK, is_loopback, resolve_host
+from megasync.config.host import LOOPBACK, is_loopback, proxy_variables, resolve_host
 from megasync.device import why_no_gpu
+from megasync.files import leaves_room_for_sockets, socket_folder
 from megasync.integrations.verl_versions import SUPPORTED
+from megasync.preflight.check import check_as_run
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, check_ports, check_space, verdict, writable
-from megasync.preflight.run_doctor import examine_for
+from megasync.preflight.run_doctor import Refuse, examine_for
 
 LOCKS = Path(__file__).resolve().parents[2] / "launch"
 LOCK = LOCKS / "cpu.lock"
@@ -58,14 +61,20 @@ except AssertionError:
 STAND_INS = ("sgl_kernel", "torchvision", "triton")
 
 
-def examine(config: Config | None = None, host: str = LOOPBACK) -> list[Finding]:
+def _configuration_alone(config: Config) -> tuple[str, ...]:
+    """The checks of a node: rows and functions are checked where the driver runs."""
+    check_as_run(config)
+    return ()
+
+
+def examine(config: Config | None = None, host: str = LOOPBACK, refuse: Refuse = _configuration_alone) -> list[Finding]:
     """All findings, in the order of `CHECKS`; with a `config` also those of `run_doctor`.
 
     `host` is the address whose ports are tried if no `config` names one. verl, which takes seconds to import, is
     examined without a `config` only: megasync's own runs do not use it.
     """
     found = [finding for check in CHECKS for finding in check()]
-    return [*found, *(examine_for(config) if config else [*check_verl(), *check_ports(host)])]
+    return [*found, *(examine_for(config, refuse) if config else [*check_verl(), *check_ports(host)])]
 
 
 def check_python() -> Iterator[Finding]:
@@ -230,6 +239,22 @@ def check_ray() -> Iterator[Finding]:
         yield Finding("ray token", FAILURE, f"{path} cannot be created", fix)
 
 
+def check_proxies() -> Iterator[Finding]:
+    """Reports proxies of the environment, whose addresses may hold a password: only the variables are named."""
+    if names := proxy_variables(os.environ):
+        detail = f"{', '.join(names)}: for what your code asks; processes of a run reach each other without a proxy"
+        yield Finding("proxy", OK, detail)
+
+
+def check_socket_folder() -> Iterator[Finding]:
+    """Checks that there is a folder whose path leaves room for the names of Unix sockets."""
+    wanted = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    folder = socket_folder(wanted)
+    detail = folder if folder == wanted else f"{folder}, because {wanted} is too long, or cannot be written"
+    fix = "set TMPDIR (and RAY_TMPDIR, if it is set) to a shorter path: the path of a Unix socket has at most 107 bytes"
+    yield verdict("folder of sockets", leaves_room_for_sockets(folder) and writable(Path(folder)), detail, fix)
+
+
 def check_memory() -> Iterator[Finding]:
     """Checks free memory, and shared memory for Ray's object store."""
     import psutil
@@ -335,6 +360,8 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_devices,
     check_transformer_engine,
     check_ray,
+    check_proxies,
+    check_socket_folder,
     check_compiler,
     check_memory,
     check_disk,

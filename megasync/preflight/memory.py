@@ -17,12 +17,12 @@ from math import prod
 from pathlib import Path
 
 from megasync.config.builtin import ADVANTAGES
-from megasync.config.pools import attention_ranks
 from megasync.config.schema import Config, FrozenModelConfig, LoraConfig, RolloutConfig, SyncConfig
 from megasync.layout.adapter import AdapterLayout, adapter_layout
 from megasync.layout.layout import Layout
 from megasync.layout.quantized import SCALES_DTYPE, VALUES_DTYPE, QuantizedLayout
 from megasync.preflight.check_fp8_servers import planned_fp8
+from megasync.serving.cache_size import bytes_per_token, cpu_cache_tokens, longest_request
 from megasync.serving.frozen_folder import read_frozen_model
 from megasync.sync.broadcast.plan import ITEM_BYTES
 from megasync.trainer.architecture import chunks_of, full_microbatch
@@ -77,24 +77,24 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class ServerMemory:
-    """Bytes on one tensor-parallel rank of a server. `kv_tokens` is None if the memory is unknown."""
+    """Bytes on one tensor-parallel rank of a server."""
 
     weights: int
     kv_bytes_per_token: int
-    kv_tokens: int | None
+    kv_tokens: int
     # What determines `kv_tokens`, in words.
     kv_source: str
     # Staging area for the next version, if it is on the device.
     arena: int = 0
 
     @property
-    def kv_room(self) -> int | None:
-        return None if self.kv_tokens is None else self.kv_tokens * self.kv_bytes_per_token
+    def kv_room(self) -> int:
+        return self.kv_tokens * self.kv_bytes_per_token
 
     @property
     def total(self) -> int:
-        """Weights, KV cache as far as it is known, and staging area."""
-        return self.weights + (self.kv_room or 0) + self.arena
+        """Weights, KV cache and staging area."""
+        return self.weights + self.kv_room + self.arena
 
 
 @dataclass(frozen=True, slots=True)
@@ -633,16 +633,13 @@ def free_for_servers(config: Config, stages: Sequence[RankMemory], device_bytes:
 
 
 def server_memory(config: Config, layout: Layout, device_bytes: int | None) -> ServerMemory:
-    """Memory of a rollout server. `device_bytes` is that of one device which is free as it starts; None (a CPU) leaves
-    the KV cache unknown unless `rollout.max_total_tokens` sets it.
-    """
-    rollout, sizes, item = config.rollout, layout.sizes, ITEM_BYTES[config.model.dtype]
-    # Every rank keeps the whole latent, which all heads share; otherwise keys and values of its own groups.
-    channels = sizes.kv_a_rows or 2 * max(1, sizes.groups // attention_ranks(rollout)) * sizes.head_dim
-    per_token = -(-(sizes.layers - len(sizes.delta_layers)) // rollout.pipeline_parallel) * channels * item
+    """Memory of a rollout server. `device_bytes` is that of one device which is free as it starts; None for a CPU."""
+    rollout = config.rollout
+    per_token = bytes_per_token(layout.hf_config, rollout, config.model.dtype)
     synced = _server_weights(config, layout)
     weights = synced + _frozen_weights(config, layout)
-    return _kv_cache("rollout", rollout, weights, per_token, device_bytes, _arena(config.sync, synced))
+    longest, arena = longest_request(config, rollout), _arena(config.sync, synced)
+    return _kv_cache("rollout", rollout, weights, per_token, device_bytes, longest, arena)
 
 
 def _in_fp8(config: Config, layout: Layout) -> QuantizedLayout | None:
@@ -682,23 +679,22 @@ def _arena(sync: SyncConfig, weights: int) -> int:
     return weights if sync.arena_mb is None else sync.arena_mb * 2**20
 
 
-def frozen_memory(key: str, model: FrozenModelConfig, dtype: str, device_bytes: int | None) -> ServerMemory | None:
+def frozen_memory(key: str, model: FrozenModelConfig, config: Config, device_bytes: int | None) -> ServerMemory | None:
     """Memory of a frozen model's server, from its config.json and the size of its files, whatever its family.
 
-    None if the folder is not on this machine. `dtype` is the policy's, the default for the model.
+    None if the folder is not on this machine.
     """
     folder = Path(model.path).expanduser()
     if not folder.is_dir():
         return None
     values = read_frozen_model(key, model)
-    item = ITEM_BYTES[model.dtype or dtype]
+    dtype = model.dtype or config.model.dtype
+    item = ITEM_BYTES[dtype]
     stored = ITEM_BYTES.get(str(values.get("dtype") or values.get("torch_dtype")), item)
     total = sum(path.stat().st_size for path in folder.glob("*.safetensors")) * item // stored
-    heads = values["num_attention_heads"]
-    groups = values.get("num_key_value_heads") or heads
-    head_dim = values.get("head_dim") or values["hidden_size"] // heads
-    per_token = values["num_hidden_layers"] * 2 * max(1, groups // model.tensor_parallel) * head_dim * item
-    return _kv_cache(key, model, -(-total // model.tensor_parallel), per_token, device_bytes)
+    per_token = bytes_per_token(values, model, dtype)
+    weights, longest = -(-total // model.tensor_parallel), longest_request(config, model)
+    return _kv_cache(key, model, weights, per_token, device_bytes, longest)
 
 
 def _kv_cache(
@@ -707,11 +703,13 @@ def _kv_cache(
     weights: int,
     per_token: int,
     device_bytes: int | None,
+    longest: int,
     arena: int = 0,
 ) -> ServerMemory:
     if device_bytes is None:
-        tokens = servers.max_total_tokens
-        source = "decided by SGLang at start" if tokens is None else f"{key}.max_total_tokens"
+        tokens, source = servers.max_total_tokens, f"{key}.max_total_tokens"
+        if tokens is None:
+            tokens, source = cpu_cache_tokens(per_token, longest), f"{source}=null on a CPU"
         return ServerMemory(weights, per_token, tokens, source, arena)
     room = int(device_bytes * servers.mem_fraction) - weights
     tokens = max(0, room // per_token)

@@ -16,7 +16,7 @@ from megasync.config.pools import PoolSpec, frozen_models, frozen_pool, nodes_ne
 from megasync.config.schema import Config, RewardModelConfig
 from megasync.config.supervised import supervised_config
 from megasync.errors import ConfigError
-from megasync.layout.adapter import adapter_layout
+from megasync.layout.adapter import AdapterLayout, adapter_layout
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Coords, ExpertCoords, Topology
 from megasync.preflight.check import model_layout
@@ -35,6 +35,8 @@ from megasync.preflight.memory import (
 from megasync.sync.broadcast.plan import BroadcastPlan, plan_broadcast
 
 DEFAULT_DEVICE_BYTES = 80 * 10**9
+# What a frozen model is that no key tells.
+KINDS = {"auxiliary_models": "auxiliary", "teachers": "teacher"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,11 @@ class TrainerPlan:
         return sum(prod(shape) for shape in self.layout.hf_tensors.values())
 
     @property
+    def adapters(self) -> AdapterLayout | None:
+        """The adapters that are trained; None if all weights are."""
+        return adapter_layout(self.layout, self.config.trainer)
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         trainer, longest = self.config.trainer, longest_sequence(self.config)
         budget, context = trainer.tokens_per_microbatch, trainer.context_parallel
@@ -138,6 +145,21 @@ class Plan(TrainerPlan):
     def max_inflight(self) -> int:
         """Maximum number of groups in generation."""
         return self.config.schedule.max_inflight_groups or self.pacing.capacity
+
+    @property
+    def cpu_memory(self) -> dict[str, int]:
+        """Bytes of each pool in the memory of a CPU's machine, by its key; empty for a run on GPUs."""
+        if self.device_bytes is not None:
+            return {}
+        rollout = 0 if self.config.rollout.external else self.rollout.spec.slots * self.rollout.spec.devices
+        pools = {
+            "trainer": sum(self.stages[rank.coords.pp].total for rank in self.ranks),
+            "rollout": self.server.total * rollout,
+        }
+        for model in self.frozen_models:
+            if model.memory is not None:
+                pools[model.key] = model.memory.total * model.pool.spec.slots * model.pool.spec.devices
+        return {key: nbytes for key, nbytes in pools.items() if nbytes}
 
     def _other_warnings(self) -> tuple[str, ...]:
         workers = self.config.rollout.workers
@@ -271,8 +293,8 @@ def _frozen_model(config: Config, key: str, pools: dict[str, PlannedPool], devic
     if shared:
         spec = replace(pool.spec, slots=model.servers, devices=model.tensor_parallel)
         pool = PlannedPool(spec, pool.nodes[: spec.nodes])
-    memory = frozen_memory(key, model, config.model.dtype, device_bytes)
-    kind = model.kind if isinstance(model, RewardModelConfig) else "auxiliary"
+    memory = frozen_memory(key, model, config, device_bytes)
+    kind = model.kind if isinstance(model, RewardModelConfig) else KINDS[key.partition(".")[0]]
     return PlannedModel(key, kind, model.path, pool, shared, memory)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby, zip_longest
+from math import prod
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -50,8 +51,11 @@ def findings_table(findings: Sequence[Finding]) -> Table:
     return table
 
 
-def plan_tables(plan: TrainerPlan) -> RenderableType:
-    """All tables and messages about a plan, separated by empty lines."""
+def plan_tables(plan: TrainerPlan, left_out: Sequence[str] = ()) -> RenderableType:
+    """All tables and messages about a plan, separated by empty lines.
+
+    `left_out` names what could not be checked because it is not on this machine.
+    """
     parts: list[RenderableType]
     if isinstance(plan, Plan):
         parts = [_summary(plan), _pools(plan), _nodes(plan), _ranks(plan), _memory(plan)]
@@ -59,6 +63,8 @@ def plan_tables(plan: TrainerPlan) -> RenderableType:
             parts.append(_server(plan))
     else:
         parts = [_supervised(plan), _ranks(plan), _memory(plan)]
+    if left_out:
+        parts.append(Text(f"not on this machine, so the run itself will check it: {', '.join(left_out)}"))
     parts += [Text(f"warning: {warning}", style="yellow") for warning in plan.warnings]
     parts += [Text(f"does not fit: {refusal}", style="bold red") for refusal in plan.refusals]
     if isinstance(plan, Plan) and plan.refusals and plan.nearest is None:
@@ -82,6 +88,7 @@ def _summary(plan: Plan) -> Table:
         **({} if not workers else {"rollout workers": shared}),
         "staleness": f"trained tokens are at most {pacing.staleness_bound} version(s) old, {pacing.window_slack} of "
         f"them due to the look-ahead window; staler groups: {schedule.stale}",
+        **_teachers(config),
         "weight sync": f"every {schedule.weight_sync_steps} step(s): {bytes_text(plan.broadcast.nbytes)} "
         f"{_transport(plan)}",
         "fleet": f"continues with at least {rollout.min_servers} of {rollout.servers} server(s){_engines(rollout)}; "
@@ -89,6 +96,7 @@ def _summary(plan: Plan) -> Table:
         f"{health.restart_window:g} s; a server that dies loses {lost} of each request it runs",
         **({"devices": TURNS} if config.cluster.colocate else {}),
         "host memory": _host_memory(plan.host),
+        **_cpu_memory(plan),
         "access": describe_access(config.cluster),
         "metrics": describe_sinks(config),
     }
@@ -114,7 +122,40 @@ def _model(plan: TrainerPlan) -> dict[str, str]:
         "size": f"{_count(plan.parameters)} parameters in {dtype}: {sizes.layers} layers, hidden "
         f"{sizes.hidden}, {sizes.heads} heads, {sizes.groups} KV heads, vocabulary {sizes.vocab}"
         + (", tied embeddings" if sizes.tied else ""),
+        **_adapters(plan),
     }
+
+
+def _adapters(plan: TrainerPlan) -> dict[str, str]:
+    """The adapters that are trained, and those of held-out sets."""
+    rows, lora, layout = {}, plan.config.trainer.lora, plan.adapters
+    if layout is not None:
+        count = sum(prod(shape) for shape in layout.hf_tensors.values())
+        start = "" if lora.path is None else f", from {lora.path}"
+        rows["adapters"] = (
+            f"rank {layout.shape.rank}, alpha {lora.alpha:g}, of {', '.join(layout.shape.targets)}: {_count(count)} "
+            f"parameters are trained{start}"
+        )
+    held_out = {name: each.adapter for name, each in plan.config.eval.sets.items() if each.adapter is not None}
+    if held_out:
+        rows["held-out adapters"] = ", ".join(f"{path} for the set {name}" for name, path in held_out.items())
+    return rows
+
+
+def _teachers(config: Config) -> dict[str, str]:
+    each = (
+        f"{name} ({model.path}) for {', '.join(model.sources) or 'all other rows'}"
+        for name, model in config.teachers.items()
+    )
+    return {"teachers": "; ".join(each)} if config.teachers else {}
+
+
+def _cpu_memory(plan: Plan) -> dict[str, str]:
+    """What the pools of a run on CPUs hold, besides programs."""
+    if not (pools := plan.cpu_memory):
+        return {}
+    listed = ", ".join(f"{bytes_text(nbytes)} for {key}" for key, nbytes in pools.items())
+    return {"pools' memory": f"about {bytes_text(sum(pools.values()))} besides programs: {listed}"}
 
 
 def _microbatches(config: Config) -> str:
@@ -299,10 +340,10 @@ def _server(plan: Plan) -> Table:
 def _server_cells(server: ServerMemory | None) -> list[str]:
     if server is None:
         return ["-", "-", "-", "-", "-", "the model is not on this machine"]
-    room = "-" if server.kv_room is None else bytes_text(server.kv_room)
-    tokens = "-" if server.kv_tokens is None else f"{server.kv_tokens:,}"
     arena = bytes_text(server.arena) if server.arena else "-"
-    return [bytes_text(server.weights), arena, bytes_text(server.kv_bytes_per_token), room, tokens, server.kv_source]
+    sizes = (server.weights, server.kv_bytes_per_token, server.kv_room)
+    weights, per_token, room = map(bytes_text, sizes)
+    return [weights, arena, per_token, room, f"{server.kv_tokens:,}", server.kv_source]
 
 
 def _span(numbers: Sequence[int]) -> str:

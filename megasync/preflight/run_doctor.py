@@ -6,8 +6,11 @@ As in `doctor`, each check is a function that yields findings, never raises, and
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import psutil
 
 from megasync.config import Config
 from megasync.config.access import check_access, describe_access, generation_needs_key
@@ -16,9 +19,11 @@ from megasync.config.limits import check_limits
 from megasync.config.pools import devices_needed, frozen_models, pool_specs, trainer_pool
 from megasync.config.supervised import is_supervised
 from megasync.device import check_machine, resolve_device
-from megasync.errors import CheckpointError, ConfigError, DataError
+from megasync.errors import ConfigError, DataError
 from megasync.layout.model_files import check_model_folder
-from megasync.preflight.check import check_as_run, model_layout
+from megasync.preflight.check import model_layout
+from megasync.preflight.check_frozen_models import check_frozen_folder
+from megasync.preflight.check_weights import check_weights
 from megasync.preflight.finding import (
     FAILURE,
     OK,
@@ -31,9 +36,16 @@ from megasync.preflight.finding import (
     writable,
 )
 from megasync.preflight.memory import checkpoint_bytes
+from megasync.preflight.plan import resolve_plan
+
+# What a rank or a server takes beside its tensors: the code of torch, Megatron or SGLang.
+PROCESS_BYTES = 10**9
+
+# Raises ConfigError or DataError for what a run would refuse; returns what could not be checked on this machine.
+Refuse = Callable[[Config], Sequence[str]]
 
 
-def examine_for(config: Config) -> Iterator[Finding]:
+def examine_for(config: Config, refuse: Refuse) -> Iterator[Finding]:
     """All findings about a configuration on this machine, which may be one of several nodes."""
     try:
         check_limits(config)  # the other checks compute with these values
@@ -44,7 +56,8 @@ def examine_for(config: Config) -> Iterator[Finding]:
     found = [*check_model(config), *frozen, *check_run_folder(config), *check_keys(config)]
     yield from found
     if all(finding.status == OK for finding in found):  # else it would repeat them
-        yield from check_contradictions(config)
+        yield from check_contradictions(config, refuse)
+        yield from check_cpu_memory(config)
     yield from check_gpus(config)
     yield from check_ports(resolve_host(config.cluster.host))
 
@@ -53,36 +66,34 @@ def _refused(error: ConfigError | DataError) -> Finding:
     return Finding("configuration", FAILURE, str(error), "change it in the file, or with an override KEY=VALUE")
 
 
-def check_contradictions(config: Config) -> Iterator[Finding]:
+def check_contradictions(config: Config, refuse: Refuse) -> Iterator[Finding]:
     """Checks what `megasync train`, or for a supervised run `megasync sft`, would refuse."""
     try:
-        check_as_run(config)
+        left_out = refuse(config)
     except (ConfigError, DataError) as error:
         yield _refused(error)
     else:
-        yield Finding("configuration", OK, "no contradictions")
+        later = f"; the run itself will check {', '.join(left_out)}" if left_out else ""
+        yield Finding("configuration", OK, f"no contradictions{later}")
 
 
 def check_model(config: Config) -> Iterator[Finding]:
     """Checks that the tokenizer loads, and that every tensor has the shape that config.json implies."""
     complete = "set model.path to a complete Hugging Face folder of a supported model"
     try:
-        layout, _ = model_layout(config)
+        layout, source = model_layout(config)
         check_model_folder(config.model)
     except ConfigError as error:
         yield Finding("model", FAILURE, str(error), f"change the named keys, or {complete}")
         return
-
-    from megasync.data.render import load_tokenizer
-    from megasync.layout.shards import HfFolder
-
     try:
-        with HfFolder(Path(config.model.path)) as folder:
-            for name, shape in layout.hf_tensors.items():
-                folder.reader(name, shape)
-    except (CheckpointError, OSError) as error:
+        check_weights(source.parent, layout)
+    except ConfigError as error:
         yield Finding("model", FAILURE, str(error), f"copy the model again, or {complete}")
         return
+
+    from megasync.data.render import load_tokenizer
+
     try:
         load_tokenizer(config.model.path)
     except DataError as error:
@@ -92,22 +103,15 @@ def check_model(config: Config) -> Iterator[Finding]:
 
 
 def check_frozen_models(config: Config) -> Iterator[Finding]:
-    """Checks that the weights of each reward and auxiliary model can be opened. SGLang checks their layouts."""
-    from safetensors import SafetensorError, safe_open
-
+    """Checks that each reward model, auxiliary model and teacher has the weights of its kind, by their headers."""
     for key, model in frozen_models(config).items():
-        subject, tensors = key, 0
         fix = f"copy the model again, or set {key}.path to another folder"
-        files, file = sorted(Path(model.path).expanduser().glob("*.safetensors")), None
         try:
-            for file in files:
-                with safe_open(file, framework="numpy") as opened:
-                    tensors += len(opened.keys())
-        except (OSError, SafetensorError) as error:
-            yield Finding(subject, FAILURE, f"{file} cannot be read: {error}", fix)
-            continue
-        detail = f"{model.path}, {tensors} tensors in {len(files)} file(s)"
-        yield verdict(subject, bool(files), detail if files else f"{model.path} has no *.safetensors files", fix)
+            tensors = check_frozen_folder(key, model)
+        except ConfigError as error:
+            yield Finding(key, FAILURE, str(error), fix)
+        else:
+            yield Finding(key, OK, f"{model.path}, {tensors} tensors")
 
 
 def check_run_folder(config: Config) -> Iterator[Finding]:
@@ -124,6 +128,27 @@ def check_run_folder(config: Config) -> Iterator[Finding]:
     present = next(place for place in (root, *root.parents) if place.exists())
     fix = f"free some space, lower checkpoint.keep={config.checkpoint.keep}, or set run_root to a larger disk"
     yield check_space("run folder", present, each * kept, fix, f"; {kept} checkpoints need {bytes_text(each * kept)}")
+
+
+def check_cpu_memory(config: Config) -> Iterator[Finding]:
+    """Checks that the pools of a run on this machine's CPUs fit into its free memory, with the servers' programs."""
+    if (
+        is_supervised(config)
+        or config.cluster.address is not None
+        or resolve_device(config.cluster.device).kind != "cpu"
+    ):
+        return
+    try:
+        plan = resolve_plan(replace(config, cluster=replace(config.cluster, device="cpu")))
+    except ConfigError:  # reported by `check_contradictions`
+        return
+    servers = [plan.rollout, *(model.pool for model in plan.frozen_models)]
+    programs = PROCESS_BYTES * (plan.trainer.spec.slots + sum(pool.spec.slots for pool in servers))
+    needed, free = sum(plan.cpu_memory.values()) + programs, psutil.virtual_memory().available
+    listed = ", ".join(f"{bytes_text(nbytes)} {key}" for key, nbytes in plan.cpu_memory.items())
+    detail = f"about {bytes_text(needed)} needed ({listed}, {bytes_text(programs)} programs), {bytes_text(free)} free"
+    fix = "lower max_total_tokens or the number of servers of the largest pool, or stop other programs"
+    yield verdict("run memory", free >= needed, detail, fix, WARNING)
 
 
 def check_keys(config: Config) -> Iterator[Finding]:

@@ -13,6 +13,8 @@ from megasync.rollout.workflow import Workflow
 from megasync.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
+# The attribute of a workflow with the tools that it offers the model, for which a run needs the format of their calls.
+TOOLS = "offered_tools"
 
 
 def tool_agent(
@@ -59,4 +61,5 @@ def tool_agent(
             turns += 1
         return reply.trajectories(metrics=toolbox.metrics() | ended)
 
+    setattr(agent, TOOLS, tuple(tools))
     return agent

@@ -67,7 +67,7 @@ class ServerControl:
         info = await self.get("/model_info", timeout)
         try:
             return int(info["weight_version"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise InvalidAnswer(f"{self.url}/model_info has no integer weight_version: {info!r:.500}") from error
 
     async def close(self) -> None:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from megasync.config.schema import FrozenModelConfig
 from megasync.errors import ConfigError
+from megasync.files import read_object
 from megasync.layout.model_files import check_values
 
 
 def read_frozen_model(key: str, model: FrozenModelConfig) -> dict[str, Any]:
     """The config.json of the model's folder. Raises ConfigError when it cannot be read."""
-    path = Path(model.path).expanduser() / "config.json"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        values = read_object(Path(model.path).expanduser() / "config.json")
+    except ValueError as error:
         raise ConfigError(f"{key}.path={model.path!r} has no readable config.json: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold one JSON object")
     try:
         check_values(values)
     except ConfigError as error:

@@ -29,6 +29,7 @@ import msgspec
 from megasync.concurrency.first_use import prepared
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config.access import Keys, check_certificates, router_trust
+from megasync.config.host import without_proxies
 from megasync.config.schema import ClusterConfig
 from megasync.errors import HttpStatusError, ServerError
 from megasync.serving.answers import parse_as
@@ -136,7 +137,7 @@ class Router(Service):
         return [sys.executable, "-c", _LAUNCH, json.dumps(self.arguments())]
 
     def environment(self) -> dict[str, str]:
-        return dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
+        return without_proxies(os.environ) | {"PYTHONUNBUFFERED": "1"}
 
     async def ready(self) -> bool:
         """Whether it answers and every server that it was started with is registered and healthy."""

@@ -28,17 +28,19 @@ from typing import TYPE_CHECKING, cast
 
 import psutil
 
-from megasync.config.host import is_loopback, resolve_host
+from megasync.config.host import is_loopback, resolve_host, without_proxies
 from megasync.config.pools import engine_devices
 from megasync.config.schema import Config, FrozenModelConfig, RewardModelConfig, RolloutConfig
 from megasync.config.server_args import OVERRIDES
 from megasync.device import compiler_environment
-from megasync.errors import HttpStatusError, ServerError
+from megasync.errors import ConfigError, HttpStatusError, ServerError
+from megasync.files import socket_folder
 from megasync.layout.adapter import adapter_layout
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config, read_storage
 from megasync.layout.storage import Storage
 from megasync.layout.topology import Topology
+from megasync.serving.cache_size import bytes_per_token, cpu_cache_tokens
 from megasync.serving.control import ServerControl
 from megasync.serving.engine_protocol import (
     ADAPTERS_VARIABLE,
@@ -164,6 +166,8 @@ class ServerSpec:
     # Whether it has metrics of its own, which Prometheus can scrape.
     metrics: bool = False
     adapters: ServedAdapters | None = None
+    # Tokens of the longest sequence, for which the cache of a server on a CPU has room at least.
+    longest: int = 0
 
 
 class SGLangServer(Service):
@@ -228,7 +232,7 @@ class SGLangServer(Service):
         }
         optional = {
             "--context-length": rollout.context_length,
-            "--max-total-tokens": rollout.max_total_tokens,
+            "--max-total-tokens": rollout.max_total_tokens or self._cpu_cache(),
             "--max-running-requests": rollout.max_running_requests,
         }
         options |= {name: value for name, value in optional.items() if value is not None}
@@ -298,6 +302,17 @@ class SGLangServer(Service):
         host, port = self._meeting_point
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
+    def _cpu_cache(self) -> int | None:
+        """Tokens of the cache on a CPU, if the configuration leaves that open."""
+        spec = self.spec
+        if spec.device != "cpu" or not (self.model_path / "config.json").is_file():
+            return None
+        try:
+            per_token = bytes_per_token(read_hf_config(self.model_path), spec.rollout, spec.dtype)
+        except (ConfigError, KeyError):  # SGLang says what it lacks
+            return None
+        return cpu_cache_tokens(per_token, spec.longest)
+
     def _dequantized(self) -> Storage | None:
         """The storage of a folder whose weights are dequantized as the server reads them."""
         if self.spec.rollout.fp8:
@@ -317,7 +332,7 @@ class SGLangServer(Service):
         return command
 
     def environment(self) -> dict[str, str]:
-        env = {"SGLANG_EXTERNAL_MODEL_PACKAGE": MODEL_PACKAGE} | os.environ | _ENVIRONMENT
+        env = {"SGLANG_EXTERNAL_MODEL_PACKAGE": MODEL_PACKAGE} | without_proxies(os.environ) | _ENVIRONMENT
         env.pop(KEYS_VARIABLE, None)
         if self.api_key is not None:
             env[KEYS_VARIABLE] = "stdin"
@@ -374,8 +389,7 @@ class SGLangServer(Service):
         return json.dumps(keys).encode()
 
     def prepare(self) -> None:
-        # In the system's temporary folder: paths of Unix sockets must be shorter than a run directory may be.
-        self._folder = tempfile.mkdtemp(prefix="megasync-sglang-")
+        self._folder = tempfile.mkdtemp(prefix="megasync-sglang-", dir=socket_folder())
         if self._role is not None and self._role.kind == "prefill":
             self._handover_port = free_port(self.host)
 
@@ -530,8 +544,11 @@ def frozen_server_spec(
     gpus: str = "",
     metrics: bool = False,
     deterministic: bool = False,
+    longest: int = 0,
 ) -> ServerSpec:
     """How a frozen model is served. `mem_fraction` is a share of the memory that is free when the server starts.
+
+    `longest` is the number of tokens of the longest sequence.
 
     `gpus` are those of the rollout server that it shares devices with. With `metrics`, Prometheus can scrape it. With
     `deterministic`, its answers do not depend on what it computes at the same time.
@@ -541,12 +558,14 @@ def frozen_server_spec(
         mem_fraction=mem_fraction,
         context_length=model.context_length,
         max_total_tokens=model.max_total_tokens,
-        max_running_requests=model.max_running_requests,
+        max_running_requests=model.max_running_requests or (model.max_inflight if device == "cpu" else None),
         # Answers are read whole.
         stream_interval=0,
         server_args=model.server_args,
     )
-    return ServerSpec(model.path, serving, dtype, device, seed, deterministic, gpus=gpus, metrics=metrics)
+    return ServerSpec(
+        model.path, serving, dtype, device, seed, deterministic, gpus=gpus, metrics=metrics, longest=longest
+    )
 
 
 def stand_ins_path() -> str:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import ast
 import errno
 import os
+import shutil
+import socket
+import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,17 @@ from killed import cut_short
 
 import megasync
 from megasync import files
-from megasync.files import atomic_write, durable_rename, fsync, fsync_tree
+from megasync.files import (
+    SOCKET_NAME_BYTES,
+    atomic_write,
+    durable_rename,
+    fsync,
+    fsync_tree,
+    leaves_room_for_sockets,
+    ray_environment,
+    read_object,
+    socket_folder,
+)
 
 
 def test_a_write_replaces_the_file_and_leaves_no_other_file(tmp_path: Path) -> None:
@@ -267,3 +281,39 @@ def test_a_link_is_removed_and_not_what_it_points_to(tmp_path: Path) -> None:
     assert names(tmp_path) == ["there"] and names(tmp_path / "there") == ["file"]
     with pytest.raises(FileNotFoundError):
         files.remove_tree(tmp_path / "link")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[1]", b"null", b"\xff", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"]
+)
+def test_whatever_is_wrong_with_a_json_object_names_its_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(ValueError, match="a.json"):
+        read_object(tmp_path / "a.json")
+    with pytest.raises(ValueError, match="gone.json"):
+        read_object(tmp_path / "gone.json")
+
+
+def test_sockets_go_to_a_short_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 60)
+    long.mkdir()
+    assert socket_folder("/tmp") == "/tmp" and ray_environment({"TMPDIR": "/tmp"}) == {}
+    for env in ({"TMPDIR": str(long)}, {"TMPDIR": "/tmp", "RAY_TMPDIR": str(long)}):
+        (folder,) = ray_environment(env).values()
+        # The longest name that Ray binds.
+        with closing(socket.socket(socket.AF_UNIX)) as unix:
+            session = Path(folder) / f"ray-test-{os.getpid()}"
+            place = session / ("s" * (SOCKET_NAME_BYTES - len(f"/{session.name}/")))
+            session.mkdir()
+            try:
+                unix.bind(str(place))
+            finally:
+                shutil.rmtree(session)
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    assert socket_folder() == "/tmp"
+    assert not leaves_room_for_sockets(str(long))
+
+
+def test_without_a_short_folder_sockets_stay_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megasync.files._SHORT_FOLDERS", (str(tmp_path / "gone"),))
+    assert socket_folder("/a" * 60) == "/a" * 60

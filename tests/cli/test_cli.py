@@ -189,7 +189,7 @@ def test_doctor_exits_with_status_1_on_a_failure(monkeypatch):
 
     findings = [doctor.Finding("disk", doctor.FAILURE, "full", "free some space")]
     asked = []
-    monkeypatch.setattr(doctor, "examine", lambda config: asked.append(config) or findings)
+    monkeypatch.setattr(doctor, "examine", lambda config, refuse: asked.append(config) or findings)
     result = CliRunner().invoke(cli.app, ["doctor"])
     assert result.exit_code == 1 and "free some space" in result.output
     CliRunner().invoke(cli.app, ["doctor", "configs/quickstart.yaml", "name=other"])

@@ -1,13 +1,18 @@
 """An installation has all of the code: the packages that pyproject.toml names are those that there are."""
 
+import pkgutil
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib import import_module
 from pathlib import Path
 
+import megasync_patches
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -40,3 +45,20 @@ def test_a_wheel_has_the_code_the_patches_and_the_entry_points(tmp_path):
     patches = {f"megasync_{path.relative_to(ROOT)}" for path in ROOT.glob("patches/**/*.py")}
     assert code | patches <= names
     assert "megasync = megasync.cli:main" in points and "[sglang.srt.plugins]" in points and "[verl.plugins]" in points
+
+
+def test_an_unknown_extra_is_refused_at_once_with_the_list():
+    for arguments in ([], ["nonesuch"], ["gpu"], ["trackers verl"]):
+        asked = subprocess.run(["bash", "launch/setup_extra.sh", *arguments], cwd=ROOT, capture_output=True, text=True)
+        assert asked.returncode == 2 and "engines lint rehearsal trackers verl" in asked.stderr
+
+
+def test_no_requirement_begins_with_a_version_that_a_patch_refuses():
+    requirements = {each.name: each for each in map(Requirement, PROJECT["project"]["dependencies"])}
+    for module in pkgutil.iter_modules(megasync_patches.__path__):
+        patch = getattr(import_module(f"megasync_patches.{module.name}"), "PATCH", None)
+        if patch is None or patch.package not in requirements:
+            continue
+        specifier = requirements[patch.package].specifier
+        lowest = min(each.version for each in specifier if each.operator in (">=", "=="))
+        assert any(Version(known) == Version(lowest) for known in patch.versions), (patch.name, str(specifier))

@@ -7,6 +7,7 @@ from dataclasses import fields
 
 import pytest
 from fp8_folders import write_fp8
+from header_files import write_headers
 from random_models import write_model
 
 from megasync.config.schema import Config, RewardModelConfig
@@ -714,6 +715,7 @@ def test_what_servers_do_not_compute_of_llama_4_is_refused(make, model, override
         "rope_theta": 1e4,
     }
     (model / "config.json").write_text(json.dumps(values))
+    write_headers(model)
     check_config(make("rollout.context_length=1536"))
     message = refused(make(*overrides))
     assert all(part in message for part in parts), message
@@ -768,3 +770,25 @@ def test_a_run_root_below_a_file_is_refused(make, tmp_path):
 def test_checking_loads_neither_torch_nor_ray():
     code = "import sys, megasync.config; sys.exit(any(m in sys.modules for m in ('torch', 'ray', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("run_root", "model.path", "model.config", "sync.disk_dir", "trainer.lora.path", "critic.path"),
+        *("cluster.tls_cert", "cluster.tls_key", "cluster.tls_ca"),
+    ],
+)
+@pytest.mark.parametrize("address", ["s3://bucket/a", "hf://x/y", "gs://a", "file:///tmp/x", "abfs+x://a"])
+def test_addresses_are_no_paths(make, key, address):
+    said = refused(make(f"{key}={address}"))
+    assert f"{key}='{address}'" in said and "addresses are not supported" in said
+
+
+def test_addresses_are_no_files_of_rows_or_models(make):
+    for override in (
+        "data.train={kind: jsonl, source: 's3://bucket/rows.jsonl'}",
+        "teachers.one.path=s3://bucket/model",
+        "eval.sets.a={data: {kind: digits, source: copy}, adapter: 's3://a/b'}",
+    ):
+        assert "addresses are not supported" in refused(make(override))

@@ -4,6 +4,7 @@ import json
 from io import StringIO
 
 import pytest
+from header_files import write_headers
 from rich.console import Console
 
 from megasync.config.pools import nodes_needed, pool_specs
@@ -23,7 +24,7 @@ def folders(tmp_path, model):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(values))
-        (folder / "model.safetensors").write_bytes(bytes(1000))
+        write_headers(folder)
         found.append(str(folder))
     return found
 

@@ -306,3 +306,18 @@ def test_verl_is_examined_without_a_run_only(monkeypatch, config):
     monkeypatch.setattr(doctor, "check_verl", lambda: [Finding(doctor.VERL_SUBJECT, OK, "examined")])
     subjects = {finding.subject for finding in doctor.examine(config)}
     assert (doctor.VERL_SUBJECT in subjects) is (config is None)
+
+
+def test_proxies_are_named_without_their_addresses(monkeypatch):
+    monkeypatch.setenv("https_proxy", "http://user:secret@proxy:3128")
+    (finding,) = doctor.check_proxies()
+    assert finding.status == OK and "https_proxy" in finding.detail and "secret" not in finding.detail
+
+
+def test_a_temporary_folder_that_is_too_long_for_sockets_is_replaced_or_reported(monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("x" * 80)))
+    (finding,) = doctor.check_socket_folder()
+    assert finding.status == OK and finding.detail.startswith("/tmp, because")
+    monkeypatch.setattr("megasync.files._SHORT_FOLDERS", ())
+    (finding,) = doctor.check_socket_folder()
+    assert finding.status == FAILURE and "RAY_TMPDIR" in finding.fix and "107 bytes" in finding.fix

@@ -439,7 +439,9 @@ def test_a_cpu_run_has_no_device_memory_limit():
     assert resolve_plan(config).device_bytes is None
     with pytest.raises(ConfigError, match="--device-memory"):
         resolve_plan(config, 10**9)
-    assert "decided by SGLang" in rendered(config)
+    # Room for one sequence, which is more than a gibibyte here, instead of a share of the memory that is free.
+    assert resolve_plan(config).server.kv_tokens == config.rollout.context_length == 12288
+    assert "null on a CPU" in " ".join(rendered(config).split())
 
 
 def test_tied_embeddings_over_two_stages_are_counted_twice_in_memory_and_once_in_the_model():
@@ -516,3 +518,16 @@ def test_long_rows_take_memory_and_may_not_fit():
 def test_a_supervised_run_over_nodes_needs_a_cluster():
     with pytest.raises(ConfigError, match="lower trainer.data_parallel, or join a cluster of 4 nodes"):
         supervised("trainer.data_parallel=8", "sft.max_tokens=4096")
+
+
+def test_a_plan_names_adapters_and_teachers(model, make, tmp_path):
+    config = make(
+        *("trainer.lora.rank=4", "trainer.lora.targets=[q_proj, k_proj, v_proj]", "cluster.device=cpu"),
+        f"teachers.one={{path: {model}, sources: [math]}}",
+    )
+    text = " ".join(rendered(config).split())
+    assert "adapters rank 4, alpha 32, of k_proj, q_proj, v_proj:" in text and "parameters are trained" in text
+    assert f"one ({model}) for math".replace(" ", "") in text.replace(" ", "") and "1 teacher server(s)" in text
+    pools = resolve_plan(config).cpu_memory
+    assert set(pools) == {"trainer", "rollout", "teachers.one"} and pools["teachers.one"] > 2**30
+    assert "for teachers.one" in text

@@ -3,12 +3,14 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fp8_folders import write_fp8
 from typer.testing import CliRunner
 
+from megasync.app.start_checks import check_run
 from megasync.cli.commands import app
 from megasync.config import load_config
 from megasync.config.schema import RewardModelConfig
@@ -42,7 +44,7 @@ def examine(model, tmp_path):
         config = load_config(CONFIG, [*always, *overrides])
         if change is not None:
             change(config)
-        found = list(examine_for(config))
+        found = list(examine_for(config, check_run))
         assert all(finding.subject and finding.detail for finding in found)
         assert all((finding.status == OK) == (finding.fix == "") for finding in found)
         return [finding for finding in found if finding.status != OK]
@@ -224,3 +226,12 @@ def test_a_supervised_run_is_examined_as_one(examine, tmp_path):
     """It needs neither training prompts nor servers nor teachers."""
     assert examine("data.train=null", "teachers.one.path=/absent", f"sft.train={ROWS}") == []
     assert "sft.rows_per_step=1" in only(examine(f"sft.train={ROWS}", *TOO_FEW_ROWS), "configuration").detail
+
+
+def test_less_memory_than_the_pools_need_is_a_warning(examine, model, monkeypatch):
+    teacher = f"teachers.one={{path: {model}}}"
+    monkeypatch.setattr(run_doctor.psutil, "virtual_memory", lambda: SimpleNamespace(available=55 * 10**8))
+    (finding,) = examine(teacher)
+    assert (finding.subject, finding.status) == ("run memory", WARNING)
+    assert "1.1 GB teachers.one" in finding.detail and "max_total_tokens" in finding.fix
+    assert examine(f"teachers.one={{path: {model}, max_total_tokens: 4096}}") == []

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from megasync.config.host import proxy_variables
 from megasync.config.schema import RewardModelConfig, RolloutConfig, TeacherConfig
 from megasync.errors import ServerError
 from megasync.serving.engine_protocol import HOST_VARIABLE, RANKS_VARIABLE, STORAGE_VARIABLE
+from megasync.serving.router import Router
 from megasync.serving.server import (
     MODEL_PACKAGE,
     EngineRole,
@@ -297,3 +299,53 @@ def test_an_engine_that_was_not_started_can_be_pickled():
     engine = pickle.loads(pickle.dumps(make_engine("prefill")))
     assert json.loads(engine.secrets())["handover"] == HANDOVER
     assert engine.environment()[RANKS_VARIABLE] == "2/8"
+
+
+def test_servers_and_router_start_without_proxies(monkeypatch):
+    for name in ("http_proxy", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for env in (
+        make().environment(),
+        make(device="cuda").environment(),
+        Router([], "random", "h", 1, "log").environment(),
+    ):
+        assert proxy_variables(env) == []
+
+
+def test_a_servers_temporary_folder_has_room_for_sockets(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 60)))
+    server = make()
+    server.prepare()
+    folder = Path(server.environment()["TMPDIR"])
+    folder.rmdir()
+    assert len(str(folder)) < 40
+
+
+SIZES = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 100,
+    "max_position_embeddings": 2048,
+}
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("qwen3", 2), ("phi3", 2)])
+def test_a_server_on_a_cpu_has_a_cache_of_a_known_size(tmp_path, kind, layers):
+    """A gibibyte, or room for the longest sequence, instead of a share of whatever is free."""
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": kind}))
+    model = TeacherConfig(path=str(tmp_path), max_inflight=7)
+    token = layers * 2 * 2 * 16 * 4
+    for longest, tokens in ((100, 2**30 // token), (2**40, 2**40)):
+        spec = frozen_server_spec(model, "float32", "cpu", 0.8, longest=longest)
+        server = FrozenModelServer(model, spec, "127.0.0.1", 1, "log")
+        assert value(server, "--max-total-tokens") == str(tokens)
+        assert value(server, "--max-running-requests") == "7"
+    chosen = frozen_server_spec(TeacherConfig(path=str(tmp_path), max_total_tokens=50), "float32", "cpu", 0.8)
+    assert value(FrozenModelServer(model, chosen, "127.0.0.1", 1, "log"), "--max-total-tokens") == "50"
+    on_gpu = frozen_server_spec(model, "float32", "cuda", 0.8)
+    assert "--max-total-tokens" not in FrozenModelServer(model, on_gpu, "127.0.0.1", 1, "log").command()

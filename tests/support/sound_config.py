@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+from header_files import write_headers
 
 from megasync.config import Config, load_config
 
@@ -29,7 +30,7 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(TINY))
-    (folder / "model.safetensors").touch()
+    write_headers(folder)
     (folder / "tokenizer.json").touch()
     return folder
 

@@ -64,9 +64,10 @@ class FrozenModelConfig:
     # Maximum length of the text and its answer, in tokens; null takes the model's own limit. A reward model gives no
     # score for a longer text, a teacher no log-probs, and an auxiliary model refuses it.
     context_length: int | None = limited(None, AT_LEAST_ONE)
-    # KV cache per server in tokens; null leaves it to SGLang (set it on a CPU).
+    # KV cache per server in tokens. null leaves it to SGLang; on a CPU it is one GiB, or what one sequence of
+    # `context_length` (else of the longest prompt, response and answer) takes.
     max_total_tokens: int | None = limited(None, AT_LEAST_ONE)
-    # Maximum number of running requests per server; null leaves it to SGLang (set it on a CPU).
+    # Maximum number of running requests per server. null leaves it to SGLang; on a CPU it is `max_inflight`.
     max_running_requests: int | None = limited(None, AT_LEAST_ONE)
     # Additional SGLang command line arguments.
     server_args: dict[str, Any] = field(default_factory=dict)

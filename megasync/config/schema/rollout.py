@@ -202,7 +202,8 @@ class RolloutConfig:
     routing_replay: bool = False
     # Maximum length of prompt plus response that a server accepts, in tokens; null takes the model's own limit.
     context_length: int | None = limited(None, AT_LEAST_ONE)
-    # KV cache per server, attention group or engine, in tokens; null leaves it to SGLang (set it on a CPU).
+    # KV cache per server, attention group or engine, in tokens. null leaves it to SGLang; on a CPU it is one GiB, or
+    # what one sequence of `context_length` (else of the longest prompt and response) takes.
     max_total_tokens: int | None = limited(None, AT_LEAST_ONE)
     # Maximum number of running requests per server or engine; null leaves it to SGLang (set it on a CPU).
     max_running_requests: int | None = limited(None, AT_LEAST_ONE)
