@@ -15,9 +15,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 from megasync.errors import ConfigError
+from megasync.files import open_regular
 
 FILE = "driver.lock"
 # A check whether the lock is held takes it for a moment; only a driver holds it longer than this.
@@ -68,13 +69,13 @@ def holder(run_dir: Path) -> dict | None:
 def is_held(run_dir: Path) -> bool:
     """Whether a driver is alive."""
     try:
-        with (Path(run_dir) / FILE).open() as file:
+        with open_regular(Path(run_dir) / FILE) as file:
             return not _lock(file, fcntl.LOCK_SH)
     except FileNotFoundError:
         return False
 
 
-def _lock(file: IO[str], kind: int) -> bool:
+def _lock(file: IO[Any], kind: int) -> bool:
     """Takes the lock if it is free. Returns whether it was."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)

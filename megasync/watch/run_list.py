@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from megasync.observe.metrics import METRICS_FILE
 from megasync.watch import elements, units
 from megasync.watch.run_folder import ACTIVE, RunFolder, is_run
 from megasync.watch.view import address
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,9 @@ class Row:
         self._seen: object = None
         with ui.element("tr").classes("open") as self.element:
             with ui.element("td"):
-                self.box = ui.element("input").props(f'type="checkbox" aria-label="Choose {name}"')
+                self.box = ui.element("input").props("type=checkbox")
+                # Not through the text of `props`, which a name could end.
+                self.box.props["aria-label"] = f"Choose {name}"
                 self.chosen = False
                 self.box.on("change", self._choose, args=["target.checked"], js_handler="(e) => emit(e.target.checked)")
             with ui.element("td"):
@@ -78,6 +83,9 @@ class Row:
             folder.refresh()
         self._show(summarize(folder))
         self._folder = folder if folder.status in ACTIVE else None
+
+    def unreadable(self) -> None:
+        self._status.show("unreadable", "bad")
 
     def _show(self, summary: Summary) -> None:
         self._status.show(summary.status, elements.STATUS_LOOKS[summary.status])
@@ -133,9 +141,13 @@ class RunList:
     async def refresh(self) -> None:
         self._draw()
         for row in reversed(list(self._rows.values())):
-            # A folder may be deleted meanwhile.
-            with contextlib.suppress(OSError):
+            try:
                 await row.refresh()
+            except OSError:
+                pass  # the folder was deleted meanwhile
+            except Exception:  # one run must not hide the others
+                log.exception("reading %s failed", row.name)
+                row.unreadable()
 
 
 def _started(path: Path) -> float:

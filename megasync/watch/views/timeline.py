@@ -18,6 +18,7 @@ from nicegui import background_tasks, ui
 from nicegui import run as threads
 from nicegui.events import GenericEventArguments
 
+from megasync.observe.growing_file import PIECE
 from megasync.observe.spans import TraceReader
 from megasync.observe.trace import TRACE_FOLDER
 from megasync.watch import units
@@ -47,6 +48,7 @@ class _Traces:
     """The trace of one run, shared by all browsers."""
 
     def __init__(self, run: RunFolder) -> None:
+        self._run_dir = run.path
         self._reader = TraceReader(run.path, MOST_BYTES)
         self._lock = threading.Lock()
         self.timeline = Timeline()
@@ -54,6 +56,9 @@ class _Traces:
     def ask(self, step: int | None, uid: str, window: tuple[float, float] | None) -> _Answer:
         """Reads on, then answers; for a thread."""
         with self._lock:
+            # The run removes its oldest segments, and a timeline cannot forget: it is read anew from what is left.
+            if self._reader.taken > 2 * min(MOST_BYTES, self._reader.stored()) + PIECE:
+                self._reader, self.timeline = TraceReader(self._run_dir, MOST_BYTES), Timeline()
             timeline = self.timeline
             timeline.add(self._reader.update())
             if not len(timeline):
