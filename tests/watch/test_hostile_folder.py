@@ -95,7 +95,7 @@ def test_a_hostile_file_is_read_to_its_end_and_reported(tmp_path, monkeypatch, k
     HOSTILE[kind](run_dir)
     run = RunFolder(run_dir)
     render_html(make_report(run))
-    assert (run.step == 5 and run.pacing is None) or run.total_steps, "the other files are shown"
+    assert run.step == 5, "the other lines and files are shown"
 
 
 @pytest.mark.parametrize("name", [*FILES, "driver.lock", "logs/controller.log", "hang/report.txt"])
@@ -186,4 +186,4 @@ def test_changed_files_are_reported_on(tmp_path):
 
 @pytest.mark.soak
 def test_many_changed_files_are_reported_on(tmp_path):
-    read_mutations(tmp_path, range(20, 1500))
+    read_mutations(tmp_path, range(20, 1000))
