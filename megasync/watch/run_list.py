@@ -170,7 +170,7 @@ class RunList:
         for name in [name for name in self._rows if name not in paths]:
             self._rows.pop(name).element.delete()
             self._order.remove(name)
-        for name in paths.keys() - self._rows:
+        for name in sorted(paths.keys() - self._rows):
             with self._body:
                 self._rows[name] = Row(name, paths[name], self._first_view, self._offer)
             self._order.append(name)
@@ -200,7 +200,8 @@ class RunList:
                 row.element.set_visibility(found)
 
     def _offer(self) -> None:
-        chosen = [name for name, row in self._rows.items() if row.chosen]
+        oldest_first = sorted(self._rows.values(), key=lambda row: (row.started, row.name))
+        chosen = [row.name for row in oldest_first if row.chosen]
         self._open.say(f"Open {len(chosen)} side by side" if len(chosen) > 1 else "")
         if chosen:
             self._open.props["href"] = address(self._first_view, chosen)
