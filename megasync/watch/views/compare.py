@@ -31,6 +31,11 @@ def build(runs: Sequence[RunFolder], place: Place) -> Update | None:
         tables = [_table("Outcomes", lambda: comparison.outcomes(runs))]
         with card("Curves", "by", "all"):
             ui.toggle(AXES, value=chosen["axis"], on_change=lambda event: turn(event.value)).props("dense no-caps")
+            with ui.element("div").classes("legend"):
+                for name, colour in figures.colours_of(runs).items():
+                    with ui.element("span").classes("item"):
+                        ui.element("span").classes("swatch").style(f"background: {colour}")
+                        text("span", name)
         for number, draw in enumerate(figures.COMPARABLE.values()):
             charts.append(_chart(runs, draw, chosen, "all" if number == 0 else "half"))
         tables.append(_table("What it took", lambda: _times(runs)))
@@ -51,7 +56,7 @@ def _times(runs: Sequence[RunFolder]) -> Rows | None:
 
 def _chart(runs: Sequence[RunFolder], draw: Callable[..., Figure | None], chosen: dict[str, str], width: str) -> Update:
     with ui.element("section").classes(f"card {width}") as section:
-        chart = Chart(lambda: draw(runs, chosen["axis"]))
+        chart = Chart(lambda: figures.without_legend(draw(runs, chosen["axis"])))
 
     def update() -> None:
         chart.update()

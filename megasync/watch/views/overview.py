@@ -174,21 +174,23 @@ def _trainer_shares(run: RunFolder) -> dict[str, tuple[float, str]]:
 
 
 def _server_shares(run: RunFolder) -> dict[str, tuple[float, str]]:
-    """Paused for a sync; for the rest of the time, by how many of the requests that fit are at the servers."""
-    steps, values = run.metrics.aligned(
-        ["time/step", "sync/pause_seconds", "rollout/inflight_requests", "rollout/inflight_limit"]
-    )
+    """Paused for a sync; for the rest of the time, by whether the servers had requests at the end of each step.
+
+    How many requests they could take says little: long before that, a server's device may have all it can do.
+    """
+    steps, values = run.metrics.aligned(["time/step", "sync/pause_seconds", "rollout/inflight_requests"])
     if not len(steps):
         return {}
-    whole, pause, requests, limit = (float(sums) for sums in np.nan_to_num(values[:, -RECENT_STEPS:]).sum(axis=1))
-    if whole <= 0 or limit <= 0:
+    recent = np.nan_to_num(values[:, -RECENT_STEPS:])
+    whole, pause = recent[0].sum(), recent[1].sum()
+    if whole <= 0:
         return {}
-    paused = min(1.0, pause / whole)
-    busy = (1 - paused) * min(1.0, requests / limit)
+    paused = min(1.0, float(pause / whole))
+    busy = (1 - paused) * float((recent[2] > 0).mean())
     return {
-        "requests in use": (busy, "var(--sky)"),
+        "working on requests": (busy, "var(--sky)"),
         "paused for syncs": (paused, "var(--green)"),
-        "room for requests": (1 - paused - busy, "var(--gray)"),
+        "without requests": (1 - paused - busy, "var(--gray)"),
     }
 
 

@@ -25,7 +25,7 @@ from megasync.watch import units
 from megasync.watch.elements import Shares, card, text, trouble
 from megasync.watch.run_folder import RunFolder
 from megasync.watch.timeline import MOST_BYTES, OTHER, Life, Picture, Step, Timeline
-from megasync.watch.timeline_figure import colour_of, figure_of, parsed
+from megasync.watch.timeline_figure import COLOURS, about, figure_of, parsed
 from megasync.watch.view import Place, Update
 
 # Groups of a step that are offered.
@@ -210,7 +210,8 @@ class _View:
                 self._draw_step(answer.step, answer.groups)
 
     def _draw_legend(self, picture: Picture) -> None:
-        names = list(dict.fromkeys(bar.name for row in picture.rows for bar in row.bars))
+        found = {about(bar.name, row.track) for row in picture.rows for bar in row.bars}
+        names = [name for name in COLOURS if name in found]
         if names == self._named:
             return
         self._named = names
@@ -218,7 +219,7 @@ class _View:
         with self._legend:
             for name in names:
                 with ui.element("span").classes("item"):
-                    ui.element("span").classes("swatch").style(f"background: {colour_of(name)}")
+                    ui.element("span").classes("swatch").style(f"background: {COLOURS[name]}")
                     text("span", name)
 
     def _draw_step(self, step: Step, groups: list[str]) -> None:
@@ -249,4 +250,4 @@ class _View:
 
 def _shares(phases: Mapping[str, float], whole: float) -> None:
     order = sorted(phases, key=lambda name: (name == OTHER, -phases[name]))
-    Shares(units.duration).show({name: (phases[name], colour_of(name)) for name in order}, whole)
+    Shares(units.duration).show({name: (phases[name], COLOURS[about(name)]) for name in order}, whole)
