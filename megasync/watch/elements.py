@@ -76,6 +76,15 @@ def trouble(run: RunFolder) -> Callable[[], None]:
     return update
 
 
+def why_none(run: RunFolder, what: str) -> str:
+    """Why there is nothing of `what`, a plural, to show: it comes, or this run does not have it."""
+    if run.step:
+        return f"This run has measured no {what}."
+    if run.status in ACTIVE:
+        return f"No {what} yet: they come with the first trained step."
+    return f"No {what}: this run ended before its first step."
+
+
 class Chip(Text):
     """A state: a shape, a colour and a word. Looks: good, warn, bad, live, or none."""
 

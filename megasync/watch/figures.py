@@ -475,6 +475,10 @@ class _Plot:
             "ticks": "",
             "title_font_size": 12,
         }
+        if len(places := {float(x) for trace in self._figure.data for x in trace.x}) == 1:
+            # Plotly would show two units around a single place.
+            (place,) = places
+            self._figure.update_xaxes(range=[place - 0.5, place + 0.5], dtick=1, tick0=place)
         self._figure.update_xaxes(title=self._axis.title, showgrid=False, showline=True, **axes)
         self._figure.update_yaxes(title=self.unit, rangemode="tozero" if zero else "normal", **axes)
         return self._figure
@@ -495,7 +499,8 @@ class _Plot:
             **{
                 "x": x[kept],
                 "y": y[kept],
-                "mode": "lines",
+                # A line of one point is invisible.
+                "mode": "lines" if np.isfinite(y).sum() > 1 else "lines+markers",
                 "hovertemplate": f"{name}: %{{y:.4g}}<extra></extra>",
                 **style,
             }

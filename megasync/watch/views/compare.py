@@ -28,7 +28,7 @@ def build(runs: Sequence[RunFolder], place: Place) -> Update | None:
         chosen["axis"] = "step"
     charts: list[Update] = []
     with ui.element("div").classes("grid"):
-        tables = [_table("Outcomes", lambda: comparison.outcomes(runs))]
+        tables = [_table("Outcomes", lambda: comparison.outcomes(runs), "None of these runs has measured anything.")]
         with card("Curves", "by", "all"):
             ui.toggle(AXES, value=chosen["axis"], on_change=lambda event: turn(event.value)).props("dense no-caps")
             with ui.element("div").classes("legend"):
@@ -38,8 +38,11 @@ def build(runs: Sequence[RunFolder], place: Place) -> Update | None:
                         text("span", name)
         for number, draw in enumerate(figures.COMPARABLE.values()):
             charts.append(_chart(runs, draw, chosen, "all" if number == 0 else "half"))
-        tables.append(_table("What it took", lambda: _times(runs)))
-        tables.append(_table("Settings that differ", lambda: comparison.settings_table(runs)))
+        tables.append(
+            _table("What it took", lambda: _times(runs), "None of these runs has measured a score or a loss.")
+        )
+        same = "No setting that is known of these runs differs."
+        tables.append(_table("Settings that differ", lambda: comparison.settings_table(runs), same))
 
     def turn(axis: str) -> None:
         chosen["axis"] = axis
@@ -65,13 +68,15 @@ def _chart(runs: Sequence[RunFolder], draw: Callable[..., Figure | None], chosen
     return update
 
 
-def _table(title: str, rows: Callable[[], Rows | None]) -> Update:
+def _table(title: str, rows: Callable[[], Rows | None], none: str) -> Update:
     with card(title, width="all"):
         box = ui.element("div")
+        empty = text("div", "", "empty")
     table: list[Table] = []
 
     def update() -> None:
         found = rows()
+        empty.say("" if found is not None and found.rows else none)
         if found is None or not found.rows:
             return
         if not table:

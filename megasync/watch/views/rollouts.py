@@ -22,9 +22,9 @@ from megasync.observe.rollouts import DROPPED, FOLDER, NO_SAMPLE, TRAINED, Bound
 from megasync.turns import ANSWER, Turn
 from megasync.watch import units
 from megasync.watch.decoder import decoder_of
-from megasync.watch.elements import Chip, Text, card, notice, text
+from megasync.watch.elements import Chip, Text, card, notice, text, trouble
 from megasync.watch.responses import SHADINGS, Decoder, Shading, about, one_line, turns, visible, writer_of
-from megasync.watch.run_folder import RunFolder
+from megasync.watch.run_folder import ACTIVE, RunFolder
 from megasync.watch.view import Place, Update, address
 
 # Rows of a page, and tokens and turns of a portion.
@@ -63,6 +63,10 @@ STRENGTH = 65
 
 def build(run: RunFolder, place: Place) -> Update:
     """Draws the recorded responses of a run. The query may have the filters, as `_remember` writes them."""
+    if run.supervised:
+        troubles = trouble(run)
+        text("p", "A supervised run generates no responses: it trains on those of its data.", "empty")
+        return troubles
     return _Rollouts(run, place).update
 
 
@@ -84,10 +88,12 @@ class _Rollouts:
         self._detail: ui.element | None = None
         self._lines: dict[int, ui.element] = {}
         self._drawn: list[Row] = []
+        self._troubles = trouble(run)
         with card("Responses") as frame:
             self._note = text("div", "", "note")
-            self._controls(place)
-            self._table()
+            with ui.element("div") as self._filled:
+                self._controls(place)
+                self._table()
         self._frame = frame
         self.update()
 
@@ -202,6 +208,7 @@ class _Rollouts:
 
     def update(self) -> None:
         """Takes in what was recorded since; a search stays as it was found."""
+        self._troubles()
         if self._known == self._index.revision:
             return
         self._known = self._index.revision
@@ -224,10 +231,10 @@ class _Rollouts:
         if self._found is None:
             self._rows = self._index.select(self.filters(), self._sort, self._descending)
             total = len(self._index)
-            if not total:
-                self._note.say(f"This run has recorded no responses in {FOLDER}/ (observe.rollouts).")
-            else:
-                self._note.say(f"{len(self._rows):,} of {total:,} recorded responses")
+            self._filled.set_visibility(bool(total))
+            self._note.say(
+                f"{len(self._rows):,} of {total:,} recorded responses" if total else _no_responses(self._run)
+            )
         else:
             kept = {id(row) for row in self._found}
             rows = self._index.select(None, self._sort, self._descending)
@@ -313,6 +320,14 @@ class _Rollouts:
         if self._detail is not None:
             self._detail.delete()
             self._detail = None
+
+
+def _no_responses(run: RunFolder) -> str:
+    if run.settings.get("observe.rollouts") == 0:
+        return "This run has recorded no responses: observe.rollouts is 0."
+    if run.status in ACTIVE:
+        return "No responses yet: they come with the first trained step, or with the first dropped group."
+    return f"This run has recorded no responses: {FOLDER}/ is missing or empty."
 
 
 def _range(label: str, value: str) -> tuple[ui.number, ui.number]:

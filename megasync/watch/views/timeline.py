@@ -23,7 +23,7 @@ from megasync.observe.spans import TraceReader
 from megasync.observe.trace import TRACE_FOLDER
 from megasync.watch import units
 from megasync.watch.elements import Shares, card, text, trouble
-from megasync.watch.run_folder import RunFolder
+from megasync.watch.run_folder import ACTIVE, RunFolder
 from megasync.watch.timeline import MOST_BYTES, OTHER, Life, Picture, Step, Timeline
 from megasync.watch.timeline_figure import COLOURS, about, figure_of, parsed
 from megasync.watch.view import Place, Update
@@ -109,10 +109,11 @@ class _View:
         self._detailed: object = None
         self._named: list[str] = []
         self._plot: ui.plotly | None = None
+        self._run = run
         self._busy = self._again = False
         with ui.element("div").classes("pile"):
             with card("Timeline", "drag to zoom in, double click to see the whole run"):
-                with ui.element("div").classes("filters"):
+                with ui.element("div").classes("filters") as self._controls:
                     with ui.element("div").style("width: auto"):
                         ui.button("whole run", on_click=self._whole).props("flat dense no-caps")
                         ui.button("previous step", on_click=partial(self._turn, -1)).props("flat dense no-caps")
@@ -182,8 +183,9 @@ class _View:
             return
         self._last = answer.last
         self._note.say(f"The newest {units.size(MOST_BYTES)} of a larger trace." if answer.partial else "")
+        self._controls.set_visibility(answer.picture is not None)
         if answer.picture is None:
-            self._empty.say(f"There is no trace: {TRACE_FOLDER}/ is missing or empty (observe.trace).")
+            self._empty.say(_no_trace(self._run))
             return
         figure = figure_of(answer.picture)
         if figure != self._sent:
@@ -246,6 +248,14 @@ class _View:
             figure = figure_of(alone.picture(start, end))
             ui.plotly(figure).style(f"width: 100%; height: {figure['layout']['height']}px")
             text("a", "its responses").props["href"] = self._place.link("rollouts", uid=life.uid)
+
+
+def _no_trace(run: RunFolder) -> str:
+    if run.settings.get("observe.trace") is False:
+        return "This run has no trace: observe.trace is false."
+    if run.status in ACTIVE:
+        return "No trace yet: it comes with what the processes do first."
+    return f"This run has no trace: {TRACE_FOLDER}/ is missing or empty."
 
 
 def _shares(phases: Mapping[str, float], whole: float) -> None:
