@@ -475,10 +475,13 @@ class _Plot:
             "ticks": "",
             "title_font_size": 12,
         }
-        if len(places := {float(x) for trace in self._figure.data for x in trace.x}) == 1:
-            # Plotly would show two units around a single place.
-            (place,) = places
-            self._figure.update_xaxes(range=[place - 0.5, place + 0.5], dtick=1, tick0=place)
+        places = np.concatenate([trace.x for trace in self._figure.data])
+        first, last = places.min(), places.max()
+        if self._axis is AXES["step"] and last - first < 5:
+            # There is nothing between two steps.
+            self._figure.update_xaxes(dtick=1)
+        if first == last:
+            self._figure.update_xaxes(range=[first - 0.5, last + 0.5])
         self._figure.update_xaxes(title=self._axis.title, showgrid=False, showline=True, **axes)
         self._figure.update_yaxes(title=self.unit, rangemode="tozero" if zero else "normal", **axes)
         return self._figure

@@ -157,7 +157,7 @@ def _evidence(run: RunFolder) -> Update:
 
     def update() -> None:
         found = find_evidence(run.path)
-        empty.say("" if found else "No step has hung, failed or been skipped.")
+        empty.say("" if found else "This run has written no reports.")
         if found != shown:
             shown[:] = found
             box.clear()
