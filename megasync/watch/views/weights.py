@@ -43,8 +43,8 @@ def build(run: RunFolder, place: Place) -> Update:
 
 def _readings(run: RunFolder) -> Update:
     with ui.element("div").classes("readings"):
-        norm, skipped = Reading("Gradient norm"), Reading("Steps skipped")
         of_updates = [] if run.supervised else [_of_updates(run)]
+        norm, skipped = Reading("Gradient norm"), Reading("Steps skipped")
 
     def update() -> None:
         norm.show(units.number(run.metrics.latest("train/grad_norm")), below=_largest(run, "train/grad_norm"))
