@@ -11,6 +11,7 @@ from made_runs import make_run, write_trace
 from nicegui import ui
 from nicegui.testing import user_simulation
 
+from megasync.observe.events import END, EventLog
 from megasync.observe.state_file import read_state, write_state
 from megasync.watch import figures
 from megasync.watch.page import VIEWS
@@ -120,3 +121,13 @@ def test_a_run_of_one_step_is_drawn_as_points_at_that_step(tmp_path):
     assert figure is not None
     assert [trace.mode for trace in figure.data] == ["lines+markers"] * 2
     assert (figure.layout.xaxis.range, figure.layout.xaxis.dtick) == ((0.5, 1.5), 1)
+
+
+async def test_the_end_of_a_run_is_named_among_its_messages(tmp_path):
+    run_dir = make_run(tmp_path, steps=2)
+    events = EventLog(run_dir)
+    events.write(END, "", status="finished")
+    events.close()
+    async with user_simulation() as user:
+        await opened(user, RunFolder(run_dir), "overview")
+        await user.should_see("run finished")

@@ -10,7 +10,7 @@ from nicegui import ui
 from plotly.graph_objects import Figure
 
 from megasync.observe import names
-from megasync.observe.events import CHECKPOINT, FAULT, RECOVERY, SYNC, Event
+from megasync.observe.events import CHECKPOINT, END, FAULT, RECOVERY, SYNC, Event
 from megasync.observe.state_file import ProcessState, RunState
 from megasync.watch import figures, units
 from megasync.watch.chart import Chart
@@ -354,5 +354,7 @@ def _message(run: RunFolder, event: Event) -> str:
         return f"{event.what} works again: {first_line(event.text)}"
     if event.kind == CHECKPOINT:
         return f"checkpoint {Path(event.text).name}"
+    if event.kind == END and not event.text:
+        return f"run {event.fields.get('status', 'ended')}"
     # Paths below the run directory are as short as they can be.
     return first_line(event.text).replace(f"{run.path.resolve()}/", "")
