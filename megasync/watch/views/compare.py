@@ -28,7 +28,7 @@ def build(runs: Sequence[RunFolder], place: Place) -> Update | None:
         chosen["axis"] = "step"
     charts: list[Update] = []
     with ui.element("div").classes("grid"):
-        tables = [_table("Outcomes", lambda: comparison.outcomes(runs), "None of these runs has measured anything.")]
+        tables = [_table("Outcomes", lambda: comparison.outcomes(runs))]
         with card("Curves", "by", "all"):
             ui.toggle(AXES, value=chosen["axis"], on_change=lambda event: turn(event.value)).props("dense no-caps")
             with ui.element("div").classes("legend"):
@@ -68,7 +68,7 @@ def _chart(runs: Sequence[RunFolder], draw: Callable[..., Figure | None], chosen
     return update
 
 
-def _table(title: str, rows: Callable[[], Rows | None], none: str) -> Update:
+def _table(title: str, rows: Callable[[], Rows | None], none: str = "") -> Update:
     with card(title, width="all"):
         box = ui.element("div")
         empty = text("div", "", "empty")
