@@ -16,12 +16,13 @@ import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 PART = ".part"
 _REMOVED = ".removed"
@@ -183,6 +184,22 @@ def durable_rename(draft: Path, path: Path) -> None:
     """Renames a file or folder durably. Its content must already be flushed to disk with `fsync`."""
     os.replace(draft, path)
     fsync(path.parent)
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Opens a file of somebody else for reading. Raises OSError for what is no regular file.
+
+    A named pipe would block, a device might never end.
+    """
+    # Without O_NONBLOCK, opening a pipe waits for a writer.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
 
 
 def fsync(path: str | Path) -> None:

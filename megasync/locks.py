@@ -14,9 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from megasync.files import open_regular
+
 # A check whether a lock is held takes it for a moment; only a holder has it longer than this.
 PATIENCE_SECONDS = 1.0
 RETRY_SECONDS = 0.05
+# Of a holder's name.
+HOLDER_BYTES = 4096
 
 
 class FileLock:
@@ -61,7 +65,8 @@ class FileLock:
 def holder_of(path: Path) -> dict[str, Any] | None:
     """The lock's present or last holder as {"pid", "host", ...}; None when there never was one."""
     try:
-        found = json.loads(path.read_text())
+        with open_regular(path) as file:
+            found = json.loads(file.read(HOLDER_BYTES))
         return found if isinstance(found, dict) and {"pid", "host"} <= found.keys() else None
     except (OSError, ValueError, RecursionError):
         return None
@@ -76,13 +81,13 @@ def named_holder(path: Path) -> str:
 def is_locked(path: Path) -> bool:
     """Whether a process holds the lock."""
     try:
-        with path.open() as file:
+        with open_regular(path) as file:
             return not _lock(file, fcntl.LOCK_SH)
     except FileNotFoundError:
         return False
 
 
-def _lock(file: IO[str], kind: int) -> bool:
+def _lock(file: IO[Any], kind: int) -> bool:
     """Takes the lock if it is free. Returns whether it was."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megasync.observe import trace
+from megasync.observe.growing_file import LATEST_TIME, GrowingFile
 
 EVENTS_FILE = "events.jsonl"
 # The kinds of events.
@@ -111,23 +112,19 @@ class EventReader:
     """Reads the events of a run directory as they are written."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = Path(run_dir) / EVENTS_FILE
-        self._read = 0
-        # Lines that were not events and were left out.
-        self.damaged = 0
+        self._file = GrowingFile(Path(run_dir) / EVENTS_FILE)
+        self._damaged = 0
+
+    @property
+    def damaged(self) -> int:
+        """Lines that were not events and were left out."""
+        return self._damaged + self._file.left_out
 
     def update(self) -> list[Event]:
         """The events since the last call, in the order of the file; none where there is no file. Raises OSError."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._read)
-                new = file.read()
-        except FileNotFoundError:
-            return []
-        whole = new[: new.rfind(b"\n") + 1]
-        self._read += len(whole)
-        events = [_event(line) for line in whole.splitlines()]
-        self.damaged += events.count(None)
+        _, pieces = self._file.read()
+        events = [_event(line) for lines in pieces for line in lines]
+        self._damaged += events.count(None)
         return [event for event in events if event is not None]
 
 
@@ -195,6 +192,8 @@ def _event(line: bytes) -> Event | None:
     try:
         row = json.loads(line)
         at, kind = float(row.pop("time")), str(row.pop("kind"))
+        if not 0 <= at <= LATEST_TIME:
+            return None
         return Event(at, kind, str(row.pop("text", "")), str(row.pop("what", "")), row)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
         return None

@@ -22,6 +22,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -32,6 +33,8 @@ from numpy.typing import NDArray
 
 from megasync.concurrency.first_use import prepared
 from megasync.errors import DataError
+from megasync.files import open_regular
+from megasync.observe.growing_file import GrowingFile
 from megasync.runs import Runs
 from megasync.trajectory import TOKEN_REWARDS, Trajectory, finite_float
 from megasync.turns import Turn, within
@@ -418,8 +421,7 @@ class RolloutIndex:
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = Path(run_dir) / FOLDER
-        # How many bytes of each index have been read.
-        self._read: dict[str, int] = {}
+        self._files: dict[str, GrowingFile] = {}
         self._rows: dict[tuple[str, int], Row] = {}
         self.damaged = 0
         self.revision = 0
@@ -438,37 +440,33 @@ class RolloutIndex:
             found = sorted(file["pair"] for file in files if file["suffix"] == INDEX)
         except OSError:
             found = []
-        if gone := self._read.keys() - set(found):
+        if gone := self._files.keys() - set(found):
             self._rows = {key: row for key, row in self._rows.items() if row.pair not in gone}
             for pair in gone:
-                del self._read[pair]
+                del self._files[pair]
         rows = [row for pair in found for row in self._new_rows(pair)]
         self.revision += bool(rows or gone)
         return rows
 
     def _new_rows(self, pair: str) -> list[Row]:
-        path, start = self._folder / f"{pair}{INDEX}", self._read.get(pair, 0)
+        file = self._files.get(pair) or self._files.setdefault(pair, GrowingFile(self._folder / f"{pair}{INDEX}"))
+        rows: list[Row] = []
         try:
-            with path.open("rb") as file:
-                file.seek(start)
-                data = file.read()
+            _, pieces = file.read()
+            for line in chain.from_iterable(pieces):
+                try:
+                    row = _row.decode(line)
+                except (ValueError, RecursionError):
+                    self.damaged += 1
+                    continue
+                row.pair = pair
+                key = row.uid, row.sample
+                known = self._rows.get(key)
+                if known is None or known.time <= row.time:
+                    self._rows[key] = row
+                    rows.append(row)
         except OSError:
-            return []  # removed meanwhile, or not readable now
-        data = data[: data.rfind(b"\n") + 1]
-        self._read[pair] = start + len(data)
-        rows = []
-        for line in data.splitlines():
-            try:
-                row = _row.decode(line)
-            except msgspec.DecodeError:
-                self.damaged += 1
-                continue
-            row.pair = pair
-            key = row.uid, row.sample
-            known = self._rows.get(key)
-            if known is None or known.time <= row.time:
-                self._rows[key] = row
-                rows.append(row)
+            pass  # removed meanwhile, or not readable now
         return rows
 
     def select(self, filters: Filters | None = None, sort: str = "time", descending: bool = True) -> list[Row]:
@@ -486,12 +484,11 @@ class RolloutIndex:
         """The tokens of a response. Raises DataError if they are gone or damaged."""
         path = self._folder / f"{row.pair}{BODY}"
         try:
-            file = os.open(path, os.O_RDONLY)
-            try:
-                return _unpacked(_unpack.decode(os.pread(file, row.size, row.at)))
-            finally:
-                os.close(file)
-        except (OSError, ValueError) as error:
+            with open_regular(path) as file:
+                if not 0 <= row.size <= os.fstat(file.fileno()).st_size:
+                    raise ValueError(f"the file is shorter than its index says ({row.size} bytes at {row.at})")
+                return _unpacked(_unpack.decode(os.pread(file.fileno(), row.size, row.at)))
+        except (OSError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
             raise DataError(f"response {row.sample} of group {row.uid} cannot be read from {path}: {error}") from error
 
     def search(self, rows: Iterable[Row], text: str, text_of: Callable[[Response], str]) -> Iterator[Row]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from os import SEEK_END
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +17,8 @@ import msgspec
 
 from megasync.concurrency.first_use import prepared
 from megasync.errors import DataError
+from megasync.files import open_regular
+from megasync.observe.growing_file import LATEST_TIME, PIECE
 from megasync.observe.trace import LANES, TRACE_FOLDER, ChromeEvent, process_of, segments
 
 
@@ -50,6 +53,8 @@ class TraceReader:
         self._most = most_bytes
         # Whether something older was left out.
         self.partial = False
+        # Bytes read in all, also of segments that are gone.
+        self.taken = 0
         # Bytes read of each segment.
         self._read: dict[Path, int] = {}
         self._lines = msgspec.json.Decoder(list[ChromeEvent])
@@ -67,14 +72,22 @@ class TraceReader:
             spans.extend(self.update_from(path))
         return spans
 
+    def stored(self) -> int:
+        """Bytes that the traces hold now."""
+        sizes = 0
+        for path in segments(self._folder):
+            with suppress(OSError):
+                sizes += path.stat().st_size
+        return sizes
+
     def _skip(self, paths: Iterable[Path], share: int) -> None:
         """Leaves out all but the last `share` bytes of each file, up to the end of a line."""
         for path in paths:
             try:
-                with path.open("rb") as file:
+                with open_regular(path) as file:
                     if (size := file.seek(0, SEEK_END)) > share:
                         file.seek(size - share)
-                        file.readline()
+                        file.readline(PIECE)
                         self._read[path] = file.tell()
                         self.partial = True
             except OSError:
@@ -82,36 +95,44 @@ class TraceReader:
 
     def update_from(self, path: Path) -> Iterator[Span]:
         """The spans that were added to one segment since it was last read."""
+        process = process_of(path)
+        while data := self._whole_lines(path):
+            for event in self._decode(data):
+                start = event.ts / 1e6
+                end = start + max(0, event.dur) / 1e6
+                if event.ph in "Xi" and 0 <= start <= end <= LATEST_TIME:
+                    yield Span(process, event.cat, event.tid % LANES, event.name, start, end, event.args)
+
+    def _whole_lines(self, path: Path) -> bytes:
+        """The next lines of a segment; none at its end. Leaves out a line that is longer than a piece."""
         at = self._read.get(path, 0)
         try:
             if path.stat().st_size <= at:
-                return
-            with path.open("rb") as file:
+                return b""
+            with open_regular(path) as file:
                 file.seek(at)
-                data = file.read()
+                while len(data := file.read(PIECE)) == PIECE and b"\n" not in data:
+                    self.damaged += 1
+                    at += PIECE
         except OSError:
-            return
+            return b""
         whole = data.rfind(b"\n") + 1
         self._read[path] = at + whole
-        process = process_of(path)
-        for event in self._decode(data[:whole]):
-            if event.ph in "Xi":
-                start = event.ts / 1e6
-                end = start + max(0, event.dur) / 1e6
-                yield Span(process, event.cat, event.tid % LANES, event.name, start, end, event.args)
+        self.taken += whole
+        return data[:whole]
 
     def _decode(self, data: bytes) -> list[ChromeEvent]:
         data = data.removeprefix(b"[\n").rstrip(b",\n")
         try:
             return self._lines.decode(b"[%b]" % data)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (ValueError, RecursionError):
             return list(self._decode_each(data.split(b"\n")))
 
     def _decode_each(self, lines: Iterable[bytes]) -> Iterator[ChromeEvent]:
         for line in lines:
             try:
                 yield from self._lines.decode(b"[%b]" % line.rstrip(b","))
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except (ValueError, RecursionError):
                 self.damaged += 1
 
 

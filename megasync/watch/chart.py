@@ -21,10 +21,10 @@ TAG = re.compile(r"<[^>]*>")
 class Chart:
     """A figure in the current container: `draw` gives it, or None while there is nothing to show.
 
-    `update` draws it, and sends it only if it differs from the one that the browser has.
+    `update` draws it, and sends it only if it differs from what the browser has; `empty` says why there is none.
     """
 
-    def __init__(self, draw: Callable[[], Figure | None], height: int = HEIGHT, empty: str = "") -> None:
+    def __init__(self, draw: Callable[[], Figure | None], height: int = HEIGHT, empty: Callable[[], str] = str) -> None:
         self._draw = draw
         self._height = height
         self._empty = empty
@@ -42,7 +42,8 @@ class Chart:
     def update(self) -> None:
         figure = self._draw()
         title, note, options = ("", "", None) if figure is None else _parts(figure, self._height)
-        sent = json.dumps(options)
+        empty = self._empty() if options is None else ""
+        sent = empty if options is None else json.dumps(options)
         if sent == self._sent:
             return
         self._sent = sent
@@ -58,8 +59,8 @@ class Chart:
                     text("span", title)
                     self._note = text("span", note, "note")
                 self._plot = ui.plotly(options).style(f"height: {self._height}px; width: 100%")
-            elif self._empty:
-                text("div", self._empty, "empty")
+            elif empty:
+                text("div", empty, "empty")
 
 
 def _parts(figure: Figure, height: int) -> tuple[str, str, dict[str, Any]]:

@@ -10,13 +10,19 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import MISSING, OmegaConf
 
 from megasync.confidential import masked
 from megasync.config import Config
+from megasync.files import open_regular
 
+# Of a configuration that is read.
+MOST_BYTES, DEEPEST = 4 * 2**20, 64
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # Of a key that a configuration does not have.
 ABSENT = object()
 
@@ -36,6 +42,37 @@ def defaults() -> dict[str, Any]:
     values = OmegaConf.to_container(OmegaConf.structured(Config), resolve=False)
     assert isinstance(values, dict)
     return {key: ABSENT if value == MISSING else value for key, value in flat(values)}
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The leaves of a YAML file by their dotted keys; references to other keys and to the environment stay as written.
+
+    The file is read as hostile: aliases could expand without end, and deep nesting ends the interpreter. Raises
+    OSError, and ValueError for what is no configuration.
+    """
+    with open_regular(path) as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"it is larger than {MOST_BYTES // 2**20} MiB")
+    try:
+        text = data.decode("utf-8")
+        _check_shape(text)
+        values = yaml.load(text, _LOADER)
+    except (yaml.YAMLError, RecursionError, ArithmeticError, TypeError, AttributeError) as error:
+        raise ValueError(str(error) or type(error).__name__) from None
+    if not isinstance(values, dict):
+        raise ValueError("it holds no keys")
+    return dict(flat(values))
+
+
+def _check_shape(text: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, _LOADER):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("it has YAML aliases, which no configuration of a run has")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise ValueError(f"it is nested more than {DEEPEST} levels deep")
 
 
 def flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -38,8 +38,12 @@ def text(tag: str, content: str, classes: str = "") -> Text:
 
 
 def notice(content: str, bad: bool = False, calm: bool = False) -> None:
-    """Something that the reader should know first: a problem unless it is `calm`, a failure if it is `bad`."""
-    text("div", content, f"notice {'bad' if bad else 'calm' if calm else ''}").props('role="status"')
+    """Something that the reader should know first: a problem unless it is `calm`, a failure if it is `bad`.
+
+    Of several lines the first is shown, and the others unfold.
+    """
+    with ui.element("div").classes(f"notice {'bad' if bad else 'calm' if calm else ''}").props('role="status"'):
+        folded(content) if "\n" in plain(content) else text("span", plain(content))
 
 
 def trouble(run: RunFolder) -> Callable[[], None]:
@@ -70,6 +74,15 @@ def trouble(run: RunFolder) -> Callable[[], None]:
 
     update()
     return update
+
+
+def why_none(run: RunFolder, what: str) -> str:
+    """Why there is nothing of `what`, a plural, to show: it comes, or this run does not have it."""
+    if run.step:
+        return f"This run has measured no {what}."
+    if run.status in ACTIVE:
+        return f"No {what} yet: they come with the first trained step."
+    return f"No {what}: this run ended before its first step."
 
 
 class Chip(Text):
@@ -191,9 +204,9 @@ class Table:
             "number" if heading in numbers else "wide" if heading == wide else "short" for heading in headings
         ]
         self._shown: list[Sequence[Cell]] | None = None
-        self._table = ui.element("table").classes("table")
+        self._table = ui.element("div").classes("scroll-x")
         self._table.set_visibility(False)
-        with self._table:
+        with self._table, ui.element("table").classes("table"):
             with ui.element("thead"), ui.element("tr"):
                 for heading, classes in zip(headings, self._classes, strict=True):
                     text("th", heading, classes)

@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
+
+from megasync.files import open_regular
 
 # Folders of a run directory, and what a file there is.
 FOLDERS = {"hang": "hang report", "failed_steps": "failed step", "skipped": "skipped step"}
 MOST_FILES = 200
 MOST_BYTES = 256 * 1024
+# Bytes in which the title of a hang report stands.
+TITLE_BYTES = 4096
 _BATCH = ', "batch": '
 
 
@@ -43,7 +46,7 @@ def find_evidence(run_dir: Path) -> list[Evidence]:
 def read_evidence(evidence: Evidence) -> str:
     """The text of a report, without the batch of a step. Says so if it cannot be read or was cut."""
     try:
-        with evidence.path.open("rb") as file:
+        with open_regular(evidence.path) as file:
             text = file.read(MOST_BYTES + 1).decode("utf-8", "replace")
     except OSError as error:
         return f"{evidence.path} cannot be read: {error.strerror}"
@@ -57,10 +60,11 @@ def read_evidence(evidence: Evidence) -> str:
 
 def _hang_title(path: Path) -> str:
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            lines = [line.strip() for line in islice(file, 5) if line.strip()]
+        with open_regular(path) as file:
+            head = file.read(TITLE_BYTES).decode("utf-8", "replace").splitlines()[:5]
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror}"
+    lines = [line.strip() for line in head if line.strip()]
     # The first line only says that it is a report, and of when.
     told = [line for line in lines if not line.startswith("Hang report")]
     return (told or lines or [path.name])[0][:300]
@@ -68,7 +72,7 @@ def _hang_title(path: Path) -> str:
 
 def _step_title(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             record = _before_batch(file.read(MOST_BYTES).decode("utf-8", "replace"))
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror}"
@@ -83,7 +87,7 @@ def _before_batch(text: str) -> dict[str, object] | None:
     at = text.find(_BATCH)
     try:
         record = json.loads(text if at < 0 else f"{text[:at]}}}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 

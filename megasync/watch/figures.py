@@ -25,7 +25,7 @@ from megasync.watch.run_folder import RunFolder
 
 # Okabe and Ito, https://jfly.uni-koeln.de/color/. Black and yellow, which vanish on one of the grounds, are replaced.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#8C6BB1", "#7F7F7F")
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+DASHES = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "dash and dot", "longdash": "long dashes"}
 # A line has at most twice as many points: the smallest and the largest of each bucket.
 BUCKETS = 800
 # Stacked bars of more steps than this are means over neighbouring steps.
@@ -389,6 +389,10 @@ class _Plot:
         self._dashes: dict[str, str] = {}
         self._note = ""
 
+    def colour(self, runs: Sequence[RunFolder]) -> None:
+        """Gives each run its colour, also where an earlier one has nothing to show."""
+        self._colours = colours_of(runs)
+
     def line(self, run: RunFolder, label: str, series: Series, *, smooth: bool = False, markers: bool = False) -> None:
         """Adds a series, if it has values. `smooth` puts a moving mean over a faint line of the values themselves."""
         if not len(series.finite):
@@ -460,7 +464,7 @@ class _Plot:
             hoverlabel={"bgcolor": "#161b22" if self._dark else "#ffffff", "font": {"color": ground.text}},
             showlegend=True,
             legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 11}},
-            meta={"note": self._note},
+            meta={"note": self._note, "dashes": self._dashes},
             # Redrawing with new data keeps what the reader zoomed to and hid.
             uirevision="constant",
         )
@@ -471,6 +475,13 @@ class _Plot:
             "ticks": "",
             "title_font_size": 12,
         }
+        places = np.concatenate([trace.x for trace in self._figure.data])
+        first, last = places.min(), places.max()
+        if self._axis is AXES["step"] and last - first < 5:
+            # There is nothing between two steps.
+            self._figure.update_xaxes(dtick=1)
+        if first == last:
+            self._figure.update_xaxes(range=[first - 0.5, last + 0.5])
         self._figure.update_xaxes(title=self._axis.title, showgrid=False, showline=True, **axes)
         self._figure.update_yaxes(title=self.unit, rangemode="tozero" if zero else "normal", **axes)
         return self._figure
@@ -481,7 +492,7 @@ class _Plot:
         colour = self._colours.setdefault(key, COLOURS[len(self._colours) % len(COLOURS)])
         if not self.several:
             return colour, "solid", escape(label, quote=False)
-        dash = self._dashes.setdefault(label, DASHES[len(self._dashes) % len(DASHES)])
+        dash = self._dashes.setdefault(label, list(DASHES)[len(self._dashes) % len(DASHES)])
         return colour, dash, escape(f"{run.name}: {label}", quote=False)
 
     def _draw(self, x: Floats, y: Floats, style: dict[str, Any]) -> None:
@@ -491,7 +502,8 @@ class _Plot:
             **{
                 "x": x[kept],
                 "y": y[kept],
-                "mode": "lines",
+                # A line of one point is invisible.
+                "mode": "lines" if np.isfinite(y).sum() > 1 else "lines+markers",
                 "hovertemplate": f"{name}: %{{y:.4g}}<extra></extra>",
                 **style,
             }
@@ -501,7 +513,26 @@ class _Plot:
 def _each(runs: Runs, plot: _Plot) -> list[RunFolder]:
     found = [runs] if isinstance(runs, RunFolder) else list(runs)
     plot.several = len(found) > 1
+    if plot.several:
+        plot.colour(found)
     return found
+
+
+def colours_of(runs: Sequence[RunFolder]) -> dict[str, str]:
+    """The colour of each of several runs by its name, the same in every figure."""
+    return {run.name: COLOURS[number % len(COLOURS)] for number, run in enumerate(runs)}
+
+
+def without_legend(figure: go.Figure | None) -> go.Figure | None:
+    """The figure of several runs with the meaning of its dashes in its title; `colours_of` has that of its colours."""
+    if figure is not None:
+        dashes = figure.layout.meta["dashes"]
+        meanings = ", ".join(f"{DASHES[dash]}: {escape(label)}" for label, dash in dashes.items())
+        title = figure.layout.title.text
+        if len(dashes) > 1:
+            title = title.replace("</span>", f"{'; ' * bool(figure.layout.meta['note'])}{meanings}</span>")
+        figure.update_layout(showlegend=False, title={"text": title})
+    return figure
 
 
 def _shared(runs: Runs, value: Callable[[RunFolder], Any]) -> Any:

@@ -1,16 +1,20 @@
 """A document as one HTML file that loads nothing: readable without JavaScript, printable, light and dark.
 
-Every figure stands there as a still SVG. Where JavaScript runs, a figure becomes a live one of Plotly once it is
-scrolled into view; on paper it is the still one again. The page's own policy forbids every request, and every text is
-escaped, so that nothing which a run recorded can act.
+Every figure stands there as a still SVG. Where JavaScript runs, a figure becomes a live one once it is scrolled into
+view; on paper, and where that fails, it is the still one. Plotly, which draws the live ones, and their data are in the
+file as compressed text, which the browser inflates when the first figure is due. The page's own policy forbids every
+request, and every text is escaped, so that nothing which a run recorded can act.
 """
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -40,11 +44,12 @@ STYLE, SCRIPT = (Path(__file__).with_name(name).read_text(encoding="utf-8") for 
 
 
 def render_html(document: Document) -> str:
-    """The whole file; about 5 MB, since Plotly is part of it."""
+    """The whole file; more than 2 MB if it has figures, since Plotly is part of it."""
     writer = _Html()
     body = "\n".join(writer.parts(document))
     data = json.dumps([json.loads(chart.figure.to_json() or "{}") for chart in writer.charts], separators=(",", ":"))
-    plotly = f"<script>{get_plotlyjs()}</script>" if writer.charts else ""
+    packed = {"plotly": _plotly(), "figures": _packed(data)} if writer.charts else {}
+    scripts = "".join(f'<script type="text/plain" id="{name}">{text}</script>\n' for name, text in packed.items())
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -60,9 +65,7 @@ def render_html(document: Document) -> str:
 <main>
 {body}
 </main>
-{plotly}
-<script type="application/json" id="figures">{_json_in_html(data)}</script>
-<script>{SCRIPT}</script>
+{scripts}<script>{SCRIPT}</script>
 </body>
 </html>
 """
@@ -197,6 +200,11 @@ def _text(text: str) -> str:
     return escape(printable(text))
 
 
-def _json_in_html(text: str) -> str:
-    """JSON that no browser reads as the end of its script element."""
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+@cache
+def _plotly() -> str:
+    return _packed(get_plotlyjs())
+
+
+def _packed(text: str) -> str:
+    """Compressed, as letters and digits, of which none can end an element. Equal texts are packed alike."""
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()

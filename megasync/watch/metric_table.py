@@ -6,6 +6,7 @@ finite, is NaN.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from megasync.observe.growing_file import LATEST_TIME
 from megasync.observe.metrics import STEP, TIME
+
+# The largest step that a chart can place. Names beyond the most are left out.
+LARGEST_STEP = 2**53
+MOST_NAMES = 10_000
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -46,6 +52,13 @@ class Series:
         return float(values[np.flatnonzero(np.diff(values) < 0)].sum() + values[-1])
 
 
+def _number(value: object) -> float | None:
+    """A logged value; NaN for null, None for what is no number. Raises OverflowError for an integer beyond floats."""
+    if value is None:
+        return math.nan
+    return float(value) if isinstance(value, int | float) else None
+
+
 class MetricTable:
     """Grows by lines of `metrics.jsonl`. Lines that are no such object are counted as `damaged` and left out."""
 
@@ -65,18 +78,21 @@ class MetricTable:
             try:
                 row = decode(line)
                 step, time = int(row.pop(STEP)), float(row.pop(TIME))  # pyright: ignore[reportArgumentType]
-            except (msgspec.DecodeError, KeyError, TypeError, ValueError, OverflowError):
+                if not (0 <= step <= LARGEST_STEP and 0 <= time <= LATEST_TIME):
+                    raise ValueError("no step or no time")
+                values = {name: _number(value) for name, value in row.items()}
+            except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
                 self.damaged += 1
                 continue
             self._steps.append(step)
             self._times.append(time)
-            for name, value in row.items():
+            for name, value in values.items():
                 if value is None:
-                    value = np.nan
-                elif not isinstance(value, (int, float)):
                     continue
                 column = columns.get(name)
                 if column is None:
+                    if len(columns) == MOST_NAMES:
+                        continue
                     column = columns[name] = (array("q"), array("d"))
                 column[0].append(number)
                 column[1].append(value)

@@ -148,6 +148,14 @@ def _embeddable(text: str, prefix: str) -> str:
     text = (
         text.replace(LIGHT.text, "var(--ink)").replace(LIGHT.faint, "var(--faint)").replace(LIGHT.grid, "var(--rule)")
     )
+    # Text between tags, which a run may have recorded, stays as it is.
+    text = re.sub("<[^>]*>", lambda tag: _trimmed(tag[0]), text)
     # Its size is that of its frame; the view box keeps the proportions.
     head, rest = text.split(">", 1)
     return re.sub(r' (width|height)="[^"]*"', "", head) + ">" + rest
+
+
+def _trimmed(tag: str) -> str:
+    """Without the font, which the page has, with places to a hundredth of a pixel, and not turned by nothing."""
+    tag = re.sub(r'font-family: [^;"]*; | transform="rotate\(-0 [^"]*"', "", tag)
+    return re.sub(r' (?:d|x|y)="[^"]*"', lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), tag)

@@ -6,7 +6,6 @@ guessed in its place. `refresh` reads only what was appended since the last one.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -18,42 +17,48 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-import yaml
 
 from megasync.app.run_lock import FILE as LOCK_FILE
 from megasync.app.run_lock import is_held
 from megasync.buffer.groups import LIVE, RENAMED_REASONS, TRAINED, GroupState
 from megasync.buffer.ledger import FILE as LEDGER_FILE
-from megasync.config import CONFIG_FILE, CUSTOM_FILE, ROWS_FILE, Config, load_config
+from megasync.config import CONFIG_FILE, CUSTOM_FILE, ROWS_FILE
 from megasync.config.pacing import Pacing
 from megasync.errors import ConfigError
+from megasync.files import open_regular
 from megasync.observe import names
 from megasync.observe.events import EVENTS_FILE, START, Event, EventReader, Fault, faults
+from megasync.observe.growing_file import GrowingFile
 from megasync.observe.metrics import METRICS_FILE
 from megasync.observe.rollouts import FOLDER as ROLLOUTS_FOLDER
 from megasync.observe.rollouts import RolloutIndex
 from megasync.observe.samples import SAMPLES_FILE, SampleAnswer
 from megasync.observe.state_file import ALIVE, OLD_SECONDS, STATE_FILE, RunState, read_state
-from megasync.watch.configuration import flat
-from megasync.watch.growing_file import GrowingFile
+from megasync.watch.configuration import read_settings
 from megasync.watch.metric_table import Floats, Integers, MetricTable, Series
 
 LOG_FILE = Path("logs", "controller.log")
 # The end of the log that tells how a run of an older version ended.
 LOG_TAIL_BYTES = 65536
 LOG_OF_FAILURE = b"Run failed"
-# A ledger above this size is not copied to count its groups; the metrics have the counts too.
+# A ledger above this size is not copied to count its groups, and counting them takes no more seconds; the metrics have
+# the counts too.
 LARGEST_LEDGER_BYTES = 1 << 30
+COUNT_SECONDS = 5.0
 STARTING, RUNNING, FINISHED, STOPPED, FAILED, CRASHED = (
     "starting", "running", "finished", "stopped", "failed", "crashed",
 )  # fmt: skip
 ACTIVE = (STARTING, RUNNING)
+
+
+_answer = msgspec.json.Decoder(SampleAnswer)
+_custom = msgspec.json.Decoder(dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +138,15 @@ class RunFolder:
         active = self.status in ACTIVE
         if METRICS_FILE not in found and not len(self.metrics):
             found[METRICS_FILE] = f"{METRICS_FILE} has no lines yet." if active else f"There is no {METRICS_FILE}."
-        if self.metrics.damaged:
-            found["damaged"] = (
-                f"{_lines(self.metrics.damaged)} of {METRICS_FILE} left out: not JSON with step and time."
-            )
+        if damaged := self.metrics.damaged + self._metrics_file.left_out:
+            found["damaged"] = f"{_lines(damaged)} of {METRICS_FILE} left out: not JSON with step and time."
+        for file in (self._metrics_file, self._answers_file):
+            if file.full:
+                found[f"full {file.path.name}"] = f"{file.path.name} is too long: only its beginning is shown."
         if not active and self._metrics_file.torn():
             found["torn"] = f"The last line of {METRICS_FILE} is torn and left out."
-        if self._damaged_answers:
-            found["answers"] = f"{_lines(self._damaged_answers)} of {SAMPLES_FILE} left out: not a sample response."
+        if damaged := self._damaged_answers + self._answers_file.left_out:
+            found["answers"] = f"{_lines(damaged)} of {SAMPLES_FILE} left out: not a sample response."
         if self._events_file.damaged:
             found["events"] = f"{_lines(self._events_file.damaged)} of {EVENTS_FILE} left out: not an event."
         if self._rollouts is not None and self._rollouts.damaged:
@@ -162,52 +168,49 @@ class RunFolder:
             version = _version(path)
             if version == self._config_version:
                 return
-            values = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-            if not isinstance(values, dict):
-                raise ValueError("it holds no keys")
+            settings = read_settings(path)
         except FileNotFoundError:
             self._problems[CONFIG_FILE] = f"There is no {CONFIG_FILE}: the staleness bound and settings are unknown."
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        except (OSError, ValueError) as error:
             self._problems[CONFIG_FILE] = f"{_cannot(CONFIG_FILE, error)}."
         else:
             self._problems.pop(CONFIG_FILE, None)
-            self._config_version, self.settings = version, dict(flat(values))
-            self.__dict__.pop("config", None)
+            self._config_version, self.settings = version, settings
 
     def _read_metrics(self) -> bool:
         try:
-            new = self._metrics_file.read()
+            restarted, pieces = self._metrics_file.read()
+            if restarted:
+                self.metrics = MetricTable()
+            for lines in pieces:
+                self.metrics.add(lines)
         except OSError as error:
             self._problems[METRICS_FILE] = f"{_cannot(METRICS_FILE, error)}."
             return False
         self._problems.pop(METRICS_FILE, None)
-        if new.restarted:
-            self.metrics = MetricTable()
-        if new.lines:
-            self.metrics.add(new.lines)
-        return new.restarted
+        return restarted
 
     def _read_answers(self) -> None:
         try:
-            new = self._answers_file.read()
+            restarted, pieces = self._answers_file.read()
+            if restarted:
+                self.answers, self._damaged_answers = [], 0
+            for line in chain.from_iterable(pieces):
+                try:
+                    self.answers.append(_answer.decode(line))
+                except (ValueError, RecursionError):
+                    self._damaged_answers += 1
         except OSError as error:
             self._problems[SAMPLES_FILE] = f"{_cannot(SAMPLES_FILE, error)}."
-            return
-        self._problems.pop(SAMPLES_FILE, None)
-        if new.restarted:
-            self.answers, self._damaged_answers = [], 0
-        for line in new.lines:
-            try:
-                self.answers.append(msgspec.json.decode(line, type=SampleAnswer))
-            except msgspec.DecodeError:
-                self._damaged_answers += 1
+        else:
+            self._problems.pop(SAMPLES_FILE, None)
 
     def _read_state(self) -> None:
         before, self.state = self.state, read_state(self.path)
         if before is None or self.state is None or before.time != self.state.time:
             self._state_changes = before is not None
             self._state_seen = self._clock()
-        if self.state is None and (self.path / STATE_FILE).is_file():
+        if self.state is None and (self.path / STATE_FILE).exists():
             self._problems[STATE_FILE] = f"{STATE_FILE} cannot be read: it is damaged or of another version."
         else:
             self._problems.pop(STATE_FILE, None)
@@ -230,18 +233,6 @@ class RunFolder:
 
     # What was run
 
-    @cached_property
-    def config(self) -> Config | None:
-        """The typed configuration; None if this version cannot read it (`settings` has the keys as they are)."""
-        try:
-            config = load_config(self.path / CONFIG_FILE, unset=True)
-        except ConfigError as error:
-            if self.settings:
-                self._problems["config"] = f"{CONFIG_FILE} is of another version of megasync: {error}."
-            return None
-        self._problems.pop("config", None)
-        return config
-
     @property
     def versions(self) -> dict[str, str]:
         """Versions of the packages that its latest driver ran with; empty for a run that did not record them."""
@@ -255,10 +246,10 @@ class RunFolder:
     def custom(self) -> dict[str, str]:
         """What the run got from Python instead of its configuration: descriptions by the names of the arguments."""
         try:
-            found = json.loads((self.path / CUSTOM_FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            with open_regular(self.path / CUSTOM_FILE) as file:
+                return _custom.decode(file.read(LOG_TAIL_BYTES))
+        except (OSError, ValueError, RecursionError):
             return {}
-        return {name: str(text) for name, text in found.items()} if isinstance(found, dict) else {}
 
     @property
     def supervised(self) -> bool:
@@ -277,7 +268,7 @@ class RunFolder:
                 int(setting("schedule.weight_sync_steps", 1)),
                 setting("schedule.window_fraction"),
             )
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, ArithmeticError):
             return None
 
     @property
@@ -473,9 +464,12 @@ class RunFolder:
                             raise OSError(f"{name} is larger than 1 GiB")
                         shutil.copyfile(source, Path(folder, name))
                 with closing(sqlite3.connect(Path(folder, LEDGER_FILE))) as database:
+                    # What stands in the place of the table may be a view that never ends.
+                    deadline = time.monotonic() + COUNT_SECONDS
+                    database.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
                     rows = database.execute("SELECT state, reason, count(*) FROM groups GROUP BY state, reason")
                     balance = _balance(rows.fetchall())
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, ValueError, TypeError, sqlite3.Error) as error:
             self._problems[LEDGER_FILE] = (
                 f"{_cannot(LEDGER_FILE, error)}: prompts are counted from the reports of the driver."
             )
@@ -485,7 +479,7 @@ class RunFolder:
 
     def _log_of_last_start(self) -> bytes:
         try:
-            with (self.path / LOG_FILE).open("rb") as file:
+            with open_regular(self.path / LOG_FILE) as file:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(0, size - LOG_TAIL_BYTES))
                 tail = file.read()

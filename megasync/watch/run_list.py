@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from nicegui import ui
 
@@ -16,27 +19,51 @@ from megasync.watch import elements, units
 from megasync.watch.run_folder import ACTIVE, RunFolder, is_run
 from megasync.watch.view import address
 
+log = logging.getLogger(__name__)
+
+
+# Heading, what a run is sorted by under it, whether it is a number, and whether a narrow window shows it.
+COLUMNS: tuple[tuple[str, Callable[[Row], Any], bool, bool], ...] = (
+    ("run", lambda row: row.name, False, True),
+    ("status", lambda row: row.summary.status, False, True),
+    ("model", lambda row: row.summary.model, False, False),
+    ("step", lambda row: row.summary.step, True, True),
+    ("held-out", lambda row: row.summary.held_out, True, True),
+    ("reward or loss", lambda row: row.summary.training, True, False),
+    ("duration", lambda row: row.summary.seconds, True, False),
+    ("started", lambda row: row.started, True, False),
+    ("newest line", lambda row: row.summary.newest, True, False),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the list says of a run. `newest` is the time of its newest measurement, in epoch seconds."""
+    """What the list says of a run. `newest` is the time of its newest measurement, in epoch seconds.
 
-    status: str
-    step: int
-    total_steps: int | None
-    score: float | None
-    reward: float | None
-    newest: float | None
+    `held_out` is the score, of a supervised run the validation loss; `training` is the reward, or the loss.
+    """
+
+    status: str = "reading"
+    step: int = 0
+    total_steps: int | None = None
+    model: str = ""
+    held_out: float | None = None
+    training: float | None = None
+    seconds: float | None = None
+    newest: float | None = None
 
 
 def summarize(run: RunFolder) -> Summary:
-    times = run.metrics.times
+    times, latest = run.metrics.times, run.metrics.latest
+    held_out, training = (names.VALIDATION_LOSS, names.TRAINING_LOSS) if run.supervised else (names.SCORE, names.REWARD)
     return Summary(
         run.status,
         run.step,
         run.total_steps,
-        run.metrics.latest(names.SCORE),
-        run.metrics.latest(names.REWARD),
+        Path(str(run.settings.get("model.path") or "")).name,
+        latest(held_out),
+        latest(training),
+        run.seconds,
         float(times.max()) if len(times) else None,
     )
 
@@ -46,20 +73,23 @@ class Row:
 
     def __init__(self, name: str, path: Path, first_view: str, on_choice: Callable[[], None]) -> None:
         self.name = name
+        self.started = _started(path)
+        self.summary = Summary()
+        self.chosen = False
         self._path = path
         self._folder: RunFolder | None = None
         self._seen: object = None
         with ui.element("tr").classes("open") as self.element:
             with ui.element("td"):
-                self.box = ui.element("input").props(f'type="checkbox" aria-label="Choose {name}"')
-                self.chosen = False
-                self.box.on("change", self._choose, args=["target.checked"], js_handler="(e) => emit(e.target.checked)")
-            with ui.element("td"):
+                box = ui.element("input").props("type=checkbox")
+                # Not through the text of `props`, which a name could end.
+                box.props["aria-label"] = f"Choose {name}"
+                box.on("change", self._choose, args=["target.checked"], js_handler="(e) => emit(e.target.checked)")
+            with ui.element("td").classes("run-link"):
                 elements.text("a", name).props["href"] = address(first_view, [name])
             with ui.element("td"):
                 self._status = elements.Chip("reading", "")
-            self._step, self._score, self._reward = (elements.text("td", "", "number") for _ in range(3))
-            self._age = elements.text("td", "", "number")
+            self._cells = [elements.text("td", "", _classes(*column)) for column in COLUMNS[2:]]
         self._on_choice = on_choice
 
     def _choose(self, event: object) -> None:
@@ -79,22 +109,35 @@ class Row:
         self._show(summarize(folder))
         self._folder = folder if folder.status in ACTIVE else None
 
+    def unreadable(self) -> None:
+        self._status.show("unreadable", "bad")
+
     def _show(self, summary: Summary) -> None:
+        self.summary = summary
         self._status.show(summary.status, elements.STATUS_LOOKS[summary.status])
         total = f" / {summary.total_steps}" if summary.total_steps is not None else ""
-        self._step.say(f"{summary.step}{total}")
-        self._score.say(units.fixed(summary.score))
-        self._reward.say(units.fixed(summary.reward))
-        self._age.say(units.age(summary.newest))
+        texts = (
+            summary.model,
+            f"{summary.step}{total}",
+            units.fixed(summary.held_out),
+            units.fixed(summary.training),
+            units.duration(summary.seconds),
+            units.age(self.started or None),
+            units.age(summary.newest),
+        )
+        for cell, shown in zip(self._cells, texts, strict=True):
+            cell.say(shown)
 
 
 class RunList:
-    """Draws the list into the current container."""
+    """Draws the list into the current container: newest runs first, until another column is chosen."""
 
     def __init__(self, target: Path, paths: Callable[[], Mapping[str, Path]], first_view: str) -> None:
         self._paths = paths
         self._first_view = first_view
         self._rows: dict[str, Row] = {}
+        self._sort, self._descending = "started", True
+        self._order: list[str] = []
         with ui.element("header").classes("bar"), ui.element("div").classes("bar-top"):
             elements.text("span", "megasync", "brand")
             elements.text("span", "/", "crumb")
@@ -105,37 +148,79 @@ class RunList:
                 elements.text("span", "Runs")
                 elements.text("span", "choose several to see them side by side", "note")
                 self._open = elements.text("a", "", "right")
+            with ui.element("div").classes("filters"):
+                self._wanted = ui.input("name, model or status").props("dense outlined clearable")
+                self._wanted.on_value_change(self._arrange)
             with ui.element("div").classes("scroll-x"), ui.element("table").classes("table runs"):
                 with ui.element("thead"), ui.element("tr"):
-                    for heading in ("", "run", "status"):
-                        elements.text("th", heading)
-                    for heading in ("step", "held-out score", "reward", "newest line"):
-                        elements.text("th", heading, "number")
+                    elements.text("th", "")
+                    self._headings = {
+                        column[0]: elements.text("th", column[0], f"sortable {_classes(*column)}").props('tabindex="0"')
+                        for column in COLUMNS
+                    }
+                    for name, heading in self._headings.items():
+                        heading.on("click", partial(self._sort_by, name))
+                        heading.on("keydown.enter", partial(self._sort_by, name))
                 self._body = ui.element("tbody")
         self._draw()
 
     def _draw(self) -> None:
-        """Rows of runs that are new, at the top; without those that are gone."""
+        """Rows of runs that are new, without those that are gone, in the chosen order."""
         paths = self._paths()
         for name in [name for name in self._rows if name not in paths]:
             self._rows.pop(name).element.delete()
-        for name in sorted(paths.keys() - self._rows, key=lambda name: _started(paths[name])):
+            self._order.remove(name)
+        for name in sorted(paths.keys() - self._rows):
             with self._body:
-                row = self._rows[name] = Row(name, paths[name], self._first_view, self._offer)
-            row.element.move(target_index=0)
+                self._rows[name] = Row(name, paths[name], self._first_view, self._offer)
+            self._order.append(name)
+        self._arrange()
+
+    def _sort_by(self, heading: str) -> None:
+        self._descending = not self._descending if heading == self._sort else heading not in ("run", "status", "model")
+        self._sort = heading
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Shows the rows that are looked for, in the chosen order; rows without a value come last."""
+        for heading, element in self._headings.items():
+            element.say(heading + (" ▾" if self._descending else " ▴") * (heading == self._sort))
+        value = next(column[1] for column in COLUMNS if column[0] == self._sort)
+        known = [row for row in self._rows.values() if value(row) is not None]
+        ordered = sorted(known, key=lambda row: (value(row), row.name), reverse=self._descending)
+        order = [row.name for row in (*ordered, *(row for row in self._rows.values() if value(row) is None))]
+        if order != self._order:
+            self._order = order
+            for place, name in enumerate(order):
+                self._rows[name].element.move(target_index=place)
+        wanted = (self._wanted.value or "").casefold()
+        for row in self._rows.values():
+            found = any(wanted in text.casefold() for text in (row.name, row.summary.model, row.summary.status))
+            if row.element.visible != found:
+                row.element.set_visibility(found)
 
     def _offer(self) -> None:
-        chosen = [name for name, row in self._rows.items() if row.chosen]
+        oldest_first = sorted(self._rows.values(), key=lambda row: (row.started, row.name))
+        chosen = [row.name for row in oldest_first if row.chosen]
         self._open.say(f"Open {len(chosen)} side by side" if len(chosen) > 1 else "")
         if chosen:
             self._open.props["href"] = address(self._first_view, chosen)
 
     async def refresh(self) -> None:
         self._draw()
-        for row in reversed(list(self._rows.values())):
-            # A folder may be deleted meanwhile.
-            with contextlib.suppress(OSError):
+        for row in [self._rows[name] for name in self._order]:
+            try:
                 await row.refresh()
+            except OSError:
+                pass  # the folder was deleted meanwhile
+            except Exception:  # one run must not hide the others
+                log.exception("reading %s failed", row.name)
+                row.unreadable()
+        self._arrange()
+
+
+def _classes(heading: str, value: object, is_number: bool, narrow: bool) -> str:
+    return f"{'number' if is_number else ''} {'' if narrow else 'hide-narrow'}"
 
 
 def _started(path: Path) -> float:

@@ -17,25 +17,38 @@ from megasync.watch.timeline import OTHER, Bar, Mark, Picture, Row
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW, GRAY = (
     *("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#b5a800", "#98a1ad"),
 )
-# Colours of the usual spans; others take theirs from `PALETTE` by their names.
+# What work is about, each with a colour of its own.
+TRAINING, GENERATING, SCORING, SYNC, EVALUATION, STORING, WAITING, INTERRUPTED = (
+    *("training", "generating", "rewards and tools", "weight sync", "evaluation", "saving and loading"),
+    *("waiting or other", "paused or restarting"),
+)
 COLOURS = {
-    **{"train": BLUE, "forward_backward": BLUE, "step": BLUE, "group": SKY, "generate": GREEN, "publish": ORANGE},
-    **{"wait for groups": GRAY, OTHER: GRAY, "finished": GRAY, "buffer": GRAY, "pause": RED, "restart": RED},
-    **{"checkpoint": PURPLE, "save": PURPLE, "evaluation": PURPLE, "optimizer": SKY, "load": YELLOW, "score": GREEN},
-    **{"stage": SKY, "commit": ORANGE, "send": ORANGE, "connect": YELLOW, "verify": GREEN, "tool": PURPLE},
-    **{"reward": YELLOW, "teacher": SKY, "generating": GREEN, "idle": GRAY},
+    **{TRAINING: BLUE, GENERATING: SKY, SCORING: ORANGE, SYNC: GREEN, EVALUATION: PURPLE, STORING: YELLOW},
+    **{WAITING: GRAY, INTERRUPTED: RED},
 }
-PALETTE = (BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW)
+# What spans are about by their names, where that is not what their tracks are about.
+_BY_NAME = {
+    **dict.fromkeys(("wait for groups", OTHER, "finished", "idle"), WAITING),
+    **dict.fromkeys(("pause", "restart"), INTERRUPTED),
+    **dict.fromkeys(("checkpoint", "finish checkpoint", "save", "load"), STORING),
+    **dict.fromkeys(("publish", "publish to joiners"), SYNC),
+    **{"evaluation": EVALUATION, "validate": EVALUATION, "generate": GENERATING, "generating": GENERATING},
+    **{"group": GENERATING, "reward": SCORING, "tool": SCORING, "teacher": SCORING},
+}
+_BY_TRACK = {
+    **{"sync": SYNC, "group": GENERATING, "generate": GENERATING, "load": GENERATING, "evaluation": EVALUATION},
+    **{"reward": SCORING, "tool": SCORING, "teacher": SCORING, "buffer": WAITING},
+}
 # Pixels of a row with one lane, and what each further lane adds.
 ROW, LANE, MOST_ROW = 24, 6, 96
-MARGINS = {"l": 190, "r": 16, "t": 26, "b": 30}
+MARGINS = {"l": 96, "r": 16, "t": 26, "b": 30}
 CONFIG = {"displayModeBar": False, "doubleClick": False}
 # Characters of an argument that a bar shows.
 CHARACTERS = 80
 
 
 def figure_of(picture: Picture, since: float | None = None) -> dict[str, Any]:
-    """A plotly figure: one trace of bars for each name, rows from the top, and marks as vertical lines.
+    """A plotly figure: one trace of bars for each kind of work, rows from the top, and marks as vertical lines.
 
     Its axis shows the time of day, or the seconds after `since`.
     """
@@ -44,13 +57,14 @@ def figure_of(picture: Picture, since: float | None = None) -> dict[str, Any]:
     for number, row in enumerate(picture.rows):
         height = _height(row)
         tops[number] = y
-        ticks.append((y + height / 2, _lines([f"{row.process}  {row.track}"])))
+        ticks.append((y + height / 2, _lines([row.process, row.track])))
         y += height + 4
     traces: dict[str, dict[str, Any]] = {}
     for number, row in enumerate(picture.rows):
         height = _height(row)
         for bar in row.bars:
-            trace = traces.setdefault(bar.name, _new_trace(bar.name))
+            meaning = about(bar.name, row.track)
+            trace = traces.setdefault(meaning, _new_trace(meaning))
             # The first lane is at the top of its row; a density stands on its bottom.
             low, high = (1 - bar.high, 1 - bar.low) if row.density else (bar.low, bar.high)
             start, end = max(bar.start, picture.start), min(bar.end, picture.end)
@@ -79,6 +93,7 @@ def figure_of(picture: Picture, since: float | None = None) -> dict[str, Any]:
             "fixedrange": True,
             "tickvals": [height for height, _ in ticks],
             "ticktext": [label for _, label in ticks],
+            "tickfont": {"size": 10},
             "showgrid": False,
             "zeroline": False,
         },
@@ -97,7 +112,7 @@ def still_figure(picture: Picture, since: float, cuts: Iterable[float] = ()) -> 
         "template": "none",
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "margin": MARGINS | {"l": 150, "b": 40},
+        "margin": MARGINS | {"b": 40},
         "showlegend": True,
         "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
         "dragmode": False,
@@ -107,11 +122,16 @@ def still_figure(picture: Picture, since: float, cuts: Iterable[float] = ()) -> 
     return figure.update_xaxes(title="seconds", showgrid=False, zeroline=False)
 
 
+def about(name: str, track: str = "") -> str:
+    """What a span is about, a key of `COLOURS`."""
+    return _BY_NAME.get(name) or _BY_TRACK.get(track, TRAINING)
+
+
 def _new_trace(name: str) -> dict[str, Any]:
     return {
         **{"type": "bar", "orientation": "h", "name": _lines([name]), "hoverinfo": "text", "textposition": "none"},
         **{"base": [], "x": [], "y": [], "width": [], "hovertext": []},
-        "marker": {"color": colour_of(name), "line": {"width": 0}},
+        "marker": {"color": COLOURS[name], "line": {"width": 0}},
     }
 
 
@@ -141,11 +161,6 @@ def _marks(marks: list[Mark], at: Callable[[float], float]) -> dict[str, Any]:
 
 def _colour_of_mark(mark: Mark) -> str:
     return {"fault": RED, "recovery": GREEN}.get(mark.kind, PURPLE)
-
-
-def colour_of(name: str) -> str:
-    """The colour of spans of this name; always the same."""
-    return COLOURS.get(name) or PALETTE[sum(name.encode()) % len(PALETTE)]
 
 
 def _described(row: Row, bar: Bar) -> str:

@@ -88,12 +88,20 @@ def counted(count: int, noun: str) -> str:
 
 def clock(moment: float | None) -> str:
     """A moment in epoch seconds as the local time of day."""
-    return NOTHING if moment is None else time.strftime("%H:%M:%S", time.localtime(moment))
+    return _when(moment, "%H:%M:%S")
 
 
 def day_and_clock(moment: float | None) -> str:
     """A moment in epoch seconds as local date and time."""
-    return NOTHING if moment is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    return _when(moment, "%Y-%m-%d %H:%M:%S")
+
+
+def _when(moment: float | None, form: str) -> str:
+    try:
+        return NOTHING if moment is None else time.strftime(form, time.localtime(moment))
+    except (ValueError, ArithmeticError, OSError):
+        # No clock shows it.
+        return NOTHING
 
 
 def moment(time_of: float, now: float | None) -> str:

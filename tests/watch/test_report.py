@@ -1,9 +1,11 @@
 """A report says what the run's files say, loads nothing, and lets nothing that a run recorded act."""
 
+import gzip
 import json
 import re
 from base64 import b64decode
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -11,11 +13,13 @@ from made_runs import HOSTILE, make_run, write_trace
 
 from megasync.errors import ConfigError, DataError
 from megasync.observe.metrics import read_metrics
+from megasync.watch import figures
 from megasync.watch.configuration import ABSENT, changed, differences, shown
 from megasync.watch.document import Chart, Facts, Table
 from megasync.watch.files import open_run, write_document
 from megasync.watch.html_page import paired, render_html
 from megasync.watch.markdown_page import render_markdown
+from megasync.watch.picture import picture
 from megasync.watch.report import make_report
 from megasync.watch.run_folder import RunFolder
 
@@ -141,11 +145,25 @@ def test_text_of_a_run_stays_text(run_dir, page):
     assert "<script" not in markdown and "&lt;script&gt;" in markdown and "\\`\\`\\`" in markdown
 
 
+def test_a_report_is_small_enough_to_mail_and_the_same_each_time(run_dir):
+    document = make_report(RunFolder(run_dir))
+    text = render_html(document)
+    assert len(text.encode()) < 2.5e6 and render_html(document) == text
+
+
+def test_names_in_a_picture_stay_as_they_are(run_dir):
+    name = 'a transform="rotate(-0 " x="0.123456" font-family: b; <c>'
+    figure = figures.throughput(RunFolder(run_dir))
+    figure.data[0].name = name
+    drawn = ElementTree.fromstring(picture(figure, prefix="p"))
+    assert name in [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
+
+
 def test_a_page_refers_to_nothing_outside(page):
     places = [value for _, found in page.elements for key, value in found.items() if key in ("src", "href", "data")]
     assert all(place.startswith(("#", "data:")) for place in places), places
     (policy,) = [found["content"] for tag, found in page.elements if found.get("http-equiv")]
-    assert policy.startswith("default-src 'none'")
+    assert policy == "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
 
 def test_ids_are_unique(page):
@@ -228,8 +246,9 @@ def test_a_value_is_shown_on_one_line_and_secrets_are_not(key, value, text):
 
 def test_figures_of_the_page_are_the_logged_numbers(run_dir):
     text = render_html(make_report(RunFolder(run_dir)))
-    (data,) = re.findall(r'<script type="application/json" id="figures">(.*?)</script>', text, re.DOTALL)
-    traces = {trace["name"]: trace["y"] for figure in json.loads(data) for trace in figure["data"]}
+    (data,) = re.findall(r'<script type="text/plain" id="figures">(.*?)</script>', text)
+    drawn = json.loads(gzip.decompress(b64decode(data)))
+    traces = {trace["name"]: trace["y"] for figure in drawn for trace in figure["data"]}
     for name, metric in (("generated, mean", "rollout/response_length"), ("mean |log-prob gap|", "train/logprob_diff")):
-        drawn = np.frombuffer(b64decode(traces[name]["bdata"]), traces[name]["dtype"])
-        assert drawn.tolist() == [value for value in read_metrics(run_dir)[metric] if value is not None]
+        values = np.frombuffer(b64decode(traces[name]["bdata"]), traces[name]["dtype"])
+        assert values.tolist() == [value for value in read_metrics(run_dir)[metric] if value is not None]

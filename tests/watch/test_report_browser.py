@@ -49,3 +49,17 @@ def test_on_paper_the_figures_are_pictures(page, files):
     page.emulate_media(media="print")
     assert page.locator(".drawn .still svg").first.is_visible()
     assert not page.locator(".drawn .live").first.is_visible()
+
+
+@pytest.mark.parametrize("cause", ["delete window.DecompressionStream", "window.atob = () => 'damaged'"])
+def test_a_browser_that_cannot_inflate_keeps_the_pictures(page, files, cause):
+    troubles = []
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.add_init_script(f"{cause}; addEventListener('unhandledrejection', () => (document.title = 'unhandled'))")
+    page.goto(files["report"].as_uri())
+    stills = page.locator("figure.chart .still svg")
+    for at in range(stills.count()):
+        stills.nth(at).scroll_into_view_if_needed()
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+    assert stills.count() >= 12 and all(still.is_visible() for still in stills.all())
+    assert page.evaluate("typeof Plotly") == "undefined" and page.title() != "unhandled" and troubles == []

@@ -99,3 +99,20 @@ async def test_a_run_without_responses_says_so(tmp_path):
     async with user_simulation() as user:
         await opened(user, RunFolder(make_run(tmp_path, steps=2, rollouts=False)))
         await user.should_see("This run has recorded no responses")
+
+
+async def test_every_filter_can_stand_in_the_address(run):
+    query = {"reward": "0.2..0.9", "length": "5..", "staleness": "1", "set": "train", "dropped": "trained"}
+    async with user_simulation() as user:
+        (view,) = await opened(user, run, **query)
+        filters = view.__self__.filters()
+        assert (filters.reward, filters.length, filters.staleness) == ((0.2, 0.9), (5, None), (1, 1))
+        assert (filters.set, filters.dropped) == ("train", "trained")
+        (view,) = await opened(user, run, reward="nonsense..inf", step="")
+        assert view.__self__.filters().reward is None and view.__self__.filters().step is None
+
+
+async def test_rows_show_the_beginning_of_their_text(run):
+    async with user_simulation() as user:
+        await opened(user, run, uid="0:4")
+        await user.should_see("<script>alert('x')", retries=LONG)

@@ -6,7 +6,7 @@ import pytest
 
 from megasync.observe.spans import Span
 from megasync.watch.timeline import Timeline
-from megasync.watch.timeline_figure import figure_of, milliseconds, parsed
+from megasync.watch.timeline_figure import COLOURS, SCORING, SYNC, TRAINING, figure_of, milliseconds, parsed
 
 
 def figure(*spans):
@@ -27,9 +27,22 @@ def test_rows_do_not_overlap_and_have_their_names():
         for y, width in zip(train["y"] + load["y"], train["width"] + load["width"], strict=True)
     ]
     assert all(end <= start for (_, end), (start, _) in pairwise(places))
-    assert drawn["layout"]["yaxis"]["ticktext"] == ["driver  trainer", "trainer-0  rank"]
+    assert drawn["layout"]["yaxis"]["ticktext"] == ["driver<br>trainer", "trainer-0<br>rank"]
     assert train["base"] == [milliseconds(1.0), milliseconds(2.0)]
     assert train["x"] == [2000.0, 2000.0]
+
+
+def test_a_colour_has_one_meaning():
+    drawn = figure(
+        Span("driver", "trainer", 0, "train", 1.0, 3.0),
+        Span("trainer-0", "rank", 0, "optimizer", 2.0, 3.0),
+        Span("driver", "sync", 0, "a phase without a colour", 3.0, 4.0),
+        Span("driver", "tool", 0, "<script>", 3.0, 4.0),
+    )
+    looks = {bars["name"]: bars["marker"]["color"] for bars in drawn["data"]}
+    assert looks == {name: COLOURS[name] for name in (TRAINING, SYNC, SCORING)}
+    assert len({*COLOURS.values()}) == len(COLOURS)
+    assert all("<script" not in text for bars in drawn["data"] for text in bars["hovertext"])
 
 
 def test_a_fault_is_a_line_with_its_text():

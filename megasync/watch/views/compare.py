@@ -31,10 +31,18 @@ def build(runs: Sequence[RunFolder], place: Place) -> Update | None:
         tables = [_table("Outcomes", lambda: comparison.outcomes(runs))]
         with card("Curves", "by", "all"):
             ui.toggle(AXES, value=chosen["axis"], on_change=lambda event: turn(event.value)).props("dense no-caps")
+            with ui.element("div").classes("legend"):
+                for name, colour in figures.colours_of(runs).items():
+                    with ui.element("span").classes("item"):
+                        ui.element("span").classes("swatch").style(f"background: {colour}")
+                        text("span", name)
         for number, draw in enumerate(figures.COMPARABLE.values()):
             charts.append(_chart(runs, draw, chosen, "all" if number == 0 else "half"))
-        tables.append(_table("What it took", lambda: _times(runs)))
-        tables.append(_table("Settings that differ", lambda: comparison.settings_table(runs)))
+        tables.append(
+            _table("What it took", lambda: _times(runs), "None of these runs has measured a score or a loss.")
+        )
+        same = "No setting that is known of these runs differs."
+        tables.append(_table("Settings that differ", lambda: comparison.settings_table(runs), same))
 
     def turn(axis: str) -> None:
         chosen["axis"] = axis
@@ -51,7 +59,7 @@ def _times(runs: Sequence[RunFolder]) -> Rows | None:
 
 def _chart(runs: Sequence[RunFolder], draw: Callable[..., Figure | None], chosen: dict[str, str], width: str) -> Update:
     with ui.element("section").classes(f"card {width}") as section:
-        chart = Chart(lambda: draw(runs, chosen["axis"]))
+        chart = Chart(lambda: figures.without_legend(draw(runs, chosen["axis"])))
 
     def update() -> None:
         chart.update()
@@ -60,13 +68,15 @@ def _chart(runs: Sequence[RunFolder], draw: Callable[..., Figure | None], chosen
     return update
 
 
-def _table(title: str, rows: Callable[[], Rows | None]) -> Update:
+def _table(title: str, rows: Callable[[], Rows | None], none: str = "") -> Update:
     with card(title, width="all"):
         box = ui.element("div")
+        empty = text("div", "", "empty")
     table: list[Table] = []
 
     def update() -> None:
         found = rows()
+        empty.say("" if found is not None and found.rows else none)
         if found is None or not found.rows:
             return
         if not table:

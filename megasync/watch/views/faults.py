@@ -8,7 +8,7 @@ from nicegui import ui
 
 from megasync.observe.registry import metric_of
 from megasync.watch import units
-from megasync.watch.elements import Cell, Reading, Shares, Table, card, text, trouble
+from megasync.watch.elements import Cell, Reading, Shares, Table, card, text, trouble, why_none
 from megasync.watch.evidence import Evidence, find_evidence, read_evidence
 from megasync.watch.run_folder import ACTIVE, RunFolder
 from megasync.watch.view import Place, Update, together
@@ -38,14 +38,15 @@ def build(run: RunFolder, place: Place) -> Update:
     """Draws the faults of a run."""
     parts = [trouble(run), _readings(run)]
     with ui.element("div").classes("grid"):
-        parts += [_list(run), _balance(run), _counters(run), _evidence(run)]
+        parts += [_list(run), *([] if run.supervised else [_balance(run)]), _counters(run), _evidence(run)]
     return together(parts)
 
 
 def _readings(run: RunFolder) -> Update:
     with ui.element("div").classes("readings"):
-        count, slowest, lost = Reading("Faults"), Reading("Longest to the next step"), Reading("Prompts lost")
-        open_now, again, dropped = Reading("Not recovered"), Reading("Steps repeated"), Reading("Prompts dropped")
+        count, slowest, open_now = Reading("Faults"), Reading("Longest to the next step"), Reading("Not recovered")
+        again = Reading("Steps repeated")
+        of_prompts = [] if run.supervised else [_of_prompts(run)]
 
     def update() -> None:
         faults = run.faults
@@ -57,6 +58,15 @@ def _readings(run: RunFolder) -> Update:
         again.show(
             units.number(run.metrics.latest("faults/steps_trained_again")), below="trained again after a restart"
         )
+
+    return together([update, *of_prompts])
+
+
+def _of_prompts(run: RunFolder) -> Update:
+    """What only a run with a buffer has."""
+    lost, dropped = Reading("Prompts lost"), Reading("Prompts dropped")
+
+    def update() -> None:
         balance = run.balance
         if balance is None:
             lost.show(units.NOTHING, below="no ledger, and no counts in the metrics")
@@ -70,7 +80,7 @@ def _readings(run: RunFolder) -> Update:
 
 
 def _list(run: RunFolder) -> Update:
-    with card("Faults", "newest first", "two-thirds"), ui.element("div").classes("scroll"):
+    with card("Faults", "newest first", "all" if run.supervised else "two-thirds"), ui.element("div").classes("scroll"):
         table = Table(
             ("time", "part", "what happened", "working after", "next step after"),
             ("working after", "next step after"),
@@ -92,7 +102,7 @@ def _list(run: RunFolder) -> Update:
                 )
             )
         table.show(rows)
-        recorded = "No part of this run died or failed." if run.events else "This run has no events.jsonl."
+        recorded = "No part of this run has died or failed." if run.events else "This run has no events.jsonl."
         empty.say("" if rows else recorded)
 
     return update
@@ -133,7 +143,7 @@ def _counters(run: RunFolder) -> Update:
             [(metric.meaning if metric else name, units.number(count)) for name, (count, metric) in known.items()]
         )
         measured = any(count is not None for count in counts.values())
-        empty.say("" if known else "All are zero." if measured else "Not measured.")
+        empty.say("" if known else "All are zero." if measured else why_none(run, "counts"))
 
     return update
 
@@ -147,7 +157,7 @@ def _evidence(run: RunFolder) -> Update:
 
     def update() -> None:
         found = find_evidence(run.path)
-        empty.say("" if found else "None were written.")
+        empty.say("" if found else "This run has written no reports.")
         if found != shown:
             shown[:] = found
             box.clear()

@@ -10,11 +10,11 @@ from nicegui import ui
 from plotly.graph_objects import Figure
 
 from megasync.observe import names
-from megasync.observe.events import CHECKPOINT, FAULT, RECOVERY, SYNC, Event
+from megasync.observe.events import CHECKPOINT, END, FAULT, RECOVERY, SYNC, Event
 from megasync.observe.state_file import ProcessState, RunState
 from megasync.watch import figures, units
 from megasync.watch.chart import Chart
-from megasync.watch.elements import Cell, Reading, Shares, Table, card, first_line, text, trouble
+from megasync.watch.elements import Cell, Reading, Shares, Table, card, first_line, text, trouble, why_none
 from megasync.watch.run_folder import ACTIVE, RunFolder
 from megasync.watch.view import Place, Update, together
 
@@ -46,14 +46,16 @@ def build(run: RunFolder, place: Place) -> Update:
     """Draws the overview of a run."""
     parts = [trouble(run), _readings(run)]
     with ui.element("div").classes("grid"):
-        parts.append(_chart(run, figures.losses if run.supervised else figures.reward, "two-thirds"))
+        main = (figures.losses, "losses") if run.supervised else (figures.reward, "rewards and scores")
+        parts.append(_chart(run, *main, "two-thirds"))
         with ui.element("div").classes("third pile"):
             parts.append(_times(run))
             if not run.supervised:
                 parts.append(_buffer(run))
         parts += [_processes(run), _messages(run)]
         if not run.supervised:
-            parts += [_chart(run, draw, "half") for draw in (figures.throughput, figures.staleness)]
+            parts.append(_chart(run, figures.throughput, "rates of tokens", "half"))
+            parts.append(_chart(run, figures.staleness, "ages of trained responses", "half"))
     return together(parts)
 
 
@@ -94,9 +96,10 @@ def _scores(run: RunFolder) -> Update:
         trained = latest(names.TRAINED_RATE)
         below = "" if trained is None else f"{units.number(trained)} tokens/s trained"
         speed.show(units.number(latest(names.SAMPLED_RATE)), "tokens/s", below)
-        oldest = f"oldest {units.number(latest(names.STALENESS_MAX))}"
+        oldest = latest(names.STALENESS_MAX)
         bound = run.pacing.staleness_bound if run.pacing else None
-        below = oldest if bound is None else f"{oldest}, bound {bound}"
+        limits = {"oldest": None if oldest is None else units.number(oldest), "bound": bound}
+        below = ", ".join(f"{name} {value}" for name, value in limits.items() if value is not None)
         staleness.show(units.fixed(latest(names.STALENESS_MEAN), 2), "versions", below)
 
     return update
@@ -138,24 +141,29 @@ def _remaining_seconds(run: RunFolder, step_seconds: float | None) -> float | No
 # Curves, and who waits
 
 
-def _chart(run: RunFolder, draw: Callable[[RunFolder], Figure | None], width: str) -> Update:
+def _chart(run: RunFolder, draw: Callable[[RunFolder], Figure | None], what: str, width: str) -> Update:
     with ui.element("section").classes(f"card chart-card {width}"):
         height = LARGE_CHART if width == "two-thirds" else SMALL_CHART
-        return Chart(lambda: draw(run), height, empty="Nothing measured yet.").update
+        return Chart(lambda: draw(run), height, lambda: why_none(run, what)).update
 
 
 def _times(run: RunFolder) -> Update:
     """What the trainer does and waits for, as shares of the latest steps' time, and how busy the servers are."""
     with card("Who waits", f"latest {RECENT_STEPS} steps"):
-        text("div", "Trainer", "row-name")
-        trainer = Shares(units.share)
-        if not run.supervised:
-            text("div", "Servers", "row-name")
-        servers = Shares(units.share)
+        empty = text("div", "", "empty")
+        with ui.element("div") as box:
+            text("div", "Trainer", "row-name")
+            trainer = Shares(units.share)
+            if not run.supervised:
+                text("div", "Servers", "row-name")
+            servers = Shares(units.share)
 
     def update() -> None:
-        trainer.show(_trainer_shares(run), 1.0)
+        of_trainer = _trainer_shares(run)
+        trainer.show(of_trainer, 1.0)
         servers.show(_server_shares(run), 1.0)
+        box.set_visibility(bool(of_trainer))
+        empty.say("" if of_trainer else why_none(run, "times of steps"))
 
     return update
 
@@ -174,21 +182,23 @@ def _trainer_shares(run: RunFolder) -> dict[str, tuple[float, str]]:
 
 
 def _server_shares(run: RunFolder) -> dict[str, tuple[float, str]]:
-    """Paused for a sync; for the rest of the time, by how many of the requests that fit are at the servers."""
-    steps, values = run.metrics.aligned(
-        ["time/step", "sync/pause_seconds", "rollout/inflight_requests", "rollout/inflight_limit"]
-    )
+    """Paused for a sync; for the rest of the time, by whether the servers had requests at the end of each step.
+
+    How many requests they could take says little: long before that, a server's device may have all it can do.
+    """
+    steps, values = run.metrics.aligned(["time/step", "sync/pause_seconds", "rollout/inflight_requests"])
     if not len(steps):
         return {}
-    whole, pause, requests, limit = (float(sums) for sums in np.nan_to_num(values[:, -RECENT_STEPS:]).sum(axis=1))
-    if whole <= 0 or limit <= 0:
+    recent = np.nan_to_num(values[:, -RECENT_STEPS:])
+    whole, pause = recent[0].sum(), recent[1].sum()
+    if whole <= 0:
         return {}
-    paused = min(1.0, pause / whole)
-    busy = (1 - paused) * min(1.0, requests / limit)
+    paused = min(1.0, float(pause / whole))
+    busy = (1 - paused) * float((recent[2] > 0).mean())
     return {
-        "requests in use": (busy, "var(--sky)"),
+        "working on requests": (busy, "var(--sky)"),
         "paused for syncs": (paused, "var(--green)"),
-        "room for requests": (1 - paused - busy, "var(--gray)"),
+        "without requests": (1 - paused - busy, "var(--gray)"),
     }
 
 
@@ -196,6 +206,7 @@ def _buffer(run: RunFolder) -> Update:
     with card("Buffer", "groups in its slots"):
         shares = Shares(units.number)
         waits = text("div", "", "note lines")
+        empty = text("div", "", "empty")
 
     def update() -> None:
         state = run.state.buffer if run.state is not None else None
@@ -204,6 +215,7 @@ def _buffer(run: RunFolder) -> Update:
         slots = {name: (count, SLOTS.get(name, "var(--gray)")) for name, count in found.items() if count}
         taken = sum(count for count, _ in slots.values())
         capacity = state.capacity if state is not None else run.pacing.capacity if run.pacing else 0
+        empty.say("" if taken or capacity else why_none(run, "counts of groups"))
         if taken or capacity:
             shares.show(slots | {"free": (max(0, capacity - taken), "var(--line)")}, max(capacity, taken))
         waiting = state.waiting if state is not None and run.status in ACTIVE else {}
@@ -342,5 +354,7 @@ def _message(run: RunFolder, event: Event) -> str:
         return f"{event.what} works again: {first_line(event.text)}"
     if event.kind == CHECKPOINT:
         return f"checkpoint {Path(event.text).name}"
+    if event.kind == END and not event.text:
+        return f"run {event.fields.get('status', 'ended')}"
     # Paths below the run directory are as short as they can be.
     return first_line(event.text).replace(f"{run.path.resolve()}/", "")

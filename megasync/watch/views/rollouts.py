@@ -8,13 +8,14 @@ unfolded. The texts of responses come from outside: each is the text of an eleme
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
-from nicegui import ui
+from nicegui import background_tasks, ui
 
 from megasync.errors import DataError
 from megasync.observe.rollouts import DROPPED, FOLDER, NO_SAMPLE, TRAINED, Bounds, Filters, Response, RolloutIndex, Row
@@ -22,10 +23,10 @@ from megasync.trajectory import of_sample
 from megasync.turns import ANSWER, Turn
 from megasync.watch import units
 from megasync.watch.decoder import decoder_of
-from megasync.watch.elements import Chip, card, notice, text
+from megasync.watch.elements import Chip, Text, card, notice, text, trouble
 from megasync.watch.responses import SHADINGS, Decoder, Shading, about, one_line, turns, visible, writer_of
-from megasync.watch.run_folder import RunFolder
-from megasync.watch.view import Place, Update
+from megasync.watch.run_folder import ACTIVE, RunFolder
+from megasync.watch.view import Place, Update, address
 
 # Rows of a page, and tokens and turns of a portion.
 PAGE, PORTION, TURNS = 25, 1500, 200
@@ -50,6 +51,10 @@ COLUMNS = (
     ("ended by", "finish_reason", False),
     ("trained", "dropped", False),
 )
+# What has bounds, and how their fields are called.
+RANGES = {"reward": "reward", "length": "tokens", "staleness": "staleness", "step": "step"}
+# Tokens that are decoded for the column with the text.
+PREVIEW_TOKENS = 60
 # Colours of shades below 0, above 0, and of steps.
 BELOW, ABOVE = "var(--orange)", "var(--blue)"
 STEPS = ("transparent", "var(--gray)", "var(--sky)", "var(--green)", "var(--orange)", "var(--purple)", "var(--red)")
@@ -58,7 +63,11 @@ STRENGTH = 65
 
 
 def build(run: RunFolder, place: Place) -> Update:
-    """Draws the recorded responses of a run. The query may have ``uid``, ``step`` and ``dropped``."""
+    """Draws the recorded responses of a run. The query may have the filters, as `_remember` writes them."""
+    if run.supervised:
+        troubles = trouble(run)
+        text("p", "A supervised run generates no responses: it trains on those of its data.", "empty")
+        return troubles
     return _Rollouts(run, place).update
 
 
@@ -67,6 +76,7 @@ class _Rollouts:
 
     def __init__(self, run: RunFolder, place: Place) -> None:
         self._run = run
+        self._place = place
         self._index: RolloutIndex = run.rollouts
         self._decoder: Decoder | None = None
         self._rows: list[Row] = []
@@ -75,13 +85,17 @@ class _Rollouts:
         self._sort, self._descending = "time", True
         self._found: list[Row] | None = None
         self._open: Row | None = None
+        # The table row under the open response's one, and the rows of the page by the responses that they show.
+        self._detail: ui.element | None = None
+        self._lines: dict[int, ui.element] = {}
         self._drawn: list[Row] = []
+        self._troubles = trouble(run)
         with card("Responses") as frame:
             self._note = text("div", "", "note")
-            self._controls(place)
-            self._table()
+            with ui.element("div") as self._filled:
+                self._controls(place)
+                self._table()
         self._frame = frame
-        self._detail = ui.element("div").classes("pile")
         self.update()
 
     # Filters
@@ -94,22 +108,27 @@ class _Rollouts:
             self._uid.props("dense outlined clearable")
             self._kind = ui.select([ANY], value=ANY, label="trained or dropped").props("dense outlined")
             self._set = ui.select([ANY], value=ANY, label="set").props("dense outlined")
-            step = query.get("step", "")
-            self._bounds = {
-                name: (_bound(f"{label} from", start), _bound("to", start))
-                for name, label, start in (
-                    ("reward", "reward", ""),
-                    ("length", "tokens", ""),
-                    ("staleness", "staleness", ""),
-                    ("step", "step", step),
-                )
-            }
-        if dropped := query.get("dropped"):
-            self._kind.set_options([ANY, dropped], value=dropped)
+            self._bounds = {name: _range(label, query.get(name, "")) for name, label in RANGES.items()}
+        for control, name in ((self._kind, "dropped"), (self._set, "set")):
+            if wanted := query.get(name):
+                control.set_options([ANY, wanted], value=wanted)
         self._text.on("keydown.enter", self._search)
         self._text.on("clear", self._search)
         for control in (self._uid, self._kind, self._set, *(each for pair in self._bounds.values() for each in pair)):
             control.on_value_change(self._changed)
+
+    def _remember(self) -> None:
+        """Puts the filters into the address, so that it can be opened or passed on."""
+        query = {
+            "uid": (self._uid.value or "").strip(),
+            "dropped": "" if self._kind.value == ANY else self._kind.value,
+            "set": "" if self._set.value == ANY else self._set.value,
+        }
+        for name, fields in self._bounds.items():
+            least, most = ("" if field.value is None else f"{field.value:g}" for field in fields)
+            query[name] = least if least == most else f"{least}..{most}"
+        kept = {name: value for name, value in query.items() if value}
+        ui.navigate.history.replace(address(self._place.view, self._place.runs, kept))
 
     def filters(self) -> Filters:
         def bounds(name: str) -> Bounds | None:
@@ -128,6 +147,7 @@ class _Rollouts:
 
     async def _changed(self) -> None:
         self._page = 0
+        self._remember()
         if self._found is not None:
             await self._search()
         else:
@@ -168,6 +188,7 @@ class _Rollouts:
                     field: text("th", heading, "number sortable" if numeric else "sortable")
                     for heading, field, numeric in COLUMNS
                 }
+                text("th", "text")
                 for field, heading in self._headings.items():
                     heading.on("click", partial(self._sort_by, field)).props('tabindex="0"')
                     heading.on("keydown.enter", partial(self._sort_by, field))
@@ -188,6 +209,7 @@ class _Rollouts:
 
     def update(self) -> None:
         """Takes in what was recorded since; a search stays as it was found."""
+        self._troubles()
         if self._known == self._index.revision:
             return
         self._known = self._index.revision
@@ -210,10 +232,10 @@ class _Rollouts:
         if self._found is None:
             self._rows = self._index.select(self.filters(), self._sort, self._descending)
             total = len(self._index)
-            if not total:
-                self._note.say(f"This run has recorded no responses in {FOLDER}/ (observe.rollouts).")
-            else:
-                self._note.say(f"{len(self._rows):,} of {total:,} recorded responses")
+            self._filled.set_visibility(bool(total))
+            self._note.say(
+                f"{len(self._rows):,} of {total:,} recorded responses" if total else _no_responses(self._run)
+            )
         else:
             kept = {id(row) for row in self._found}
             rows = self._index.select(None, self._sort, self._descending)
@@ -236,6 +258,9 @@ class _Rollouts:
             return
         self._drawn = shown
         self._body.clear()
+        self._lines.clear()
+        self._detail = None
+        previews: dict[int, Text] = {}
         with self._body:
             for row in shown:
                 with ui.element("tr").classes("open").props('tabindex="0"') as line:
@@ -245,34 +270,80 @@ class _Rollouts:
                                 Chip(*(("trained", "good") if not row.dropped else (row.dropped, "warn")))
                         else:
                             text("td", cell, "number" if numeric else "")
+                    previews[id(row)] = text("td", "", "preview mono")
+                self._lines[id(row)] = line
                 line.on("click", partial(self._show, row))
                 line.on("keydown.enter", partial(self._show, row))
+        background_tasks.create(self._preview(shown, previews))
+        if self._open is not None and id(self._open) in self._lines:
+            background_tasks.create(self._show(self._open, False))
+
+    async def _preview(self, rows: Sequence[Row], cells: Mapping[int, Text]) -> None:
+        """Fills in the beginnings of the responses' texts, which are read from their bodies."""
+        decoder = await self._get_decoder()
+        read = await asyncio.to_thread(lambda: [_read(self._index, row) for row in rows])
+        for row, found in zip(rows, read, strict=True):
+            if not isinstance(found, str) and not cells[id(row)].is_deleted:
+                content = found.text or decoder.text(found.ids[:PREVIEW_TOKENS])
+                cells[id(row)].say(_printable(_beginning(one_line(content))))
 
     # One response
 
-    async def _show(self, row: Row) -> None:
+    async def _show(self, row: Row, by_reader: bool = True) -> None:
+        """Opens a response under its row, or after the table if that is on another page; a second click closes it."""
+        if by_reader and row is self._open and self._detail is not None:
+            self._open = None
+            self._close()
+            return
         self._open = row
         decoder = await self._get_decoder()
         members = self._index.group(row.uid)
         read = await asyncio.to_thread(lambda: [_read(self._index, member) for member in members[:MEMBERS]])
         if self._open is not row:
             return
-        self._detail.clear()
-        with self._detail:
+        self._close()
+        line = self._lines.get(id(row))
+        with self._body, ui.element("tr").classes("detail") as self._detail:
+            if line is not None:
+                self._detail.move(target_index=self._body.default_slot.children.index(line) + 1)
+            with ui.element("td").props(f"colspan={len(COLUMNS) + 1}"):
+                pile = ui.element("div").classes("pile")
+        with pile:
             position = next((at for at, member in enumerate(members[:MEMBERS]) if member is row), None)
             found = read[position] if position is not None else await asyncio.to_thread(_read, self._index, row)
             _one(row, found, decoder)
             if len(members) > 1:
                 _group(row, members, read, decoder, self._show)
-        ui.run_javascript(f"getElement({self._detail.id}).$el?.scrollIntoView({{behavior: 'smooth', block: 'start'}})")
+        if by_reader:
+            ui.run_javascript(f"getElement({self._detail.id}).$el?.scrollIntoView({{block: 'nearest'}})")
+
+    def _close(self) -> None:
+        if self._detail is not None:
+            self._detail.delete()
+            self._detail = None
+
+
+def _no_responses(run: RunFolder) -> str:
+    if run.settings.get("observe.rollouts") == 0:
+        return "This run has recorded no responses: observe.rollouts is 0."
+    if run.status in ACTIVE:
+        return "No responses yet: they come with the first trained step, or with the first dropped group."
+    return f"This run has recorded no responses: {FOLDER}/ is missing or empty."
+
+
+def _range(label: str, value: str) -> tuple[ui.number, ui.number]:
+    """Two fields that stay together. In an address, `3` is from 3 to 3, and `0.5..` has no upper bound."""
+    least, dots, most = value.partition("..")
+    with ui.element("div").classes("range"):
+        return _bound(f"{label} from", least), _bound("to", most if dots else least)
 
 
 def _bound(label: str, value: str) -> ui.number:
     try:
         start = float(value)
     except ValueError:
-        start = None
-    return ui.number(label, value=start).props("dense outlined clearable").classes("bound")
+        start = math.nan
+    return ui.number(label, value=start if math.isfinite(start) else None).props("dense outlined clearable")
 
 
 def _find(index: RolloutIndex, rows: Sequence[Row], wanted: str, decoder: Decoder) -> tuple[list[Row], int]:

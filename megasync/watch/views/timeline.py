@@ -18,13 +18,14 @@ from nicegui import background_tasks, ui
 from nicegui import run as threads
 from nicegui.events import GenericEventArguments
 
+from megasync.observe.growing_file import PIECE
 from megasync.observe.spans import TraceReader
 from megasync.observe.trace import TRACE_FOLDER
 from megasync.watch import units
 from megasync.watch.elements import Shares, card, text, trouble
-from megasync.watch.run_folder import RunFolder
+from megasync.watch.run_folder import ACTIVE, RunFolder
 from megasync.watch.timeline import MOST_BYTES, OTHER, Life, Picture, Step, Timeline
-from megasync.watch.timeline_figure import colour_of, figure_of, parsed
+from megasync.watch.timeline_figure import COLOURS, about, figure_of, parsed
 from megasync.watch.view import Place, Update
 
 # Groups of a step that are offered.
@@ -47,6 +48,7 @@ class _Traces:
     """The trace of one run, shared by all browsers."""
 
     def __init__(self, run: RunFolder) -> None:
+        self._run_dir = run.path
         self._reader = TraceReader(run.path, MOST_BYTES)
         self._lock = threading.Lock()
         self.timeline = Timeline()
@@ -54,6 +56,9 @@ class _Traces:
     def ask(self, step: int | None, uid: str, window: tuple[float, float] | None) -> _Answer:
         """Reads on, then answers; for a thread."""
         with self._lock:
+            # The run removes its oldest segments, and a timeline cannot forget: it is read anew from what is left.
+            if self._reader.taken > 2 * min(MOST_BYTES, self._reader.stored()) + PIECE:
+                self._reader, self.timeline = TraceReader(self._run_dir, MOST_BYTES), Timeline()
             timeline = self.timeline
             timeline.add(self._reader.update())
             if not len(timeline):
@@ -104,10 +109,11 @@ class _View:
         self._detailed: object = None
         self._named: list[str] = []
         self._plot: ui.plotly | None = None
+        self._run = run
         self._busy = self._again = False
         with ui.element("div").classes("pile"):
             with card("Timeline", "drag to zoom in, double click to see the whole run"):
-                with ui.element("div").classes("filters"):
+                with ui.element("div").classes("filters") as self._controls:
                     with ui.element("div").style("width: auto"):
                         ui.button("whole run", on_click=self._whole).props("flat dense no-caps")
                         ui.button("previous step", on_click=partial(self._turn, -1)).props("flat dense no-caps")
@@ -177,8 +183,9 @@ class _View:
             return
         self._last = answer.last
         self._note.say(f"The newest {units.size(MOST_BYTES)} of a larger trace." if answer.partial else "")
+        self._controls.set_visibility(answer.picture is not None)
         if answer.picture is None:
-            self._empty.say(f"There is no trace: {TRACE_FOLDER}/ is missing or empty (observe.trace).")
+            self._empty.say(_no_trace(self._run))
             return
         figure = figure_of(answer.picture)
         if figure != self._sent:
@@ -205,7 +212,8 @@ class _View:
                 self._draw_step(answer.step, answer.groups)
 
     def _draw_legend(self, picture: Picture) -> None:
-        names = list(dict.fromkeys(bar.name for row in picture.rows for bar in row.bars))
+        found = {about(bar.name, row.track) for row in picture.rows for bar in row.bars}
+        names = [name for name in COLOURS if name in found]
         if names == self._named:
             return
         self._named = names
@@ -213,7 +221,7 @@ class _View:
         with self._legend:
             for name in names:
                 with ui.element("span").classes("item"):
-                    ui.element("span").classes("swatch").style(f"background: {colour_of(name)}")
+                    ui.element("span").classes("swatch").style(f"background: {COLOURS[name]}")
                     text("span", name)
 
     def _draw_step(self, step: Step, groups: list[str]) -> None:
@@ -242,6 +250,14 @@ class _View:
             text("a", "its responses").props["href"] = self._place.link("rollouts", uid=life.uid)
 
 
+def _no_trace(run: RunFolder) -> str:
+    if run.settings.get("observe.trace") is False:
+        return "This run has no trace: observe.trace is false."
+    if run.status in ACTIVE:
+        return "No trace yet: it comes with what the processes do first."
+    return f"This run has no trace: {TRACE_FOLDER}/ is missing or empty."
+
+
 def _shares(phases: Mapping[str, float], whole: float) -> None:
     order = sorted(phases, key=lambda name: (name == OTHER, -phases[name]))
-    Shares(units.duration).show({name: (phases[name], colour_of(name)) for name in order}, whole)
+    Shares(units.duration).show({name: (phases[name], COLOURS[about(name)]) for name in order}, whole)

@@ -9,7 +9,7 @@ from plotly.graph_objects import Figure
 
 from megasync.watch import figures, units
 from megasync.watch.chart import Chart
-from megasync.watch.elements import Reading, Table, card, text, trouble
+from megasync.watch.elements import Reading, Table, card, text, trouble, why_none
 from megasync.watch.run_folder import RunFolder
 from megasync.watch.view import Place, Update, together
 
@@ -30,16 +30,34 @@ KL_BY_AGE = "train/server_kl@"
 def build(run: RunFolder, place: Place) -> Update:
     """Draws what the run measured of its weights and updates."""
     parts = [trouble(run), _readings(run)]
+    empty = text("div", "", "empty")
     with ui.element("div").classes("grid"):
-        parts += [_chart(run, draw) for draw in CHARTS]
-        parts.append(_by_age(run))
-    return together(parts)
+        cards = [*(_chart(run, draw) for draw in CHARTS), _by_age(run)]
+
+    def update() -> None:
+        shown = [show() for show in cards]
+        empty.say("" if any(shown) else why_none(run, "gaps, norms or shares"))
+
+    return together([*parts, update])
 
 
 def _readings(run: RunFolder) -> Update:
     with ui.element("div").classes("readings"):
-        gap, parity, norm = Reading("Log-prob gap"), Reading("Parity of probes"), Reading("Gradient norm")
-        clipped, rejected, skipped = Reading("Tokens clipped"), Reading("Tokens rejected"), Reading("Steps skipped")
+        of_updates = [] if run.supervised else [_of_updates(run)]
+        norm, skipped = Reading("Gradient norm"), Reading("Steps skipped")
+
+    def update() -> None:
+        norm.show(units.number(run.metrics.latest("train/grad_norm")), below=_largest(run, "train/grad_norm"))
+        all_skipped = float(run.series("train/skipped").finite.values.sum()) if run.step else None
+        skipped.show(units.number(all_skipped), below="loss or gradient not finite")
+
+    return together([update, *of_updates])
+
+
+def _of_updates(run: RunFolder) -> Update:
+    """What only a run with servers has."""
+    gap, parity = Reading("Log-prob gap"), Reading("Parity of probes")
+    clipped, rejected = Reading("Tokens clipped"), Reading("Tokens rejected")
 
     def update() -> None:
         latest = run.metrics.latest
@@ -47,15 +65,12 @@ def _readings(run: RunFolder) -> Update:
         failures = latest("sync/parity_failures")
         below = f"{failures:.0f} servers above the threshold" if failures else _largest(run, "sync/parity")
         parity.show(units.number(latest("sync/parity")), "nats", below)
-        norm.show(units.number(latest("train/grad_norm")), below=_largest(run, "train/grad_norm"))
         outside = latest("train/is_outside_fraction")
         below = "" if outside is None else f"{units.share(outside)} out of bounds"
         clipped.show(units.share(latest("train/clip_fraction")), below=below)
         effective = latest("train/is_effective_share")
         below = "" if effective is None else f"effective sample {units.share(effective)}"
         rejected.show(units.share(latest("train/is_rejected_fraction")), below=below)
-        all_skipped = run.series("train/skipped").finite.values.sum()
-        skipped.show(units.number(float(all_skipped)), below="loss or gradient not finite")
 
     return update
 
@@ -68,30 +83,30 @@ def _largest(run: RunFolder, name: str) -> str:
     return f"largest {units.number(float(values.values[at]))}, step {values.steps[at]}"
 
 
-def _chart(run: RunFolder, draw: Callable[[RunFolder], Figure | None]) -> Update:
-    """A chart's card, which is there only once the run has measured something for it."""
+def _chart(run: RunFolder, draw: Callable[[RunFolder], Figure | None]) -> Callable[[], bool]:
+    """A chart's card, which is there only once the run has measured something for it: whether it is."""
     box = ui.element("section").classes("card chart-card half")
     with box:
         chart = Chart(lambda: draw(run))
 
-    def update() -> None:
+    def update() -> bool:
         chart.update()
         box.set_visibility(chart.drawn)
+        return chart.drawn
 
     return update
 
 
-def _by_age(run: RunFolder) -> Update:
-    """How far the servers' policy was from the trainer's, by how many versions old a token was."""
-    with card("KL of servers against trainer", "by the age of the trained tokens", "half"):
+def _by_age(run: RunFolder) -> Callable[[], bool]:
+    """How far the servers' policy was from the trainer's, by how many versions old a token was; whether it is known."""
+    with card("KL of servers against trainer", "by the age of the trained tokens", "half") as box:
         table = Table(
             ("age in versions", "latest", "median", "largest", "steps"),
             ("latest", "median", "largest", "steps"),
             "age in versions",
         )
-        empty = text("div", "", "empty")
 
-    def update() -> None:
+    def update() -> bool:
         rows = []
         for name in run.under(KL_BY_AGE):
             values = run.series(name).finite.values
@@ -101,6 +116,7 @@ def _by_age(run: RunFolder) -> Update:
                 numbers = (units.number(float(values[-1])), units.number(middle), units.number(largest))
                 rows.append((name.removeprefix(KL_BY_AGE), *numbers, str(len(values))))
         table.show(rows)
-        empty.say("" if rows else "Not measured.")
+        box.set_visibility(bool(rows))
+        return bool(rows)
 
     return update
