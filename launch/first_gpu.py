@@ -263,13 +263,14 @@ def ladder(machine: Machine, out: Path, models: Path) -> list[Stage]:
     shared += machine.overrides()
     task = [config, f"model.path={real}", *shared]
     size = [config, f"model.path={shape}", *([] if cpu else ["model.config=null"]), *shared]
-    size += ["eval.every_steps=0", "name=first-gpu-0.6b"]
+    size += ["eval=null", "schedule.stop_at_score=null", "name=first-gpu-0.6b"]
     if not cpu:
         # Fits beside a server into 24 GB: `megasync plan` shows the sum.
         size += ["trainer.recompute=full", "rollout.max_total_tokens=32768", "schedule.total_steps=15"]
         size += ["rollout.sampling.max_new_tokens=256", "rollout.sampling.stop=[]"]
     turns = [*task, "name=first-gpu-in-turns", "cluster.share_device=false", "cluster.colocate=true"]
-    turns += ["schedule.max_staleness=0", "sync.transport=p2p", "schedule.total_steps=3", "eval.every_steps=0"]
+    turns += ["schedule.max_staleness=0", "sync.transport=p2p", "schedule.total_steps=3"]
+    turns += ["eval=null", "schedule.stop_at_score=null"]
     turns += [f"rollout.servers={max(1, len(machine.gpus) // 2)}"]
     graphs = [*size, "name=first-gpu-graphs", "trainer.recompute=null", "trainer.tokens_per_microbatch=2048"]
     graphs += ["trainer.pad_microbatches=true", "trainer.cuda_graphs=true"]

@@ -3,7 +3,7 @@
 import pytest
 
 from megasync.algorithms.choose import estimator_of, loss_of
-from megasync.app.workload import Custom, _workflow
+from megasync.app.workload import Custom, load_workflow
 from megasync.concurrency.foreign import ForeignExit
 from megasync.config.schema import AlgorithmConfig, Config, DataConfig
 from megasync.data.curriculum import RowHistory, curriculum_of
@@ -49,7 +49,7 @@ def module(tmp_path, monkeypatch):
 
 
 def workflow(name):
-    return _workflow(Config(), Custom(rollout=f"own_functions:{name}"), None)
+    return load_workflow(Config(), Custom(rollout=f"own_functions:{name}"), None)
 
 
 def curriculum(name):

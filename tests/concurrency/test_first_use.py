@@ -94,16 +94,17 @@ def test_whatever_is_decoded_without_a_decoder_of_its_own_is_a_struct_or_prepare
     named = set()
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                call = ast.unparse(node.func)
-                kinds = {"msgspec.convert": node.args[1:2]}.get(call, [])
+            if isinstance(node, ast.Call):
+                # `invoke(function, ...)` calls the function.
+                call, *arguments = node.args if ast.unparse(node.func) == "invoke" else [node.func, *node.args]
+                call = ast.unparse(call)
+                kinds = {"msgspec.convert": arguments[1:2]}.get(call, [])
                 if call in ("msgspec.json.decode", "msgspec.msgpack.decode"):
                     kinds = [keyword.value for keyword in node.keywords if keyword.arg == "type"]
                 named |= {(str(path.relative_to(ROOT)), ast.unparse(kind)) for kind in kinds}
     assert named == {
         ("buffer/ledger.py", "BufferStatus"),  # prepared
         ("gateway/chat_request.py", "ChatBody"),
-        ("observe/state_file.py", "RunState"),
         ("rehearsal/driver.py", "RankReport"),  # prepared
         ("rollout/tools.py", "self._types.get(name, Any)"),  # prepared with the tool
         ("serving/answers.py", "form"),  # of `parse_as`: Structs, and lists of them
@@ -113,5 +114,4 @@ def test_whatever_is_decoded_without_a_decoder_of_its_own_is_a_struct_or_prepare
         ("sync/sglang_pipeline.py", "type(own.payload[0])"),  # of SGLang, in one thread of its scheduler
         ("sync/sglang_plugin.py", "TraceRequest"),
         ("sync/shared_memory.py", "Handle"),
-        ("watch/run_folder.py", "SampleAnswer"),
     }

@@ -331,7 +331,7 @@ CONTRADICTIONS = [
     ([*COLOCATED, "rollout.external=[http://127.0.0.1:1]", "rollout.servers=1"], ["rollout.external", "already"]),
     (["sync.transport=disk", "sync.wave=2"], ["sync.wave=2 has no effect with sync.transport=disk"]),
     (["sync.transport=disk", "sync.disk_dir=/dev/null/v"], ["sync.disk_dir='/dev/null/v'", "/dev/null is a file"]),
-    (["data.eval=null", "schedule.stop_at_score=0.9"], ["stop_at_score=0.9", "data.eval is null"]),
+    (["data.eval=null", "schedule.stop_at_score=0.9"], ["stop_at_score=0.9", "data.eval", "there is none"]),
     (
         ["checkpoint.export_every=3", "checkpoint.every_steps=2"],
         ["checkpoint.export_every=3", "checkpoint.every_steps=2", "a multiple of"],

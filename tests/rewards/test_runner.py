@@ -372,6 +372,6 @@ def test_rows_are_checked_before_anything_starts_by_functions_that_can():
                 raise DataError("no tests")
 
     RewardRunner({text_length: 1.0, Strict(): 1.0}).check_rows([{"tests": ""}, {"tests": ""}], "the data")
-    with pytest.raises(DataError, match="row 1 of the data: no tests"):
+    with pytest.raises(DataError, match="the data, row 1: no tests"):
         RewardRunner({text_length: 1.0, Strict(): 1.0}).check_rows([{"tests": ""}, {}], "the data")
     RewardRunner(text_length).check_rows([{}], "the data")
