@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, cast
@@ -210,7 +210,7 @@ def measure_ranks(config: Config, groups: list[Group], steps: int) -> list[tuple
     return seconds[1:]
 
 
-def answers(pipes: list[Connection]) -> list[Any]:
+def answers(pipes: Sequence[Any]) -> list[Any]:
     """One answer of each rank. Exits when a rank dies: the others would wait for it, so they end with this process."""
     found: dict[int, Any] = {}
     while len(found) < len(pipes):

@@ -274,7 +274,7 @@ def _check_type(key: str, value: Any, hint: Any, place: str) -> None:
     if isinstance(value, Mapping) != is_section or isinstance(value, list) != is_list or not_bool:
         raise ConfigError(f"{place}: {key}={value!r} has the wrong type; expected {_type_name(hint)}")
     # OmegaConf takes any list or mapping as an entry.
-    if is_list and (nested := [entry for entry in value if isinstance(entry, Mapping | list)]):
+    if isinstance(value, list) and (nested := [entry for entry in value if isinstance(entry, Mapping | list)]):
         raise ConfigError(f"{place}: {key} contains {nested[0]!r:.{SHOWN_CHARACTERS}}; expected {_type_name(hint)}")
     if isinstance(value, bool) and str in (hint, *get_args(hint)):
         raise ConfigError(f"{place}: {key}={value!r} must be text; quote it, because YAML reads it as a boolean")
@@ -371,7 +371,7 @@ def _keep_unset(merged: DictConfig, path: _Path, text: str) -> None:
     node: Any = merged
     for key in above:
         node = node._get_node(int(key) if isinstance(node, ListConfig) else key)
-    key = int(last) if isinstance(node, ListConfig) else last
+    key: Any = int(last) if isinstance(node, ListConfig) else last
     try:
         node[key]
     except OmegaConfBaseException:

@@ -119,7 +119,7 @@ class ChatTemplate:
 
         tokenizer, shown = self._tokenizer, self._outside.guard(list(tools)) or None
 
-        def call() -> tuple[list[str], list[list[tuple[int, int]]]]:
+        def call() -> Any:
             return render_jinja_template(
                 conversations=[self._formed(messages, tools)],
                 tools=shown,

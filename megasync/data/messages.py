@@ -210,9 +210,9 @@ def _content(given: Any, role: str, thoughts: list[str]) -> str | None:
     """The text of a content; None for null. Appends reasoning that stands among its parts to `thoughts`."""
     if given is None or isinstance(given, str):
         return given and valid_text(given)
-    parts = isinstance(given, Sequence) and not isinstance(given, bytes)
-    if parts and all(isinstance(part, str) or (isinstance(part, Mapping) and _kind(part)) for part in given):
-        return valid_text("".join(_part(part, thoughts) for part in given))
+    parts: Any = given if isinstance(given, Sequence) and not isinstance(given, bytes) else ()
+    if given is parts and all(isinstance(part, str) or (isinstance(part, Mapping) and _kind(part)) for part in parts):
+        return valid_text("".join(_part(part, thoughts) for part in parts))
     if role == "tool":
         # A result that is data, as tools return it.
         return json.dumps(plain_value(given), ensure_ascii=False)

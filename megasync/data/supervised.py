@@ -69,7 +69,8 @@ class SupervisedRenderer:
         self._template = ChatTemplate(tokenizer, prompt.template_options) if chats else None
         end = self._template.turn_end(stops) if self._template else None
         self.added_stop = None if end in stops else end
-        self._stops = frozenset({*stops, *([] if self.added_stop is None else [self.added_stop])})
+        added: set[int] = set() if self.added_stop is None else {self.added_stop}
+        self._stops = frozenset(stops) | added
 
     def rows(self, rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[TokenRow], int]:
         """Rows of tokens, and how many were left out because they were too long.

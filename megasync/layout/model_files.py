@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megasync.config.limits import path_problem
 from megasync.config.schema import ModelConfig
@@ -103,9 +103,9 @@ def check_values(values: Mapping[str, Any]) -> None:
         if value is not None and not isinstance(value, kind):
             raise ConfigError(f"{key}={value!r:.200} in config.json must be {words}")
     for key, kind, words in LISTS:
-        value = values.get(key)
-        if value is not None and not (isinstance(value, list) and all(type(entry) is kind for entry in value)):
-            raise ConfigError(f"{key}={value!r:.200} in config.json must be a list of {words}")
+        entries = cast("list[Any] | dict[str, Any] | None", values.get(key))
+        if entries is not None and not (isinstance(entries, list) and all(type(entry) is kind for entry in entries)):
+            raise ConfigError(f"{key}={entries!r:.200} in config.json must be a list of {words}")
 
 
 def end_tokens(path: str | Path) -> frozenset[int]:
@@ -122,9 +122,9 @@ def end_tokens(path: str | Path) -> frozenset[int]:
             values = read_object(file)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        text = values.get("text_config")
+        text = cast("dict[str, Any] | None", values.get("text_config"))
         inner = text.get("eos_token_id") if isinstance(text, dict) else None
-        ends = values.get("eos_token_id", inner)
+        ends = cast("list[Any] | None", values.get("eos_token_id", inner))
         for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
             if type(end) is not int or end < 0:
                 raise ConfigError(f"{file}: eos_token_id={ends!r:.200} must be a token id, a list of them, or null")

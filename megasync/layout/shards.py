@@ -18,7 +18,7 @@ from dataclasses import asdict
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -289,7 +289,7 @@ def _unlisted(file: Path, name: str) -> CheckpointError:
 
 def read_index(path: Path) -> dict[str, str]:
     """The file of each tensor, according to an index. Raises CheckpointError for one that names no files beside it."""
-    where: Any = read_json(path).get("weight_map")
+    where = cast("dict[str, Any] | None", read_json(path).get("weight_map"))
     if not isinstance(where, dict) or not where:
         raise CheckpointError(f"{path} has no weight_map, which names the file of each tensor; copy the model again")
     for name, file in where.items():

@@ -179,10 +179,10 @@ class CheckSide(Link):
         iterates = hasattr(type(value), "__next__")
         if not (iterates or callable(value)):
             raise TypeError(f"a test passes data, functions and ProgramObjects, not a {type(value).__name__}")
-        self.lent.append(value.__next__ if iterates else value)
+        self.lent.append(getattr(value, "__next__") if iterates else value)  # noqa: B009 - of any iterator
         return ["iterator" if iterates else "function", len(self.lent) - 1]
 
-    def sends_state(self, value):
+    def sends_state(self, value) -> bool:
         kind = type(value)
         own = kind.__module__ in ("tests", "__main__") or kind in NODES.values()
         return own and hasattr(value, "__dict__") and not (callable(value) or hasattr(kind, "__next__"))
@@ -250,7 +250,7 @@ class CheckSide(Link):
     def variables(self, names):
         """The variables of the program that have these names, which can be called."""
         values = self.ask("names", list(names))
-        for value in values.values():
+        for value in values.values():  # pyright: ignore[reportOptionalMemberAccess]
             if isinstance(value, ProgramObject):
                 object.__setattr__(value, "_link_called", True)
         return values

@@ -147,7 +147,9 @@ def limit(order):
         resource_limits.append((resource.RLIMIT_NPROC, limits["processes"], limits["processes"]))
     for what, soft, hard in resource_limits:
         allowed = resource.getrlimit(what)[1]
-        resource.setrlimit(what, [n if allowed == resource.RLIM_INFINITY else min(n, allowed) for n in (soft, hard)])
+        if allowed != resource.RLIM_INFINITY:
+            soft, hard = min(soft, allowed), min(hard, allowed)
+        resource.setrlimit(what, (soft, hard))
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 

@@ -149,7 +149,7 @@ class Link:
         """Whether an instance of a class stays on this side although the class derives from a built-in one."""
         return False
 
-    def sends_state(self, value):
+    def sends_state(self, value) -> bool:
         """Whether an object is sent as its attributes, like a container."""
         return False
 

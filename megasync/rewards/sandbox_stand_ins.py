@@ -37,7 +37,7 @@ class Approximately:
         rel = (1e-6 if absolute is None else 0.0) if relative is None else relative
         return actual == expected or abs(actual - expected) <= max(least, rel * abs(expected)) < math.inf
 
-    __hash__ = None
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
 def _items(value):
@@ -83,7 +83,7 @@ class Marks:
     def __getattr__(self, name):
         def mark(*given, **_):
             if len(given) == 1 and (inspect.isfunction(given[0]) or inspect.isclass(given[0])):
-                given[0].skipped = name in ("skip", "xfail")
+                setattr(given[0], "skipped", name in ("skip", "xfail"))  # noqa: B010 - of a function of the test
                 return given[0]
             condition = not given or isinstance(given[0], str) or bool(given[0])
 

@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -313,8 +313,7 @@ class PolicyTrainer:
         else:
             scores = self._engine.score(minibatch.share, temperature=self._temperature)
             minibatch.rescored = True
-        empty = np.zeros(0)
-        logprobs, denominators, advantages, numbers, places = [empty], [empty], [empty], [empty], [empty]
+        logprobs, denominators, advantages, numbers, places = ([cast("Any", np.zeros(0))] for _ in range(5))
         for index, scored in enumerate(scores):
             if not minibatch.counted(index):
                 continue
@@ -328,8 +327,9 @@ class PolicyTrainer:
             numbers.append(np.repeat(minibatch.members.numbers[own], counts))
             places += [np.arange(count) for count in counts]
         lots = lots_of(step, np.concatenate(numbers).astype(np.int64), np.concatenate(places).astype(np.int64))
-        tokens = (np.concatenate(each).astype(np.float64) for each in (logprobs, denominators, advantages))
-        rest = torch.from_numpy(chooser(StepTokens(*tokens, lots, self._summed))).to(self._engine.device.torch_device)
+        joined = [np.concatenate(each).astype(np.float64) for each in (logprobs, denominators, advantages)]
+        tokens = StepTokens(joined[0], joined[1], joined[2], lots, self._summed)
+        rest = torch.from_numpy(chooser(tokens)).to(self._engine.device.torch_device)
         minibatch.chosen = []
         for index, scored in enumerate(scores):
             taken = len(scored) if minibatch.counted(index) else 0

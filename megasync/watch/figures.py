@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import plotly.graph_objects as go
@@ -475,7 +475,7 @@ class _Plot:
             "ticks": "",
             "title_font_size": 12,
         }
-        places = np.concatenate([trace.x for trace in self._figure.data])
+        places = np.concatenate([cast("Any", trace).x for trace in self._figure.data])
         first, last = places.min(), places.max()
         if self._axis is AXES["step"] and last - first < 5:
             # There is nothing between two steps.
