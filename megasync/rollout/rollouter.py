@@ -182,9 +182,10 @@ class Rollouter:
             tasks = [*watched, *self._tasks]
             for task in tasks:
                 task.cancel()
-            halts = [worker.halt() for worker in self._workers]
+            # Begun before the first wait: a cancellation there must not keep workers from saving partial responses.
+            halting = asyncio.gather(*[worker.halt() for worker in self._workers])
             await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.gather(*halts)
+            await halting
             self._groups.clear()
 
     def stop(self) -> None:

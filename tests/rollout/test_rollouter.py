@@ -127,6 +127,27 @@ async def test_cancelling_the_run_from_outside_cleans_up_too(make_bench):
     assert bench.client.running == 0
 
 
+async def test_a_cancellation_while_it_stops_does_not_keep_workers_from_saving(make_bench, monkeypatch):
+    bench = make_bench(capacity=2, behave=lambda ids, options: asyncio.sleep(600))
+    (worker,) = bench.rollouter._workers
+    halt, halted = worker.halt, asyncio.Event()
+
+    async def halting():
+        await halt()
+        halted.set()
+
+    monkeypatch.setattr(worker, "halt", halting)
+    run = asyncio.create_task(bench.rollouter.run())
+    await until(lambda: bench.client.running == 4)
+    bench.rollouter.stop()
+    while bench.rollouter._running:
+        await asyncio.sleep(0)
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    await asyncio.wait_for(halted.wait(), 2)
+
+
 # Failures
 
 
