@@ -371,10 +371,11 @@ class RunFolder:
 
     @property
     def seconds(self) -> float | None:
-        """From `start` to `end`, without the times in which no driver lived."""
+        """From the start of the first driver to `end`, without the times in which no driver lived."""
         if self.start is None or self.end is None:
             return None
-        return max(0.0, float(self.elapsed(np.array([self.end]))[0]))
+        starting = self.start - min([self.start, *(event.time for event in self.events if event.kind == START)])
+        return max(0.0, starting + float(self.elapsed(np.array([self.end]))[0]))
 
     # Measurements
 

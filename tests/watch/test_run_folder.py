@@ -183,6 +183,11 @@ def test_a_prompt_that_a_ledger_lost_is_counted(tmp_path):
     assert RunFolder(run_dir).balance.lost == 1
 
 
+def test_the_duration_of_a_run_counts_its_start(tmp_path):
+    run = RunFolder(make_run(tmp_path, steps=10))
+    assert run.start > BEGIN and run.seconds == pytest.approx(run.end - BEGIN)
+
+
 def test_a_resumed_run_does_not_count_the_time_between_its_drivers(tmp_path):
     run_dir = make_run(tmp_path, steps=10)
     alone = RunFolder(run_dir).seconds

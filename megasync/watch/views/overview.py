@@ -89,7 +89,9 @@ def _scores(run: RunFolder) -> Update:
 
     def update() -> None:
         latest = run.metrics.latest
-        reward.show(units.fixed(latest(names.REWARD)), below=_change(run, names.REWARD))
+        spread = latest("train/reward_std")
+        below = _change(run, names.REWARD) + ("" if spread is None else f", deviation {units.fixed(spread, 2)}")
+        reward.show(units.fixed(latest(names.REWARD)), below=below.removeprefix(", "))
         scores = run.series(names.SCORE).finite
         best = f"best {units.fixed(float(scores.values.max()))}" if len(scores) else "not evaluated yet"
         score.show(units.fixed(latest(names.SCORE)), below=best)
