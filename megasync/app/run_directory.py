@@ -133,7 +133,8 @@ def hint_to_resume(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if is_resumable(run_dir):
+        # Some errors say it in their own text.
+        if "megasync resume" not in str(error) and is_resumable(run_dir):
             error.add_note(f"to resume: {resume_command(run_dir)}")
         raise
 

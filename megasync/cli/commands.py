@@ -750,7 +750,9 @@ def doctor(
 
         findings = examine_cluster(cluster, nodes, wait, loaded)
         if loaded is not None:
-            findings += check_contradictions(loaded, check_run)
+            # A launcher joins the cluster for a configuration that names none.
+            joins = [] if loaded.cluster.address else [f"cluster.address={cluster}", "cluster.host=auto"]
+            findings += check_contradictions(load_config(config, [*(overrides or ()), *joins]), check_run)
     _console().print(findings_table(findings))
     if any(finding.status == FAILURE for finding in findings):
         raise typer.Exit(UNHEALTHY)

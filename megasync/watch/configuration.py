@@ -22,7 +22,6 @@ from megasync.files import open_regular
 
 # Of a configuration that is read.
 MOST_BYTES, DEEPEST = 4 * 2**20, 64
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # Of a key that a configuration does not have.
 ABSENT = object()
 
@@ -57,7 +56,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     try:
         text = data.decode("utf-8")
         _check_shape(text)
-        values = yaml.load(text, _LOADER)
+        values = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, RecursionError, ArithmeticError, TypeError, AttributeError) as error:
         raise ValueError(str(error) or type(error).__name__) from None
     if not isinstance(values, dict):
@@ -67,7 +66,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 def _check_shape(text: str) -> None:
     depth = 0
-    for event in yaml.parse(text, _LOADER):
+    for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         if isinstance(event, yaml.AliasEvent):
             raise ValueError("it has YAML aliases, which no configuration of a run has")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)

@@ -64,7 +64,7 @@ def test_a_run_stops_resumes_and_ends_without_touching_other_processes(
 
     again = execute(*command)
     assert again.wait() == 0, again.output
-    assert f"resuming after step {STEPS} " in again.output
+    assert "nothing was started" in again.output.replace("\n", " ")
     assert not re.search(r"step \d+/", again.output), "nothing was left to do"
     assert again.survivors() == []
     assert all(lives(stranger.pid) for stranger in strangers)

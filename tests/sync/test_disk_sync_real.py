@@ -87,6 +87,7 @@ async def test_a_rank_that_fails_while_it_writes_changes_nothing(world, models, 
         assert {span["version"] for span in answer["weight_versions"]} == {"50"}
     await check_serves(servers, models[0][0][1], 50)
     if fault == "die":
+        await sync.close()
         sync, ranks, servers = await world()
         await ranks.call("load", str(models[0][1][0]), timeout=20)
     await sync.publish(51)

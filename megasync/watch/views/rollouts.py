@@ -79,6 +79,8 @@ class _Rollouts:
         self._place = place
         self._index: RolloutIndex = run.rollouts
         self._decoder: Decoder | None = None
+        # Why tokens are shown by their ids, until the page has said so.
+        self._problem = ""
         self._rows: list[Row] = []
         self._known = -1
         self._page = 0
@@ -171,12 +173,14 @@ class _Rollouts:
         else:
             self._note.say(f"{len(found)} of {len(rows)} responses match.")
 
-    async def _get_decoder(self) -> Decoder:
+    async def _get_decoder(self, quiet: bool = False) -> Decoder:
+        """The decoder of the model's tokens; unless `quiet`, the page says once if tokens are shown by their ids."""
         if self._decoder is None:
-            self._decoder, problem = await asyncio.to_thread(decoder_of, self._run)
-            if problem:
-                with self._frame:
-                    notice(problem)
+            self._decoder, self._problem = await asyncio.to_thread(decoder_of, self._run)
+        if self._problem and not quiet:
+            with self._frame:
+                notice(self._problem)
+            self._problem = ""
         return self._decoder
 
     # The table
@@ -280,7 +284,7 @@ class _Rollouts:
 
     async def _preview(self, rows: Sequence[Row], cells: Mapping[int, Text]) -> None:
         """Fills in the beginnings of the responses' texts, which are read from their bodies."""
-        decoder = await self._get_decoder()
+        decoder = await self._get_decoder(quiet=True)
         read = await asyncio.to_thread(lambda: [_read(self._index, row) for row in rows])
         for row, found in zip(rows, read, strict=True):
             if not isinstance(found, str) and not cells[id(row)].is_deleted:
