@@ -749,7 +749,7 @@ def doctor(
         from megasync.preflight.cluster_doctor import examine_cluster
 
         findings = examine_cluster(cluster, nodes, wait, loaded)
-        if loaded is not None:
+        if config is not None and loaded is not None:
             # A launcher joins the cluster for a configuration that names none.
             joins = [] if loaded.cluster.address else [f"cluster.address={cluster}", "cluster.host=auto"]
             findings += check_contradictions(load_config(config, [*(overrides or ()), *joins]), check_run)
