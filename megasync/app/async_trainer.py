@@ -150,5 +150,5 @@ class AsyncTrainer:
             await asyncio.to_thread(write_resume_file, self._resume_file, run_dir)
         run = Run(self.config, run_dir, workload, self._checkpoint, self._custom)
         task = asyncio.create_task(run.execute(), name="run")
-        with stop_signals(run, task), hint_to_resume(run_dir):
+        with stop_signals(run, task, self.config), hint_to_resume(run_dir):
             return await task

@@ -146,8 +146,6 @@ LAST_SECONDS = 60.0
 class Stoppable(Protocol):
     """A run that signals can end, or ask what it waits for."""
 
-    config: Config
-
     def request_stop(self, reason: str) -> bool:
         """Requests a clean end. Returns False while the run is still starting: then it can only be cancelled."""
         ...
@@ -158,10 +156,11 @@ class Stoppable(Protocol):
 
 
 @contextlib.contextmanager
-def stop_signals(run: Stoppable, task: asyncio.Task) -> Iterator[None]:
+def stop_signals(run: Stoppable, task: asyncio.Task, config: Config | None = None) -> Iterator[None]:
     """First Ctrl-C (or SIGTERM): finish cleanly. Second: stop immediately. SIGUSR1: log what every part waits for.
 
-    Raises TrainingError for code that tries to end the process, which is no end of a run.
+    `config` has the deadlines of what blocks the event loop and of the end; the defaults apply without one. Raises
+    TrainingError for code that tries to end the process, which is no end of a run.
     """
     received: list[str] = []
     dumps: set[asyncio.Task] = set()
@@ -182,7 +181,7 @@ def stop_signals(run: Stoppable, task: asyncio.Task) -> Iterator[None]:
         dump.add_done_callback(dumps.discard)
 
     try:
-        timeouts, numbers = run.config.timeouts, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        timeouts, numbers = (config or Config()).timeouts, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         with handle_signals(numbers, on_signal, patience=timeouts.no_progress, last=timeouts.shutdown + LAST_SECONDS):
             yield
     except asyncio.CancelledError:

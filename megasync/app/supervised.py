@@ -176,7 +176,7 @@ async def _begin(config: Config, run_dir: Path | None) -> SupervisedResult:
         _check_rows(run_dir / ROWS_FILE, described)
     run = SupervisedRun(config, run_dir, rows, messages)
     task = asyncio.create_task(run.execute(), name="run")
-    with stop_signals(run, task), hint_to_resume(run_dir):
+    with stop_signals(run, task, config), hint_to_resume(run_dir):
         return await task
 
 

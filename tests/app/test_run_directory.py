@@ -17,11 +17,8 @@ from megasync.trainer import checkpoint
 RUN = """
 import asyncio, threading
 from megasync.app.run_directory import EXPORTS, stop_signals
-from megasync.config import Config
 
 class Run:
-    config = Config()
-
     def request_stop(self, reason):
         print("finishes", flush=True)
         return True
