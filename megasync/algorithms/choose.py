@@ -104,5 +104,5 @@ def _with_options(
 
 
 def _named_by(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the options that the function takes: a loss and the function that chooses its tokens share them."""
+    """The options that the function takes: a loss and the function that chooses its tokens share them."""
     return {name: value for name, value in options.items() if name in inspect.signature(function).parameters}

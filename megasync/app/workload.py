@@ -54,7 +54,7 @@ class Custom:
     eval_dataset: Sequence[dict] | None = None
 
     def described(self) -> dict[str, str]:
-        """What was passed, by the names of the fields: the functions' names, and the numbers of rows."""
+        """Describes what was passed, by the names of the fields: the functions' names, and the numbers of rows."""
         given = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
         if self.reward is not None:
             given["reward"] = ", ".join(name_of(function.call) for function in reward_functions(self.reward))
