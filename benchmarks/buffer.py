@@ -39,8 +39,8 @@ from megasync.cluster.ray_cluster import RayCluster
 from megasync.cluster.remote_buffer import RemoteBuffer
 from megasync.config import Config
 from megasync.config.schema import ScheduleConfig
-from megasync.runs import Runs
 from megasync.trajectory import Group, Trajectory
+from megasync.trajectory.runs import Runs
 
 SAMPLES = 8
 STEP = 8

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from megasync.base.store import join_store, open_store
 from megasync.device import Device
 from megasync.layout.layout import Layout
 from megasync.layout.shards import assemble
 from megasync.serving.control import ServerControl
-from megasync.store import join_store, open_store
 from megasync.sync.groups import Deadline, SyncGroup
 
 GROUP = "gather"

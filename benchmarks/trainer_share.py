@@ -34,8 +34,8 @@ from megasync.buffer.payload import LeasedGroup, encode
 from megasync.buffer.segments import SegmentWriter, load_trajectories
 from megasync.config.schema import AlgorithmConfig, ModelConfig, TrainerConfig
 from megasync.device import Device
-from megasync.runs import Runs
 from megasync.trajectory import Group, Trajectory
+from megasync.trajectory.runs import Runs
 
 BUDGET = 32_768
 GROUP = 8

@@ -33,6 +33,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 900
@@ -53,7 +54,7 @@ SERVER_VARIABLES: dict[str, tuple[object, str]] = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB": (False, "log-probs ignore the temperature, so importance ratios are wrong"),
     "SGLANG_FORWARD_UNKNOWN_TOOLS": (True, "calls of unknown tools are dropped"),
     "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": (1, "requests of lost clients keep running"),
-    "SGLANG_EXTERNAL_MODEL_PACKAGE": ("megasync.serving.sglang_models", "some model families are unknown to SGLang"),
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": ("megasync.sglang.models", "some model families are unknown to SGLang"),
 }
 # What trainer ranks must have, and why. None: what SGLang sets for its servers.
 RANK_VARIABLES: dict[str, tuple[str | None, str]] = {
@@ -159,7 +160,8 @@ def check_patches() -> Iterator[Item]:
 
 def check_hooks() -> Iterator[Item]:
     """Each hook of the SGLang plugin has its target, and takes every call that SGLang's source makes of it."""
-    from megasync.sync.sglang_plugin import GuardedServer, Plugin
+    from megasync.sglang.guard import GuardedServer
+    from megasync.sglang.updates import Plugin
 
     for target, kind, hook in hooks_of(Plugin(), GuardedServer("key", None)):
         stock = attempt(target, lambda t=target: resolve(t), ADAPT)
@@ -431,16 +433,14 @@ def is_updater_call(called: ast.expr) -> bool:
 
 def hooks_of(*parts: Any) -> list[tuple[str, str, Callable[..., Any]]]:
     """(target, kind, hook) of what the plugin registers."""
-    from megasync.sync import sglang_plugin
+    from sglang.srt.plugins.hook_registry import HookRegistry
 
     found: list[tuple[str, str, Callable[..., Any]]] = []
-    original = sglang_plugin._hook
-    sglang_plugin._hook = lambda kind, target, hook: found.append((target, kind, hook))
-    try:
+    with mock.patch.object(
+        HookRegistry, "register", lambda target, hook, kind: found.append((target, kind.name, hook))
+    ):
         for part in parts:
             part.register()
-    finally:
-        sglang_plugin._hook = original
     return found
 
 

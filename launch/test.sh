@@ -8,7 +8,7 @@ bash launch/setup_extra.sh verl
 bash launch/setup_extra.sh trackers
 # Only the tests of servers with prefill and decode engines need this.
 bash launch/setup_extra.sh engines
-# tests/rehearsal loads these from folders of their own.
+# tests/lab/rehearsal loads these from folders of their own.
 bash launch/setup_extra.sh rehearsal
 # Two worker processes, each running whole files, so that tests share the servers that their file starts.
 exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megasync.importing import quick_imports
+from megasync.base.importing import quick_imports
 
 if TYPE_CHECKING:
     from megasync.app.async_trainer import AsyncTrainer

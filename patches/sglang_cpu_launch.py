@@ -41,7 +41,7 @@ from megasync_patches import Patch
 from megasync_patches.sglang_cpu_block_fp8 import PATCH as BLOCK_FP8
 from megasync_patches.sglang_cpu_llama4 import PATCH as LLAMA4
 
-from megasync.importing import quick_imports
+from megasync.base.importing import quick_imports
 
 # Padded positions that are always cheaper than further operations.
 _PADDED = 4096

@@ -16,7 +16,7 @@ import numpy as np
 
 from deepresearch.documents import Passage, lines, passages, read_documents, write_jsonl
 from deepresearch.sharded_index import split
-from megasync.files import new_folder
+from megasync.base.files import new_folder
 
 META, PASSAGES = "meta.json", "passages.jsonl"
 

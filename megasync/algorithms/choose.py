@@ -9,10 +9,10 @@ from typing import Any
 
 from megasync.algorithms.advantages.rewards import Floats, TokenRewards
 from megasync.algorithms.losses.tokens import Bools, PolicyTokens, StepTokens, TokenLoss
+from megasync.base.importing import check_call, load_function
 from megasync.concurrency.foreign import guard
 from megasync.config.builtin import ADVANTAGES, LOSSES, Algorithm
 from megasync.config.schema import AlgorithmConfig
-from megasync.importing import check_call, load_function
 
 
 def estimator_of(config: AlgorithmConfig) -> Callable[[Any], Floats]:

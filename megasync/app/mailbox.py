@@ -17,10 +17,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from megasync.app.run_lock import is_held
+from megasync.base.files import PART, atomic_write
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config import CONFIG_FILE
 from megasync.errors import ConfigError, MegasyncError
-from megasync.files import PART, atomic_write
 
 log = logging.getLogger(__name__)
 

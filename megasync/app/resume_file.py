@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from megasync.base.files import atomic_write
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.buffer.ledger import begun
 from megasync.config import CONFIG_FILE, load_config
 from megasync.config.limits import SHOWN_CHARACTERS, path_problem
 from megasync.errors import ConfigError
-from megasync.files import atomic_write
 
 log = logging.getLogger(__name__)
 

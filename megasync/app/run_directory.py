@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Protocol, TypeGuard
 
 from megasync.app.resume_file import is_resumable
+from megasync.base.files import atomic_write
 from megasync.concurrency.event_loop import handle_signals
 from megasync.concurrency.foreign import explain
 from megasync.concurrency.threads import DaemonThreads
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
 from megasync.errors import ConfigError, TrainingError
-from megasync.files import atomic_write
 from megasync.layout.shards import export_checkpoint
 from megasync.observe.curve import points
 from megasync.observe.metrics import STEP, read_metrics

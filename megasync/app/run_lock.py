@@ -7,8 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from megasync.base.locks import FileLock, holder_of, is_locked, named_holder
 from megasync.errors import ConfigError
-from megasync.locks import FileLock, holder_of, is_locked, named_holder
 
 FILE = "driver.lock"
 

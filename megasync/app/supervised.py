@@ -34,6 +34,7 @@ from megasync.app.run_directory import (
 from megasync.app.run_lock import RunLock
 from megasync.app.servers import reserve_pools
 from megasync.app.workload import stop_ids
+from megasync.base.files import atomic_write
 from megasync.cluster.roles import check_capabilities
 from megasync.cluster.trainer_group import TrainerGroup
 from megasync.concurrency.event_loop import run_to_end
@@ -50,7 +51,6 @@ from megasync.data.row_file import write_rows
 from megasync.data.supervised import SupervisedRenderer, TokenRow
 from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError, RankLost, TrainingError
-from megasync.files import atomic_write
 from megasync.layout.model_files import read_hf_config
 from megasync.observe import stacks, trace
 from megasync.observe.awaits import describe_tasks

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megasync.base.importing import check_call, load_callable, load_function, name_of
 from megasync.concurrency.foreign import explain, is_async, run
 from megasync.concurrency.threads import DaemonThreads
 from megasync.config import Config
@@ -24,7 +25,6 @@ from megasync.environments import Play
 from megasync.errors import ConfigError
 from megasync.evaluation.held_out import HeldOutSet, held_out_sets, sets_of_worker
 from megasync.gateway import AgentWorkflow
-from megasync.importing import check_call, load_callable, load_function, name_of
 from megasync.layout.model_files import end_tokens, read_hf_config
 from megasync.layout.routes import RouteFormat
 from megasync.rewards import RewardRunner, check_columns, reward_functions

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megasync.base.files import PART, durable_rename, fsync
 from megasync.buffer.groups import GroupEntry
 from megasync.buffer.ledger import WITHOUT, Ledger, Report, begun
 from megasync.buffer.payload import EncodedGroup, LeasedGroup
@@ -30,7 +31,6 @@ from megasync.buffer.state import (
 )
 from megasync.config.pacing import Pacing
 from megasync.errors import LedgerError
-from megasync.files import PART, durable_rename, fsync
 
 if TYPE_CHECKING:
     from megasync.config.schema import ScheduleConfig

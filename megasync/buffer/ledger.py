@@ -36,6 +36,7 @@ from typing import Any
 
 import msgspec
 
+from megasync.base.files import fdatasync, fsync
 from megasync.buffer.groups import LIVE, TRAINED, GroupEntry, GroupState
 from megasync.buffer.payload import (
     LeasedGroup,
@@ -47,7 +48,6 @@ from megasync.buffer.payload import (
 from megasync.buffer.segments import SegmentWriter, read_body, segment_number, segment_path, segments_of
 from megasync.buffer.state import BufferSnapshot, BufferStatus
 from megasync.errors import LedgerError
-from megasync.files import fdatasync, fsync
 
 FILE = "ledger.db"
 # Identifies a ledger among SQLite files: "mgsy".

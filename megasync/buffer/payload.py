@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 
 from megasync.concurrency.first_use import prepared
 from megasync.errors import DataError
-from megasync.runs import Runs
-from megasync.support import Support
 from megasync.trajectory import Group, Partial, Trajectory, sample_rewards
-from megasync.turns import Turn
+from megasync.trajectory.runs import Runs
+from megasync.trajectory.support import Support
+from megasync.trajectory.turns import Turn
 
 # Arrays begin at multiples of this many bytes.
 ALIGNMENT = 8

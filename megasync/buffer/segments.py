@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megasync.base.files import fdatasync, fsync
 from megasync.buffer.payload import (
     Body,
     LeasedGroup,
@@ -25,7 +26,6 @@ from megasync.buffer.payload import (
     parts_of,
 )
 from megasync.errors import DataError
-from megasync.files import fdatasync, fsync
 from megasync.trajectory import Group, Trajectory
 
 SUFFIX = ".seg"

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megasync import __version__
+from megasync.base.importing import quick_imports
 from megasync.concurrency.event_loop import end_process
 from megasync.errors import ConfigError, MegasyncError
-from megasync.importing import quick_imports
 from megasync.launch.command import launch
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def rehearse(
     groups, and bytes against the plan. Needs the model's config.json only. Exits
     with status 1 and names the first difference if there is one.
     """
-    from megasync.rehearsal.command import rehearse_config
+    from megasync.lab.rehearsal.command import rehearse_config
 
     with _interruptible():
         as_planned = rehearse_config(config, overrides or [], rank, megatron, as_json)
@@ -568,9 +568,9 @@ def check_layout(
     """
     from megasync.device import check_machine, resolve_device
     from megasync.errors import SyncError
+    from megasync.lab.layout_check import check_layout as check
+    from megasync.lab.render_layout import report_data, report_tables
     from megasync.layout.topology import Topology
-    from megasync.preflight.layout_check import check_layout as check
-    from megasync.preflight.render_layout import report_data, report_tables
     from megasync.serving.engine_blueprint import engine_ranks
 
     topology = Topology(tensor=tp, pipeline=pp, data=dp, expert=ep, expert_tensor=etp, virtual=vpp)
@@ -661,9 +661,9 @@ def chaos(
     not recover or any prompt was lost. Faults affect processes on this machine
     only.
     """
-    from megasync.chaos.experiment import ChaosExperiment, ChaosTiming, FaultPlan
-    from megasync.chaos.report import report_tables
     from megasync.config import load_config
+    from megasync.lab.chaos.experiment import ChaosExperiment, ChaosTiming, FaultPlan
+    from megasync.lab.chaos.report import report_tables
     from megasync.preflight.check import check_config
 
     loaded = load_config(config, overrides or ())
@@ -701,7 +701,7 @@ def simulate(
     Exits with status 1 and names the first seed that violates an invariant. Runs
     are deterministic: the same seed reproduces the failure.
     """
-    from megasync.sim.report import report
+    from megasync.lab.sim.report import report
 
     raise typer.Exit(report(range(seed, seed + (1 if history else seeds)), history, _console(), jobs))
 

@@ -10,10 +10,10 @@ import threading
 import ray
 from megasync_patches import ray_loopback  # pyright: ignore[reportMissingImports] - the folder patches/
 
+from megasync.base.files import ray_environment
 from megasync.config import Config
 from megasync.config.host import LOOPBACK, reach_directly, resolve_host
 from megasync.errors import MegasyncError
-from megasync.files import ray_environment
 
 log = logging.getLogger(__name__)
 

@@ -27,6 +27,7 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import RayActorError
 
+from megasync.base.importing import name_of
 from megasync.buffer.payload import EncodedGroup, EncodedPartial
 from megasync.cluster.actors import ANSWER_SECONDS, EXIT_SECONDS, ActorGroup, kill_process
 from megasync.cluster.buffer_calls import BufferCalls
@@ -37,7 +38,6 @@ from megasync.concurrency.orphans import kill_orphans
 from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
 from megasync.config import Config
 from megasync.errors import ConfigError, MegasyncError, ProcessLost, ServerError
-from megasync.importing import name_of
 from megasync.observe.clock import clock_offset
 from megasync.observe.events import NO_EVENTS, EventSink
 from megasync.observe.hang import NO_REPORTS, HangSink, RunProcess

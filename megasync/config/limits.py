@@ -12,7 +12,7 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megasync.confidential import masked
+from megasync.base.confidential import masked
 from megasync.config import builtin
 from megasync.errors import ConfigError
 

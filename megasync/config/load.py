@@ -25,10 +25,10 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megasync.base.files import PRIVATE, atomic_write
 from megasync.config.limits import PATH, SHOWN_CHARACTERS, keys_of, limit_of, path_problem, schema_fields
 from megasync.config.schema import Config
 from megasync.errors import ConfigError
-from megasync.files import PRIVATE, atomic_write
 
 BASE_KEY = "base"
 # Files in a run's directory: its resolved configuration, and the names of what the caller passed from Python and must

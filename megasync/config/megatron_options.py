@@ -17,9 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megasync.base.files import atomic_write
 from megasync.config.limits import as_typed
 from megasync.errors import ConfigError
-from megasync.files import atomic_write
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "megatron_options.md"
 

@@ -17,12 +17,12 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING as REQUIRED
 
+from megasync.base.files import atomic_write
 from megasync.config.changes import fixed
 from megasync.config.deadlines import deadline_table
 from megasync.config.limits import Choice, Form, Range, limit_of, schema_fields
 from megasync.config.load import entry_of, section_of
 from megasync.config.schema import Config
-from megasync.files import atomic_write
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 MARK = "<!-- From here on written by `python -m megasync.config.reference`; edit megasync/config/schema instead. -->"

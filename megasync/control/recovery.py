@@ -24,10 +24,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasync.base.files import atomic_write
 from megasync.buffer.payload import LeasedGroup
 from megasync.buffer.segments import load
 from megasync.errors import DataError, RankLost, StepFailed, TrainingError
-from megasync.files import atomic_write
 
 if TYPE_CHECKING:
     from megasync.config.schema import TrainerConfig

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from megasync.base.importing import check_call, load_function
 from megasync.concurrency.foreign import guard
 from megasync.config import builtin
 from megasync.config.schema import DataConfig
-from megasync.importing import check_call, load_function
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from megasync.base.importing import quick_imports
 from megasync.config.schema import PromptConfig
 from megasync.data.chat_template import ChatTemplate
 from megasync.data.messages import Message, as_messages, as_tools
@@ -19,7 +20,6 @@ from megasync.data.outside_text import OutsideText, plain
 from megasync.data.rows import is_messages, place
 from megasync.data.template import fill
 from megasync.errors import DataError
-from megasync.importing import quick_imports
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from megasync.base.files import durable_rename, fsync
 from megasync.data.supervised import TokenRow
 from megasync.errors import CheckpointError
-from megasync.files import durable_rename, fsync
 
 Ints = NDArray[np.int64]
 

@@ -17,12 +17,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from megasync.base.importing import name_of
 from megasync.concurrency.foreign import explain
 from megasync.concurrency.tasks import within
 from megasync.environments.protocol import Step
 from megasync.environments.worker import Factory, Worker, worker_kind
 from megasync.errors import DataError
-from megasync.importing import name_of
 
 log = logging.getLogger(__name__)
 

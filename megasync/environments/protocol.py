@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from megasync.base.confidential import masked
+from megasync.base.importing import check_call, load_function
 from megasync.concurrency.foreign import is_async, shown
-from megasync.confidential import masked
 from megasync.config.builtin import ENVIRONMENTS
 from megasync.errors import ConfigError, DataError
-from megasync.importing import check_call, load_function
 from megasync.trajectory import finite_float
 
 # The methods of an environment, with arguments as they get them.

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from math import comb
 from typing import Protocol
 
+from megasync.base.importing import name_of
 from megasync.concurrency.foreign import explain, run
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import DataError
 from megasync.evaluation.held_out import HeldOutSet
-from megasync.importing import name_of
 from megasync.observe import trace
 from megasync.rollout.destination import ANYWHERE, Destination
 from megasync.rollout.inflight import RequestGate

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from megasync.base.files import atomic_write
 from megasync.evaluation.evaluate import HeldOutAnswer, HeldOutScores
-from megasync.files import atomic_write
 from megasync.observe.names import UNNAMED_SET
 
 ANSWERS_FILE, SCORES_FILE = "answers.jsonl", "scores.json"

@@ -10,13 +10,13 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megasync.base.importing import check_call, name_of
 from megasync.concurrency.foreign import DeadlineExceeded, invoke, shown
 from megasync.concurrency.threads import AllThreadsStuck
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.errors import DataError, ServerError
 from megasync.gateway.agent_loop import AgentLoop
 from megasync.gateway.server import Gateway
-from megasync.importing import check_call, name_of
 from megasync.rollout.sample_client import SampleClient
 from megasync.trajectory import Trajectory, finite_float
 

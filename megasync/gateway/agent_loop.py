@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from megasync.base.importing import name_of
 from megasync.concurrency.foreign import DeadlineExceeded, is_async, run
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.concurrency.threads import DaemonThreads
-from megasync.importing import name_of
 
 # Seconds that cancelled agents have to finish at shutdown.
 _CLOSE_SECONDS = 5.0

@@ -10,7 +10,7 @@ from typing import Any
 
 from megasync.data.text_codec import TextCodec
 from megasync.rollout.generation import Generation, Reply
-from megasync.runs import IntArray
+from megasync.trajectory.runs import IntArray
 
 Decode = Callable[[Sequence[int] | IntArray], str]
 

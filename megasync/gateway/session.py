@@ -27,7 +27,7 @@ from megasync.gateway.errors import RequestError
 from megasync.gateway.transcript import Transcript
 from megasync.rollout.generation import Reply
 from megasync.rollout.sample_client import SampleClient
-from megasync.runs import IntArray
+from megasync.trajectory.runs import IntArray
 
 # A reply, and the message that the agent receives for it.
 Answered = tuple[Reply, dict[str, Any]]

@@ -22,11 +22,11 @@ from pathlib import Path
 import psutil
 from megasync_patches import PatchError, ray_bind  # pyright: ignore[reportMissingImports] - the folder patches/
 
+from megasync.base.files import ray_environment
 from megasync.config.host import HOST_VARIABLE, LOOPBACK, route_from
 from megasync.config.pools import NODE_RESOURCE_AMOUNT, node_resource
 from megasync.device import resolve_device
 from megasync.errors import ConfigError, MegasyncError
-from megasync.files import ray_environment
 from megasync.launch.control_pipe import ControlPipe
 from megasync.serving.process import ManagedProcess, free_port
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from megasync.base.files import read_object
 from megasync.config.limits import path_problem
 from megasync.config.schema import ModelConfig
 from megasync.errors import ConfigError
-from megasync.files import read_object
 from megasync.layout.families import language_model
 from megasync.layout.families.sizes import EXPERT_KEYS
 from megasync.layout.storage import Storage, storage_of

@@ -24,8 +24,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  # annotated as bare dict
 
+from megasync.base.files import atomic_write, fsync, new_folder, read_object
 from megasync.errors import CheckpointError, ConfigError
-from megasync.files import atomic_write, fsync, new_folder, read_object
 from megasync.layout import mxfp4
 from megasync.layout.adapter import AdapterLayout, AdapterShape, adapter_config
 from megasync.layout.block_fp8 import SCALE_DTYPES, SCALES, VALUES, Block, dequantize

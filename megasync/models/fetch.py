@@ -12,8 +12,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from megasync.base.files import new_folder
 from megasync.errors import ConfigError
-from megasync.files import new_folder
 from megasync.models.digits import write_digits, write_digits_moe
 from megasync.models.smollm2 import write_smollm2
 

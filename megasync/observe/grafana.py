@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasync.files import atomic_write
+from megasync.base.files import atomic_write
 
 FILE = Path(__file__).resolve().parents[2] / "configs" / "grafana.json"
 # Columns of Grafana's grid, and size of a panel in its units.

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from megasync.files import open_regular
+from megasync.base.files import open_regular
 
 # Seconds since the epoch that a clock can show; what is later is no time.
 LATEST_TIME = 4102444800.0

@@ -18,8 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
+from megasync.base.files import atomic_write
 from megasync.concurrency.tasks import within
-from megasync.files import atomic_write
 from megasync.observe.awaits import describe_tasks
 from megasync.observe.stacks import ProcessStacks, own_stacks
 from megasync.observe.state_file import RunState

@@ -20,7 +20,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ign
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from megasync.files import atomic_write
+from megasync.base.files import atomic_write
 
 log = logging.getLogger(__name__)
 

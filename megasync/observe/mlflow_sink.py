@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megasync.confidential import masked
+from megasync.base.confidential import masked
+from megasync.base.files import atomic_write
 from megasync.config import Config, saved_values
 from megasync.config.schema import MlflowConfig
-from megasync.files import atomic_write
 from megasync.observe.sinks import Answers, Row
 
 # Below the run directory.

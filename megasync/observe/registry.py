@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from megasync.files import atomic_write
+from megasync.base.files import atomic_write
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 # A part of a name that the configuration or a user's function chooses; it matches any text without a slash, or, with

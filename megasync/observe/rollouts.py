@@ -31,13 +31,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from megasync.base.files import open_regular
 from megasync.concurrency.first_use import prepared
 from megasync.errors import DataError
-from megasync.files import open_regular
 from megasync.observe.growing_file import GrowingFile
-from megasync.runs import Runs
 from megasync.trajectory import TOKEN_REWARDS, Trajectory, finite_float
-from megasync.turns import Turn, within
+from megasync.trajectory.runs import Runs
+from megasync.trajectory.turns import Turn, within
 
 log = logging.getLogger(__name__)
 

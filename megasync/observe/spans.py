@@ -15,9 +15,9 @@ from typing import IO, Any
 
 import msgspec
 
+from megasync.base.files import open_regular
 from megasync.concurrency.first_use import prepared
 from megasync.errors import DataError
-from megasync.files import open_regular
 from megasync.observe.growing_file import LATEST_TIME, PIECE
 from megasync.observe.trace import LANES, TRACE_FOLDER, ChromeEvent, process_of, segments
 

@@ -13,8 +13,8 @@ from typing import Literal
 
 import msgspec
 
+from megasync.base.files import open_regular
 from megasync.concurrency.first_use import prepared
-from megasync.files import open_regular
 
 STATE_FILE = "state.json"
 # A state that is older, of a run whose lock is held, belongs to a driver that hangs.

@@ -15,10 +15,10 @@ from typing import Any
 
 import psutil
 
-from megasync.confidential import masked
+from megasync.base.confidential import masked
+from megasync.base.files import atomic_write
 from megasync.config import Config, saved_values
 from megasync.config.schema import WandbConfig
-from megasync.files import atomic_write
 from megasync.observe.metrics import STEP
 from megasync.observe.registry import METRICS
 from megasync.observe.sinks import Answers, Row

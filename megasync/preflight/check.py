@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megasync.confidential import masked
+from megasync.base.confidential import masked
+from megasync.base.importing import keyword_options, load_function
 from megasync.config import builtin
 from megasync.config.access import EXTERNAL_KEY_VARIABLE, check_access, given_external_key
 from megasync.config.deadlines import check_deadlines
@@ -44,7 +45,6 @@ from megasync.config.server_args import OF_ROLLOUT, check_head, check_server_arg
 from megasync.config.supervised import is_supervised
 from megasync.data.curriculum import by_success
 from megasync.errors import ConfigError
-from megasync.importing import keyword_options, load_function
 from megasync.layout.adapter import adapter_layout
 from megasync.layout.adapter_files import check_adapter_folder
 from megasync.layout.families import Sizes
@@ -73,7 +73,6 @@ from megasync.preflight.check_rollout import check_agent, check_chat, check_envi
 from megasync.preflight.check_server_engines import check_server_engines
 from megasync.preflight.check_vision import check_vision_folder, check_vision_policy
 from megasync.preflight.check_weights import check_weights
-from megasync.support import MAX_SUPPORT
 from megasync.trainer.architecture import (
     check_adapters,
     check_architecture,
@@ -84,6 +83,7 @@ from megasync.trainer.architecture import (
     check_overlap,
     chunks_of,
 )
+from megasync.trajectory.support import MAX_SUPPORT
 
 
 def check_config(

@@ -22,10 +22,10 @@ from pathlib import Path
 from megasync_patches import PatchError, ray_bind  # pyright: ignore[reportMissingImports] - the folder patches/
 from packaging.requirements import Requirement
 
+from megasync.base.files import leaves_room_for_sockets, socket_folder
 from megasync.config import Config
 from megasync.config.host import LOOPBACK, is_loopback, proxy_variables, resolve_host
 from megasync.device import why_no_gpu
-from megasync.files import leaves_room_for_sockets, socket_folder
 from megasync.integrations.verl_versions import SUPPORTED
 from megasync.preflight.check import check_as_run
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, check_ports, check_space, verdict, writable

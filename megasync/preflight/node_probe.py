@@ -70,7 +70,7 @@ class NodeProbe:
 
     def meeting_point(self, seconds: float) -> tuple[str, int]:
         """Opens the store of an all-reduce and returns its host and port."""
-        from megasync.store import open_store
+        from megasync.base.store import open_store
 
         host = resolve_host("auto")
         self._store = open_store(host, seconds)
@@ -94,7 +94,7 @@ class NodeProbe:
         import torch
         import torch.distributed as dist
 
-        from megasync.store import join_store
+        from megasync.base.store import join_store
 
         dist.init_process_group(
             backend,

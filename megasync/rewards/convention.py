@@ -19,11 +19,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megasync.base.importing import name_of
 from megasync.concurrency.foreign import invoke, is_async
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.data.rows import is_messages
 from megasync.errors import ConfigError
-from megasync.importing import name_of
 
 # What a function can ask for beside the columns of the rows; messages where prompts are chats.
 ADDED = ("completion_ids", "finish_reasons", "prompts", "messages")

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from megasync.base.importing import load_callable, name_of
 from megasync.concurrency.foreign import is_async, shown
 from megasync.config.builtin import REWARDS
 from megasync.errors import ConfigError
-from megasync.importing import load_callable, name_of
 from megasync.rewards.convention import SHAPES, Convention, convention_of
-from megasync.runs import FloatArray
+from megasync.trajectory.runs import FloatArray
 
 
 @dataclass(frozen=True, slots=True)

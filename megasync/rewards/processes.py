@@ -16,11 +16,11 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
+from megasync.base.importing import name_of
 from megasync.concurrency.foreign import DeadlineExceeded, ForeignExit, explain, invoke
 from megasync.concurrency.orphans import end_with_parent
 from megasync.concurrency.tasks import kill_pool
 from megasync.errors import ConfigError, MegasyncError
-from megasync.importing import name_of
 
 
 class RewardProcesses:

@@ -18,16 +18,16 @@ from typing import Any
 
 import numpy as np
 
+from megasync.base.importing import name_of
 from megasync.concurrency.foreign import DeadlineExceeded, explain, invoke, run, shown
 from megasync.concurrency.threads import AllThreadsStuck, DaemonThreads
 from megasync.data.rows import place
 from megasync.errors import DataError, ServerError
-from megasync.importing import name_of
 from megasync.observe import trace
 from megasync.rewards.function import Given, RewardFunction, combine, combine_tokens, reward_functions
 from megasync.rewards.processes import RewardProcesses, check_picklable
-from megasync.runs import FloatArray
 from megasync.trajectory import TOKEN_REWARDS, Trajectory, finite_float
+from megasync.trajectory.runs import FloatArray
 
 # Threads of one sync function that may be held by calls past their deadline.
 THREADS = 8

@@ -13,7 +13,7 @@ from megasync.rollout.generation import Generation, Reply
 from megasync.rollout.reply_formats import reasoning_format, tool_format
 from megasync.rollout.reply_parser import ParsedAnswer, ReplyParser
 from megasync.rollout.tools import Tool, as_tool
-from megasync.turns import Call
+from megasync.trajectory.turns import Call
 
 # A tool as callers pass it: a function, or a JSON schema in OpenAI's format.
 ToolLike = Callable[..., Any] | Tool | dict[str, Any]

@@ -47,12 +47,12 @@ from megasync.rollout.request_body import RequestBody
 from megasync.rollout.sampling import base_params, check_trained, merge_params, truncates
 from megasync.rollout.shared_prompts import SharedPrompts
 from megasync.rollout.tokens import Tokens
-from megasync.runs import IntArray
 from megasync.serving.answers import AnswerLimits, StreamedError, events, read_bounded, read_generated, read_scored
 from megasync.serving.control import ServerControl
 from megasync.serving.engine_protocol import ROUTES_FROM, ROUTING_KEY_HEADER, WITH_SUPPORT
 from megasync.serving.engines_control import EnginesControl
 from megasync.serving.router import STICKY_POLICIES
+from megasync.trajectory.runs import IntArray
 
 log = logging.getLogger(__name__)
 

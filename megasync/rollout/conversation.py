@@ -31,7 +31,7 @@ from megasync.errors import DataError, TemplateRefused
 from megasync.rollout.generation import Generation
 from megasync.rollout.tokens import Tokens
 from megasync.trajectory import Trajectory
-from megasync.turns import Turn
+from megasync.trajectory.turns import Turn
 
 Messages = Sequence[dict[str, Any]]
 

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasync.rollout.tokens import Tokens
-from megasync.runs import FloatArray, Runs, float_array
-from megasync.support import Support
 from megasync.trajectory import ROUTES, SUPPORT, SUPPORT_SIZES, TOKEN_REWARDS, Trajectory
-from megasync.turns import ANSWER, Call, Turn
+from megasync.trajectory.runs import FloatArray, Runs, float_array
+from megasync.trajectory.support import Support
+from megasync.trajectory.turns import ANSWER, Call, Turn
 
 if TYPE_CHECKING:
     from megasync.rollout.conversation import Conversation

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megasync.algorithms.choose import needs_baseline, needs_two, takes_scores, takes_tokens
+from megasync.base.importing import name_of
 from megasync.buffer import BufferClosed, BufferStateError
 from megasync.buffer.payload import EncodedGroup, EncodedPartial, decode_partial, encode, encode_partial
 from megasync.concurrency.foreign import explain, run
@@ -38,12 +39,11 @@ from megasync.concurrency.tasks import Backoff, cancel_and_wait
 from megasync.config.schema import Config
 from megasync.data.sets import SET
 from megasync.errors import DataError, MegasyncError
-from megasync.failures import UnexpectedErrors, is_infrastructure
-from megasync.importing import name_of
 from megasync.observe import trace
 from megasync.observe.rollouts import RolloutLog, is_sampled, nothing_sampled, recorded, rollout_bytes
 from megasync.rewards import RewardRunner
 from megasync.rollout.drops import KILLS_SERVERS, Dropped
+from megasync.rollout.failures import UnexpectedErrors, is_infrastructure
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.metrics import Summary, WorkerMetrics, WorkerStatus, summarize
 from megasync.rollout.partials import PartialResponses

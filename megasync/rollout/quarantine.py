@@ -33,9 +33,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
+from megasync.base.files import atomic_write
 from megasync.concurrency.tasks import cancel_and_wait, set_within
 from megasync.errors import MegasyncError, PoisonPrompt
-from megasync.files import atomic_write
 from megasync.rollout.suspects import Suspects, SuspectStatus
 
 log = logging.getLogger(__name__)

@@ -71,7 +71,7 @@ def merge_params(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, A
 
 
 def truncates(params: Mapping[str, Any]) -> bool:
-    """Whether some tokens are never sampled, so that the trainer needs to know which remain (`megasync.support`)."""
+    """Whether some tokens are never sampled, so that the trainer needs to know which remain (`trajectory.support`)."""
     return params["top_k"] != -1 or params["top_p"] < 1 or params["min_p"] > 0
 
 

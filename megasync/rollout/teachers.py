@@ -20,12 +20,12 @@ from megasync.data.render import load_tokenizer
 from megasync.data.sets import SET
 from megasync.errors import ConfigError
 from megasync.observe import trace
-from megasync.runs import FloatArray
 from megasync.serving.answers import read_scored
 from megasync.serving.control import ServerControl
 from megasync.serving.frozen_client import FrozenModelClient
 from megasync.serving.frozen_folder import read_frozen_model
 from megasync.trajectory import TEACHER, Ids, Trajectory
+from megasync.trajectory.runs import FloatArray
 
 # Column of a row that says where it comes from; without it, that of its training set does.
 SOURCE = "data_source"

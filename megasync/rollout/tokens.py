@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from megasync.errors import DataError
 from megasync.layout.routes import RouteArray
-from megasync.runs import IntArray, int_array
+from megasync.trajectory.runs import IntArray, int_array
 
 # An array that is full grows by this share of its length, and by at least this many ids.
 _GROWTH, _LEAST_GROWTH = 1 / 16, 64

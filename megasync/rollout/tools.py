@@ -23,13 +23,13 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from megasync.base.importing import name_of
 from megasync.concurrency.first_use import prepared
 from megasync.concurrency.foreign import DeadlineExceeded, explain, invoke, is_async, run
 from megasync.concurrency.threads import AllThreadsStuck, DaemonThreads
 from megasync.errors import ConfigError, DataError
-from megasync.failures import is_infrastructure
-from megasync.importing import name_of
 from megasync.observe import trace
+from megasync.rollout.failures import is_infrastructure
 
 log = logging.getLogger(__name__)
 

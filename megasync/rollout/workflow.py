@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megasync.base.importing import name_of
 from megasync.concurrency.foreign import shown
 from megasync.errors import DataError
-from megasync.importing import name_of
 from megasync.trajectory import ROUTES, SUPPORT_SIZES, TOKEN_REWARDS, Prompt, Trajectory, finite_float
 
 if TYPE_CHECKING:

@@ -19,6 +19,10 @@ from megasync.concurrency.first_use import prepared
 # The driver refuses a plugin whose `Hello` reports another one.
 PROTOCOL = 4
 
+# Set in the environment of a server that reads its keys, as JSON, from its standard input.
+KEYS_VARIABLE = "MEGASYNC_SERVER_KEYS"
+# Not a route: without the key, a guarded server answers 401 and any other server 404.
+CLOSED_ROUTE = "/closed"
 # "1" in the environment of a server that scores texts instead of generating.
 CLASSIFIER_VARIABLE = "MEGASYNC_CLASSIFIER"
 # The address that a server's process is bound to, where an engine has processes on several nodes.

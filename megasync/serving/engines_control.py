@@ -53,7 +53,7 @@ class EnginesControl(ServerControl):
     async def generate_on(self, pair: int, body: Mapping[str, Any], timeout: float) -> Any:
         """The answer of a pair's decode engine, with scores of the input by its prefill engine. Raises as `post`."""
         prefill, decode = self._prefill[pair % len(self._prefill)], self._decode[pair % len(self._decode)]
-        # The plugin in the decode engine reads the prefill engine there (`sglang_prompts.PromptCalls`).
+        # The plugin in the decode engine reads the prefill engine there (`sglang.prompts.PromptCalls`).
         return await decode.post(_GENERATE, {**body, "bootstrap_host": prefill.url}, timeout)
 
     async def weight_version(self, timeout: float = 60.0) -> int:

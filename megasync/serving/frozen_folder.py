@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megasync.base.files import read_object
 from megasync.config.schema import FrozenModelConfig
 from megasync.errors import ConfigError
-from megasync.files import read_object
 from megasync.layout.model_files import check_values
 
 

@@ -1,13 +1,13 @@
 """SGLang servers, for the rollout and for frozen models: their command line, environment and life.
 
 A server starts with weight version 0 and reports the version of every token it samples. It listens on `host` only.
-With an admin key, every route is closed that `server_guard` does not open. The server reads its keys from a pipe, and
+With an admin key, every route is closed that `sglang.guard` does not open. The server reads its keys from a pipe, and
 its start succeeds only after it has refused a call without a key (`_check_guard`).
 
 The server keeps its tokenizer although requests are token ids in and out: leaving it out (`--skip-tokenizer-init`)
 saves 0.03 ms of 1.6 ms CPU per request, and stop strings need it.
 
-A folder in block FP8 or MXFP4 is served unquantized in the policy's dtype, as the trainer holds it: `sglang_plugin`
+A folder in block FP8 or MXFP4 is served unquantized in the policy's dtype, as the trainer holds it: `sglang.plugin`
 dequantizes the tensors that SGLang reads. With `rollout.fp8` a folder in block FP8 is served as it is stored, as frozen
 models always are.
 """
@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, cast
 
 import psutil
 
+from megasync.base.files import socket_folder
 from megasync.config.host import is_loopback, resolve_host, without_proxies
 from megasync.config.pools import engine_devices
 from megasync.config.schema import Config, FrozenModelConfig, RewardModelConfig, RolloutConfig
 from megasync.config.server_args import OVERRIDES
 from megasync.device import compiler_environment
 from megasync.errors import ConfigError, HttpStatusError, ServerError
-from megasync.files import socket_folder
 from megasync.layout.adapter import adapter_layout
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config, read_storage
@@ -45,8 +45,10 @@ from megasync.serving.control import ServerControl
 from megasync.serving.engine_protocol import (
     ADAPTERS_VARIABLE,
     CLASSIFIER_VARIABLE,
+    CLOSED_ROUTE,
     EVAL_ADAPTER,
     HOST_VARIABLE,
+    KEYS_VARIABLE,
     PIPELINE_VARIABLE,
     PREFILL_ROUTE,
     RANKS_VARIABLE,
@@ -55,13 +57,12 @@ from megasync.serving.engine_protocol import (
     STORE_SCHEME,
 )
 from megasync.serving.process import Service, free_port
-from megasync.serving.server_guard import CLOSED_ROUTE, KEYS_VARIABLE
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 # Used unless the environment names another package.
-MODEL_PACKAGE = "megasync.serving.sglang_models"
+MODEL_PACKAGE = "megasync.sglang.models"
 
 # What the stand-in folder provides; each is used only when the real package is missing.
 _STAND_INS = ("triton", "torchvision", "sgl_kernel")
@@ -289,7 +290,7 @@ class SGLangServer(Service):
 
         The one that SGLang would open listens on all interfaces. Call it before `start`.
         """
-        from megasync.store import open_store
+        from megasync.base.store import open_store
 
         host = resolve_host(self.host)
         self._store = open_store(host, timeout)

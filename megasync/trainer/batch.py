@@ -19,12 +19,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 
 from megasync.layout.routes import RouteArray
-from megasync.support import Support
 from megasync.trainer.attention import AttentionPlan, Segment, plan_attention
 from megasync.trainer.context import ContextPlan, plan_context, split_tokens
 from megasync.trainer.logprobs import TargetSupport
 from megasync.trainer.packing import Ints, Lengths, Microbatch
 from megasync.trajectory import Ids
+from megasync.trajectory.support import Support
 
 
 @dataclass(frozen=True)

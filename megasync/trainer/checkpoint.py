@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  # annotated as bare dict
 
+from megasync.base.files import atomic_write, durable_rename, fsync, remove_tree, sweep
 from megasync.errors import CheckpointError
-from megasync.files import atomic_write, durable_rename, fsync, remove_tree, sweep
 from megasync.layout.layout import Box, Layout
 from megasync.layout.shards import (
     LAYOUT,

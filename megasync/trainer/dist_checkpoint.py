@@ -21,10 +21,10 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch._C._distributed_c10d import HashStore
 
+from megasync.base.files import new_folder
 from megasync.config.schema import ModelConfig, TrainerConfig
 from megasync.device import Device
 from megasync.errors import CheckpointError, ConfigError
-from megasync.files import new_folder
 from megasync.layout.layout import Layout
 from megasync.layout.shards import write_folder
 from megasync.trainer.engine import MegatronEngine

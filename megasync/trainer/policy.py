@@ -50,10 +50,10 @@ from megasync.algorithms.kl import AGES, KL_KINDS
 from megasync.algorithms.losses import StepTokens
 from megasync.algorithms.losses.tokens import lots_of
 from megasync.algorithms.policy_loss import policy_loss
+from megasync.base.files import atomic_write
 from megasync.buffer.payload import LeasedGroup
 from megasync.config.schema import AlgorithmConfig
 from megasync.errors import MegasyncError
-from megasync.files import atomic_write
 from megasync.layout.model_files import read_hf_config
 from megasync.observe import trace
 from megasync.observe.metrics import percentiles

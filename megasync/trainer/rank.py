@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megasync.base.importing import quick_imports
 from megasync.buffer.payload import LeasedGroup
 from megasync.buffer.segments import load_trajectories
 from megasync.config.host import resolve_host
 from megasync.config.schema import Config
 from megasync.data.row_file import RowFile
 from megasync.errors import CheckpointError
-from megasync.importing import quick_imports
 from megasync.observe import trace
 from megasync.observe.clock import Reading, read_clock
 from megasync.observe.rollouts import RolloutLog, rollout_bytes
@@ -92,7 +92,7 @@ class TrainerRank:
         """
         if self._rank:
             return None
-        from megasync.store import open_store
+        from megasync.base.store import open_store
 
         host = resolve_host(self._config.cluster.host)
         self._store = open_store(host, self._config.timeouts.trainer_start)
@@ -121,8 +121,8 @@ class TrainerRank:
             self._device = resolve_device(config.cluster.device)
             self._device.prepare_process(local_rank=self._rank)
             # Imported after `prepare_process`, which may patch Megatron.
+            from megasync.base.store import join_store
             from megasync.layout.shards import served_in_fp8
-            from megasync.store import join_store
             from megasync.sync.broadcast.sender import BroadcastSender
             from megasync.sync.disk.writer import DiskWriter
             from megasync.sync.shard.sender import ShardSender

@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 from omegaconf import MISSING, OmegaConf
 
-from megasync.confidential import masked
+from megasync.base.confidential import masked
+from megasync.base.files import open_regular
 from megasync.config import Config
-from megasync.files import open_regular
 
 # Of a configuration that is read.
 MOST_BYTES, DEEPEST = 4 * 2**20, 64

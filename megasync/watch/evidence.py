@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megasync.files import open_regular
+from megasync.base.files import open_regular
 
 # Folders of a run directory, and what a file there is.
 FOLDERS = {"hang": "hang report", "failed_steps": "failed step", "skipped": "skipped step"}

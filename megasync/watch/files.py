@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megasync.base.files import atomic_write
 from megasync.errors import ConfigError, DataError
-from megasync.files import atomic_write
 from megasync.watch.document import Document
 from megasync.watch.html_page import render_html
 from megasync.watch.markdown_page import render_markdown

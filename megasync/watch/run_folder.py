@@ -26,12 +26,12 @@ import numpy as np
 
 from megasync.app.run_lock import FILE as LOCK_FILE
 from megasync.app.run_lock import is_held
+from megasync.base.files import open_regular
 from megasync.buffer.groups import LIVE, RENAMED_REASONS, TRAINED, GroupState
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, ROWS_FILE
 from megasync.config.pacing import Pacing
 from megasync.errors import ConfigError
-from megasync.files import open_regular
 from megasync.observe import names
 from megasync.observe.events import EVENTS_FILE, START, Event, EventReader, Fault, faults
 from megasync.observe.growing_file import GrowingFile

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from megasync.algorithms import loss_of
 from megasync.algorithms.losses import PolicyTokens, TokenLoss
+from megasync.base.importing import load_function
 from megasync.config.builtin import ADVANTAGES, LOSSES
 from megasync.config.schema import AlgorithmConfig
-from megasync.importing import load_function
 
 TOKEN = st.tuples(st.floats(-4, -0.05), st.floats(-4, -0.05), st.sampled_from([-1.5, -0.5, 0.0, 0.7, 2.0]))
 SEQUENCES = st.lists(st.lists(TOKEN, min_size=1, max_size=5), min_size=1, max_size=4)

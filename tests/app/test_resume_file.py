@@ -94,7 +94,7 @@ def work(folder):
     write_resume_file(folder / "name", Path("/runs/another"))
 """
     (tmp_path / "cases").mkdir()
-    for case in cut_short(setup, tmp_path / "cases", ("megasync/app/resume_file.py", "megasync/files.py"), (0, 5)):
+    for case in cut_short(setup, tmp_path / "cases", ("megasync/app/resume_file.py", "megasync/base/files.py"), (0, 5)):
         assert (case.folder / "name").read_text() in ("/runs/one\n", "/runs/another\n")
         if case.ended == "failed":
             assert "ConfigError: --continue" in case.error and "free some space" in case.error

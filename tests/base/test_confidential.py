@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megasync.confidential import HIDDEN, is_secret, masked, masked_text
+from megasync.base.confidential import HIDDEN, is_secret, masked, masked_text
 from megasync.config.load import schema_keys
 
 SECRETS = """token hf_token HF_TOKEN access_token apiKey api-key X-Api-Key OPENAI_API_KEY AWS_SECRET_ACCESS_KEY

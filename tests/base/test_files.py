@@ -15,8 +15,8 @@ import pytest
 from killed import cut_short
 
 import megasync
-from megasync import files
-from megasync.files import (
+from megasync.base import files
+from megasync.base.files import (
     SOCKET_NAME_BYTES,
     atomic_write,
     durable_rename,
@@ -44,7 +44,7 @@ def test_a_write_replaces_the_file_and_leaves_no_other_file(tmp_path: Path) -> N
 @pytest.mark.processes
 def test_a_kill_at_any_line_or_a_full_disk_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
     setup = """
-from megasync.files import atomic_write
+from megasync.base.files import atomic_write
 
 def begin(folder):
     (folder / "a").write_text("old")
@@ -52,7 +52,7 @@ def begin(folder):
 def work(folder):
     atomic_write(folder / "a", "new" * 1000)
 """
-    cases = cut_short(setup, tmp_path, ("megasync/files.py",), (0, 1, 2999, 3000))
+    cases = cut_short(setup, tmp_path, ("megasync/base/files.py",), (0, 1, 2999, 3000))
     seen = set()
     for case in cases:
         found = (case.folder / "a").read_text()
@@ -119,12 +119,12 @@ def test_a_file_system_that_cannot_sync_folders_is_accepted(tmp_path: Path, monk
 
 # Modules that write files in another way, and why.
 OTHER_WRITERS = {
-    "chaos/experiment.py": "a log, appended to",
-    "chaos/faults.py": "fills up a disk",
+    "lab/chaos/experiment.py": "a log, appended to",
+    "lab/chaos/faults.py": "fills up a disk",
     "evaluation/report.py": "answers, appended to while the evaluation runs",
-    "files.py": "atomic_write itself",
+    "base/files.py": "atomic_write itself",
     "launch/node.py": "copies of logs",
-    "locks.py": "the lock itself: its inode must stay",
+    "base/locks.py": "the lock itself: its inode must stay",
     "observe/metrics.py": "a log, appended to; a damaged line costs only itself",
     "observe/rollouts.py": "a log, appended to; a torn last line is dropped",
     "observe/samples.py": "a log, appended to; a torn last line is dropped",
@@ -133,12 +133,12 @@ OTHER_WRITERS = {
     "observe/state_file.py": "replaced whole, but not flushed: a crash of the machine makes it out of date anyway",
     "observe/trace.py": "a log, appended to; a torn last line is dropped",
     "preflight/cluster_checks.py": "a probe of a shared folder, removed afterwards",
-    "rehearsal/child.py": "the pipe to another process",
-    "rehearsal/driver.py": "the log of a process, in a temporary folder",
+    "lab/rehearsal/child.py": "the pipe to another process",
+    "lab/rehearsal/driver.py": "the log of a process, in a temporary folder",
     "rewards/sandbox_child.py": "a program's scratch folder, and what the kernel reads of its namespaces",
     "serving/engine_blueprint.py": "a scratch folder of two processes",
     "serving/process.py": "a log, appended to",
-    "sim/ranks.py": "a simulated checkpoint",
+    "lab/sim/ranks.py": "a simulated checkpoint",
     "sync/disk/writer.py": "weights, with their own fsync, in a folder that is sealed later",
 }
 
@@ -150,7 +150,7 @@ def test_no_module_writes_a_small_file_in_another_way() -> None:
         lines = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if _writes(node)]
         if lines:
             found[str(path.relative_to(root))] = lines
-    assert found.keys() <= OTHER_WRITERS.keys(), f"use megasync.files.atomic_write, or say why not: {found}"
+    assert found.keys() <= OTHER_WRITERS.keys(), f"use megasync.base.files.atomic_write, or say why not: {found}"
     assert OTHER_WRITERS.keys() <= found.keys(), "a reason without a writer"
 
 
@@ -185,7 +185,7 @@ def names(folder: Path) -> list[str]:
 @pytest.mark.processes
 def test_a_kill_at_any_line_of_a_write_of_a_folder_leaves_the_old_one_or_the_new_one_or_none(tmp_path: Path) -> None:
     setup = """
-from megasync.files import new_folder
+from megasync.base.files import new_folder
 
 def begin(folder):
     (folder / "a").mkdir()
@@ -199,7 +199,7 @@ def work(folder):
             (draft / name).write_text("new")
 """
     seen = set()
-    for case in cut_short(setup, tmp_path, ("megasync/files.py",)):
+    for case in cut_short(setup, tmp_path, ("megasync/base/files.py",)):
         found = {str(path.relative_to(case.folder / "a")): path.read_text() for path in files_in(case.folder / "a")}
         assert found in (dict.fromkeys("xyz", "old"), dict.fromkeys(("x", "y", "below/z"), "new"), {})
         seen.add((case.ended, *found.values()))
@@ -216,7 +216,7 @@ def files_in(folder: Path) -> list[Path]:
 @pytest.mark.processes
 def test_a_kill_at_any_line_of_a_removal_leaves_the_whole_folder_or_nothing_under_its_name(tmp_path: Path) -> None:
     setup = """
-from megasync.files import remove_tree
+from megasync.base.files import remove_tree
 
 def begin(folder):
     for name in ("a", "a/below"):
@@ -227,7 +227,7 @@ def work(folder):
     remove_tree(folder / "a")
 """
     seen = set()
-    for case in cut_short(setup, tmp_path, ("megasync/files.py", "shutil.py")):
+    for case in cut_short(setup, tmp_path, ("megasync/base/files.py", "shutil.py")):
         found = len(files_in(case.folder / "a"))
         seen.add((case.ended, found))
         files.sweep(case.folder)
@@ -315,5 +315,5 @@ def test_sockets_go_to_a_short_folder(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_without_a_short_folder_sockets_stay_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megasync.files._SHORT_FOLDERS", (str(tmp_path / "gone"),))
+    monkeypatch.setattr("megasync.base.files._SHORT_FOLDERS", (str(tmp_path / "gone"),))
     assert socket_folder("/a" * 60) == "/a" * 60

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megasync.locks import FileLock, holder_of, is_locked, named_holder
+from megasync.base.locks import FileLock, holder_of, is_locked, named_holder
 
 
 def test_a_lock_has_one_holder_who_is_named_and_may_take_it_again(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("megasync.locks.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("megasync.base.locks.PATIENCE_SECONDS", 0.0)
     path = tmp_path / "lock"
     first, second = FileLock(path), FileLock(path)
     assert not is_locked(path) and holder_of(path) is None and named_holder(path) == "another process"

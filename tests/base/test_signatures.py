@@ -4,12 +4,12 @@ import pytest
 
 from megasync.algorithms.choose import estimator_of, loss_of
 from megasync.app.workload import Custom, load_workflow
+from megasync.base.importing import load_callable, load_function
 from megasync.concurrency.foreign import ForeignExit
 from megasync.config.schema import AlgorithmConfig, Config, DataConfig
 from megasync.data.curriculum import RowHistory, curriculum_of
 from megasync.environments.protocol import environment_factory
 from megasync.errors import ConfigError
-from megasync.importing import load_callable, load_function
 
 MODULE = """
 import sys

@@ -278,7 +278,7 @@ def begin(folder): ...
 def work(folder):
     durable.begin_ledger(folder / "ledger.db", 0, 0, {}, {"rows": 5})
 """
-    modules = ("megasync/buffer/ledger.py", "megasync.buffer.durable.py", "megasync/files.py")
+    modules = ("megasync/buffer/ledger.py", "megasync.buffer.durable.py", "megasync/base/files.py")
     cases = cut_short(setup, tmp_path, modules, (0, 1000, 4096, 8192, 20_000, 40_000, 80_000), every=5)
     for case in cases:
         path = case.folder / "ledger.db"

@@ -16,9 +16,9 @@ from megasync.cluster.fleet import Fleet
 from megasync.cluster.server_slot import CheckAnswer
 from megasync.config import Config
 from megasync.errors import InvalidAnswer, ServerError
+from megasync.lab.sim.clock import VirtualLoop
 from megasync.serving.answers import EVENT_STREAM, AnswerLimits, StreamedError
 from megasync.serving.health import ServerState
-from megasync.sim.clock import VirtualLoop
 
 VOCABULARY = 100
 

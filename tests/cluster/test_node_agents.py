@@ -11,8 +11,8 @@ import pytest
 
 from megasync.cluster.node_agents import CALL_SECONDS, NodeAgents
 from megasync.errors import ProcessLost
+from megasync.lab.sim.clock import VirtualLoop
 from megasync.serving.process_watch import ProcessId
-from megasync.sim.clock import VirtualLoop
 
 
 class FakeNodes:

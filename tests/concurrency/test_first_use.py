@@ -105,13 +105,13 @@ def test_whatever_is_decoded_without_a_decoder_of_its_own_is_a_struct_or_prepare
     assert named == {
         ("buffer/ledger.py", "BufferStatus"),  # prepared
         ("gateway/chat_request.py", "ChatBody"),
-        ("rehearsal/driver.py", "RankReport"),  # prepared
+        ("lab/rehearsal/driver.py", "RankReport"),  # prepared
         ("rollout/tools.py", "self._types.get(name, Any)"),  # prepared with the tool
         ("serving/answers.py", "form"),  # of `parse_as`: Structs, and lists of them
         ("serving/engine_blueprint.py", "list[EngineRank]"),
         ("sync/messages.py", "cls"),
-        ("sync/sglang_pipeline.py", "_Outcome"),
-        ("sync/sglang_pipeline.py", "type(own.payload[0])"),  # of SGLang, in one thread of its scheduler
-        ("sync/sglang_plugin.py", "TraceRequest"),
+        ("sglang/pipeline.py", "_Outcome"),
+        ("sglang/pipeline.py", "type(own.payload[0])"),  # of SGLang, in one thread of its scheduler
+        ("sglang/updates.py", "TraceRequest"),
         ("sync/shared_memory.py", "Handle"),
     }

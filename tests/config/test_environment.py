@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megasync.app.run_directory import new_run_dir
-from megasync.confidential import masked
+from megasync.base.confidential import masked
 from megasync.config import CONFIG_FILE, Config, load_config, remember, save_config, saved_values
 from megasync.errors import ConfigError
 from megasync.observe.mlflow_sink import _flat

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from megasync.base.importing import load_function
 from megasync.config import load_config
 from megasync.config.schema import Config
 from megasync.data import load_dataset
-from megasync.importing import load_function
 from megasync.models import MODELS
 from megasync.preflight.check import check_config
 from megasync.rewards import load_reward

@@ -11,10 +11,10 @@ import pytest
 from controller_rig import FakeSaved, FakeTrainer, Rig
 from killed import cut_short
 
+from megasync.base.files import atomic_write, durable_rename
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.control.progress import Progress
 from megasync.control.restore import restore
-from megasync.files import atomic_write, durable_rename
 from megasync.trainer import checkpoint
 
 pytestmark = pytest.mark.processes
@@ -105,7 +105,7 @@ def work(folder):
     ("modules", "every"),
     [
         pytest.param(
-            ("trainer/checkpoint.py", "test_checkpoint_kills.py", "megasync/files.py"), 13, id="the checkpoint"
+            ("trainer/checkpoint.py", "test_checkpoint_kills.py", "megasync/base/files.py"), 13, id="the checkpoint"
         ),
         pytest.param(("control/controller.py", "buffer/durable.py"), 53, id="the ledger"),
     ],

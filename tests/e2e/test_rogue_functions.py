@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import rogue_functions
 
-from megasync.chaos.report import make_report
 from megasync.config import load_config
+from megasync.lab.chaos.report import make_report
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 

@@ -13,9 +13,9 @@ from processes import gone, lives, with_word
 from tool_model import make_tool_models
 
 import megasync
-from megasync.chaos.report import read_ledger
 from megasync.config import load_config
 from megasync.data import load_dataset
+from megasync.lab.chaos.report import read_ledger
 
 pytestmark = [pytest.mark.real, pytest.mark.matrix, pytest.mark.timeout(900)]
 

@@ -8,9 +8,9 @@ from deepresearch.http_pool import RequestRefused, ServiceFailed
 from deepresearch.prompts import NOTHING_FOUND, UNMARKED
 from trajectories import trajectory
 
+from megasync.base.importing import load_callable
 from megasync.errors import ConfigError, ContextLengthExceeded, DataError, ServerError
-from megasync.failures import is_infrastructure
-from megasync.importing import load_callable
+from megasync.rollout.failures import is_infrastructure
 from megasync.rollout.tools import ToolCall
 
 SAMPLE = {"prompt": "Where was Ada born?", "answers": ["Torilaholm", "the town of Torilaholm"]}

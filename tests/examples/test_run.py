@@ -9,9 +9,9 @@ from deepresearch.agent import SearchAgent
 from deepresearch.folders import DataFolder
 from deepresearch.report import results_table
 
+from megasync.base.importing import load_callable
 from megasync.config import load_config
 from megasync.config.pools import pool_specs
-from megasync.importing import load_callable
 from megasync.preflight.check import check_config
 
 FOLDER = Path(run.__file__).parent

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megasync.importing import quick_imports
+from megasync.base.importing import quick_imports
 from megasync.serving.router import Router
 
 

@@ -17,13 +17,13 @@ from oracle import engine_oracle
 
 from megasync.config.schema import RolloutConfig
 from megasync.errors import ServerError
+from megasync.lab.layout_check import check_layout
 from megasync.layout.engine_layout import EngineRank
 from megasync.layout.families import sizes_of
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
 from megasync.preflight.check_pipelined_servers import PIPELINED, UNTIED
-from megasync.preflight.layout_check import check_layout
 from megasync.serving.control import ServerControl
 from megasync.serving.engine_blueprint import engine_ranks
 from megasync.serving.engine_control import EngineControl

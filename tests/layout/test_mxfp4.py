@@ -16,7 +16,7 @@ from megasync.layout.model_files import read_hf_config, read_storage
 from megasync.layout.mxfp4 import dequantized
 from megasync.layout.shards import HfFolder, load_shards
 from megasync.layout.topology import Topology
-from megasync.sync.sglang_plugin import dequantize_weights
+from megasync.sglang.plugin import dequantize_weights
 
 CONFIG = MORE_MODELS["gpt_oss"] | {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2}
 DOWN = "model.layers.1.mlp.experts.down_proj"

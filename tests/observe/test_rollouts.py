@@ -22,9 +22,9 @@ from megasync.observe.rollouts import (
     is_sampled,
     recorded,
 )
-from megasync.runs import Runs
 from megasync.trajectory import Trajectory
-from megasync.turns import ANSWER, Call, Turn
+from megasync.trajectory.runs import Runs
+from megasync.trajectory.turns import ANSWER, Call, Turn
 
 LIMIT = 2**20
 

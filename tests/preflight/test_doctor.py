@@ -318,6 +318,6 @@ def test_a_temporary_folder_that_is_too_long_for_sockets_is_replaced_or_reported
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("x" * 80)))
     (finding,) = doctor.check_socket_folder()
     assert finding.status == OK and finding.detail.startswith("/tmp, because")
-    monkeypatch.setattr("megasync.files._SHORT_FOLDERS", ())
+    monkeypatch.setattr("megasync.base.files._SHORT_FOLDERS", ())
     (finding,) = doctor.check_socket_folder()
     assert finding.status == FAILURE and "RAY_TMPDIR" in finding.fix and "107 bytes" in finding.fix

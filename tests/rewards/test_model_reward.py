@@ -13,11 +13,11 @@ from trajectories import trajectory
 
 from megasync.config.schema import RewardModelConfig
 from megasync.errors import ConfigError, DataError, HttpStatusError, InvalidAnswer, ServerError
-from megasync.failures import is_infrastructure
 from megasync.rewards import RewardFunction, RewardRunner
 from megasync.rewards.model_prompt import ModelPrompt
 from megasync.rewards.model_reward import ModelReward
 from megasync.rewards.score_reader import ClassifierScore, WrittenNumber, YesProbability, score_reader
+from megasync.rollout.failures import is_infrastructure
 from megasync.serving import frozen_client as module
 from megasync.serving.frozen_client import FrozenModelClient
 

@@ -24,7 +24,7 @@ from megasync.rollout.sample_client import SampleClient
 from megasync.rollout.tools import Toolbox
 from megasync.serving.control import ServerControl
 from megasync.sync.server_update import ServerUpdate
-from megasync.turns import ANSWER
+from megasync.trajectory.turns import ANSWER
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 

@@ -14,7 +14,7 @@ from megasync.errors import DataError
 from megasync.rollout.conversation import Conversation
 from megasync.rollout.generation import Generation
 from megasync.trajectory import TOKEN_REWARDS
-from megasync.turns import ANSWER, Turn
+from megasync.trajectory.turns import ANSWER, Turn
 
 USER = {"role": "user", "content": "q"}
 TOOL = {"role": "tool", "content": "r"}

@@ -18,7 +18,7 @@ from megasync.rollout.inflight import RequestGate
 from megasync.rollout.partials import PartialResponses
 from megasync.rollout.sample_client import SampleClient
 from megasync.serving.control import ServerControl
-from megasync.turns import ANSWER, Turn
+from megasync.trajectory.turns import ANSWER, Turn
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}

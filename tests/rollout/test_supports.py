@@ -23,8 +23,8 @@ from megasync.rollout.workflow import TrajectoryCheck, single_turn
 from megasync.serving.answers import AnswerLimits, read_generated
 from megasync.serving.control import ServerControl
 from megasync.serving.engine_protocol import WITH_SUPPORT
-from megasync.support import Support
 from megasync.trajectory import SUPPORT, SUPPORT_SIZES, Group
+from megasync.trajectory.support import Support
 
 
 @pytest.fixture(autouse=True)

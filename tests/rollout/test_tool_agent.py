@@ -17,7 +17,7 @@ from megasync.rollout.sample_client import SampleClient
 from megasync.rollout.tool_agent import tool_agent
 from megasync.rollout.workflow import single_turn
 from megasync.serving.control import ServerControl
-from megasync.turns import ANSWER
+from megasync.trajectory.turns import ANSWER
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
+from megasync.base.importing import load_function
 from megasync.cli import commands as cli
 from megasync.errors import ConfigError
-from megasync.importing import load_function
 from megasync.rollout.workflow import single_turn
 
 

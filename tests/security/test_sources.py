@@ -25,7 +25,7 @@ OWN = {
     "megasync/rewards/processes.py",
     "megasync/cluster/rollout_workers.py",
     "megasync/rollout/remote_worker.py",
-    "megasync/sim/workers.py",
+    "megasync/lab/sim/workers.py",
 }
 # A socket of this machine whose peers are processes of the same user: the kernel says so before anything is unpickled.
 SAME_USER = {"megasync/buffer/link.py"}

@@ -14,8 +14,8 @@ from megasync.layout.trace import trace_load
 from megasync.serving.control import ServerControl
 from megasync.serving.engine_control import EngineControl
 from megasync.serving.engine_protocol import decode, encode
-from megasync.sync import sglang_plugin
-from megasync.sync.sglang_plugin import Plugin, ServingRank
+from megasync.sglang import updates
+from megasync.sglang.updates import Plugin, ServingRank
 
 SPECS = [("w", (4, 3))]
 
@@ -135,7 +135,7 @@ async def test_a_server_without_the_plugin_is_recognised(engine_of):
 
 async def test_a_plugin_of_another_protocol_is_refused(engine_of, monkeypatch):
     engine = await engine_of([Model(0), Model(1)])
-    monkeypatch.setattr(sglang_plugin, "PROTOCOL", 0)
+    monkeypatch.setattr(updates, "PROTOCOL", 0)
     with pytest.raises(ServerError, match=r"speaks protocol \[0\], this driver 4"):
         await engine.hello()
 

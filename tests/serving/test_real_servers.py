@@ -31,7 +31,7 @@ from megasync.serving.answers import AnswerLimits, events
 from megasync.serving.control import ServerControl
 from megasync.serving.router import Router
 from megasync.serving.server import ServerSpec, SGLangServer
-from megasync.serving.server_guard import GENERATION, PROBES
+from megasync.sglang.guard import GENERATION, PROBES
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 

@@ -14,7 +14,7 @@ import pytest
 from megasync.config.host import proxy_variables
 from megasync.config.schema import RewardModelConfig, RolloutConfig, TeacherConfig
 from megasync.errors import ServerError
-from megasync.serving.engine_protocol import HOST_VARIABLE, RANKS_VARIABLE, STORAGE_VARIABLE
+from megasync.serving.engine_protocol import HOST_VARIABLE, KEYS_VARIABLE, RANKS_VARIABLE, STORAGE_VARIABLE
 from megasync.serving.router import Router
 from megasync.serving.server import (
     MODEL_PACKAGE,
@@ -25,7 +25,6 @@ from megasync.serving.server import (
     frozen_server_spec,
     stand_ins_path,
 )
-from megasync.serving.server_guard import KEYS_VARIABLE
 
 
 def make(rollout: RolloutConfig | None = None, **changes) -> SGLangServer:

@@ -34,7 +34,7 @@ def test_sglang_still_does_not_start_without_the_stand_ins():
 
 LAUNCH = """
 import inspect, multiprocessing, sys, torch
-from megasync.importing import quick_imports
+from megasync.base.importing import quick_imports
 with quick_imports():
     from sglang.srt.arg_groups.choices import DETERMINISTIC_ATTENTION_BACKEND_CHOICES as backends
     from sglang.srt.debug_utils import dumper
@@ -69,7 +69,7 @@ for module in (qwen2_classification, qwen3_classification):
 # Of Llama 4 rotated queries and keys are dropped unless they are rotated in place, and experts are refused
 # (megasync_patches.sglang_cpu_llama4). Its language model alone rotates halves of heads and has no loader of experts;
 # beside a tower its class is imported while the whole is built, and rows are reordered while it is loaded
-# (megasync.serving.sglang_models.llama4).
+# (megasync.sglang.models.llama4).
 attention = inspect.getsource(llama4.Llama4Attention)
 assert "q_out_unused, k_out_unused" in attention and ".bfloat16()" in attention and "is_neox_style = True" in attention
 assert "if moe_runner_config.apply_router_weight_on_input:\\n        raise" in inspect.getsource(fused_moe_native)
@@ -131,7 +131,7 @@ def test_sglang_imports_only_the_model_that_it_serves_and_still_finds_all_others
 
 ATTENTION = """
 import inspect, torch
-from megasync.importing import quick_imports
+from megasync.base.importing import quick_imports
 with quick_imports():
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from megasync_patches.sglang_cpu_launch import attend_together

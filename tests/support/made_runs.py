@@ -23,7 +23,7 @@ from megasync.observe.metrics import MetricsLog
 from megasync.observe.rollouts import Response, RolloutLog, Row
 from megasync.observe.samples import append_answers
 from megasync.observe.state_file import BufferState, ProcessState, RankState, RunState, write_state
-from megasync.runs import Runs
+from megasync.trajectory.runs import Runs
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 # When every made run starts, in seconds since the epoch, and how long a step takes.

@@ -25,9 +25,9 @@ from torch.overrides import TorchFunctionMode
 
 from megasync.config.schema import TrainerConfig
 from megasync.device import Device
+from megasync.lab.rehearsal.groups import fake_world
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
-from megasync.rehearsal.groups import fake_world
 from megasync.trainer.engine import open_process_groups
 from megasync.trainer.model import transformer_config
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megasync.store import join_store, open_store
+from megasync.base.store import join_store, open_store
 from megasync.sync import groups
 from megasync.sync.groups import BLOCKING_WAIT, LINK_BLOCKS, Links, Transfer
 

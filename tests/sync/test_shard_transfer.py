@@ -15,9 +15,9 @@ from msgspec import structs
 from tiny_shards import random_weights
 from wires import KIND, Wires, check, handle
 
+from megasync.base.store import join_store
 from megasync.errors import SyncError
 from megasync.layout.digest import MASK
-from megasync.store import join_store
 from megasync.sync.groups import Links
 from megasync.sync.messages import (
     CommitRequest,

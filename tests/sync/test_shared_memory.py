@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import torch
 
+from megasync.base.store import join_store, open_store
 from megasync.device import Device
-from megasync.store import join_store, open_store
 from megasync.sync import shared_memory
 from megasync.sync.groups import Transfer
 from megasync.sync.shared_memory import (

@@ -90,7 +90,7 @@ def test_what_an_earlier_process_left_unfinished_is_removed_and_what_it_sealed_i
 
 
 def test_a_folder_has_one_run_at_a_time(world, monkeypatch):
-    monkeypatch.setattr("megasync.locks.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("megasync.base.locks.PATIENCE_SECONDS", 0.0)
     folders, write, _ = world
     other = VersionFolders(folders.root, folders._source, folders._plan, keep=2)
     draft = folders.draft(7)
@@ -110,7 +110,7 @@ def test_a_file_system_without_locks_is_used_with_a_warning(world, monkeypatch, 
     def unsupported(*_):
         raise OSError(errno.ENOTSUP, "not supported")
 
-    monkeypatch.setattr("megasync.locks.fcntl.flock", unsupported)
+    monkeypatch.setattr("megasync.base.locks.fcntl.flock", unsupported)
     other = VersionFolders(folders.root / "other", folders._source, folders._plan, keep=2)
     other.prepare()
     assert publish(other, write, 1).name == "v1" and "let no other run use it" in caplog.text

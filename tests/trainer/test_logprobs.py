@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megasync.preflight import memory
-from megasync.support import Support
 from megasync.trainer import logprobs
 from megasync.trainer.logprobs import TargetSupport, squared_norms, token_logprobs
+from megasync.trajectory.support import Support
 
 
 def plain(rows, weight, targets, vocab_size, temperature):

@@ -45,15 +45,15 @@ from megasync.config.schema import (
 from megasync.data.row_file import RowFile, write_rows
 from megasync.data.supervised import TokenRow
 from megasync.device import resolve_device
+from megasync.lab.rehearsal.device import RehearsalDevice
+from megasync.lab.rehearsal.graphs import StandInGraph
+from megasync.lab.rehearsal.packages import add_to_path
 from megasync.layout import shards
 from megasync.layout.block_fp8 import Block
 from megasync.layout.quantized import QuantizedLayout
 from megasync.layout.shards import load_shards
 from megasync.layout.topology import Topology
 from megasync.observe.rollouts import RolloutLog
-from megasync.rehearsal.device import RehearsalDevice
-from megasync.rehearsal.graphs import StandInGraph
-from megasync.rehearsal.packages import add_to_path
 from megasync.trajectory import BASELINE, TEACHER, TOKEN_REWARDS, Group, Trajectory
 
 # Metrics of a step that depend on the clock, as in `trainer_ranks`.
@@ -72,7 +72,6 @@ from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_du
 from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
 
 from megasync.errors import CheckpointError, ConfigError, TrainingError  # noqa: E402
-from megasync.support import Support  # noqa: E402
 from megasync.trainer import checkpoint, layer_graphs  # noqa: E402
 from megasync.trainer.architecture import rope_parameters  # noqa: E402
 from megasync.trainer.batch import Sample  # noqa: E402
@@ -87,6 +86,7 @@ from megasync.trainer.rank import TrainerRank  # noqa: E402
 from megasync.trainer.recording import Recorder  # noqa: E402
 from megasync.trainer.reference import SLOTS  # noqa: E402
 from megasync.trainer.supervised import SupervisedTrainer  # noqa: E402
+from megasync.trajectory.support import Support  # noqa: E402
 
 
 def make_engine(model, trainer=None, optimizer=None, dtype="float32", total_steps=10):

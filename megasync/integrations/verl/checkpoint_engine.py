@@ -21,12 +21,12 @@ from torch._C._distributed_c10d import TCPStore
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.utils.device import get_device_name
 
+from megasync.base.store import join_store, open_store
 from megasync.device import resolve_device
 from megasync.errors import ConfigError, SyncError
 from megasync.integrations.verl.weights import Weights
 from megasync.layout.digest import digest, signed
 from megasync.layout.shards import describe, layout_of
-from megasync.store import join_store, open_store
 from megasync.sync.broadcast.plan import BroadcastPlan, plan_broadcast
 from megasync.sync.groups import Deadline, SyncGroup
 from megasync.sync.stream import Shards, empty_part, empty_tensors, pack_part, place_part

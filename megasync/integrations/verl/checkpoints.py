@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megasync.files import remove_tree, sweep
+from megasync.base.files import remove_tree, sweep
 from megasync.layout.shards import export_checkpoint
 from megasync.trainer.checkpoint import run_collectively
 from megasync.trainer.engine import MegatronEngine

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megasync.base.store import join_store, open_store
 from megasync.errors import SyncError
 from megasync.layout.shards import box_of
-from megasync.store import join_store, open_store
 from megasync.sync.attempt import timed
 from megasync.sync.broadcast.plan import ITEM_BYTES, BroadcastPlan, Bucket, group_name
 from megasync.sync.groups import Deadline, SyncGroup

@@ -4,7 +4,7 @@
     (ranks)   while servers        each server separately, all while it generates
 
 No server is paused, and no server can hold a mixture: an adapter has a name of its own, and requests name the one they
-use. `sglang_plugin.PolicyAdapters` gives a request that names none the adapter of the server's version when it begins,
+use. `sglang.adapters` gives a request that names none the adapter of the server's version when it begins,
 and reports that version for all of its tokens. So a request that runs during the switch ends with the adapter it began
 with; with `sync.pause_mode=abort` it is aborted, and its response continues with the new one.
 
@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, cast
 
 from safetensors.torch import load_file, save_file
 
+from megasync.base.files import atomic_write, fsync
 from megasync.errors import ServerError, SyncError
-from megasync.files import atomic_write, fsync
 from megasync.layout.adapter import AdapterLayout, adapter_config
 from megasync.layout.shards import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from megasync.serving.engine_protocol import KEPT_ADAPTER, POLICY_ADAPTER

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import msgspec
 
+from megasync.base.files import atomic_write, durable_rename, fsync, remove_tree, sweep
+from megasync.base.locks import FileLock, named_holder
 from megasync.errors import SyncError
-from megasync.files import atomic_write, durable_rename, fsync, remove_tree, sweep
 from megasync.layout.shards import INDEX, index_text, part_name, write_companions
-from megasync.locks import FileLock, named_holder
 from megasync.serving.engine_protocol import MANIFEST
 from megasync.sync.broadcast.plan import BroadcastPlan
 from megasync.sync.messages import WrittenFile

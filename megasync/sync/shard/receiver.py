@@ -23,11 +23,11 @@ from typing import Literal
 
 import torch
 
+from megasync.base.store import join_store
 from megasync.device import pin, side_stream, synchronize, unpin
 from megasync.errors import SyncError
 from megasync.layout.digest import MASK, combine, digest, signed
 from megasync.serving.engine_protocol import HOST_VARIABLE
-from megasync.store import join_store
 from megasync.sync.attempt import timed
 from megasync.sync.groups import Deadline, Links, Transfer
 from megasync.sync.messages import (

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megasync.base.store import join_store, open_store
 from megasync.errors import SyncError
 from megasync.layout.digest import MASK, combine, digest, signed
 from megasync.layout.engine_layout import EngineRank
 from megasync.layout.shards import box_of, piece_of
-from megasync.store import join_store, open_store
 from megasync.sync.attempt import timed
 from megasync.sync.groups import Deadline, Links, Transfer
 from megasync.sync.messages import (

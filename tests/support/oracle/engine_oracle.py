@@ -21,7 +21,7 @@ from torch import nn
 
 from megasync.layout.engine_layout import EngineRank
 from megasync.layout.trace import refresh_derived, trace_load
-from megasync.sync.sglang_plugin import Plugin, ServingRank
+from megasync.sglang.updates import Plugin, ServingRank
 
 log = logging.getLogger(__name__)
 

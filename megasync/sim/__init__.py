@@ -1,8 +1,0 @@
-"""Deterministic simulation of a run: the real controller, buffer, fleet and rollouter over fake I/O in virtual time.
-
-Each seed is one schedule of kills, hangs, delays and lost replies. `laws` holds the invariants of every schedule.
-"""
-
-from megasync.sim.world import Outcome, simulate
-
-__all__ = ["Outcome", "simulate"]

@@ -1,0 +1,367 @@
+"""Trajectories, prompts and groups: what rollouts produce and training steps consume. Plain data: no torch, no Ray.
+
+Tokens are arrays from the moment they are parsed, about 8 bytes each: int32 ids, float32 log-probs, and runs for what
+hardly changes from token to token. Constructors accept lists too. Invariant: everything per token has as many entries
+as there are tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasync.trajectory.runs import FloatArray, IntArray, Runs, float_array, int_array
+from megasync.trajectory.support import Support
+from megasync.trajectory.turns import Turn, within
+
+Ids = Sequence[int] | NDArray[Any]
+Numbers = Sequence[float] | NDArray[Any]
+# Name of the array with a teacher's log-probs of the response tokens, float32 (`rollout.teachers`).
+TEACHER = "teacher"
+# Name of the array with the rewards of single response tokens, float32, NaN for tokens without one. They are parts of
+# the trajectory's reward; what they leave of it counts at the last trained token.
+TOKEN_REWARDS = "token_rewards"
+# Name of the metric with the reward of the greedy response to the prompt.
+BASELINE = "baseline"
+# Name of the array with the experts of each position but the last, prompt and response, [prompt + response tokens - 1,
+# expert layers, experts per token] (`layout.routes`).
+ROUTES = "routes"
+# Names of the arrays with the support of each response token, if truncated sampling chose it (`support.Support`): the
+# sizes, and all ids, which are as many as the sizes add up to.
+SUPPORT_SIZES, SUPPORT = "support_sizes", "support"
+
+
+@dataclass(frozen=True, slots=True, init=False, eq=False)
+class Trajectory:
+    """One sampled response, token for token as the server produced it.
+
+    ``loss_mask`` is 0 for tokens that the policy did not generate (tool output, injected text). ``logprobs`` are those
+    of the behaviour policy, ``versions`` the published weight version that sampled each token; the server reports both.
+    ``reward`` is None until the trajectory is scored, and remains None if the reward function declines to score it.
+    ``text`` is for the reward function; the trainer does not get it. ``arrays`` holds further arrays by name, whose
+    first dimension are the response tokens; only that of `ROUTES` has the prompt's too, and that of `SUPPORT` any
+    number. ``turns`` say who wrote which tokens, where that is known; those behind the last token are left out.
+    ``sample`` is the number of its sample within the group, which all trajectories of a conversation that forked share;
+    a trajectory without one is a sample of its own.
+    """
+
+    prompt_ids: IntArray
+    response_ids: IntArray
+    loss_mask: Runs
+    logprobs: FloatArray
+    versions: Runs
+    finish_reason: str  # "stop", "length" or "abort"
+    text: str
+    reward: float | None
+    metrics: dict[str, float]
+    arrays: dict[str, NDArray[Any]]
+    turns: tuple[Turn, ...]
+    sample: int | None
+
+    def __init__(
+        self,
+        prompt_ids: Ids,
+        response_ids: Ids,
+        loss_mask: Ids,
+        logprobs: Numbers,
+        versions: Ids,
+        finish_reason: str = "stop",
+        text: str = "",
+        reward: float | None = None,
+        metrics: dict[str, float] | None = None,
+        arrays: Mapping[str, NDArray[Any]] | None = None,
+        turns: Iterable[Turn] = (),
+        sample: int | None = None,
+    ) -> None:
+        """Raises ValueError, naming the field, for values of another kind or number."""
+        _set(
+            self,
+            prompt_ids=_field("prompt_ids", int_array, prompt_ids),
+            response_ids=_field("response_ids", int_array, response_ids),
+            loss_mask=_field("loss_mask", _mask, loss_mask),
+            logprobs=_field("logprobs", float_array, logprobs),
+            versions=_field("versions", Runs.of, versions),
+            finish_reason=finish_reason,
+            text=text,
+            reward=reward,
+            metrics={} if metrics is None else metrics,
+            arrays={name: np.asarray(array) for name, array in (arrays or {}).items()},
+            turns=_field("turns", lambda given: within(given, len(response_ids)), turns),
+            sample=sample,
+        )
+        if not self.prompt_ids.size:
+            raise ValueError("a trajectory needs at least one prompt token")
+        per_token = {"loss_mask": self.loss_mask, "logprobs": self.logprobs, "versions": self.versions}
+        others = {name: array for name, array in self.arrays.items() if name not in (ROUTES, SUPPORT)}
+        _check_lengths(len(self.response_ids), per_token | others)
+        fed = len(self.prompt_ids) + len(self.response_ids) - 1
+        if (routes := self.arrays.get(ROUTES)) is not None and (routes.ndim != 3 or len(routes) != fed):
+            raise ValueError(f"{ROUTES} has the shape {routes.shape} for {fed} positions, and needs three dimensions")
+        if (SUPPORT in self.arrays) != (SUPPORT_SIZES in self.arrays):
+            raise ValueError(f"it has one of the arrays {SUPPORT} and {SUPPORT_SIZES}, and needs both or none")
+        _field(SUPPORT, lambda _: self.support, None)
+
+    @classmethod
+    def of_arrays(
+        cls,
+        *,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        loss_mask: Runs,
+        logprobs: FloatArray,
+        versions: Runs,
+        finish_reason: str,
+        reward: float | None,
+        metrics: dict[str, float],
+        arrays: dict[str, NDArray[Any]],
+        turns: tuple[Turn, ...],
+        sample: int | None,
+    ) -> Trajectory:
+        """Takes read-only arrays of the right types, runs and turns, as they are.
+
+        Raises ValueError for wrong lengths.
+        """
+        trajectory = object.__new__(cls)
+        _set(
+            trajectory,
+            prompt_ids=prompt_ids,
+            response_ids=response_ids,
+            loss_mask=loss_mask,
+            logprobs=logprobs,
+            versions=versions,
+            finish_reason=finish_reason,
+            text="",
+            reward=reward,
+            metrics=metrics,
+            arrays=arrays,
+            turns=turns,
+            sample=sample,
+        )
+        if not len(loss_mask) == len(logprobs) == len(versions) == len(response_ids):
+            _check_lengths(len(response_ids), {"loss_mask": loss_mask, "logprobs": logprobs, "versions": versions})
+        return trajectory
+
+    @property
+    def support(self) -> Support | None:
+        """That of each response token; None if all of them could be any token."""
+        sizes = self.arrays.get(SUPPORT_SIZES)
+        return None if sizes is None else Support(sizes, self.arrays[SUPPORT])
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The smallest version among trained tokens; None when no token is trained."""
+        return min(self.trained(), default=None)
+
+    def trained(self) -> Counter[int]:
+        """The number of trained tokens by version."""
+        counts = Counter[int]()
+        if self.loss_mask.values.size == self.versions.values.size == 1:
+            # Sampled by one version and trained whole, as most are.
+            if self.loss_mask.values[0]:
+                counts[int(self.versions.values[0])] = len(self.response_ids)
+            return counts
+        ends, versions = self.versions.ends.tolist(), self.versions.values.tolist()
+        start = at = 0
+        for end, keep in zip(self.loss_mask.ends.tolist(), self.loss_mask.values.tolist(), strict=True):
+            while start < end:
+                stop = min(end, ends[at])
+                if keep:
+                    counts[versions[at]] += stop - start
+                start, at = stop, at + (stop == ends[at])
+        return counts
+
+    def masked(self, least: int) -> Trajectory:
+        """Returns the trajectory with tokens older than version ``least`` masked out of the loss."""
+        if self.oldest_version is None or self.oldest_version >= least:
+            return self
+        return replace(self, loss_mask=Runs.of(self.loss_mask.expand() * (self.versions.expand() >= least)))
+
+    def plain(self) -> dict[str, Any]:
+        """All fields by name, with lists in the place of arrays, runs and turns, as for JSON."""
+        plain = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+        return plain | {"turns": [asdict(turn) for turn in self.turns]}
+
+    def __eq__(self, other: object) -> bool:
+        return _equal(self, other)
+
+
+@dataclass(frozen=True, slots=True, init=False, eq=False)
+class Partial:
+    """The tokens generated so far of one response.
+
+    ``request_digest`` identifies the prompt and the sampling parameters: only a request with the same digest can
+    continue the response. A ``finish_reason`` other than "abort" means that the response is complete.
+    """
+
+    request_digest: str
+    token_ids: IntArray
+    logprobs: FloatArray
+    versions: Runs
+    finish_reason: str  # "stop" or "length" when complete
+    text: str
+    support: Support | None  # if sampling was truncated
+
+    def __init__(
+        self,
+        request_digest: str,
+        token_ids: Ids,
+        logprobs: Numbers,
+        versions: Ids,
+        finish_reason: str = "abort",
+        text: str = "",
+        support: Support | None = None,
+    ) -> None:
+        """Raises ValueError, naming the field, for values of another kind or number."""
+        _set(
+            self,
+            request_digest=request_digest,
+            token_ids=_field("token_ids", int_array, token_ids),
+            logprobs=_field("logprobs", float_array, logprobs),
+            versions=_field("versions", Runs.of, versions),
+            finish_reason=finish_reason,
+            text=text,
+            support=support,
+        )
+        per_token = {"logprobs": self.logprobs, "versions": self.versions}
+        _check_lengths(len(self.token_ids), per_token if support is None else per_token | {"support": support})
+
+    def __eq__(self, other: object) -> bool:
+        return _equal(self, other)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A dataset row as a tokenized prompt.
+
+    ``uid`` is unique across epochs and restarts (``"<epoch>:<row>"``). ``columns`` are the row's other fields, passed
+    to the reward function as keyword arguments.
+    """
+
+    uid: str
+    prompt_ids: list[int]
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The scored trajectories of one prompt: the unit that is admitted, leased and trained.
+
+    Without ``least`` samples it is not trained: an estimator that compares samples needs two. ``score`` is the mean
+    reward of the prompt's samples as the task gave it, before penalties and selection; None takes that of the
+    trajectories. ``weights`` are those of the reward functions whose scores the metrics hold, if there are several.
+    """
+
+    uid: str
+    trajectories: list[Trajectory]
+    least: int = 2
+    score: float | None = None
+    weights: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The smallest version among trained tokens of all trajectories; None when no token is trained."""
+        return min((v for t in self.trajectories if (v := t.oldest_version) is not None), default=None)
+
+
+class _OfSample(Protocol):
+    """A trajectory or its header."""
+
+    @property
+    def sample(self) -> int | None: ...
+    @property
+    def reward(self) -> float | None: ...
+
+
+T = TypeVar("T", bound=_OfSample)
+
+
+def by_sample(trajectories: Iterable[T]) -> list[list[T]]:
+    """The trajectories of each sample, in the order in which the samples begin."""
+    samples: dict[object, list[T]] = {}
+    for place, trajectory in enumerate(trajectories):
+        number = trajectory.sample
+        samples.setdefault(("alone", place) if number is None else number, []).append(trajectory)
+    return [*samples.values()]
+
+
+def of_sample(values: Sequence[float]) -> float:
+    """What a sample has of something, from what each of its trajectories has: the mean.
+
+    If all are equal it is exactly theirs, so that equal samples stay equal however often they forked.
+    """
+    return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
+
+
+def sample_rewards(trajectories: Iterable[_OfSample]) -> list[float]:
+    """The reward of each sample that has one."""
+    known = ([t.reward for t in sample if t.reward is not None] for sample in by_sample(trajectories))
+    return [of_sample(rewards) for rewards in known if rewards]
+
+
+def _field(name: str, convert: Any, values: Any) -> Any:
+    try:
+        return convert(values)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if isinstance(value, Runs):
+        return list(value)
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _mask(values: Ids) -> Runs:
+    runs = Runs.of(values)
+    return runs if runs.values.size == 0 or set(runs.values.tolist()) <= {0, 1} else Runs.of(runs.expand() != 0)
+
+
+def _set(target: object, **values: Any) -> None:
+    for name, value in values.items():
+        object.__setattr__(target, name, value)
+
+
+def _check_lengths(tokens: int, per_token: Mapping[str, Any]) -> None:
+    for name, values in per_token.items():
+        entries = "no" if isinstance(values, np.ndarray) and not values.ndim else len(values)
+        if entries != tokens:
+            raise ValueError(f"{name} has {entries} entries for {tokens} response tokens")
+
+
+def _equal(one: Any, other: object) -> bool:
+    """Whether all fields are equal; arrays by type and content."""
+    names = [field.name for field in fields(one)]
+    if type(one) is not type(other):
+        return NotImplemented
+    return all(_same(getattr(one, name), getattr(other, name)) for name in names)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+    return one == other
+
+
+def finite_float(value: Any) -> float | None:
+    """The value as a float, or None if it is not a finite real number. Never raises.
+
+    For rewards and metrics from users' code. Accepts Python's numbers and bools and scalars of NumPy and torch. Text is
+    not a number, even if it spells one.
+    """
+    if isinstance(value, str | bytes | bytearray):
+        return None
+    try:
+        number = float(value.item() if hasattr(value, "item") else value)
+    except Exception:  # noqa: BLE001 - a user's class may raise anything
+        return None
+    return number if math.isfinite(number) else None
