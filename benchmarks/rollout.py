@@ -85,7 +85,7 @@ class Round:
 
 
 class Bench:
-    """What all variants share: the sizes, and a client of the null server."""
+    """The sizes that all variants share, and a client of the null server."""
 
     def __init__(self, url: str, sessions: int, turns: int, tokens: int) -> None:
         self.url = url

@@ -48,7 +48,7 @@ Execute = Callable[[Sequence[str], Mapping[str, str], Path, float], int | None]
 
 
 def accept(log: str, out: Path) -> tuple[str, Numbers]:
-    """The command's own exit status is the verdict."""
+    """Accepts any log: the exit status of the command is the verdict."""
     return "", {}
 
 
@@ -214,7 +214,7 @@ def judge_run(name: str, learns: bool) -> Judge:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the ladder runs on: `gpus` are the names of the GPUs; none with `device` cpu."""
+    """The machine under the ladder: `gpus` are the names of the GPUs; none with `device` cpu."""
 
     device: str
     gpus: tuple[str, ...] = ()

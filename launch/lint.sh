@@ -7,13 +7,15 @@ bash launch/setup_extra.sh lint
 failed=()
 check() { # program, arguments...
     printf '\n%s\n' "$*"
-    ".venv/bin/$1" "${@:2}" || failed+=("$1")
+    ".venv/bin/$1" "${@:2}" || failed+=("$*")
 }
 check ruff check .
 check ruff format --check .
+check python launch/check_docstrings.py
 check lint-imports
 check basedpyright
 if [ ${#failed[@]} -gt 0 ]; then
-    printf '\nlint: failed: %s\n' "${failed[*]}" >&2
+    printf '\nlint: failed: %s' "${failed[@]}" >&2
+    echo >&2
     exit 1
 fi

@@ -59,7 +59,7 @@ class Device:
 
     @property
     def name(self) -> str:
-        """What CUDA calls the GPU of this process; "cpu" on a CPU."""
+        """CUDA's name for the GPU of this process; "cpu" on a CPU."""
         return "cpu" if self.kind == "cpu" else torch.cuda.get_device_name()
 
     @property

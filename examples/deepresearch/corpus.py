@@ -79,7 +79,7 @@ NOUNS = [
 
 
 class Fact(NamedTuple):
-    """What the page `title` says: its `relation` is `value`. The relation is a word of the page."""
+    """A fact of the page `title`: its `relation` is `value`. The relation is a word of the page."""
 
     title: str
     relation: str
@@ -88,7 +88,7 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Its answer is the value of the last fact."""
+    """A question whose answer is the value of its last fact."""
 
     text: str
     facts: tuple[Fact, ...]
@@ -102,7 +102,7 @@ class Question:
         return self.facts[-1].value
 
     def row(self, ids: Mapping[str, str]) -> dict:
-        """As a row of a dataset; `ids` has the documents' ids by title."""
+        """The question as a row of a dataset; `ids` has the documents' ids by title."""
         evidence = [ids[fact.title] for fact in self.facts]
         return {"prompt": self.text, "answers": [self.answer], "subject": self.subject, "evidence": evidence}
 

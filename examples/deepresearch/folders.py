@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class DataFolder:
-    """What `prepare.py` makes: the corpus, its index, and the questions."""
+    """The folder that `prepare.py` makes: the corpus, its index, and the questions."""
 
     root: Path
 

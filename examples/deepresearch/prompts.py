@@ -45,7 +45,7 @@ Passages:
 
 
 def refine_messages(query: str, passages: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """What the refiner is asked: to condense passages, dictionaries with title and text, for a query."""
+    """Asks the refiner to condense passages, dictionaries with title and text, for a query."""
     # Not `format`, which would read braces in the texts.
     before, between, after = REFINE.split("{}")
     return [{"role": "user", "content": f"{before}{query.strip()}{between}{as_text(passages)}{after}"}]

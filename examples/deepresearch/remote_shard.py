@@ -37,7 +37,7 @@ class RemoteShard:
         self.rows, self.dimension = health["rows"], health["dimension"]
 
     def search(self, vectors: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `Shard.search`. Raises OSError when the server does not answer."""
+        """Searches as `Shard.search` does. Raises OSError when the server does not answer."""
         answer = self._ask("POST", f"/search?top_k={top_k}", np.ascontiguousarray(vectors, "<f4").tobytes())
         found = min(top_k, self.rows)
         scores = np.frombuffer(answer, "<f4", len(vectors) * found)

@@ -16,7 +16,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def marked_answer(text: str) -> str | None:
-    """What stands in the last <answer>...</answer>; None when there is none, or nothing in it."""
+    """The text in the last <answer>...</answer>; None when there is none, or nothing in it."""
     found = _MARKED.findall(text)
     return found[-1].strip() or None if found else None
 

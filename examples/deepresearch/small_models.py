@@ -105,7 +105,7 @@ def make_tokenizer() -> Any:
 
 
 def note(question_fact: tuple[str, str, str]) -> str:
-    """What the refiner writes of a fact."""
+    """The line that the refiner writes of a fact."""
     title, relation, value = question_fact
     return f" {title}: {relation} {value}"
 

@@ -52,7 +52,7 @@ class CpuServer:
         return self._control.url
 
     async def generate(self, prompt_ids: list[int], sampling_params: dict, request_id: str, **_: Any) -> Any:
-        """As verl's own servers do it. An aborted request returns the tokens that it has; verl asks for the rest."""
+        """Generates as verl's own servers do. An aborted request returns the tokens it has; verl asks for the rest."""
         room = self._config.prompt_length + self._config.response_length - len(prompt_ids)
         params = {name: value for name, value in sampling_params.items() if name not in ("logprobs", "max_tokens")}
         wanted = sampling_params.get("max_tokens", self._config.response_length)
@@ -127,10 +127,10 @@ class CpuAdapter(base.BaseRollout):
                 await server.load.remote(folder, global_steps)
 
     async def resume(self, tags: list[str]) -> None:
-        """The server is always there."""
+        """Does nothing: the server is always there."""
 
     async def release(self) -> None:
-        """As `resume`."""
+        """Keeps the server: it is always there."""
 
 
 replica.RolloutReplicaRegistry.register(NAME, lambda: CpuReplica)

@@ -45,7 +45,7 @@ class Environment(Protocol):
 
 
 def plain_answer(method: str, answer: Any) -> Any:
-    """What a method returned, as plain data, where the environment may run: it may return objects of its own.
+    """Converts the result of an environment's method, which may hold objects of its own, to plain data.
 
     Raises DataError for an answer of another form.
     """

@@ -40,7 +40,7 @@ Specs = Sequence[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class TrainerUse:
-    """What a trainer rank holds (including vocabulary padding), and sends per version and engine."""
+    """The bytes that a trainer rank holds (including vocabulary padding), and sends per version and engine."""
 
     rank: int
     tp: int
@@ -53,7 +53,7 @@ class TrainerUse:
 
 @dataclass(frozen=True)
 class EngineUse:
-    """What an engine rank receives per version; `arena_bytes` is its staging area."""
+    """The bytes that an engine rank receives per version; `arena_bytes` is its staging area."""
 
     rank: int
     received_bytes: int

@@ -46,7 +46,7 @@ class Problem(NamedTuple):
 
 @dataclass
 class RehearsalReport:
-    """What a rehearsal found. ``peak_bytes`` is the most that shards, messages and engine parameters took together.
+    """The result of a rehearsal. ``peak_bytes`` is the most that shards, messages and engine parameters took together.
 
     ``untouched`` counts, by engine parameter, the elements that loading a checkpoint does not write either.
     """

@@ -54,7 +54,7 @@ DRY_RUN_NOTE = (
 
 @dataclass(frozen=True)
 class Job:
-    """What to run, and how to reach the hosts."""
+    """The run to launch, and how to reach its hosts."""
 
     hosts: list[Host]
     config: Config

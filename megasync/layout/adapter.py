@@ -79,7 +79,7 @@ class AdapterLayout(Layout):
 
     @cached_property
     def frozen_tensors(self) -> dict[str, tuple[int, ...]]:
-        """None: a folder of adapters has nothing else."""
+        """Empty: a folder of adapters has no other tensors."""
         return {}
 
     def on(self, topology: Topology) -> AdapterLayout:

@@ -41,7 +41,7 @@ def spread(up: torch.Tensor, sources: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def low_rank_product(downs: Sequence[torch.Tensor], up: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-    """What an adapter of scale 1 adds to a parameter, [rows, columns]; see `spread`."""
+    """The change that an adapter of scale 1 makes to a parameter, [rows, columns]; see `spread`."""
     return spread(up, sources, len(downs)) @ torch.cat([*downs])
 
 

@@ -108,7 +108,7 @@ class Placed:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of each tensor the shape that it has in the parameter, when that is not split."""
+        """The shape of each tensor in the parameter, when that is not split."""
         shapes = (shape if self.stacked is None else shape[1:] for _, shape in self.tensors)
         return tuple(shape[::-1] if self.transposed else shape for shape in shapes)
 

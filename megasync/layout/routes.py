@@ -37,7 +37,7 @@ class RouteFormat:
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> RouteFormat | None:
-        """That of a model; None for a model without experts. Raises ConfigError for an unknown family."""
+        """The format of a model's routes; None without experts. Raises ConfigError for an unknown family."""
         sizes = sizes_of(hf_config)
         if not sizes.experts:
             return None
@@ -45,22 +45,22 @@ class RouteFormat:
 
     @property
     def dtype(self) -> DTypeLike:
-        """The smallest that holds the number of an expert."""
+        """The smallest dtype that holds the number of an expert."""
         return np.min_scalar_type(self.experts - 1)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the routes that are kept of a position."""
+        """The shape of the routes that are kept of a position."""
         return len(self.sparse), self.per_token
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a position."""
+        """The bytes of the routes that are kept of a position."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     @property
     def text_bytes(self) -> int:
-        """Of a position as it is reported, in base64."""
+        """The bytes of the routes that a server reports of a position, in base64."""
         return math.ceil(self.layers * self.per_token * _REPORTED_BYTES * 4 / 3)
 
     def parse(self, raw: bytes) -> RouteArray:

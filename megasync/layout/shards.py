@@ -394,7 +394,7 @@ def fill_param(shape: tuple[int, ...], pieces: Iterable[Piece], read: Read, dtyp
 def fill_rows(
     shape: tuple[int, ...], pieces: Iterable[Piece], rows: range, read: Read, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Some rows of a local parameter; reads nothing else. See `fill_param`."""
+    """Reads some rows of a local parameter and nothing else; see `fill_param`."""
     straight = Box(rows.start, len(rows), 0, (*shape, 1)[1])
     inside: list[Piece] = []
     for piece in pieces:
@@ -494,7 +494,7 @@ class ShardFiles(TensorFiles):
 
 
 def describe(layout: Layout, dtype: str) -> dict[str, Any]:
-    """What `read_layout` needs to recognise a checkpoint's shards; stored in its layout.json."""
+    """The description by which `read_layout` recognises a checkpoint's shards; stored in its layout.json."""
     return {
         "topology": asdict(layout.topology),
         "spec": layout.spec,

@@ -192,7 +192,7 @@ class Topology:
         return stage * self.stage_size + replicas[number] * self.replica_ranks + place
 
     def local_rank(self, replicas: Sequence[int], rank: int) -> int | None:
-        """What `rank_of` makes ``rank`` of, or None for a rank of another replica."""
+        """The inverse of `rank_of`: the local rank of ``rank``, or None for a rank of another replica."""
         if (replica := self.replica_of(rank)) not in replicas:
             return None
         stage, within = divmod(rank, self.stage_size)

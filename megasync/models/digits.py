@@ -45,7 +45,7 @@ def write_digits(out: Path, seed: int = SEED) -> None:
 
 
 def write_digits_moe(out: Path, seed: int = SEED) -> None:
-    """As `write_digits`, for a Qwen3-MoE."""
+    """Writes the model of `write_digits` as a Qwen3-MoE."""
     _write(out, "qwen3_moe", SIZES | EXPERTS, seed)
 
 

@@ -49,7 +49,7 @@ class Convention:
     by_name: bool = False
 
     def call(self, function: Callable[..., Any], completions: Sequence[str], columns: Columns) -> Any:
-        """What the function returns for a group: one score per completion, or an awaitable of that."""
+        """Calls the function for a group; returns one score per completion, or an awaitable of that."""
         if self.kind == "verl":
             return _each(function, [self._taken(row) for row in _verl_rows(completions, columns)])
         if self.kind == "verl_batch":

@@ -34,7 +34,7 @@ class RewardProcesses:
         self._free = asyncio.Semaphore(processes)
 
     async def call(self, function: Callable[[], Any], timeout: float) -> Any:
-        """What the function returns, which must be plain data.
+        """Calls the function in a process; returns its result, which must be plain data.
 
         Raises DeadlineExceeded `timeout` seconds after the call began, BrokenProcessPool when it ends its process, and
         otherwise megasync's own errors and ForeignExit, which says what the function raised.

@@ -304,7 +304,7 @@ NODES = {"ListNode": ListNode, "TreeNode": TreeNode}
 
 
 def common_names():
-    """What programs whose functions are called may use without an import, as with the judges of public sets."""
+    """The names that a program whose functions are called may use without an import, as judges of public sets allow."""
     modules = [__import__(name) for name in COMMON_MODULES]
     public = [(name, vars(module)[name]) for module in modules for name in dir(module) if not name.startswith("_")]
     return dict(public) | {module.__name__: module for module in modules} | NODES

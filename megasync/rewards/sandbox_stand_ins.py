@@ -17,7 +17,7 @@ from megasync.rewards.sandbox_link import ListNode, TreeNode
 
 
 class Approximately:
-    """`pytest.approx`."""
+    """Stands for `pytest.approx`."""
 
     def __init__(self, expected, rel=None, abs=None, nan_ok=False):
         self.expected, self.options = expected, (rel, abs, nan_ok)
@@ -45,7 +45,7 @@ def _items(value):
 
 
 class Raises:
-    """`pytest.raises` as a context manager; afterwards it has the exception as `value`."""
+    """Stands for `pytest.raises` as a context manager; afterwards it has the exception as `value`."""
 
     def __init__(self, verdict, kind, match):
         self.verdict, self.kind, self.pattern, self.value = verdict, kind, match, None
@@ -67,7 +67,7 @@ class Raises:
 
 
 class Marks:
-    """`pytest.mark`: parameters are kept; a test that its author skips or expects to fail does not run."""
+    """Stands for `pytest.mark`: parameters are kept; a test that its author skips or expects to fail does not run."""
 
     @staticmethod
     def parametrize(names, values, **_):
@@ -103,7 +103,7 @@ class Parameters(tuple):
 
 
 class Captured:
-    """pytest's `capsys`."""
+    """Stands for pytest's `capsys`."""
 
     def __init__(self):
         sys.stdout = io.StringIO()
@@ -141,7 +141,7 @@ def stand_in_pytest(verdict):
 
 
 def stand_in_numpy(verdict):
-    """What the tests of HumanEval+ and MBPP+ use of NumPy."""
+    """Stands for the part of NumPy that the tests of HumanEval+ and MBPP+ use."""
 
     def allclose(actual, desired, rtol=1e-05, atol=1e-08):
         if isinstance(desired, list | tuple):

@@ -47,7 +47,7 @@ class Runs(Sequence[int]):
 
     @classmethod
     def of_spans(cls, spans: Iterable[tuple[int, int]]) -> Runs:
-        """Each value as often as the count beside it: the opposite of `spans`."""
+        """Builds runs from values and their counts: the inverse of `spans`."""
         merged: list[list[int]] = []
         for value, count in spans:
             if count and merged and merged[-1][0] == value:

@@ -39,13 +39,13 @@ class Support:
 
     @classmethod
     def of(cls, positions: Sequence[Sequence[int]]) -> Support:
-        """From the ids of each position."""
+        """The support of positions from the ids of each."""
         sizes = int_array([len(ids) for ids in positions])
         return cls(sizes, int_array([token for ids in positions for token in ids]))
 
     @classmethod
     def whole(cls, positions: int) -> Support:
-        """Of so many positions where nothing was cut off."""
+        """The support of so many positions where nothing was cut off."""
         return cls(np.zeros(positions, np.int32), np.zeros(0, np.int32))
 
     @classmethod
@@ -55,7 +55,7 @@ class Support:
         return cls(np.concatenate([part.sizes for part in parts]), np.concatenate([part.ids for part in parts]))
 
     def at(self, positions: NDArray[Any]) -> Support:
-        """That of some positions, in ascending order."""
+        """The support at the given positions, which ascend."""
         if len(positions) == len(self.sizes):
             return self
         wanted = np.zeros(len(self.sizes), dtype=bool)

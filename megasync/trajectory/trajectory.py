@@ -149,7 +149,7 @@ class Trajectory:
 
     @property
     def support(self) -> Support | None:
-        """That of each response token; None if all of them could be any token."""
+        """The truncated-sampling support of each response token; None without truncation."""
         sizes = self.arrays.get(SUPPORT_SIZES)
         return None if sizes is None else Support(sizes, self.arrays[SUPPORT])
 
@@ -291,7 +291,7 @@ def by_sample(trajectories: Iterable[T]) -> list[list[T]]:
 
 
 def of_sample(values: Sequence[float]) -> float:
-    """What a sample has of something, from what each of its trajectories has: the mean.
+    """The value of a sample from those of its trajectories: the mean.
 
     If all are equal it is exactly theirs, so that equal samples stay equal however often they forked.
     """

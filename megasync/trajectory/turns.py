@@ -50,7 +50,7 @@ class Turn:
 
 
 def within(turns: Iterable[Turn], tokens: int) -> tuple[Turn, ...]:
-    """What is left of the turns in the first ``tokens``. Raises ValueError for turns that overlap or hold nothing."""
+    """The parts of the turns in the first ``tokens``. Raises ValueError for turns that overlap or hold nothing."""
     kept, at = [], 0
     for turn in turns:
         if not at <= turn.start < turn.end:

@@ -204,6 +204,7 @@ def test_the_checks_run_all_and_name_those_that_fail(checkout):
     assert passed.returncode == 0, passed.stderr
     ran = [line.strip() for line in passed.stdout.splitlines() if line.startswith("ran ")]
     assert ran == ["ran ruff check .", "ran ruff format --check .", "ran lint-imports", "ran basedpyright"]
+    assert "python launch/check_docstrings.py" in passed.stdout.splitlines()
     assert (checkout / "pip.txt").read_text().splitlines()[-1].endswith("launch/lint.lock")
     program(checkout / ".venv" / "bin" / "lint-imports", "exit 1")
     failed = run()

@@ -13,7 +13,7 @@ from megasync.algorithms.advantages.rewards import Floats, StepRewards
 
 
 def dpo(step: StepRewards, *, beta: float = 0.1) -> Floats:
-    """Of each group the samples with the highest and with the lowest reward are a pair; 0 for all others.
+    """The samples with the highest and the lowest reward of each group are a pair; 0 for all others.
 
     Groups of equal rewards have no pair. Before `StepRewards.log_ratios` are known, they count as 0.
     """

@@ -13,7 +13,7 @@ from megasync.algorithms.advantages.rewards import Floats, Forks, TokenRewards
 
 
 def grpo_process(step: TokenRewards, *, normalize_std: bool) -> Floats:
-    """What a token's step and those after it in its sample get, where each step is compared with all of its group.
+    """The sum of what a token's step and the later ones of its sample earn beyond the mean of all steps of the group.
 
     ``(r - mean) / std`` over the steps of all samples of a prompt, with the sample standard deviation, summed from the
     end of the sample to the token's step. Without ``normalize_std`` it is not divided. The reward ``r`` of a step is

@@ -76,7 +76,7 @@ class Forks:
 
     @classmethod
     def none(cls, groups: Ints, tokens: Ints) -> Forks:
-        """Of trajectories that are all of the step's, and each a sample of its own."""
+        """The forks of a step without any: this rank has all of its trajectories, and each is a sample of its own."""
         places = np.arange(len(groups))
         return cls(places, groups, tokens, places)
 
@@ -144,7 +144,9 @@ class TokenRewards:
         penalties: Floats | None = None,
         squared_norms: Floats | None = None,
     ) -> TokenRewards:
-        """From what was ``given`` to single tokens, as parts of the rewards of their samples. A collective.
+        """Builds the rewards of tokens from those ``given`` to single ones, which are parts of their samples' rewards.
+
+        A collective.
 
         What they leave of a reward counts at the last token of its sample, which then is ``rewarded``. So it is if
         tokens have penalties: nothing may follow the last reward.

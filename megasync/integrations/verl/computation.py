@@ -52,7 +52,7 @@ class Computation:
         self.checkpoints = Checkpoints(engine, self.offload, exports)
 
     def forward_backward(self, data: TensorDict, loss: Callable | None, forward_only: bool) -> dict[str, Any]:
-        """See `MegasyncEngine.forward_backward_batch`."""
+        """Computes a batch as `MegasyncEngine.forward_backward_batch` documents."""
         if loss is None and not forward_only:
             raise TrainingError("training needs a loss function; call set_loss_fn first")
         check_batch(data)

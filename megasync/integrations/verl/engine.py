@@ -197,7 +197,7 @@ class MegasyncEngine(BaseEngine):
 
     @property
     def module(self) -> list[LiveWeights]:
-        """What verl's `DetachActorWorker` copies, to restore the weights that a batch first met."""
+        """The weights that verl's `DetachActorWorker` copies, to restore those with which a batch began."""
         return [LiveWeights(self._computation.shards)]
 
     def save_checkpoint(

@@ -53,7 +53,7 @@ POLL_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """Which faults to inject."""
+    """The kinds of faults to inject."""
 
     # Kinds of processes to kill.
     kill: Sequence[str] = ()
@@ -68,7 +68,7 @@ class FaultPlan:
 
 @dataclass(frozen=True, slots=True)
 class ChaosTiming:
-    """Seconds."""
+    """The seconds that an experiment waits and that its faults last."""
 
     # The longest random wait between the step that follows a fault and the next fault.
     pause: float

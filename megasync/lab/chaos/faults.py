@@ -119,7 +119,7 @@ class Link:
 
     @classmethod
     def parse(cls, text: str) -> Link:
-        """From NAMESPACE/INTERFACE. Raises ConfigError when the interface does not exist or is not up."""
+        """Parses NAMESPACE/INTERFACE. Raises ConfigError when the interface does not exist or is not up."""
         namespace, _, interface = text.partition("/")
         if not namespace or not interface:
             raise ConfigError(f"--cut {text} must be NAMESPACE/INTERFACE, such as host1/eth0: see `ip netns list`")

@@ -51,7 +51,7 @@ class GroupCounts:
 
 @dataclass(frozen=True, slots=True)
 class ChaosReport:
-    """What happened to the run. `problems` is empty when it recovered from every fault and lost nothing."""
+    """The outcome of an experiment. `problems` is empty when the run recovered from every fault and lost nothing."""
 
     run_dir: Path
     faults: Sequence[Fault]

@@ -112,7 +112,7 @@ def install(device: torch.device) -> None:
 
 
 def current_device() -> torch.device:
-    """What stands for the current CUDA device: the device of `install`, or the CPU."""
+    """The stand-in for the current CUDA device: the device of `install`, or the CPU."""
     return _Redirected.current
 
 

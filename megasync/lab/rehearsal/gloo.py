@@ -41,7 +41,7 @@ class _Ended:
 
 @contextmanager
 def coalescing_manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
-    """`torch.distributed._coalescing_manager`; with a device, each collective runs at once."""
+    """Replaces `torch.distributed._coalescing_manager`: with a device, each collective runs immediately."""
     if device is not None:
         yield _Ended()
         return
@@ -64,19 +64,19 @@ class _Message:
 
 
 def isend(*args: Any, **kwargs: Any) -> _Message | None:
-    """`torch.distributed.isend`."""
+    """Replaces `torch.distributed.isend`: its message may be waited for repeatedly."""
     work = _isend(*args, **kwargs)
     return work and _Message(work)
 
 
 def irecv(*args: Any, **kwargs: Any) -> _Message | None:
-    """`torch.distributed.irecv`."""
+    """Replaces `torch.distributed.irecv`: its message may be waited for repeatedly."""
     work = _irecv(*args, **kwargs)
     return work and _Message(work)
 
 
 def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """`torch.distributed.all_gather` of tensors of possibly different sizes."""
+    """Replaces `torch.distributed.all_gather`: tensors may have different sizes."""
     if _alike(tensor_list) or async_op:
         return _all_gather(tensor_list, tensor, group, async_op)
     tensor_list[dist.get_rank(group)].copy_(tensor)

@@ -43,7 +43,7 @@ def install() -> None:
 
 
 class StandInGraph:
-    """`torch.cuda.CUDAGraph`."""
+    """Replaces `torch.cuda.CUDAGraph`: a list of recorded calls."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.calls: list[_Call] = []
@@ -56,7 +56,7 @@ class StandInGraph:
 
 @contextmanager
 def capture(graph: StandInGraph, *_: Any, **__: Any) -> Iterator[None]:
-    """`torch.cuda.graph`."""
+    """Replaces `torch.cuda.graph`: records the calls made within the context."""
     stock = {name: getattr(torch.Tensor, name) for name in _METHODS}
     for name, read in stock.items():
         setattr(torch.Tensor, name, _guarded(read))

@@ -51,7 +51,7 @@ def added_by_critic(critic: Mapping[str, int], policy: Mapping[str, int], takes_
 
 
 def planned_bytes(config: Config, rank: int) -> dict[str, int]:
-    """What `megasync plan` predicts for the stage of a rank, by the same kinds."""
+    """The bytes that `megasync plan` predicts for the stage of a rank, by the kinds of `KINDS`."""
     layout, _ = model_layout(config, planning=True)
     stage = layout.topology.coords(rank).pp
     memory = stage_memory(config, layout, 0, stage)

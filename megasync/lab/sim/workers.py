@@ -83,7 +83,7 @@ class SimWorkerProcess:
     # Faults
 
     def die(self) -> None:
-        """As by kill -9: nothing is saved or reported anymore."""
+        """Ends the worker as kill -9 would: nothing is saved or reported anymore."""
         self._died.set()
         if self._worker is not None:
             self._worker.halt().close()

@@ -80,7 +80,7 @@ class DeltaHeads:
 
     @property
     def sections(self) -> tuple[int, int, int, int]:
-        """Of `in_rows`: the channels that are convolved, gates, rates and steps."""
+        """The parts of `in_rows`: the channels that are convolved, gates, rates and steps."""
         return self.conv_rows, self.value_rows, self.values, self.values
 
 
@@ -119,7 +119,7 @@ class Sizes:
 
     @property
     def gated_q_rows(self) -> int:
-        """Of each head in turn: its query channels, then as many gates."""
+        """The rows of queries with gates: of each head its query channels, then as many gates."""
         return 2 * self.q_rows
 
     @property
@@ -133,7 +133,7 @@ class Sizes:
 
     @property
     def kv_b_rows(self) -> int:
-        """Of each head in turn: its own key channels, then its values."""
+        """The rows made from the latent: of each head its own key channels, then its values."""
         return self.heads * (self.head_dim - self.rope_dim + self.value_dim)
 
     @property

@@ -19,7 +19,7 @@ VALUE_HEAD = (
 
 
 def value_model_options(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a value model's config.json adds to that of the language model it was made from."""
+    """The options that a value model's config.json adds to that of the language model it was made from."""
     names: list[str] = hf_config.get("architectures") or []
     return {
         "architectures": [name.replace("ForCausalLM", "ForTokenClassification") for name in names],

@@ -44,7 +44,7 @@ def thd_read_half_tensor(tensor: torch.Tensor, cu_seqlens: torch.Tensor, half: i
 
 
 def thd_read_second_half_lse(lse: torch.Tensor, cu_seqlens: torch.Tensor, packed: bool, tokens: int) -> torch.Tensor:
-    """Those of the second chunks: [heads, tokens]."""
+    """The log-sum-exps of the second chunks, [heads, tokens]."""
     _check_packed(packed)
     return lse.new_empty(len(lse), tokens) if lse.device.type == "meta" else lse[:, _half(cu_seqlens, 1)]
 

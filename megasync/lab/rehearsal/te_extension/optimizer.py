@@ -19,7 +19,7 @@ def multi_tensor_scale(chunk: int, noop: torch.Tensor, lists: Lists, scale: floa
 
 
 def multi_tensor_scale_tensor(chunk: int, noop: torch.Tensor, lists: Lists, scale: torch.Tensor) -> None:
-    """As `multi_tensor_scale`, with a factor on the device."""
+    """Does the same as `multi_tensor_scale`, with a factor on the device."""
     sources, targets = lists
     for source, target in zip(sources, targets, strict=True):
         _flag(noop, source)
@@ -40,7 +40,7 @@ def multi_tensor_l2norm(
 def multi_tensor_unscale_l2norm(
     chunk: int, noop: torch.Tensor, lists: Lists, inverse_scale: torch.Tensor, per_tensor: bool | None = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `multi_tensor_l2norm`, of the tensors times ``inverse_scale``."""
+    """The norms of `multi_tensor_l2norm` for the tensors times ``inverse_scale``."""
     whole, each = multi_tensor_l2norm(chunk, noop, lists, per_tensor)
     return whole * inverse_scale, each * inverse_scale
 
@@ -84,7 +84,7 @@ def multi_tensor_adam(
 
 
 def multi_tensor_adam_param_remainder(chunk: int, noop: torch.Tensor, lists: Lists, *options: float) -> None:
-    """As `multi_tensor_adam` with bfloat16 parameters, and of each float32 main weight its last 16 bits.
+    """One step of Adam with bfloat16 parameters, and of each float32 main weight its last 16 bits.
 
     A parameter is the first 16 bits of its main weight, plus one if the first of the last 16 is set.
     """

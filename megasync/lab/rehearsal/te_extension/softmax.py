@@ -17,18 +17,18 @@ def scaled_softmax_backward(grad: torch.Tensor, probs: torch.Tensor, scale: floa
 
 
 def scaled_masked_softmax_forward(scores: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """As `scaled_softmax_forward`, without the scores where ``mask`` is true; a row without any others is zero."""
+    """The softmax of the scores where ``mask`` is false; a row without any is zero."""
     kept = (scores.float() * scale).masked_fill(mask.bool(), -torch.inf)
     return kept.softmax(-1).nan_to_num(0.0).to(scores.dtype)
 
 
 def scaled_upper_triang_masked_softmax_forward(scores: torch.Tensor, scale: float) -> torch.Tensor:
-    """As `scaled_softmax_forward`, with the causal mask of square ``scores`` [batch * heads, length, length]."""
+    """The softmax of square ``scores`` [batch * heads, length, length] with the causal mask."""
     return scaled_aligned_causal_masked_softmax_forward(scores, scale)
 
 
 def scaled_aligned_causal_masked_softmax_forward(scores: torch.Tensor, scale: float) -> torch.Tensor:
-    """As `scaled_softmax_forward`, with the causal mask aligned at the last query and the last key."""
+    """The softmax with a causal mask that is aligned at the last query and the last key."""
     queries, keys = scores.shape[-2:]
     mask = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(keys - queries + 1)
     return scaled_masked_softmax_forward(scores, mask, scale)
