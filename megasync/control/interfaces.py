@@ -252,13 +252,7 @@ class Observer(EventSink, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlledParts:
-    """Everything that the controller drives.
-
-    `evaluate(step, version, pinned)` returns the metrics of an evaluation, all of whose answers are of the `pinned`
-    version if there is one; None when there is nothing to evaluate. It raises EvaluationAbandoned. `held_adapters` are
-    those of `sync.transport=adapters`. `cursor` returns the prompt source's position, for a checkpoint. `export(path)`
-    writes a checkpoint as a Hugging Face folder; None if nobody wants any. `reports` writes hang reports.
-    """
+    """Everything that the controller drives."""
 
     trainer: Trainer
     publisher: WeightPublisher
@@ -266,10 +260,16 @@ class ControlledParts:
     rollouter: RolloutLoop
     fleet: ServerFleet
     observer: Observer
+    # Returns the prompt source's position, for a checkpoint.
     cursor: Callable[[], dict[str, Any]]
+    # `evaluate(step, version, pinned)` returns the metrics of an evaluation, all of whose answers are of the `pinned`
+    # version if there is one. It raises EvaluationAbandoned. None when there is nothing to evaluate.
     evaluate: Callable[[int, int, PinnedVersion | None], Awaitable[dict[str, float]]] | None
+    # Those of `sync.transport=adapters`.
     held_adapters: HeldAdapters | None = None
     frozen_models: FrozenModels | None = None
     rollout_workers: RolloutProcesses | None = None
+    # `export(path)` writes a checkpoint as a Hugging Face folder; None if nobody wants any.
     export: Callable[[Path], Awaitable[None]] | None = None
+    # Writes hang reports.
     reports: HangSink = NO_REPORTS

@@ -31,36 +31,35 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HeldOutAnswer:
-    """The model's answer number `repeat` to prompt `number` of a set. Without a reward, `error` says what failed.
-
-    `versions` counts the sampled tokens of all its requests by version; it is empty if an adapter answered for the set.
-    """
+    """One of the model's answers to a held-out prompt."""
 
     held_out: str
     temperature: float
+    # The prompt of the set, and the answer to it.
     number: int
     repeat: int
     prompt: str
     text: str = ""
     reward: float | None = None
+    # What failed, without a reward.
     error: str = ""
+    # Sampled tokens of all its requests by version; empty if an adapter answered for the set.
     versions: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOutScores:
-    """The scores of one set at one temperature.
-
-    `score` is the share of all `n` answers with a reward of 1.0, `reward` the mean over the scored answers, `pass_at`
-    the mean pass@k over the prompts, by k.
-    """
+    """The scores of one set at one temperature."""
 
     held_out: str
     temperature: float
+    # The share of all `n` answers with a reward of 1.0.
     score: float
+    # The mean over the scored answers.
     reward: float
     n: int
     failed: int
+    # The mean pass@k over the prompts, by k.
     pass_at: dict[int, float]
 
 

@@ -20,15 +20,16 @@ from megasync.trajectory import Prompt
 
 @dataclass(frozen=True, slots=True)
 class HeldOutSet:
-    """`name` is empty for the unnamed set. `sampling` overrides the run's sampling parameters, except the
-    temperature."""
+    """A held-out set of prompts, and how it is answered and scored."""
 
+    # Empty for the unnamed set.
     name: str
     prompts: Sequence[Prompt]
     rewards: RewardRunner
     temperatures: Sequence[float] = (0.0,)
     # Answers to each prompt at temperatures above 0. Greedy answers are all the same, so there is one.
     repeats: int = 1
+    # Overrides the run's sampling parameters, except the temperature.
     sampling: Mapping[str, Any] = field(default_factory=dict)
     # The adapter of the servers that answers; None for the policy.
     adapter: str | None = None

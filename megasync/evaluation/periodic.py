@@ -76,15 +76,17 @@ class ExactAnswers:
 
 @dataclass(frozen=True, slots=True)
 class PeriodicEvaluation:
-    """The run's evaluation, called as `await evaluation(step, version, pinned)`; the first fields are as in `evaluate`.
+    """The run's evaluation, called as `await evaluation(step, version, pinned)`.
 
-    The run's score is that of the first set at its first temperature. `on_answers(step, version, answers)` receives
-    (prompt, text, reward) of the answers to the first `shown` prompts of that set at that temperature.
+    The run's score is that of the first set at its first temperature.
     """
 
+    # The first three fields are as in `evaluate`.
     answer: AnswerAt
     sets: Sequence[HeldOutSet]
     max_inflight: int
+    # Called with step, version and (prompt, text, reward) of the answers to the first `shown` prompts of that set at
+    # that temperature.
     on_answers: Callable[[int, int, Sequence[tuple[str, str, float | None]]], None] = field(
         default=lambda step, version, answers: None, kw_only=True
     )

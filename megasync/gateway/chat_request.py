@@ -74,9 +74,11 @@ class Message(_Strict):
 
 @prepared
 class StreamOptions(_Strict):
-    """`include_usage` asks for a final chunk with token counts. `include_obfuscation` is ignored."""
+    """The options of a streamed response."""
 
+    # Asks for a final chunk with token counts.
     include_usage: bool | None = None
+    # Accepted and ignored.
     include_obfuscation: bool | None = None
 
 

@@ -72,13 +72,7 @@ class ReplicaGroup:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a check.
-
-    ``minimum_bytes`` is what the engine's ranks keep, ``sender_bytes`` the two message buffers of a sending rank,
-    ``casts`` the tensors by ``"from -> to"`` dtype, ``constants`` the elements filled with each value by parameter,
-    ``frozen`` the number of tensors of a vision tower, ``untouched`` the elements that loading does not write, and
-    ``peak_bytes`` the most memory that the check's own tensors took.
-    """
+    """The outcome of a check."""
 
     model: str
     tensors: int
@@ -87,14 +81,21 @@ class Report:
     trainer: tuple[TrainerUse, ...]
     engine: tuple[EngineUse, ...]
     wire_bytes: int
+    # Bytes that the engine's ranks keep.
     minimum_bytes: int
+    # The two message buffers of a sending rank.
     sender_bytes: int
     replica_groups: tuple[ReplicaGroup, ...]
+    # Tensors by `"from -> to"` dtype.
     casts: Mapping[str, tuple[str, ...]]
+    # Elements filled with each value, by parameter.
     constants: Mapping[str, Mapping[str, int]]
+    # Tensors of a vision tower.
     frozen: int
+    # Elements that loading does not write, by parameter.
     untouched: Mapping[str, int]
     problems: tuple[Problem, ...]
+    # The most memory that the check's own tensors took.
     peak_bytes: int
 
     @property

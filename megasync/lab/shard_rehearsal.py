@@ -46,13 +46,12 @@ class Problem(NamedTuple):
 
 @dataclass
 class RehearsalReport:
-    """The result of a rehearsal. ``peak_bytes`` is the most that shards, messages and engine parameters took together.
-
-    ``untouched`` counts, by engine parameter, the elements that loading a checkpoint does not write either.
-    """
+    """The result of a rehearsal."""
 
     problems: list[Problem] = field(default_factory=list)
+    # The most that shards, messages and engine parameters took together.
     peak_bytes: int = 0
+    # Elements by engine parameter that loading a checkpoint does not write either.
     untouched: Counter[str] = field(default_factory=Counter)
 
 

@@ -16,15 +16,15 @@ NAME = re.compile(r"([\w.+-]+@)?[\w.:%-]+")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host of the job.
+    """A host of the job."""
 
-    `name` is passed to the remote shell and may include user@. `pool` is the pool that the host is reserved for, "" for
-    any. `shell` overrides the job's remote shell. `address` is how the other hosts reach it, if not by its name.
-    """
-
+    # Passed to the remote shell; may include user@.
     name: str
+    # The pool that the host is reserved for; "" for any.
     pool: str = ""
+    # Overrides the job's remote shell.
     shell: str = ""
+    # How the other hosts reach it, if not by its name.
     address: str = ""
 
     @property

@@ -83,15 +83,15 @@ class Fill(NamedTuple):
 
 @prepared
 class EngineRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that loading a checkpoint writes on one serving rank.
-
-    ``dtypes`` and ``sizes`` (elements) are of every parameter; ``unwritten`` names those that loading leaves alone.
-    """
+    """Everything that loading a checkpoint writes on one serving rank."""
 
     slots: tuple[Slot, ...]
     fills: tuple[Fill, ...]
+    # The dtype of every parameter.
     dtypes: dict[str, str]
+    # The elements of every parameter.
     sizes: dict[str, int]
+    # The parameters that loading leaves alone.
     unwritten: tuple[str, ...] = ()
 
     def without(self, frozen: Collection[str]) -> EngineRank:

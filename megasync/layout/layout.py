@@ -51,28 +51,28 @@ def intersect(one: Box, other: Box) -> Box | None:
 
 
 class Piece(NamedTuple):
-    """The same values in two places; both boxes have the same size.
-
-    If ``turned``, ``param_box`` is a box of the transposed parameter. A vector transposed is a single row.
-    """
+    """The same values in a Hugging Face tensor and in a parameter; both boxes have the same size."""
 
     hf_name: str
     hf_box: Box
     param: str
     param_box: Box
+    # `param_box` is a box of the transposed parameter. A vector transposed is a single row.
     turned: bool = False
 
 
 class Section(NamedTuple):
-    """A section of a parameter: for each of ``heads`` key heads in turn, ``rows`` rows of the tensor number ``tensor``.
+    """Rows of a parameter that belong to one tensor: as many for each key head."""
 
-    Those of the first key head begin at row ``first``, those of the next ``stride`` rows later.
-    """
-
+    # The number of the tensor.
     tensor: int
+    # The row at which those of the first key head begin.
     first: int
+    # Rows of each key head.
     rows: int
+    # Rows from one key head to the next.
     stride: int
+    # Key heads.
     heads: int
 
 
@@ -85,25 +85,24 @@ class Holder(NamedTuple):
 
 @dataclass(frozen=True)
 class Placed:
-    """A rule applied to one stage: the local parameter's name, and its Hugging Face tensors with their shapes.
-
-    ``dtype`` is what an export stores them in, None for the model's own. ``joined`` and ``all_tokens``: see `Rule`.
-    ``ep`` is the expert-parallel coordinate of the ranks that hold it; None, outside experts: every rank of the stage.
-    ``copy`` marks the last stage's copy of a tied embedding: loaded there, but exported and sent by the first stage.
-    ``stacked``: the parameter is that of this expert in a tensor of all experts, ``transposed``: transposed.
-    ``sections`` are those of a parameter that is cut by sections.
-    """
+    """A rule applied to one stage: the local parameter, and its Hugging Face tensors with their shapes."""
 
     split: Split
     param: str
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    # The dtype in which an export stores them; None for the model's own.
     dtype: str | None = None
+    # As in `Rule`.
     joined: bool = False
     all_tokens: bool = False
+    # The expert-parallel coordinate of the ranks that hold it; None, outside experts: every rank of the stage.
     ep: int | None = None
+    # The last stage's copy of a tied embedding: loaded there, but exported and sent by the first stage.
     copy: bool = False
+    # The expert whose part of a tensor of all experts this is; `transposed`: that part is transposed.
     stacked: int | None = None
     transposed: bool = False
+    # Those of a parameter that is cut by sections.
     sections: tuple[Section, ...] = ()
 
     @property

@@ -25,14 +25,13 @@ _REPORTED_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class RouteFormat:
-    """How servers report routes: int32 [positions, ``layers``, ``per_token``] of all layers.
-
-    ``sparse`` are the numbers of those with experts, in ascending order; ``experts`` is how many each of them has.
-    """
+    """The format in which servers report routes: int32 [positions, `layers`, `per_token`] of all layers."""
 
     layers: int
+    # The numbers of the layers with experts, in ascending order.
     sparse: tuple[int, ...]
     per_token: int
+    # The experts of each of them.
     experts: int
 
     @classmethod

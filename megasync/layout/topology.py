@@ -39,23 +39,22 @@ class ExpertCoords(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of the parallel dimensions.
-
-    ``expert`` ranks share the experts of a layer, and ``expert_tensor`` ranks each expert (None: as many as
-    ``tensor``). ``first_stage_layers`` and ``last_stage_layers`` set the sizes of the pipeline's ends, or
-    ``pipeline_layout`` those of all chunks. With ``virtual`` > 1 each rank has that many chunks of layers, and the
-    pipeline passes through all ranks as many times.
-    """
+    """The sizes of the parallel dimensions."""
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    # The sizes of the pipeline's ends; None: as the other stages.
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+    # Ranks that share the experts of a layer.
     expert: int = 1
+    # Ranks that share each expert; None: as many as `tensor`.
     expert_tensor: int | None = None
+    # Chunks of layers of each rank; the pipeline passes through all ranks as many times.
     virtual: int = 1
     context: int = 1
+    # The sizes of all chunks, in place of those of the ends.
     pipeline_layout: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

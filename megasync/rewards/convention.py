@@ -40,10 +40,12 @@ Columns = Mapping[str, Sequence[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Convention:
-    """`accepts` are the columns that the function takes, None for any; `requires` are those without a default."""
+    """How a reward function is called."""
 
     kind: str = "group"
+    # The columns that the function takes; None for any.
     accepts: frozenset[str] | None = None
+    # The columns without a default.
     requires: tuple[str, ...] = ()
     # Whether a function of the kind "group" takes the completions by their name only.
     by_name: bool = False

@@ -63,20 +63,22 @@ _FOLDER = re.compile(r"megasync-sandbox-([0-9a-f]{8})-([0-9]+)-([0-9]+)-")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`cpu_seconds`, `memory_mb` (address space) and `open_files` apply per process, `file_mb` per file.
+    """The resources that a program may use."""
 
-    `disk_mb` and `files` (including folders) apply to everything written, `processes` (including threads) to everything
-    that runs at once. These three need namespaces; for `processes` a separate user id is enough. After `wall_seconds`
-    everything is killed.
-    """
-
+    # Per process.
     cpu_seconds: int = 4
+    # Seconds after which everything is killed.
     wall_seconds: float = 10.0
+    # Address space, per process.
     memory_mb: int = 512
+    # Size of each file.
     file_mb: int = 16
+    # Per process.
     open_files: int = 64
+    # All that is written, and its files and folders. Both need namespaces.
     disk_mb: int = 64
     files: int = 1024
+    # Processes and threads that run at once. Needs namespaces or a separate user id.
     processes: int = 64
 
     def __post_init__(self) -> None:
@@ -89,15 +91,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Python text that tests a program.
-
-    `prelude` is run before it, `names` are those that it takes from the program, and `modules` those under which it
-    imports the program.
-    """
+    """Python text that tests a program."""
 
     text: str
+    # The names that it takes from the program.
     names: tuple[str, ...] = ()
+    # Text that runs before it.
     prelude: str = ""
+    # The names under which it imports the program.
     modules: tuple[str, ...] = ()
 
 
@@ -112,12 +113,11 @@ class ProgramResult:
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """`namespaces` is how they are created: as root ("root"), as an ordinary user ("user"), or not at all ("").
+    """How programs are kept apart on this machine."""
 
-    With `own_user` a program has a user id of its own.
-    """
-
+    # How namespaces are created: as root ("root"), as an ordinary user ("user"), or not at all ("").
     namespaces: str
+    # Whether a program has a user id of its own.
     own_user: bool
 
 

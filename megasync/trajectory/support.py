@@ -23,9 +23,11 @@ MAX_SUPPORT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """``sizes`` [positions] are numbers of tokens, 0 where nothing was cut off; ``ids`` are theirs, in order."""
+    """The tokens that truncated sampling left to choose from, of consecutive positions."""
 
+    # Numbers of tokens, [positions]; 0 where nothing was cut off.
     sizes: IntArray
+    # The tokens of all positions, in order.
     ids: IntArray
 
     def __post_init__(self) -> None:

@@ -39,29 +39,29 @@ SUPPORT_SIZES, SUPPORT = "support_sizes", "support"
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)
 class Trajectory:
-    """One sampled response, token for token as the server produced it.
-
-    ``loss_mask`` is 0 for tokens that the policy did not generate (tool output, injected text). ``logprobs`` are those
-    of the behaviour policy, ``versions`` the published weight version that sampled each token; the server reports both.
-    ``reward`` is None until the trajectory is scored, and remains None if the reward function declines to score it.
-    ``text`` is for the reward function; the trainer does not get it. ``arrays`` holds further arrays by name, whose
-    first dimension are the response tokens; only that of `ROUTES` has the prompt's too, and that of `SUPPORT` any
-    number. ``turns`` say who wrote which tokens, where that is known; those behind the last token are left out.
-    ``sample`` is the number of its sample within the group, which all trajectories of a conversation that forked share;
-    a trajectory without one is a sample of its own.
-    """
+    """One sampled response, token for token as the server produced it."""
 
     prompt_ids: IntArray
     response_ids: IntArray
+    # 0 for tokens that the policy did not generate (tool output, injected text).
     loss_mask: Runs
+    # The behaviour policy's, as the server reports them.
     logprobs: FloatArray
+    # The published weight version that sampled each token, as the server reports it.
     versions: Runs
     finish_reason: str  # "stop", "length" or "abort"
+    # For the reward function; the trainer does not get it.
     text: str
+    # None until the trajectory is scored, and if the reward function declines to score it.
     reward: float | None
     metrics: dict[str, float]
+    # Further arrays by name, whose first dimension is the response tokens; only that of `ROUTES` has the prompt's too,
+    # and that of `SUPPORT` any number.
     arrays: dict[str, NDArray[Any]]
+    # Who wrote which tokens, where that is known; those behind the last token are left out.
     turns: tuple[Turn, ...]
+    # The number of its sample within the group, which all trajectories of a conversation that forked share; None: it is
+    # a sample of its own.
     sample: int | None
 
     def __init__(
@@ -193,12 +193,9 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)
 class Partial:
-    """The tokens generated so far of one response.
+    """The tokens generated so far of one response."""
 
-    ``request_digest`` identifies the prompt and the sampling parameters: only a request with the same digest can
-    continue the response. A ``finish_reason`` other than "abort" means that the response is complete.
-    """
-
+    # Identifies the prompt and the sampling parameters: only a request with the same digest can continue the response.
     request_digest: str
     token_ids: IntArray
     logprobs: FloatArray
@@ -237,30 +234,27 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A dataset row as a tokenized prompt.
+    """A dataset row as a tokenized prompt."""
 
-    ``uid`` is unique across epochs and restarts (``"<epoch>:<row>"``). ``columns`` are the row's other fields, passed
-    to the reward function as keyword arguments.
-    """
-
+    # Unique across epochs and restarts: `"<epoch>:<row>"`.
     uid: str
     prompt_ids: list[int]
+    # The row's other fields, passed to the reward function as keyword arguments.
     columns: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The scored trajectories of one prompt: the unit that is admitted, leased and trained.
-
-    Without ``least`` samples it is not trained: an estimator that compares samples needs two. ``score`` is the mean
-    reward of the prompt's samples as the task gave it, before penalties and selection; None takes that of the
-    trajectories. ``weights`` are those of the reward functions whose scores the metrics hold, if there are several.
-    """
+    """The scored trajectories of one prompt: the unit that is admitted, leased and trained."""
 
     uid: str
     trajectories: list[Trajectory]
+    # Without so many samples the group is not trained: an estimator that compares samples needs two.
     least: int = 2
+    # The mean reward of the prompt's samples as the task gave it, before penalties and selection; None takes that of
+    # the trajectories.
     score: float | None = None
+    # The weights of the reward functions whose scores the metrics hold, if there are several.
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property

@@ -28,15 +28,15 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The tokens from ``start`` to ``end`` of a response, both counted from its first token.
+    """The tokens of a response that one author wrote."""
 
-    ``name`` is the tool's whose result this is. Only an answer has ``calls``.
-    """
-
+    # First and past-the-last token, counted from the first token of the response.
     start: int
     end: int
     role: str = ""
+    # The tool whose result this is.
     name: str = ""
+    # Only an answer has any.
     calls: tuple[Call, ...] = ()
 
     def __post_init__(self) -> None:

@@ -25,21 +25,22 @@ ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class StepRewards:
-    """All samples of a step that have a reward, as arrays [samples].
+    """All samples of a step that have a reward, as arrays [samples]."""
 
-    ``groups`` are ascending: samples with the same number answer the same prompt. ``tokens`` are numbers of trained
-    tokens. Rewards are finite. ``parts`` are the scores of each of several reward functions, by name, and NaN where a
-    function gave none; ``weights`` are theirs. Without several functions both are empty. ``log_ratios`` are
-    sums over the trained tokens of the log-ratio of policy and reference, for estimators that say so; None before they
-    are known. ``baselines`` are the rewards of the greedy responses to the prompts, for estimators that say so.
-    """
-
+    # Finite numbers.
     rewards: Floats
+    # Ascending: samples with the same number answer the same prompt.
     groups: Ints
+    # Trained tokens.
     tokens: Ints
+    # The scores of each of several reward functions by name, NaN where a function gave none, and their weights. Both
+    # are empty without several functions.
     parts: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
+    # Sums over the trained tokens of the log-ratio of policy and reference, for estimators that say so; None before
+    # they are known.
     log_ratios: Floats | None = None
+    # Rewards of the greedy responses to the prompts, for estimators that say so.
     baselines: Floats | None = None
 
     def each_group(self) -> Iterator[slice]:
@@ -63,15 +64,15 @@ class StepRewards:
 
 @dataclass(frozen=True)
 class Forks:
-    """Which trajectories of a step are one sample. Arrays [trajectories of the step], the same on every rank.
+    """The trajectories of a step by sample: arrays [trajectories of the step], the same on every rank."""
 
-    ``samples``, ascending, are their samples, ``groups`` their prompts, ``tokens`` their numbers of trained tokens.
-    ``numbers`` are the places of this rank's trajectories among them.
-    """
-
+    # Their samples, ascending.
     samples: Ints
+    # Their prompts.
     groups: Ints
+    # Their trained tokens.
     tokens: Ints
+    # The places of this rank's trajectories among them.
     numbers: Ints
 
     @classmethod
@@ -104,29 +105,33 @@ class Forks:
 class TokenRewards:
     """The trained tokens of this rank's trajectories of a step, one trajectory after another; arrays [tokens].
 
-    Those of trajectory i are from ``starts[i]`` up to ``starts[i + 1]``; it answers prompt ``groups[i]``. ``rewards``
-    of a trajectory sum up to what its sample earns from its first token on: with one trajectory the sample's reward,
-    with several less what the tokens of earlier ones were given. What later ones earn (``carried``, [trajectories]) is
-    at the last token; `earned` is without it. ``rewarded`` are the tokens with a reward of their own. ``penalties``,
-    None without, are subtracted from ``rewards`` already.
-
-    ``values`` are a critic's of the text before each token, 0 without one. ``longest`` are the most trained tokens of a
-    sample of each prompt. ``squared_norms`` are those of the gradients of the tokens' log-probs by their logits,
-    1 - 2 p + sum(p^2), for estimators that say so. ``summed`` returns the sums of its argument over all ranks: each
-    rank must call it the same number of times, with arrays of the same shape. ``forks`` and ``carried`` are None if no
-    sample of the step has more than one trajectory.
+    The rewards of a trajectory sum up to what its sample earns from its first token on: with one trajectory the
+    sample's reward, with several less what the tokens of earlier ones were given. What later ones earn (`carried`) is
+    at the last token; `earned` is without it.
     """
 
+    # Less `penalties`.
     rewards: Floats
+    # A critic's values of the text before each token; 0 without one.
     values: Floats
+    # Trajectory i has the tokens from `starts[i]` up to `starts[i + 1]`.
     starts: Ints
+    # The tokens with a reward of their own.
     rewarded: NDArray[np.bool_]
+    # The prompts that the trajectories answer, [trajectories].
     groups: Ints
+    # The most trained tokens of a sample of each prompt, [prompts].
     longest: Ints
+    # Returns the sums of its argument over all ranks. Each rank must call it the same number of times, with arrays of
+    # the same shape.
     summed: Callable[[Floats], Floats]
+    # Squared norms of the gradients of the tokens' log-probs by their logits, 1 - 2 p + sum(p^2), for estimators that
+    # say so.
     squared_norms: Floats | None = None
     penalties: Floats | None = None
+    # None if no sample of the step has more than one trajectory.
     forks: Forks | None = None
+    # What later trajectories of the sample earn, [trajectories]; None without `forks`.
     carried: Floats | None = None
 
     @classmethod

@@ -10,17 +10,15 @@ from megasync.concurrency.first_use import prepared
 @prepared
 @dataclass(frozen=True)
 class RankReport:
-    """One rehearsed rank.
-
-    ``held`` and ``planned`` are bytes by kind of memory, empty if the rank could not be built. ``differences`` are in
-    words, in the order in which they were found; none if the rank is as planned.
-    """
+    """One rehearsed rank."""
 
     rank: int
     parameters: int
+    # Bytes by kind of memory, as held and as planned; empty if the rank could not be built.
     held: dict[str, int]
     planned: dict[str, int]
     seconds: float
+    # Sentences, in the order in which the differences were found; none if the rank is as planned.
     differences: tuple[str, ...]
 
 

@@ -37,31 +37,31 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron parameter, the Hugging Face tensors inside it (in fused order), and its split.
-
-    ``te`` and ``te_split`` are the name and the split under Transformer Engine's layers if they differ. ``when`` and
-    ``unless`` name switches in config.json: the rule applies only if the first is true and the second false. ``dtype``
-    is what an export always stores, if that is not the model's own. ``joined``: the engine fuses these tensors with
-    those of the previous rule, and must receive all of them together. ``all_tokens``: each tensor rank computes a
-    replicated parameter's gradient from all tokens, even under sequence parallelism. ``stacked``: the Hugging Face
-    tensor has those of all experts along its first dimension; ``transposed``: each transposed. ``sections`` of a
-    parameter that is cut by sections are, for each tensor, the rows that each of its sections has for one key head of a
-    gated delta net. ``grouped``: a tensor has them key head by key head, not section by section.
-    """
+    """One Megatron parameter, the Hugging Face tensors inside it (in fused order), and its split."""
 
     split: Split
     tensors: tuple[Tensor, ...]
+    # The parameter's name under Megatron's own layers.
     local: str
+    # Its name and its split under Transformer Engine's layers, where they differ.
     te: str | None = None
     te_split: Split | None = None
+    # Switches in config.json: the rule applies only if `when` is true and `unless` is false.
     when: str | None = None
     unless: str | None = None
+    # The dtype that an export always stores; None for the model's own.
     dtype: str | None = None
+    # The engine fuses these tensors with those of the previous rule, and must receive all of them together.
     joined: bool = False
+    # Each tensor rank computes the gradient of a replicated parameter from all tokens, even under sequence parallelism.
     all_tokens: bool = False
+    # The Hugging Face tensor has those of all experts along its first dimension; `transposed`: each transposed.
     stacked: bool = False
     transposed: bool = False
+    # For each tensor of a parameter that is cut by sections, the rows that each section has for one key head of a gated
+    # delta net.
     sections: tuple[tuple[str, ...], ...] = ()
+    # The tensors hold these rows key head by key head, not section by section.
     grouped: bool = False
 
     def param(self, spec: str) -> str:
@@ -90,53 +90,56 @@ HEAD = Rule(Split.VOCAB, (Tensor("lm_head.weight", ("vocab", "hidden")),), "outp
 
 @dataclass(frozen=True)
 class Family:
-    """A model type.
+    """The rules and switches of one model type."""
 
-    ``layer`` holds the rules of every layer, ``dense`` and ``sparse`` those of layers without and with experts only.
-    ``fixed`` gives the only supported value of options that change the parameters, ``defaults`` the values of options
-    that config.json leaves out, and ``exported`` what an export's config.json states whatever the source's says.
-    ``interleaved_rotary``: neighbouring channels are rotated together, not the halves of a head. ``partial_rotary``:
-    the option of config.json that may leave some of the channels unrotated; it gives a share of them
-    (``partial_rotary_factor``) or a number (``rotary_dim``). ``rope_types``: the supported kinds of rotary scaling.
-    ``latent``: queries, keys and values pass through latents. ``spelling``: this family's names, by the names that
-    `Sizes` are read from, of options that it calls something else. ``windows``: layers may have a sliding window, of
-    which config.json tells (``sliding_window``, ``layer_types``). ``clamped``: experts clamp the inputs of a SwiGLU
-    that differs from the others' (``swiglu_limit``; gpt-oss), and their gate and up rows alternate. ``delta``: rules of
-    layers with a gated delta net, which replace ``layer`` there; `Sizes.delta_layers` says where.
-    ``zero_centered_norms``: norms multiply by 1 plus their weight. ``local_rotary``: layers with a window have a rotary
-    base of their own. ``gelu``: gates pass GELU (its approximation by tanh), not SiLU. ``scaled_embeddings``: the
-    embedding of a token is multiplied by the square root of its size. ``vision``: the folder also has this vision
-    tower, and config.json has the language model in ``text_config``. ``root``: what names of tensors begin with in
-    place of ``model``; one that ends with ``.model`` has the output layer beside it. ``modules``: what those of
-    transformers' modules begin with, where that is something else. ``chunks``: tokens attend within chunks of their
-    sequence, except in every fourth layer, which attends to all tokens and rotates nothing (Llama 4).
-    ``scales_expert_inputs``: the one expert of a token gets its input times the sigmoid of its score. ``mxfp4``:
-    experts may be stored in MXFP4.
-    """
-
+    # Rules of every layer.
     layer: tuple[Rule, ...]
+    # Rules of layers without experts, and of layers with experts.
     dense: tuple[Rule, ...]
     sparse: tuple[Rule, ...] = ()
+    # The only supported value of options that change the parameters.
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    # The values of options that config.json leaves out.
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    # What the config.json of an export states whatever the source's says.
     exported: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    # Neighbouring channels are rotated together, not the halves of a head.
     interleaved_rotary: bool = False
+    # The option that may leave some channels unrotated: a share (`partial_rotary_factor`) or a number (`rotary_dim`).
     partial_rotary: str | None = None
+    # The supported kinds of rotary scaling.
     rope_types: tuple[str, ...] = ("default", "llama3")
+    # Queries, keys and values pass through latents.
     latent: bool = False
+    # This family's names of options that it calls something else, by the names that `Sizes` are read from.
     spelling: Mapping[str, str] = field(default_factory=dict[str, str])
+    # Layers may have a sliding window (`sliding_window`, `layer_types` in config.json).
     windows: bool = False
+    # Experts clamp the inputs of a SwiGLU that differs from the others' (`swiglu_limit`; gpt-oss), and their gate and
+    # up rows alternate.
     clamped: bool = False
+    # Rules of layers with a gated delta net, which replace `layer` there; `Sizes.delta_layers` says where.
     delta: tuple[Rule, ...] = ()
+    # Norms multiply by 1 plus their weight.
     zero_centered_norms: bool = False
+    # Layers with a window have a rotary base of their own.
     local_rotary: bool = False
+    # Gates pass GELU (its approximation by tanh), not SiLU.
     gelu: bool = False
+    # The embedding of a token is multiplied by the square root of its size.
     scaled_embeddings: bool = False
+    # Tokens attend within chunks of their sequence; every fourth layer attends to all tokens and rotates nothing (Llama
+    # 4).
     chunks: bool = False
+    # The one expert of a token gets its input times the sigmoid of its score.
     scales_expert_inputs: bool = False
+    # Experts may be stored in MXFP4.
     mxfp4: bool = False
+    # The vision tower of the folder; config.json then has the language model in `text_config`.
     vision: Tower | None = None
+    # The prefix of the names of tensors. One that ends with `.model` has the output layer beside it.
     root: str = "model"
+    # The prefix of the names of transformers' modules; None: `root`.
     modules: str | None = None
 
     def named(self, pattern: str) -> str:

@@ -25,16 +25,17 @@ DELTA_KEYS = (
 
 @dataclass(frozen=True)
 class DeltaHeads:
-    """The heads of a gated delta net, and the ``taps`` of its convolution.
+    """The heads of a gated delta net, and its convolution."""
 
-    There are ``keys`` key heads of ``key_dim`` channels, and as many query heads. Each is shared by a `group` of value
-    heads, ``values`` in all, of ``value_dim`` channels.
-    """
-
+    # Key heads, and as many query heads. Each is shared by a `group` of value heads.
     keys: int
+    # Channels of a key head.
     key_dim: int
+    # Value heads in all.
     values: int
+    # Channels of a value head.
     value_dim: int
+    # The length of the convolution.
     taps: int
 
     def over(self, ranks: int) -> DeltaHeads:
@@ -86,12 +87,7 @@ class DeltaHeads:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model's dimensions. ``sparse_layers`` are the global layers with experts, ``topk`` of which process each token.
-
-    With latent attention ``q_lora`` (0: none) and ``kv_lora`` are the widths of the latents. Then ``rope_dim`` of a
-    head's ``head_dim`` query and key channels are rotated, and its values have ``value_dim``. ``delta_layers`` are the
-    global layers with a gated delta net, which has ``delta`` heads.
-    """
+    """The dimensions of a model."""
 
     layers: int
     hidden: int
@@ -102,14 +98,19 @@ class Sizes:
     vocab: int
     tied: bool
     experts: int = 0
+    # The experts of a layer that process each token.
     topk: int = 0
     moe_intermediate: int = 0
     shared_intermediate: int = 0
+    # The global layers with experts.
     sparse_layers: frozenset[int] = frozenset()
+    # Latent attention: the widths of the latents of queries (0: none) and of keys and values, the rotated channels
+    # among the `head_dim` of a head, and the channels of a head's values.
     q_lora: int = 0
     kv_lora: int = 0
     rope_dim: int = 0
     value_dim: int = 0
+    # The heads of a gated delta net, and the global layers with one.
     delta: DeltaHeads | None = None
     delta_layers: frozenset[int] = frozenset()
 
