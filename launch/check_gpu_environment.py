@@ -227,7 +227,7 @@ def check_environment() -> Iterator[Item]:
     _, config, _ = next(gpu_configurations())
     server = SGLangServer(ServerSpec("model", config.rollout, "bfloat16", "cuda"), "127.0.0.1", 30000, "log")
     read = run_python(READ_VARIABLES, server.environment(), *SERVER_VARIABLES)
-    given = {name: value for name, value in server.environment().items() if name.startswith("SGLANG_")}
+    variables = {name: value for name, value in server.environment().items() if name.startswith("SGLANG_")}
     for name, (wanted, why) in SERVER_VARIABLES.items():
         fix = f"set {name} in megasync/serving/server.py: otherwise {why}"
         if name in read["unknown"]:
@@ -236,17 +236,19 @@ def check_environment() -> Iterator[Item]:
             yield Item(f"server: {name}", f"SGLang reads {read['values'][name]!r} instead of {wanted!r}", fix)
         else:
             yield Item(f"server: {name}", note=repr(wanted))
-    for name in sorted(given.keys() - SERVER_VARIABLES.keys()):
-        known = grep(name)
-        yield Item(f"server: {name}", "" if known else "SGLang does not read this variable", "" if known else ADAPT)
+    for name in sorted(variables.keys() - SERVER_VARIABLES.keys()):
+        mentions = grep(name)
+        yield Item(
+            f"server: {name}", "" if mentions else "SGLang does not read this variable", "" if mentions else ADAPT
+        )
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
     set_cuda_environment()
     for name, (wanted, why) in RANK_VARIABLES.items():
         wanted = read["servers"].get(name) if wanted is None else wanted
-        found = os.environ.get(name)
+        actual = os.environ.get(name)
         fix = f"set {name}={wanted} in megasync/device.py: otherwise {why}"
-        problem = "" if found == wanted else f"ranks get {found!r}, not {wanted!r}"
+        problem = "" if actual == wanted else f"ranks get {actual!r}, not {wanted!r}"
         yield Item(f"rank: {name}", problem, fix if problem else "", note=str(wanted))
 
 
@@ -272,17 +274,17 @@ def check_doctor() -> Iterator[Item]:
     from megasync.preflight.doctor import examine
     from megasync.preflight.finding import OK
 
-    found = [finding for finding in examine() if finding.status != OK]
+    findings = [finding for finding in examine() if finding.status != OK]
     wanted = [] if has_gpu() else ["gpu"]
-    for finding in found:
+    for finding in findings:
         told = finding.subject in wanted and finding.detail.startswith("no GPU")
         # The machine's own trouble, such as little memory, is no fault of the environment.
-        own = finding.subject in ("memory", "disk", "shared memory", "cpu", "open files", "ray's interface")
-        problem = "" if told or own else f"{finding.status}: {finding.detail}"
+        of_machine = finding.subject in ("memory", "disk", "shared memory", "cpu", "open files", "ray's interface")
+        problem = "" if told or of_machine else f"{finding.status}: {finding.detail}"
         yield Item(f"doctor: {finding.subject}", problem, finding.fix if problem else "", note=finding.detail)
     for subject in wanted:
         missing = (
-            "" if subject in [finding.subject for finding in found] else "doctor does not say that there is no GPU"
+            "" if subject in [finding.subject for finding in findings] else "doctor does not say that there is no GPU"
         )
         yield Item(
             "doctor says that there is no GPU", missing, "repair megasync/preflight/doctor.py" if missing else ""
@@ -323,12 +325,12 @@ def attempt(name: str, action: Callable[[], object], fix: str) -> Item:
 def modules_of(package: ModuleType) -> list[str]:
     """Dotted names of a package's modules, without importing any."""
     root = Path(package.__path__[0])
-    found = []
+    modules = []
     for path in sorted(root.rglob("*.py")):
         parts = [package.__name__, *path.relative_to(root).with_suffix("").parts]
         if parts[-1] != "__main__":
-            found.append(".".join(part for part in parts if part != "__init__"))
-    return found
+            modules.append(".".join(part for part in parts if part != "__init__"))
+    return modules
 
 
 def imported_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
@@ -382,9 +384,9 @@ def compare(name: str, ours: inspect.Signature, theirs: inspect.Signature) -> It
 
 def parameters(signature: inspect.Signature) -> tuple[list[str], bool]:
     """The names of parameters after the first, and whether any others are taken as well."""
-    found = list(signature.parameters.values())
-    open_ended = [p for p in found if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    return [p.name for p in found[1:] if p not in open_ended], bool(open_ended)
+    declared = list(signature.parameters.values())
+    open_ended = [p for p in declared if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    return [p.name for p in declared[1:] if p not in open_ended], bool(open_ended)
 
 
 def bind(signature: inspect.Signature, call: ast.Call, target: str) -> None:
@@ -420,9 +422,9 @@ def calls_of(name: str) -> Iterator[tuple[str, ast.Call]]:
                 continue
             called = node.func
             inner = isinstance(called, ast.Attribute) and ast.unparse(called).startswith(("self.tp_worker", "recv_req"))
-            found = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", None)
+            called_name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", None)
             # A manager of the same method name forwards requests; only the updater's own callers are checked.
-            if found == name and not inner and is_updater_call(called):
+            if called_name == name and not inner and is_updater_call(called):
                 yield f"{path.name}:{node.lineno}", node
 
 
@@ -435,13 +437,13 @@ def hooks_of(*parts: Any) -> list[tuple[str, str, Callable[..., Any]]]:
     """(target, kind, hook) of what the plugin registers."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    found: list[tuple[str, str, Callable[..., Any]]] = []
+    hooks: list[tuple[str, str, Callable[..., Any]]] = []
     with mock.patch.object(
-        HookRegistry, "register", lambda target, hook, kind: found.append((target, kind.name, hook))
+        HookRegistry, "register", lambda target, hook, kind: hooks.append((target, kind.name, hook))
     ):
         for part in parts:
             part.register()
-    return found
+    return hooks
 
 
 def apply_patch(patch: Any, module: ModuleType) -> str:
@@ -691,7 +693,7 @@ def describe_gpu() -> None:
         def __getattr__(self, name: str) -> Any:
             return lambda *_, **__: None
 
-    found = SimpleNamespace(
+    properties = SimpleNamespace(
         major=9,
         minor=0,
         name="NVIDIA H100 80GB HBM3",
@@ -708,9 +710,9 @@ def describe_gpu() -> None:
         "is_initialized": True,
         "device_count": 8,
         "current_device": 0,
-        "get_device_capability": (found.major, found.minor),
-        "get_device_name": found.name,
-        "get_device_properties": found,
+        "get_device_capability": (properties.major, properties.minor),
+        "get_device_name": properties.name,
+        "get_device_properties": properties,
         "mem_get_info": (total - 2**30, total),
         "set_device": None,
         "synchronize": None,
@@ -760,9 +762,9 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, help="also write all items to this file")
     parser.add_argument("--run", choices=CHECKS, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.run:
-        run_check(given.run)
+    arguments = parser.parse_args()
+    if arguments.run:
+        run_check(arguments.run)
         return 0
     with tempfile.TemporaryDirectory(prefix="megasync-no-driver-") as folder:
         environment = dict(os.environ, TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
@@ -777,7 +779,7 @@ def main() -> int:
             )
         results: dict[str, list[Item]] = {}
         rows = []
-        for name in given.only:
+        for name in arguments.only:
             items, seconds = start_check(name, environment)
             results[name] = items
             failed = [item for item in items if item.problem]
@@ -788,8 +790,8 @@ def main() -> int:
             print(f"{name}: {len(items) - len(failed)} of {len(items)} in order", flush=True)
     print("\n| check | items | failed | time | notes |\n|---|---|---|---|---|")
     print("\n".join(f"| {' | '.join(row)} |" for row in rows))
-    if given.json:
-        given.json.write_text(
+    if arguments.json:
+        arguments.json.write_text(
             json.dumps({name: [item._asdict() for item in items] for name, items in results.items()}, indent=1)
         )
     return int(any(item.problem for items in results.values() for item in items))

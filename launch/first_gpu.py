@@ -158,8 +158,8 @@ def judge_trainer(log: str, out: Path) -> tuple[str, Numbers]:
     row = [line for line in log.splitlines() if line.startswith("| megasync, ")][-1]
     seconds, rate = row.strip("| ").split(" | ")[1:3]
     numbers = {"step, s": float(seconds), "tokens/s": float(rate)}
-    if found := re.findall(r"model FLOPs utilisation: ([\d.]+)%", log):
-        numbers["MFU, %"] = float(found[0])
+    if utilisation := re.findall(r"model FLOPs utilisation: ([\d.]+)%", log):
+        numbers["MFU, %"] = float(utilisation[0])
     return "", numbers
 
 
@@ -416,13 +416,13 @@ def find_versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     names = ("torch", "megatron-core", "transformer-engine", "sglang", "ray", "nvidia-nccl-cu13")
-    found = {"python": sys.version.split()[0]}
+    versions = {"python": sys.version.split()[0]}
     for name in names:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "none"
-    return found
+            versions[name] = "none"
+    return versions
 
 
 def main() -> int:
@@ -432,17 +432,19 @@ def main() -> int:
     parser.add_argument("--models", type=Path, default=ROOT / "models", help="folder of the models; default: models")
     parser.add_argument("--only", nargs="+", default=[], metavar="STAGE")
     parser.add_argument("--skip", nargs="+", default=[], metavar="STAGE")
-    given = parser.parse_args()
-    machine, out = find_machine(given.device), given.out.resolve()
+    arguments = parser.parse_args()
+    machine, out = find_machine(arguments.device), arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     shape = json.loads(SHAPE.read_text())
     (out / "shape.json").write_text(json.dumps(shape | TINY if machine.device == "cpu" else shape))
-    stages = ladder(machine, out, given.models.resolve())
+    stages = ladder(machine, out, arguments.models.resolve())
     names = [stage.name for stage in stages]
-    if unknown := {*given.only, *given.skip} - set(names):
+    if unknown := {*arguments.only, *arguments.skip} - set(names):
         parser.error(f"unknown stage {', '.join(sorted(unknown))}; the stages are {', '.join(names)}")
     stages = [
-        stage for stage in stages if stage.name not in given.skip and (not given.only or stage.name in given.only)
+        stage
+        for stage in stages
+        if stage.name not in arguments.skip and (not arguments.only or stage.name in arguments.only)
     ]
     results: list[Result] = []
     try:

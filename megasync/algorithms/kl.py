@@ -45,8 +45,8 @@ def kl_by_age(logprobs: Tensor, behaviour_logprobs: Tensor, keep: Tensor, ages: 
     """
     each = k3(behaviour_logprobs, logprobs)
     bounded = ages.clamp(0, AGES - 1)
-    found: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}
     for age in range(AGES):
-        own = keep & (bounded == age)
-        found |= {f"server_kl@{age}": torch.where(own, each, 0.0).sum(), f"tokens@{age}": own.sum()}
-    return found
+        of_age = keep & (bounded == age)
+        sums |= {f"server_kl@{age}": torch.where(of_age, each, 0.0).sum(), f"tokens@{age}": of_age.sum()}
+    return sums

@@ -62,10 +62,10 @@ def masked_text(text: str) -> str:
     return text
 
 
-def _masked_match(found: re.Match[str]) -> str:
-    if _REFERENCE.search(found[0]):
-        return found[0]
-    named = found.groupdict()
+def _masked_match(match: re.Match[str]) -> str:
+    if _REFERENCE.search(match[0]):
+        return match[0]
+    named = match.groupdict()
     if not named:
         return HIDDEN
-    return f"{named['name']}={HIDDEN}" if is_secret(named["name"]) else found[0]
+    return f"{named['name']}={HIDDEN}" if is_secret(named["name"]) else match[0]

@@ -73,23 +73,23 @@ def load_callable(
     Errors show `written`, by default the reference. Raises ConfigError, also for options that the class does not accept
     and for options of a function.
     """
-    loaded, shown, given = load_function(reference), written or reference, dict(options or {})
+    loaded, shown, arguments = load_function(reference), written or reference, dict(options or {})
     if not inspect.isclass(loaded):
-        if given:
+        if arguments:
             raise ConfigError(
-                f"{shown!r} is a function, which takes no options ({masked(given)}); name a class whose instances are "
-                f"called"
+                f"{shown!r} is a function, which takes no options ({masked(arguments)}); "
+                f"name a class whose instances are called"
             )
         return loaded
     made: Any = loaded
     try:
-        instance = invoke(made, **given)
+        instance = invoke(made, **arguments)
     except ConfigError:
         raise
     except TypeError as error:
-        raise ConfigError(f"{shown!r} does not accept its options {masked(given)}: {error}") from error
+        raise ConfigError(f"{shown!r} does not accept its options {masked(arguments)}: {error}") from error
     except Exception as error:  # a user's class may raise anything
-        raise ConfigError(f"{shown!r} cannot be made with its options {masked(given)}: {explain(error)}") from error
+        raise ConfigError(f"{shown!r} cannot be made with its options {masked(arguments)}: {explain(error)}") from error
     if not callable(instance):
         raise ConfigError(f"the instances of {shown!r} cannot be called; give the class a method __call__")
     return instance

@@ -66,16 +66,16 @@ def holder_of(path: Path) -> dict[str, Any] | None:
     """The lock's present or last holder as {"pid", "host", ...}; None when there never was one."""
     try:
         with open_regular(path) as file:
-            found = json.loads(file.read(HOLDER_BYTES))
-        return found if isinstance(found, dict) and {"pid", "host"} <= found.keys() else None
+            holder = json.loads(file.read(HOLDER_BYTES))
+        return holder if isinstance(holder, dict) and {"pid", "host"} <= holder.keys() else None
     except (OSError, ValueError, RecursionError):
         return None
 
 
 def named_holder(path: Path) -> str:
     """The holder of a lock for messages."""
-    found = holder_of(path)
-    return f"process {found['pid']} on {found['host']}" if found else "another process"
+    holder = holder_of(path)
+    return f"process {holder['pid']} on {holder['host']}" if holder else "another process"
 
 
 def is_locked(path: Path) -> bool:

@@ -233,8 +233,8 @@ def end_process(status: int, seconds: float) -> None:
 
 def end_now(status: int, why: str) -> None:
     """Ends this process at once, and says what is left of it."""
-    own = (threading.current_thread(), threading.main_thread())
-    names = [t.name for t in threading.enumerate() if t not in own and not t.daemon]
+    expected = (threading.current_thread(), threading.main_thread())
+    names = [t.name for t in threading.enumerate() if t not in expected and not t.daemon]
     left = f"; threads left: {', '.join(names[:10])}" if names else ""
     print(f"megasync ends this process with status {status}: {why}{left}", file=sys.stderr, flush=True)
     os._exit(status)

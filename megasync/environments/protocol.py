@@ -76,8 +76,8 @@ def environment_factory(kind: str, options: Mapping[str, Any]) -> Callable[[], E
         method = getattr(factory, name)
         # A method of a class takes the instance first.
         bound = isinstance(inspect.getattr_static(factory, name), staticmethod | classmethod)
-        given = arguments if bound else (None, *arguments)
-        check_call(method, f"{name} of the environment {kind!r} must take {len(arguments)} argument(s)", *given)
+        placeholders = arguments if bound else (None, *arguments)
+        check_call(method, f"{name} of the environment {kind!r} must take {len(arguments)} argument(s)", *placeholders)
     asynchronous = {name for name in METHODS if is_async(getattr(factory, name))}
     if asynchronous and asynchronous != set(METHODS):
         raise ConfigError(

@@ -105,9 +105,9 @@ async def evaluate(
 
     async def work() -> None:
         for job in jobs:
-            found = await answer(*job)
-            counts[found.held_out, found.temperature].add(found)
-            on_answer(found)
+            held_out_answer = await answer(*job)
+            counts[held_out_answer.held_out, held_out_answer.temperature].add(held_out_answer)
+            on_answer(held_out_answer)
 
     tasks = [asyncio.create_task(work(), name=f"evaluation {n}") for n in range(max_inflight)]
     try:

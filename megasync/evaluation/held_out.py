@@ -122,6 +122,6 @@ def _held_out_set(
 
 def _sampling(config: Config, settings: EvalSetConfig) -> dict[str, Any]:
     """The set's own values, else those of all evaluation. Unset parameters are as in training."""
-    common, own = asdict(config.eval.sampling), asdict(settings.sampling)
-    merged = {name: common[name] if own[name] is None else own[name] for name in common}
+    common, set_values = asdict(config.eval.sampling), asdict(settings.sampling)
+    merged = {name: common[name] if set_values[name] is None else set_values[name] for name in common}
     return {name: value for name, value in merged.items() if value is not None}

@@ -76,10 +76,10 @@ def token_logprobs(generation: Generation, decode: Decode, codec: TextCodec) -> 
         {
             "token": decode([token]),
             "logprob": logprob,
-            "bytes": None if known is None else list(known),
+            "bytes": None if token_bytes is None else list(token_bytes),
             "top_logprobs": [],
         }
-        for token, logprob, known in zip(ids, generation.logprobs, codec.token_bytes(ids), strict=True)
+        for token, logprob, token_bytes in zip(ids, generation.logprobs, codec.token_bytes(ids), strict=True)
     ]
     return {"content": content, "refusal": None}
 
@@ -96,10 +96,10 @@ class LiveText:
         self._before = self._read = 0
 
     def grown(self, ids: Sequence[int] | IntArray) -> str:
-        known = self._decode(ids[self._before : self._read])
+        before = self._decode(ids[self._before : self._read])
         now = self._decode(ids[self._before :])
         # An incomplete character decodes to U+FFFD.
-        if len(now) <= len(known) or now.endswith("\ufffd"):
+        if len(now) <= len(before) or now.endswith("\ufffd"):
             return ""
         self._before, self._read = self._read, len(ids)
-        return now[len(known) :]
+        return now[len(before) :]

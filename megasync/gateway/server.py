@@ -188,12 +188,12 @@ class Gateway:
             return response
 
     def _warn_of_ignored(self, body: ChatBody) -> None:
-        given = [name for name in ("temperature", "top_p", "seed") if getattr(body, name) is not None]
-        if given and self._config.sampling == "configured" and not self._warned:
+        ignored = [name for name in ("temperature", "top_p", "seed") if getattr(body, name) is not None]
+        if ignored and self._config.sampling == "configured" and not self._warned:
             self._warned = True
             log.warning(
                 "The agent's requests set %s, which have no effect: rollout.gateway.sampling=configured",
-                ", ".join(given),
+                ", ".join(ignored),
             )
 
 

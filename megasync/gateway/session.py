@@ -53,8 +53,8 @@ class Session:
     def admits(self, authorization: str) -> bool:
         """Whether the header `Bearer ...` has the session's key, compared in constant time."""
         # A header may hold any bytes, which arrive as surrogates.
-        given = authorization.encode("utf-8", "surrogateescape")
-        return hmac.compare_digest(given, f"Bearer {self.key}".encode())
+        header = authorization.encode("utf-8", "surrogateescape")
+        return hmac.compare_digest(header, f"Bearer {self.key}".encode())
 
     def begin_request(self) -> None:
         """Registers the current task, so that `end` cancels it. Raises RequestError after the session has ended."""

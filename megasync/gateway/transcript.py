@@ -73,12 +73,12 @@ class Transcript:
 
     def _continued(self, messages: list[Message]) -> tuple[Sequence[Message], Sequence[dict[str, Any]]]:
         """The longest earlier request that these messages begin with."""
-        known = [request for request in self._requests if messages[: len(request[0])] == request[0]]
-        return max(known, key=lambda request: len(request[0]), default=((), ()))
+        prefixes = [request for request in self._requests if messages[: len(request[0])] == request[0]]
+        return max(prefixes, key=lambda request: len(request[0]), default=((), ()))
 
-    def _new_id(self, known: str) -> str:
+    def _new_id(self, call_id: str) -> str:
         shown = f"call_{secrets.token_hex(12)}"
-        self._ids[shown] = known
+        self._ids[shown] = call_id
         return shown
 
     def _known(self, plain: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -244,7 +244,10 @@ def _trainer_uses(layout: Layout, plan: ShardPlan, dtype: str) -> tuple[TrainerU
 
 def _engine_uses(plan: ShardPlan) -> tuple[EngineUse, ...]:
     sizes = [[bucket.nbytes for _, bucket in plan.of_target(rank)] for rank in range(plan.engine_ranks)]
-    return tuple(EngineUse(rank, sum(own), len(own), arena_bytes=sum(own)) for rank, own in enumerate(sizes))
+    return tuple(
+        EngineUse(rank, sum(bucket_bytes), len(bucket_bytes), arena_bytes=sum(bucket_bytes))
+        for rank, bucket_bytes in enumerate(sizes)
+    )
 
 
 def _minimum(layout: Layout, engine: Sequence[EngineRank], dtype: str) -> int:

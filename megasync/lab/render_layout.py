@@ -93,7 +93,9 @@ def _filled(report: Report) -> str:
     for param, values in report.constants.items():
         for value, elements in values.items():
             places[value][param] = elements
-    return "; ".join(f"{sum(found.values()):,} elements with {v}, in {_names([*found])}" for v, found in places.items())
+    return "; ".join(
+        f"{sum(params.values()):,} elements with {v}, in {_names([*params])}" for v, params in places.items()
+    )
 
 
 def _names(names: Sequence[str]) -> str:

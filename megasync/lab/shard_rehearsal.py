@@ -264,10 +264,10 @@ def _compare_assembled(checkpoint: _Checkpoint, report: RehearsalReport) -> None
             if name in compared:
                 continue
             compared.add(name)
-            whole = assemble(name, layout, lambda rank, param: trainer[rank][param])
-            report.peak_bytes = max(report.peak_bytes, whole.nbytes + _nbytes(trainer))
-            if different := _different(whole, checkpoint.whole(name)):
-                what = f"{different} of {whole.numel()} elements differ when the shards are assembled"
+            assembled = assemble(name, layout, lambda rank, param: trainer[rank][param])
+            report.peak_bytes = max(report.peak_bytes, assembled.nbytes + _nbytes(trainer))
+            if different := _different(assembled, checkpoint.whole(name)):
+                what = f"{different} of {assembled.numel()} elements differ when the shards are assembled"
                 report.problems.append(Problem(name, "trainer", what))
         for rank in trainer.values():
             rank.clear()

@@ -91,12 +91,12 @@ class AdapterLayout(Layout):
 
     def factors_of(self, rank: int, targets: Collection[str]) -> dict[str, tuple[int, ...]]:
         """The shape of each factor, by its name in PEFT, of another adapter of the same model."""
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for tensor, shape in self.base.hf_tensors.items():
             if projection(tensor) in targets and len(shape) == 2:
-                found[self._peft_name(tensor, DOWN)] = (rank, shape[1])
-                found[self._peft_name(tensor, UP)] = (shape[0], rank)
-        return found
+                shapes[self._peft_name(tensor, DOWN)] = (rank, shape[1])
+                shapes[self._peft_name(tensor, UP)] = (shape[0], rank)
+        return shapes
 
     def sources(self, item: Placed, rank: int) -> list[int]:
         """For each row of a parameter of the model, the number of the tensor that it is a row of."""
@@ -149,12 +149,12 @@ def projection(tensor: str) -> str:
 
 def fused_projections(layout: Layout) -> list[tuple[str, ...]]:
     """The projections of a model that can have adapters; those in one tuple need them together."""
-    found: dict[tuple[str, ...], None] = {}
+    projections: dict[tuple[str, ...], None] = {}
     for pp in range(layout.topology.pipeline):
         for item in layout.placed(pp):
             if is_linear(item):
-                found[tuple(projection(name) for name, _ in item.tensors)] = None
-    return list(found)
+                projections[tuple(projection(name) for name, _ in item.tensors)] = None
+    return list(projections)
 
 
 def adapter_config(shape: AdapterShape, model_path: str) -> dict[str, Any]:
@@ -188,22 +188,22 @@ PLAIN: Mapping[str, Collection[Any]] = {
 }
 
 
-def check_adapter_config(found: Mapping[str, Any], shape: AdapterShape, key: str) -> None:
+def check_adapter_config(peft_config: Mapping[str, Any], shape: AdapterShape, key: str) -> None:
     """Raises ConfigError if the ``adapter_config.json`` of a folder is not that of an adapter of this shape.
 
     ``key`` names the folder in messages.
     """
     for name, allowed in PLAIN.items():
-        if name in found and found[name] not in allowed:
-            raise ConfigError(f"{key} has {name}={found[name]!r}, which is not supported")
-    own = adapter_config(shape, "")
+        if name in peft_config and peft_config[name] not in allowed:
+            raise ConfigError(f"{key} has {name}={peft_config[name]!r}, which is not supported")
+    expected = adapter_config(shape, "")
     for name, option in (("r", "rank"), ("lora_alpha", "alpha")):
-        if found.get(name) != own[name]:
+        if peft_config.get(name) != expected[name]:
             raise ConfigError(
-                f"{key} has {name}={found.get(name)!r}, but trainer.lora.{option} is {own[name]!r}; set "
-                f"trainer.lora.{option}={found.get(name)!r}"
+                f"{key} has {name}={peft_config.get(name)!r}, but trainer.lora.{option} is {expected[name]!r}; set "
+                f"trainer.lora.{option}={peft_config.get(name)!r}"
             )
-    targets: Any = found.get("target_modules")
+    targets: Any = peft_config.get("target_modules")
     modules: list[Any] = cast("list[Any]", targets) if isinstance(targets, list) else []
     if {str(module).rpartition(".")[2] for module in modules} != set(shape.targets):
         raise ConfigError(
@@ -212,16 +212,18 @@ def check_adapter_config(found: Mapping[str, Any], shape: AdapterShape, key: str
         )
 
 
-def check_served_beside(found: Mapping[str, Any], shape: AdapterShape, key: str) -> tuple[int, set[str]]:
+def check_served_beside(peft_config: Mapping[str, Any], shape: AdapterShape, key: str) -> tuple[int, set[str]]:
     """The rank and the adapted projections of an ``adapter_config.json``.
 
     Raises ConfigError if servers of adapters of ``shape`` cannot serve it too.
     """
-    rank, given = found.get("r"), found.get("target_modules")
-    modules: list[Any] = cast("list[Any]", given) if isinstance(given, list) else [given]
+    rank, target_modules = peft_config.get("r"), peft_config.get("target_modules")
+    modules: list[Any] = cast("list[Any]", target_modules) if isinstance(target_modules, list) else [target_modules]
     targets = {str(module).rpartition(".")[2] for module in modules}
-    if found.get("peft_type") != "LORA" or not isinstance(rank, int):
-        raise ConfigError(f"{key} has peft_type={found.get('peft_type')!r} and r={rank!r}; it must be a LoRA adapter")
+    if peft_config.get("peft_type") != "LORA" or not isinstance(rank, int):
+        raise ConfigError(
+            f"{key} has peft_type={peft_config.get('peft_type')!r} and r={rank!r}; it must be a LoRA adapter"
+        )
     if rank > shape.rank:
         raise ConfigError(f"{key} has rank {rank}, but servers have room for trainer.lora.rank={shape.rank}; raise it")
     if others := sorted(targets - set(shape.targets)):
@@ -234,9 +236,9 @@ def check_served_beside(found: Mapping[str, Any], shape: AdapterShape, key: str)
 
 def _check_targets(layout: Layout, targets: Collection[str]) -> None:
     fused = fused_projections(layout)
-    known = sorted({name for names in fused for name in names})
-    if unknown := sorted(set(targets) - set(known)):
-        raise ConfigError(f"trainer.lora.targets names {unknown[0]!r}; the model has {', '.join(known)}")
+    projections = sorted({name for names in fused for name in names})
+    if unknown := sorted(set(targets) - set(projections)):
+        raise ConfigError(f"trainer.lora.targets names {unknown[0]!r}; the model has {', '.join(projections)}")
     for names in fused:
         chosen = [name for name in names if name in targets]
         if chosen and len(chosen) < len(names):

@@ -112,12 +112,12 @@ def merging(folder: HfFolder, layout: AdapterLayout, part: ReadPart) -> tuple[La
     factors = reading_parts(layout, part), pieces_by_param(one, 0), one.params(0)
 
     def read(rank: int, param: str) -> torch.Tensor:
-        whole = _whole(param, *weights)
+        weight = _whole(param, *weights)
         if each := adapted.get(param):
             sources = torch.tensor(one.sources(each.item, rank))
             downs = [_whole(down, *factors) for down in each.downs]
-            whole.add_(low_rank_product(downs, _whole(each.up, *factors), sources), alpha=layout.shape.scale)
-        return whole
+            weight.add_(low_rank_product(downs, _whole(each.up, *factors), sources), alpha=layout.shape.scale)
+        return weight
 
     return one.base, read
 

@@ -132,9 +132,9 @@ def _blocks(part: torch.Tensor, box: Box, block: Block) -> torch.Tensor:
     top, left, grid = box.row % block.rows, box.col % block.cols, block.covering(box)
     shape = (grid.rows * block.rows, grid.cols * block.cols)
     if part.shape != shape:
-        whole = part.new_zeros(shape)
-        whole[top : top + box.rows, left : left + box.cols] = part
-        part = whole
+        padded = part.new_zeros(shape)
+        padded[top : top + box.rows, left : left + box.cols] = part
+        part = padded
     return part.reshape(grid.rows, block.rows, grid.cols, block.cols)
 
 
@@ -156,7 +156,7 @@ def dequantized(weights: Iterable[tuple[str, torch.Tensor]], block: Block) -> It
         values, scales = (waiting.pop(other), tensor) if scaled else (tensor, waiting.pop(other))
         if scales.shape != block.grid(tuple(values.shape)):
             raise ConfigError(f"the scales of {name!r} have shape {list(scales.shape)}, not that of blocks of {block}")
-        whole = Box(0, values.shape[0], 0, values.shape[1])
-        yield name.removesuffix(SCALES), dequantize(values, scales, whole, block)
+        tensor_box = Box(0, values.shape[0], 0, values.shape[1])
+        yield name.removesuffix(SCALES), dequantize(values, scales, tensor_box, block)
     if waiting:
         raise ConfigError(f"{next(iter(waiting))!r} has values or scales in block FP8 only, not both")

@@ -19,10 +19,10 @@ MASK = (1 << 64) - 1
 def digest(message: torch.Tensor) -> int:
     """64 bits for a contiguous tensor whose bytes are a multiple of 8: block sums, weighted by position."""
     words = message.view(-1).view(torch.uint8).view(torch.int64)
-    whole = words.numel() // BLOCK_WORDS * BLOCK_WORDS
-    sums = words[:whole].view(-1, BLOCK_WORDS).sum(1)
-    if whole < words.numel():
-        sums = torch.cat([sums, words[whole:].sum().view(1)])
+    full_words = words.numel() // BLOCK_WORDS * BLOCK_WORDS
+    sums = words[:full_words].view(-1, BLOCK_WORDS).sum(1)
+    if full_words < words.numel():
+        sums = torch.cat([sums, words[full_words:].sum().view(1)])
     # Odd weights: any change of a block's sum changes the total.
     weights = torch.arange(1, 2 * sums.numel(), 2, device=sums.device)
     return int((sums * weights).sum().item()) & MASK

@@ -30,18 +30,18 @@ def write_fp8_folder(source: Path, out: Path, block: Block, dtype: str, power_of
     """
     plain = Layout(read_hf_config(source), Topology())
     layout = QuantizedLayout(plain, block, linear_matrices(plain, block), power_of_two)
-    whole = plain.hf_tensors
+    tensor_shapes = plain.hf_tensors
     with HfFolder(source) as folder:
-        read_box = folder.reading(whole)
+        read_box = folder.reading(tensor_shapes)
 
         @lru_cache(_KEPT)
         def read(name: str) -> torch.Tensor:
-            rows, *cols = whole[name]
-            return read_box(name, _box(whole[name])).view(rows, *cols)
+            rows, *cols = tensor_shapes[name]
+            return read_box(name, _box(tensor_shapes[name])).view(rows, *cols)
 
         @lru_cache(_KEPT)
         def scales(name: str) -> torch.Tensor:
-            return scales_of(block_maxima(read(name), _box(whole[name]), block), power_of_two)
+            return scales_of(block_maxima(read(name), _box(tensor_shapes[name]), block), power_of_two)
 
         def quantized(name: str, box: Box) -> torch.Tensor:
             if name.endswith(SCALES):

@@ -413,8 +413,8 @@ def _qkv_rows(sizes: Sizes, start: int, count: int, gated: bool) -> tuple[tuple[
     for group in range(sizes.groups):
         queries = [(0, group * heads * dim, heads * dim)]
         if gated:
-            own = range(group * heads, (group + 1) * heads)
-            queries = [(0, (2 * head + gate) * dim, dim) for gate in range(2) for head in own]
+            query_heads = range(group * heads, (group + 1) * heads)
+            queries = [(0, (2 * head + gate) * dim, dim) for gate in range(2) for head in query_heads]
         for index, row, length in (*queries, (1, group * dim, dim), (2, group * dim, dim)):
             begin, end = max(fused, start), min(fused + length, start + count)
             if begin < end:
@@ -425,15 +425,15 @@ def _qkv_rows(sizes: Sizes, start: int, count: int, gated: bool) -> tuple[tuple[
 
 def _sections(rule: Rule, sizes: Sizes) -> tuple[Section, ...]:
     """The sections of a rule, in the order of its parameter's rows."""
-    found: list[Section] = []
+    sections: list[Section] = []
     for tensor, names in enumerate(rule.sections):
         assert sizes.delta is not None
         count, first = sizes.delta.keys, 0
         lengths = sizes.shape(names)
         for rows in lengths:
-            found.append(Section(tensor, first, rows, sum(lengths) if rule.grouped else rows, count))
+            sections.append(Section(tensor, first, rows, sum(lengths) if rule.grouped else rows, count))
             first += rows if rule.grouped else rows * count
-    return tuple(found)
+    return tuple(sections)
 
 
 @lru_cache(maxsize=1024)

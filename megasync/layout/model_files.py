@@ -113,7 +113,7 @@ def end_tokens(path: str | Path) -> frozenset[int]:
 
     Raises ConfigError for a file that holds no JSON object, and for ids that are no whole numbers.
     """
-    found: set[int] = set()
+    token_ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         file = Path(path).expanduser() / name
         if not file.exists():
@@ -128,8 +128,8 @@ def end_tokens(path: str | Path) -> frozenset[int]:
         for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
             if type(end) is not int or end < 0:
                 raise ConfigError(f"{file}: eos_token_id={ends!r:.200} must be a token id, a list of them, or null")
-            found.add(end)
-    return frozenset(found)
+            token_ids.add(end)
+    return frozenset(token_ids)
 
 
 def check_model_folder(model: ModelConfig) -> None:

@@ -65,8 +65,8 @@ def read_box(blocks: Any, scales: Any, inputs: int, box: Box) -> torch.Tensor:
         last = min(inputs, first + box.row + box.rows - row)
         groups = slice(first // GROUP, -(-last // GROUP))
         chosen = (slice(expert, expert + 1), outputs, groups)
-        whole = dequantize(blocks[chosen], scales[chosen])[0]
-        parts.append(whole[:, first - groups.start * GROUP :][:, : last - first].t())
+        values = dequantize(blocks[chosen], scales[chosen])[0]
+        parts.append(values[:, first - groups.start * GROUP :][:, : last - first].t())
         row += last - first
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

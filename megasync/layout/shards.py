@@ -151,8 +151,8 @@ def _part(stored: Any, box: Box) -> torch.Tensor:
             # Reads the whole of each matrix along the first dimension that the box touches.
             height = stored.get_shape()[1]
             first, last = box.row // height, (box.row + box.rows - 1) // height
-            whole = stored[first : last + 1, :, cols].flatten(0, 1)
-            return whole[box.row - first * height :][: box.rows]
+            matrix = stored[first : last + 1, :, cols].flatten(0, 1)
+            return matrix[box.row - first * height :][: box.rows]
 
 
 class HfFolder(TensorFiles):
@@ -234,10 +234,10 @@ class HfFolder(TensorFiles):
         for ending, tensor, wanted in zip(
             (mxfp4.BLOCKS, mxfp4.SCALES), stored, mxfp4.stored_shapes(shape), strict=True
         ):
-            found, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-            if (found, dtype) != (wanted, mxfp4.BYTES):
+            actual, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+            if (actual, dtype) != (wanted, mxfp4.BYTES):
                 raise CheckpointError(
-                    f"{name + ending!r} in {self.path} has shape {list(found)} and dtype {dtype}, but its config.json "
+                    f"{name + ending!r} in {self.path} has shape {list(actual)} and dtype {dtype}, but its config.json "
                     f"requires {list(wanted)} and {mxfp4.BYTES}"
                 )
         return partial(mxfp4.read_box, *stored, shape[1])
@@ -307,15 +307,15 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """
     index = folder / INDEX
     where = read_index(index) if index.is_file() else None
-    found: dict[str, tuple[int, ...]] = {}
+    stored: dict[str, tuple[int, ...]] = {}
     with TensorFiles(folder) as files:
         files.index = INDEX
         for file in sorted(set(where.values()) if where else (path.name for path in folder.glob("*.safetensors"))):
             shapes = files.shapes(file).items()
-            found |= {name: shape for name, shape in shapes if where is None or where.get(name) == file}
-    if where and (missing := next((name for name in where if name not in found), None)):
+            stored |= {name: shape for name, shape in shapes if where is None or where.get(name) == file}
+    if where and (missing := next((name for name in where if name not in stored), None)):
         raise _unlisted(folder / where[missing], missing)
-    return found
+    return stored
 
 
 def served_in_fp8(layout: Layout, folder: Path) -> QuantizedLayout:
@@ -434,10 +434,10 @@ def reading_parts(layout: Layout, read: ReadPart) -> Read:
         if len(parts) == 1:
             return parts[0][1]
         first = parts[0][1]
-        whole = first.new_empty((box.rows, box.cols)[: first.dim()])
+        joined = first.new_empty((box.rows, box.cols)[: first.dim()])
         for common, part in parts:
-            box_of(whole, moved(common, box, CORNER)).copy_(part)
-        return whole
+            box_of(joined, moved(common, box, CORNER)).copy_(part)
+        return joined
 
     return read_box
 
@@ -445,10 +445,10 @@ def reading_parts(layout: Layout, read: ReadPart) -> Read:
 def assemble(hf_name: str, layout: Layout, read: ReadParam) -> torch.Tensor:
     """One Hugging Face tensor from the shards of the first rank that holds each piece."""
     holders = layout.holders[hf_name]
-    whole = torch.empty(layout.hf_tensors[hf_name], dtype=read(holders[0].ranks[0], holders[0].piece.param).dtype)
+    tensor = torch.empty(layout.hf_tensors[hf_name], dtype=read(holders[0].ranks[0], holders[0].piece.param).dtype)
     for piece, ranks in holders:
-        box_of(whole, piece.hf_box).copy_(piece_of(read(ranks[0], piece.param), piece))
-    return whole
+        box_of(tensor, piece.hf_box).copy_(piece_of(read(ranks[0], piece.param), piece))
+    return tensor
 
 
 # Sharded checkpoints

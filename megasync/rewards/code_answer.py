@@ -53,7 +53,7 @@ def program_of(answer: str, names: Collection[str] = ()) -> str | None:
 
 
 def _last_that_defines(defined: list[set[str]], names: Collection[str]) -> int:
-    counts = [len(own.intersection(names)) for own in defined]
+    counts = [len(block_names.intersection(names)) for block_names in defined]
     return max(range(len(counts)), key=lambda n: (counts[n], n))
 
 
@@ -65,23 +65,23 @@ def _last_that_runs(programs: list[str]) -> int:
 
 def _with_needed(programs: list[str], defined: list[set[str]], last: int, names: Collection[str]) -> list[int]:
     """The numbers of a block and of the earlier ones that define names which the tests or one of them lack."""
-    chosen, known, needed = [last], set(defined[last]), {*names, *_WORD.findall(programs[last])}
+    chosen, defined_names, needed = [last], set(defined[last]), {*names, *_WORD.findall(programs[last])}
     for n in range(last - 1, -1, -1):
-        if (needed - known) & defined[n]:
+        if (needed - defined_names) & defined[n]:
             chosen.append(n)
-            known |= defined[n]
+            defined_names |= defined[n]
             needed |= set(_WORD.findall(programs[n]))
     return chosen[::-1]
 
 
 def _defined(text: str) -> set[str]:
     """The names that a block defines at its top."""
-    found: set[str] = set()
+    names: set[str] = set()
     for match in _DEFINES.finditer(text):
-        found.update(name for key, name in match.groupdict().items() if name and key != "imported")
+        names.update(name for key, name in match.groupdict().items() if name and key != "imported")
         if match["imported"]:
-            found.update(part.split()[-1] for part in match["imported"].strip("( )\\").split(",") if part.strip())
-    return found
+            names.update(part.split()[-1] for part in match["imported"].strip("( )\\").split(",") if part.strip())
+    return names
 
 
 def _blocks(answer: str) -> list[tuple[str, str]]:

@@ -81,14 +81,14 @@ def check_of(text: str, entry: str | None = None, takes: Collection[str] = ()) -
     _check_replaced(tree)
     _check_fixtures(tree)
     free = _free(table)
-    own = {name for name in free if name in takes} | _taken(tree)
+    program_names = {name for name in free if name in takes} | _taken(tree)
     if entry is not None:
         if "candidate" in free:
             text = f"candidate = {entry}\n{text}"
         for name in _uncalled_checks(tree):
             text = f"{text}\n{name}({entry})\n"
-        own |= _names_of_entry(entry)
-        unknown = {n for n in free - own - {"candidate"} if n not in _IMPORTS and not hasattr(builtins, n)}
+        program_names |= _names_of_entry(entry)
+        unknown = {n for n in free - program_names - {"candidate"} if n not in _IMPORTS and not hasattr(builtins, n)}
         if unknown:
             raise DataError(
                 f"they use {', '.join(sorted(unknown))} without a definition, and only the entry point {entry} comes "
@@ -103,14 +103,14 @@ def check_of(text: str, entry: str | None = None, takes: Collection[str] = ()) -
         raise DataError(
             "no assertion in them runs, so every program would pass; write an assert that calls the program"
         )
-    own |= {name for name in free if name not in _IMPORTS and not hasattr(builtins, name)}
-    if not own and not modules:
+    program_names |= {name for name in free if name not in _IMPORTS and not hasattr(builtins, name)}
+    if not program_names and not modules:
         # MBPP has tasks that ask for a function with the name of a built-in one.
-        own = {name for name in free if name in _IMPORTS} or free
-        if len(own) != 1:
+        program_names = {name for name in free if name in _IMPORTS} or free
+        if len(program_names) != 1:
             raise DataError("they use no name of the program; call the function that the task asks for")
-    prelude = "\n".join(_IMPORTS[name] for name in sorted(free - own) if name in _IMPORTS)
-    return Check(text, tuple(sorted(own)), prelude, tuple(sorted(modules)))
+    prelude = "\n".join(_IMPORTS[name] for name in sorted(free - program_names) if name in _IMPORTS)
+    return Check(text, tuple(sorted(program_names)), prelude, tuple(sorted(modules)))
 
 
 def _free(table: symtable.SymbolTable) -> set[str]:
@@ -239,8 +239,8 @@ def _check_fixtures(tree: ast.Module) -> None:
     for test in methods:
         if not (isinstance(test, ast.FunctionDef | ast.AsyncFunctionDef) and test.name.startswith("test")):
             continue
-        given = " ".join(ast.unparse(decorator) for decorator in test.decorator_list)
+        decorators = " ".join(ast.unparse(decorator) for decorator in test.decorator_list)
         required = test.args.args[: len(test.args.args) - len(test.args.defaults)]
         for argument in required:
-            if argument.arg not in fixtures | _FIXTURES and argument.arg not in given:
+            if argument.arg not in fixtures | _FIXTURES and argument.arg not in decorators:
                 raise DataError(f"{test.name} has the parameter {argument.arg}, which is no fixture that they define")

@@ -117,7 +117,7 @@ _KNOWN = 'test code, or {"input": ..., "output": ...}, {"inputs": [...], "output
 
 
 def _read_list(tests: Sequence, context: _Context) -> Iterator[Run | Check]:
-    found = False
+    any_test = False
     for test in map(_data, tests):
         if isinstance(test, str):
             if _only_prepares(test):
@@ -130,8 +130,8 @@ def _read_list(tests: Sequence, context: _Context) -> Iterator[Run | Check]:
             yield from _read_fields({key: value for key, value in test.items() if value is not None}, context, one=True)
         else:
             raise DataError(f"{test!r:.100} is not a form of tests that is known ({_KNOWN})")
-        found = True
-    if not found and context.setup.strip():
+        any_test = True
+    if not any_test and context.setup.strip():
         raise DataError("no assertion in them runs; they only import and define")
 
 
@@ -150,8 +150,8 @@ def _read_fields(fields: Mapping[str, Any], context: _Context, *, one: bool = Fa
             return
         if len(pairs[0]) != len(pairs[1]):
             raise DataError(f"they have {len(pairs[0])} inputs and {len(pairs[1])} outputs")
-        for given, expected in zip(pairs[0], pairs[1], strict=True):
-            yield _case(given, expected, kind, context, wrapped=True)
+        for each, expected in zip(pairs[0], pairs[1], strict=True):
+            yield _case(each, expected, kind, context, wrapped=True)
     elif nested:
         for key in nested:
             yield from _read(fields[key], context)
@@ -161,22 +161,22 @@ def _read_fields(fields: Mapping[str, Any], context: _Context, *, one: bool = Fa
         raise DataError(f"the keys {sorted(map(str, fields))} are not a form of tests that is known ({_KNOWN})")
 
 
-def _case(given: Any, expected: Any, kind: str, context: _Context, *, wrapped: bool) -> Run | Check:
+def _case(inputs: Any, expected: Any, kind: str, context: _Context, *, wrapped: bool) -> Run | Check:
     """One input and output. `wrapped`: APPS, and sets made of it, put the value of a function into a list."""
     # Other kinds are "stdin", "stdin_stdout", "standard_input".
     if kind in _CALLS or (context.function and not kind.startswith("st")):
-        return _call(given, expected, context, wrapped=wrapped)
-    return Run(_printed(given), _printed(expected))
+        return _call(inputs, expected, context, wrapped=wrapped)
+    return Run(_printed(inputs), _printed(expected))
 
 
-def _call(given: Any, expected: Any, context: _Context, *, wrapped: bool) -> Check:
+def _call(inputs: Any, expected: Any, context: _Context, *, wrapped: bool) -> Check:
     """A function that is called with values of JSON must return one."""
     if not context.function:
         raise DataError("they call a function without its name; add a column fn_name or entry_point")
-    if isinstance(given, str):
-        given, expected = [_value(line) for line in given.splitlines() if line.strip()], _value(expected)
-    named = given if isinstance(given, Mapping) else {}
-    arguments = [] if named else list(given) if isinstance(given, list | tuple) else [given]
+    if isinstance(inputs, str):
+        inputs, expected = [_value(line) for line in inputs.splitlines() if line.strip()], _value(expected)
+    named = inputs if isinstance(inputs, Mapping) else {}
+    arguments = [] if named else list(inputs) if isinstance(inputs, list | tuple) else [inputs]
     expects = [expected, *(expected if wrapped and isinstance(expected, list) and len(expected) == 1 else [])]
     name = context.function
     if name.isidentifier():
@@ -211,11 +211,11 @@ def _data(value: Any) -> Any:
             break
         for read in (json.loads, ast.literal_eval):
             try:
-                found = read(value.strip())
+                parsed = read(value.strip())
             except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
                 continue
-            if isinstance(found, str | list | tuple | dict):
-                value = found
+            if isinstance(parsed, str | list | tuple | dict):
+                value = parsed
                 break
         else:
             break

@@ -58,10 +58,10 @@ class Convention:
             rows = _verl_rows(completions, columns)
             answer = function(**self._taken({f"{name}s": [row[name] for row in rows] for name in VERL}))
             return _later(answer) if inspect.isawaitable(answer) else [_score(each) for each in answer]
-        given = self._taken({**self._prompts(columns), **columns})
+        arguments = self._taken({**self._prompts(columns), **columns})
         if self.kind == "trl":
-            return function(completions=_as_trl(completions, columns), **given)
-        return function(completions=completions, **given) if self.by_name else function(completions, **given)
+            return function(completions=_as_trl(completions, columns), **arguments)
+        return function(completions=completions, **arguments) if self.by_name else function(completions, **arguments)
 
     def missing(self, columns: Collection[str]) -> list[str]:
         """The columns that the function requires and rows with these columns lack."""
@@ -88,9 +88,9 @@ def convention_of(function: Callable[..., Any], shown: str = "") -> Convention:
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     accepts = None if inspect.Parameter.VAR_KEYWORD in kinds else frozenset(names)
     for kind, plural in (("verl", ""), ("verl_batch", "s")):
-        known = {f"{name}{plural}" for name in VERL}
+        columns = {f"{name}{plural}" for name in VERL}
         if {f"solution_str{plural}", f"ground_truth{plural}"} <= names:
-            if others := [p.name for p in _required(parameters) if p.name not in known]:
+            if others := [p.name for p in _required(parameters) if p.name not in columns]:
                 raise ConfigError(
                     f"{what} requires {', '.join(others)}, which verl's convention does not pass; {SHAPES}"
                 )

@@ -61,20 +61,20 @@ Named = Callable[..., Any] | str
 Given = Named | Mapping[Named, float] | Sequence[Named | tuple[Named, float] | RewardFunction] | RewardFunction
 
 
-def reward_functions(given: Given | None) -> tuple[RewardFunction, ...]:
+def reward_functions(reward: Given | None) -> tuple[RewardFunction, ...]:
     """Normalises one function, several, or several with weights; each may be a name, as in the configuration.
 
     Raises ConfigError for one that cannot be loaded or called, and for an invalid weight or name.
     """
-    if given is None:
+    if reward is None:
         return ()
-    if isinstance(given, Mapping):
-        items: Sequence[Any] = list(given.items())
+    if isinstance(reward, Mapping):
+        items: Sequence[Any] = list(reward.items())
     else:
-        items = list(given) if isinstance(given, list | tuple) else [given]
+        items = list(reward) if isinstance(reward, list | tuple) else [reward]
     functions = tuple(map(_function, items))
     if not functions:
-        raise ConfigError(f"reward={shown(given)} names no function; pass one, or None if the workflow sets rewards")
+        raise ConfigError(f"reward={shown(reward)} names no function; pass one, or None if the workflow sets rewards")
     for function in functions:
         if not 0 < function.weight < float("inf"):
             raise ConfigError(

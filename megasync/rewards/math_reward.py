@@ -63,19 +63,19 @@ def math_reward(
 setattr(math_reward, "needs_main_thread", True)  # noqa: B010 - functions declare no attributes
 
 
-def _score(given: Answer, right: Sequence[str]) -> float | None:
-    results = [agree(text, each) for each in right for text in readings(given)]
+def _score(answer: Answer, right: Sequence[str]) -> float | None:
+    results = [agree(text, each) for each in right for text in readings(answer)]
     if True in results:
         return 1.0
     if None not in results:
         return 0.0
-    if not given.marked and _DENIAL.search(given.text):
+    if not answer.marked and _DENIAL.search(answer.text):
         return 0.0
-    scores = [_verified(given.text, each) for each in right]
+    scores = [_verified(answer.text, each) for each in right]
     return 1.0 if 1.0 in scores else 0.0 if 0.0 in scores else None
 
 
-def _verified(given: str, reference: str) -> float | None:
+def _verified(text: str, reference: str) -> float | None:
     try:
         from math_verify import parse, verify
     except ModuleNotFoundError as error:
@@ -86,7 +86,7 @@ def _verified(given: str, reference: str) -> float | None:
     if not gold:
         log.warning("Reference answer %r cannot be parsed as mathematics; its responses are not scored", reference)
         return None
-    target = _latex(given)
+    target = _latex(text)
     target = parse(target if _SENTENCE.search(target) else f"${target}$", parsing_timeout=timeout)
     # An interval may be written as an inequality, on either side.
     return float(verify(gold, target, allow_set_relation_comp=True, timeout_seconds=timeout))

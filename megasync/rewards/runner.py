@@ -89,8 +89,8 @@ class RewardRunner:
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]], source: str) -> None:
         """Raises DataError for a row that a function's `check_row`, if it has one, refuses. `source` names the rows."""
-        found = (getattr(function.call, "check_row", None) for function in self._functions)
-        checks = [check for check in found if check is not None]
+        methods = (getattr(function.call, "check_row", None) for function in self._functions)
+        checks = [check for check in methods if check is not None]
         for number, row in enumerate(rows if checks else ()):
             for check in checks:
                 try:

@@ -84,9 +84,9 @@ class Limits:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
-            whole = name != "wall_seconds"
-            if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not value > 0:
-                raise TypeError(f"{name}={value!r} must be {'an integer' if whole else 'a number'} above 0")
+            integer = name != "wall_seconds"
+            if isinstance(value, bool) or not isinstance(value, int if integer else int | float) or not value > 0:
+                raise TypeError(f"{name}={value!r} must be {'an integer' if integer else 'a number'} above 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,8 +184,8 @@ class CheckSide(Link):
 
     def sends_state(self, value) -> bool:
         kind = type(value)
-        own = kind.__module__ in ("tests", "__main__") or kind in NODES.values()
-        return own and hasattr(value, "__dict__") and not (callable(value) or hasattr(kind, "__next__"))
+        test_class = kind.__module__ in ("tests", "__main__") or kind in NODES.values()
+        return test_class and hasattr(value, "__dict__") and not (callable(value) or hasattr(kind, "__next__"))
 
     def restore(self, made, state):
         if any(callable(getattr(type(made), name, None)) for name in state):
@@ -409,13 +409,13 @@ def run_function(function, fixtures, owner=()):
     if getattr(function, "skipped", False):
         return
     for chosen in itertools.product(*getattr(function, "parameters", [])):
-        given = {name: value for row in chosen for name, value in row.items()}
+        arguments = {name: value for row in chosen for name, value in row.items()}
         with contextlib.ExitStack() as stack:
             names = list(inspect.signature(function).parameters)[len(owner) :]
             for name in names:
-                if name not in given:
-                    given[name] = prepared(name, fixtures, stack)
-            outcome = function(*owner, **given)
+                if name not in arguments:
+                    arguments[name] = prepared(name, fixtures, stack)
+            outcome = function(*owner, **arguments)
             if inspect.iscoroutine(outcome):
                 import asyncio
 
@@ -440,10 +440,10 @@ def run_class(kind, fixtures):
     for name, method in list(vars(kind).items()):
         if name.startswith("test") and inspect.isfunction(method):
             case = kind()
-            own = {n: m.__get__(case) for n, m in vars(kind).items() if getattr(m, "is_fixture", False)}
+            class_fixtures = {n: m.__get__(case) for n, m in vars(kind).items() if getattr(m, "is_fixture", False)}
             for prepare in ("setup_class", "setup_method", "setup"):
                 getattr(case, prepare, lambda: None)()
-            run_function(method, fixtures | own, (case,))
+            run_function(method, fixtures | class_fixtures, (case,))
 
 
 def run_cases(kind, verdict):

@@ -86,9 +86,9 @@ def unshare(kind):
 def visible_paths():
     """Folders and files of the host that a program sees, read-only."""
     prefix = sys.base_prefix
-    own = [os.path.join(prefix, name) for name in ("bin", "lib", "lib64")]
+    python = [os.path.join(prefix, name) for name in ("bin", "lib", "lib64")]
     system = ["/bin", "/sbin", "/lib", "/lib64", "/usr/bin", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo"]
-    return [*system, *own, "/etc/ld.so.cache", *(f"/dev/{name}" for name in ("null", "zero", "random", "urandom"))]
+    return [*system, *python, "/etc/ld.so.cache", *(f"/dev/{name}" for name in ("null", "zero", "random", "urandom"))]
 
 
 def bind(source, root):
@@ -193,16 +193,16 @@ def loaded(name, text):
 
 
 def children():
-    found = []
+    pids = []
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:
                     if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
-                        found.append(int(name))
+                        pids.append(int(name))
             except OSError:
                 pass
-    return found
+    return pids
 
 
 def kill_rest(user):

@@ -373,9 +373,9 @@ class ProgramSide(Link):
         if operation == "names":
             # A snapshot: threads of the program may add names meanwhile.
             variables = dict(self.space)
-            found = {name: variables[name] for name in operands[0] if name in variables}
-            self.labels.update({id(value): name for name, value in found.items() if isinstance(value, type)})
-            return found
+            members = {name: variables[name] for name in operands[0] if name in variables}
+            self.labels.update({id(value): name for name, value in members.items() if isinstance(value, type)})
+            return members
         if operation == "plain":
             (value,) = operands
             base = next((base for base in BASES if base in type(value).__mro__), None)

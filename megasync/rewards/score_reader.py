@@ -106,8 +106,8 @@ class WrittenNumber:
             return None
         if self._pattern is None:
             return written_score(text, self._low, self._high)
-        found = list(self._pattern.finditer(text))
-        last = (found[-1].group(1) if self._pattern.groups else found[-1].group()) if found else None
+        matches = list(self._pattern.finditer(text))
+        last = (matches[-1].group(1) if self._pattern.groups else matches[-1].group()) if matches else None
         number = written_number(last) if last else None
         if number is None or not self._low <= number.value <= self._high:
             return None
@@ -133,8 +133,8 @@ class YesProbability:
 
     def read(self, answer: Any) -> float | None:
         tokens = parse_as(answer, _JudgeAnswer, "/generate").meta_info.output_token_ids_logprobs
-        found = {token: logprob for logprob, token, _ in tokens[0]} if tokens else {}
-        yes, no = found.get(self._yes, math.nan), found.get(self._no, math.nan)
+        logprobs = {token: logprob for logprob, token, _ in tokens[0]} if tokens else {}
+        yes, no = logprobs.get(self._yes, math.nan), logprobs.get(self._no, math.nan)
         if not (math.isfinite(yes) and math.isfinite(no)):
             raise InvalidAnswer(f"/generate gave no log-probs of {self._yes} and {self._no}: {answer!r:.200}")
         return 1 / (1 + math.exp(min(700.0, no - yes)))

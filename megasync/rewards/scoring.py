@@ -13,12 +13,12 @@ from megasync.rewards.model_reward import ModelReward, load_model_reward
 class Scoring:
     """The reward runners of a run. `models` has the reward models by name; their servers are added later."""
 
-    def __init__(self, config: Config, own: Given | None = None) -> None:
-        """`own` are functions passed from Python, which replace those of the configuration.
+    def __init__(self, config: Config, python_functions: Given | None = None) -> None:
+        """`python_functions` are functions passed from Python, which replace those of the configuration.
 
         Raises ConfigError for a reward that cannot be loaded or would never be used.
         """
-        if own is not None and config.reward_models:
+        if python_functions is not None and config.reward_models:
             raise ConfigError(
                 f"reward= from Python replaces the rewards of the configuration, so its reward_models "
                 f"({', '.join(config.reward_models)}) would never be used; remove one of them"
@@ -29,13 +29,13 @@ class Scoring:
             name: load_model_reward(name, model, config.timeouts.request)
             for name, model in config.reward_models.items()
         }
-        self.named: Given | None = self._named() if own is None else reward_functions(own)
+        self.named: Given | None = self._named() if python_functions is None else reward_functions(python_functions)
         self._runners: list[tuple[Given | None, RewardRunner]] = []
 
     def runner(self, functions: Given | None) -> RewardRunner:
         """The runner of these functions. The same object always gets the same runner, so that it shares processes."""
-        for known, runner in self._runners:
-            if known is functions:
+        for runner_functions, runner in self._runners:
+            if runner_functions is functions:
                 return runner
         runner = RewardRunner(functions, self._rollout.reward_processes, self._timeout)
         self._runners.append((functions, runner))

@@ -58,11 +58,11 @@ def written_score(text: str, low: float, high: float) -> float | None:
         return verdicts[-1]
     if _BETWEEN.search(text):
         return None
-    found = list(_ANY.finditer(text))
+    matches = list(_ANY.finditer(text))
     alone = [m for line in (lines[:1] + lines[-1:]) if (m := _ANY.fullmatch(line.strip(" *_.`#")))]
-    shares = [m for m in found if m["out_of"] or m["percent"]]
+    shares = [m for m in matches if m["out_of"] or m["percent"]]
     of_scale = [m for m in shares if m["out_of"] == f"{high:g}"]
-    numbers = of_scale or shares or alone[-1:] or found
+    numbers = of_scale or shares or alone[-1:] or matches
     return _position(numbers, low, high) if numbers else None
 
 
@@ -70,8 +70,8 @@ def _verdicts(text: str) -> list[float]:
     return [_VERDICTS[m["word"].lower()] for m in _VERDICT.finditer(text) if m["alone"] is not None or m.start()]
 
 
-def _position(found: list[re.Match[str]], low: float, high: float) -> float | None:
-    last = found[-1].groupdict()
+def _position(matches: list[re.Match[str]], low: float, high: float) -> float | None:
+    last = matches[-1].groupdict()
     number = written_number(last.get("double") or last["number"])
     if number is None or last["range"]:
         return None

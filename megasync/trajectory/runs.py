@@ -32,12 +32,12 @@ class Runs(Sequence[int]):
         """Raises ValueError for what is not a sequence of integers of 32 bits."""
         if isinstance(numbers, Runs):
             return numbers
-        given = int_array(numbers)
-        if not given.size:
-            return cls(given, given)
-        last = np.flatnonzero(given[1:] != given[:-1])
-        ends = np.append(last, given.size - 1).astype(np.int32)
-        return cls(_frozen(given[ends]), _frozen(ends + 1))
+        values = int_array(numbers)
+        if not values.size:
+            return cls(values, values)
+        last = np.flatnonzero(values[1:] != values[:-1])
+        ends = np.append(last, values.size - 1).astype(np.int32)
+        return cls(_frozen(values[ends]), _frozen(ends + 1))
 
     @classmethod
     def fill(cls, value: int, count: int) -> Runs:
@@ -136,10 +136,10 @@ def int_array(numbers: Sequence[int] | NDArray[Any]) -> IntArray:
         return _frozen(numbers.expand())
     if not hasattr(numbers, "__array__"):
         return _frozen(_of_sequence(numbers))
-    given = _array(numbers, "iub", "integers")
-    converted = given.astype(np.int32)
-    if not np.array_equal(converted, given):
-        raise _too_large(given.tolist())
+    array = _array(numbers, "iub", "integers")
+    converted = array.astype(np.int32)
+    if not np.array_equal(converted, array):
+        raise _too_large(array.tolist())
     return _frozen(converted)
 
 
@@ -162,23 +162,23 @@ def _too_large(numbers: Sequence[int]) -> ValueError:
 
 def float_array(numbers: Sequence[float] | NDArray[Any]) -> FloatArray:
     """A read-only float32 array; the same object if it is one. Raises ValueError for other values than numbers."""
-    given = _array(numbers, "iubf", "numbers")
-    if given.dtype == np.float32 and not given.flags.writeable:
-        return given
+    array = _array(numbers, "iubf", "numbers")
+    if array.dtype == np.float32 and not array.flags.writeable:
+        return array
     with np.errstate(over="ignore"):
-        return _frozen(given.astype(np.float32))
+        return _frozen(array.astype(np.float32))
 
 
 def _array(numbers: Any, kinds: str, what: str) -> NDArray[Any]:
     try:
-        given = np.asarray(numbers.expand() if isinstance(numbers, Runs) else numbers)
+        array = np.asarray(numbers.expand() if isinstance(numbers, Runs) else numbers)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(f"{numbers!r:.80} is not a sequence of {what} ({error})") from None
-    if given.ndim != 1 or (given.size and given.dtype.kind not in kinds):
+    if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
         raise ValueError(f"{numbers!r:.80} is not a sequence of {what}")
-    return given
+    return array
 
 
-def _frozen(given: NDArray[Any]) -> NDArray[Any]:
-    given.flags.writeable = False
-    return given
+def _frozen(array: NDArray[Any]) -> NDArray[Any]:
+    array.flags.writeable = False
+    return array

@@ -294,8 +294,8 @@ def of_sample(values: Sequence[float]) -> float:
 
 def sample_rewards(trajectories: Iterable[_OfSample]) -> list[float]:
     """The reward of each sample that has one."""
-    known = ([t.reward for t in sample if t.reward is not None] for sample in by_sample(trajectories))
-    return [of_sample(rewards) for rewards in known if rewards]
+    scored = ([t.reward for t in sample if t.reward is not None] for sample in by_sample(trajectories))
+    return [of_sample(rewards) for rewards in scored if rewards]
 
 
 def _field(name: str, convert: Any, values: Any) -> Any:

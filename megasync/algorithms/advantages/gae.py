@@ -21,12 +21,12 @@ def gae(step: TokenRewards, *, gamma: float = 1.0, lam: float = 1.0) -> Floats:
     if (forks := step.forks) is not None:
         following[0] = forks.following(step.of_step(step.values[step.starts[:-1]]))[forks.numbers]
     for back in range(1, int(lengths.max(initial=0)) + 1):
-        own = np.flatnonzero(lengths >= back)
-        tokens = ends[own] - back
-        value, advantage = following[:, own]
+        active = np.flatnonzero(lengths >= back)
+        tokens = ends[active] - back
+        value, advantage = following[:, active]
         delta = rewards[tokens] + gamma * value - step.values[tokens]
         advantages[tokens] = delta + gamma * lam * advantage
-        following[:, own] = step.values[tokens], advantages[tokens]
+        following[:, active] = step.values[tokens], advantages[tokens]
     if forks is None:
         return advantages
     # What the first token of the next trajectory adds to its own: sequentially, from the last trajectory of a sample.

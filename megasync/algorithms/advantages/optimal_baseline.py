@@ -38,7 +38,7 @@ def optimal_token_baseline(step: TokenRewards) -> Floats:
     # Groups one after another, each with as many places as its longest sample has tokens.
     offsets = np.cumsum(step.longest) - step.longest
     place, places = offsets[step.groups[trajectory]] + position, int(step.longest.sum())
-    own = [np.bincount(place, values, places) for values in (weight * to_come, weight, np.ones(len(place)))]
-    total, weights, count = step.summed(np.stack(own).astype(np.float64))
+    local_sums = [np.bincount(place, values, places) for values in (weight * to_come, weight, np.ones(len(place)))]
+    total, weights, count = step.summed(np.stack(local_sums).astype(np.float64))
     baseline = np.where(count > 1, total / (weights + EPS), 0.0)
     return to_come - baseline[place]

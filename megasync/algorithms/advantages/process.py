@@ -36,12 +36,14 @@ def grpo_process(step: TokenRewards, *, normalize_std: bool) -> Floats:
     if step.forks is not None:
         rewards = step.summed(rewards)
     # Each rank counts the steps that end on it.
-    given, group = rewards[number[step.rewarded]], step.groups[trajectory[step.rewarded]]
-    count, total = step.summed(np.stack([step.by_group(np.ones_like(given), group), step.by_group(given, group)]))
+    local_rewards, group = rewards[number[step.rewarded]], step.groups[trajectory[step.rewarded]]
+    count, total = step.summed(
+        np.stack([step.by_group(np.ones_like(local_rewards), group), step.by_group(local_rewards, group)])
+    )
     mean = total / np.maximum(count, 1)
     centred = rewards - mean[np.repeat(forks.groups, counts)]
     if normalize_std:
-        squares = step.summed(step.by_group((given - mean[group]) ** 2, group))
+        squares = step.summed(step.by_group((local_rewards - mean[group]) ** 2, group))
         deviation = np.sqrt(squares / np.maximum(count - 1, 1)) + STD_EPS
         centred /= deviation[np.repeat(forks.groups, counts)]
     so_far = np.concatenate([[0.0], np.cumsum(centred)])

@@ -159,13 +159,13 @@ class TokenRewards:
         longest = np.zeros(prompts, dtype=np.int64)
         np.maximum.at(longest, step.groups, step.tokens)
         bounds = starts[:-1], starts[1:]
-        own = [np.concatenate([[0.0], np.cumsum(each)]) for each in (given, rewarded)]
+        cumulative = [np.concatenate([[0.0], np.cumsum(each)]) for each in (given, rewarded)]
         if penalties is not None:
-            own.append(np.concatenate([[0.0], np.cumsum(penalties)]))
+            cumulative.append(np.concatenate([[0.0], np.cumsum(penalties)]))
         # By trajectory.
-        sums = np.stack([each[bounds[1]] - each[bounds[0]] for each in own])
+        sums = np.stack([each[bounds[1]] - each[bounds[0]] for each in cumulative])
         alone, numbers, last = bool(forks.last.all()), forks.numbers, forks.last[forks.numbers]
-        of_step = np.zeros((len(own), len(forks.samples)))
+        of_step = np.zeros((len(cumulative), len(forks.samples)))
         of_step[:, numbers] = sums
         if not alone:
             of_step = summed(of_step)
@@ -212,13 +212,13 @@ class TokenRewards:
         """The sums of values by their groups, [prompts]."""
         return np.bincount(groups, values, len(self.longest)).astype(np.float64)
 
-    def of_step(self, own: Floats) -> Floats:
+    def of_step(self, local_values: Floats) -> Floats:
         """Values of this rank's trajectories, [own trajectories], as those of all trajectories of the step.
 
         A collective if a sample forked; else this rank's are enough, because samples are whole.
         """
         if self.forks is None:
-            return own.astype(np.float64)
+            return local_values.astype(np.float64)
         values = np.zeros(len(self.forks.samples))
-        values[self.forks.numbers] = own
+        values[self.forks.numbers] = local_values
         return self.summed(values)

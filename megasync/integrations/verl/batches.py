@@ -117,7 +117,7 @@ def _routes(part: TensorDict, form: RouteFormat | None) -> list[RouteArray] | li
             "router_replay.mode=R3 needs the routes of the rollout, and the batch has no routed_experts; set "
             "actor_rollout_ref.rollout.enable_rollout_routing_replay=true"
         )
-    mask, found = tensor_at(part, "loss_mask"), []
+    mask, arrays = tensor_at(part, "loss_mask"), []
     for row, counted in zip(tensor_at(part, "routed_experts").unbind(), mask.unbind(), strict=True):
         # The last token is not fed; servers report no routes of it, and verl fills them up.
         routes = row[:-1].cpu().numpy()
@@ -125,13 +125,13 @@ def _routes(part: TensorDict, form: RouteFormat | None) -> list[RouteArray] | li
             # A sequence that fills up the batch, without routes.
             routes = np.broadcast_to(np.arange(form.per_token), routes.shape)
         try:
-            found.append(form.checked(routes))
+            arrays.append(form.checked(routes))
         except ValueError as error:
             raise TrainingError(
                 f"routed_experts of a sequence of {len(row)} tokens: {error}; with router_replay.mode=R3, each token "
                 f"but the last needs its routes"
             ) from None
-    return found
+    return arrays
 
 
 def _responses(part: TensorDict, sequences: Sequence[NDArray[Any]]) -> list[int]:

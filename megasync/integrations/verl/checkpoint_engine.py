@@ -185,15 +185,15 @@ class MegasyncCheckpointEngine(CheckpointEngine):
 
     def _receive(self, plan: BroadcastPlan, number: int, deadline: Deadline) -> dict[str, torch.Tensor]:
         bucket, device = plan.buckets[number], torch.device(get_device_name())
-        whole = empty_tensors(bucket, device)
+        tensors = empty_tensors(bucket, device)
         for owner in bucket.contributions:
             part = empty_part(bucket, owner, device)
             message = _empty_message(part)
             self._groups[owner].broadcast(message, deadline)
             if signed(digest(message[:-WORD])) != int(message[-WORD:].view(torch.int64)):
                 raise SyncError(f"digest mismatch for {part.nbytes} bytes from trainer {owner}")
-            place_part(bucket, owner, message[: part.nbytes].view(part.dtype), whole)
-        return whole
+            place_part(bucket, owner, message[: part.nbytes].view(part.dtype), tensors)
+        return tensors
 
     # Both sides
 

@@ -78,16 +78,18 @@ class Computation:
             return {}
         return postprocess_batch_func(reports, order, data)
 
-    def _align(self, own: list[Microbatch]) -> tuple[list[Microbatch], int]:
+    def _align(self, microbatches: list[Microbatch]) -> tuple[list[Microbatch], int]:
         """The microbatches, padded alike on all ranks if the expert dispatcher needs it, and all ranks' token count."""
-        sizes = torch.tensor([item.tokens for item in own], device=self._engine.device.torch_device)
+        sizes = torch.tensor([item.tokens for item in microbatches], device=self._engine.device.torch_device)
         tokens = sizes.sum()
         if self._engine.layout.sizes.experts:
             dist.all_reduce(tokens, group=self.data_group)
             if self._engine.device.expert_dispatcher == "allgather":
                 dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=self.data_group)
-                own = [replace(item, room=room) for item, room in zip(own, sizes.tolist(), strict=True)]
-        return own, int(tokens)
+                microbatches = [
+                    replace(item, room=room) for item, room in zip(microbatches, sizes.tolist(), strict=True)
+                ]
+        return microbatches, int(tokens)
 
     def _evaluate(
         self, batch: VerlBatch, loss: Callable | None, forward_only: bool, packed: Batch, result: torch.Tensor

@@ -141,10 +141,10 @@ class MegasyncEngine(BaseEngine):
 
         Gradients are restored as zeros. Raises ConfigError for another kind of device.
         """
-        own = get_device_name()
-        if device not in ("cpu", own):
-            raise ConfigError(f"megasync's engine moves between {own!r} and 'cpu', not to {device!r}")
-        if own == "cpu":
+        device_name = get_device_name()
+        if device not in ("cpu", device_name):
+            raise ConfigError(f"megasync's engine moves between {device_name!r} and 'cpu', not to {device!r}")
+        if device_name == "cpu":
             return
         selected = {"weights": model, "gradients": grad, "optimizer": optimizer}
         kinds = [kind for kind, moves in selected.items() if moves]

@@ -85,8 +85,8 @@ class Disk:
                 f"a smaller filesystem for the run"
             )
         (mount / FILLER).unlink(missing_ok=True)
-        own = {"lost+found", *root.relative_to(mount).parts[:1]}
-        if others := sorted(path.name for path in mount.iterdir() if path.name not in own):
+        expected = {"lost+found", *root.relative_to(mount).parts[:1]}
+        if others := sorted(path.name for path in mount.iterdir() if path.name not in expected):
             raise ConfigError(
                 f"--disk {folder} contains {', '.join(others[:3])} besides run_root={run_root}, and a full disk would "
                 f"affect these too; use a filesystem that contains only run_root"

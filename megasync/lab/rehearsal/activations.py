@@ -39,14 +39,18 @@ def saved_bytes(engine: MegatronEngine, config: Config) -> int:
     """
     batch = _largest_batch(engine, config)
     counts = in_flight(engine.topology.pipeline, engine.topology.virtual, engine.coords.pp)
-    own = {weight.untyped_storage()._cdata for weight in (*engine.weights.values(), *engine.trained.values())}
+    weight_storages = {
+        weight.untyped_storage()._cdata for weight in (*engine.weights.values(), *engine.trained.values())
+    }
     with _without_values(engine):
-        passes = [_Forward(chunk, batch, own) for chunk in engine.chunks]
+        passes = [_Forward(chunk, batch, weight_storages) for chunk in engine.chunks]
         total = sum(each.nbytes * count for each, count in zip(passes, counts, strict=True))
         if config.trainer.recompute == "full":
             most = config.trainer.recompute_layers
             with patch.object(engine.chunks[0].config, "recompute_granularity", None):
-                total += max(layer for chunk in engine.chunks for layer in _Forward(chunk, batch, own).layers[:most])
+                total += max(
+                    layer for chunk in engine.chunks for layer in _Forward(chunk, batch, weight_storages).layers[:most]
+                )
         elif config.trainer.recompute == "selective":
             # Modules of a layer cannot be switched back, so this part is not measured.
             total += recompute_peak(config, engine.layout, engine.coords.pp)
@@ -56,8 +60,8 @@ def saved_bytes(engine: MegatronEngine, config: Config) -> int:
 class _Forward:
     """A forward pass of a chunk. ``nbytes`` are saved in all, ``layers`` by each decoder layer beside its input."""
 
-    def __init__(self, chunk: PolicyModel, batch: Batch, own: set[int]) -> None:
-        self._chunk, self._own = chunk, own
+    def __init__(self, chunk: PolicyModel, batch: Batch, weight_storages: set[int]) -> None:
+        self._chunk, self._own = chunk, weight_storages
         # Storages are kept, so that no later one has the same address.
         self._storages: dict[int, torch.UntypedStorage] = {}
         size = chunk.config.tensor_model_parallel_size if chunk.config.sequence_parallel else 1

@@ -99,17 +99,17 @@ class Buffer:
         assert topk_idx is not None and topk_weights is not None
         assert is_token_in_rank is not None and num_tokens_per_expert is not None
         ranks = self.group.size()
-        own = len(num_tokens_per_expert) // ranks
+        local_experts = len(num_tokens_per_expert) // ranks
         places = [is_token_in_rank[:, rank].nonzero().flatten() for rank in range(ranks)]
         sent = torch.tensor([len(rows) for rows in places])
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         handle = Handle(torch.cat(places), sent.tolist(), received.tolist(), len(x))
-        local = [topk_idx[rows] - rank * own for rank, rows in enumerate(places)]
-        foreign = torch.cat([(each < 0) | (each >= own) for each in local])
+        local = [topk_idx[rows] - rank * local_experts for rank, rows in enumerate(places)]
+        foreign = torch.cat([(each < 0) | (each >= local_experts) for each in local])
         indices = self._forth(torch.cat(local).masked_fill(foreign, -1), handle)
         weights = self._forth(topk_weights[handle.rows].masked_fill(foreign, 0.0), handle)
-        counts = torch.bincount(indices[indices >= 0].flatten(), minlength=own).tolist()
+        counts = torch.bincount(indices[indices >= 0].flatten(), minlength=local_experts).tolist()
         return self._forth(x[handle.rows], handle), indices, weights, counts, handle, EventOverlap()
 
     def combine(

@@ -95,11 +95,11 @@ def reduce_scatter(
     """`torch.distributed.reduce_scatter` of tensors of possibly different sizes."""
     if _alike(input_list) or async_op:
         return _reduce_scatter(output, input_list, op, group, async_op)
-    own = dist.get_rank(group)
+    rank = dist.get_rank(group)
     for place, (target, part) in enumerate(zip(_members(group), input_list, strict=True)):
         total = part.clone()
         dist.reduce(total, target, op, group)
-        if place == own:
+        if place == rank:
             output.copy_(total)
     return None
 

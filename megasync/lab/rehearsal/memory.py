@@ -46,8 +46,8 @@ def added_by_critic(critic: Mapping[str, int], policy: Mapping[str, int], takes_
 
     With ``takes_turns`` (`critic.offload`) gradients and optimizer of only one of the two are on the device.
     """
-    own, others = (sum(held[kind] for kind in KINDS if kind != WEIGHTS) for held in (critic, policy))
-    return critic[WEIGHTS] + own - (min(own, others) if takes_turns else 0)
+    critic_bytes, others = (sum(held[kind] for kind in KINDS if kind != WEIGHTS) for held in (critic, policy))
+    return critic[WEIGHTS] + critic_bytes - (min(critic_bytes, others) if takes_turns else 0)
 
 
 def planned_bytes(config: Config, rank: int) -> dict[str, int]:

@@ -62,13 +62,13 @@ def rehearse_rank(config: Config, rank: int, device: MetaDevice, saved: dict[int
     calls. The process must be prepared for ``device`` (`rehearsal.child`).
     """
     begun = time.monotonic()
-    found: list[str] = []
+    problems: list[str] = []
     held: dict[str, int] = {}
     plan: dict[str, int] = {}
     parameters = 0
     try:
         with built_rank(config, rank, device) as engine:
-            found += differences(engine)
+            problems += differences(engine)
             parameters = sum(weight.numel() for weight in engine.params().values())
             held, plan = held_bytes(engine), planned_bytes(config, rank)
             if ACTIVATIONS in plan:
@@ -77,12 +77,12 @@ def rehearse_rank(config: Config, rank: int, device: MetaDevice, saved: dict[int
                 held[ACTIVATIONS] = saved[stage]
             if config.critic.enabled:
                 critic = built_critic(config, rank, device)
-                found += (f"critic: {text}" for text in differences(critic))
+                problems += (f"critic: {text}" for text in differences(critic))
                 held[CRITIC] = added_by_critic(held_bytes(critic), held, config.critic.offload)
-            found += memory_differences(held, plan, fp8=config.trainer.fp8 is not None)
+            problems += memory_differences(held, plan, fp8=config.trainer.fp8 is not None)
     except Exception as error:  # noqa: BLE001 - what stops this rank stops it on a GPU too
-        found.append(f"{type(error).__name__}: {error}")
-    return RankReport(rank, parameters, held, plan, time.monotonic() - begun, tuple(found))
+        problems.append(f"{type(error).__name__}: {error}")
+    return RankReport(rank, parameters, held, plan, time.monotonic() - begun, tuple(problems))
 
 
 @contextmanager
@@ -166,18 +166,18 @@ def _layer_differences(engine: MegatronEngine) -> Iterator[str]:
     stage = engine.layout.stages[engine.coords.pp]
     for turn, (chunk, layers) in enumerate(zip(engine.chunks, stage, strict=True)):
         blocks: Any = chunk.decoder.layers
-        found = [layer.layer_number - 1 for layer in blocks]
-        if found != [*layers]:
-            yield f"chunk {turn} of the stage has layers {found}; the layout says {[*layers]}"
+        numbers = [layer.layer_number - 1 for layer in blocks]
+        if numbers != [*layers]:
+            yield f"chunk {turn} of the stage has layers {numbers}; the layout says {[*layers]}"
 
 
 def expected_groups(topology: Topology, rank: int) -> dict[str, list[int]]:
     """The global ranks of each of Megatron's groups that ``rank`` is in, by the words of its getter."""
-    own, own_expert = topology.coords(rank), topology.expert_coords(rank)
+    coords, own_expert = topology.coords(rank), topology.expert_coords(rank)
     members: dict[str, list[int]] = {}
     for other in range(topology.world):
         dense, expert = topology.coords(other), topology.expert_coords(other)
-        tp, dp, pp, cp = (a == b for a, b in zip(dense, own, strict=True))
+        tp, dp, pp, cp = (a == b for a, b in zip(dense, coords, strict=True))
         etp, ep, edp = (a == b for a, b in zip(expert, own_expert, strict=True))
         joined = {
             "tensor_model_parallel": dp and pp and cp,
@@ -255,7 +255,7 @@ def _ranks(ranks: list[int]) -> str:
 
 def _weight_differences(engine: MegatronEngine) -> Iterator[str]:
     """Dtypes, marks, and the gradient buffer of each parameter."""
-    layout, whole = engine.layout, _whole_shapes(engine)
+    layout, full_shapes = engine.layout, _whole_shapes(engine)
     in_expert_buffer = {
         param for model in engine.wrapped for buffer in model.expert_parallel_buffers for param in buffer.params
     }
@@ -264,9 +264,9 @@ def _weight_differences(engine: MegatronEngine) -> Iterator[str]:
         dtype = getattr(torch, item.dtype) if item.dtype else engine.dtype
         if weight.dtype != dtype:
             yield f"{item.param} is {weight.dtype}; the layout says {dtype}"
-        for mark, value in _expected_marks(engine, item, tuple(weight.shape), whole[item.param]).items():
-            if (found := getattr(weight, mark, None)) != value:
-                yield f"{item.param} has {mark}={found}; with its shape {tuple(weight.shape)} it must be {value}"
+        for mark, value in _expected_marks(engine, item, tuple(weight.shape), full_shapes[item.param]).items():
+            if (actual := getattr(weight, mark, None)) != value:
+                yield f"{item.param} has {mark}={actual}; with its shape {tuple(weight.shape)} it must be {value}"
         # Weights below adapters have no gradients, a router's bias neither.
         trained = isinstance(weight, torch.nn.Parameter) and weight.requires_grad
         if trained and (weight in in_expert_buffer) != (item.ep is not None):
@@ -277,11 +277,11 @@ def _whole_shapes(engine: MegatronEngine) -> dict[str, tuple[int, ...]]:
     """The shapes of a rank's parameters if tensor ranks shared nothing."""
     layout, topology = engine.layout, engine.topology
     undivided = replace(topology, tensor=1, expert_tensor=1, data=topology.tensor * topology.data)
-    whole = Layout(layout.hf_config, undivided, layout.spec, layout.value_head)
+    full_layout = Layout(layout.hf_config, undivided, layout.spec, layout.value_head)
     shapes = {
         name: shape
         for ep in range(topology.expert)
-        for name, shape in whole.params(topology.rank(0, 0, engine.coords.pp) + ep).items()
+        for name, shape in full_layout.params(topology.rank(0, 0, engine.coords.pp) + ep).items()
     }
     # Tensor ranks pad the vocabulary to a multiple of their own. A value head has one row.
     vocabulary = VOCABULARY[:1] if layout.value_head else VOCABULARY
@@ -292,7 +292,7 @@ def _whole_shapes(engine: MegatronEngine) -> dict[str, tuple[int, ...]]:
 
 
 def _expected_marks(
-    engine: MegatronEngine, item: Placed, shape: tuple[int, ...], whole: tuple[int, ...]
+    engine: MegatronEngine, item: Placed, shape: tuple[int, ...], full_shape: tuple[int, ...]
 ) -> dict[str, Any]:
     """The attributes that Megatron must find on a parameter; see `set_param_attributes`.
 
@@ -302,7 +302,7 @@ def _expected_marks(
     marks: dict[str, Any] = {"allreduce": not expert, "shared": item.copy}
     if (engine.topology.expert_tensor_size if expert else engine.topology.tensor) == 1:
         return marks
-    split = [dim for dim, (part, size) in enumerate(zip(shape, whole, strict=True)) if part != size]
+    split = [dim for dim, (part, size) in enumerate(zip(shape, full_shape, strict=True)) if part != size]
     parallel = engine.trainer_config.sequence_parallel
     return marks | {
         "tensor_model_parallel": bool(split) or expert,

@@ -76,10 +76,10 @@ def install(device: torch.device) -> None:
             raise ConfigError(f"{module} was imported before the rehearsal began; call install() first")
     if importlib.util.find_spec("transformer_engine") is None:
         add_to_path("transformer-engine", VERSION)
-    if (found := version("transformer-engine")) != VERSION:
+    if (installed := version("transformer-engine")) != VERSION:
         raise ConfigError(
-            f"transformer-engine {found} is installed, but the stand-in for its extension is written for {VERSION}; "
-            f"install that version to rehearse"
+            f"transformer-engine {installed} is installed, but the stand-in for its extension is written for "
+            f"{VERSION}; install that version to rehearse"
         )
     sys.modules["transformer_engine_torch"] = te_extension
     sys.meta_path.insert(0, _UnusedFinder())

@@ -286,9 +286,9 @@ class Driver:
         answers: dict[tuple[float, int, int], HeldOutAnswer] = {}
 
         async def answered(*job: Any) -> HeldOutAnswer:
-            found = await answer(*job)
-            answers[found.temperature, found.number, found.repeat] = found
-            return found
+            held_out_answer = await answer(*job)
+            answers[held_out_answer.temperature, held_out_answer.number, held_out_answer.repeat] = held_out_answer
+            return held_out_answer
 
         try:
             metrics = await PeriodicEvaluation(answered, [held_out], 2)(step, version, pinned)

@@ -160,15 +160,16 @@ class Laws:
             self._recorded = min(self._recorded, newest)
             self._sampled = {number for number in self._sampled if number <= newest}
         self.published = self._recorded
-        known = {number for number in self._named if number <= self._recorded} | self._sampled
-        self._named = {number: weights for number, weights in self._named.items() if number in known}
+        kept = {number for number in self._named if number <= self._recorded} | self._sampled
+        self._named = {number: weights for number, weights in self._named.items() if number in kept}
         self._begun.clear()
 
     def names(self, version: int, weights: Weights) -> None:
         """Check that a version always names the same weights. A server holds `weights` as `version`."""
-        known = self._named.setdefault(version, weights)
+        first_weights = self._named.setdefault(version, weights)
         self.need(
-            known == weights, f"version {version} names weights of {len(known)} steps and of {len(weights)} steps"
+            first_weights == weights,
+            f"version {version} names weights of {len(first_weights)} steps and of {len(weights)} steps",
         )
 
     def publish_begins(self, version: int, weights: Weights) -> None:

@@ -199,9 +199,9 @@ class SimWorkerProcess:
         self._versions = published, newest
 
     def _set_servers(self, key: str, urls: list[str]) -> None:
-        known = {server.url for server in self._client.servers}
-        for url in sorted(known - set(urls)):
+        current = {server.url for server in self._client.servers}
+        for url in sorted(current - set(urls)):
             self._client.remove_server(url)
         for url in urls:
-            if url not in known:
+            if url not in current:
                 self._client.add_server(self._control(url))

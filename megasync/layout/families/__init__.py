@@ -37,16 +37,16 @@ def language_model(values: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(values.get(key), dict):
             raise ConfigError(f"{key}={values.get(key)!r} in config.json must be an object for model_type {kind!r}")
     stated = {key: value for key, value in cast(dict[str, Any], text).items() if value is not None}
-    whole = {**family.defaults, **values}
+    config = {**family.defaults, **values}
     # transformers and SGLang tie by the option of the whole model.
-    tied = whole.get("tie_word_embeddings", False)
+    tied = config.get("tie_word_embeddings", False)
     if stated.get("tie_word_embeddings", tied) != tied:
         raise ConfigError(
             f"text_config.tie_word_embeddings={stated['tie_word_embeddings']} in config.json contradicts "
             f"tie_word_embeddings={tied} of the whole model; make them equal"
         )
-    del whole["text_config"]
-    return {**whole, **stated, "model_type": kind}
+    del config["text_config"]
+    return {**config, **stated, "model_type": kind}
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:
@@ -72,7 +72,7 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
 def sizes_of(hf_config: Mapping[str, Any]) -> Sizes:
     """Dimensions of the model in a config.json. Raises ConfigError when a size is missing."""
     family = family_of(hf_config)
-    given = {key: value for key, value in hf_config.items() if value is not None}
-    config = {**family.defaults, **given}
-    config |= {key: config[own] for key, own in family.spelling.items() if own in config}
+    stated = {key: value for key, value in hf_config.items() if value is not None}
+    config = {**family.defaults, **stated}
+    config |= {key: config[spelling] for key, spelling in family.spelling.items() if spelling in config}
     return read_sizes(config, bool(family.sparse), family.latent, bool(family.delta))

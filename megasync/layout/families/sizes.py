@@ -262,11 +262,11 @@ def _sparse_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
     dense = config.get("mlp_only_layers", ())
     if type(step) is not int or step < 1:
         raise ConfigError(f"the step between layers with experts in config.json is {step!r}; it must be at least 1")
-    found = frozenset(layer for layer in range(first, layers) if (layer + 1) % step == 0 and layer not in dense)
+    sparse_layers = frozenset(layer for layer in range(first, layers) if (layer + 1) % step == 0 and layer not in dense)
     stated = config.get("moe_layers")
-    if stated is not None and sorted(stated) != sorted(found):
+    if stated is not None and sorted(stated) != sorted(sparse_layers):
         raise ConfigError(
             f"moe_layers={stated} in config.json contradicts interleave_moe_layer_step={step}: Hugging Face reads the "
             f"first, SGLang the second; make them agree"
         )
-    return found
+    return sparse_layers

@@ -137,11 +137,11 @@ def llama4(vision: Mapping[str, Any], hidden: int) -> Shapes:
 
 def _sizes(vision: Mapping[str, Any], defaults: Mapping[str, int]) -> list[int]:
     """The values of ``defaults``' keys, in their order."""
-    found = {**defaults, **{key: vision[key] for key in defaults if vision.get(key) is not None}}
-    for key, value in found.items():
+    sizes = {**defaults, **{key: vision[key] for key in defaults if vision.get(key) is not None}}
+    for key, value in sizes.items():
         if type(value) is not int or value < 1:
             raise ConfigError(f"vision_config.{key}={value!r} in config.json must be a whole number from 1")
-    return list(found.values())
+    return list(sizes.values())
 
 
 def _with_bias(module: str, *shape: int) -> Shapes:

@@ -284,8 +284,8 @@ def fused_attn_bwd(
         d_key = d_scores.transpose(1, 2) @ mine.transpose(0, 1).float()
         d_value = probs.transpose(1, 2) @ grad_out
         _of(grads[0], format_q, index, queries).copy_(d_query.transpose(0, 1))
-        for target, whole in ((grads[1], d_key), (grads[2], d_value)):
-            shared = whole.view(groups, heads // groups, *whole.shape[1:]).sum(1)
+        for target, gradient in ((grads[1], d_key), (grads[2], d_value)):
+            shared = gradient.view(groups, heads // groups, *gradient.shape[1:]).sum(1)
             _of(target, format_kv, index, keys).copy_(shared.transpose(0, 1))
     return [*grads, None, d_offset]
 

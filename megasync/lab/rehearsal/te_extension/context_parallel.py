@@ -81,7 +81,8 @@ def thd_out_correction(
     total, step = out.view(tokens, len(old_lse), -1), out_per_step.view(len(rows), len(old_lse), -1)
     old, new = old_lse[:, rows], new_lse[:, rows]
     kept, added = (
-        part.float() * (own - new).exp().t()[..., None] for part, own in ((total[rows], old), (step, lse_per_step))
+        part.float() * (part_lse - new).exp().t()[..., None]
+        for part, part_lse in ((total[rows], old), (step, lse_per_step))
     )
     total[rows] = (kept + added).to(out.dtype)
 
@@ -98,10 +99,10 @@ def thd_grad_correction(
         raise ValueError(f"a change of gradients is one of {', '.join(_GRAD_CHANGES)}, not {changes}")
     if grad.device.type == "meta":
         return
-    whole = not {"none", "zero"} & set(changes)
+    both_halves = not {"none", "zero"} & set(changes)
     for half, change in enumerate(changes):
         rows = _half(cu_seqlens, half)
-        step = grad_per_step[rows] if whole else grad_per_step
+        step = grad_per_step[rows] if both_halves else grad_per_step
         if change == "add":
             grad[rows] += step
         elif change == "copy":

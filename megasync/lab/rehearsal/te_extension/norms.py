@@ -55,8 +55,8 @@ def layernorm_fwd(
     mean = wide.mean(-1)
     rsigma = torch.rsqrt((wide - mean[:, None]).square().mean(-1) + eps)
     normed = (wide - mean[:, None]) * rsigma[:, None]
-    whole = normed * _weight(gamma, zero_centered) + beta.float()
-    return _result(whole, out, quantizer, out_dtype), mean, rsigma
+    output = normed * _weight(gamma, zero_centered) + beta.float()
+    return _result(output, out, quantizer, out_dtype), mean, rsigma
 
 
 def layernorm_bwd(

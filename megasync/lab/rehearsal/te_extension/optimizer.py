@@ -41,8 +41,8 @@ def multi_tensor_unscale_l2norm(
     chunk: int, noop: torch.Tensor, lists: Lists, inverse_scale: torch.Tensor, per_tensor: bool | None = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norms of `multi_tensor_l2norm` for the tensors times ``inverse_scale``."""
-    whole, each = multi_tensor_l2norm(chunk, noop, lists, per_tensor)
-    return whole * inverse_scale, each * inverse_scale
+    total, each = multi_tensor_l2norm(chunk, noop, lists, per_tensor)
+    return total * inverse_scale, each * inverse_scale
 
 
 def multi_tensor_adam(

@@ -87,7 +87,7 @@ def _rotate(
         low, high = part.chunk(2, dim=-1)
         other = torch.cat((-high, low), dim=-1)
     turned = part * angles.cos() + other * (direction * angles.sin())
-    whole = torch.cat((turned, source[..., rotated:]), dim=-1).to(t.dtype)
+    output = torch.cat((turned, source[..., rotated:]), dim=-1).to(t.dtype)
     if written is not None and written < t.shape[0]:
-        whole = torch.cat((whole, whole.new_full((t.shape[0] - written, *t.shape[1:]), torch.nan)))
-    return whole
+        output = torch.cat((output, output.new_full((t.shape[0] - written, *t.shape[1:]), torch.nan)))
+    return output

@@ -81,8 +81,8 @@ class CommOverlap:
             dist.all_reduce(self._buffer, group=self._group)
         return self._place(True)
 
-    def _place(self, own: bool) -> torch.Tensor:
-        return self._buffer.chunk(self._group.size())[self._group.rank()] if own else self._buffer
+    def _place(self, local: bool) -> torch.Tensor:
+        return self._buffer.chunk(self._group.size())[self._group.rank()] if local else self._buffer
 
 
 class CommOverlapP2P(CommOverlap):
