@@ -3,6 +3,6 @@
 Each seed is one schedule of kills, hangs, delays and lost replies. `laws` holds the invariants of every schedule.
 """
 
-from megasync.lab.sim.world import Outcome, simulate
+from megasync.lab.sim.schedule import Outcome, simulate
 
 __all__ = ["Outcome", "simulate"]

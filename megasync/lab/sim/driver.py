@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megasync.app.rollout_worker import AnswersOfWorkers, ServersOfWorkers
 from megasync.buffer import AsyncBuffer, BufferClosed, BufferStateError
@@ -40,11 +40,12 @@ from megasync.lab.sim.distant import DistantBuffer
 from megasync.lab.sim.fleet import SimFleet
 from megasync.lab.sim.language import CONTEXT, END, MOST_TOKENS, ROW_TOKEN, VOCABULARY, Tokenizer, sampled_by
 from megasync.lab.sim.laws import Broken, Laws
-from megasync.lab.sim.network import ROUTER_URL, Network, SimSession
+from megasync.lab.sim.network import Network, SimSession
 from megasync.lab.sim.ranks import SimRanks
-from megasync.lab.sim.servers import LIES, SimServer
+from megasync.lab.sim.servers import LIES, ROUTER_URL, SimServer
 from megasync.lab.sim.transport import SimPublisher
 from megasync.lab.sim.workers import SimWorkerProcess
+from megasync.lab.sim.world import World
 from megasync.rewards import RewardRunner
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.group_worker import FailurePolicy, GroupSpec, GroupWorker
@@ -56,9 +57,6 @@ from megasync.rollout.suspects import CROWD_DEATHS
 from megasync.sync.attempt import PublishError
 from megasync.trainer import checkpoint
 from megasync.trajectory import Prompt, Trajectory
-
-if TYPE_CHECKING:
-    from megasync.lab.sim.world import World
 
 # A simulated run takes about a minute, plus one deadline for each hang. A run that exceeds LONGEST_RUN seconds plus
 # HANGS times the deadline of a training step makes no progress.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megasync.cluster.fleet import Fleet
 from megasync.cluster.server_slot import ServerProcess
@@ -11,11 +11,9 @@ from megasync.config.access import Keys
 from megasync.lab.sim.language import VOCABULARY
 from megasync.lab.sim.network import Network, SimSession
 from megasync.lab.sim.servers import SimRouter, SimServer
+from megasync.lab.sim.world import World
 from megasync.rollout.suspects import CROWD_DEATHS
 from megasync.serving.control import ServerControl
-
-if TYPE_CHECKING:
-    from megasync.lab.sim.world import World
 
 
 class SimFleet(Fleet):

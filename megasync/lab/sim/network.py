@@ -3,81 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
 
+from megasync.lab.sim.answer import Answer, failed_answer, sent_answer
+from megasync.lab.sim.chance import Chance
+from megasync.lab.sim.laws import Laws
+from megasync.lab.sim.servers import ROUTER_URL, SimRouter, SimServer
 from megasync.rollout.request_body import RequestBody
 from megasync.serving.engine_protocol import ROUTING_KEY_HEADER
 
-if TYPE_CHECKING:
-    from megasync.lab.sim.chance import Chance
-    from megasync.lab.sim.laws import Laws
-    from megasync.lab.sim.servers import SimRouter, SimServer
-
-ROUTER_URL = "http://router:1"
 LATENCY_SECONDS = 0.003
-
-
-class Answer:
-    """An HTTP response, for the server that sends it and, as `aiohttp.ClientResponse`, for the client that reads it.
-
-    Its body consists of chunks, then its end or a broken connection.
-    """
-
-    def __init__(self) -> None:
-        self.status = 200
-        self.content_type = "application/json"
-        self.headers: dict[str, str] = {}
-        self.ended = False
-        self.broken = False
-        # The client has closed the connection.
-        self.left = False
-        self._pieces: deque[bytes] = deque()
-        self._changed = asyncio.Event()
-
-    def send(self, piece: bytes) -> None:
-        self._pieces.append(piece)
-        self._changed.set()
-
-    def end(self) -> None:
-        self.ended = True
-        self._changed.set()
-
-    @property
-    def content(self) -> Answer:
-        return self
-
-    @property
-    def received(self) -> bool:
-        """Whether the client has received the whole body."""
-        return self.ended and not self.broken and not self._pieces
-
-    def cut(self) -> None:
-        """Break the connection. The client can still read chunks that were sent before."""
-        if not self.ended:
-            self.broken = self.ended = True
-            self._changed.set()
-
-    async def read(self) -> bytes:
-        return b"".join([piece async for piece in self.iter_any()])
-
-    async def iter_any(self) -> AsyncIterator[bytes]:
-        while True:
-            while self._pieces:
-                yield self._pieces.popleft()
-            if self.broken:
-                raise aiohttp.ClientPayloadError("the connection broke")
-            if self.ended:
-                return
-            self._changed.clear()
-            await self._changed.wait()
 
 
 class Network:
@@ -166,7 +108,7 @@ async def _begun(answer: Answer, body: dict[str, Any]) -> Answer:
         answer.content_type = "text/event-stream"
         return answer
     try:
-        return _done(await answer.read())
+        return sent_answer(await answer.read())
     except asyncio.CancelledError:
         answer.left = True
         raise
@@ -175,19 +117,3 @@ async def _begun(answer: Answer, body: dict[str, Any]) -> Answer:
 def _unreachable(url: str) -> aiohttp.ClientConnectorError:
     key: Any = SimpleNamespace(host=url, port=0, ssl=False, is_ssl=False)
     return aiohttp.ClientConnectorError(key, ConnectionRefusedError("connection refused"))
-
-
-def _done(body: bytes, status: int = 200) -> Answer:
-    answer = Answer()
-    answer.status = status
-    answer.send(body)
-    answer.end()
-    return answer
-
-
-def json_answer(value: Any) -> Answer:
-    return _done(orjson.dumps(value))
-
-
-def failed_answer(status: int, text: str) -> Answer:
-    return _done(text.encode(), status)

@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from rich.console import Console
 from rich.table import Table
 
-from megasync.lab.sim.world import Outcome, simulate
+from megasync.lab.sim.schedule import Outcome, simulate
 
 # Schedules that a worker process receives at a time.
 CHUNK = 20

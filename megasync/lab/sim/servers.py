@@ -13,11 +13,12 @@ from typing import Any
 import orjson
 
 from megasync.errors import ServerError
+from megasync.lab.sim.answer import Answer, failed_answer, json_answer
 from megasync.lab.sim.chance import Chance
 from megasync.lab.sim.language import END, VOCABULARY, logprob, next_token
 from megasync.lab.sim.laws import INITIAL, Laws, Weights
-from megasync.lab.sim.network import ROUTER_URL, Answer, failed_answer, json_answer
 
+ROUTER_URL = "http://router:1"
 START_SECONDS, ROUTER_SECONDS, ANSWER_SECONDS, TOKEN_SECONDS, MEMORY_SECONDS = 0.6, 0.2, 0.005, 0.04, 0.03
 # The longest time from the end of a process to the report of its node's agent.
 REPORT_SECONDS = 0.5

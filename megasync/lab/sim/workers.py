@@ -11,15 +11,18 @@ import pickle
 import random
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config.schema import GroupConfig
 from megasync.errors import ProcessLost
 from megasync.evaluation.evaluate import Answerer
 from megasync.evaluation.held_out import HeldOutSet
+from megasync.lab.sim.distant import DistantBuffer
 from megasync.lab.sim.language import CONTEXT, END, MOST_TOKENS, ROW_TOKEN, VOCABULARY, Tokenizer
-from megasync.lab.sim.network import ROUTER_URL, Network, SimSession
+from megasync.lab.sim.network import Network, SimSession
+from megasync.lab.sim.servers import ROUTER_URL
+from megasync.lab.sim.world import DEADLY_ROW, World
 from megasync.rewards import RewardRunner
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.group_worker import FailurePolicy, GroupSpec, GroupWorker
@@ -28,14 +31,8 @@ from megasync.rollout.remote_worker import Message, Outbox, Report, WorkerEnd
 from megasync.rollout.selection import Selection
 from megasync.rollout.workflow import Workflow
 
-if TYPE_CHECKING:
-    from megasync.lab.sim.distant import DistantBuffer
-    from megasync.lab.sim.world import World
-
 T = TypeVar("T")
 
-# The fault of a row whose workflow kills or blocks its worker.
-DEADLY_ROW = "row kills its process"
 START_SECONDS = 0.5
 CALL_SECONDS = 0.002
 

@@ -1,32 +1,20 @@
-"""One schedule of a seed: a sequence of drivers over one run directory, each killed or ended and then resumed."""
+"""What survives a simulated driver: the run directory, the configuration, the laws and the decisions of the seed."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import random
 import resource
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from megasync.config import Config
-from megasync.config.pacing import Pacing
-from megasync.errors import CheckpointError, LedgerError
 from megasync.lab.sim.chance import Chance
 from megasync.lab.sim.clock import VirtualLoop
-from megasync.lab.sim.driver import FAULTY_DRIVERS, Driver
 from megasync.lab.sim.language import MOST_TOKENS
 from megasync.lab.sim.laws import Laws
-from megasync.lab.sim.workers import DEADLY_ROW
 
-# The run directory is in memory if possible: writing ledger and checkpoints is a thousand times faster there.
-SHARED_MEMORY = Path("/dev/shm")
 ROWS = 7
-# Maximum drivers of a run. Once the faults have ceased, the remaining drivers must finish it.
-MAX_DRIVERS = 20
+# The fault of a row whose workflow kills or blocks its worker.
+DEADLY_ROW = "row kills its process"
 DEFAULT_TIMEOUTS = "default timeouts"
 # Seeds from this one on have rollout workers in processes of their own, from the second on ranks and servers that share
 # their devices, and from the third on evaluations of an exact version.
@@ -49,57 +37,6 @@ RESUMABLE = (
     "checkpoint.every_steps",
     "checkpoint.keep",
 )
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a schedule.
-
-    `ended` is "finished", "stopped" (a stop was requested) or the reason why the run failed.
-    """
-
-    seed: int
-    ended: str
-    steps: int
-    versions: int
-    # Number of drivers, and virtual seconds.
-    drivers: int
-    seconds: float
-    faults: dict[str, int] = field(default_factory=dict)
-    history: list[str] = field(default_factory=list)
-
-
-def simulate(seed: int, likely: str = "") -> Outcome:
-    """Run one schedule. The fault `likely` strikes more often than in the seed's usual schedule.
-
-    Raises Broken, Deadlock, Livelock or any other unexpected error of the run. A note on the error gives the seed and
-    the last events.
-    """
-    loop = VirtualLoop()
-    folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="megasync-sim-", dir=folder) as run_dir, _isolated(seed):
-        world = World(seed, loop, Path(run_dir), likely)
-        try:
-            with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                return runner.run(world.run())
-        except Exception as error:
-            error.add_note(f"seed {seed}; the last events:\n" + "\n".join(world.laws.history[-40:]))
-            raise
-        finally:
-            world.disk.free()
-
-
-@contextmanager
-def _isolated(seed: int) -> Iterator[None]:
-    """Seed the global random state and disable logging, because a schedule causes thousands of failures."""
-    disabled, state = logging.root.manager.disable, random.getstate()
-    logging.disable(logging.CRITICAL)
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        logging.disable(disabled)
-        random.setstate(state)
 
 
 class Disk:
@@ -152,41 +89,7 @@ class World:
         self.disk = Disk()
         self.laws = Laws(seed, loop.time, run_dir)
 
-    async def run(self) -> Outcome:
-        choice = self.chance.choice
-        deaths = [choice.uniform(0.5, 15.0) for _ in range(choice.choice([0, 0, 1, 2]))]
-        driver: Driver | None = None
-        for number in range(1, MAX_DRIVERS + 1):
-            if number > 1:
-                self._change_config(choice)
-            self._change_disk(choice, number)
-            self.laws.note(f"driver {number} starts")
-            unrecorded = driver is not None and driver.buffer.unrecorded
-            try:
-                driver = Driver(self, number)
-            except (LedgerError, CheckpointError) as error:
-                if not self.disk.was_full or str(self.run_dir) not in str(error):
-                    raise
-                self.laws.note(f"driver {number} does not start, its disk is full: {type(error).__name__}")
-                continue
-            self.laws.pacing = Pacing.of(self.config.schedule)
-            self.laws.samples = self.config.schedule.samples_per_group
-            self.laws.driver_died(driver.buffer.process._state.status.newest_version if unrecorded else None)
-            ended = await driver.run(deaths.pop() if deaths else None)
-            if ended is not None:
-                return Outcome(
-                    seed=self.chance.seed,
-                    ended=ended,
-                    steps=driver.progress.step,
-                    versions=driver.progress.version,
-                    drivers=number,
-                    seconds=self.loop.time(),
-                    faults={kind: met for kind, met in self.chance.met.items() if met},
-                    history=self.laws.history,
-                )
-        self.laws.fail(f"the run is not over after {MAX_DRIVERS} drivers")
-
-    def _change_config(self, choice: random.Random) -> None:
+    def change_config(self, choice: random.Random) -> None:
         """Change some of the settings that `megasync resume RUN key=value` may change, in some of the resumes."""
         if choice.random() < 0.5 and self.likely not in RESUMABLE:
             return
@@ -204,10 +107,10 @@ class World:
         if self.config.cluster.colocate:
             _colocate(self.config)
 
-    def _change_disk(self, choice: random.Random, driver: int) -> None:
-        """Free the disk before a driver starts, or, rarely, fill it."""
+    def change_disk(self, choice: random.Random, *, faulty: bool) -> None:
+        """Free the disk before a driver starts, or, rarely and if the driver is `faulty`, fill it."""
         self.disk.was_full = False
-        full = choice.random() < 0.03 and driver <= FAULTY_DRIVERS
+        full = choice.random() < 0.03 and faulty
         self.disk.free()
         if full:
             self.laws.note("the disk is full")

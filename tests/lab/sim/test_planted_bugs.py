@@ -26,8 +26,7 @@ from megasync.lab.sim import simulate
 from megasync.lab.sim.chance import OF_TURNS
 from megasync.lab.sim.driver import OUTLIVED
 from megasync.lab.sim.transport import SimPublisher
-from megasync.lab.sim.workers import DEADLY_ROW
-from megasync.lab.sim.world import FIRST_COLOCATED, FIRST_EXACT, FIRST_WITH_WORKERS
+from megasync.lab.sim.world import DEADLY_ROW, FIRST_COLOCATED, FIRST_EXACT, FIRST_WITH_WORKERS
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.partials import PartialResponse, PartialResponses
 from megasync.rollout.placement import Placement

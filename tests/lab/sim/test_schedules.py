@@ -13,8 +13,7 @@ from megasync.config.changes import why_fixed
 from megasync.lab.sim import simulate
 from megasync.lab.sim.chance import FAULTS, OF_TURNS
 from megasync.lab.sim.driver import ABANDONED, AT_ANY_MOMENT, OF_WORKERS, OUTLIVED
-from megasync.lab.sim.workers import DEADLY_ROW
-from megasync.lab.sim.world import FIRST_COLOCATED, FIRST_EXACT, FIRST_WITH_WORKERS, RESUMABLE
+from megasync.lab.sim.world import DEADLY_ROW, FIRST_COLOCATED, FIRST_EXACT, FIRST_WITH_WORKERS, RESUMABLE
 
 SEEDS = int(os.environ.get("MEGASYNC_SIM_SEEDS", "150"))
 
