@@ -21,7 +21,7 @@ servers, while the other loops wait. Any other error of a loop ends the run: the
 saved, and `run()` raises the error.
 
 Everything else relies on the order within a step: train, acknowledge to the buffer, publish the weights, free the
-slots, checkpoint; with turns on shared devices (`turns`), checkpoint before publishing. So the buffer's ledger knows
+slots, checkpoint; with shared devices (`colocation`), checkpoint before publishing. So the buffer's ledger knows
 every step that a checkpoint contains, and a resumed run takes it back to that step. The cursor, live uids and counters
 in a checkpoint serve a run whose ledger was lost.
 """
@@ -37,12 +37,12 @@ from pathlib import Path
 from megasync.buffer.payload import LeasedGroup
 from megasync.concurrency.tasks import cancel_and_wait, wait_for_first, within
 from megasync.config import Config
+from megasync.control.colocation import Colocation
 from megasync.control.interfaces import ControlledParts, PinnedVersion
 from megasync.control.pinning import Pinning
 from megasync.control.progress import Progress
 from megasync.control.publishing import FleetSync
 from megasync.control.recovery import TrainerRecovery
-from megasync.control.turns import Turns
 from megasync.control.watchdog import Watchdog
 from megasync.errors import (
     CheckpointError,
@@ -102,10 +102,12 @@ class Controller:
         self._reports = parts.reports
         self._clock = clock
         self._watchdog = Watchdog(clock)
-        self._turns = Turns(config.cluster.colocate, parts.trainer, parts.fleet, parts.observer, self._watchdog, clock)
-        self._fleet_sync = FleetSync(config, parts, progress, self._watchdog, self._turns)
+        self._colocation = Colocation(
+            config.cluster.colocate, parts.trainer, parts.fleet, parts.observer, self._watchdog, clock
+        )
+        self._fleet_sync = FleetSync(config, parts, progress, self._watchdog, self._colocation)
         self._recovery = TrainerRecovery(
-            config.trainer, parts, self._fleet_sync, progress, self._watchdog, self._turns, failed_steps
+            config.trainer, parts, self._fleet_sync, progress, self._watchdog, self._colocation, failed_steps
         )
         self._stop = asyncio.Event()
         # Set when a stop was requested from outside, which waits for no evaluation.
@@ -223,7 +225,7 @@ class Controller:
         self._finishing = True
         self._rollouter.stop()
         if self._target_reached or not self._stop.is_set():
-            await self._turns.of_servers()
+            await self._colocation.to_servers()
             await self._fleet_sync.sync_joiners_during(self._evaluate_until_stopped())
 
     async def _grow(self) -> None:
@@ -263,8 +265,8 @@ class Controller:
         trained = self._clock()
         await self._buffer.ack(step)
         last = step == schedule.total_steps or self._stop.is_set()
-        if self._turns.taken:
-            # As long as it is the turn of the ranks.
+        if self._colocation.enabled:
+            # As long as the ranks hold the devices.
             await self._save_if_due(last)
         saved = self._clock()
         if progress.unpublished >= schedule.weight_sync_steps or last:
@@ -276,18 +278,18 @@ class Controller:
             "time/sync": end - saved,
             "time/step": end - self._idle_since,
         }
-        metrics |= self._turns.metrics() | await self._part_metrics()
+        metrics |= self._colocation.metrics() | await self._part_metrics()
         self._observer.step(step, progress.version, metrics)
         if step in self.config.observe.profile_steps:
             self._observer.message(f"torch profiles of step {step} are in profile/ of the run directory")
         if self._due(self.config.eval.every_steps):
-            if self._turns.taken or (self._pinning is not None and self._pinning.needs_a_wait):
+            if self._colocation.enabled or (self._pinning is not None and self._pinning.needs_a_wait):
                 # The requests of an evaluation have deadlines.
                 with self._watchdog.bounded():
                     await self._fleet_sync.sync_joiners_during(self._evaluate_until_stopped())
             else:
                 self._evaluation_due.set()
-        if not self._turns.taken:
+        if not self._colocation.enabled:
             await self._save_if_due()
 
     async def _train_on(self, groups: list[LeasedGroup], step: int) -> dict[str, float]:
@@ -295,7 +297,7 @@ class Controller:
         self._incomplete = step, groups
         for group in groups:
             trace.end("buffer", "finished", group.uid, step=step)
-        await self._turns.of_ranks()
+        await self._colocation.to_ranks()
         self._observer.activity("trainer", "training")
         self._trainer_fit = False
         try:
@@ -336,7 +338,7 @@ class Controller:
     async def _save(self) -> None:
         """Begins the checkpoint of this step; with `checkpoint.background` ranks write it while they train."""
         await self._finish_save(wait=True)
-        await self._turns.of_ranks()
+        await self._colocation.to_ranks()
         self._observer.activity("trainer", "saving a checkpoint")
         state = self.progress.state() | {"cursor": self._cursor(), **await self._buffer.before_checkpoint()}
         with self._watchdog.bounded():

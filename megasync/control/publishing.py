@@ -24,9 +24,9 @@ from megasync.sync.attempt import PublishError
 
 if TYPE_CHECKING:
     from megasync.config import Config
+    from megasync.control.colocation import Colocation
     from megasync.control.interfaces import ControlledParts
     from megasync.control.progress import Progress
-    from megasync.control.turns import Turns
     from megasync.control.watchdog import Watchdog
 
 # Publishes in a row that may fail on the trainer's side although all ranks are alive, such as by a broken link.
@@ -39,7 +39,7 @@ class FleetSync:
     """Publishes new versions and syncs joiners; every failed attempt is retried with the servers that are left."""
 
     def __init__(
-        self, config: Config, parts: ControlledParts, progress: Progress, watchdog: Watchdog, turns: Turns
+        self, config: Config, parts: ControlledParts, progress: Progress, watchdog: Watchdog, colocation: Colocation
     ) -> None:
         self._partial_rollout = config.schedule.partial_rollout
         self._gate_timeout = TURN_PARTS * config.timeouts.request
@@ -52,7 +52,7 @@ class FleetSync:
         self._observer = parts.observer
         self._progress = progress
         self._watchdog = watchdog
-        self._turns = turns
+        self._colocation = colocation
         self._link_failures = 0
         self._faults: Counter[str] = Counter()
 
@@ -66,7 +66,7 @@ class FleetSync:
 
         Returns metrics. Raises RankLost when a dead rank made the publish fail.
         """
-        await self._turns.of_servers()
+        await self._colocation.to_servers()
         self._observer.activity("trainer", "syncing weights")
         version = self._progress.next_version()
         # Before any server can hold it: a worker refuses answers of versions that it does not know.
@@ -86,7 +86,7 @@ class FleetSync:
 
     async def sync_joiners(self) -> None:
         """Brings joiners the published version, so that they serve. The fleet gives up on one that fails too often."""
-        await self._turns.of_servers()
+        await self._colocation.to_servers()
         while joiners := {server.url for server in self._fleet.joiners()}:
             if self._progress.unpublished:
                 # The trainer no longer holds the published weights; its current ones get a version of their own.

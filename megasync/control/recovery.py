@@ -31,10 +31,10 @@ from megasync.errors import DataError, RankLost, StepFailed, TrainingError
 
 if TYPE_CHECKING:
     from megasync.config.schema import TrainerConfig
+    from megasync.control.colocation import Colocation
     from megasync.control.interfaces import ControlledParts
     from megasync.control.progress import Progress
     from megasync.control.publishing import FleetSync
-    from megasync.control.turns import Turns
     from megasync.control.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class TrainerRecovery:
         fleet_sync: FleetSync,
         progress: Progress,
         watchdog: Watchdog,
-        turns: Turns,
+        colocation: Colocation,
         failed_steps: Path | None,
     ) -> None:
         self._config = config
@@ -70,7 +70,7 @@ class TrainerRecovery:
         self._fleet_sync = fleet_sync
         self._progress = progress
         self._watchdog = watchdog
-        self._turns = turns
+        self._colocation = colocation
         self._failed_steps = failed_steps
         self._furthest = progress.step
         self._restarts_in_a_row = 0
@@ -117,7 +117,7 @@ class TrainerRecovery:
 
     async def _restart(self) -> None:
         progress = self._progress
-        await self._turns.of_new_ranks()
+        await self._colocation.to_new_ranks()
         self._observer.activity("trainer", "restarting")
         with self._watchdog.bounded():
             state = await self._trainer.restart()

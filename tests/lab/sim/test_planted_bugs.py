@@ -15,10 +15,10 @@ from megasync.buffer import AsyncBuffer
 from megasync.buffer.ledger import Ledger
 from megasync.buffer.state import BufferStatus, FailedStep, TrajectoryBuffer
 from megasync.cluster.fleet import Fleet
+from megasync.control.colocation import Colocation
 from megasync.control.controller import Controller
 from megasync.control.progress import Progress
 from megasync.control.publishing import FleetSync
-from megasync.control.turns import Turns
 from megasync.control.watchdog import Watchdog
 from megasync.evaluation.evaluate import HeldOutAnswer
 from megasync.evaluation.periodic import ExactAnswers
@@ -105,22 +105,22 @@ def counts_recovery(self: Watchdog) -> Iterator[None]:
 # Devices that ranks and servers share
 
 
-async def takes_what_others_hold(self: Turns) -> None:
+async def takes_what_others_hold(self: Colocation) -> None:
     self._servers_left = True
 
 
-async def restarts_in_any_turn(self: Turns) -> None:
+async def restarts_in_any_turn(self: Colocation) -> None:
     self._ranks_left = False
 
 
-async def leaves_after_the_servers_came(self: Turns) -> None:
+async def leaves_after_the_servers_came(self: Colocation) -> None:
     ranks_left, self._ranks_left = self._ranks_left, True
     await OF_SERVERS(self)
     self._ranks_left = ranks_left
     await OF_SERVERS(self)
 
 
-OF_SERVERS = Turns.of_servers
+OF_SERVERS = Colocation.to_servers
 
 
 async def waits_for_no_start(self: Fleet) -> None:
@@ -263,10 +263,10 @@ BUGS = [
         "schedule.groups_per_step",
     ),
     (Placement, "remove", isolates_nothing, "all workers are lost", DEADLY_ROW),
-    (Turns, "_take_from_servers", takes_what_others_hold, "have room for one", TURN_FAULT),
-    (Turns, "of_new_ranks", restarts_in_any_turn, "have room for one", TURN_FAULT),
-    (Turns, "of_servers", leaves_after_the_servers_came, "have room for one", TURN_FAULT),
-    (Turns, "of_ranks", restarts_in_any_turn, "not offloaded", TURN_FAULT),
+    (Colocation, "_take_from_servers", takes_what_others_hold, "have room for one", TURN_FAULT),
+    (Colocation, "to_new_ranks", restarts_in_any_turn, "have room for one", TURN_FAULT),
+    (Colocation, "to_servers", leaves_after_the_servers_came, "have room for one", TURN_FAULT),
+    (Colocation, "to_ranks", restarts_in_any_turn, "not offloaded", TURN_FAULT),
     (FleetSync, "_publish_to", publishes_to_all, "is pinned and gets another version", EXACT),
     (Fleet, "_unpinned", routes_pinned, "is pinned and gets", EXACT),
     (ServerHealth, "missed_sync", lambda self, reason: None, "answers from version", EXACT),

@@ -1,13 +1,13 @@
-"""Turns on devices that trainer ranks and servers share (`cluster.colocate`): the ranks train, or the servers generate.
+"""The devices that trainer ranks and servers share (`cluster.colocate`): the ranks train, or the servers generate.
 
-    turn       on the devices                                   what may happen
+    phase      on the devices                                   what may happen
     ---------  -----------------------------------------------  -------------------------------------------------------
     ranks      the ranks whole; servers without their memory    a step, the copy for a checkpoint, a start of ranks
     servers    the servers, and the weights of the ranks        requests, weight syncs, evaluations, a start of servers
 
-Whoever needs a turn asks for it; asking again changes nothing. Those who had the devices leave them first, so never are
-both on them whole, whatever dies in between. A server that dies in a turn of the ranks starts again in the next one of
-the servers; ranks that die start again in a turn of theirs. Without `cluster.colocate` no method has an effect.
+Whoever needs the devices asks for them; asking again changes nothing. The other side leaves the devices first, so both
+are never on them whole, whatever dies in between. A server that dies while the ranks hold the devices starts again when
+the servers do; ranks that die start again when they hold them. Without `cluster.colocate` no method has an effect.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from megasync.control.watchdog import Watchdog
 
 
-class Turns:
-    """Who has the devices; at first the servers. `taken` is whether there are turns (`cluster.colocate`)."""
+class Colocation:
+    """Who holds the devices; at first the servers. `enabled` is `cluster.colocate`."""
 
     def __init__(
         self,
-        taken: bool,
+        enabled: bool,
         trainer: Trainer,
         fleet: ServerFleet,
         observer: Observer,
         watchdog: Watchdog,
         clock: Callable[[], float],
     ) -> None:
-        self.taken = taken
+        self.enabled = enabled
         self._trainer = trainer
         self._fleet = fleet
         self._observer = observer
@@ -43,50 +43,50 @@ class Turns:
         self._servers_left = False
         self._ranks_left = True
 
-    async def of_ranks(self) -> None:
-        """Makes it the turn of the ranks. Raises RankLost and ServerError."""
-        if not self.taken:
+    async def to_ranks(self) -> None:
+        """Hands the devices to the ranks. Raises RankLost and ServerError."""
+        if not self.enabled:
             return
         await self._take_from_servers()
         if self._ranks_left:
-            with self._changing():
+            with self._handing_over():
                 await self._trainer.restore()
             self._ranks_left = False
 
-    async def of_new_ranks(self) -> None:
-        """Makes it the turn of ranks that are about to be started, whole. Raises ServerError."""
-        if self.taken:
+    async def to_new_ranks(self) -> None:
+        """Hands the devices to ranks that are about to be started, whole. Raises ServerError."""
+        if self.enabled:
             await self._take_from_servers()
             self._ranks_left = False
 
-    async def of_servers(self) -> None:
-        """Makes it the turn of the servers. Raises RankLost."""
-        if not self.taken:
+    async def to_servers(self) -> None:
+        """Hands the devices to the servers. Raises RankLost."""
+        if not self.enabled:
             return
         if not self._ranks_left:
             self._observer.activity("trainer", "leaving the devices to the servers")
-            with self._changing():
+            with self._handing_over():
                 await self._trainer.offload()
             self._ranks_left = True
         if self._servers_left:
-            with self._changing():
+            with self._handing_over():
                 await self._fleet.resume_memory()
             self._servers_left = False
 
     async def _take_from_servers(self) -> None:
         if not self._servers_left:
             self._observer.activity("trainer", "taking the devices from the servers")
-            with self._changing():
+            with self._handing_over():
                 await self._fleet.release_memory()
             self._servers_left = True
 
     def metrics(self) -> dict[str, float]:
-        """Seconds that changes of turns have taken since the last call; nothing without turns."""
+        """The seconds that hand-overs took since the last call; nothing without `cluster.colocate`."""
         seconds, self._seconds = self._seconds, 0.0
-        return {"time/turns": seconds} if self.taken else {}
+        return {"time/turns": seconds} if self.enabled else {}
 
     @contextmanager
-    def _changing(self) -> Generator[None]:
+    def _handing_over(self) -> Generator[None]:
         start = self._clock()
         try:
             with self._watchdog.bounded():

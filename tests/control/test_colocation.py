@@ -1,4 +1,4 @@
-"""Turns on shared devices: who leaves before whom, how often, and what a loss in between changes."""
+"""Devices that ranks and servers share: who leaves before whom, how often, and what a loss in between changes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megasync.control.turns import Turns
+from megasync.control.colocation import Colocation
 from megasync.control.watchdog import Watchdog
 from megasync.errors import RankLost
 
@@ -33,60 +33,60 @@ class Party:
         return calls
 
 
-def turns_of(party: Any, taken: bool = True) -> Turns:
+def colocation_of(party: Any, enabled: bool = True) -> Colocation:
     clock = iter(range(10_000))
-    return Turns(taken, party, party, party, Watchdog(lambda: 0.0), lambda: float(next(clock)))
+    return Colocation(enabled, party, party, party, Watchdog(lambda: 0.0), lambda: float(next(clock)))
 
 
 async def test_those_who_have_the_devices_leave_first_and_only_once() -> None:
     party = Party()
-    turns = turns_of(party)
+    colocation = colocation_of(party)
     for _ in range(2):
-        await turns.of_servers()
-        assert party.since() == [], "the servers have the first turn"
+        await colocation.to_servers()
+        assert party.since() == [], "the servers hold the devices first"
     for _ in range(2):
-        await turns.of_ranks()
+        await colocation.to_ranks()
     assert party.since() == ["release_memory", "restore"]
     for _ in range(2):
-        await turns.of_servers()
+        await colocation.to_servers()
     assert party.since() == ["offload", "resume_memory"]
-    assert turns.metrics() == {"time/turns": 4.0} and turns.metrics() == {"time/turns": 0.0}
+    assert colocation.metrics() == {"time/turns": 4.0} and colocation.metrics() == {"time/turns": 0.0}
 
 
 async def test_new_ranks_are_whole_when_they_start() -> None:
     party = Party()
-    turns = turns_of(party)
-    await turns.of_new_ranks()
+    colocation = colocation_of(party)
+    await colocation.to_new_ranks()
     assert party.since() == ["release_memory"]
-    await turns.of_ranks()
+    await colocation.to_ranks()
     assert party.since() == []
-    await turns.of_servers()
+    await colocation.to_servers()
     assert party.since() == ["offload", "resume_memory"]
 
 
 @pytest.mark.parametrize(("fails", "done"), [("restore", ["release_memory", "restore"]), ("offload", ["offload"])])
 async def test_servers_stay_away_until_ranks_that_were_lost_have_left(fails: str, done: list[str]) -> None:
     party = Party()
-    turns = turns_of(party)
+    colocation = colocation_of(party)
     if fails == "offload":
-        await turns.of_ranks()
+        await colocation.to_ranks()
         party.since()
     party.fails = fails
     with pytest.raises(RankLost):
-        await (turns.of_servers() if fails == "offload" else turns.of_ranks())
+        await (colocation.to_servers() if fails == "offload" else colocation.to_ranks())
     assert party.since() == done
     party.fails = ""
     # A restart: the servers are away already.
-    await turns.of_new_ranks()
+    await colocation.to_new_ranks()
     assert party.since() == []
-    await turns.of_servers()
+    await colocation.to_servers()
     assert party.since() == ["offload", "resume_memory"]
 
 
-async def test_without_shared_devices_there_are_no_turns() -> None:
+async def test_without_shared_devices_nothing_is_handed_over() -> None:
     party = Party()
-    turns = turns_of(party, taken=False)
-    await turns.of_ranks()
-    await turns.of_new_ranks()
-    await turns.of_servers()
-    assert party.calls == [] and turns.metrics() == {}
+    colocation = colocation_of(party, enabled=False)
+    await colocation.to_ranks()
+    await colocation.to_new_ranks()
+    await colocation.to_servers()
+    assert party.calls == [] and colocation.metrics() == {}
