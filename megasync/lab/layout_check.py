@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from megasync.errors import ConfigError
-from megasync.lab.shard_rehearsal import Problem, rehearse
+from megasync.lab.transfer_check import Problem, check_transfer
 from megasync.layout.block_fp8 import Block
 from megasync.layout.engine_layout import EngineRank
 from megasync.layout.fp8_folder import linear_matrices
@@ -152,7 +152,7 @@ def check_layout(
         specs = [*layout.hf_tensors.items(), *layout.frozen_tensors.items()]
         engine = [rank.without(layout.frozen_tensors) for rank in engine_ranks(dtype, specs)]
         plan = plan_shards(layout, engine, bucket_mb * 2**20, dtype)
-        outcome = rehearse(layout, engine, plan, read, dtype)
+        outcome = check_transfer(layout, engine, plan, read, dtype)
     return Report(
         model=str(model),
         tensors=len(layout.hf_tensors),

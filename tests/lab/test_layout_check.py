@@ -10,7 +10,7 @@ from fake_engine import fake_engine, traced
 from msgspec import structs
 
 from megasync.cli import commands as cli
-from megasync.lab import shard_rehearsal as carrier
+from megasync.lab import transfer_check
 from megasync.lab.layout_check import check_layout
 from megasync.lab.render_layout import report_data
 from megasync.layout.layout import Layout
@@ -123,7 +123,7 @@ def test_the_numbers_of_a_report_are_consistent(folder):
 
 def test_a_failed_check_has_status_1_and_names_the_tensor(folder, call, in_miniature, monkeypatch):
     name = "model.layers.1.mlp.up_proj.weight"
-    check = carrier._EngineSide._check_slot
+    check = transfer_check._EngineSide._check_slot
 
     def crossed(self, slot, live, counts):
         """Expects the rows of the other rank."""
@@ -131,7 +131,7 @@ def test_a_failed_check_has_status_1_and_names_the_tensor(folder, call, in_minia
         other = slot._replace(hf_box=box._replace(row=box.rows - box.row)) if slot.hf_name == name else slot
         check(self, other, live, counts)
 
-    monkeypatch.setattr(carrier._EngineSide, "_check_slot", crossed)
+    monkeypatch.setattr(transfer_check._EngineSide, "_check_slot", crossed)
     path = folder()
     assert call(path, "--random", "--engine-tp", 2)[0] == cli.UNHEALTHY
     status, out, _ = call(path, "--random", "--engine-tp", 2, "--json")

@@ -45,8 +45,8 @@ class Problem(NamedTuple):
 
 
 @dataclass
-class RehearsalReport:
-    """The result of a rehearsal."""
+class TransferReport:
+    """The result of a check."""
 
     problems: list[Problem] = field(default_factory=list)
     # The most that shards, messages and engine parameters took together.
@@ -55,12 +55,14 @@ class RehearsalReport:
     untouched: Counter[str] = field(default_factory=Counter)
 
 
-def rehearse(layout: Layout, engine: Sequence[EngineRank], plan: ShardPlan, read: Read, dtype: str) -> RehearsalReport:
+def check_transfer(
+    layout: Layout, engine: Sequence[EngineRank], plan: ShardPlan, read: Read, dtype: str
+) -> TransferReport:
     """Moves every bucket of a plan, and compares the result with a load of the same tensors.
 
     ``read`` must be deterministic. ``dtype`` is that of the trainer's parameters.
     """
-    report = RehearsalReport()
+    report = TransferReport()
     checkpoint = _Checkpoint(layout, read, dtype)
     trainer = checkpoint.trainer()
     ranks = [
@@ -160,7 +162,7 @@ class _EngineSide:
     """One engine rank: receives buckets, and checks each parameter after its last bucket."""
 
     def __init__(
-        self, tp: int, rank: EngineRank, received: ReceivePlan, checkpoint: _Checkpoint, report: RehearsalReport
+        self, tp: int, rank: EngineRank, received: ReceivePlan, checkpoint: _Checkpoint, report: TransferReport
     ) -> None:
         self._where = f"engine rank {tp}"
         self._rank = rank
@@ -255,7 +257,7 @@ class _EngineSide:
         self._report.problems.append(Problem(tensor, self._where, what))
 
 
-def _compare_assembled(checkpoint: _Checkpoint, report: RehearsalReport) -> None:
+def _compare_assembled(checkpoint: _Checkpoint, report: TransferReport) -> None:
     """Assembles each Hugging Face tensor from the trainer's shards, as an export does, and compares it."""
     layout, trainer = checkpoint.layout, checkpoint.trainer()
     compared: set[str] = set()

@@ -8,7 +8,7 @@ from fake_engine import fake_engine, traced
 from msgspec import structs
 
 from megasync.lab.layout_check import random_weights
-from megasync.lab.shard_rehearsal import rehearse
+from megasync.lab.transfer_check import check_transfer
 from megasync.layout.engine_layout import Fill
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
@@ -39,7 +39,7 @@ def case(topology=TOPOLOGY, size=2, engine_dtype=torch.float32, dtype="float32",
 
 
 def run(layout, engine, plan, dtype="float32"):
-    return rehearse(layout, engine, plan, random_weights(layout.hf_tensors), dtype)
+    return check_transfer(layout, engine, plan, random_weights(layout.hf_tensors), dtype)
 
 
 @pytest.mark.parametrize(
