@@ -1,6 +1,6 @@
 """Which rectangle of which Hugging Face tensor a serving rank keeps, and where: the engine's side of the plan.
 
-Slots come from tracing the engine's own loader (`layout.trace`), so nothing here knows a model family.
+Slots come from tracing the engine's own loader (`layout.load_trace`), so nothing here knows a model family.
 """
 
 from __future__ import annotations

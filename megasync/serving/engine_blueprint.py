@@ -2,8 +2,8 @@
 
     python -m megasync.serving.engine_blueprint REQUEST ANSWER      (two JSON files)
 
-For each rank in turn, stage by stage, SGLang's own model class is built on the meta device, and `layout.trace` runs
-its loader. Layers take their rank and width from SGLang's runtime context, so no process group is needed. What a
+For each rank in turn, stage by stage, SGLang's own model class is built on the meta device, and `layout.load_trace`
+runs its loader. Layers take their rank and width from SGLang's runtime context, so no process group is needed. What a
 server does to weights after loading (packing for a kernel) is not covered.
 
 Apart from the plugin, this is the only file that depends on SGLang's internals.
@@ -102,7 +102,7 @@ def trace_ranks(arguments: Sequence[str], specs: Specs) -> list[EngineRank]:
     """
     from sglang.srt.server_args import prepare_server_args
 
-    from megasync.layout.trace import trace_load
+    from megasync.layout.load_trace import trace_load
 
     # Any: the attributes of ServerArgs exist only at run time.
     settings: Any = prepare_server_args(list(arguments))

@@ -88,7 +88,7 @@ class WeightReceiver(Protocol):
 
 def shard_receiver(rank: ServingRank) -> WeightReceiver:
     """The receiver of this process's model. It opens and allocates nothing before the first command."""
-    from megasync.layout.trace import live_tensors
+    from megasync.layout.load_trace import live_tensors
     from megasync.sync.shard.receiver import ShardReceiver
 
     return ShardReceiver(rank.rank, lambda: live_tensors(rank.model))
@@ -156,7 +156,7 @@ class Plugin:
         def commit() -> None:
             from sglang.srt.model_loader.loader import post_load_weights
 
-            from megasync.layout.trace import refresh_derived
+            from megasync.layout.load_trace import refresh_derived
 
             receiver, request, model = checked
             receiver.commit(request)
@@ -198,7 +198,7 @@ class Plugin:
         )
 
     def _trace(self, request: TraceRequest, rank: ServingRank) -> EngineRank:
-        from megasync.layout.trace import trace_load
+        from megasync.layout.load_trace import trace_load
 
         if request not in self._traces:
             self._traces[request] = trace_load(rank.model, request.specs)

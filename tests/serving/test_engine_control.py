@@ -10,7 +10,7 @@ from aiohttp import web
 from torch import nn
 
 from megasync.errors import ServerError
-from megasync.layout.trace import trace_load
+from megasync.layout.load_trace import trace_load
 from megasync.serving.control import ServerControl
 from megasync.serving.engine_control import EngineControl
 from megasync.serving.engine_protocol import decode, encode

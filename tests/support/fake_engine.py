@@ -9,7 +9,7 @@ from torch import nn
 
 from megasync.layout.engine_layout import EngineRank
 from megasync.layout.families import sizes_of
-from megasync.layout.trace import live_tensors, trace_load
+from megasync.layout.load_trace import live_tensors, trace_load
 
 
 class FakeEngineRank(nn.Module):

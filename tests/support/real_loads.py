@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parent / "oracle"))
 from engine_oracle import compare
 from sglang.srt.server_args import prepare_server_args
 
-from megasync.layout.trace import trace_load
+from megasync.layout.load_trace import trace_load
 from megasync.serving.engine_blueprint import build, rank_context
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from megasync.layout.engine_layout import EngineRank
-from megasync.layout.trace import refresh_derived, trace_load
+from megasync.layout.load_trace import refresh_derived, trace_load
 from megasync.sglang.updates import Plugin, ServingRank
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from torch import nn
 from megasync.errors import TraceError
 from megasync.layout.engine_layout import EngineRank, Fill, Slot
 from megasync.layout.layout import Box
-from megasync.layout.trace import trace_load
+from megasync.layout.load_trace import trace_load
 
 
 def check(model: nn.Module, specs, post_load=lambda model: None) -> EngineRank:
