@@ -1,18 +1,14 @@
-"""Asynchronous helpers: backoff between retries, tasks that end together, killing a process pool."""
+"""Asynchronous helpers: backoff between retries, tasks that end together."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections.abc import Awaitable, Coroutine
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-
-# Maximum wait, in seconds, until a killed process is reaped.
-REAP_SECONDS = 5.0
 
 
 class Backoff:
@@ -78,13 +74,3 @@ async def set_within(event: asyncio.Event, seconds: float) -> bool:
     with suppress(TimeoutError):
         await within(event.wait(), seconds)
     return event.is_set()
-
-
-def kill_pool(pool: ProcessPoolExecutor) -> None:
-    """Kills the workers. Running calls end with BrokenProcessPool; `pool.shutdown` alone would wait for them."""
-    workers = list((pool._processes or {}).values())
-    for worker in workers:
-        worker.kill()
-    pool.shutdown(wait=False, cancel_futures=True)
-    for worker in workers:
-        worker.join(timeout=REAP_SECONDS)

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import multiprocessing
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from megasync.concurrency.foreign import ForeignExit, explain, invoke, run
-from megasync.concurrency.orphans import end_with_parent
-from megasync.concurrency.tasks import kill_pool
+from megasync.concurrency.foreign import invoke, run
+from megasync.concurrency.processes import answer_in_process, kill_pool, one_process
 from megasync.environments.protocol import Environment, plain_answer
-from megasync.errors import MegasyncError
 
 Factory = Callable[[], Environment]
 
@@ -103,11 +100,12 @@ class ProcessWorker:
 
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
-        # spawn, because a fork would copy the locks of this process's threads and its sockets.
-        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent)
+        self._pool = one_process()
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        return await asyncio.wrap_future(self._pool.submit(_call_in_process, self._factory, method, arguments))
+        return await asyncio.wrap_future(
+            self._pool.submit(answer_in_process, _call_here, self._factory, method, arguments)
+        )
 
     def end(self) -> None:
         kill_pool(self._pool)
@@ -117,15 +115,10 @@ class ProcessWorker:
 _here: list[Environment] = []
 
 
-def _call_in_process(factory: Factory, method: str, arguments: tuple[Any, ...]) -> Any:
-    try:
-        if not _here:
-            _here.append(invoke(factory))
-        return invoke(_call, _here[0], method, arguments)
-    except MegasyncError:
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever a user's environment raises; it need not survive a pickle
-        raise ForeignExit(explain(error)) from None
+def _call_here(factory: Factory, method: str, arguments: tuple[Any, ...]) -> Any:
+    if not _here:
+        _here.append(factory())
+    return _call(_here[0], method, arguments)
 
 
 def _call(environment: Environment, method: str, arguments: tuple[Any, ...]) -> Any:

@@ -208,12 +208,12 @@ def _weights(model: Path, layout: Layout, random: bool) -> Iterator[Read]:
         yield folder.reading(layout.hf_tensors)
 
 
-def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int = SEED) -> Read:
+def random_weights(shapes: Mapping[str, tuple[int, ...]]) -> Read:
     """A reader of boxes of random float32 tensors, the same at every read."""
 
     @lru_cache(maxsize=KEPT_TENSORS)
     def tensor(name: str) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{SEED} {name}".encode()))
         return torch.randn(shapes[name], generator=generator)
 
     def read(name: str, box: Box) -> torch.Tensor:

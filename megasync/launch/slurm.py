@@ -61,9 +61,9 @@ def _scontrol(*words: str) -> str:
     return shown.stdout
 
 
-def run_file(run_root: str, environment: Mapping[str, str] = os.environ) -> Path:
+def run_file(run_root: str) -> Path:
     """The --continue file of this job, by which it resumes its run after a requeue."""
-    return Path(run_root) / f"slurm-{environment['SLURM_JOB_ID']}.run"
+    return Path(run_root) / f"slurm-{os.environ['SLURM_JOB_ID']}.run"
 
 
 def requeue(environment: Mapping[str, str] = os.environ) -> None:

@@ -44,9 +44,9 @@ def write_digits(out: Path, seed: int = SEED) -> None:
     _write(out, "qwen3", SIZES, seed)
 
 
-def write_digits_moe(out: Path, seed: int = SEED) -> None:
+def write_digits_moe(out: Path) -> None:
     """Writes the model of `write_digits` as a Qwen3-MoE."""
-    _write(out, "qwen3_moe", SIZES | EXPERTS, seed)
+    _write(out, "qwen3_moe", SIZES | EXPERTS, SEED)
 
 
 def _write(out: Path, family: str, sizes: dict[str, Any], seed: int) -> None:

@@ -76,13 +76,13 @@ class Convention:
         return {name: values for name, values in columns.items() if self.accepts is None or name in self.accepts}
 
 
-def convention_of(function: Callable[..., Any], shown: str = "") -> Convention:
-    """How to call the function. Raises ConfigError, naming it as `shown`, for one that no convention can call."""
+def convention_of(function: Callable[..., Any]) -> Convention:
+    """How to call the function. Raises ConfigError, naming it, for one that no convention can call."""
     try:
         parameters = list(invoke(inspect.signature, function).parameters.values())
     except (TypeError, ValueError):
         return Convention()
-    what = f"the reward function {shown or name_of(function)}{_written(parameters)}"
+    what = f"the reward function {name_of(function)}{_written(parameters)}"
     by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     kinds = {p.kind for p in parameters}
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

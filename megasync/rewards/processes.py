@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import multiprocessing
 import pickle
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -18,9 +17,8 @@ from typing import Any
 
 from megasync.base.importing import name_of
 from megasync.concurrency.foreign import DeadlineExceeded, ForeignExit, explain, invoke
-from megasync.concurrency.orphans import end_with_parent
-from megasync.concurrency.tasks import kill_pool
-from megasync.errors import ConfigError, MegasyncError
+from megasync.concurrency.processes import answer_in_process, kill_pool, one_process
+from megasync.errors import ConfigError
 
 
 class RewardProcesses:
@@ -44,7 +42,7 @@ class RewardProcesses:
                 # An idle process may have died for another reason; a new process shows whether the call is the cause.
                 with contextlib.suppress(BrokenProcessPool):
                     return await self._call_in(self._idle.pop(), timeout, function)
-            return await self._call_in(_pool(), timeout, function)
+            return await self._call_in(one_process(), timeout, function)
 
     def close(self) -> None:
         """Ends the processes, including those in the middle of a call."""
@@ -86,24 +84,13 @@ def check_picklable(function: Callable[..., Any]) -> None:
         ) from error
 
 
-def _pool() -> ProcessPoolExecutor:
-    # spawn, because a fork would copy the locks of this process's threads and its sockets.
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent)
-
-
 def _process_is_idle(call: Future) -> bool:
     """Whether the call's process is alive and idle."""
     return call.cancelled() or (call.done() and not isinstance(call.exception(), BrokenProcessPool))
 
 
 def _answer(function: Callable[[], Any]) -> Any:
-    """Runs in the worker process. A user's own errors stay there: they need not survive a pickle."""
-    try:
-        answer = invoke(function)
-    except MegasyncError:
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever a user's function raises
-        raise ForeignExit(explain(error)) from None
+    answer = answer_in_process(function)
     if inspect.isawaitable(answer):
         raise ForeignExit("it returned an awaitable, which cannot leave its process; write it as `async def`")
     return answer
