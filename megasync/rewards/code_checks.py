@@ -63,6 +63,8 @@ _STAND_INS = {
     "numpy": frozenset({"allclose", "float32", "float64", "isclose", "ndarray", "testing"}),
 }
 _FIXTURES = frozenset({"self", "capsys"})
+# What reading a text as JSON or Python may raise, however long or deep it is.
+UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -75,7 +77,7 @@ def check_of(text: str, entry: str | None = None, takes: Collection[str] = ()) -
     try:
         tree = ast.parse(text)
         table = symtable.symtable(text, "<tests>", "exec")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except UNREADABLE as error:
         raise DataError(f"they are neither JSON nor Python ({error})") from None
     modules = _imported(tree)
     _check_replaced(tree)
@@ -132,7 +134,7 @@ def _free(table: symtable.SymbolTable) -> set[str]:
 def _names_of_entry(entry: str) -> set[str]:
     try:
         tree = ast.parse(entry.strip(), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except UNREADABLE:
         raise DataError(f"the entry point {entry!r:.100} is not the name of a function") from None
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 

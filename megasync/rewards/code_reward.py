@@ -22,8 +22,7 @@ from megasync.rewards.sandbox import (
     Check,
     Limits,
     isolation,
-    network_is_cut,
-    problem_with,
+    probe,
     run_check,
     run_program,
     sweep,
@@ -57,15 +56,15 @@ class CodeReward:
         self._limits = Limits(**limits)
         if parallel is not None and parallel < 1:
             raise TypeError(f"parallel={parallel} must be at least 1")
-        if self._limits != Limits() and (problem := problem_with(self._limits)):
-            raise TypeError(f"no program can run within {self._limits}; raise the limits ({problem})")
         self._free = asyncio.Semaphore(parallel or os.cpu_count() or 1)
         self._swept = False
         try:
-            cut = network_is_cut()
+            kind = isolation()
         except OSError as error:
             raise TypeError(f"the code reward cannot run programs on this machine: {error}") from error
-        if not cut:
+        if self._limits != Limits() and (problem := probe(kind, self._limits)):
+            raise TypeError(f"no program can run within {self._limits}; raise the limits ({problem})")
+        if not kind.namespaces:
             if require_no_network:
                 raise TypeError(
                     "require_no_network=True, but this kernel does not allow unprivileged namespaces; enable them "
@@ -76,7 +75,7 @@ class CodeReward:
                 "The code reward runs without namespaces, which this kernel does not allow: programs have network "
                 "access, can read %s, and have no disk limit. See docs/rewards.md",
                 "what every user can read"
-                if isolation().own_user
+                if kind.own_user
                 else "everything that you can, including this process's memory",
             )
 

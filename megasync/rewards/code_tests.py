@@ -23,7 +23,7 @@ from itertools import zip_longest
 from typing import Any
 
 from megasync.errors import DataError
-from megasync.rewards.code_checks import check_of
+from megasync.rewards.code_checks import UNREADABLE, check_of
 from megasync.rewards.sandbox import Check
 from megasync.rewards.sandbox_check import TOLERANCE
 
@@ -87,7 +87,7 @@ def read_tests(tests: Any, columns: Mapping[str, Any]) -> list[Run | Check]:
         read = list(_read(tests, _Context().within(columns)))
         if read and all(isinstance(test, Run) and not test.output.strip() for test in read):
             raise DataError("every expected output is empty, so a program that does nothing would pass")
-    except (DataError, TypeError, ValueError, RecursionError, MemoryError) as error:
+    except (DataError, *UNREADABLE) as error:
         raise DataError(f"tests={_excerpt(tests)} cannot be used: {error}") from None
     return read
 
@@ -197,7 +197,7 @@ def _only_prepares(text: str) -> bool:
     """Whether test code only imports and defines, for the tests after it."""
     try:
         body = ast.parse(text).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except UNREADABLE:
         return False
     return all(isinstance(node, ast.Import | ast.ImportFrom | ast.Assign) for node in body)
 
@@ -209,16 +209,10 @@ def _data(value: Any) -> Any:
             value = value.tolist()
         if not isinstance(value, str) or value.strip()[:1] not in ("{", "[", "(", '"'):
             break
-        for read in (json.loads, ast.literal_eval):
-            try:
-                parsed = read(value.strip())
-            except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-                continue
-            if isinstance(parsed, str | list | tuple | dict):
-                value = parsed
-                break
-        else:
+        parsed = next((each for each in _parsed(value) if isinstance(each, str | list | tuple | dict)), None)
+        if parsed is None:
             break
+        value = parsed
     return value
 
 
@@ -226,12 +220,19 @@ def _value(text: Any) -> Any:
     """The value of a JSON text, or of a Python literal."""
     if not isinstance(text, str):
         return text
+    for value in _parsed(text):
+        return value
+    raise DataError(f"{text!r:.100} is not JSON; the arguments of a function are one JSON value a line")
+
+
+def _parsed(text: str) -> Iterator[Any]:
+    """The value of a text as JSON, then as a Python literal, without what it is not."""
     for read in (json.loads, ast.literal_eval):
         try:
-            return read(text.strip())
-        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+            value = read(text.strip())
+        except UNREADABLE:
             continue
-    raise DataError(f"{text!r:.100} is not JSON; the arguments of a function are one JSON value a line")
+        yield value
 
 
 def _strings(value: Any) -> list[str]:

@@ -56,8 +56,7 @@ _REMOVE_SECONDS = 120.0
 # Seconds that a program has to exit after its check has failed.
 _PROGRAM_SECONDS = 1.0
 _PROBE_SECONDS = 30.0
-# A folder's name identifies its owner: process id, and start in clock ticks since boot.
-# Of the machine and container, the process, and its start; `_prefix`.
+# A folder's name identifies its owner: machine and container, process id, and start in clock ticks since boot.
 _FOLDER = re.compile(r"megasync-sandbox-([0-9a-f]{8})-([0-9]+)-([0-9]+)-")
 
 
@@ -115,7 +114,8 @@ class ProgramResult:
 class Isolation:
     """How programs are kept apart on this machine."""
 
-    # How namespaces are created: as root ("root"), as an ordinary user ("user"), or not at all ("").
+    # How namespaces are created: as root ("root"), as an ordinary user ("user"), or not at all (""). Only with them
+    # programs have no network and cannot see this machine's files and processes.
     namespaces: str
     # Whether a program has a user id of its own.
     own_user: bool
@@ -191,7 +191,7 @@ def isolation() -> Isolation:
     """The strongest isolation that works here, found by running a program in each. Raises OSError when none works."""
     problem = ""
     for kind in _kinds():
-        problem = _probe(kind)
+        problem = probe(kind)
         if not problem:
             return kind
         log.debug("Sandbox does not work with %s: %s", kind, problem)
@@ -211,11 +211,6 @@ def _link_code() -> dict[str, str]:
     """The text of each module of the link, by its full name."""
     package = __name__.rpartition(".")[0]
     return {f"{package}.{name}": Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8") for name in _LINK}
-
-
-def network_is_cut() -> bool:
-    """Whether programs have no network and cannot see this machine's files and processes."""
-    return bool(isolation().namespaces)
 
 
 async def sweep() -> None:
@@ -352,13 +347,8 @@ def _abandoned() -> list[Path]:
     ]
 
 
-def problem_with(limits: Limits) -> str:
-    """Why no program can run within these limits; empty if programs can."""
-    return _probe(isolation(), limits)
-
-
-def _probe(kind: Isolation, limits: Limits = Limits()) -> str:
-    """Why programs cannot run with this isolation; empty if they can."""
+def probe(kind: Isolation, limits: Limits = Limits()) -> str:
+    """Why programs cannot run with this isolation and within these limits; empty if they can."""
     with tempfile.TemporaryDirectory(prefix=_prefix()) as folder:
         if kind.own_user:
             os.chmod(folder, 0o711)

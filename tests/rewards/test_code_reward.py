@@ -66,14 +66,15 @@ async def test_each_row_of_a_call_has_its_own_tests():
 
 
 def test_a_kernel_without_network_isolation_is_refused_if_isolation_is_required(monkeypatch):
-    monkeypatch.setattr("megasync.rewards.code_reward.network_is_cut", lambda: False)
+    monkeypatch.setattr("megasync.rewards.code_reward.isolation", lambda: sandbox.Isolation("", False))
     CodeReward()
     with pytest.raises(TypeError, match="require_no_network.*user namespaces|namespaces.*container"):
         CodeReward(require_no_network=True)
 
 
 def test_a_machine_that_cannot_run_programs_is_refused(monkeypatch):
-    monkeypatch.setattr(sandbox, "_probe", lambda kind: "no clone")
+    monkeypatch.setattr(sandbox, "probe", lambda kind: "no clone")
     sandbox.isolation.cache_clear()
-    with pytest.raises(TypeError, match="cannot run programs on this machine.*no clone"):
-        CodeReward()
+    for limits in ({}, {"cpu_seconds": 1}):
+        with pytest.raises(TypeError, match="cannot run programs on this machine.*no clone"):
+            CodeReward(**limits)

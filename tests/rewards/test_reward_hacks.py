@@ -332,7 +332,7 @@ FORKS = {
 
 
 # The kinds of isolation that work on this machine.
-STRONGEST, *WEAKER = KINDS = [kind for kind in sandbox._kinds() if not sandbox._probe(kind)]
+STRONGEST, *WEAKER = KINDS = [kind for kind in sandbox._kinds() if not sandbox.probe(kind)]
 # Programs whose effect depends on the kind of isolation: what they leave behind, and what they find around them.
 KIND_DEPENDENT = (
     *("leaves children", "makes 1,500 nested folders", "makes 20,000 files", "makes files nobody may remove"),

@@ -15,7 +15,7 @@ from sandboxes import of_sandboxes
 
 from megasync.rewards import sandbox
 from megasync.rewards.code_reward import CodeReward
-from megasync.rewards.sandbox import Check, Isolation, Limits, network_is_cut, run_check, run_program, sweep
+from megasync.rewards.sandbox import Check, Isolation, Limits, run_check, run_program, sweep
 
 pytestmark = pytest.mark.processes
 
@@ -188,7 +188,7 @@ async def test_a_program_sees_neither_this_environment_nor_installed_packages(mo
     assert "No module named 'numpy'" in outcome.stderr
 
 
-@pytest.mark.skipif(not network_is_cut(), reason="this kernel does not allow unprivileged namespaces")
+@pytest.mark.skipif(not sandbox.isolation().namespaces, reason="this kernel does not allow unprivileged namespaces")
 async def test_a_program_has_no_network_and_processes_of_other_sessions_end_with_it():
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     async with server:
