@@ -17,7 +17,7 @@ from megasync.buffer.state import BufferCounts
 from megasync.cluster.remote_buffer import RemoteBuffer
 from megasync.errors import LedgerError
 from megasync.lab.sim.chance import Chance
-from megasync.lab.sim.laws import Laws
+from megasync.lab.sim.invariants import Invariants
 
 CALL_SECONDS = 0.002
 
@@ -29,12 +29,12 @@ class DistantBuffer(RemoteBuffer):
         self,
         start: Callable[[], AsyncBuffer],
         chance: Chance,
-        laws: Laws,
+        invariants: Invariants,
         on_orphan: Callable[[str, BaseException], None],
     ) -> None:
         self._start_process = start
         self._chance = chance
-        self._laws = laws
+        self._invariants = invariants
         self._on_orphan = on_orphan
         self._claims = 0
         self._cut = False
@@ -56,9 +56,9 @@ class DistantBuffer(RemoteBuffer):
             return
         state = self.process._state
         self._opened = True
-        self._laws.watch(state)
+        self._invariants.watch(state)
         if self._before is not None:
-            self._laws.survives(self._before, state.counts())
+            self._invariants.survives(self._before, state.counts())
 
     def crash(self) -> None:
         """Kill the process as kill -9 does: recorded changes survive, calls in flight are lost."""
@@ -66,7 +66,7 @@ class DistantBuffer(RemoteBuffer):
         self._before = self.process._state.counts() if sound else None
         self._abandon()
         self._open()
-        self._laws.note("the buffer has started again")
+        self._invariants.note("the buffer has started again")
 
     def cut(self) -> None:
         """Cancel all calls because the driver died. No caller remains, neither to call nor to receive a reply."""
@@ -88,7 +88,7 @@ class DistantBuffer(RemoteBuffer):
     async def save_partials(self, partials: dict[tuple[str, int, int], EncodedPartial]) -> None:
         for uid, _, _ in partials:
             # A saved partial was taken before the final piece of its request, with the server's report of versions.
-            self._laws.unreported(uid)
+            self._invariants.unreported(uid)
         await super().save_partials(partials)
 
     async def _call(self, method: str, *arguments: Any, **options: Any) -> Any:

@@ -38,8 +38,8 @@ from megasync.evaluation.held_out import HeldOutSet
 from megasync.evaluation.periodic import PeriodicEvaluation
 from megasync.lab.sim.distant import DistantBuffer
 from megasync.lab.sim.fleet import SimFleet
+from megasync.lab.sim.invariants import Broken, Invariants
 from megasync.lab.sim.language import CONTEXT, END, MOST_TOKENS, ROW_TOKEN, VOCABULARY, Tokenizer, sampled_by
-from megasync.lab.sim.laws import Broken, Laws
 from megasync.lab.sim.network import Network, SimSession
 from megasync.lab.sim.ranks import SimRanks
 from megasync.lab.sim.servers import LIES, ROUTER_URL, SimServer
@@ -89,25 +89,27 @@ class Driver:
     def __init__(self, world: World, number: int) -> None:
         self._world = world
         self._number = number
-        self._chance, self._laws, self._loop = world.chance, world.laws, world.loop
+        self._chance, self._invariants, self._loop = world.chance, world.invariants, world.loop
         self._config = config = world.config
         schedule, timeouts, health = config.schedule, config.timeouts, config.rollout.health
         rows = [{"prompt": chr(ROW_TOKEN + row)} for row in range(world.rows)]
         self._source = PromptSource(rows, _RowRenderer(), shuffle=True, seed=self._chance.seed)
         self._checkpoint = checkpoint.latest(world.run_dir)
         ledger = world.run_dir / LEDGER_FILE
-        self.progress = restore(self._checkpoint, ledger, schedule, self._source, self._laws.note)
+        self.progress = restore(self._checkpoint, ledger, schedule, self._source, self._invariants.note)
         total = schedule.total_steps * schedule.groups_per_step
         self._orphan_error: asyncio.Future[None] = self._loop.create_future()
         self.buffer = DistantBuffer(
             lambda: AsyncBuffer(schedule, total, clock=self._loop.time, ledger=ledger),
             self._chance,
-            self._laws,
+            self._invariants,
             self._orphan,
         )
-        self._network = Network(self._chance, self._laws)
-        self._laws.new_devices(config.cluster.colocate)
-        self.ranks = SimRanks(self._chance, self._laws, world.run_dir, config.checkpoint.keep, timeouts.train_step)
+        self._network = Network(self._chance, self._invariants)
+        self._invariants.new_devices(config.cluster.colocate)
+        self.ranks = SimRanks(
+            self._chance, self._invariants, world.run_dir, config.checkpoint.keep, timeouts.train_step
+        )
         poison = None if world.poison is None else ROW_TOKEN + world.poison
         self.fleet = SimFleet(world, number, self._network, poison)
         self._publisher = SimPublisher(self.ranks, self._network, timeouts.weight_sync)
@@ -189,7 +191,7 @@ class Driver:
             fleet=self.fleet,
             evaluate=partial(self._evaluate, answer, held_out),
             cursor=self._source.state,
-            observer=_Observer(self._laws),
+            observer=_Observer(self._invariants),
             rollout_workers=self._workers,
         )
         return Controller(config, parts, self.progress, clock=clock)
@@ -216,15 +218,15 @@ class Driver:
         longest = LONGEST_RUN + HANGS * self._config.timeouts.train_step
         try:
             await asyncio.wait(watched, timeout=dies_after or longest, return_when=asyncio.FIRST_COMPLETED)
-            if self._laws.broken is not None:
-                raise self._laws.broken
+            if self._invariants.broken is not None:
+                raise self._invariants.broken
             if self._orphan_error.done():
                 self._orphan_error.result()
             if running.done():
                 return self._judge(running.exception())
             if dies_after is None:
                 raise Broken(f"the run is not over after {longest:g} s: {await self._controller.dump()}")
-            self._laws.note(f"driver {self._number} is killed")
+            self._invariants.note(f"driver {self._number} is killed")
             return None
         finally:
             self.buffer.cut()
@@ -257,7 +259,7 @@ class Driver:
             began = self._loop.time()
             await self._client.close()
             took = self._loop.time() - began
-            self._laws.need(took < CLOSE_SECONDS, f"closing the client took {took:.0f} s")
+            self._invariants.need(took < CLOSE_SECONDS, f"closing the client took {took:.0f} s")
 
     async def _workflow(self, client: Any, sample: dict[str, Any]) -> Trajectory:
         """Generate one response or, if the world uses chats, two with a tool result between them."""
@@ -294,8 +296,10 @@ class Driver:
             self._chance.met[ABANDONED] += 1
             raise
         if pinned is not None:
-            self._laws.scored(version, answers.values())
-            self._laws.note(f"step {step} is evaluated at version {version}; {self.progress.version} is published")
+            self._invariants.scored(version, answers.values())
+            self._invariants.note(
+                f"step {step} is evaluated at version {version}; {self.progress.version} is published"
+            )
             self._chance.met[OUTLIVED] += self.progress.version > version
         return metrics
 
@@ -323,10 +327,10 @@ class Driver:
     def _judge(self, error: BaseException | None) -> str | None:
         """Check the invariants of this ending and return its name, or None if the run is to be resumed."""
         if self._met_full_disk(error):
-            self._laws.note(f"driver {self._number} ends, its disk was full: {type(error).__name__}")
+            self._invariants.note(f"driver {self._number} ends, its disk was full: {type(error).__name__}")
             return None
         counts = self.buffer.process._state.counts()
-        self._laws.balance(counts)
+        self._invariants.balance(counts)
         if isinstance(error, (PublishError, ProcessLost, ServerError)) and not self._started:
             # The run can be resumed after a failed start.
             return None
@@ -337,9 +341,9 @@ class Driver:
         if self._controller.stop_reason:
             saved = checkpoint.latest(self._world.run_dir)
             step = 0 if saved is None else checkpoint.step_of(saved)
-            self._laws.need(self.progress.step == step, f"stopped after step {self.progress.step}, saved {step}")
+            self._invariants.need(self.progress.step == step, f"stopped after step {self.progress.step}, saved {step}")
             return "stopped"
-        self._laws.ends(self._config.schedule.total_steps, self.ranks.weights, counts)
+        self._invariants.ends(self._config.schedule.total_steps, self.ranks.weights, counts)
         return "finished"
 
     def _explained(self, reason: str) -> str:
@@ -351,7 +355,7 @@ class Driver:
         if reason == "rollout.min_servers":
             faults, unproven = self._fleet_faults() - self._faults_before, self.fleet.unproven
             restarts = self._config.rollout.health.restarts
-            self._laws.need(
+            self._invariants.need(
                 faults + unproven > restarts,
                 f"the servers are lost to {faults} faults and {unproven} deaths by a prompt, "
                 f"each has {restarts} restarts",
@@ -360,7 +364,7 @@ class Driver:
             met, restarts = self._worker_faults(), self._config.rollout.health.restarts
             # A row that kills its worker costs no more than its losses beside others, before it is convicted.
             met += CROWD_DEATHS if self._world.deadly is not None else 0
-            self._laws.need(met > restarts, f"all workers are lost to {met} faults, each has {restarts} restarts")
+            self._invariants.need(met > restarts, f"all workers are lost to {met} faults, each has {restarts} restarts")
         return reason
 
     def _worker_faults(self) -> int:
@@ -383,7 +387,7 @@ class Driver:
             kind = choice.choice(list(faults))
             if self._world.likely in faults and choice.random() < 0.5:
                 kind = self._world.likely
-            self._laws.note(f"fault {number}: {kind}")
+            self._invariants.note(f"fault {number}: {kind}")
             self._chance.met[f"at any moment: {kind}"] += 1
             faults[kind](self)
 
@@ -400,7 +404,7 @@ class Driver:
     def make_a_server_lie(self) -> None:
         def lie(server: SimServer) -> None:
             server.lie = self._chance.choice.choice(LIES)
-            self._laws.note(f"{server.url} lies: {server.lie}")
+            self._invariants.note(f"{server.url} lies: {server.lie}")
 
         self.hit_a_server(lie)
 
@@ -451,11 +455,11 @@ class _RowRenderer(Renderer):
 class _Observer:
     """Records messages in the history and discards metrics."""
 
-    def __init__(self, laws: Laws) -> None:
-        self._laws = laws
+    def __init__(self, invariants: Invariants) -> None:
+        self._invariants = invariants
 
     def message(self, text: str) -> None:
-        self._laws.note(f"the run says: {text}")
+        self._invariants.note(f"the run says: {text}")
 
     def step(self, step: int, version: int, metrics: dict[str, float]) -> None: ...
     def evaluation(self, step: int, version: int, metrics: dict[str, float]) -> None: ...

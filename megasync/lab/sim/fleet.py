@@ -32,8 +32,8 @@ class SimFleet(Fleet):
         # Deaths caused by a prompt that were attributed to requests, and deaths whose restarts were refunded.
         self._attributed = self._refunded = 0
         self.on_departure(self._departed)
-        self._laws = network.laws
-        self._laws.pinned = lambda: {server.url for server in self.pinned()}
+        self._invariants = network.invariants
+        self._invariants.pinned = lambda: {server.url for server in self.pinned()}
 
     def up(self) -> list[SimServer]:
         return [server for server in self._network.servers.values() if not server.gone.is_set()]
@@ -51,14 +51,14 @@ class SimFleet(Fleet):
     async def pin(self, count: int, version: int) -> list[str]:
         urls = await super().pin(count, version)
         for url in urls:
-            self._laws.note(f"{url} is pinned to version {version}")
-            self._laws.set_apart(url)
+            self._invariants.note(f"{url} is pinned to version {version}")
+            self._invariants.set_apart(url)
         return urls
 
     def unpin(self, urls: Iterable[str]) -> None:
         urls = list(urls)
         for url in urls:
-            self._laws.unpinned(url)
+            self._invariants.unpinned(url)
         super().unpin(urls)
 
     def _departed(self, slot: int, died: bool, requests_suspected: bool) -> None:
@@ -68,7 +68,7 @@ class SimFleet(Fleet):
     def _server_process(self, index: int) -> SimServer:
         network = self._network
         url = f"http://server:{self._driver}-{index}-{len(network.servers)}"
-        server = SimServer(url, network.chance, network.laws, self._config.rollout.stream_interval, self._poison)
+        server = SimServer(url, network.chance, network.invariants, self._config.rollout.stream_interval, self._poison)
         network.servers[url] = server
         return server
 

@@ -14,7 +14,7 @@ import orjson
 
 from megasync.lab.sim.answer import Answer, failed_answer, sent_answer
 from megasync.lab.sim.chance import Chance
-from megasync.lab.sim.laws import Laws
+from megasync.lab.sim.invariants import Invariants
 from megasync.lab.sim.servers import ROUTER_URL, SimRouter, SimServer
 from megasync.rollout.request_body import RequestBody
 from megasync.serving.engine_protocol import ROUTING_KEY_HEADER
@@ -25,9 +25,9 @@ LATENCY_SECONDS = 0.003
 class Network:
     """Maps URLs to the simulated servers and the router."""
 
-    def __init__(self, chance: Chance, laws: Laws) -> None:
+    def __init__(self, chance: Chance, invariants: Invariants) -> None:
         self.chance = chance
-        self.laws = laws
+        self.invariants = invariants
         self.servers: dict[str, SimServer] = {}
         self.router: SimRouter
 
@@ -97,7 +97,7 @@ class SimSession:
         finally:
             if not answer.received:
                 answer.left = True
-                self._network.laws.unreported(key)
+                self._network.invariants.unreported(key)
 
     async def close(self) -> None: ...
 

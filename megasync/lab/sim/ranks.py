@@ -13,7 +13,7 @@ from megasync.buffer.payload import LeasedGroup
 from megasync.cluster.trainer_group import Saved
 from megasync.errors import CheckpointError, RankLost, TrainingError
 from megasync.lab.sim.chance import Chance
-from megasync.lab.sim.laws import INITIAL, Laws, Weights
+from megasync.lab.sim.invariants import INITIAL, Invariants, Weights
 from megasync.trainer import checkpoint
 
 TRAIN_SECONDS, SAVE_SECONDS, START_SECONDS, TURN_SECONDS = 0.2, 0.1, 1.0, 0.05
@@ -28,9 +28,9 @@ class SimRanks:
     rank is detected after `deadline` seconds (`timeouts.train_step`).
     """
 
-    def __init__(self, chance: Chance, laws: Laws, run_dir: Path, keep: int, deadline: float) -> None:
+    def __init__(self, chance: Chance, invariants: Invariants, run_dir: Path, keep: int, deadline: float) -> None:
         self._chance = chance
-        self._laws = laws
+        self._invariants = invariants
         self._run_dir = run_dir
         self._keep = keep
         self._deadline = deadline
@@ -42,7 +42,7 @@ class SimRanks:
         # How many times the ranks were started. A transport's connections are valid for one start only.
         self.starts = 1
         self._whole = True
-        laws.takes_device("ranks")
+        invariants.takes_device("ranks")
         self.load()
 
     def load(self) -> Path | None:
@@ -57,18 +57,18 @@ class SimRanks:
     async def offload(self) -> None:
         await self.work("offload", self._chance.seconds("train", TURN_SECONDS, f"offload {self.starts}"))
         self._whole = False
-        self._laws.leaves_device("ranks")
+        self._invariants.leaves_device("ranks")
 
     async def restore(self) -> None:
-        self._laws.takes_device("ranks")
+        self._invariants.takes_device("ranks")
         await self.work("restore", self._chance.seconds("train", TURN_SECONDS, f"restore {self.starts}"))
         self._whole = True
 
     async def step(self, groups: Sequence[LeasedGroup], step: int, version: int) -> dict[str, float]:
         about = f"step {step}"
-        self._laws.need(self._whole, f"{about} begins on ranks that are not offloaded")
-        self._laws.trains(self.weights, step, version, groups)
-        self._laws.note(f"ranks train {about} on {', '.join(group.uid for group in groups)}")
+        self._invariants.need(self._whole, f"{about} begins on ranks that are not offloaded")
+        self._invariants.trains(self.weights, step, version, groups)
+        self._invariants.note(f"ranks train {about} on {', '.join(group.uid for group in groups)}")
         if self._chance.happens("rank hangs in a step", about):
             await self.work(about, self._deadline)
             self.kill()
@@ -78,15 +78,15 @@ class SimRanks:
             self.kill()
         await self.work(about, 0.0)
         if raising := [group.uid for group in groups if self._chance.always("step raises", group.uid)]:
-            self._laws.raises(raising[0])
+            self._invariants.raises(raising[0])
             raise TrainingError(f"group {raising[0]} cannot be trained")
         self.weights += (tuple(group.uid for group in groups),)
         return {"train/loss": 0.0}
 
     async def begin_save(self, step: int, state: dict[str, Any]) -> None:
         about = f"save {step}"
-        self._laws.need(self._whole, f"{about} begins on ranks that are not offloaded")
-        self._laws.need(self._saving is None, f"step {step} is saved before the save of another one ended")
+        self._invariants.need(self._whole, f"{about} begins on ranks that are not offloaded")
+        self._invariants.need(self._saving is None, f"step {step} is saved before the save of another one ended")
         if self._chance.happens("rank dies before a save", about):
             self.kill()
         await self.work(about, 0.0)
@@ -102,12 +102,12 @@ class SimRanks:
             return None
         self._saving = None
         path = checkpoint.step_path(self._run_dir, step)
-        self._laws.need(not path.exists(), f"step {step} is saved again")
+        self._invariants.need(not path.exists(), f"step {step} is saved again")
         try:
             self._write(path, state, weights)
         except OSError as error:
             raise CheckpointError(f"could not write checkpoint {path}: {error}") from error
-        self._laws.note(f"ranks have saved step {step}")
+        self._invariants.note(f"ranks have saved step {step}")
         if self._chance.happens("rank dies after a save", about):
             self.kill()
         await self.work(about, 0.0)
@@ -136,14 +136,14 @@ class SimRanks:
         self._saving = None
         self.starts += 1
         self._whole = True
-        self._laws.takes_device("ranks")
+        self._invariants.takes_device("ranks")
         about = f"start {self.starts}"
         if self._chance.happens("rank dies while it starts", about):
             self.kill()
         await self.work(about, self._chance.seconds("train", START_SECONDS, about))
         self.data_parallel = 1 if self._chance.happens("node is lost", about) else DATA_PARALLEL
         newest = self.load()
-        self._laws.note(f"ranks have started again from {newest.name if newest else 'the start'}")
+        self._invariants.note(f"ranks have started again from {newest.name if newest else 'the start'}")
         return None if newest is None else checkpoint.read_state(newest)
 
     async def can_grow(self) -> bool:

@@ -55,7 +55,7 @@ def simulate(seed: int, likely: str = "") -> Outcome:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
                 return runner.run(_run(world))
         except Exception as error:
-            error.add_note(f"seed {seed}; the last events:\n" + "\n".join(world.laws.history[-40:]))
+            error.add_note(f"seed {seed}; the last events:\n" + "\n".join(world.invariants.history[-40:]))
             raise
         finally:
             world.disk.free()
@@ -70,18 +70,18 @@ async def _run(world: World) -> Outcome:
         if number > 1:
             world.change_config(choice)
         world.change_disk(choice, faulty=number <= FAULTY_DRIVERS)
-        world.laws.note(f"driver {number} starts")
+        world.invariants.note(f"driver {number} starts")
         unrecorded = driver is not None and driver.buffer.unrecorded
         try:
             driver = Driver(world, number)
         except (LedgerError, CheckpointError) as error:
             if not world.disk.was_full or str(world.run_dir) not in str(error):
                 raise
-            world.laws.note(f"driver {number} does not start, its disk is full: {type(error).__name__}")
+            world.invariants.note(f"driver {number} does not start, its disk is full: {type(error).__name__}")
             continue
-        world.laws.pacing = Pacing.of(world.config.schedule)
-        world.laws.samples = world.config.schedule.samples_per_group
-        world.laws.driver_died(driver.buffer.process._state.status.newest_version if unrecorded else None)
+        world.invariants.pacing = Pacing.of(world.config.schedule)
+        world.invariants.samples = world.config.schedule.samples_per_group
+        world.invariants.driver_died(driver.buffer.process._state.status.newest_version if unrecorded else None)
         ended = await driver.run(deaths.pop() if deaths else None)
         if ended is not None:
             return Outcome(
@@ -92,9 +92,9 @@ async def _run(world: World) -> Outcome:
                 drivers=number,
                 seconds=world.loop.time(),
                 faults={kind: met for kind, met in world.chance.met.items() if met},
-                history=world.laws.history,
+                history=world.invariants.history,
             )
-    world.laws.fail(f"the run is not over after {MAX_DRIVERS} drivers")
+    world.invariants.fail(f"the run is not over after {MAX_DRIVERS} drivers")
 
 
 @contextmanager

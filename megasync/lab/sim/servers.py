@@ -15,8 +15,8 @@ import orjson
 from megasync.errors import ServerError
 from megasync.lab.sim.answer import Answer, failed_answer, json_answer
 from megasync.lab.sim.chance import Chance
+from megasync.lab.sim.invariants import INITIAL, Invariants, Weights
 from megasync.lab.sim.language import END, VOCABULARY, logprob, next_token
-from megasync.lab.sim.laws import INITIAL, Laws, Weights
 
 ROUTER_URL = "http://router:1"
 START_SECONDS, ROUTER_SECONDS, ANSWER_SECONDS, TOKEN_SECONDS, MEMORY_SECONDS = 0.6, 0.2, 0.005, 0.04, 0.03
@@ -44,7 +44,9 @@ class SimServer:
     of a streamed answer. A prompt that begins with the token `poison` kills the process.
     """
 
-    def __init__(self, url: str, chance: Chance, laws: Laws, stream: int, poison: int | None = None) -> None:
+    def __init__(
+        self, url: str, chance: Chance, invariants: Invariants, stream: int, poison: int | None = None
+    ) -> None:
         self.url = url
         self.version = 0
         self.weights: Weights | None = INITIAL
@@ -56,7 +58,7 @@ class SimServer:
         self.slowness = 1.0
         self._poison = poison
         self._chance = chance
-        self._laws = laws
+        self._invariants = invariants
         self._stream = max(1, stream)
         self._wedged = False
         self._has_memory = True
@@ -69,12 +71,12 @@ class SimServer:
     # Process interface, used by the fleet
 
     async def start(self, timeout: float) -> str:
-        self._laws.takes_device(self.url)
+        self._invariants.takes_device(self.url)
         await asyncio.sleep(self._chance.seconds("generate", START_SECONDS, self.url))
         if self._chance.happens("server dies while it starts", self.url):
             self.kill()
             raise ServerError(f"{self.url} died while it started")
-        self._laws.note(f"{self.url} is up")
+        self._invariants.note(f"{self.url} is up")
         return self.url
 
     async def ended(self) -> None:
@@ -98,8 +100,8 @@ class SimServer:
     def kill(self) -> None:
         if self.gone.is_set():
             return
-        self._laws.note(f"{self.url} is gone")
-        self._laws.leaves_device(self.url)
+        self._invariants.note(f"{self.url} is gone")
+        self._invariants.leaves_device(self.url)
         self.gone.set()
         for request in list(self._requests.values()):
             request.cut()
@@ -124,7 +126,7 @@ class SimServer:
         if self.gone.is_set():
             answer.cut()
             return answer
-        self._laws.asked(self.url, key)
+        self._invariants.asked(self.url, key)
         self._begun += 1
         request = _Request(body.get("rid", f"{self.url} {self._begun}"), body, key, answer)
         self._requests[request.rid] = request
@@ -142,12 +144,12 @@ class SimServer:
             else:
                 request.answer.cut()
         elif (error := task.exception()) is not None:
-            self._laws.record(error)
+            self._invariants.record(error)
 
     async def _sample(self, request: _Request) -> None:
         if request.ids[0] == self._poison:
             await asyncio.sleep(ANSWER_SECONDS)
-            self._laws.note(f"{request.rid} of group {request.key} kills {self.url}")
+            self._invariants.note(f"{request.rid} of group {request.key} kills {self.url}")
             self.poisoned = not self.gone.is_set()
             self.kill()
         while True:
@@ -157,7 +159,7 @@ class SimServer:
             await self._running.wait()
             if request.answer.left:
                 return
-            self._laws.serves(self.url, self.version, self.weights, request.key)
+            self._invariants.serves(self.url, self.version, self.weights, request.key)
             request.sample(self.version)
             self._decoded += 1
             if request.token_ids[-1] == END and len(request.token_ids) >= request.least:
@@ -192,7 +194,9 @@ class SimServer:
     def _abort(self, body: dict[str, Any]) -> None:
         """Abort all requests, or only the one with the given `rid`."""
         rid = body.get("rid")
-        self._laws.need(rid is None or rid in self._requests, f"{self.url} is to abort {rid}, which it does not have")
+        self._invariants.need(
+            rid is None or rid in self._requests, f"{self.url} is to abort {rid}, which it does not have"
+        )
         for request in self._requests.values():
             if not self._wedged and request.task is not None and rid in (None, request.rid):
                 request.aborted = True
@@ -208,7 +212,7 @@ class SimServer:
         if path == "/pause_generation":
             self.pause()
         if path == "/continue_generation":
-            self._laws.need(self._has_memory, f"{self.url} has its memory when it generates again")
+            self._invariants.need(self._has_memory, f"{self.url} has its memory when it generates again")
             self.resume()
         if path == "/abort_request":
             self._abort(body)
@@ -230,10 +234,12 @@ class SimServer:
         if self.gone.is_set():
             return failed_answer(503, "gone")
         resumes = path == "/resume_memory_occupation"
-        self._laws.need(resumes != self._has_memory, f"{self.url} releases and resumes its memory in turns")
-        self._laws.need(resumes or not self._running.is_set(), f"{self.url} is paused when it releases its memory")
+        self._invariants.need(resumes != self._has_memory, f"{self.url} releases and resumes its memory in turns")
+        self._invariants.need(
+            resumes or not self._running.is_set(), f"{self.url} is paused when it releases its memory"
+        )
         self._has_memory = resumes
-        (self._laws.takes_device if resumes else self._laws.leaves_device)(self.url)
+        (self._invariants.takes_device if resumes else self._invariants.leaves_device)(self.url)
         return json_answer({})
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection
 
 from megasync.errors import RankLost
-from megasync.lab.sim.laws import Weights
+from megasync.lab.sim.invariants import Weights
 from megasync.lab.sim.network import Network
 from megasync.lab.sim.ranks import SimRanks
 from megasync.lab.sim.servers import SimServer
@@ -22,7 +22,7 @@ class SimPublisher:
     def __init__(self, ranks: SimRanks, network: Network, deadline: float) -> None:
         self._ranks = ranks
         self._network = network
-        self._chance, self._laws = network.chance, network.laws
+        self._chance, self._invariants = network.chance, network.invariants
         self._deadline = deadline
         self._urls: set[str] = set()
         self._linked_to = ranks.starts, ranks.data_parallel
@@ -38,11 +38,11 @@ class SimPublisher:
 
     async def publish(self, version: int, only: Collection[str] | None = None) -> dict[str, float]:
         ranks = self._ranks.starts, self._ranks.data_parallel
-        self._laws.need(self._linked_to == ranks, "the transport knows the ranks that it asks")
+        self._invariants.need(self._linked_to == ranks, "the transport knows the ranks that it asks")
         weights = self._ranks.weights
-        self._laws.publish_begins(version, weights)
+        self._invariants.publish_begins(version, weights)
         targets = {url: self._network.servers[url] for url in sorted(self._urls) if only is None or url in only}
-        self._laws.note(f"publish {version} to {', '.join(targets)}")
+        self._invariants.note(f"publish {version} to {', '.join(targets)}")
         failed = {url: "it is no longer among the servers" for url in sorted(only or ()) if url not in targets}
         moved: list[str] = []
         phase, cause = "stage", None
@@ -58,11 +58,11 @@ class SimPublisher:
             cause = loss
         broken = not failed and cause is None and self._chance.happens("link breaks in a sync", f"version {version}")
         if failed or cause or broken:
-            self._laws.note(f"publish {version} failed in {phase}: {failed or cause or 'link'}; moved: {moved}")
+            self._invariants.note(f"publish {version} failed in {phase}: {failed or cause or 'link'}; moved: {moved}")
             engines = list(failed) or ["trainer"]
             problem = f"version {version}: {failed or cause or 'the link broke'}"
             raise PublishError(problem, version, phase, engines, {}, failed, moved) from cause
-        self._laws.publish_ends(version)
+        self._invariants.publish_ends(version)
         return {"sync/version": float(version)}
 
     async def _stage(self, version: int, targets: dict[str, SimServer]) -> dict[str, str]:
@@ -98,8 +98,8 @@ class SimPublisher:
                 failed[url] = "it died in its commit"
                 continue
             server.version, server.weights = version, weights
-            self._laws.synced(url)
+            self._invariants.synced(url)
             server.resume()
-            self._laws.names(version, server.weights)
+            self._invariants.names(version, server.weights)
             moved.append(url)
         await self._ranks.work(f"sync {version}", 0.0)

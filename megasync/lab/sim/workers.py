@@ -97,7 +97,7 @@ class SimWorkerProcess:
         if self._chance.happens("server dies while it starts", f"worker {self.name}"):
             raise ProcessLost(f"worker {self.name} died while it started")
         self._build()
-        self._world.laws.note(f"worker {self.name} is up")
+        self._world.invariants.note(f"worker {self.name} is up")
 
     def processes(self) -> list[tuple[str, int]]:
         return []
@@ -110,7 +110,7 @@ class SimWorkerProcess:
 
     async def kill(self) -> None:
         if self.up:
-            self._world.laws.note(f"worker {self.name} is killed")
+            self._world.invariants.note(f"worker {self.name} is killed")
         self.die()
         if self._worker is not None:
             await self._client.close()
@@ -184,7 +184,7 @@ class SimWorkerProcess:
         """The driver's workflow, except for the row that kills or blocks its worker."""
         if self._deadly and sample["prompt"] == self._deadly:
             self._chance.met[DEADLY_ROW] += 1
-            self._world.laws.note(f"row {sample['prompt']!r} kills worker {self.name}")
+            self._world.invariants.note(f"row {sample['prompt']!r} kills worker {self.name}")
             if self._chance.share("blocks") < 0.3:
                 self.hang()
             else:

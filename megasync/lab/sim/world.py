@@ -1,4 +1,4 @@
-"""What survives a simulated driver: the run directory, the configuration, the laws and the decisions of the seed."""
+"""What survives a simulated driver: run directory, configuration, invariants and the decisions of the seed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from megasync.config import Config
 from megasync.lab.sim.chance import Chance
 from megasync.lab.sim.clock import VirtualLoop
+from megasync.lab.sim.invariants import Invariants
 from megasync.lab.sim.language import MOST_TOKENS
-from megasync.lab.sim.laws import Laws
 
 ROWS = 7
 # The fault of a row whose workflow kills or blocks its worker.
@@ -57,7 +57,7 @@ class Disk:
 
 
 class World:
-    """The state that survives a driver: the run directory, the configuration, the laws and the seed's decisions.
+    """The state that survives a driver: the run directory, the configuration, the invariants and the seed's decisions.
 
     `rows` is the size of the dataset. `poison` is the row whose requests kill their server, or None; `deadly` the one
     whose workflow kills or blocks its worker. `chats` is whether the workflow uses chats with tools.
@@ -87,7 +87,7 @@ class World:
         self.loop = loop
         self.run_dir = run_dir
         self.disk = Disk()
-        self.laws = Laws(seed, loop.time, run_dir)
+        self.invariants = Invariants(seed, loop.time, run_dir)
 
     def change_config(self, choice: random.Random) -> None:
         """Change some of the settings that `megasync resume RUN key=value` may change, in some of the resumes."""
@@ -101,7 +101,7 @@ class World:
             current, value = getattr(self.config, section), getattr(getattr(other, section), name)
             drawn = choice.random() < 0.3 or key == self.likely
             if drawn and getattr(current, name) != value:
-                self.laws.note(f"resumed with {key}={value}")
+                self.invariants.note(f"resumed with {key}={value}")
                 self.chance.met[f"resumed with another {key}"] += 1
                 setattr(current, name, value)
         if self.config.cluster.colocate:
@@ -113,7 +113,7 @@ class World:
         full = choice.random() < 0.03 and faulty
         self.disk.free()
         if full:
-            self.laws.note("the disk is full")
+            self.invariants.note("the disk is full")
             self.disk.fill(choice.choice([0, 4096, 40_000]))
 
 

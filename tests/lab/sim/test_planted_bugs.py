@@ -1,4 +1,4 @@
-"""The simulator finds bugs: each of these is planted in the real code, and some schedule breaks a law."""
+"""The simulator finds bugs: each of these is planted in the real code, and some schedule violates an invariant."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def isolates_nothing(self: Placement, worker: Any, why: str = "", by_prompts: bo
 REMOVE = Placement.remove
 
 
-# What it is planted in, the law that it breaks, and the fault that brings it to light sooner.
+# What it is planted in, the invariant that it violates, and the fault that brings it to light sooner.
 BUGS = [
     (Progress, "next_version", reused_version, "names weights of", ""),
     (AsyncBuffer, "rollback", no_rollback, "asks for a batch", ""),
@@ -276,13 +276,13 @@ BUGS = [
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "bug", "law", "likely"),
+    ("owner", "name", "bug", "violation", "likely"),
     BUGS,
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", None),
 )
 def test_a_planted_bug_is_found(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, bug: Any, law: str, likely: str
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, bug: Any, violation: str, likely: str
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
-    with pytest.raises(Exception, match=law):
+    with pytest.raises(Exception, match=violation):
         raise first_failure(likely, RARE.get(getattr(bug, "__name__", ""), 0))

@@ -44,7 +44,7 @@ class Broken(Exception):
     """An invariant was violated."""
 
 
-class Laws:
+class Invariants:
     """The state behind the checks. `pacing` and `samples` belong to the current driver; `seed` seeds all sampling."""
 
     def __init__(self, seed: int, clock: Callable[[], float], run_dir: Path) -> None:
@@ -84,14 +84,14 @@ class Laws:
         # The run directory has a different name each time.
         self.history.append(f"{self._clock():10.3f}  {text.replace(str(self._run_dir), 'RUN')}")
 
-    def need(self, holds: bool, law: str) -> None:
+    def need(self, holds: bool, violation: str) -> None:
         if not holds:
-            self.fail(law)
+            self.fail(violation)
 
-    def fail(self, law: str) -> NoReturn:
-        self.note(f"BROKEN: {law}")
-        self.broken = self.broken or Broken(law)
-        raise Broken(law)
+    def fail(self, violation: str) -> NoReturn:
+        self.note(f"BROKEN: {violation}")
+        self.broken = self.broken or Broken(violation)
+        raise Broken(violation)
 
     def record(self, error: BaseException) -> None:
         """Keep an error raised in a task that is not awaited."""
