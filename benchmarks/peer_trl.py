@@ -22,7 +22,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from megasync.app.workload import Custom, Workload, prepare_workload
+from megasync.app.workload import PythonArguments, Workload, prepare_workload
 from megasync.config import Config, load_config
 from megasync.rewards import RewardRunner
 from megasync.trajectory import Prompt, Trajectory
@@ -92,7 +92,7 @@ class Clock(TrainerCallback):
 def main() -> None:
     path, steps, out, *overrides = sys.argv[1:]
     config = load_config(path, overrides)
-    work = prepare_workload(config, Custom())
+    work = prepare_workload(config, PythonArguments())
     schedule, sampling, optimizer = config.schedule, config.rollout.sampling, config.trainer.optimizer
     prompts = [work.source.next() for _ in range(int(steps) * schedule.groups_per_step)]
     by_uid = {prompt.uid: prompt for prompt in prompts}

@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megasync.app.workload import Custom, prepare_workload
+from megasync.app.workload import PythonArguments, prepare_workload
 from megasync.buffer.payload import in_memory
 from megasync.config import Config, load_config
 from megasync.device import resolve_device
@@ -58,7 +58,7 @@ class PlainLoop:
         self.config = config
         self._lag = lag
         self._one_by_one = one_by_one
-        self._work = prepare_workload(config, Custom())
+        self._work = prepare_workload(config, PythonArguments())
         device = resolve_device("cpu")
         self._server = SGLangServer(
             ServerSpec(

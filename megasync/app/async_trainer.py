@@ -14,7 +14,7 @@ from megasync.app.resume_file import is_resumable, read_resume_file, write_resum
 from megasync.app.run import Run
 from megasync.app.run_directory import finished_run, hint_to_resume, new_run_dir, refuse_running_loop, stop_signals
 from megasync.app.start_checks import prepare_run
-from megasync.app.workload import Custom
+from megasync.app.workload import PythonArguments
 from megasync.concurrency.event_loop import run_to_end
 from megasync.concurrency.foreign import invoke
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config
@@ -56,7 +56,7 @@ class AsyncTrainer:
         if rollout is not None and agent is not None:
             raise ConfigError("rollout= and agent= exclude each other; pass one of them")
         rewards = None if reward is None else reward_functions(reward)
-        self._custom = Custom(rewards, rollout, agent, train_dataset, eval_dataset)
+        self._custom = PythonArguments(rewards, rollout, agent, train_dataset, eval_dataset)
         self._run_dir: Path | None = None
         self._checkpoint: Path | None = None
         # The run directory is written to it when the run starts.

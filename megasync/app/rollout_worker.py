@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megasync.app.workload import Custom, Task, WorkerTask, Workload, prepare_worker
+from megasync.app.workload import PythonArguments, Task, WorkerTask, Workload, prepare_worker
 from megasync.cluster.rollout_workers import RolloutWorkers, WorkerBuffer, check_travels
 from megasync.concurrency.foreign import invoke
 from megasync.concurrency.garbage import short_collections
@@ -50,14 +50,14 @@ class WorkerSetup:
     number: int
     router_url: str
     keys: Keys
-    custom: Custom
+    custom: PythonArguments
     verifier: Callable | None
     # The verifiers of the evaluation sets, by the sets' names.
     verifiers: Mapping[str, Callable | None]
 
 
 def worker_setup(
-    config: Config, run_dir: Path, number: int, router_url: str, keys: Keys, task: Task, custom: Custom
+    config: Config, run_dir: Path, number: int, router_url: str, keys: Keys, task: Task, custom: PythonArguments
 ) -> WorkerSetup:
     """The setup of worker `number`, whose functions are those of the driver's `task`."""
     return WorkerSetup(
@@ -139,7 +139,7 @@ def config_of_worker(config: Config, number: int) -> Config:
     )
 
 
-def check_workload_travels(task: Task, custom: Custom) -> None:
+def check_workload_travels(task: Task, custom: PythonArguments) -> None:
     """Raises ConfigError, before anything starts, for functions and rows that cannot be sent to a worker."""
     for name in ("reward", "rollout", "agent"):
         given = getattr(custom, name)

@@ -20,7 +20,7 @@ from megasync.app.rollout_worker import AnswersOfWorkers
 from megasync.app.run_directory import EXPORTS, export_newest, export_step
 from megasync.app.run_lock import RunLock
 from megasync.app.servers import InferenceServers, reserve_pools
-from megasync.app.workload import Custom, Workload
+from megasync.app.workload import PythonArguments, Workload
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.cluster.fleet import Fleet
 from megasync.cluster.remote_buffer import RemoteBuffer
@@ -88,12 +88,12 @@ class Run:
         run_dir: Path,
         workload: Workload,
         checkpoint: Path | None = None,
-        custom: Custom | None = None,
+        custom: PythonArguments | None = None,
     ) -> None:
         self.config = config
         self.run_dir = run_dir
         self._workload = workload
-        self._custom = custom or Custom()
+        self._custom = custom or PythonArguments()
         self._checkpoint = checkpoint
         self._mailbox = Mailbox(run_dir)
         self._controller: Controller | None = None

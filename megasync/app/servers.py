@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from megasync.app.rollout_worker import ServersOfWorkers, build_worker, worker_setup
-from megasync.app.workload import Custom, Task
+from megasync.app.workload import PythonArguments, Task
 from megasync.cluster.fleet import Fleet
 from megasync.cluster.frozen_servers import FrozenServers
 from megasync.cluster.pools import Pools
@@ -74,7 +74,7 @@ class InferenceServers:
         device: Device,
         pools: Pools,
         task: Task,
-        custom: Custom | None = None,
+        custom: PythonArguments | None = None,
     ) -> InferenceServers:
         """Starts nothing yet. The stack shuts down whatever is started later. `custom` is for the workers."""
         keys = Keys.draw(config.cluster, external=bool(config.rollout.external))
@@ -88,7 +88,7 @@ class InferenceServers:
         if config.rollout.workers:
 
             def process(number: int) -> WorkerActor:
-                setup = worker_setup(config, run_dir, number, fleet.router_url, keys, task, custom or Custom())
+                setup = worker_setup(config, run_dir, number, fleet.router_url, keys, task, custom or PythonArguments())
                 return WorkerActor(number, pools, partial(build_worker, setup))
 
             workers = RolloutWorkers(config, process, quarantine, fleet.check_all, run_dir / POISON_FOLDER)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from megasync.app.workload import Custom, Workload, load_workflow, prepare_workload
+from megasync.app.workload import PythonArguments, Workload, load_workflow, prepare_workload
 from megasync.config import Config
 from megasync.config.pools import frozen_models
 from megasync.config.schema import DatasetConfig
@@ -27,7 +27,7 @@ from megasync.rewards import load_reward
 READERS = {"parquet": "pyarrow", "hf": "datasets", "reasoning_gym": "reasoning_gym"}
 
 
-def prepare_run(config: Config, custom: Custom) -> Workload:
+def prepare_run(config: Config, custom: PythonArguments) -> Workload:
     """The workload of a checked configuration. Raises ConfigError and DataError for what a run cannot begin with."""
     workload = prepare_workload(config, custom)
     if config.rollout.workers:
@@ -52,7 +52,7 @@ def check_run(config: Config, *, planning: bool = False) -> list[str]:
 
         prepare_supervised(config)
     else:
-        asyncio.run(prepare_run(config, Custom()).close())
+        asyncio.run(prepare_run(config, PythonArguments()).close())
     return missing
 
 
@@ -99,4 +99,4 @@ def _check_present(config: Config, planning: bool) -> None:
     for name in (config.rollout.reward, *(held_out.reward for held_out in config.eval.sets.values())):
         if name is not None:
             load_reward(name)
-    load_workflow(config, Custom(), None)
+    load_workflow(config, PythonArguments(), None)

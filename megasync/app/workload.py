@@ -44,7 +44,7 @@ CLOSE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Custom:
+class PythonArguments:
     """What the caller passed from Python instead of naming it in the configuration."""
 
     reward: Given | None = None
@@ -134,7 +134,7 @@ async def _closed(close: Callable[[], Any]) -> None:
         log.warning("%s failed: %s", name, explain(error), exc_info=error)
 
 
-def prepare_workload(config: Config, custom: Custom) -> Workload:
+def prepare_workload(config: Config, custom: PythonArguments) -> Workload:
     """Loads tokenizer and datasets, renders every prompt, resolves the functions. Raises ConfigError or DataError."""
     scoring = Scoring(config, custom.reward)
     sets = None
@@ -185,7 +185,7 @@ class WorkerTask(Task):
 
 
 def prepare_worker(
-    config: Config, custom: Custom, verifier: Callable | None, verifiers: Mapping[str, Callable | None]
+    config: Config, custom: PythonArguments, verifier: Callable | None, verifiers: Mapping[str, Callable | None]
 ) -> WorkerTask:
     """Loads the tokenizer and resolves the functions in a worker's process.
 
@@ -210,7 +210,7 @@ def prepare_worker(
 
 def prepare_task(config: Config, only: Collection[str] = ()) -> Task:
     """The task of an evaluation without a trainer. `only` names the held-out sets; empty means all. Raises as above."""
-    custom = Custom()
+    custom = PythonArguments()
     tokenizer, vocab_size, context_length = _model(config)
     examples: list[dict] = []
     if config.data.prompt.examples:
@@ -254,7 +254,7 @@ def route_format(config: Config) -> RouteFormat | None:
     return RouteFormat.of(read_hf_config(config.model.path)) if config.rollout.routing_replay else None
 
 
-def run_stop_ids(config: Config, custom: Custom, tokenizer: Any) -> frozenset[int]:
+def run_stop_ids(config: Config, custom: PythonArguments, tokenizer: Any) -> frozenset[int]:
     """The tokens that end a response of this run: the model's, and the one that ends a turn of its chat template."""
     known = stop_ids(config.model.path, tokenizer)
     rollout = config.rollout
@@ -285,12 +285,12 @@ def _rows(config: DataConfig, own: Sequence[dict] | None) -> tuple[list[dict], C
     return load_dataset(config.train, config)
 
 
-def _scores_itself(config: Config, custom: Custom) -> bool:
+def _scores_itself(config: Config, custom: PythonArguments) -> bool:
     rollout = config.rollout
     return bool(custom.rollout or custom.agent or rollout.workflow or rollout.agent or rollout.environment)
 
 
-def load_workflow(config: Config, custom: Custom, tokenizer: Any) -> Callable:
+def load_workflow(config: Config, custom: PythonArguments, tokenizer: Any) -> Callable:
     """The function that makes the samples. Without a `tokenizer` its chat template is not checked.
 
     Raises ConfigError, and DataError for tools whose calls could not be recognised.

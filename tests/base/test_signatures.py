@@ -3,7 +3,7 @@
 import pytest
 
 from megasync.algorithms.choose import estimator_of, loss_of
-from megasync.app.workload import Custom, load_workflow
+from megasync.app.workload import PythonArguments, load_workflow
 from megasync.base.importing import load_callable, load_function
 from megasync.concurrency.foreign import ForeignExit
 from megasync.config.schema import AlgorithmConfig, Config, DataConfig
@@ -49,7 +49,7 @@ def module(tmp_path, monkeypatch):
 
 
 def workflow(name):
-    return load_workflow(Config(), Custom(rollout=f"own_functions:{name}"), None)
+    return load_workflow(Config(), PythonArguments(rollout=f"own_functions:{name}"), None)
 
 
 def curriculum(name):
