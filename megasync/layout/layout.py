@@ -360,9 +360,9 @@ class Layout:
                 fused = len(item.tensors) == 1
                 half = rows // 2 if fused else rows
                 share = half // parts
-                for turn in range(2):
-                    index, first = (0, turn * half) if fused else (turn, 0)
-                    yield index, Box(first + part * share, share, 0, cols), Box(turn * share, share, 0, cols)
+                for projection in range(2):
+                    index, first = (0, projection * half) if fused else (projection, 0)
+                    yield index, Box(first + part * share, share, 0, cols), Box(projection * share, share, 0, cols)
             case Split.QKV | Split.GATED_QKV:
                 share = self._local_shape(item)[0]
                 gated = item.split is Split.GATED_QKV

@@ -225,11 +225,11 @@ class Topology:
                 f"trainer.virtual_pipeline={self.virtual} does not divide the layers of each pipeline stage: "
                 f"{sizes} of {num_layers}; choose a divisor, or other stage sizes"
             )
-        chunks = [size // self.virtual for size in sizes]
+        sizes = [size // self.virtual for size in sizes]
         starts = [
-            [turn * sum(chunks) + sum(chunks[:stage]) for turn in range(self.virtual)] for stage in range(self.pipeline)
+            [chunk * sum(sizes) + sum(sizes[:stage]) for chunk in range(self.virtual)] for stage in range(self.pipeline)
         ]
-        return [[range(start, start + chunk) for start in turns] for turns, chunk in zip(starts, chunks, strict=True)]
+        return [[range(start, start + size) for start in firsts] for firsts, size in zip(starts, sizes, strict=True)]
 
     def _laid_out(self, num_layers: int) -> list[list[range]]:
         counts = self.pipeline_layout

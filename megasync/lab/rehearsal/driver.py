@@ -107,13 +107,13 @@ class _Children:
             folder = Path(name)
             save_config(self._config, folder / CONFIG_FILE)
             processes = min(PROCESSES, -(-len(self._open) // RANKS_EACH))
-            await gather_or_cancel(*(self._work(folder, turn) for turn in range(processes)))
+            await gather_or_cancel(*(self._work(folder, number) for number in range(processes)))
         return Rehearsal(self._megatron, tuple(self._reports[rank] for rank in sorted(self._reports)))
 
-    async def _work(self, folder: Path, turn: int) -> None:
+    async def _work(self, folder: Path, number: int) -> None:
         """Starts a child, and another one whenever it has ended, until no rank is left."""
         while self._open:
-            with (folder / f"child-{turn}.log").open("wb+") as log:
+            with (folder / f"child-{number}.log").open("wb+") as log:
                 child = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", "megasync.lab.rehearsal.child", str(folder / CONFIG_FILE), self._megatron),
                     stdin=asyncio.subprocess.PIPE,

@@ -164,11 +164,11 @@ def differences(engine: MegatronEngine) -> Iterator[str]:
 def _layer_differences(engine: MegatronEngine) -> Iterator[str]:
     """Which layers of the model each chunk has, as Megatron counts them (from 1)."""
     stage = engine.layout.stages[engine.coords.pp]
-    for turn, (chunk, layers) in enumerate(zip(engine.chunks, stage, strict=True)):
+    for number, (chunk, layers) in enumerate(zip(engine.chunks, stage, strict=True)):
         blocks: Any = chunk.decoder.layers
         numbers = [layer.layer_number - 1 for layer in blocks]
         if numbers != [*layers]:
-            yield f"chunk {turn} of the stage has layers {numbers}; the layout says {[*layers]}"
+            yield f"chunk {number} of the stage has layers {numbers}; the layout says {[*layers]}"
 
 
 def expected_groups(topology: Topology, rank: int) -> dict[str, list[int]]:
