@@ -128,7 +128,7 @@ def refuse_running_loop(call: str, instead: str) -> None:
 
 
 @contextlib.contextmanager
-def hint_to_resume(run_dir: Path) -> Iterator[None]:
+def _hint_to_resume(run_dir: Path) -> Iterator[None]:
     """Adds to what ends the run early how it is resumed, unless it ended before it began."""
     try:
         yield
@@ -156,12 +156,19 @@ class Stoppable(Protocol):
 
 
 @contextlib.contextmanager
-def stop_signals(run: Stoppable, task: asyncio.Task, config: Config | None = None) -> Iterator[None]:
+def stop_signals(run: Stoppable, task: asyncio.Task, run_dir: Path, config: Config | None = None) -> Iterator[None]:
     """First Ctrl-C (or SIGTERM): finish cleanly. Second: stop immediately. SIGUSR1: log what every part waits for.
 
     `config` has the deadlines of what blocks the event loop and of the end; the defaults apply without one. Raises
-    TrainingError for code that tries to end the process, which is no end of a run.
+    TrainingError for code that tries to end the process, which is no end of a run. Whatever ends the run early says how
+    it is resumed.
     """
+    with _hint_to_resume(run_dir), _signals(run, task, config):
+        yield
+
+
+@contextlib.contextmanager
+def _signals(run: Stoppable, task: asyncio.Task, config: Config | None) -> Iterator[None]:
     received: list[str] = []
     dumps: set[asyncio.Task] = set()
 

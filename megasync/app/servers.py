@@ -6,7 +6,7 @@ Whatever is opened is pushed on the caller's exit stack immediately.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -32,21 +32,30 @@ from megasync.serving.control import ServerControl
 
 # Below the run directory: one file for each prompt that kills servers or rollout workers.
 POISON_FOLDER = "poison"
+# While Ray connects or disconnects, signals are restored as often: a SIGTERM in between aborts the process.
+RESTORE_SECONDS = 0.05
 
 
 async def reserve_pools(stack: AsyncExitStack, config: Config, specs: Mapping[str, PoolSpec], device: Device) -> Pools:
     """Starts or joins Ray and reserves the pools. Raises MegasyncError when the cluster has no room for them."""
     cluster = RayCluster(config, devices_needed(specs))
+
+    async def in_thread(call: Callable[[], None]) -> None:
+        thread = asyncio.create_task(asyncio.to_thread(call))
+        while not thread.done():
+            await asyncio.wait({thread}, timeout=RESTORE_SECONDS)
+            cluster.restore_signals()
+        await thread
+
     # A thread cannot be cancelled: after a cancellation, `disconnect` waits until Ray is up and shuts it down.
-    connecting = asyncio.create_task(asyncio.to_thread(cluster.connect))
+    connecting = asyncio.create_task(in_thread(cluster.connect))
 
     async def disconnect() -> None:
         await asyncio.wait([connecting])
-        await asyncio.to_thread(cluster.close)
+        await in_thread(cluster.close)
 
     stack.push_async_callback(disconnect)
     await asyncio.shield(connecting)
-    cluster.restore_signals()
     pools = Pools(dict(specs), device.kind)
     stack.callback(pools.remove)
     await pools.create(config.timeouts.server_start)

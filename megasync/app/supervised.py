@@ -27,7 +27,6 @@ from megasync.app.run_directory import (
     export_newest,
     export_step,
     finished_supervised,
-    hint_to_resume,
     new_run_dir,
     stop_signals,
 )
@@ -176,7 +175,7 @@ async def _begin(config: Config, run_dir: Path | None) -> SupervisedResult:
         _check_rows(run_dir / ROWS_FILE, described)
     run = SupervisedRun(config, run_dir, rows, messages)
     task = asyncio.create_task(run.execute(), name="run")
-    with stop_signals(run, task, config), hint_to_resume(run_dir):
+    with stop_signals(run, task, run_dir, config):
         return await task
 
 

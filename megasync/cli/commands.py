@@ -12,6 +12,7 @@ import io
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -790,7 +791,15 @@ def _run_supervised(work: Callable[[], SupervisedResult]) -> None:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Exits with the status of an interruption, and prints its message, when the user presses Ctrl-C."""
+    """Exits with the status of an interruption, and prints its message, at Ctrl-C or SIGTERM outside of an event loop.
+
+    Python ends at a SIGTERM without any cleanup, which would leave what is being written half written.
+    """
+
+    def terminate(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")
+
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -799,6 +808,8 @@ def _interruptible() -> Iterator[None]:
     except SystemExit as error:
         # Commands end with typer.Exit: this is of code that they called, which may ask for status 0.
         raise MegasyncError(f"some code ended the program before its goal, with SystemExit: {error.code}") from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _console() -> Console:

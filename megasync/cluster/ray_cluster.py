@@ -69,15 +69,20 @@ class RayCluster:
 
     @staticmethod
     def restore_signals() -> None:
-        """Restores the SIGTERM handler after `connect`; call it in the main thread.
+        """Restores the SIGTERM handler, which Ray's core replaces; call it in the main thread.
 
-        Ray's core replaces it with one that prints the stack and aborts the process. Python still knows the previous
+        The handler that it sets as it connects prints the stack, calls the one before, and aborts the process by an
+        alarm a few seconds later; as it disconnects it leaves the system's default. Python still knows the previous
         handler, so setting it again is enough.
         """
-        if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGTERM)
-            if handler is not None:
-                signal.signal(signal.SIGTERM, handler)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        handler = signal.getsignal(signal.SIGTERM)
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+        if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
+            # Nothing in Python has set an alarm.
+            signal.alarm(0)
 
     def close(self) -> None:
         """Disconnects. A cluster that this run started ends."""

@@ -6,6 +6,11 @@
     async                        `run`                 on the caller's event loop  at its deadline, or LEAVE_SECONDS
                                                                                    after the caller is cancelled
     sync, short: import, pickle  `invoke`              here                        when it returns
+    chat templates               `invoke`              on the event loop           when they return, or `event_loop`
+                                                                                   interrupts them
+
+A chat template is called for each request, and a thread for each would cost more than most templates do. It has no I/O
+(Jinja's sandbox), so only a loop in it can block, and that fails its sample.
 
 Invariant: what leaves foreign code is a value or an Exception, so it can fail the sample that it worked on and nothing
 else. `invoke` and `_Guarded` guarantee it, the latter also for tasks that the code starts. A SystemExit, or a

@@ -37,12 +37,15 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _WORD, _KEY, _NEXT = "probeW7Q3V", "probeK7Q3V", "probeX7Q3V"
 _ASKED: Message = {"role": "user", "content": "q"}
 _ID = "call_0"
+_CALL = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": {_KEY: _WORD}}}
+_CALLING: Message = {"role": ASSISTANT, "content": "", "tool_calls": [_CALL]}
+_RESULT: Message = {"role": "tool", "tool_call_id": _ID, "content": _NEXT}
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What a template wants of messages with calls, and of their results."""
+    """The form in which a template takes messages with calls, and their results."""
 
     arguments_as_text: bool = False
     null_content: bool = False
@@ -110,6 +113,12 @@ class ChatTemplate:
                 log.warning("The chat template does not show tools to the model; describe them in the system message")
         return self._render(messages, tools, answer)
 
+    def check_tools(self, tools: Sequence[dict[str, Any]]) -> None:
+        """Warns if the template does not show tools. Raises TemplateRefused if it cannot write the result of a call."""
+        self.render([_ASKED], tools, answer=True)
+        if _NEXT not in self._render([_ASKED, _CALLING, _RESULT], tools, True):
+            raise TemplateRefused("the chat template leaves out the results of calls")
+
     def marked(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[tuple[str, bool]]:
         """Pieces of the guarded text of guarded messages, and whether the template marks them as the assistant's.
 
@@ -153,7 +162,7 @@ class ChatTemplate:
 
     @cached_property
     def header(self) -> str:
-        """What the template writes at the end of a prompt to ask for an answer; empty if it cannot be told."""
+        """The text that the template ends a prompt with to ask for an answer; empty if it cannot be told."""
         try:
             asked, plain = (self._render([_ASKED], [], answer) for answer in (True, False))
         except TemplateRefused:
@@ -187,9 +196,8 @@ class ChatTemplate:
             answer: Message = {"role": ASSISTANT, "content": _WORD}
             following: Message = _ASKED | {"content": _NEXT}
             if calls:
-                answer |= {"content": "", "tool_calls": [_probe_call(_WORD)]}
-                following = {"role": "tool", "tool_call_id": _ID, "content": _NEXT}
-            found: list[list[int]] = []
+                answer, following = _CALLING, _RESULT
+            ends: list[list[int]] = []
             for messages in ([_ASKED, answer], [_ASKED, answer, following]):
                 try:
                     text = self._render(messages, [], False)
@@ -197,9 +205,9 @@ class ChatTemplate:
                     text = ""
                 shown, _, after = text.rpartition(_WORD)
                 after = after.partition(_NEXT)[0] if shown else ""
-                found.append([token for token in self.encode(after) if token in self._own_tokens])
+                ends.append([token for token in self.encode(after) if token in self._own_tokens])
             # A template that writes no calls ends such an answer as any other.
-            self._ends[calls] = (found[0], found[1]) if any(found) or not calls else self._after_answer(calls=False)
+            self._ends[calls] = (ends[0], ends[1]) if any(ends) or not calls else self._after_answer(calls=False)
         return self._ends[calls]
 
     @cached_property
@@ -216,8 +224,7 @@ class ChatTemplate:
         return form
 
     def _found_form(self, tools: Sequence[dict[str, Any]]) -> _Form:
-        answer = {"role": ASSISTANT, "content": "", "tool_calls": [_probe_call(_WORD)]}
-        messages = [_ASKED, answer, {"role": "tool", "tool_call_id": _ID, "content": "r"}]
+        messages = [_ASKED, _CALLING, _RESULT]
         for short_ids, null_content, as_text in itertools.product((False, True), repeat=3):
             form = _Form(as_text, null_content, short_ids)
             try:
@@ -274,10 +281,6 @@ def _called(call: Callable[[], T], messages: int) -> T:
     except Exception as error:  # templates are programs that may raise anything
         problem = str(error) if type(error).__name__ == "TemplateError" else explain(error)
         raise TemplateRefused(f"the chat template rejected {messages} messages: {problem}") from error
-
-
-def _probe_call(value: str) -> dict[str, Any]:
-    return {"id": _ID, "type": "function", "function": {"name": "f", "arguments": {_KEY: value}}}
 
 
 def _short(call_id: str) -> str:

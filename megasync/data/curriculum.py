@@ -7,6 +7,8 @@ crash.
 Invariant: what is known of a row is one score for each epoch, that of the newest generation of its group, in the order
 of epochs. It depends neither on the order in which groups end nor on the times that one is generated, so a resumed run
 judges as the live one did; `Curriculum.record` guarantees this.
+
+Policies are called in a thread, once for each prompt whose row has a score: a slow one delays prompts, never requests.
 """
 
 from __future__ import annotations
@@ -19,11 +21,17 @@ from dataclasses import dataclass
 from functools import partial
 
 from megasync.base.importing import check_call, load_function
-from megasync.concurrency.foreign import guard
+from megasync.concurrency.foreign import DeadlineExceeded, guard
+from megasync.concurrency.threads import DaemonThreads
 from megasync.config import builtin
 from megasync.config.schema import DataConfig
+from megasync.errors import DataError
 
 log = logging.getLogger(__name__)
+
+# Seconds that a policy may take for one row.
+JUDGE_SECONDS = 60.0
+_threads = DaemonThreads(limit=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +99,13 @@ class Curriculum:
         epoch, row = map(int, uid.split(":"))
         self._scores[row][epoch] = score
 
-    def wants(self, uid: str) -> bool:
-        """Whether to generate a prompt now. Never refuses more of them in a row than there are rows."""
+    async def wants(self, uid: str) -> bool:
+        """Whether to generate a prompt now. Never refuses more of them in a row than there are rows.
+
+        Raises DataError for a policy that does not return within JUDGE_SECONDS, and what the policy raises.
+        """
         epoch, row = map(int, uid.split(":"))
-        if row not in self._scores or self._policy(self._history(row), epoch):
+        if row not in self._scores or await self._judged(self._history(row), epoch):
             self._left_out = 0
             return True
         self._left_out += 1
@@ -105,6 +116,12 @@ class Curriculum:
             self._warned = True
             log.warning("data.curriculum leaves out every row; training goes on with some of them all the same")
         return True
+
+    async def _judged(self, history: RowHistory, epoch: int) -> bool:
+        try:
+            return await _threads.call(lambda: bool(self._policy(history, epoch)), "data.curriculum", JUDGE_SECONDS)
+        except DeadlineExceeded as error:
+            raise DataError(f"{error}, for {history} in epoch {epoch}; make the policy faster") from None
 
     def _history(self, row: int) -> RowHistory:
         epochs, scores = zip(*sorted(self._scores[row].items()), strict=True)

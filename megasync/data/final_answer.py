@@ -175,8 +175,8 @@ def _boxes(text: str) -> tuple[list[_Mark], bool]:
     boxes: list[_Mark] = []
     closing = _closing_braces(text)
     at, broken = 0, False
-    while found := _BOX.search(text, at):
-        at = found.end()
+    while box := _BOX.search(text, at):
+        at = box.end()
         end = closing.get(at)
         if text[at : at + 1] != "{":
             word = _BARE_CONTENT.match(text, at)
@@ -191,7 +191,7 @@ def _boxes(text: str) -> tuple[list[_Mark], bool]:
             continue
         at = end
         if content:
-            boxes.append(_Mark(found.start(), end, content))
+            boxes.append(_Mark(box.start(), end, content))
             broken = False
         else:
             broken = broken or not boxes

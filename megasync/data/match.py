@@ -76,12 +76,12 @@ def match_answer(
     return scored(completions, answer, finish_reasons, _score)
 
 
-def _score(given: Answer, right: Sequence[str]) -> float:
-    return float(any(agree(text, each) for text in readings(given) for each in right))
+def _score(answer: Answer, right: Sequence[str]) -> float:
+    return float(any(agree(text, each) for text in readings(answer) for each in right))
 
 
 def readings(answer: Answer) -> Iterator[str]:
-    """What an answer may mean: its text, and if that is a sentence, the part of it that names the answer."""
+    """Yields the readings of an answer: its text, and if that is a sentence, the part of it that names the answer."""
     text = answer.text if answer.marked else answer.text.rstrip("!")
     yield text
     nested = None if answer.marked else final_answer(text)
@@ -107,9 +107,9 @@ def readings(answer: Answer) -> Iterator[str]:
         yield text[copula[-1].end() :]
 
 
-def agree(given: str, reference: str) -> bool | None:
+def agree(answer: str, reference: str) -> bool | None:
     """Whether two texts say the same; None if neither numbers, letters nor words tell."""
-    one, other = plain_text(given), plain_text(reference)
+    one, other = plain_text(answer), plain_text(reference)
     if _squeezed(one) == _squeezed(other):
         return bool(one)
     if max(len(one), len(other)) > LONGEST:
@@ -166,8 +166,8 @@ def _bases(one: str, other: str) -> bool | None:
 
 def _choices(one: str, other: str) -> bool | None:
     if right := _CHOICE.fullmatch(other):
-        found = _LED_CHOICE.fullmatch(one)
-        return (found[1] or found[2]).upper() == right[1] if found else None
+        match = _LED_CHOICE.fullmatch(one)
+        return (match[1] or match[2]).upper() == right[1] if match else None
     if not (_CHOICES.fullmatch(one) and _CHOICES.fullmatch(other)):
         return None
     letters = [re.findall(r"[A-J]", text) for text in (one, other)]
@@ -177,41 +177,41 @@ def _choices(one: str, other: str) -> bool | None:
 
 
 def _numbers(one: str, other: str) -> bool | None:
-    given, right = written_number(one), written_number(other)
-    if given is None or right is None:
+    number, right = written_number(one), written_number(other)
+    if number is None or right is None:
         return None
-    equal = right.equals(given)
+    equal = right.equals(number)
     if not equal and _PAIR.fullmatch(one) and _PAIR.fullmatch(other):
         return None
     # Who writes 3 + 4 for 7 has not computed it.
-    return equal if given.literal or not equal or not right.literal else None
+    return equal if number.literal or not equal or not right.literal else None
 
 
 def _verdicts(one: str, other: str) -> bool | None:
     right = _VERDICTS.get(other.casefold())
     first = _FIRST_WORD.match(one)
-    given = _VERDICTS.get(first[0].casefold()) if first else None
-    return None if right is None or given is None else given == right
+    verdict = _VERDICTS.get(first[0].casefold()) if first else None
+    return None if right is None or verdict is None else verdict == right
 
 
 def _lists(one: str, other: str) -> bool | None:
     """Lists in round or square brackets are ordered; without brackets, or in braces, they are sets."""
-    (opening, given), (expected, right) = _elements(one), _elements(other)
-    if (len(given) < 2 and len(right) < 2) or max(len(given), len(right)) > MOST_ELEMENTS:
+    (opening, elements), (expected, right) = _elements(one), _elements(other)
+    if (len(elements) < 2 and len(right) < 2) or max(len(elements), len(right)) > MOST_ELEMENTS:
         return None
-    if len(given) != len(right):
-        known = all(written_number(text) for text in (*given, *right)) or any("dots" in text for text in right)
-        return False if known and opening == expected else None
+    if len(elements) != len(right):
+        comparable = all(written_number(text) for text in (*elements, *right)) or any("dots" in text for text in right)
+        return False if comparable and opening == expected else None
     if opening != expected and {opening, expected} != {"", "{"}:
         return None
     if opening in ("(", "["):
-        results = [agree(a, b) for a, b in zip(given, right, strict=True)]
+        results = [agree(a, b) for a, b in zip(elements, right, strict=True)]
         if one[-1] != other[-1]:
             return False
         return False if False in results else None if None in results else True
     left = list(right)
     undecided = False
-    for text in given:
+    for text in elements:
         results = [agree(text, each) for each in left]
         if True in results:
             left.pop(results.index(True))
@@ -229,14 +229,14 @@ def _elements(text: str) -> tuple[str, list[str]]:
     depth = at = 0
     # Where commas with a space separate, those without one belong to numbers: 1,000, 2,000.
     separator = _SEPARATOR.pattern.replace("[,;]", r"(?:,\s|;)") if re.search(r",\s", text) else _SEPARATOR.pattern
-    for found in re.finditer(rf"[(\[{{]|[)\]}}]|{separator}", text):
-        if found[0] in "([{":
+    for match in re.finditer(rf"[(\[{{]|[)\]}}]|{separator}", text):
+        if match[0] in "([{":
             depth += 1
-        elif found[0] in ")]}":
+        elif match[0] in ")]}":
             depth -= 1
         elif depth == 0:
-            pieces.append(text[at : found.start()])
-            at = found.end()
+            pieces.append(text[at : match.start()])
+            at = match.end()
     pieces = [piece.strip() for piece in (*pieces, text[at:])]
     named = [_NAMED.sub("", piece, count=1) for piece in pieces]
     return opening, named if all(pieces) else [text]

@@ -38,75 +38,75 @@ _READ = frozenset({"role", "content", "refusal", "tool_calls", "function_call", 
 _DEPTH = 64
 
 
-def as_messages(given: Sequence[Any]) -> list[Message]:
+def as_messages(messages: Sequence[Any]) -> list[Message]:
     """The messages in the form of this module. The given ones are not changed. Raises DataError."""
-    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
-        raise DataError(f"chat messages must be a list, got {given!r:.80}")
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+        raise DataError(f"chat messages must be a list, got {messages!r:.80}")
     # Arrow gives all messages of a column the same keys, with null for those that a message does not have; the same
     # holds for the arguments of its calls. Elsewhere null is a value that somebody wrote.
-    from_arrow = len(given) > 1 and all(isinstance(m, Mapping) and m.keys() == given[0].keys() for m in given)
-    messages: list[Message] = []
+    from_arrow = len(messages) > 1 and all(isinstance(m, Mapping) and m.keys() == messages[0].keys() for m in messages)
+    read: list[Message] = []
     # Ids of the latest calls that have no result yet.
     open_calls: list[str] = []
-    for number, message in enumerate(given):
-        found = as_message(message, number, from_arrow=from_arrow)
-        if "tool_calls" in found:
-            open_calls = [call["id"] for call in found["tool_calls"]]
-        elif found["role"] == "tool":
-            found.setdefault("tool_call_id", open_calls[0] if open_calls else f"call_{number}")
-            if found["tool_call_id"] in open_calls:
-                open_calls.remove(found["tool_call_id"])
-        messages.append(found)
-    return messages
+    for number, written in enumerate(messages):
+        message = as_message(written, number, from_arrow=from_arrow)
+        if "tool_calls" in message:
+            open_calls = [call["id"] for call in message["tool_calls"]]
+        elif message["role"] == "tool":
+            message.setdefault("tool_call_id", open_calls[0] if open_calls else f"call_{number}")
+            if message["tool_call_id"] in open_calls:
+                open_calls.remove(message["tool_call_id"])
+        read.append(message)
+    return read
 
 
-def as_message(given: Any, number: int, *, from_arrow: bool = False) -> Message:
+def as_message(message: Any, number: int, *, from_arrow: bool = False) -> Message:
     """The message with this number in its conversation. With `from_arrow`, null in a call's arguments means nothing.
 
     Raises DataError.
     """
     try:
-        return _message(given, number, from_arrow)
+        return _message(message, number, from_arrow)
     except DataError as error:
         raise DataError(f"message {number}: {error}") from None
     except RecursionError:
         raise DataError(f"message {number} is nested too deep") from None
 
 
-def as_tools(given: Any) -> list[dict[str, Any]]:
+def as_tools(tools: Any) -> list[dict[str, Any]]:
     """Tool schemas from a column of a dataset: a list, the JSON text of one, or null. Raises DataError.
 
     Keys that are null at any depth are left out of a list, because Arrow adds them.
     """
-    if given is None or given == "":
+    if tools is None or tools == "":
         return []
-    written = isinstance(given, str)
+    written = isinstance(tools, str)
     if written:
         try:
-            given = _parsed(given)
+            tools = _parsed(tools)
         except ValueError as error:
-            raise DataError(f"tools are text that is not JSON ({error}): {given!r:.80}") from None
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
-        raise DataError(f"tools must be a list of functions, got {given!r:.80}")
-    return [as_tool_schema(tool, number, drop_null=not written) for number, tool in enumerate(given)]
+            raise DataError(f"tools are text that is not JSON ({error}): {tools!r:.80}") from None
+    if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
+        raise DataError(f"tools must be a list of functions, got {tools!r:.80}")
+    return [as_tool_schema(tool, number, drop_null=not written) for number, tool in enumerate(tools)]
 
 
-def as_tool_schema(given: Any, number: int, *, drop_null: bool = False) -> dict[str, Any]:
+def as_tool_schema(written: Any, number: int, *, drop_null: bool = False) -> dict[str, Any]:
     """A tool in OpenAI's format; a bare function is wrapped. Raises DataError that names the tool's number."""
-    if isinstance(given, str):
+    if isinstance(written, str):
         try:
-            given = _parsed(given)
+            written = _parsed(written)
         except ValueError:
-            raise DataError(f"tools[{number}] must be a function with a name, got {given!r:.80}") from None
+            raise DataError(f"tools[{number}] must be a function with a name, got {written!r:.80}") from None
     try:
-        tool = plain_value(given, drop_null=drop_null)
+        tool = plain_value(written, drop_null=drop_null)
     except DataError as error:
         raise DataError(f"tools[{number}] {error}") from None
     if isinstance(tool, dict) and "function" not in tool and "name" in tool and tool.get("type", "function") in _BARE:
         tool = {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type", "function") == "function" else None
     if not isinstance(function, dict) or not isinstance(name := function.get("name"), str) or not name:
-        raise DataError(f"tools[{number}] must be a function with a name, got {given!r:.80}")
+        raise DataError(f"tools[{number}] must be a function with a name, got {written!r:.80}")
     return {"type": "function"} | tool
 
 
@@ -167,21 +167,21 @@ def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _message(given: Any, number: int, from_arrow: bool) -> Message:
-    if not isinstance(given, Mapping):
-        raise DataError(f"must have a role and a content, got {given!r:.80}")
-    role = given.get("role")
+def _message(values: Any, number: int, from_arrow: bool) -> Message:
+    if not isinstance(values, Mapping):
+        raise DataError(f"must have a role and a content, got {values!r:.80}")
+    role = values.get("role")
     if not isinstance(role, str) or not role:
         raise DataError(
-            f"has the role {role!r:.80}; it must be text, such as user; its keys are {sorted(map(str, given))}"
+            f"has the role {role!r:.80}; it must be text, such as user; its keys are {sorted(map(str, values))}"
         )
     role = _ROLES.get(role, valid_text(role))
-    if media := sorted(key for key in _MEDIA & given.keys() if given[key]):
+    if media := sorted(key for key in _MEDIA & values.keys() if values[key]):
         raise DataError(f"has {media[0]}, but only text is supported")
-    calls = list(_calls(given, number, from_arrow))
-    thoughts: list[str] = [text for key in _REASONING if isinstance(text := given.get(key), str) and text][:1]
-    content = _content(given.get("content"), role, thoughts)
-    if not content and isinstance(refusal := given.get("refusal"), str):
+    calls = list(_calls(values, number, from_arrow))
+    thoughts: list[str] = [text for key in _REASONING if isinstance(text := values.get(key), str) and text][:1]
+    content = _content(values.get("content"), role, thoughts)
+    if not content and isinstance(refusal := values.get("refusal"), str):
         content = valid_text(refusal)
     if content is None:
         if role not in (ASSISTANT, "tool"):
@@ -192,9 +192,9 @@ def _message(given: Any, number: int, from_arrow: bool) -> Message:
         message["reasoning_content"] = valid_text(reasoning)
     if calls:
         message["tool_calls"] = calls
-    if (call_id := given.get("tool_call_id")) is not None:
+    if (call_id := values.get("tool_call_id")) is not None:
         message["tool_call_id"] = valid_text(str(call_id))
-    for key, value in given.items():
+    for key, value in values.items():
         if key in _READ or value is None:
             continue
         try:
@@ -206,17 +206,17 @@ def _message(given: Any, number: int, from_arrow: bool) -> Message:
     return message
 
 
-def _content(given: Any, role: str, thoughts: list[str]) -> str | None:
+def _content(content: Any, role: str, thoughts: list[str]) -> str | None:
     """The text of a content; None for null. Appends reasoning that stands among its parts to `thoughts`."""
-    if given is None or isinstance(given, str):
-        return given and valid_text(given)
-    parts: Any = given if isinstance(given, Sequence) and not isinstance(given, bytes) else ()
-    if given is parts and all(isinstance(part, str) or (isinstance(part, Mapping) and _kind(part)) for part in parts):
+    if content is None or isinstance(content, str):
+        return content and valid_text(content)
+    parts: Any = content if isinstance(content, Sequence) and not isinstance(content, bytes) else ()
+    if content is parts and all(isinstance(part, str) or (isinstance(part, Mapping) and _kind(part)) for part in parts):
         return valid_text("".join(_part(part, thoughts) for part in parts))
     if role == "tool":
         # A result that is data, as tools return it.
-        return json.dumps(plain_value(given), ensure_ascii=False)
-    raise DataError(f"has a content that is neither text nor a list of parts: {given!r:.80}")
+        return json.dumps(plain_value(content), ensure_ascii=False)
+    raise DataError(f"has a content that is neither text nor a list of parts: {content!r:.80}")
 
 
 def _kind(part: Mapping[str, Any]) -> str | None:
@@ -244,11 +244,11 @@ def _part(part: str | Mapping[str, Any], thoughts: list[str]) -> str:
     raise DataError(f"has a part of the type {kind!r:.80}, but only text is supported")
 
 
-def _calls(given: Mapping[str, Any], number: int, from_arrow: bool) -> Iterator[dict[str, Any]]:
-    calls = given.get("tool_calls")
-    if not calls and given.get("function_call"):
+def _calls(message: Mapping[str, Any], number: int, from_arrow: bool) -> Iterator[dict[str, Any]]:
+    calls = message.get("tool_calls")
+    if not calls and message.get("function_call"):
         # OpenAI's older form, of a single call.
-        calls = [{"function": given["function_call"]}]
+        calls = [{"function": message["function_call"]}]
     if isinstance(calls, str):
         try:
             calls = _parsed(calls)

@@ -68,15 +68,15 @@ class OutsideText:
         if MARK not in text:
             return self._codec.encode(text, add_special_tokens=add_special_tokens) if text else []
         ids: list[int] = []
-        whole = ""  # unmarked text since the last marked piece, special tokens included
+        unmarked = ""  # unmarked text since the last marked piece, special tokens included
         # Texts and special tokens alternate; the odd pieces are the special tokens.
         for number, piece in enumerate(self._special.split(text)):
             if number % 2 or MARK not in piece:
-                whole += piece
+                unmarked += piece
                 continue
-            ids += self.encode(whole) + self._plain(plain(piece))
-            whole = ""
-        ids += self.encode(whole)
+            ids += self.encode(unmarked) + self._plain(plain(piece))
+            unmarked = ""
+        ids += self.encode(unmarked)
         return self._wrapped(ids) if add_special_tokens else ids
 
     def starts(self, text: str) -> list[int] | None:

@@ -153,7 +153,7 @@ def _example(config: PromptConfig, outside: OutsideText, row: Mapping[str, Any],
 def _placed(
     render: Callable[[Mapping[str, Any]], T], row: Mapping[str, Any], number: int, name: str = "the prompts"
 ) -> T:
-    """What `render` makes of a row of the dataset `name`. A DataError says which row it is."""
+    """Renders a row of the dataset `name`. A DataError says which row it is."""
     try:
         return render(row)
     except DataError as error:

@@ -153,17 +153,17 @@ def _with_columns(row: Row, columns: Mapping[str, str]) -> Row:
     """The row with the columns that `data.columns` names, each under its new name too."""
     if not columns:
         return row
-    given = Row(row, row.where)
+    renamed = Row(row, row.where)
     for name, source in columns.items():
-        found, value = _value(row, source)
-        if found:
-            given[name] = value
+        present, value = _value(row, source)
+        if present:
+            renamed[name] = value
         elif name not in row and not (name == "prompt" and "messages" in row):
             raise DataError(
                 f"{row.where} has neither the column {source!r} (data.columns.{name}) nor {name!r}; its columns are "
                 f"{sorted(row)}"
             )
-    return given
+    return renamed
 
 
 def _value(row: Mapping[str, Any], source: str) -> tuple[bool, Any]:

@@ -153,8 +153,8 @@ class PromptSource:
 
     def _order_of(self, chosen: int, epoch: int) -> list[int]:
         """The rows of an epoch of a set, in the order in which they are drawn."""
-        known, order = self._orders.get(chosen, (-1, []))
-        if known == epoch:
+        cached, order = self._orders.get(chosen, (-1, []))
+        if cached == epoch:
             return order
         first, size = self._firsts[chosen], self._sizes[chosen]
         order = list(range(first, first + size))

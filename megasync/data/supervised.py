@@ -77,7 +77,7 @@ class SupervisedRenderer:
 
         `name` is the key of the dataset. Raises DataError that names the row.
         """
-        found: list[TokenRow] = []
+        kept: list[TokenRow] = []
         long = 0
         for number, row in enumerate(rows):
             try:
@@ -86,7 +86,7 @@ class SupervisedRenderer:
                 raise DataError(f"{name}, row {number}: {error}") from None
             for each in rendered:
                 if len(each.ids) <= self._limit:
-                    found.append(each)
+                    kept.append(each)
                 elif self._config.drop_long_rows:
                     long += 1
                 else:
@@ -94,9 +94,9 @@ class SupervisedRenderer:
                         f"{name}, row {number} has {len(each.ids)} tokens, more than sft.max_tokens={self._limit}; "
                         f"raise it, or set sft.drop_long_rows=true"
                     )
-        if not found:
+        if not kept:
             raise DataError(f"{name}: all {long} rows are longer than sft.max_tokens={self._limit}; raise it")
-        return found, long
+        return kept, long
 
     def _row(self, row: Mapping[str, Any]) -> list[TokenRow]:
         tools = as_tools(row.get("tools"))
@@ -126,9 +126,9 @@ class SupervisedRenderer:
         if not ends:
             raise DataError(f"no message has the role {ASSISTANT!r}, so nothing would be trained")
         rendering = _Rendering(self._template, self._template.guard(messages), tools)
-        whole = rendering.marked() if self._template.marks_answers else rendering.turns()
-        if whole is not None:
-            return [self._ended(whole, messages)]
+        pieces = rendering.marked() if self._template.marks_answers else rendering.turns()
+        if pieces is not None:
+            return [self._ended(pieces, messages)]
         last_turn = rendering.last_marked if self._template.marks_answers else rendering.last_turn
         return [self._ended(last_turn(end), messages[:end]) for end in ends]
 
@@ -172,7 +172,7 @@ class SupervisedRenderer:
 
     def _checked(self, pieces: Sequence[tuple[Sequence[int], bool]]) -> TokenRow:
         ids = np.array([token for tokens, _ in pieces for token in tokens], dtype=np.int64)
-        trained = np.array([own for tokens, own in pieces for _ in tokens], dtype=np.bool_)
+        trained = np.array([is_trained for tokens, is_trained in pieces for _ in tokens], dtype=np.bool_)
         trained[:1] = False
         if not trained.any():
             raise DataError("no token would be trained, because the assistant's turns are empty")
@@ -197,16 +197,16 @@ class _Rendering:
     def marked(self) -> list[Piece] | None:
         """The whole conversation as the template marks it; None if the template rewrites earlier turns."""
         marked = self._template.marked(self._messages, self._tools)
-        whole, writers = "".join(text for text, _ in marked), list[int]()
+        text_of_all, writers = "".join(text for text, _ in marked), list[int]()
         for number, message in enumerate(self._messages):
             if message["role"] == ASSISTANT:
                 turn = self.last_marked(number + 1)
-                if not whole.startswith("".join(text for text, _ in turn)):
+                if not text_of_all.startswith("".join(text for text, _ in turn)):
                     return None
                 writers += [number] * sum(writer is not None for _, writer in turn)
-        if sum(own for _, own in marked) != len(writers):
+        if sum(is_marked for _, is_marked in marked) != len(writers):
             return None
-        return self._without_headers([(text, writers.pop(0) if own else None) for text, own in marked])
+        return self._without_headers([(text, writers.pop(0) if is_marked else None) for text, is_marked in marked])
 
     def last_marked(self, end: int) -> list[Piece]:
         """The last of the first `end` messages as the template marks it."""
@@ -215,33 +215,34 @@ class _Rendering:
         # Text and marked text alternate, so what is marked in both belongs to earlier messages.
         earlier = len(before) // 2 * 2
         last: list[Piece] = [
-            (text, end - 1 if own and number >= earlier else None) for number, (text, own) in enumerate(marked)
+            (text, end - 1 if is_marked and number >= earlier else None)
+            for number, (text, is_marked) in enumerate(marked)
         ]
         self._check_written(end, "".join(text for text, writer in last if writer is not None))
         return self._without_headers(last)
 
     def _without_headers(self, pieces: Sequence[Piece]) -> list[Piece]:
         """The same, if the marks enclose what a prompt already ends with when it asks for an answer."""
-        header, found = self._template.header, list[Piece]()
+        header, parts = self._template.header, list[Piece]()
         for text, writer in pieces:
             inside = writer is not None and bool(header) and text.startswith(header)
-            found += [(header, None), (text[len(header) :], writer)] if inside else [(text, writer)]
-        return found
+            parts += [(header, None), (text[len(header) :], writer)] if inside else [(text, writer)]
+        return parts
 
     def turns(self) -> list[Piece] | None:
         """The turns of the whole conversation as they are asked for; None if the template rewrites earlier ones."""
-        whole, at = self._render(len(self._messages), False), 0
+        text, at = self._render(len(self._messages), False), 0
         pieces: list[Piece] = []
         for number, message in enumerate(self._messages):
             if message["role"] != ASSISTANT:
                 continue
             before, after = self._render(number, True), self._render(number + 1, False)
-            if not (whole.startswith(after) and after.startswith(before) and len(before) >= at):
+            if not (text.startswith(after) and after.startswith(before) and len(before) >= at):
                 return None
             self._check_written(number + 1, after[len(before) :])
-            pieces += [(whole[at : len(before)], None), (whole[len(before) : len(after)], number)]
+            pieces += [(text[at : len(before)], None), (text[len(before) : len(after)], number)]
             at = len(after)
-        return [*pieces, (whole[at:], None)]
+        return [*pieces, (text[at:], None)]
 
     def last_turn(self, end: int) -> list[Piece]:
         """The last of the first `end` messages as it is asked for."""
@@ -249,16 +250,16 @@ class _Rendering:
         if not after.startswith(before):
             # Some templates leave out what was thought before earlier calls as soon as there is an answer.
             messages = [_thoughtless(message) for message in self._messages[: end - 1]]
-            known = self._template.render(messages, self._tools, answer=True)
+            prompt = self._template.render(messages, self._tools, answer=True)
             messages.append(self._messages[end - 1])
-            if not after.startswith(known) or after != self._template.render(messages, self._tools, answer=False):
+            if not after.startswith(prompt) or after != self._template.render(messages, self._tools, answer=False):
                 raise DataError(
                     f"the chat template ends the prompt for message {end - 1} with {plain(before[-40:])!r}, which is "
                     f"not what it writes before that message, so a server would not be asked for what is trained. "
                     f"Change that by the template's options (data.prompt.template_options), give the message what the "
                     f"template expects, such as reasoning, or mark answers in the template with {{% generation %}}"
                 )
-            after = before + after[len(known) :]
+            after = before + after[len(prompt) :]
         self._check_written(end, after[len(before) :])
         return [(before, None), (after[len(before) :], end - 1)]
 

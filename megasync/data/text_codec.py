@@ -58,8 +58,8 @@ class TextCodec:
             return b""
         name = self._tokenizer.convert_ids_to_tokens(token)
         if self._byte_level and token not in self._added:
-            known = [_BYTE_OF_LETTER.get(letter, -1) for letter in name]
-            return None if -1 in known else bytes(known)
+            bytes_of_name = [_BYTE_OF_LETTER.get(letter, -1) for letter in name]
+            return None if -1 in bytes_of_name else bytes(bytes_of_name)
         if isinstance(name, str) and (byte := _BYTE_NAME.fullmatch(name)) is not None:
             return bytes([int(byte[1], 16)])
         # The text of a token may depend on whether it is the first.

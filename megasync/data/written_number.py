@@ -142,20 +142,20 @@ def written_number(text: str) -> WrittenNumber | None:
         return None
     text = plain_math(text).rstrip(" .,;:?*").lstrip(" ,;:*")
     sign = ""
-    if found := re.match(r"[-+]\s*(?=(?:US)?[$€£¥₹])", text):
-        sign, text = found[0].strip(), text[found.end() :]
+    if match := re.match(r"[-+]\s*(?=(?:US)?[$€£¥₹])", text):
+        sign, text = match[0].strip(), text[match.end() :]
     symbol = ""
-    if found := _SYMBOL.match(text):
-        symbol, text = _CURRENCIES[found[0]], text[found.end() :].strip()
+    if match := _SYMBOL.match(text):
+        symbol, text = _CURRENCIES[match[0]], text[match.end() :].strip()
     core, rest = _split_unit(text)
     core, rest = sign + core.strip(), rest.strip()
-    if found := _SYMBOL.match(rest):
-        symbol, rest = _CURRENCIES[found[0]], rest[found.end() :].strip()
-    percent = bool(found := re.match(r"(?:%|percent\b|pct\b|per\s+cent\b)", rest, re.IGNORECASE))
-    rest = rest[found.end() :].strip() if found else rest
+    if match := _SYMBOL.match(rest):
+        symbol, rest = _CURRENCIES[match[0]], rest[match.end() :].strip()
+    percent = bool(match := re.match(r"(?:%|percent\b|pct\b|per\s+cent\b)", rest, re.IGNORECASE))
+    rest = rest[match.end() :].strip() if match else rest
     scale = 1
-    if found := re.match(rf"({'|'.join(_MAGNITUDES)})s?\b", rest, re.IGNORECASE):
-        scale, rest = _MAGNITUDES[found[1].lower()], rest[found.end() :].strip()
+    if match := re.match(rf"({'|'.join(_MAGNITUDES)})s?\b", rest, re.IGNORECASE):
+        scale, rest = _MAGNITUDES[match[1].lower()], rest[match.end() :].strip()
     unit = _unit(rest) if rest else ""
     if unit is None or not core:
         return None
@@ -194,7 +194,7 @@ def _unscripted(text: str) -> str:
     for characters, sign in ((_SUPERSCRIPTS, "^"), (_SUBSCRIPTS, "_")):
         text = re.sub(
             f"[{characters}]+",
-            lambda found, sign=sign: f"{sign}{{{unicodedata.normalize('NFKC', found[0]).replace(chr(0x2212), '-')}}}",
+            lambda match, sign=sign: f"{sign}{{{unicodedata.normalize('NFKC', match[0]).replace(chr(0x2212), '-')}}}",
             text,
         )
     return text
@@ -202,15 +202,15 @@ def _unscripted(text: str) -> str:
 
 def _split_unit(text: str) -> tuple[str, str]:
     """A number's own characters, and what follows them."""
-    if found := re.match(r"[A-Za-z]+(?:[- ](?:and[- ])?(?:[A-Za-z]+))*", text):
-        words = re.split(r"[- ]", found[0].lower())
-        known = 0
-        while known < len(words) and (words[known] in _WORDS or (known and words[known] in {*_MAGNITUDES, "and"})):
-            known += 1
-        while known and words[known - 1] == "and":
-            known -= 1
-        at = sum(len(word) + 1 for word in words[:known])
-        return text[: max(at - 1, 0)], text[at:] if known else text
+    if match := re.match(r"[A-Za-z]+(?:[- ](?:and[- ])?(?:[A-Za-z]+))*", text):
+        words = re.split(r"[- ]", match[0].lower())
+        count = 0
+        while count < len(words) and (words[count] in _WORDS or (count and words[count] in {*_MAGNITUDES, "and"})):
+            count += 1
+        while count and words[count - 1] == "and":
+            count -= 1
+        at = sum(len(word) + 1 for word in words[:count])
+        return text[: max(at - 1, 0)], text[at:] if count else text
     # Up to the first letter that is not part of \frac, of an exponent such as 3.2e5, or of "3 and 1/2".
     number = re.match(r"(?:\\frac|(?<=[\d.])[eE](?=[-+]?\d)|\band\b(?=\s*\d)|[^A-Za-z\\%$€£¥₹¢])*", text)
     end = number.end() if number else 0
@@ -275,7 +275,7 @@ def _exact(text: str) -> str | None:
         text = re.sub(r"\^\s*\{([^{}]*)\}", r"^(\1)", text)
         text = _FRACTION.sub(lambda m: f"(({m[1]})/({m[2]}))", text)
     text = re.sub(r"(?<=[\d.])[eE]([-+]?\d+)", r"*10^(\1)", text)
-    text = re.sub(_NUMBER, lambda found: _decimal(found[0]), text)
+    text = re.sub(_NUMBER, lambda match: _decimal(match[0]), text)
     # Digits with a space between them, or a comma that is left, are several numbers.
     if re.search(r"[\d.)]\s+[\d.(]|,", text):
         return None
@@ -283,9 +283,9 @@ def _exact(text: str) -> str | None:
     return text if re.fullmatch(r"[-+*/^!().\d]+", text) else None
 
 
-def _mixed(found: re.Match[str]) -> str:
-    whole, top, bottom = found[1], found[2] or found[4], found[3] or found[5]
-    return f"({whole}+{top}/{bottom})" if int(top) < int(bottom) else found[0]
+def _mixed(match: re.Match[str]) -> str:
+    units, top, bottom = match[1], match[2] or match[4], match[3] or match[5]
+    return f"({units}+{top}/{bottom})" if int(top) < int(bottom) else match[0]
 
 
 def _decimal(text: str) -> str:

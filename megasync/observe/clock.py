@@ -48,8 +48,8 @@ async def clock_offset(ask: Callable[[], Awaitable[Reading]]) -> float:
 async def clock_offsets(readings: Sequence[Reading], ask: Callable[[int], Awaitable[Reading]]) -> dict[str, float]:
     """The offsets of all hosts but this one, of the processes that gave the readings. One process of each is asked."""
     first = {reading.host: number for number, reading in reversed([*enumerate(readings)]) if reading.host != _host()}
-    found = await asyncio.gather(*(clock_offset(partial(ask, number)) for number in first.values()))
-    return dict(zip(first, found, strict=True))
+    offsets = await asyncio.gather(*(clock_offset(partial(ask, number)) for number in first.values()))
+    return dict(zip(first, offsets, strict=True))
 
 
 @cache

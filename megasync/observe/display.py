@@ -30,7 +30,7 @@ UNKNOWN = "-"
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What one component of the run is doing, and for how many seconds."""
+    """The work of one component at present, and for how many seconds it goes on."""
 
     part: str
     doing: str
@@ -233,10 +233,10 @@ def _activities(snap: RunSnapshot) -> Table:
 def sparkline(values: Sequence[float | None], width: int = SPARK_WIDTH) -> str:
     """The latest values as block characters, scaled to their range; a gap where a value is missing or not finite."""
     shown = list(values)[-width:]
-    known = [v for v in shown if v is not None and math.isfinite(v)]
-    if not known:
+    finite = [v for v in shown if v is not None and math.isfinite(v)]
+    if not finite:
         return ""
-    low, span = min(known), max(known) - min(known)
+    low, span = min(finite), max(finite) - min(finite)
 
     def block(value: float | None) -> str:
         if value is None or not math.isfinite(value):
@@ -253,9 +253,9 @@ def number(value: float | None, digits: int) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds as text, such as 4s, 2m 05s or 3h 07m."""
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    total = int(seconds)
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m {total % 60:02d}s"
+    return f"{total // 3600}h {total % 3600 // 60:02d}m"

@@ -41,7 +41,7 @@ class EventSink(Protocol):
         ...
 
     def recovery(self, what: str, text: str, **fields: Any) -> None:
-        """It works again, or another in its place."""
+        """A process works again, or another in its place."""
         ...
 
 
@@ -151,11 +151,11 @@ def faults(events: Iterable[Event], step_times: Sequence[float] = ()) -> list[Fa
         if event.kind == RECOVERY:
             recovered.setdefault(event.what, []).append(event.time)
     recovered[TRAINING].sort()
-    found = []
+    periods = []
     for event in ordered:
         if event.kind == FAULT:
             step = _next(recovered[TRAINING], event.time)
-            found.append(
+            periods.append(
                 Fault(
                     what=event.what,
                     time=event.time,
@@ -165,7 +165,7 @@ def faults(events: Iterable[Event], step_times: Sequence[float] = ()) -> list[Fa
                     fields=event.fields,
                 )
             )
-    return found
+    return periods
 
 
 def _next(times: Sequence[float], after: float) -> float | None:

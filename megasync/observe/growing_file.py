@@ -69,16 +69,16 @@ class GrowingFile:
             while self._offset < MOST_BYTES:
                 file.seek(self._offset)
                 data = file.read(PIECE)
-                whole = data[: data.rfind(b"\n") + 1]
-                if not whole and len(data) < LONGEST_LINE:
+                complete = data[: data.rfind(b"\n") + 1]
+                if not complete and len(data) < LONGEST_LINE:
                     return
-                self._offset += len(whole or data)
-                self._before = (self._before + (whole or data))[-REMEMBERED:]
-                if not whole:
+                self._offset += len(complete or data)
+                self._before = (self._before + (complete or data))[-REMEMBERED:]
+                if not complete:
                     self.left_out += not self._skipping
                     self._skipping = True
                     continue
-                lines = whole.split(b"\n")[:-1]
+                lines = complete.split(b"\n")[:-1]
                 yield lines[self._skipping :]
                 self._skipping = False
             self.full = os.fstat(file.fileno()).st_size > self._offset

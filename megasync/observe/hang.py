@@ -110,8 +110,8 @@ class HangReporter:
                 line for t in own_stacks() for line in (f"thread {t.name}", *(f"    {frame}" for frame in t.frames))
             )
             tasks = describe_tasks()
-            state, (found, missing) = await asyncio.gather(self._state(), self._stacks(only))
-            text = rendered(reason, state, tasks, driver, found, missing)
+            state, (stacks, missing) = await asyncio.gather(self._state(), self._stacks(only))
+            text = rendered(reason, state, tasks, driver, stacks, missing)
             path = self._folder / f"{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]
             path = path.with_name(f"{path.name}.txt")
             await asyncio.to_thread(self._write, path, text)
@@ -120,12 +120,12 @@ class HangReporter:
 
     async def _state(self) -> str:
         try:
-            known = described(self._observed())
+            description = described(self._observed())
             if self.describe is not None:
-                known += "\n" + await within(self.describe(), STATE_SECONDS)
+                description += "\n" + await within(self.describe(), STATE_SECONDS)
         except Exception as error:  # noqa: BLE001 - the rest of the report is worth more
-            known = f"(unknown: {type(error).__name__} {error})"
-        return known
+            description = f"(unknown: {type(error).__name__} {error})"
+        return description
 
     async def _stacks(self, only: Collection[str] | None) -> tuple[list[ProcessStacks], list[str]]:
         """The stacks by processes, and what is missing."""
@@ -143,7 +143,7 @@ class HangReporter:
         }
         if calls:
             await asyncio.wait(calls.values(), timeout=STACKS_SECONDS)
-        found = []
+        stacks = []
         for node, call in calls.items():
             names = ", ".join(process.name for process in by_node[node])
             if not call.done():
@@ -152,8 +152,8 @@ class HangReporter:
             elif call.exception() is not None:
                 missing.append(f"{names}: {type(call.exception()).__name__}: {call.exception()}")
             else:
-                found += call.result()
-        return found, missing
+                stacks += call.result()
+        return stacks, missing
 
     def _write(self, path: Path, text: str) -> None:
         self._folder.mkdir(exist_ok=True)
@@ -164,16 +164,16 @@ class HangReporter:
 
 
 def rendered(
-    reason: str, state: str, tasks: str, driver: str, found: Sequence[ProcessStacks], missing: Sequence[str]
+    reason: str, state: str, tasks: str, driver: str, stacks: Sequence[ProcessStacks], missing: Sequence[str]
 ) -> str:
     """The text of a report. Processes with equal stacks are described together."""
     parts = [f"Hang report of {time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n{reason}"]
-    parts.append(_chapter("Where each process is", _summary(found, missing)))
+    parts.append(_chapter("Where each process is", _summary(stacks, missing)))
     parts.append(_chapter("State of the run", state))
     parts.append(_chapter("What the tasks of the driver await", tasks))
     parts.append(_chapter("Stacks of the driver", driver))
     alike: dict[tuple[str, str], list[ProcessStacks]] = {}
-    for process in found:
+    for process in stacks:
         if process.text:
             alike.setdefault((process.title, process.text), []).append(process)
     for (title, text), processes in alike.items():
@@ -200,9 +200,9 @@ def described(state: RunState) -> str:
     return "\n".join(lines)
 
 
-def _summary(found: Sequence[ProcessStacks], missing: Sequence[str]) -> str:
+def _summary(stacks: Sequence[ProcessStacks], missing: Sequence[str]) -> str:
     alike: dict[tuple[str, str, str], list[ProcessStacks]] = {}
-    for process in found:
+    for process in stacks:
         alike.setdefault((process.title, process.state, process.place), []).append(process)
     lines = [
         f"{_named(processes)}: {title}, {_state_of(state)}: {place or 'no Python stack'}"

@@ -122,9 +122,10 @@ def read_metrics(run_dir: Path) -> dict[str, list[Any]]:
 
 def percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
     """``name_p50``, ``name_p90`` and ``name_p99``; nothing of no values. A percentile is one of the values."""
-    found = np.percentile(values, (50, 90, 99), method="inverted_cdf").tolist() if len(values) else ()
+    quantiles = np.percentile(values, (50, 90, 99), method="inverted_cdf").tolist() if len(values) else ()
     return {
-        f"{name}_{percentile}": float(value) for percentile, value in zip(("p50", "p90", "p99"), found, strict=False)
+        f"{name}_{percentile}": float(value)
+        for percentile, value in zip(("p50", "p90", "p99"), quantiles, strict=False)
     }
 
 

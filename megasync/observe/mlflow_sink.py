@@ -98,12 +98,12 @@ class MlflowSink:
     def _log_params(self) -> None:
         from mlflow.entities import Param, RunTag  # pyright: ignore[reportMissingImports]
 
-        known = self._client.get_run(self._run_id).data.params
+        logged = self._client.get_run(self._run_id).data.params
         configured = dict(_flat(saved_values(self._config)))
-        new = [Param(key, value) for key, value in configured.items() if key not in known]
+        new = [Param(key, value) for key, value in configured.items() if key not in logged]
         for at in range(0, len(new), PARAMS_AT_ONCE):
             self._client.log_batch(self._run_id, params=new[at : at + PARAMS_AT_ONCE])
-        changed = {key: value for key, value in configured.items() if known.get(key, value) != value}
+        changed = {key: value for key, value in configured.items() if logged.get(key, value) != value}
         if changed:
             tags = [RunTag(f"resumed.{key}", value) for key, value in changed.items()]
             self._client.log_batch(self._run_id, tags=tags)

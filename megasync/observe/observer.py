@@ -77,7 +77,7 @@ SERVING = ("healthy", "suspect")
 
 @dataclass
 class RunParts:
-    """What the processes of a run report of themselves, without asking any: it is called every two seconds."""
+    """The states of a run's processes as last reported, read without asking any: it is called every two seconds."""
 
     servers: Callable[[], list[ProcessState]] = list
     router: Callable[[], ProcessState | None] = lambda: None

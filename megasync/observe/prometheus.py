@@ -182,8 +182,8 @@ class PrometheusSink:
                 continue
             exported = Exported.of(metric)
             family = families.setdefault(exported.name, exported.family())
-            found = metric.pattern.fullmatch(name)
-            family.add_metric(found.groups() if found else (), value)
+            match = metric.pattern.fullmatch(name)
+            family.add_metric(match.groups() if match else (), value)
         yield from families.values()
         for name, samples in _own(snapshot, rows).items():
             family = OWN[f"{PREFIX}_{name}"].family()

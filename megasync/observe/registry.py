@@ -32,15 +32,15 @@ class Metric:
     @property
     def pattern(self) -> re.Pattern[str]:
         parts, at = "", 0
-        for found in _PART.finditer(self.name):
-            parts += re.escape(self.name[at : found.start()]) + ("(.+)" if found[2] else "([^/]+)")
-            at = found.end()
+        for part in _PART.finditer(self.name):
+            parts += re.escape(self.name[at : part.start()]) + ("(.+)" if part[2] else "([^/]+)")
+            at = part.end()
         return re.compile(parts + re.escape(self.name[at:]))
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What stands between the brackets, in the order of the pattern's groups."""
-        return tuple(found[1] for found in _PART.finditer(self.name))
+        """The texts between the brackets, in the order of the pattern's groups."""
+        return tuple(part[1] for part in _PART.finditer(self.name))
 
 
 @dataclass(frozen=True, slots=True)

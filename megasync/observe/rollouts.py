@@ -1,14 +1,15 @@
 """The recorded responses of a run: what was sampled, what it was worth, and how it was trained or why it was dropped.
 
     trainer ranks     responses of trained groups, each rank those that it computes ─┐
-    rollout workers   responses of dropped groups                                    ├─▶ RUN/rollouts ─▶ RolloutIndex
+    rollout workers   responses of dropped groups, reference answers of all groups   ├─▶ RUN/rollouts ─▶ RolloutIndex
                                                                                      ┘
     <process>-<n>.index    a JSON line a response: what a table shows and filters
     <process>-<n>.body     the tokens of the responses, at the places that the lines name
+    <process>-<n>.answers  a JSON line a group: its uid and the beginning of its reference answer
 
 One process writes a file, and only appends. A line is written after its body, so a complete line has a body; a torn
-last line is not read. A process begins a new pair of files when it starts and when a pair has reached an eighth of its
-bytes, and removes its oldest pairs: `RolloutLog._begin` keeps it within its bound, so the newest responses stay.
+last line is not read. A process begins new files when it starts and when those of a number have reached an eighth of
+its bytes, and removes its oldest: `RolloutLog._begin` keeps it within its bound, so the newest responses stay.
 
 Which groups are recorded follows from their uids (`chosen`, `is_sampled`), so all processes agree on it without
 communication. Recording never fails: what cannot be written is logged and left out.
@@ -33,6 +34,7 @@ from numpy.typing import NDArray
 
 from megasync.base.files import open_regular
 from megasync.concurrency.first_use import prepared
+from megasync.concurrency.foreign import shown
 from megasync.errors import DataError
 from megasync.observe.growing_file import GrowingFile
 from megasync.trajectory import TOKEN_REWARDS, Trajectory, finite_float
@@ -42,10 +44,13 @@ from megasync.trajectory.turns import Turn, within
 log = logging.getLogger(__name__)
 
 FOLDER = "rollouts"
-INDEX, BODY = ".index", ".body"
-_FILE = re.compile(r"(?P<pair>(?P<process>.+)-(?P<number>[0-9]+))(?P<suffix>\.index|\.body)")
-# A process has at most this many pairs of files, so it forgets an eighth of its responses at a time.
+INDEX, BODY, ANSWERS = SUFFIXES = ".index", ".body", ".answers"
+_FILE = re.compile(r"(?P<pair>(?P<process>.+)-(?P<number>[0-9]+))(?P<suffix>\.index|\.body|\.answers)")
+# A process has files of at most this many numbers, so it forgets an eighth of its responses at a time.
 PAIRS = 8
+# Characters of a reference answer that are recorded, and bytes that a reader looks through for one.
+ANSWER_CHARACTERS = 2000
+ANSWER_BYTES = 256 * 2**20
 # `Filters.dropped`: of trained groups, and of dropped groups whatever the reason.
 TRAINED, DROPPED = "trained", "dropped"
 # `Row.sample` of a dropped group without any response.
@@ -140,6 +145,7 @@ _line = msgspec.json.Encoder(enc_hook=_number)
 _row = msgspec.json.Decoder(Row)
 _pack = msgspec.msgpack.Encoder()
 _unpack = msgspec.msgpack.Decoder(_Body)
+_answer = msgspec.json.Decoder(tuple[str, str])
 
 
 # Which groups are recorded
@@ -275,59 +281,75 @@ class RolloutLog:
 
     def append(self, responses: Iterable[tuple[Row, Response]]) -> None:
         """Records responses, on any thread. Never raises: logs what could not be written."""
+        self._record(lambda: self._encoded(responses))
+
+    def append_answer(self, uid: str, answer: object) -> None:
+        """Records the reference answer of a group, whatever object it is. Never raises, as `append`."""
+        self._record(lambda: {ANSWERS: _line.encode((uid, _beginning(answer))) + b"\n"})
+
+    def _record(self, encoded: Callable[[], dict[str, bytes]]) -> None:
         try:
             with self._lock:
-                self._append(responses)
+                if not self._name or self._size >= self._limit / PAIRS:
+                    self._begin()
+                for suffix, content in encoded().items():
+                    with (self._folder / f"{self._name}{suffix}").open("ab") as file:
+                        file.write(content)
+                    self._size += len(content)
         except Exception as error:  # noqa: BLE001 - recording must not end a training step, whatever a response holds
             # The next ones go to new files, after the damage.
             self._name = ""
             log.warning("Could not record responses in %s: %s: %s", self._folder, type(error).__name__, error)
 
-    def _append(self, responses: Iterable[tuple[Row, Response]]) -> None:
-        if not self._name or self._size >= self._limit / PAIRS:
-            self._begin()
-        bodies, lines, at = [], [], self._body_size
+    def _encoded(self, responses: Iterable[tuple[Row, Response]]) -> dict[str, bytes]:
+        """Bodies and, to be written after them, the lines that name their places."""
+        bodies, lines = [], []
         for row, response in responses:
             body = _pack.encode(_packed(response))
-            row.at, row.size = at, len(body)
-            at += len(body)
+            row.at, row.size = self._body_size, len(body)
+            self._body_size += len(body)
             bodies.append(body)
             lines.append(_line.encode(row) + b"\n")
-        for suffix, parts in ((BODY, bodies), (INDEX, lines)):
-            with (self._folder / f"{self._name}{suffix}").open("ab") as file:
-                file.write(b"".join(parts))
-        self._body_size = at
-        self._size += sum(map(len, bodies)) + sum(map(len, lines))
+        return {BODY: b"".join(bodies), INDEX: b"".join(lines)}
 
     def _begin(self) -> None:
-        """Begins a pair of files, and removes the oldest until the others leave room for it."""
+        """Begins files of the next number, and removes the oldest until the others leave room for them."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        # One of a pair may be missing: the process was killed between the first writes to the two.
+        # Some of a number may be missing: the process was killed between the first writes to them.
         earlier = sorted(
             {
-                (int(found["number"]), found["pair"])
+                (int(match["number"]), match["pair"])
                 for name in os.listdir(self._folder)
-                if (found := _FILE.fullmatch(name)) and found["process"] == self._process
+                if (match := _FILE.fullmatch(name)) and match["process"] == self._process
             }
         )
         number = earlier[-1][0] + 1 if earlier else 1
         kept, room = 0, self._limit - self._limit / PAIRS
         for _, name in reversed(earlier):
-            pair = [self._folder / f"{name}{suffix}" for suffix in (INDEX, BODY)]
-            kept += sum(path.stat().st_size for path in pair if path.exists())
+            paths = [self._folder / f"{name}{suffix}" for suffix in SUFFIXES]
+            kept += sum(path.stat().st_size for path in paths if path.exists())
             if kept > room:
-                for path in pair:
+                for path in paths:
                     path.unlink(missing_ok=True)
         self._name = f"{self._process}-{number}"
         self._size = self._body_size = 0
+
+
+def _beginning(answer: object) -> str:
+    """The text of an answer, or what Python shows of another object."""
+    most = ANSWER_CHARACTERS + 1
+    text = str.__getitem__(answer, slice(most)) if isinstance(answer, str) else shown(answer, most)
+    cut = text if len(text) < most else f"{text[:ANSWER_CHARACTERS]} ..."
+    # A lone surrogate cannot be written.
+    return cut.encode(errors="replace").decode()
 
 
 def _packed(response: Response) -> _Body:
     def numbers(array: NDArray[Any] | None, dtype: str = "<f4") -> bytes | None:
         return None if array is None else np.asarray(array, dtype).tobytes()
 
-    def runs(given: Runs) -> tuple[bytes, bytes]:
-        return np.asarray(given.values, "<i4").tobytes(), np.asarray(given.ends, "<i4").tobytes()
+    def runs(values: Runs) -> tuple[bytes, bytes]:
+        return np.asarray(values.values, "<i4").tobytes(), np.asarray(values.ends, "<i4").tobytes()
 
     return _Body(
         prompt_ids=numbers(response.prompt_ids, "<i4") or b"",
@@ -374,7 +396,7 @@ Bounds = tuple[float | None, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """What rows must have; None and empty texts let every row pass.
+    """Conditions that rows must meet; None and empty texts let every row pass.
 
     A row without a reward is outside every bound on rewards. ``dropped`` is `TRAINED`, `DROPPED` or a reason. ``uid``
     is a whole uid, or with `*` at its end what uids begin with.
@@ -437,14 +459,14 @@ class RolloutIndex:
         """Reads what was written since the last call; returns the new rows. Without a folder there are none."""
         try:
             files = filter(None, map(_FILE.fullmatch, os.listdir(self._folder)))
-            found = sorted(file["pair"] for file in files if file["suffix"] == INDEX)
+            pairs = sorted(file["pair"] for file in files if file["suffix"] == INDEX)
         except OSError:
-            found = []
-        if gone := self._files.keys() - set(found):
+            pairs = []
+        if gone := self._files.keys() - set(pairs):
             self._rows = {key: row for key, row in self._rows.items() if row.pair not in gone}
             for pair in gone:
                 del self._files[pair]
-        rows = [row for pair in found for row in self._new_rows(pair)]
+        rows = [row for pair in pairs for row in self._new_rows(pair)]
         self.revision += bool(rows or gone)
         return rows
 
@@ -461,8 +483,8 @@ class RolloutIndex:
                     continue
                 row.pair = pair
                 key = row.uid, row.sample
-                known = self._rows.get(key)
-                if known is None or known.time <= row.time:
+                earlier = self._rows.get(key)
+                if earlier is None or earlier.time <= row.time:
                     self._rows[key] = row
                     rows.append(row)
         except OSError:
@@ -472,9 +494,9 @@ class RolloutIndex:
     def select(self, filters: Filters | None = None, sort: str = "time", descending: bool = True) -> list[Row]:
         """The rows that pass, sorted by one of their fields; those without a value come last."""
         rows = self.rows if filters is None else [row for row in self._rows.values() if filters.passes(row)]
-        known = [row for row in rows if getattr(row, sort) is not None]
-        known.sort(key=lambda row: getattr(row, sort), reverse=descending)
-        return known if len(known) == len(rows) else known + [row for row in rows if getattr(row, sort) is None]
+        with_value = [row for row in rows if getattr(row, sort) is not None]
+        with_value.sort(key=lambda row: getattr(row, sort), reverse=descending)
+        return with_value + [row for row in rows if getattr(row, sort) is None]
 
     def group(self, uid: str) -> list[Row]:
         """The recorded responses of a group, by their position in it."""
@@ -491,8 +513,35 @@ class RolloutIndex:
         except (OSError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
             raise DataError(f"response {row.sample} of group {row.uid} cannot be read from {path}: {error}") from error
 
+    def answer(self, uid: str) -> str | None:
+        """The recorded reference answer of a group, or None. Looks through the newest ANSWER_BYTES of answers."""
+        start, left = _line.encode((uid,))[:-1] + b",", ANSWER_BYTES
+        for path in self._newest_answers():
+            answer = None
+            try:
+                _, pieces = GrowingFile(path).read()
+                for lines in pieces:
+                    for line in lines:
+                        if line.startswith(start):
+                            _, answer = _answer.decode(line)
+                    left -= sum(map(len, lines))
+                    if left < 0:
+                        break
+            except (OSError, ValueError, RecursionError):
+                pass  # removed meanwhile, not readable, or damaged
+            if answer is not None or left < 0:
+                return answer
+        return None
+
+    def _newest_answers(self) -> list[Path]:
+        try:
+            paths = [path for path in self._folder.iterdir() if path.suffix == ANSWERS and path.is_file()]
+            return sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)
+        except OSError:
+            return []
+
     def search(self, rows: Iterable[Row], text: str, text_of: Callable[[Response], str]) -> Iterator[Row]:
-        """Those of the rows whose text contains ``text``, in any case; reads one body after the other.
+        """Yields the rows whose text contains ``text``, in any case; reads one body after the other.
 
         The text is the recorded one, else what ``text_of`` makes of the tokens. Bodies that cannot be read are skipped.
         """

@@ -36,7 +36,7 @@ RETRY_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was measured at a step: of the step itself, or an evaluation of its weights, which may come much later."""
+    """Measurements of a step, or of an evaluation of its weights, which may come much later."""
 
     step: int
     # Seconds since the epoch.
@@ -176,7 +176,7 @@ class Sinks:
         self._threads = [SinkThread(sink, self._said.append) for sink in self._sinks]
 
     def messages(self) -> list[str]:
-        """What sinks have said since the last call."""
+        """The messages of sinks since the last call."""
         return [self._said.popleft() for _ in range(len(self._said))]
 
     def log(self, row: Row) -> None:

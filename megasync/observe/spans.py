@@ -116,10 +116,10 @@ class TraceReader:
                     at += PIECE
         except OSError:
             return b""
-        whole = data.rfind(b"\n") + 1
-        self._read[path] = at + whole
-        self.taken += whole
-        return data[:whole]
+        end = data.rfind(b"\n") + 1
+        self._read[path] = at + end
+        self.taken += end
+        return data[:end]
 
     def _decode(self, data: bytes) -> list[ChromeEvent]:
         data = data.removeprefix(b"[\n").rstrip(b",\n")

@@ -79,7 +79,7 @@ class Thread:
 
 @dataclass(frozen=True, slots=True)
 class ProcessStacks:
-    """What one process does. ``name`` is that of the process of the run above it, or its own."""
+    """The threads of one process. ``name`` is that of the process of the run above it, or its own."""
 
     name: str
     pid: int
@@ -119,12 +119,12 @@ def answer(loop: asyncio.AbstractEventLoop | None = None) -> None:
 def own_stacks() -> list[Thread]:
     """The stacks of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    found = []
+    threads = []
     for number, frame in sys._current_frames().items():
         summary = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
         frames = tuple(Frame(each.name, each.filename, each.lineno or 0) for each in summary)
-        found.append(Thread(names.get(number, str(number)), frames))
-    return [thread for thread in found if thread.name != _MEMORY]
+        threads.append(Thread(names.get(number, str(number)), frames))
+    return [thread for thread in threads if thread.name != _MEMORY]
 
 
 def _answer_all(listener: socket.socket) -> None:
@@ -175,18 +175,18 @@ def stacks_of_family(name: str, pid: int, deadline: float) -> list[ProcessStacks
         return [ProcessStacks(name, pid, "", "gone", "it has ended", "")]
     told = [process for process in family if not _is_dull(process)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(pool.map(lambda each: stacks_of(name, each.pid, deadline), told[:MOST_PROCESSES]))
+        stacks = list(pool.map(lambda each: stacks_of(name, each.pid, deadline), told[:MOST_PROCESSES]))
     if (left := len(told) - MOST_PROCESSES) > 0:
-        found.append(ProcessStacks(name, pid, "", "", f"{left} more processes are not shown", ""))
-    return found
+        stacks.append(ProcessStacks(name, pid, "", "", f"{left} more processes are not shown", ""))
+    return stacks
 
 
 def stacks_of_families(families: Sequence[tuple[str, int]], seconds: float) -> list[ProcessStacks]:
     """Several families, (name, process id), within ``seconds``."""
     deadline = time.monotonic() + seconds
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = pool.map(lambda family: stacks_of_family(family[0], family[1], deadline), families)
-        return [each for family in found for each in family]
+        stacks = pool.map(lambda family: stacks_of_family(family[0], family[1], deadline), families)
+        return [each for family in stacks for each in family]
 
 
 def stacks_of(name: str, pid: int, deadline: float) -> ProcessStacks:
@@ -203,10 +203,10 @@ def stacks_of(name: str, pid: int, deadline: float) -> ProcessStacks:
     raw = ""
     # A stopped process answers nothing.
     if state != psutil.STATUS_STOPPED:
-        own = _ask(pid)
-        if own is not None:
-            more = own["more"]
-            threads = threads or [Thread(n, tuple(Frame(*frame) for frame in frames)) for n, frames in own["threads"]]
+        reply = _ask(pid)
+        if reply is not None:
+            more = reply["more"]
+            threads = threads or [Thread(n, tuple(Frame(*frame) for frame in frames)) for n, frames in reply["threads"]]
         elif not threads:
             raw = _signal_dump(pid)
     lines = [f"({problem})"] if problem else []
@@ -293,7 +293,7 @@ def _ask(pid: int) -> dict[str, Any] | None:
 
 
 def _signal_dump(pid: int) -> str:
-    """What the signal handler of a process that called `answer` writes; empty if it never did."""
+    """The stacks that the signal handler of a process writes; empty if it never called `answer`."""
     try:
         links = [link for link in Path(f"/proc/{pid}/fd").iterdir() if _MEMORY in os.readlink(link)]
         if not links:

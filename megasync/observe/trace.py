@@ -312,9 +312,9 @@ class _Writer:
             tid = track.number * LANES
             yield ChromeEvent("i", name, self._pid, tid, at, cat=name_of_track, s="p", args=args)
             return
-        known = track.lanes
+        lanes = track.lanes
         lane = track.lane(start, end)
-        if track.lanes > known:
+        if track.lanes > lanes:
             yield self._lane_name(name_of_track, track, lane)
         duration = max(0, round((end - start) * 1e6))
         tid = track.number * LANES + lane
@@ -366,10 +366,10 @@ def segment_number(path: Path) -> int:
 
 def segments(folder: Path, process: str | None = None) -> list[Path]:
     """The segments in a folder, of one process or of all, oldest first."""
-    found = [path for path in folder.glob("*.json") if segment_number(path) >= 0]
+    paths = [path for path in folder.glob("*.json") if segment_number(path) >= 0]
     if process is not None:
-        found = [path for path in found if process_of(path) == process]
-    return sorted(found, key=lambda path: (process_of(path), segment_number(path)))
+        paths = [path for path in paths if process_of(path) == process]
+    return sorted(paths, key=lambda path: (process_of(path), segment_number(path)))
 
 
 _writer: _Writer | None = None

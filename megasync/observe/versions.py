@@ -13,10 +13,10 @@ PACKAGES = (
 
 def package_versions() -> dict[str, str]:
     """Python's version and those of the packages that are installed."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

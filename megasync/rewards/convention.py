@@ -28,7 +28,7 @@ from megasync.errors import ConfigError
 # What a function can ask for beside the columns of the rows; messages where prompts are chats.
 ADDED = ("completion_ids", "finish_reasons", "prompts", "messages")
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-# Columns of which the first one that a row has holds verl's ground truth; see `_ground_truth`.
+# Columns of which the first one that a row has holds verl's ground truth; see `ground_truth_of`.
 GROUND_TRUTHS = ("reward_model", "ground_truth", "answer", "solution")
 SHAPES = (
     "write it as `def reward(completions, **columns)`, with one score per completion; TRL's "
@@ -140,15 +140,18 @@ def _verl_rows(completions: Sequence[str], columns: Columns) -> list[dict[str, A
         {
             "data_source": row.get("data_source", ""),
             "solution_str": completion,
-            "ground_truth": _ground_truth(row),
+            "ground_truth": ground_truth_of(row),
             "extra_info": row.get("extra_info") or {},
         }
         for row, completion in zip(rows, completions, strict=True)
     ]
 
 
-def _ground_truth(row: Mapping[str, Any]) -> Any:
-    """Rows for verl hold it in `reward_model: {style, ground_truth}`; others in a column."""
+def ground_truth_of(row: Mapping[str, Any]) -> Any:
+    """Returns the reference answer of a row, or None.
+
+    Rows for verl hold it in `reward_model: {style, ground_truth}`; others in a column.
+    """
     if isinstance(model := row.get("reward_model"), Mapping) and "ground_truth" in model:
         return model["ground_truth"]
     return next((row[name] for name in GROUND_TRUTHS[1:] if name in row), None)

@@ -2,7 +2,8 @@
 
     start ──▶ samples_per_group workflows ──▶ reward ──▶ selection ──▶ buffer.commit | buffer.drop ──▶ GroupEnded
 
-Trainer ranks record the responses of groups that are trained, workers some of those that they drop (`DropRecord`).
+Trainer ranks record the responses of groups that are trained, workers some of those that they drop and all reference
+answers (`DropRecord`).
 
 A worker owns everything that belongs to a group and to its requests: the gate that they pass, partial responses,
 rewards, metrics. It runs on one event loop, in the driver or in a process of its own (`remote_worker`), and knows
@@ -42,6 +43,7 @@ from megasync.errors import DataError, MegasyncError
 from megasync.observe import trace
 from megasync.observe.rollouts import RolloutLog, is_sampled, nothing_sampled, recorded, rollout_bytes
 from megasync.rewards import RewardRunner
+from megasync.rewards.convention import ground_truth_of
 from megasync.rollout.drops import KILLS_SERVERS, Dropped
 from megasync.rollout.failures import UnexpectedErrors, is_infrastructure
 from megasync.rollout.inflight import RequestGate
@@ -118,7 +120,10 @@ class GroupSpec:
 
 
 class DropRecord:
-    """Records this share of the dropped groups of one process, with what the reward function said of them."""
+    """Records this share of the dropped groups of one process, with what the reward function said of them.
+
+    Also the reference answer of each group, which trainer ranks never see.
+    """
 
     def __init__(self, log: RolloutLog, share: float) -> None:
         self._log = log
@@ -132,6 +137,10 @@ class DropRecord:
             return None
         log = RolloutLog(run_dir, process, rollout_bytes(observe.rollouts_mb, config.rollout.workers))
         return cls(log, observe.rollouts / (schedule.groups_per_step * schedule.samples_per_group))
+
+    async def add_answer(self, prompt: Prompt) -> None:
+        if (answer := ground_truth_of(prompt.columns)) is not None:
+            await asyncio.to_thread(self._log.append_answer, prompt.uid, answer)
 
     async def add(self, prompt: Prompt, responses: Sequence[Trajectory], drop: Dropped) -> None:
         if is_sampled(prompt.uid, self._share):
@@ -335,6 +344,8 @@ class GroupWorker:
                 saved = await self._buffer.partials(uid)
                 self._partials.restore(uid, {key: decode_partial(data) for key, data in saved.items()})
             outcome, responses, scored = await self._generate(prompt, batch)
+            if self._record is not None:
+                await self._record.add_answer(prompt)
             self._partials.forget(uid)
             ended = GroupEnded(uid, scored=scored, lengths=tuple(len(t.response_ids) for t in responses))
             if isinstance(outcome, Group):

@@ -268,7 +268,7 @@ class Rollouter:
             except BufferClosed:
                 return
             self._source.admitted(prompt.uid)
-            if self._curriculum is not None and not self._curriculum.wants(prompt.uid):
+            if self._curriculum is not None and not await self._curriculum.wants(prompt.uid):
                 try:
                     await self._buffer.drop(prompt.uid, LEFT_OUT)
                 except BufferClosed:

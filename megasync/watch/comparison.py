@@ -53,8 +53,8 @@ class Goal:
 
     def reached(self, series: Series, threshold: float) -> int | None:
         """The place of the first value that is at least as good as the threshold."""
-        found = np.flatnonzero(series.values >= threshold if self.more else series.values <= threshold)
-        return int(found[0]) if len(found) else None
+        places = np.flatnonzero(series.values >= threshold if self.more else series.values <= threshold)
+        return int(places[0]) if len(places) else None
 
 
 GOALS = (
@@ -80,9 +80,9 @@ def label_apart(runs: Sequence[RunFolder]) -> None:
     for at, place in enumerate(places):
         if place in places[:at]:
             raise ConfigError(f"{runs[at].path} is named twice; name different runs")
-    known = [run.name for run in runs]
+    names = [run.name for run in runs]
     for run, place in zip(runs, places, strict=True):
-        if known.count(run.name) > 1:
+        if names.count(run.name) > 1:
             run.name = str(place)
 
 
@@ -165,7 +165,7 @@ def scores(runs: Sequence[RunFolder]) -> Table:
 
 
 def times_to(runs: Sequence[RunFolder], goal: Goal, thresholds: Sequence[float] = ()) -> Table:
-    """What each run needed to reach each threshold of the goal."""
+    """Tabulates the steps and the time that each run needed to reach each threshold of the goal."""
     rows: list[Sequence[Cell]] = []
     for threshold in thresholds or _thresholds(runs, goal):
         for axis, word in AXIS_WORDS.items():
@@ -185,22 +185,22 @@ def settings_table(runs: Sequence[RunFolder]) -> Table:
         )
         for item in configuration.differences([run.settings for run in runs])
     ]
-    known = [run.versions for run in runs]
-    for package in dict.fromkeys(package for versions in known for package in versions):
-        found = [versions.get(package, "–") for versions in known]
-        if len(set(found)) > 1:
-            rows.append((f"version of {package}", *found, "–"))
+    versions_by_run = [run.versions for run in runs]
+    for package in dict.fromkeys(package for versions in versions_by_run for package in versions):
+        cells = [versions.get(package, "–") for versions in versions_by_run]
+        if len(set(cells)) > 1:
+            rows.append((f"version of {package}", *cells, "–"))
     return Table("Settings and versions that differ.", ("Key", *(run.name for run in runs), "Default"), rows)
 
 
 def _thresholds(runs: Sequence[RunFolder], goal: Goal) -> list[float]:
     """Parts of the way that the runs went together, and what they were told to stop at."""
-    found = [run.series(goal.name).finite.values for run in runs]
-    found = [values for values in found if len(values)]
-    if not found:
+    scores = [run.series(goal.name).finite.values for run in runs]
+    scores = [values for values in scores if len(values)]
+    if not scores:
         return []
-    first = min(values[0] for values in found) if goal.more else max(values[0] for values in found)
-    best = max(values.max() for values in found) if goal.more else min(values.min() for values in found)
+    first = min(values[0] for values in scores) if goal.more else max(values[0] for values in scores)
+    best = max(values.max() for values in scores) if goal.more else min(values.min() for values in scores)
     levels = {float(f"{first + part * (best - first):.2g}") for part in PARTS}
     if goal.name == names.SCORE:
         targets = (run.settings.get("schedule.stop_at_score") for run in runs)
@@ -301,8 +301,8 @@ def _sum(run: RunFolder, name: str) -> Cell:
 
 
 def _time_share(run: RunFolder, name: str) -> Cell:
-    spent, whole = run.series(name).finite.values, run.series("time/step").finite.values.sum()
-    return share(float(spent.sum() / whole)) if len(spent) and whole else None
+    spent, total = run.series(name).finite.values, run.series("time/step").finite.values.sum()
+    return share(float(spent.sum() / total)) if len(spent) and total else None
 
 
 def _dropped(run: RunFolder) -> Cell:

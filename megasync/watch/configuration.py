@@ -85,26 +85,26 @@ def flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def changed(settings: Mapping[str, Any]) -> list[Difference]:
     """The settings that are not the defaults, in the order of the schema."""
-    known = defaults()
-    found = [Difference(key, (value,), known.get(key, ABSENT)) for key, value in settings.items()]
+    default_values = defaults()
+    changes = [Difference(key, (value,), default_values.get(key, ABSENT)) for key, value in settings.items()]
     # A key that is in no schema belongs to a named entry, such as a held-out set; empty ones say nothing.
     return [
         item
-        for item in found
+        for item in changes
         if not (_equal(item.values[0], item.default) or (item.default is ABSENT and item.values[0] in (None, {}, [])))
     ]
 
 
 def differences(runs: Sequence[Mapping[str, Any]]) -> list[Difference]:
     """The keys in which runs differ from each other; a key that one does not have stands for its default."""
-    known = defaults()
-    found = []
+    default_values = defaults()
+    differing = []
     for key in dict.fromkeys(key for settings in runs for key in settings):
-        default = known.get(key, ABSENT)
+        default = default_values.get(key, ABSENT)
         values = tuple(settings.get(key, default) for settings in runs)
         if not all(_equal(values[0], value) for value in values[1:]):
-            found.append(Difference(key, values, default))
-    return found
+            differing.append(Difference(key, values, default))
+    return differing
 
 
 def shown(value: Any, key: str = "") -> str:

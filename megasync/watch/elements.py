@@ -52,24 +52,24 @@ def trouble(run: RunFolder) -> Callable[[], None]:
     shown: list[tuple[str, str]] = []
 
     def update() -> None:
-        found = []
+        problems = []
         if run.status == CRASHED:
-            found.append(
+            problems.append(
                 ("The driver of this run is gone and left no reason: it was killed, or its machine failed.", "bad")
             )
         if run.reason:
-            found.append((f"Run {run.status}: {run.reason}", "bad" if run.status == FAILED else "calm"))
+            problems.append((f"Run {run.status}: {run.reason}", "bad" if run.status == FAILED else "calm"))
         if run.silent_seconds is not None:
             silent = units.duration(run.silent_seconds)
-            found.append(
+            problems.append(
                 (f"The driver lives, but has written nothing for {silent}: it hangs, or its disk does.", "bad")
             )
-        found += [(sentence, "") for sentence in run.missing]
-        if found != shown:
-            shown[:] = found
+        problems += [(sentence, "") for sentence in run.missing]
+        if problems != shown:
+            shown[:] = problems
             box.clear()
             with box:
-                for sentence, look in found:
+                for sentence, look in problems:
                     notice(sentence, bad=look == "bad", calm=look == "calm")
 
     update()
@@ -153,17 +153,17 @@ class Shares:
         self._shown: object = None
         self._element = ui.element("div")
 
-    def show(self, parts: Mapping[str, tuple[float, str]], whole: float) -> None:
+    def show(self, parts: Mapping[str, tuple[float, str]], total: float) -> None:
         """`parts` are (amount, colour) by label; what is left of `whole` stays empty."""
-        if self._shown == (parts, whole):
+        if self._shown == (parts, total):
             return
-        self._shown = (dict(parts), whole)
+        self._shown = (dict(parts), total)
         self._element.clear()
         with self._element:
             with ui.element("div").classes("stack").props('aria-hidden="true"'):
                 for amount, colour in parts.values():
-                    if amount > 0 and whole > 0:
-                        ui.element("div").style(f"width: {100 * amount / whole:.2f}%; background: {colour}")
+                    if amount > 0 and total > 0:
+                        ui.element("div").style(f"width: {100 * amount / total:.2f}%; background: {colour}")
             with ui.element("div").classes("legend"):
                 for label, (amount, colour) in parts.items():
                     with ui.element("span").classes("item"):
@@ -178,7 +178,7 @@ def plain(content: str) -> str:
 
 
 def first_line(content: str) -> str:
-    """What a text of several lines is about. The end of a log, which it may announce, is left out."""
+    """The first line of a text, which says what it is about, without the end of a log that it announces."""
     return plain(content).partition("\n")[0].removesuffix(" Last lines of its log:")
 
 

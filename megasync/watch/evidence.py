@@ -33,13 +33,13 @@ class Evidence:
 
 def find_evidence(run_dir: Path) -> list[Evidence]:
     """The newest files first, at most 200. Raises nothing for folders that are absent or cannot be read."""
-    found: list[tuple[float, str, Path]] = []
+    files: list[tuple[float, str, Path]] = []
     for folder, kind in FOLDERS.items():
         try:
-            found += [(path.stat().st_mtime, kind, path) for path in (run_dir / folder).iterdir() if path.is_file()]
+            files += [(path.stat().st_mtime, kind, path) for path in (run_dir / folder).iterdir() if path.is_file()]
         except OSError:
             continue
-    newest = sorted(found, reverse=True)[:MOST_FILES]
+    newest = sorted(files, reverse=True)[:MOST_FILES]
     return [Evidence(kind, path, time, _TITLES[kind](path)) for time, kind, path in newest]
 
 

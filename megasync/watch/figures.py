@@ -55,7 +55,7 @@ DARK = Ground(text="#e6edf3", faint="#9198a1", grid="#30363d")
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What the horizontal axis counts; `of` maps a series of a run to it."""
+    """A horizontal axis by the quantity that it counts; `of` maps a series of a run to it."""
 
     title: str
     of: Callable[[RunFolder, Series], Floats]
@@ -157,11 +157,11 @@ def time_shares(run: RunFolder, dark: bool = False) -> go.Figure | None:
     if not len(steps):
         return None
     values = np.nan_to_num(values)
-    whole, parts = values[0], values[1:]
-    rest = np.maximum(whole - parts.sum(axis=0), 0)
+    step_seconds, parts = values[0], values[1:]
+    rest = np.maximum(step_seconds - parts.sum(axis=0), 0)
     shown = {label: row for label, row in zip((*phases.values(), OTHER), (*parts, rest), strict=True) if row.any()}
     plot = _Plot("Where the trainer's time goes", "share of the time", "step", dark)
-    total = np.sum(list(shown.values()), axis=0) if shown else whole
+    total = np.sum(list(shown.values()), axis=0) if shown else step_seconds
     plot.stack(steps, {label: (row, total) for label, row in shown.items()}, percent=True)
     return plot.done(zero=True)
 
@@ -287,7 +287,7 @@ def sync_rate(runs: Runs, x: str = "step", dark: bool = False) -> go.Figure | No
 
 
 def sync_bytes_per_second(run: RunFolder) -> Series:
-    """As it was logged; of an earlier version's run, its bytes by the duration of the stage phase."""
+    """The rate of weight syncs as logged; in runs of earlier versions, bytes over the duration of the stage phase."""
     if len(logged := run.series("sync/bytes_per_second")):
         return logged
     sent, seconds = run.series("sync/bytes"), run.series("sync/stage_seconds")
@@ -299,8 +299,8 @@ def sync_bytes_per_second(run: RunFolder) -> Series:
 
 def metric(runs: Runs, name: str, x: str = "step", dark: bool = False) -> go.Figure | None:
     """Any logged metric, with its unit from the registry."""
-    known = metric_of(name)
-    plot = _Plot(name, known.unit if known else "", x, dark)
+    entry = metric_of(name)
+    plot = _Plot(name, entry.unit if entry else "", x, dark)
     for run in _each(runs, plot):
         plot.line(run, name, run.series(name))
     return plot.done()
@@ -511,11 +511,11 @@ class _Plot:
 
 
 def _each(runs: Runs, plot: _Plot) -> list[RunFolder]:
-    found = [runs] if isinstance(runs, RunFolder) else list(runs)
-    plot.several = len(found) > 1
+    folders = [runs] if isinstance(runs, RunFolder) else list(runs)
+    plot.several = len(folders) > 1
     if plot.several:
-        plot.colour(found)
-    return found
+        plot.colour(folders)
+    return folders
 
 
 def colours_of(runs: Sequence[RunFolder]) -> dict[str, str]:
@@ -537,8 +537,8 @@ def without_legend(figure: go.Figure | None) -> go.Figure | None:
 
 def _shared(runs: Runs, value: Callable[[RunFolder], Any]) -> Any:
     """A value that all runs have in common; None if they differ."""
-    found = {value(run) for run in ([runs] if isinstance(runs, RunFolder) else runs)}
-    return found.pop() if len(found) == 1 else None
+    values = {value(run) for run in ([runs] if isinstance(runs, RunFolder) else runs)}
+    return values.pop() if len(values) == 1 else None
 
 
 def _stacked(

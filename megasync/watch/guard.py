@@ -48,8 +48,8 @@ class Guard:
             return
         if self._token is not None and scope["type"] == "http":
             query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-            given = [value for name, value in query if name == TOKEN_PARAMETER]
-            if given and _equal(given[0], self._token):
+            tokens = [value for name, value in query if name == TOKEN_PARAMETER]
+            if tokens and _equal(tokens[0], self._token):
                 rest = urlencode([pair for pair in query if pair[0] != TOKEN_PARAMETER])
                 # A path that begins with two slashes would lead to another host.
                 path = "/" + scope["path"].lstrip("/")
@@ -112,9 +112,9 @@ class Guard:
         return secured
 
 
-def _equal(given: str, token: str) -> bool:
+def _equal(candidate: str, token: str) -> bool:
     """Compares in time that does not depend on the content."""
-    return hmac.compare_digest(given.encode(), token.encode())
+    return hmac.compare_digest(candidate.encode(), token.encode())
 
 
 def _name(host: str) -> str:

@@ -147,8 +147,8 @@ class _Html(Writer):
         views = "".join(
             f'<p class="legend">{_text(name)}{_legend(shading)}</p><div class="tokens">'
             + "".join(
-                f'<span title="{_text(about)}"{"" if own else _GIVEN}{_shade(float(shade))}>{_text(piece)}</span>'
-                for piece, about, own, shade in zip(
+                f'<span title="{_text(about)}"{"" if generated else _GIVEN}{_shade(float(shade))}>{_text(piece)}</span>'
+                for piece, about, generated, shade in zip(
                     block.pieces, block.about, block.generated, shading.shades, strict=True
                 )
             )
@@ -160,15 +160,15 @@ class _Html(Writer):
 
 def paired(blocks: Sequence[Block]) -> list[Block]:
     """The same blocks; a chart that has no neighbour to stand beside becomes wide."""
-    found: list[Block] = []
+    blocks_in_rows: list[Block] = []
     for narrow, blocks_of_kind in groupby(blocks, lambda block: isinstance(block, Chart) and not block.wide):
         row = list(blocks_of_kind)
         if narrow and len(row) % 2:
             last = row.pop()
             assert isinstance(last, Chart)
             row.append(replace(last, wide=True))
-        found += row
-    return found
+        blocks_in_rows += row
+    return blocks_in_rows
 
 
 _GIVEN = ' class="given"'

@@ -45,7 +45,7 @@ class Series:
 
     @property
     def total(self) -> float:
-        """Of a counter that begins again when a run is resumed: the sum over all starts."""
+        """The sum over all starts of a counter that begins again when a run is resumed."""
         values = self.finite.values
         if not len(values):
             return 0.0
@@ -114,10 +114,10 @@ class MetricTable:
 
     def series(self, name: str) -> Series:
         """Empty for a name that was never logged."""
-        found = self._cache.get(name)
-        if found is None:
-            found = self._cache[name] = self._series(name)
-        return found
+        series = self._cache.get(name)
+        if series is None:
+            series = self._cache[name] = self._series(name)
+        return series
 
     def latest(self, name: str) -> float | None:
         """The finite value of the latest step; None if there is none."""

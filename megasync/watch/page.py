@@ -136,7 +136,7 @@ class Shown:
 
 
 class Screen:
-    """What one browser shows: the bar, and below it one view of its runs."""
+    """The view of one browser: the bar, and below it one view of its runs."""
 
     def __init__(self, source: OpenRuns, runs: dict[str, OpenRun], unknown: Sequence[str]) -> None:
         self._source = source
@@ -257,7 +257,7 @@ def application(target: Path, reconnect_seconds: float) -> FastAPI:
 async def _show(source: OpenRuns, name: str, request: Request) -> None:
     _head()
     wanted = list(dict.fromkeys(request.query_params.getlist("run"))) or list(source.paths())[:1]
-    runs = {run: found for run in wanted if (found := source.open(run)) is not None}
+    runs = {run: folder for run in wanted if (folder := source.open(run)) is not None}
     await asyncio.gather(*(run.refresh() for run in runs.values()))
     screen = Screen(source, runs, [run for run in wanted if run not in runs])
     screen.open(name, {key: value for key, value in request.query_params.items() if key != "run"})

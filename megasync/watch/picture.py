@@ -158,4 +158,4 @@ def _embeddable(text: str, prefix: str) -> str:
 def _trimmed(tag: str) -> str:
     """Without the font, which the page has, with places to a hundredth of a pixel, and not turned by nothing."""
     tag = re.sub(r'font-family: [^;"]*; | transform="rotate\(-0 [^"]*"', "", tag)
-    return re.sub(r' (?:d|x|y)="[^"]*"', lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), tag)
+    return re.sub(r' (?:d|x|y)="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), tag)

@@ -62,7 +62,7 @@ def _subtitle(run: RunFolder) -> str:
 
 
 def _abstract(run: RunFolder) -> str:
-    """What a reader in a hurry takes home."""
+    """Sums a run up for a reader in a hurry."""
     model = run.settings.get("model.path")
     trained = "Trained" if model is None else f"Trained {model}"
     data = training_data(run)

@@ -71,16 +71,16 @@ def turns(response: Response) -> list[Turn]:
 
     Masked tokens are those that the policy did not generate, or too old ones.
     """
-    found: list[Turn] = []
+    parts: list[Turn] = []
     at, tokens = 0, len(response.ids)
     for noted in (*response.turns, Turn(tokens, tokens)):
         for value, end in zip(response.mask.values.tolist(), response.mask.ends.tolist(), strict=True):
             if at < (end := min(end, noted.start)):
-                found.append(Turn(at, end, ANSWER if value else ""))
+                parts.append(Turn(at, end, ANSWER if value else ""))
                 at = end
-        found.append(noted)
+        parts.append(noted)
         at = noted.end
-    return found[:-1]
+    return parts[:-1]
 
 
 def writer_of(turn: Turn) -> str:

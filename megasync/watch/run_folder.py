@@ -131,27 +131,27 @@ class RunFolder:
 
     @property
     def missing(self) -> list[str]:
-        """What cannot be shown and why, as sentences."""
-        found = dict(self._problems)
+        """Sentences that say what cannot be shown, and why."""
+        problems = dict(self._problems)
         if not self.path.is_dir():
             return [f"{self.path} does not exist or is not a folder."]
         active = self.status in ACTIVE
-        if METRICS_FILE not in found and not len(self.metrics):
-            found[METRICS_FILE] = f"{METRICS_FILE} has no lines yet." if active else f"There is no {METRICS_FILE}."
+        if METRICS_FILE not in problems and not len(self.metrics) and not active:
+            problems[METRICS_FILE] = f"There is no {METRICS_FILE}."
         if damaged := self.metrics.damaged + self._metrics_file.left_out:
-            found["damaged"] = f"{_lines(damaged)} of {METRICS_FILE} left out: not JSON with step and time."
+            problems["damaged"] = f"{_lines(damaged)} of {METRICS_FILE} left out: not JSON with step and time."
         for file in (self._metrics_file, self._answers_file):
             if file.full:
-                found[f"full {file.path.name}"] = f"{file.path.name} is too long: only its beginning is shown."
+                problems[f"full {file.path.name}"] = f"{file.path.name} is too long: only its beginning is shown."
         if not active and self._metrics_file.torn():
-            found["torn"] = f"The last line of {METRICS_FILE} is torn and left out."
+            problems["torn"] = f"The last line of {METRICS_FILE} is torn and left out."
         if damaged := self._damaged_answers + self._answers_file.left_out:
-            found["answers"] = f"{_lines(damaged)} of {SAMPLES_FILE} left out: not a sample response."
+            problems["answers"] = f"{_lines(damaged)} of {SAMPLES_FILE} left out: not a sample response."
         if self._events_file.damaged:
-            found["events"] = f"{_lines(self._events_file.damaged)} of {EVENTS_FILE} left out: not an event."
+            problems["events"] = f"{_lines(self._events_file.damaged)} of {EVENTS_FILE} left out: not an event."
         if self._rollouts is not None and self._rollouts.damaged:
-            found["rollouts"] = f"{_lines(self._rollouts.damaged)} of {ROLLOUTS_FOLDER}/ left out: not a response."
-        return list(found.values())
+            problems["rollouts"] = f"{_lines(self._rollouts.damaged)} of {ROLLOUTS_FOLDER}/ left out: not a response."
+        return list(problems.values())
 
     def _read_lock(self) -> None:
         try:
@@ -237,14 +237,14 @@ class RunFolder:
     def versions(self) -> dict[str, str]:
         """Versions of the packages that its latest driver ran with; empty for a run that did not record them."""
         for event in reversed(self.events):
-            found = event.fields.get("versions")
-            if event.kind == START and isinstance(found, dict):
-                return {str(package): str(version) for package, version in found.items()}
+            versions = event.fields.get("versions")
+            if event.kind == START and isinstance(versions, dict):
+                return {str(package): str(version) for package, version in versions.items()}
         return {}
 
     @property
     def custom(self) -> dict[str, str]:
-        """What the run got from Python instead of its configuration: descriptions by the names of the arguments."""
+        """Descriptions of what the run got from Python instead of its configuration, by the names of the arguments."""
         try:
             with open_regular(self.path / CUSTOM_FILE) as file:
                 return _custom.decode(file.read(LOG_TAIL_BYTES))
@@ -333,7 +333,7 @@ class RunFolder:
 
     @property
     def faults(self) -> list[Fault]:
-        """What died, hung or failed, by time."""
+        """Everything that died, hung or failed, by time."""
         return faults(self.events, sorted(self.series("version").times.tolist()))
 
     @property
@@ -372,8 +372,12 @@ class RunFolder:
     @property
     def seconds(self) -> float | None:
         """From the start of the first driver to `end`, without the times in which no driver lived."""
-        if self.start is None or self.end is None:
+        if self.end is None:
             return None
+        if self.start is None:
+            # Nothing is measured yet.
+            begun = [event.time for event in self.events if event.kind == START]
+            return max(0.0, self.end - min(begun)) if begun else None
         starting = self.start - min([self.start, *(event.time for event in self.events if event.kind == START)])
         return max(0.0, starting + float(self.elapsed(np.array([self.end]))[0]))
 
@@ -390,11 +394,11 @@ class RunFolder:
     @property
     def scores(self) -> dict[str, Series]:
         """Held-out scores by metric, such as eval/score@0 and eval/<set>/score@0."""
-        found = {}
+        scores = {}
         for name in self.under("eval/"):
             if name.startswith(names.HELD_OUT_PREFIX) or names.SET_SCORE_AT.fullmatch(name):
-                found[name] = self.series(name)
-        return found
+                scores[name] = self.series(name)
+        return scores
 
     def trained_tokens(self, steps: Integers) -> Floats:
         """Tokens trained up to and with each of these steps: [steps]."""
@@ -426,7 +430,7 @@ class RunFolder:
         return self.counted() or self._reported_balance()
 
     def counted(self) -> Balance | None:
-        """What the ledger says, if no driver holds it; blocks for as long as copying it takes when it has changed."""
+        """The balance by the ledger, if no driver holds it; blocks while it is copied, after it has changed."""
         path = self.path / LEDGER_FILE
         version = (_version_or_none(path), _version_or_none(path.with_name(f"{LEDGER_FILE}-wal")))
         if self.driven or version[0] is None:
@@ -442,17 +446,17 @@ class RunFolder:
         counts = {name: self.metrics.latest(f"groups/{name}") for name in ("admitted", "trained", "live", "dropped")}
         if any(count is None for count in counts.values()):
             return None
-        whole = {name: int(count or 0) for name, count in counts.items()}
+        totals = {name: int(count or 0) for name, count in counts.items()}
         prefix = "rollout/dropped_"
         dropped = Counter(
             {name.removeprefix(prefix): int(self.metrics.latest(name) or 0) for name in self.under(prefix)}
         )
         # The counts by reason begin again when a run is resumed.
-        if (rest := whole["dropped"] - sum(dropped.values())) > 0:
+        if (rest := totals["dropped"] - sum(dropped.values())) > 0:
             dropped["reason not recorded"] = rest
         elif rest < 0:
-            dropped = Counter({"any reason": whole["dropped"]})
-        return Balance(whole["admitted"], whole["trained"], whole["live"], +dropped, METRICS_FILE)
+            dropped = Counter({"any reason": totals["dropped"]})
+        return Balance(totals["admitted"], totals["trained"], totals["live"], +dropped, METRICS_FILE)
 
     def _count_ledger(self, path: Path) -> Balance | None:
         """Counts in a copy: even reading SQLite's log would write beside it."""
@@ -534,8 +538,8 @@ def _natural(name: str) -> list[tuple[str, int]]:
 
 def _version(path: Path) -> tuple[int, int, int]:
     """Differs after any change of the file. Raises OSError."""
-    found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _version_or_none(path: Path) -> tuple[int, int, int] | None:

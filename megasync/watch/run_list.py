@@ -38,7 +38,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], Any], bool, bool], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the list says of a run. `newest` is the time of its newest measurement, in epoch seconds.
+    """The columns of one run in the list. `newest` is the time of its newest measurement, in epoch seconds.
 
     `held_out` is the score, of a supervised run the validation loss; `training` is the reward, or the loss.
     """
@@ -186,8 +186,8 @@ class RunList:
         for heading, element in self._headings.items():
             element.say(heading + (" ▾" if self._descending else " ▴") * (heading == self._sort))
         value = next(column[1] for column in COLUMNS if column[0] == self._sort)
-        known = [row for row in self._rows.values() if value(row) is not None]
-        ordered = sorted(known, key=lambda row: (value(row), row.name), reverse=self._descending)
+        with_value = [row for row in self._rows.values() if value(row) is not None]
+        ordered = sorted(with_value, key=lambda row: (value(row), row.name), reverse=self._descending)
         order = [row.name for row in (*ordered, *(row for row in self._rows.values() if value(row) is None))]
         if order != self._order:
             self._order = order
@@ -195,9 +195,9 @@ class RunList:
                 self._rows[name].element.move(target_index=place)
         wanted = (self._wanted.value or "").casefold()
         for row in self._rows.values():
-            found = any(wanted in text.casefold() for text in (row.name, row.summary.model, row.summary.status))
-            if row.element.visible != found:
-                row.element.set_visibility(found)
+            matches = any(wanted in text.casefold() for text in (row.name, row.summary.model, row.summary.status))
+            if row.element.visible != matches:
+                row.element.set_visibility(matches)
 
     def _offer(self) -> None:
         oldest_first = sorted(self._rows.values(), key=lambda row: (row.started, row.name))
@@ -235,9 +235,9 @@ def _stamp(path: Path) -> object:
     """Changes when the run writes a measurement or its lock is taken anew; None if it is no run any more."""
     if not is_run(path):
         return None
-    found = []
+    marks = []
     for name in (METRICS_FILE, "driver.lock", "config.yaml"):
         with contextlib.suppress(OSError):
             status = (path / name).stat()
-            found.append((name, status.st_size, status.st_mtime_ns))
-    return tuple(found)
+            marks.append((name, status.st_size, status.st_mtime_ns))
+    return tuple(marks)

@@ -64,10 +64,10 @@ def serve(target: Path, host: str, port: int, with_token: bool, say: Callable[[s
 def _bind(host: str, port: int) -> socket.socket:
     """A listening socket. Port 0 is any free one."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise ConfigError(f"--host {host} is not an address of this machine: {error.strerror}") from None
-    family, kind, protocol, _, address = found[0]
+    family, kind, protocol, _, address = addresses[0]
     bound = socket.socket(family, kind, protocol)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -94,7 +94,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What a window of time looks like."""
+    """The contents of a window of time, as they are drawn."""
 
     start: float
     end: float
@@ -219,7 +219,7 @@ class Timeline:
     # A group
 
     def life(self, uid: str) -> Life | None:
-        """What is known of a group; None if the trace has nothing of it."""
+        """The history of a group; None if the trace has nothing of it."""
         spans = sorted(self._of_group.get(uid, ()), key=lambda span: (span.start, -span.end))
         if not spans:
             return None
@@ -324,10 +324,10 @@ class _Track:
 def _merged(tracks: Sequence[_Track]) -> _Track:
     if len(tracks) == 1:
         return tracks[0]
-    whole = _Track()
+    merged = _Track()
     for track in tracks:
-        whole.extend(track)
-    return whole
+        merged.extend(track)
+    return merged
 
 
 def _in_progress(starts: Floats, ends: Floats, edges: Floats) -> Floats:
@@ -368,7 +368,7 @@ def _steps(driver: Iterable[Span], rank: Iterable[Span]) -> list[Step]:
     of_rank = sorted(rank, key=lambda span: span.start)
     begins = [span.start for span in spans]
     rank_begins = [span.start for span in of_rank]
-    found: list[Step] = []
+    steps: list[Step] = []
     start = spans[0].start if spans else 0.0
     # Those that began before the end of the last step and may go on, and how many have begun.
     within: list[Span] = []
@@ -377,17 +377,17 @@ def _steps(driver: Iterable[Span], rank: Iterable[Span]) -> list[Step]:
         until = trained[index + 1].start if index + 1 < len(trained) else float("inf")
         after = spans[bisect_right(begins, train.start) : bisect_right(begins, until)]
         # That after a restart is of the step from which training goes on.
-        own = (span.end for span in after if span.name == PUBLISH and span.args.get("step") == train.args["step"])
-        end = max([start, train.end, *(published for published in own if published <= until)])
+        publishes = (span.end for span in after if span.name == PUBLISH and span.args.get("step") == train.args["step"])
+        end = max([start, train.end, *(published for published in publishes if published <= until)])
         reached = bisect_right(begins, end)
         within = [span for span in (*within, *spans[seen:reached]) if span.end > start]
         seen = reached
         phases = _split(within, start, end)
         inside = of_rank[max(0, bisect_right(rank_begins, train.start) - 1) : bisect_right(rank_begins, train.end)]
         of_train = _split(inside, train.start, train.end) if inside else {}
-        found.append(Step(train.args["step"], start, end, phases, of_train))
+        steps.append(Step(train.args["step"], start, end, phases, of_train))
         start = end
-    return found
+    return steps
 
 
 def _split(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:

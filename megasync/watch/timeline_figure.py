@@ -123,7 +123,7 @@ def still_figure(picture: Picture, since: float, cuts: Iterable[float] = ()) -> 
 
 
 def about(name: str, track: str = "") -> str:
-    """What a span is about, a key of `COLOURS`."""
+    """The subject of a span, a key of `COLOURS`."""
     return _BY_NAME.get(name) or _BY_TRACK.get(track, TRAINING)
 
 

@@ -50,12 +50,12 @@ def duration(seconds: float | None) -> str:
         return f"{_plain(seconds * 1e3, 2)} ms" if seconds else "0 s"
     if seconds < 59.5:
         return f"{_plain(seconds, 2)} s"
-    whole = round(seconds)
+    total = round(seconds)
     for unit, name, small, small_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= unit:
-            rest = whole % unit // small
-            return f"{whole // unit} {name}" + (f" {rest} {small_name}" if rest else "")
-    return f"{whole} s"
+        if total >= unit:
+            rest = total % unit // small
+            return f"{total // unit} {name}" + (f" {rest} {small_name}" if rest else "")
+    return f"{total} s"
 
 
 def coarse(seconds: float) -> str:

@@ -15,7 +15,8 @@ from megasync.layout import shards
 from megasync.trainer import checkpoint
 
 RUN = """
-import asyncio, threading
+import asyncio, sys, threading
+from pathlib import Path
 from megasync.app.run_directory import EXPORTS, stop_signals
 
 class Run:
@@ -28,7 +29,7 @@ def export():
     threading.Event().wait()
 
 async def main():
-    with stop_signals(Run(), asyncio.current_task()):
+    with stop_signals(Run(), asyncio.current_task(), Path(sys.argv[1])):
         await EXPORTS.call(export, "export")
 
 asyncio.run(main())
@@ -36,8 +37,12 @@ asyncio.run(main())
 
 
 @pytest.mark.processes
-def test_a_second_interrupt_ends_a_process_that_exports() -> None:
-    process = subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def test_a_second_interrupt_ends_a_process_that_exports_and_says_how_to_resume(tmp_path: Path) -> None:
+    saved = tmp_path / "checkpoints" / "step-00000007"
+    saved.mkdir(parents=True)
+    (saved / "COMPLETE").touch()
+    command = [sys.executable, "-c", RUN, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "exports\n"
         process.send_signal(signal.SIGINT)
@@ -47,6 +52,7 @@ def test_a_second_interrupt_ends_a_process_that_exports() -> None:
     finally:
         process.kill()
     assert "KeyboardInterrupt: stopped by SIGINT before the run could finish cleanly" in error
+    assert f"to resume: megasync resume {tmp_path}" in error
 
 
 @pytest.mark.parametrize("last", [True, False])

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -192,6 +193,28 @@ def test_sft_plan_and_doctor_refuse_the_same(make, rows, lines, overrides, said)
     found = refusals(make(f"sft.train={rows(*lines)}", *overrides))
     assert said in found["train"]
     assert {*found.values()} == {found["train"]}
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("{{ raise_exception('roles must alternate') if m.role == 'tool' else m.content }}", "roles must alternate"),
+        ("{{ m.content if m.role != 'tool' }}", "leaves out the results of calls"),
+    ],
+    ids=["a role that is refused", "a role that is left out"],
+)
+def test_tools_that_the_template_cannot_serve_are_refused(make, model, tmp_path, written, said):
+    """As Gemma 2 and Llama 2 refuse them."""
+    folder = shutil.copytree(model, tmp_path / "without-tools")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}" + written + "<eos>{% endfor %}")
+    found = refusals(make(f"model.path={folder}", CHAT, TOOL, "rollout.chat.tool_format=hermes"))
+    assert said in found["train"] and str(folder) in found["train"]
+    assert {*found.values()} == {found["train"]}
+
+
+def test_a_template_that_does_not_show_tools_is_named_before_the_start(make, caplog):
+    check_run(make(CHAT, TOOL, "rollout.chat.tool_format=hermes"))
+    assert "does not show tools to the model" in caplog.text
 
 
 def test_a_sound_configuration_passes_all_of_them(make):

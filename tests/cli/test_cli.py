@@ -2,12 +2,14 @@
 
 import os
 import pydoc
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import megasync
@@ -279,3 +281,16 @@ def test_an_impossible_evaluation_is_refused_before_servers_start(here, tmp_path
     (run_dir / "custom.json").write_text('["train_dataset", "reward"]')
     status, _, err = here("eval", run_dir)
     assert status == 2 and "was started from Python with its own reward" in err
+
+
+def test_a_sigterm_outside_of_an_event_loop_ends_a_command_as_ctrl_c_does(capsys):
+    """Python's own way would skip the cleanup of what is half written, such as the export that an evaluation serves."""
+    before, cleaned = signal.getsignal(signal.SIGTERM), []
+    with pytest.raises(typer.Exit) as ended, cli._interruptible():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            cleaned.append(True)
+    assert (ended.value.exit_code, cleaned) == (130, [True])
+    assert "stopped by SIGTERM" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -14,7 +14,7 @@ import pytest
 
 from megasync.concurrency import event_loop
 from megasync.concurrency.event_loop import handle_signals, run_to_end
-from megasync.concurrency.foreign import ForeignExit, run
+from megasync.concurrency.foreign import ForeignExit, invoke, run
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ROOT = Path(__file__).parents[2]
@@ -63,6 +63,17 @@ async def test_what_blocks_the_loop_for_too_long_fails(quick):
         pytest.raises(ForeignExit, match="blocked the event loop"),
     ):
         await run(blocks, "the workflow blocks")
+
+
+async def test_sync_code_that_loops_on_the_event_loop_fails(quick):
+    """As a chat template might, which is called there for each request."""
+
+    def loops():
+        while True:
+            pass
+
+    with handle_signals(SIGNALS, lambda number: None, patience=0.2), pytest.raises(ForeignExit, match="it blocked the"):
+        invoke(loops)
 
 
 async def test_a_debugger_does_not_block_the_loop(quick):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import nullcontext
 
 import pytest
 from chat_families import FAMILIES, Family
 
 from megasync.config.schema import PromptConfig, SftConfig
+from megasync.data.chat_template import ChatTemplate
 from megasync.data.render import Renderer
 from megasync.data.supervised import SupervisedRenderer
-from megasync.errors import DataError
+from megasync.errors import DataError, TemplateRefused
 
 ASK = {"role": "user", "content": "Weather?"}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
@@ -127,6 +129,13 @@ def test_tools_are_shown_as_objects_and_as_text_without_what_arrow_adds():
     for wrong in ("[{", "{}", [{"function": {}}], ["weather"], 3):
         with pytest.raises(DataError, match=r"tools"):
             prompt(wrong)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_only_a_template_that_rejects_results_of_calls_cannot_serve_tools(name):
+    template = ChatTemplate(FAMILIES[name].tokenizer())
+    with pytest.raises(TemplateRefused, match="must alternate") if name == "gemma 2" else nullcontext():
+        template.check_tools(TOOLS)
 
 
 def test_a_template_that_ends_no_turn_is_refused_with_the_fix():

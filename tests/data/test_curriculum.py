@@ -1,5 +1,7 @@
 """Which rows are left out: the built-in policy, histories, and a rollout with its buffer and ledger."""
 
+import asyncio
+import threading
 from functools import partial
 
 import pytest
@@ -9,7 +11,12 @@ from hypothesis import strategies as st
 from megasync.buffer.groups import SCORES
 from megasync.config.schema import DataConfig
 from megasync.data.curriculum import Curriculum, RowHistory, by_success, curriculum_of
+from megasync.errors import DataError
 from megasync.rollout.drops import ALL_FAILED, ALL_SOLVED
+
+
+def wants(curriculum, uid):
+    return asyncio.run(curriculum.wants(uid))
 
 
 def history(*scores, first=0):
@@ -40,11 +47,11 @@ def test_solved_rows_are_left_out_and_hopeless_ones_postponed(scores, epoch, opt
 
 def test_a_row_without_a_score_is_wanted_and_scores_are_of_rows_not_uids():
     curriculum = Curriculum(by_success, 10)
-    assert curriculum.wants("0:3") and curriculum.wants("5:3")
+    assert wants(curriculum, "0:3") and wants(curriculum, "5:3")
     curriculum.record("0:3", 1.0)
-    assert not curriculum.wants("1:3") and curriculum.wants("1:4")
+    assert not wants(curriculum, "1:3") and wants(curriculum, "1:4")
     curriculum.restore([("1:4", 1.0), ("1:3", 0.2)])
-    assert curriculum.wants("2:3") and not curriculum.wants("2:4")
+    assert wants(curriculum, "2:3") and not wants(curriculum, "2:4")
 
 
 @pytest.mark.parametrize("patience", [1, 2, 17, 40])
@@ -52,9 +59,9 @@ def test_any_patience_is_remembered(patience):
     """A solved row is left out after exactly so many groups."""
     curriculum = Curriculum(partial(by_success, patience=patience), 10)
     for epoch in range(patience):
-        assert curriculum.wants(f"{epoch}:0")
+        assert wants(curriculum, f"{epoch}:0")
         curriculum.record(f"{epoch}:0", 1.0)
-    assert not curriculum.wants(f"{patience}:0")
+    assert not wants(curriculum, f"{patience}:0")
 
 
 @given(
@@ -69,14 +76,24 @@ def test_a_resumed_curriculum_judges_as_the_live_one(groups, patience):
     resumed.restore((f"{epoch}:0", score) for epoch, score in sorted(dict(groups).items()))
     seen = [curriculum._history(0) for curriculum in (live, resumed)]
     assert seen[0] == seen[1] and list(seen[0].epochs) == sorted(dict(groups))
-    assert [live.wants(f"{epoch}:0") for epoch in range(10)] == [resumed.wants(f"{epoch}:0") for epoch in range(10)]
+    assert [wants(live, f"{epoch}:0") for epoch in range(10)] == [wants(resumed, f"{epoch}:0") for epoch in range(10)]
+
+
+def test_a_policy_that_blocks_is_abandoned_and_named(monkeypatch):
+    monkeypatch.setattr("megasync.data.curriculum.JUDGE_SECONDS", 0.05)
+    release = threading.Event()
+    curriculum = Curriculum(lambda history, epoch: release.wait(), 10)
+    curriculum.record("0:3", 1.0)
+    with pytest.raises(DataError, match=r"data\.curriculum did not return within 0\.05 s, for .*1\.0.* in epoch 1"):
+        wants(curriculum, "1:3")
+    release.set()
 
 
 def test_some_rows_are_generated_even_if_all_are_solved(caplog):
     curriculum = Curriculum(by_success, 3)
     for row in range(3):
         curriculum.record(f"0:{row}", 1.0)
-    wanted = [curriculum.wants(f"{1 + n // 3}:{n % 3}") for n in range(12)]
+    wanted = [wants(curriculum, f"{1 + n // 3}:{n % 3}") for n in range(12)]
     assert wanted == [False, False, False, True] * 3
     assert caplog.text.count("leaves out every row") == 1
 

@@ -71,3 +71,25 @@ def test_an_interrupt_saves_and_leaves_nothing_running(miniature, launch, the_ru
     run = launch("sft", miniature(sft=SFT | {"epochs": 10_000}))
     run.wait_for("step 3/")
     run.ends_cleanly(signal.SIGINT, the_run_dir())
+
+
+@pytest.mark.matrix
+def test_a_second_signal_ends_the_run_at_once_and_says_how_to_resume(miniature, launch, the_run_dir) -> None:
+    run = launch("sft", miniature(sft=SFT | {"epochs": 10_000}, checkpoint={"every_steps": 1}))
+    run.wait_for("step-00000002")
+    run.signal(signal.SIGTERM)
+    run.wait_for("stopping: SIGTERM")
+    run.signal(signal.SIGINT)
+    assert run.wait() in (0, 130), run.output
+    assert f"to resume: megasync resume {the_run_dir()}" in " ".join(run.output.split())
+    assert run.survivors() == []
+
+
+@pytest.mark.matrix
+def test_a_sigterm_during_the_last_export_leaves_no_part_of_it(miniature, launch, the_run_dir) -> None:
+    run = launch("sft", miniature(sft=SFT | {"epochs": 1}))
+    run.wait_for("exporting")
+    run.signal(signal.SIGTERM)
+    assert run.wait() in (0, 130), run.output
+    assert list(the_run_dir().glob(".export*")) == []
+    assert run.survivors() == []

@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import shutil
 from unittest.mock import Mock
@@ -75,6 +76,15 @@ def test_a_wrong_shape_is_named_with_both_shapes(folder):
     layout = Layout(config | {"vocab_size": 99}, Topology())
     with pytest.raises(CheckpointError, match=r"embed_tokens.*\[101, 16\].*\[99, 16\]"):
         load_shards(path, layout, 0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_not_finite_is_named_with_its_file(folder, value):
+    path, config, state = folder
+    state["model.layers.1.mlp.up_proj.weight"][3, 2] = value
+    save_file(state, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight' in .*model\.safetensors holds NaN or infinity"):
+        load_shards(path, Layout(config, Topology()), 0)
 
 
 def test_a_damaged_file_is_named(folder):

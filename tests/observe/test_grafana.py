@@ -1,4 +1,4 @@
-"""The dashboard asks only for metrics that exist, and Prometheus itself understands its questions."""
+"""configs/grafana.json asks only for metrics that exist, and Prometheus itself understands its questions."""
 
 import json
 import re
@@ -11,6 +11,7 @@ import urllib.parse
 import urllib.request
 from contextlib import contextmanager
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
@@ -18,21 +19,17 @@ from rich.console import Console
 
 from megasync.config import load_config
 from megasync.config.schema import PrometheusConfig
-from megasync.observe.grafana import FILE, dashboard, text
 from megasync.observe.observer import RunObserver
 from megasync.observe.prometheus import OWN, Exported, PrometheusSink
 from megasync.observe.registry import METRICS
 from megasync.observe.sinks import Row
 
 PROMETHEUS = shutil.which("prometheus")
-QUERIES = [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", ())]
+PANELS = json.loads((Path(__file__).parents[2] / "configs" / "grafana.json").read_text())["panels"]
+TARGETS = [target for panel in PANELS for target in panel.get("targets", ())]
+QUERIES = [target["expr"] for target in TARGETS]
 # Of SGLang, with --enable-metrics.
 SERVER_METRICS = {"gen_throughput", "num_queue_reqs", "token_usage"}
-
-
-def test_the_file_is_up_to_date():
-    """`python -m megasync.observe.grafana` writes it."""
-    assert FILE.read_text(encoding="utf-8") == text()
 
 
 def test_every_metric_that_it_asks_for_exists():
@@ -42,29 +39,15 @@ def test_every_metric_that_it_asks_for_exists():
     assert {name for query in QUERIES for name in re.findall(r"sglang\[:_\](\w+)", query)} == SERVER_METRICS
 
 
-def test_panels_do_not_overlap_and_every_question_has_some():
-    panels = dashboard()["panels"]
-    cells = [
-        (x, y)
-        for place in (panel["gridPos"] for panel in panels)
-        for x in range(place["x"], place["x"] + place["w"])
-        for y in range(place["y"], place["y"] + place["h"])
-    ]
-    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
-    kinds = [panel["type"] for panel in panels]
-    assert kinds.count("row") == 4 and all(kinds[at + 1] != "row" for at, kind in enumerate(kinds) if kind == "row")
-
-
 def test_labels_in_legends_are_labels_of_the_metric():
     labels = {
         exported.series: exported.labels
         for exported in [Exported.of(metric) for metric in METRICS] + list(OWN.values())
     }
-    for panel in dashboard()["panels"]:
-        for target in panel.get("targets", ()):
-            name, *_ = [*re.findall(r"megasync_\w+", target["expr"]), ""]
-            shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
-            assert shown <= {*labels.get(name, ()), "server"}, target
+    for target in TARGETS:
+        name, *_ = [*re.findall(r"megasync_\w+", target["expr"]), ""]
+        shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+        assert shown <= {*labels.get(name, ()), "server"}, target
 
 
 @contextmanager

@@ -217,6 +217,57 @@ def test_a_body_that_is_gone_is_named(tmp_path):
         index.read(index.rows[0])
 
 
+class Odd:
+    def __repr__(self):
+        raise SystemExit
+
+
+@pytest.mark.parametrize(
+    ("answer", "recorded_text"),
+    [
+        ("4\u20282", "4\u20282"),
+        (42, "42"),
+        (["4", 2], "['4', 2]"),
+        ("\ud800", "?"),
+        ("x" * 5000, f"{'x' * 2000} ..."),
+        (Odd(), "<Odd, whose repr raises ForeignExit>"),
+    ],
+)
+def test_the_beginning_of_any_reference_answer_is_recorded(tmp_path, answer, recorded_text):
+    log = RolloutLog(tmp_path, "worker-0", LIMIT)
+    for uid, other in (("0:11", "another"), ("0:1", "an earlier one"), ("0:1", answer)):
+        log.append_answer(uid, other)
+    index = index_of(tmp_path)
+    assert (index.answer("0:1"), index.answer("0:11"), index.answer("0:12")) == (recorded_text, "another", None)
+    assert index.rows == [] and index.damaged == 0
+
+
+def test_answers_count_in_the_bound_and_go_with_the_responses(tmp_path):
+    limit = 100_000
+    log = RolloutLog(tmp_path, "worker-0", limit)
+    for step in range(1, 301):
+        log.append([(row(f"0:{step}", step=step), response(tokens=50))])
+        log.append_answer(f"0:{step}", "y" * 1000)
+        assert sum(path.stat().st_size for path in (tmp_path / FOLDER).iterdir()) < limit * 1.05
+    index = index_of(tmp_path)
+    assert {found.uid for found in index.rows} == {f"0:{s}" for s in range(1, 301) if index.answer(f"0:{s}")}
+
+
+def test_answers_in_hostile_files_are_looked_for_within_a_bound(tmp_path, monkeypatch):
+    index = RolloutIndex(tmp_path)
+    assert index.answer("0:1") is None
+    RolloutLog(tmp_path, "worker-0", LIMIT).append_answer("0:1", "right")
+    folder = tmp_path / FOLDER
+    os.mkfifo(folder / "worker-1-1.answers")
+    (folder / "worker-2-1.answers").symlink_to(folder / "nowhere")
+    for number, line in enumerate((b'["0:1",' + b"[" * 100_000, b'["0:1",3]', b'["0:1","a","b"]', b"\xff\n\0")):
+        (folder / f"worker-3-{number}.answers").write_bytes(line + b"\n")
+    assert index.answer("0:1") == "right"
+    monkeypatch.setattr("megasync.observe.rollouts.ANSWER_BYTES", 1000)
+    (folder / "worker-4-1.answers").write_bytes(b"line\n" * 1000)
+    assert index.answer("0:1") is None
+
+
 ROWS = [
     row("0:1", 0, 1, reward=1.0, tokens=10, staleness=0, set="easy"),
     row("0:1", 1, 1, reward=0.0, tokens=20, staleness=1, set="easy"),

@@ -1,7 +1,9 @@
-"""Workers record the groups that they drop: the responses, what they were worth, and why they are not trained."""
+"""Workers record the groups that they drop: responses, rewards, why they are not trained; and all reference answers."""
 
 import asyncio
 import sys
+
+import pytest
 
 from megasync.config.schema import Config, GroupConfig, ObserveConfig
 from megasync.errors import DataError
@@ -36,12 +38,12 @@ class Sink:
         self.groups.put_nowait(error)
 
 
-async def work(record, workflow, reward):
+async def work(record, workflow, reward, **columns):
     sink = Sink()
     spec = GroupSpec(workflow, RewardRunner(reward), Selection(GroupConfig(drop_uniform=True), 2, sys.maxsize))
     worker = GroupWorker(Client(), sink, spec, record=record)
     worker.listen(sink)
-    worker.start(Prompt("0:7", [1, 2, 3], {}), 0)
+    worker.start(Prompt("0:7", [1, 2, 3], columns), 0)
     return await asyncio.wait_for(sink.groups.get(), 20)
 
 
@@ -93,7 +95,16 @@ async def test_committed_groups_and_those_outside_the_share_are_not_recorded(tmp
     record = DropRecord(RolloutLog(tmp_path, "worker-0", 2**20), 1.0)
     assert (await work(record, answers, lambda completions, **_: [0.0, 1.0])).taken
     await work(DropRecord(RolloutLog(tmp_path, "worker-0", 2**20), 0.0), answers, lambda completions, **_: [0.5, 0.5])
-    assert rows_of(tmp_path)[1] == []
+    index, rows = rows_of(tmp_path)
+    assert rows == [] and index.answer("0:7") is None
+
+
+@pytest.mark.parametrize("rewards", [[0.0, 1.0], [0.5, 0.5]], ids=["committed", "dropped"])
+@pytest.mark.parametrize("columns", [{"answer": 42}, {"reward_model": {"style": "rule", "ground_truth": 42}}])
+async def test_the_reference_answer_of_every_group_is_recorded(tmp_path, columns, rewards):
+    record = DropRecord(RolloutLog(tmp_path, "worker-0", 2**20), 0.0)
+    await work(record, answers, lambda completions, **_: rewards, **columns)
+    assert rows_of(tmp_path)[0].answer("0:7") == "42"
 
 
 def test_zero_records_nothing(tmp_path):

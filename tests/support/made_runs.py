@@ -174,6 +174,8 @@ def write_rollouts(run_dir: Path, steps: int, rng: np.random.Generator) -> None:
     trained, dropped = (RolloutLog(run_dir, name, 1 << 20) for name in ("trainer-0", "worker-0"))
     for step in range(1, steps + 1):
         trained.append(_response(f"0:{4 * step + group}", sample, step, rng) for group in (0, 1) for sample in (0, 1))
+        for group in (0, 1):
+            dropped.append_answer(f"0:{4 * step + group}", f"answer {step} {HOSTILE}")
         if step % 4 == 0:
             dropped.append([_response(f"1:{step}", 0, 0, rng, version=step, reason="reward_failed")])
 

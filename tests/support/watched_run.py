@@ -273,6 +273,7 @@ def add_dialogue(run_dir: Path, parts: Sequence[tuple[Turn, str]]) -> None:
     said = Trajectory(prompt, ids, mask, logprobs, [3] * len(ids), reward=1.0, metrics={"turns": 2.0}, turns=turns)
     log = RolloutLog(run_dir, "trainer-1", 1 << 30)
     log.append([recorded("0:1", 0, said, step=4, version=3, time=BEGUN + 90, advantage=0.5)])
+    log.append_answer("0:1", "522,251")
 
 
 def drive(run_dir: Path, steps: int, seconds: float) -> None:

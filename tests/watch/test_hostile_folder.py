@@ -185,5 +185,6 @@ def test_changed_files_are_reported_on(tmp_path):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_many_changed_files_are_reported_on(tmp_path):
     read_mutations(tmp_path, range(20, 1000))

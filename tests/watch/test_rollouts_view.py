@@ -6,6 +6,7 @@ from nicegui import ui
 from nicegui.testing import user_simulation
 from nicegui.testing.user_interaction import UserInteraction
 
+from megasync.observe.rollouts import RolloutLog
 from megasync.watch.elements import Text
 from megasync.watch.run_folder import RunFolder
 from megasync.watch.view import Place
@@ -79,8 +80,17 @@ async def test_a_response_is_shown_with_its_group_and_as_text(run):
         choose(user, "0:4")
         await user.should_see("Group 0:4 side by side", retries=LONG)
         await user.should_see(HOSTILE.replace("\u2028", "\ufffd"))
+        await user.should_see(f"answer 1 {HOSTILE}".replace("\u2028", "\ufffd"))
         await user.should_see("Tokens are shown by their ids")
         assert not [element for element in user.client.elements.values() if isinstance(element, ui.html)]
+
+
+async def test_a_long_reference_answer_unfolds(run):
+    RolloutLog(run.path, "worker-1", 1 << 20).append_answer("0:4", "the first line\nthe second line")
+    async with user_simulation() as user:
+        await opened(user, run, uid="0:4")
+        choose(user, "0:4")
+        await user.should_see("reference answer: the first line↵ the second line", retries=LONG)
 
 
 async def test_a_long_response_comes_in_portions(run, monkeypatch):

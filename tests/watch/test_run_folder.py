@@ -260,7 +260,15 @@ def test_a_run_that_has_only_begun_is_shown(tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         run = RunFolder(run_dir)
         assert (run.status, run.step, run.start, run.seconds, run.balance) == ("starting", 0, None, None, None)
-        assert run.missing == ["metrics.jsonl has no lines yet."]
+        assert run.missing == []
+
+
+def test_a_run_without_measurements_has_run_since_its_start_event(tmp_path):
+    run_dir = make_run(tmp_path, steps=0, status="starting")
+    (run_dir / "metrics.jsonl").unlink()
+    with (run_dir / "driver.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert RunFolder(run_dir, clock=lambda: BEGIN + 30).seconds == 30
 
 
 def test_runs_are_found_by_their_directory_or_their_folder(tmp_path):

@@ -14,15 +14,15 @@ from megasync.watch.run_folder import RunFolder
 def appendix(run: RunFolder) -> Section:
     section = Section("All metrics and settings")
     order = {metric.name: at for at, metric in enumerate(metric for chapter in CHAPTERS for metric in chapter.metrics)}
-    known = {name: metric_of(name) for name in run.metrics.names}
+    entries = {name: metric_of(name) for name in run.metrics.names}
 
     def place(name: str) -> tuple[int, str]:
-        metric = known[name]
+        metric = entries[name]
         return (len(order) if metric is None else order[metric.name]), name
 
     rows: list[Sequence[Cell]] = []
-    for name in sorted(known, key=place):
-        series, metric = run.series(name).finite, known[name]
+    for name in sorted(entries, key=place):
+        series, metric = run.series(name).finite, entries[name]
         if not len(series):
             continue
         values = series.values

@@ -56,15 +56,15 @@ def _score_table(run: RunFolder) -> Table:
     """First, best and last of every held-out score."""
     rows: list[Sequence[Cell]] = []
     for name, series in run.scores.items():
-        known = series.finite
-        if len(known):
-            best = int(known.values.argmax())
+        scores = series.finite
+        if len(scores):
+            best = int(scores.values.argmax())
             rows.append(
                 (
                     held_out_name(name) or name,
-                    *(fixed(float(known.values[at])) for at in (0, best, -1)),
-                    Number(int(known.steps[best]), str(known.steps[best])),
-                    Number(len(known), str(len(known))),
+                    *(fixed(float(scores.values[at])) for at in (0, best, -1)),
+                    Number(int(scores.steps[best]), str(scores.steps[best])),
+                    Number(len(scores), str(len(scores))),
                 )
             )
     headings = ("Set", "First", "Best", "Last", "Step of the best", "Evaluations")

@@ -66,7 +66,7 @@ def _add_group(section: Section, run: RunFolder, uid: str, decoder: Decoder) -> 
         else "The newest group; no group has rewards that differ"
     )
     read = [_read(run, row) for row in group[:MEMBERS]]
-    prompt = next((found.prompt_ids for found in read if isinstance(found, Response)), np.zeros(0, np.int32))
+    prompt = next((response.prompt_ids for response in read if isinstance(response, Response)), np.zeros(0, np.int32))
     tokens = units.counted(len(prompt), "token")
     section.add(
         Text(
@@ -83,15 +83,17 @@ def _add_group(section: Section, run: RunFolder, uid: str, decoder: Decoder) -> 
             Number(row.staleness, str(row.staleness)),
             number(row.gap),
             row.finish_reason,
-            shortened(found if isinstance(found, str) else found.text or decoder.text(found.ids), CHARACTERS),
+            shortened(
+                response if isinstance(response, str) else response.text or decoder.text(response.ids), CHARACTERS
+            ),
         )
-        for row, found in zip(group, read, strict=False)
+        for row, response in zip(group, read, strict=False)
     ]
     more = f" The first {MEMBERS} of {len(group)}." if len(group) > MEMBERS else ""
     headings = ("Sample", "Reward", "Advantage", "Tokens", "Staleness", "Gap", "Ended by", "Response")
     caption = f"Group {uid}. The gap is the mean |log-prob gap| of trainer and servers, in nats.{more}"
     section.add(Table(caption, headings, rows, texts=headings[-1:]))
-    pairs = [(row, found) for row, found in zip(group, read, strict=False) if isinstance(found, Response)]
+    pairs = [(row, response) for row, response in zip(group, read, strict=False) if isinstance(response, Response)]
     if pairs:
         best = max(pairs, key=lambda pair: (pair[0].reward is not None, pair[0].reward or 0.0))
         section.add(_token_by_token(*best, decoder))
@@ -123,11 +125,15 @@ def _token_by_token(row: Row, response: Response, decoder: Decoder) -> Tokens:
         f"Response {row.sample}, which has the highest reward of the group, token by token.{note}",
         [visible(piece) for piece in pieces],
         [
-            about(response, at, versions) + ("" if own else f" · {writer_of(turn_of[at])}")
-            for at, own in zip(places.tolist(), answered, strict=True)
+            about(response, at, versions) + ("" if is_answer else f" · {writer_of(turn_of[at])}")
+            for at, is_answer in zip(places.tolist(), answered, strict=True)
         ],
         answered,
-        {name: replace(found, shades=found.shades[places]) for name, found in made.items() if found is not None},
+        {
+            name: replace(shading, shades=shading.shades[places])
+            for name, shading in made.items()
+            if shading is not None
+        },
     )
 
 

@@ -62,8 +62,8 @@ def _functions(run: RunFolder) -> dict[str, str]:
     """The names of the reward, rollout function or agent, from Python or from the configuration."""
     named = {key: run.settings.get(f"rollout.{key}") for key in ("reward", "workflow", "agent")}
     configured = {"reward": named["reward"], "rollout": named["workflow"], "agent": named["agent"]}
-    found = {name: run.custom.get(name) or value for name, value in configured.items()}
-    return {name: str(text) for name, text in found.items() if text}
+    functions = {name: run.custom.get(name) or value for name, value in configured.items()}
+    return {name: str(text) for name, text in functions.items() if text}
 
 
 def _correction(run: RunFolder) -> str | None:
@@ -100,16 +100,16 @@ def _trainer(run: RunFolder) -> str:
         kind: run.settings.get(f"trainer.{kind}_parallel")
         for kind in ("tensor", "pipeline", "context", "data", "expert")
     }
-    known = {kind: value for kind, value in sizes.items() if isinstance(value, int)}
-    if not {"tensor", "pipeline", "data"} <= known.keys():
+    degrees = {kind: value for kind, value in sizes.items() if isinstance(value, int)}
+    if not {"tensor", "pipeline", "data"} <= degrees.keys():
         return ""
-    ranks = known["tensor"] * known["pipeline"] * known["data"] * known.get("context", 1)
-    described = ", ".join(f"{kind} {value}" for kind, value in known.items() if value > 1)
+    ranks = degrees["tensor"] * degrees["pipeline"] * degrees["data"] * degrees.get("context", 1)
+    described = ", ".join(f"{kind} {value}" for kind, value in degrees.items() if value > 1)
     return f"{units.counted(ranks, 'Megatron rank')}{f': parallel {described}' if described else ''}"
 
 
 def _devices(run: RunFolder) -> str:
-    """Those of the trainer by name, and the number of hosts; of a run that did not record names, their kind."""
+    """Names the trainer's devices and counts the hosts; gives the kind of device where names were not recorded."""
     ranks, servers = (run.state.ranks, run.state.servers) if run.state is not None else ([], [])
     kinds = Counter(rank.device for rank in ranks if rank.device)
     named = [f"{count} × {name}" for name, count in kinds.items()] or [str(run.settings.get("cluster.device") or "")]

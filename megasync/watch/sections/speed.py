@@ -47,16 +47,16 @@ def speed(run: RunFolder) -> Section:
 def _phase_seconds(run: RunFolder) -> tuple[Any, Floats]:
     """Steps [steps], and the seconds of the step and of its phases: [1 + phases, steps]."""
     steps, values = run.metrics.aligned(["time/step", *PHASES])
-    known = np.isfinite(values[0]) if len(steps) else np.zeros(0, bool)
-    return steps[known], np.nan_to_num(values[:, known])
+    measured = np.isfinite(values[0]) if len(steps) else np.zeros(0, bool)
+    return steps[measured], np.nan_to_num(values[:, measured])
 
 
 def _bottleneck(run: RunFolder) -> str:
     steps, values = _phase_seconds(run)
-    whole = float(values[0].sum()) if len(steps) else 0.0
-    if whole <= 0:
+    total = float(values[0].sum()) if len(steps) else 0.0
+    if total <= 0:
         return ""
-    shares = dict(zip(PHASES, values[1:].sum(axis=1) / whole, strict=True))
+    shares = dict(zip(PHASES, values[1:].sum(axis=1) / total, strict=True))
     waiting, publishing = shares["time/wait_for_groups"], shares["time/sync"]
     sentences = [
         f"The trainer trained during {units.share(shares['time/train'])} of the steps' time, waited for finished "
@@ -86,22 +86,22 @@ def _time_table(run: RunFolder) -> Table | None:
     steps, values = _phase_seconds(run)
     if not len(steps):
         return None
-    whole, parts = values[0], values[1:]
+    total, parts = values[0], values[1:]
     rows: list[Sequence[Cell]] = [
-        _spent(label, part, whole, steps) for label, part in zip(PHASES.values(), parts, strict=True) if part.any()
+        _spent(label, part, total, steps) for label, part in zip(PHASES.values(), parts, strict=True) if part.any()
     ]
-    rows.append(_spent("Everything else", np.maximum(whole - parts.sum(axis=0), 0), whole, steps))
-    rows.append(_spent("Steps", whole, whole, steps))
+    rows.append(_spent("Everything else", np.maximum(total - parts.sum(axis=0), 0), total, steps))
+    rows.append(_spent("Steps", total, total, steps))
     headings = ("Phase", "Total", "Share", "Median", "95th percentile", "Longest", "Step of the longest")
     return Table("The trainer's time by phase.", headings, rows)
 
 
-def _spent(label: str, part: Floats, whole: Floats, steps: Any) -> Sequence[Cell]:
+def _spent(label: str, part: Floats, total: Floats, steps: Any) -> Sequence[Cell]:
     longest = int(part.argmax())
     return (
         label,
         seconds(float(part.sum())),
-        share(float(part.sum() / whole.sum())) if whole.sum() else None,
+        share(float(part.sum() / total.sum())) if total.sum() else None,
         seconds(float(np.median(part))),
         seconds(float(np.quantile(part, 0.95))),
         seconds(float(part[longest])),
@@ -112,30 +112,30 @@ def _spent(label: str, part: Floats, whole: Floats, steps: Any) -> Sequence[Cell
 def _waits(run: RunFolder) -> Table | None:
     """The longest waits of the trainer, with the faults during their steps."""
     steps, values = _phase_seconds(run)
-    waits = [("time/wait_for_groups", "for groups"), ("time/sync", "for a publish"), ("time/turns", "for the devices")]
+    kinds = [("time/wait_for_groups", "for groups"), ("time/sync", "for a publish"), ("time/turns", "for the devices")]
     order = list(PHASES)
-    found = [
+    waits = [
         (float(value), int(step), what)
-        for name, what in waits
+        for name, what in kinds
         for step, value in zip(steps, values[1 + order.index(name)], strict=True)
         if value > 0
     ]
     ends = dict(zip(run.series("time/step").steps.tolist(), run.series("time/step").times.tolist(), strict=True))
     durations = dict(zip(steps.tolist(), values[0].tolist(), strict=True))
     rows: list[Sequence[Cell]] = []
-    for waited, step, what in sorted(found, reverse=True)[:LONGEST_WAITS]:
+    for waited, step, what in sorted(waits, reverse=True)[:LONGEST_WAITS]:
         during = [fault.what for fault in run.faults if ends[step] - durations[step] <= fault.time <= ends[step]]
         rows.append((Number(step, str(step)), what, seconds(waited), ", ".join(dict.fromkeys(during)) or "–"))
     return Table("The longest waits of the trainer.", ("Step", "Waited", "Duration", "Faults meanwhile"), rows)
 
 
 def _server_table(run: RunFolder) -> Table | None:
-    """What keeps the servers from generating, as far as the driver measures it."""
+    """Tabulates what keeps the servers from generating, as far as the driver measures it."""
     rows: list[Sequence[Cell]] = []
-    paused, whole = run.series("sync/pause_seconds").finite.values, run.series("time/step").finite.values.sum()
+    paused, total = run.series("sync/pause_seconds").finite.values, run.series("time/step").finite.values.sum()
     if len(paused):
         rows.append(("Paused to take weights, total", seconds(float(paused.sum()))))
-        rows.append(("The same as a share of the steps' time", share(float(paused.sum() / whole)) if whole else None))
+        rows.append(("The same as a share of the steps' time", share(float(paused.sum() / total)) if total else None))
     for name, label, show in (
         ("rollout/inflight_requests", "Requests at the servers when a step ended, median", number),
         ("rollout/inflight_limit", "Limit of requests, median", number),
@@ -155,15 +155,15 @@ def _sync_table(run: RunFolder) -> Table | None:
     rows: list[Sequence[Cell]] = []
     phases = [name for name in run.under("sync/") if name.endswith("_seconds")]
     for name in sorted(phases, key=lambda name: -run.series(name).finite.values.sum()):
-        known = run.series(name).finite
-        if len(known):
-            longest = int(known.values.argmax())
+        series = run.series(name).finite
+        if len(series):
+            longest = int(series.values.argmax())
             label = name.removeprefix("sync/").removesuffix("_seconds").replace("_", " ")
             rows.append(
                 (
                     label,
-                    *_quantiles(known.values, seconds),
-                    Number(int(known.steps[longest]), str(known.steps[longest])),
+                    *_quantiles(series.values, seconds),
+                    Number(int(series.steps[longest]), str(series.steps[longest])),
                 )
             )
     sent, rate = run.series("sync/bytes").finite.values, figures.sync_bytes_per_second(run).finite.values

@@ -69,35 +69,35 @@ def _phases(shown: Sequence[Step], steps: Sequence[Step]) -> Table | None:
         return (label, *map(seconds, of[-len(shown) :]), seconds(sum(of) / len(of)))
 
     def rows(lead: str, phases: list[dict[str, float]]) -> list[Sequence[Cell]]:
-        whole = Counter[str]()
+        totals = Counter[str]()
         for each in phases:
-            whole.update(each)
-        return [row(f"{lead}{name}", [each.get(name, 0.0) for each in phases]) for name, _ in whole.most_common()]
+            totals.update(each)
+        return [row(f"{lead}{name}", [each.get(name, 0.0) for each in phases]) for name, _ in totals.most_common()]
 
-    found: list[Sequence[Cell]] = []
+    lines: list[Sequence[Cell]] = []
     for each in rows("", [step.phases for step in steps]):
-        found.append(each)
+        lines.append(each)
         if each[0] == TRAIN:
-            found += rows(f"{TRAIN}, rank 0: ", [step.of_train for step in steps])
-    found.append(row("the step", [step.seconds for step in steps]))
+            lines += rows(f"{TRAIN}, rank 0: ", [step.of_train for step in steps])
+    lines.append(row("the step", [step.seconds for step in steps]))
     headings = ("Phase", *(f"Step {step.number}" for step in shown), f"Mean of {len(steps)}")
     return Table(
         "What the time of these steps was spent on. Phases do not overlap and add up to the step; those of rank 0 add "
         f"up to {TRAIN!r}.",
         headings,
-        found,
+        lines,
     )
 
 
 def _around_the_longest_fault(run: RunFolder, steps: Sequence[Step]) -> tuple[str, list[Step]] | None:
     """The fault with the longest time to the next step, and the traced steps around it."""
-    found = [
+    faults = [
         (fault.seconds_to_next_step, at, fault.what)
         for fault in run.faults
         for at, step in enumerate(steps)
         if fault.seconds_to_next_step is not None and step.start <= fault.time < step.end
     ]
-    if not found:
+    if not faults:
         return None
-    _, at, what = max(found)
+    _, at, what = max(faults)
     return what, list(steps[max(0, at - 1) : at + 2])

@@ -50,17 +50,17 @@ def _counts(run: RunFolder) -> Table:
         *run.under("groups/"),
         *run.under("train/skipped"),
     ]:
-        known = metric_of(name)
+        entry = metric_of(name)
         if (
-            known is None
-            or not (known.counts or name == "train/skipped")
+            entry is None
+            or not (entry.counts or name == "train/skipped")
             or name in EXPECTED_COUNTS
             or "dropped" in name
         ):
             continue
-        total = run.series(name).total if known.counts else float(run.series(name).finite.values.sum())
+        total = run.series(name).total if entry.counts else float(run.series(name).finite.values.sum())
         if total:
-            rows.append((name, Number(total, f"{total:g}"), known.unit, known.meaning))
+            rows.append((name, Number(total, f"{total:g}"), entry.unit, entry.meaning))
     return Table("Counters of faults and losses that are not zero.", ("Metric", "Total", "Unit", "Meaning"), rows)
 
 

@@ -75,19 +75,19 @@ def _table(title: str, rows: Callable[[], Rows | None], none: str = "") -> Updat
     table: list[Table] = []
 
     def update() -> None:
-        found = rows()
-        empty.say("" if found is not None and found.rows else none)
-        if found is None or not found.rows:
+        content = rows()
+        empty.say("" if content is not None and content.rows else none)
+        if content is None or not content.rows:
             return
         if not table:
             numbers = [
                 heading
-                for at, heading in enumerate(found.headings)
-                if any(isinstance(row[at], Number) for row in found.rows)
+                for at, heading in enumerate(content.headings)
+                if any(isinstance(row[at], Number) for row in content.rows)
             ]
             with box:
-                table.append(Table(found.headings, numbers))
-        table[0].show([[_cell(cell) for cell in row] for row in found.rows])
+                table.append(Table(content.headings, numbers))
+        table[0].show([[_cell(cell) for cell in row] for row in content.rows])
 
     return update
 

@@ -63,7 +63,7 @@ def _readings(run: RunFolder) -> Update:
 
 
 def _of_prompts(run: RunFolder) -> Update:
-    """What only a run with a buffer has."""
+    """Draws what only a run with a buffer has."""
     lost, dropped = Reading("Prompts lost"), Reading("Prompts dropped")
 
     def update() -> None:
@@ -138,12 +138,12 @@ def _counters(run: RunFolder) -> Update:
 
     def update() -> None:
         counts = {name: run.metrics.latest(name) for name in COUNTERS}
-        known = {name: (count, metric_of(name)) for name, count in counts.items() if count}
+        entries = {name: (count, metric_of(name)) for name, count in counts.items() if count}
         table.show(
-            [(metric.meaning if metric else name, units.number(count)) for name, (count, metric) in known.items()]
+            [(metric.meaning if metric else name, units.number(count)) for name, (count, metric) in entries.items()]
         )
         measured = any(count is not None for count in counts.values())
-        empty.say("" if known else "All are zero." if measured else why_none(run, "counts"))
+        empty.say("" if entries else "All are zero." if measured else why_none(run, "counts"))
 
     return update
 
@@ -156,13 +156,13 @@ def _evidence(run: RunFolder) -> Update:
     shown: list[Evidence] = []
 
     def update() -> None:
-        found = find_evidence(run.path)
-        empty.say("" if found else "This run has written no reports.")
-        if found != shown:
-            shown[:] = found
+        reports = find_evidence(run.path)
+        empty.say("" if reports else "This run has written no reports.")
+        if reports != shown:
+            shown[:] = reports
             box.clear()
             with box:
-                for evidence in found:
+                for evidence in reports:
                     _report(evidence)
 
     return update

@@ -150,7 +150,7 @@ def _chart(run: RunFolder, draw: Callable[[RunFolder], Figure | None], what: str
 
 
 def _times(run: RunFolder) -> Update:
-    """What the trainer does and waits for, as shares of the latest steps' time, and how busy the servers are."""
+    """Draws what the trainer does and waits for, as shares of the latest steps' time, and how busy the servers are."""
     with card("Who waits", f"latest {RECENT_STEPS} steps"):
         empty = text("div", "", "empty")
         with ui.element("div") as box:
@@ -174,11 +174,11 @@ def _trainer_shares(run: RunFolder) -> dict[str, tuple[float, str]]:
     steps, values = run.metrics.aligned(["time/step", *TRAINER_TIMES])
     if not len(steps):
         return {}
-    whole, *spent = (float(seconds) for seconds in np.nan_to_num(values[:, -RECENT_STEPS:]).sum(axis=1))
-    if whole <= 0:
+    total, *spent = (float(seconds) for seconds in np.nan_to_num(values[:, -RECENT_STEPS:]).sum(axis=1))
+    if total <= 0:
         return {}
     looks = zip(TRAINER_TIMES.values(), spent, strict=True)
-    parts = {label: (seconds / whole, colour) for (label, colour), seconds in looks if seconds > 0}
+    parts = {label: (seconds / total, colour) for (label, colour), seconds in looks if seconds > 0}
     rest = 1 - sum(share for share, _ in parts.values())
     return parts | ({"other": (rest, "var(--gray)")} if rest >= 0.005 else {})
 
@@ -192,10 +192,10 @@ def _server_shares(run: RunFolder) -> dict[str, tuple[float, str]]:
     if not len(steps):
         return {}
     recent = np.nan_to_num(values[:, -RECENT_STEPS:])
-    whole, pause = recent[0].sum(), recent[1].sum()
-    if whole <= 0:
+    total, pause = recent[0].sum(), recent[1].sum()
+    if total <= 0:
         return {}
-    paused = min(1.0, float(pause / whole))
+    paused = min(1.0, float(pause / total))
     busy = (1 - paused) * float((recent[2] > 0).mean())
     return {
         "working on requests": (busy, "var(--sky)"),
@@ -213,8 +213,8 @@ def _buffer(run: RunFolder) -> Update:
     def update() -> None:
         state = run.state.buffer if run.state is not None else None
         logged = {name: run.metrics.latest(f"{names.BUFFER_PREFIX}{name}") for name in SLOTS}
-        found: Mapping[str, float | None] = state.slots if state is not None else logged
-        slots = {name: (count, SLOTS.get(name, "var(--gray)")) for name, count in found.items() if count}
+        counts: Mapping[str, float | None] = state.slots if state is not None else logged
+        slots = {name: (count, SLOTS.get(name, "var(--gray)")) for name, count in counts.items() if count}
         taken = sum(count for count, _ in slots.values())
         capacity = state.capacity if state is not None else run.pacing.capacity if run.pacing else 0
         empty.say("" if taken or capacity else why_none(run, "counts of groups"))
@@ -294,13 +294,13 @@ def named(processes: Sequence[ProcessState]) -> list[ProcessState]:
 
 
 def counted(processes: Sequence[ProcessState]) -> list[tuple[str, list[ProcessState]]]:
-    """Of many processes, those that `named` leaves out, by state."""
+    """Groups by state the processes that `named` leaves out."""
     shown = {process.name for process in named(processes)}
-    found: dict[str, list[ProcessState]] = {}
+    by_state: dict[str, list[ProcessState]] = {}
     for process in processes:
         if process.name not in shown:
-            found.setdefault(process.state, []).append(process)
-    return list(found.items())
+            by_state.setdefault(process.state, []).append(process)
+    return list(by_state.items())
 
 
 def describe(process: ProcessState) -> str:
@@ -318,10 +318,10 @@ def describe(process: ProcessState) -> str:
 
 
 def _describe_several(processes: Iterable[ProcessState]) -> str:
-    known = list(processes)
-    versions = {process.version for process in known if process.version is not None}
-    running = [process.running for process in known if process.running is not None]
-    rates = [process.throughput for process in known if process.throughput is not None]
+    members = list(processes)
+    versions = {process.version for process in members if process.version is not None}
+    running = [process.running for process in members if process.running is not None]
+    rates = [process.throughput for process in members if process.throughput is not None]
     facts = [
         f"version {min(versions)}" + (f" to {max(versions)}" if len(versions) > 1 else "") if versions else None,
         f"{units.number(sum(running))} running" if running else None,

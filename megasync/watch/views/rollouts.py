@@ -165,13 +165,15 @@ class _Rollouts:
         self._note.say("searching ...")
         rows = self._index.select(self.filters())
         decoder = await self._get_decoder()
-        found, looked = await asyncio.to_thread(_find, self._index, rows, wanted, decoder)
-        self._found = found
+        matches, looked = await asyncio.to_thread(_find, self._index, rows, wanted, decoder)
+        self._found = matches
         self._select()
         if looked < len(rows):
-            self._note.say(f"{len(found)} matches in the newest {looked} of {len(rows)} responses; narrow the filters.")
+            self._note.say(
+                f"{len(matches)} matches in the newest {looked} of {len(rows)} responses; narrow the filters."
+            )
         else:
-            self._note.say(f"{len(found)} of {len(rows)} responses match.")
+            self._note.say(f"{len(matches)} of {len(rows)} responses match.")
 
     async def _get_decoder(self, quiet: bool = False) -> Decoder:
         """The decoder of the model's tokens; unless `quiet`, the page says once if tokens are shown by their ids."""
@@ -286,9 +288,9 @@ class _Rollouts:
         """Fills in the beginnings of the responses' texts, which are read from their bodies."""
         decoder = await self._get_decoder(quiet=True)
         read = await asyncio.to_thread(lambda: [_read(self._index, row) for row in rows])
-        for row, found in zip(rows, read, strict=True):
-            if not isinstance(found, str) and not cells[id(row)].is_deleted:
-                content = found.text or decoder.text(found.ids[:PREVIEW_TOKENS])
+        for row, response in zip(rows, read, strict=True):
+            if not isinstance(response, str) and not cells[id(row)].is_deleted:
+                content = response.text or decoder.text(response.ids[:PREVIEW_TOKENS])
                 cells[id(row)].say(_printable(_beginning(one_line(content))))
 
     # One response
@@ -303,6 +305,7 @@ class _Rollouts:
         decoder = await self._get_decoder()
         members = self._index.group(row.uid)
         read = await asyncio.to_thread(lambda: [_read(self._index, member) for member in members[:MEMBERS]])
+        answer = await asyncio.to_thread(self._index.answer, row.uid)
         if self._open is not row:
             return
         self._close()
@@ -314,8 +317,8 @@ class _Rollouts:
                 pile = ui.element("div").classes("pile")
         with pile:
             position = next((at for at, member in enumerate(members[:MEMBERS]) if member is row), None)
-            found = read[position] if position is not None else await asyncio.to_thread(_read, self._index, row)
-            _one(row, found, decoder)
+            response = read[position] if position is not None else await asyncio.to_thread(_read, self._index, row)
+            _one(row, response, answer, decoder)
             if len(members) > 1:
                 _group(row, members, read, decoder, self._show)
         if by_reader:
@@ -352,13 +355,13 @@ def _bound(label: str, value: str) -> ui.number:
 
 def _find(index: RolloutIndex, rows: Sequence[Row], wanted: str, decoder: Decoder) -> tuple[list[Row], int]:
     """The rows whose text has `wanted`, and how many were looked at."""
-    found, looked, start = [], 0, time.monotonic()
+    matches, looked, start = [], 0, time.monotonic()
     for row in rows:
-        if len(found) == MATCHES or time.monotonic() - start > SEARCH_SECONDS:
+        if len(matches) == MATCHES or time.monotonic() - start > SEARCH_SECONDS:
             break
         looked += 1
-        found += index.search([row], wanted, lambda response: decoder.text(response.ids))
-    return found, looked
+        matches += index.search([row], wanted, lambda response: decoder.text(response.ids))
+    return matches, looked
 
 
 def _read(index: RolloutIndex, row: Row) -> Response | str:
@@ -385,22 +388,35 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _one(row: Row, found: Response | str, decoder: Decoder) -> None:
-    """A response with what is known of it, token by token."""
+def _one(row: Row, response: Response | str, answer: str | None, decoder: Decoder) -> None:
+    """Draws a response with what is known of it, token by token; `answer` is the reference answer of its group."""
     what = f"group {row.uid}" + ("" if row.sample == NO_SAMPLE else f", response {row.sample}")
     with card(f"Response: {what}", units.day_and_clock(row.time)):
         _facts(row)
-        if isinstance(found, str):
-            notice(found, bad=True)
+        if isinstance(response, str):
+            notice(response, bad=True)
             return
-        if found.problem:
-            notice(found.problem, bad=True)
+        if response.problem:
+            notice(response.problem, bad=True)
         if row.sample == NO_SAMPLE:
             return
-        _folded(f"prompt, {len(found.prompt_ids)} tokens", lambda: decoder.text(found.prompt_ids))
-        _Tokens(found, decoder)
-        if found.text:
-            _folded("the text that the reward function saw", lambda: found.text)
+        _folded(f"prompt, {len(response.prompt_ids)} tokens", lambda: decoder.text(response.prompt_ids))
+        if answer is not None:
+            _reference(answer)
+        _Tokens(response, decoder)
+        if response.text:
+            _folded("the text that the reward function saw", lambda: response.text)
+
+
+def _reference(answer: str) -> None:
+    """Draws the reference answer: a short one on a line, another one as a line that unfolds."""
+    line = one_line(answer)
+    if len(line) > PREVIEW or "\n" in answer:
+        _folded(f"reference answer: {_beginning(line)}", lambda: answer)
+        return
+    with ui.element("div").classes("legend facts"), ui.element("span").classes("item"):
+        text("span", "reference answer")
+        text("b", line).classes("mono")
 
 
 def _facts(row: Row) -> None:
@@ -562,7 +578,7 @@ def _group(
     rewards = [of_sample(each) for each in samples.values()]
     mean = f"{len(members)} responses, mean reward {units.fixed(sum(rewards) / len(rewards))}" if rewards else ""
     with card(f"Group {row.uid} side by side", mean), ui.element("div").classes("members"):
-        for member, found in zip(members, read, strict=False):
+        for member, response in zip(members, read, strict=False):
             with ui.element("article").classes("member" + " chosen" * (member is row)) as box:
                 with ui.element("div").classes("legend"):
                     for name, value in (
@@ -574,10 +590,10 @@ def _group(
                         with ui.element("span").classes("item"):
                             text("span", name)
                             text("b", value)
-                if isinstance(found, str):
-                    text("div", found, "note")
+                if isinstance(response, str):
+                    text("div", response, "note")
                     continue
-                content = found.text or decoder.text(found.ids)
+                content = response.text or decoder.text(response.ids)
                 cut = content if len(content) <= MEMBER_CHARACTERS else f"{content[:MEMBER_CHARACTERS]} ..."
                 text("div", _printable(cut), "text mono")
             box.on("click", partial(show, member))

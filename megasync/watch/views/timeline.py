@@ -82,7 +82,7 @@ class _Traces:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What the view shows. `last` is the newest step; `partial` is whether an older part of the trace was left out."""
+    """Contents of the view. `last` is the newest step; `partial` is whether an older part of the trace was left out."""
 
     picture: Picture | None = None
     step: Step | None = None
@@ -96,7 +96,7 @@ _TRACES: WeakKeyDictionary[RunFolder, _Traces] = WeakKeyDictionary()
 
 
 class _View:
-    """What one browser shows of one run."""
+    """The timeline of one run in one browser."""
 
     def __init__(self, run: RunFolder, place: Place) -> None:
         self._place = place
@@ -212,8 +212,8 @@ class _View:
                 self._draw_step(answer.step, answer.groups)
 
     def _draw_legend(self, picture: Picture) -> None:
-        found = {about(bar.name, row.track) for row in picture.rows for bar in row.bars}
-        names = [name for name in COLOURS if name in found]
+        subjects = {about(bar.name, row.track) for row in picture.rows for bar in row.bars}
+        names = [name for name in COLOURS if name in subjects]
         if names == self._named:
             return
         self._named = names
@@ -258,6 +258,6 @@ def _no_trace(run: RunFolder) -> str:
     return f"This run has no trace: {TRACE_FOLDER}/ is missing or empty."
 
 
-def _shares(phases: Mapping[str, float], whole: float) -> None:
+def _shares(phases: Mapping[str, float], total: float) -> None:
     order = sorted(phases, key=lambda name: (name == OTHER, -phases[name]))
-    Shares(units.duration).show({name: (phases[name], COLOURS[about(name)]) for name in order}, whole)
+    Shares(units.duration).show({name: (phases[name], COLOURS[about(name)]) for name in order}, total)

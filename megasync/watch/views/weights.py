@@ -55,7 +55,7 @@ def _readings(run: RunFolder) -> Update:
 
 
 def _of_updates(run: RunFolder) -> Update:
-    """What only a run with servers has."""
+    """Draws what only a run with servers has."""
     gap, parity = Reading("Log-prob gap"), Reading("Parity of probes")
     clipped, rejected = Reading("Tokens clipped"), Reading("Tokens rejected")
 
