@@ -1,4 +1,7 @@
-"""`--tier fast|standard|full` chooses what runs: a test runs in the tier of its markers and all above."""
+"""`--tier fast|standard|full` chooses what runs: a test runs in the tier of its markers and all above.
+
+`--affected` adds the tests of higher tiers that changed files reach.
+"""
 
 from __future__ import annotations
 
@@ -8,42 +11,112 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import affected
 import pytest
 from hypothesis import settings
+from scheduling import Distribution, Planned, add_options, measured_seconds, write_plan
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("megasync", deadline=None)
 settings.load_profile("megasync")
 
+REACHED = pytest.StashKey[dict[str, int]]()
+MEASURED = pytest.StashKey[dict[str, float]]()
+SENTENCE = pytest.StashKey[str]()
+ROOT = Path(__file__).parents[1]
 TIERS = ("fast", "standard", "full")
-# The lowest tier that runs a test with the marker; a test without any of them runs in every tier.
-LOWEST_TIER = {"real": "standard", "processes": "standard", "matrix": "full", "hosts": "full", "soak": "full"}
+# The lowest tier that runs a test with the marker; a test without any of them runs in every tier. `standard` brings
+# some that start real servers or ranks down into that tier, which thus becomes longer only where somebody asks for it.
+LOWEST_TIER = {"processes": "standard"} | dict.fromkeys(("real", "ranks", "matrix", "extra", "hosts", "soak"), "full")
+# Minutes after which a run of the tier fails, also on a slow machine; `--bound` sets another one.
+BOUNDS = {"fast": 45, "standard": 90, "full": 720}
+# What a test is taken to last, in seconds, until a run here has measured it. Only the order of a run follows from it.
+SECONDS = {"real": 60.0, "ranks": 1.0, "processes": 1.0}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    add_options(parser)
     parser.addoption(
         "--tier",
         choices=TIERS,
         default="standard",
-        help="fast: starts no Python processes. standard (default): what CI runs. full: matrices, long faults and soak",
+        help="fast: starts no Python processes. standard (default): also one of each real thing. full: everything",
+    )
+    parser.addoption(
+        "--affected",
+        nargs="?",
+        const="",
+        metavar="REF",
+        help="add the tests of every tier that the changes since the merge base with REF (default: main) reach",
     )
 
 
 def lowest_tier(markers: set[str]) -> int:
+    if "standard" in markers:
+        markers = {"processes" if marker in ("real", "ranks") else marker for marker in markers}
     return max((TIERS.index(tier) for marker, tier in LOWEST_TIER.items() if marker in markers), default=0)
 
 
 # After `-m` has made its choice, so that `-m` narrows a tier and never widens it.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Chooses the tests of the tier, then those that changes reach, nearest first; of each the longest group first."""
     tier = TIERS.index(config.getoption("--tier"))
-    above = [item for item in items if lowest_tier({mark.name for mark in item.iter_markers()}) > tier]
-    if above:
-        config.hook.pytest_deselected(items=above)
-        items[:] = [item for item in items if item not in set(above)]
+    reached = config.stash[REACHED]
+    measured = config.stash[MEASURED]
+    chosen: dict[pytest.Item, Planned] = {}
+    order: dict[tuple[bool, str], list[float]] = {}
+    for item in items:
+        file = item.path.relative_to(ROOT).as_posix()
+        markers = {mark.name for mark in item.iter_markers()}
+        added = lowest_tier(markers) > tier
+        if added and file not in reached:
+            continue
+        share = item.get_closest_marker("shares")
+        test = chosen[item] = Planned(item.nodeid, share.args[0] if share else file, added)
+        # Distance of the nearest file, and seconds of all.
+        place = order.setdefault((added, test.group), [reached.get(file, 0) if added else 0, 0.0])
+        place[0] = min(place[0], reached.get(file, 0) if added else 0)
+        guess = max((SECONDS[marker] for marker in markers & SECONDS.keys()), default=0.0)
+        place[1] -= measured.get(test.name, guess)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+
+    def position(item: pytest.Item) -> tuple:
+        test = chosen[item]
+        return (test.added, *order[test.added, test.group], test.group)
+
+    items[:] = sorted(chosen, key=position)
+    if hasattr(config, "workerinput"):
+        write_plan(config.workerinput["plan"], [chosen[item] for item in items])
+
+
+def reached_files(config: pytest.Config) -> tuple[dict[str, int], str]:
+    """The test files that `--affected` adds, with their distance from the change, and a sentence about them."""
+    ref = config.getoption("--affected")
+    if ref is None:
+        return {}, ""
+    try:
+        base, changed = affected.changed_files(ROOT, ref)
+    except affected.NoBase as error:
+        if ref:
+            raise pytest.UsageError(f"--affected={ref}: {error}") from error
+        return {}, f"affected: not known, so only the tier runs: {error}"
+    reached = affected.distances(ROOT, changed)
+    return (
+        reached,
+        f"affected: changes since {base[:10]}, in files: {len(changed)}; test files that they reach: {len(reached)}",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        config.stash[REACHED], config.stash[MEASURED] = config.workerinput["reached"], config.workerinput["measured"]
+    else:
+        config.stash[REACHED], config.stash[SENTENCE] = reached_files(config)
+        config.stash[MEASURED] = measured_seconds(config)
+        if config.getoption("tx"):
+            bound = config.getoption("--bound") or BOUNDS[config.getoption("--tier")]
+            config.pluginmanager.register(Distribution(config, bound))
     if config.getoption("--tier") == "fast":
         sys.addaudithook(refuse_python_processes)
 
@@ -57,8 +130,15 @@ def refuse_python_processes(event: str, arguments: tuple) -> None:
         raise AssertionError(f"a test of the fast tier starts {program}: mark it with pytest.mark.processes")
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"tier: {config.getoption('--tier')} (of {', '.join(TIERS)})"
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node) -> None:
+    node.workerinput |= {"reached": node.config.stash[REACHED], "measured": node.config.stash[MEASURED]}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    terminalreporter.line(f"tier: {config.getoption('--tier')} (of {', '.join(TIERS)})")
+    if config.stash[SENTENCE]:
+        terminalreporter.line(config.stash[SENTENCE])
 
 
 def logging_state() -> tuple:

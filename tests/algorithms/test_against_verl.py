@@ -14,9 +14,8 @@ from megasync.algorithms.advantages import StepRewards
 from megasync.config.builtin import ADVANTAGES, LOSSES
 from megasync.config.schema import AlgorithmConfig
 
-pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/test.sh`")
-# verl takes seconds to import.
-pytestmark = pytest.mark.processes
+pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/setup_extra.sh verl`")
+pytestmark = pytest.mark.extra
 GROUPS, SIZE, LONGEST = 6, 4, 9
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 # What verl calls the aggregations; its constant is the width of the batch.

@@ -51,7 +51,7 @@ def test_without_discounts_the_return_is_what_is_still_to_come(responses):
 
 @pytest.fixture(scope="module")
 def core_algos():
-    pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/test.sh`")
+    pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/setup_extra.sh verl`")
     from verl.trainer.ppo import core_algos
 
     return core_algos
@@ -69,7 +69,7 @@ def batch():
     return {"mask": torch.from_numpy(mask).float(), **tensors}
 
 
-@pytest.mark.processes  # verl takes seconds to import
+@pytest.mark.extra
 def test_advantages_and_returns_are_verls(core_algos, batch):
     trained = batch["mask"].bool()
     rewards = torch.zeros_like(batch["mask"])
@@ -88,7 +88,7 @@ def test_advantages_and_returns_are_verls(core_algos, batch):
     assert whitened.tolist() == pytest.approx(advantages[trained].tolist(), abs=1e-4)
 
 
-@pytest.mark.processes
+@pytest.mark.extra
 @pytest.mark.parametrize("clip", [0.3, 1e9])
 def test_the_loss_is_verls(core_algos, batch, clip):
     trained = batch["mask"].bool()

@@ -37,10 +37,10 @@ def test_each_position_has_the_mean_of_its_group_weighted_by_the_norms_up_to_it(
     assert found_for(groups) == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.processes  # verl takes seconds to import
+@pytest.mark.extra
 @pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
 def test_advantages_are_verls(name):
-    pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/test.sh`")
+    pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/setup_extra.sh verl`")
     from verl.trainer.ppo import core_algos
 
     drawn = np.random.default_rng(2)

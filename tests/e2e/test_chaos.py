@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.standard]
 
 # A hanging collective or sync must be noticed within the test.
 WHOLE_RUN = 840.0

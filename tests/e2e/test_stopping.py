@@ -27,6 +27,7 @@ def test_an_interrupt_during_the_start_cleans_up(miniature, launch) -> None:
     assert run.survivors() == []
 
 
+@pytest.mark.standard
 def test_a_run_dumps_its_waits_refuses_a_second_driver_and_saves_on_one_signal(miniature, launch, the_run_dir) -> None:
     run = launch("train", miniature(schedule=ENDLESS, rollout=ONE_SERVER, trainer=ONE_RANK))
     run.wait_for("step 2/")

@@ -53,6 +53,7 @@ def check_record(run_dir: Path, steps: list[dict]) -> None:
     assert {"server-0", "server-1", "trainer-0", "trainer-1"} <= {row.process for row in timeline.picture(0, 2e9).rows}
 
 
+@pytest.mark.standard
 def test_a_run_trains_asynchronously_and_resumes(miniature) -> None:
     config = miniature(checkpoint={"every_steps": 2, "keep": 2, "export_every": 4})
     result = megasync.AsyncTrainer(config).train()

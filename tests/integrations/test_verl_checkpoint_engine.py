@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/test.sh`")
+pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/setup_extra.sh verl`")
 
 from safetensors.torch import load_file
 from tiny_models import make_tiny_model
@@ -132,12 +132,10 @@ async def test_weights_of_another_engine_are_refused():
         await MegasyncCheckpointEngine(100).send_weights(iter([("a", torch.ones(3))]))
 
 
-@pytest.mark.processes
 def test_every_rollout_worker_assembles_the_model_folder_bitwise(sides, model):
     check_whole(sides, model)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     "fault, reason",
     [

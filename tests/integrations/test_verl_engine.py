@@ -12,15 +12,13 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import make_tiny_model, make_tiny_value_model
 
-pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/test.sh`")
+pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/setup_extra.sh verl`")
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from verl_data import OUTPUTS, PROMPT, TEMPERATURE, padded_batch, routed_batch
 
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.routes import RouteFormat
-
-pytestmark = pytest.mark.processes
 
 RANK = Path(__file__).with_name("verl_rank.py")
 DRIVER = Path(__file__).with_name("verl_driver.py")

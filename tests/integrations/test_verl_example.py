@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.processes
-
-pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/test.sh`")
+pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/setup_extra.sh verl`")
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "verl"
 # Seconds; several times what each needs on two busy cores.

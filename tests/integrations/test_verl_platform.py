@@ -6,9 +6,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.processes
-
-pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/test.sh`")
+pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/setup_extra.sh verl`")
 
 OPEN = """
 import sys

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/test.sh`")
+pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/setup_extra.sh verl`")
 
 LOOK = """
 import sys
@@ -20,7 +20,6 @@ print("after:", EngineRegistry.get_engine_cls("value_model", "megasync").__name_
 """
 
 
-@pytest.mark.processes
 def test_processes_that_compute_nothing_do_not_import_the_engine():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LOOK],

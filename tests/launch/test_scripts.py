@@ -125,14 +125,14 @@ def test_quickstart_and_test_scripts_forward_their_arguments(checkout):
         "megasync fetch digits",
         "megasync train configs/quickstart.yaml schedule.total_steps=3",
     ]
-    workers = "python -m pytest -n 2 --dist loadfile --no-loadscope-reorder"
-    assert bash(checkout / "launch" / "test.sh", "-k", "x").stdout == f"{workers} -k x\n"
+    assert bash(checkout / "launch" / "test.sh", "-k", "x").stdout == "python -m pytest -n 2 -k x\n"
 
 
 def test_continuous_integration_checks_lint_and_types_before_the_tests(checkout):
     program(checkout / "launch" / "lint.sh", "echo lint")
     program(checkout / "launch" / "test.sh", 'echo "test $*"')
-    assert bash(checkout / ".ci" / "run").stdout == "lint\ntest \n"
+    program(checkout / "launch" / "browser.sh", "")
+    assert bash(checkout / ".ci" / "run").stdout == "lint\ntest --affected --minutes=40\n"
     program(checkout / "launch" / "lint.sh", "exit 1")
     failed = bash(checkout / ".ci" / "run")
     assert (failed.returncode, failed.stdout) == (1, "")
@@ -174,9 +174,19 @@ def test_the_script_for_one_machine_has_a_help_text(checkout):
     assert helped.returncode == 0 and helped.stdout.startswith("Trains on this machine only")
 
 
-def test_the_tests_add_what_only_some_of_them_need_to_the_environment_once(checkout):
+@pytest.mark.parametrize("arguments", [(), ("--tier", "fast", "tests/buffer"), ("--tier=standard",)])
+def test_the_tests_need_nothing_more_than_a_run(checkout, arguments):
     python = fake_python(checkout, "true")
-    run = partial(bash, checkout / "launch" / "test.sh", PYTHON=str(python))
+    assert bash(checkout / "launch" / "test.sh", *arguments, PYTHON=str(python)).returncode == 0
+    assert "--editable" in (checkout / "pip.txt").read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--tier", "full"), ("--tier=full", "-x"), ("--affected",), ("--affected=HEAD~1",)]
+)
+def test_the_tests_of_extras_add_them_to_the_environment_once(checkout, arguments):
+    python = fake_python(checkout, "true")
+    run = partial(bash, checkout / "launch" / "test.sh", *arguments, PYTHON=str(python))
     assert run().returncode == run().returncode == 0
     pins = [str(requirement) for requirement in requirements_of("rehearsal.lock")]
     *_, project, verl, trackers, engines = (checkout / "pip.txt").read_text().splitlines()[: -len(pins)]

@@ -36,6 +36,7 @@ def only_run(store):
     return client, run
 
 
+@pytest.mark.extra
 def test_a_run_is_read_back_with_its_parameters_and_metrics(make_sink, store, tmp_path):
     sink = make_sink("schedule.total_steps=7")
     sink.open()
@@ -55,6 +56,7 @@ def test_a_run_is_read_back_with_its_parameters_and_metrics(make_sink, store, tm
     assert (point.step, point.timestamp, point.value) == (1, 1000500, 0.5)
 
 
+@pytest.mark.extra
 def test_a_resumed_run_is_the_same_run_and_keeps_what_was_trained_twice(make_sink, store):
     for steps, total in (((1, 2, 3), 4), ((3, 4), 5)):
         sink = make_sink(f"schedule.total_steps={total}")
@@ -68,6 +70,7 @@ def test_a_resumed_run_is_the_same_run_and_keeps_what_was_trained_twice(make_sin
     assert [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")] == [1, 2, 3, 3, 4]
 
 
+@pytest.mark.extra
 def test_a_run_that_failed_is_marked_so(make_sink, store):
     sink = make_sink()
     sink.open()
@@ -75,6 +78,7 @@ def test_a_run_that_failed_is_marked_so(make_sink, store):
     assert only_run(store)[1].info.status == "FAILED"
 
 
+@pytest.mark.extra
 def test_a_run_that_the_server_no_longer_has_is_created_again(make_sink, store, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mlflow-run-id").write_text("0" * 32)

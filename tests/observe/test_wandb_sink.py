@@ -12,7 +12,7 @@ from megasync.observe.sinks import Answers, Row
 from megasync.observe.wandb_sink import WandbSink
 
 pytest.importorskip("wandb")
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.extra
 
 READER = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json"]
 

@@ -11,7 +11,7 @@ from megasync.preflight.finding import FAILURE, OK
 
 # Not `verl`: without the package that is the folder of its examples.
 needs_verl = pytest.mark.skipif(
-    find_spec("verl.version") is None, reason="verl is not installed; run `bash launch/test.sh`"
+    find_spec("verl.version") is None, reason="verl is not installed; run `bash launch/setup_extra.sh verl`"
 )
 
 
@@ -25,7 +25,7 @@ def test_without_verl_there_is_no_failure(monkeypatch):
     assert finding.detail == "verl is not installed; the plugin is for verl 0.9.1"
 
 
-@pytest.mark.processes
+@pytest.mark.extra
 @needs_verl
 def test_a_fresh_interpreter_has_the_engine():
     (finding,) = doctor.check_verl()
@@ -33,7 +33,7 @@ def test_a_fresh_interpreter_has_the_engine():
     assert finding.detail == "verl 0.9.1 has the engine of megasync.integrations.verl.engine"
 
 
-@pytest.mark.processes
+@pytest.mark.extra
 @needs_verl
 def test_a_plugin_that_verl_does_not_load_is_reported(monkeypatch):
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")

@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -265,13 +264,10 @@ async def test_worker_processes_run_the_function_and_survive_a_stuck_or_dying_ca
             await runner.score(group, {"how": "exit"})
         assert rewards(await runner.score(group, {"how": "go"})) != first
         runner._timeout = 1.0
-        started = time.monotonic()
         with pytest.raises(DataError, match="did not answer within 1 s"):
             await runner.score(group, {"how": "sleep"})
-        assert time.monotonic() - started < 10
         runner._timeout = 20
         assert rewards(await runner.score(group, {"how": "go"})) != first
-        assert time.monotonic() - started < 20
     finally:
         await runner.close()
 

@@ -54,7 +54,7 @@ def save_model():
     return save
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def models(make_model, save_model, tmp_path_factory):
     """Three models of one shape, as (folder, model) by seed, and their config; real servers start with the first."""
     found = []

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
 from megasync.config.schema import RolloutConfig
@@ -70,6 +72,32 @@ def running(servers: Sequence[SGLangServer]) -> Iterator[list[str]]:
         yield asyncio.run(start())
     finally:
         asyncio.run(stop())
+
+
+class SharedServers:
+    """Servers of one model for all files that name them by ``pytest.mark.shares(SharedServers.MARK)``.
+
+    They start when the first test asks for them and stop before a test without the mark. Each test publishes, or loads,
+    the weights that it expects: none relies on those that another one left.
+    """
+
+    MARK = "dense servers"
+
+    def __init__(self, folder: Path, logs: Path) -> None:
+        self._start = partial(serving, folder, logs, (1, 1, 2))
+        self._running = ExitStack()
+        self._urls: list[str] = []
+
+    def urls(self) -> list[str]:
+        """Two servers of one rank and one of two ranks."""
+        if not self._urls:
+            self._urls = self._running.enter_context(self._start())
+        return self._urls
+
+    def after(self, nextitem: pytest.Item | None) -> None:
+        if nextitem is None or self.MARK not in [mark.args[0] for mark in nextitem.iter_markers("shares")]:
+            self._running.close()
+            self._urls = []
 
 
 # Of servers with several engines.

@@ -103,7 +103,7 @@ async def loaded(server):
     return {model["id"] for model in (await server.get("/v1/models"))["data"] if model["id"].startswith("policy-")}
 
 
-@pytest.mark.parametrize("mode", ["retract", "abort"])
+@pytest.mark.parametrize("mode", [pytest.param("retract", marks=pytest.mark.standard), "abort"])
 async def test_a_request_ends_with_the_adapters_it_began_with(world, adapters, mode):
     sync, rank, servers = world(mode)
     (peft, model), (next_peft, next_model) = adapters

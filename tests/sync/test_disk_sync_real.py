@@ -5,7 +5,7 @@ import hashlib
 import json
 
 import pytest
-from real_servers import check_answers, check_serves, checksums, generate, serving, steady_traffic
+from real_servers import SharedServers, check_answers, check_serves, checksums, generate, steady_traffic
 
 from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.errors import SyncError
@@ -16,7 +16,7 @@ from megasync.sync.broadcast.plan import plan_broadcast
 from megasync.sync.disk.sync import DiskSync
 from megasync.sync.disk.version_folders import VersionFolders
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.shares(SharedServers.MARK)]
 
 TOPOLOGY = Topology(tensor=2, pipeline=2)
 BUCKET_BYTES = 16_384
@@ -24,10 +24,9 @@ BUCKET_BYTES = 16_384
 LATE = "decoder.layers.0.mlp.linear_fc2.weight"
 
 
-@pytest.fixture(scope="module")
-def urls(models, tmp_path_factory):
-    with serving(models[0][0][0], tmp_path_factory.mktemp("logs"), (1, 1)) as urls:
-        yield urls
+@pytest.fixture
+def urls(dense_servers):
+    return dense_servers[:2]
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ async def world(models, urls, local_ranks, tmp_path):
         await server.close()
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+@pytest.mark.parametrize("mode", [pytest.param("retract", marks=pytest.mark.standard), "in_place", "abort"])
 async def test_after_a_publish_under_traffic_servers_hold_the_bits_that_a_load_gives(world, models, tmp_path, mode):
     sync, ranks, servers = await world(mode)
     for version, seed in ((11, 1), (12, 2)):

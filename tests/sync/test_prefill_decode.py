@@ -36,7 +36,7 @@ from megasync.sync.disk.version_folders import VersionFolders
 from megasync.sync.publisher import compare_logprobs
 from megasync.sync.shard.sync import ShardSync
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.extra]
 
 BUCKET_BYTES = 2**20
 VOCABULARY = 301

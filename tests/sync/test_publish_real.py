@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from real_servers import answered, check_answers, check_serves, generate, serving, steady_traffic
+from real_servers import SharedServers, answered, check_answers, check_serves, generate, steady_traffic
 
 from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.device import Device
@@ -15,16 +15,15 @@ from megasync.serving.control import ServerControl
 from megasync.sync.broadcast.plan import plan_broadcast
 from megasync.sync.broadcast.sync import BroadcastSync
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.shares(SharedServers.MARK)]
 
 TOPOLOGY = Topology(tensor=2)
 BUCKET_BYTES = 16_384
 
 
-@pytest.fixture(scope="module")
-def urls(models, tmp_path_factory):
-    with serving(models[0][0][0], tmp_path_factory.mktemp("logs"), (1, 1)) as urls:
-        yield urls
+@pytest.fixture
+def urls(dense_servers):
+    return dense_servers[:2]
 
 
 @pytest.fixture
@@ -51,7 +50,7 @@ async def world(models, urls, local_ranks):
         await server.close()
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+@pytest.mark.parametrize("mode", [pytest.param("retract", marks=pytest.mark.standard), "in_place", "abort"])
 async def test_after_a_publish_under_traffic_servers_compute_what_the_trainer_holds(world, models, mode):
     sync, ranks, servers = await world(mode)
     for version, seed in ((11, 1), (12, 2)):
@@ -84,10 +83,8 @@ async def test_a_sender_that_fails_before_the_first_bucket_changes_nothing(world
     await sync.publish(30)
     await ranks.call("load", str(models[0][1][0]), timeout=20)
     await ranks.call_one(0, "set_trap", "embedding.word_embeddings.weight", "raise", timeout=5)
-    start = time.monotonic()
     with pytest.raises(SyncError, match=r"version 31 .*'transfer'.*rank 0 failed to send.*the previous version"):
         await sync.publish(31)
-    assert time.monotonic() - start < 15
     await check_serves(servers, models[0][0][1], 30)
     await sync.publish(31)
     await check_serves(servers, models[0][1][1], 31)

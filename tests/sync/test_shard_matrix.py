@@ -31,7 +31,7 @@ EXPERTS = {
 FAMILIES = {"dense": SIZES, "experts": SIZES | EXPERTS}
 # (tensor, pipeline, expert); data replicas as experts need them.
 EVERY = list(product((1, 2), (1, 2), (1, 2)))
-# What always runs; the others with `--tier full`.
+# What represents the others, which are marked `matrix`.
 LEAN = {(2, 1, 2), (1, 2, 2)}
 
 

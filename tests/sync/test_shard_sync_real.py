@@ -1,12 +1,11 @@
 """Four trainer processes (TP2 x PP2) publish shard to shard into two real servers of different size (TP1 and TP2)."""
 
 import asyncio
-import time
 from dataclasses import replace
 
 import pytest
 from processes import family, living, with_word
-from real_servers import check_answers, check_serves, checksums, generate, make_server, serving, steady_traffic
+from real_servers import SharedServers, check_answers, check_serves, checksums, generate, make_server, steady_traffic
 
 from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.errors import SyncError
@@ -17,7 +16,7 @@ from megasync.serving.engine_control import EngineControl
 from megasync.sync.shard.engine import Engine
 from megasync.sync.shard.sync import ShardSync
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.shares(SharedServers.MARK)]
 
 TOPOLOGY = Topology(tensor=2, pipeline=2)
 BUCKET_BYTES = 16_384
@@ -25,10 +24,9 @@ BUCKET_BYTES = 16_384
 LATE = "decoder.layers.0.mlp.linear_fc2.weight"
 
 
-@pytest.fixture(scope="module")
-def urls(models, tmp_path_factory):
-    with serving(models[0][0][0], tmp_path_factory.mktemp("logs"), (1, 2)) as urls:
-        yield urls
+@pytest.fixture
+def urls(dense_servers):
+    return dense_servers[1:]
 
 
 @pytest.fixture
@@ -60,7 +58,7 @@ async def world(models, urls, local_ranks):
         await server.close()
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
+@pytest.mark.parametrize("mode", [pytest.param("retract", marks=pytest.mark.standard), "in_place"])
 async def test_after_a_publish_under_traffic_servers_hold_the_bits_that_a_load_gives(world, models, monkeypatch, mode):
     sync, ranks, servers = await world(pause_mode=mode)
     call, commands = EngineControl.call, []
@@ -115,10 +113,8 @@ async def test_a_rank_that_fails_while_servers_stage_changes_nothing(world, mode
     await ranks.call("load", str(models[0][1][0]), timeout=20)
     await ranks.call_one(3, "set_trap", LATE, fault, timeout=5)
     traffic = [asyncio.create_task(generate(server, 300)) for server in servers]
-    start = time.monotonic()
     with pytest.raises(SyncError, match=r"version 51 was not published: phase 'stage' failed: .*the previous version"):
         await sync.publish(51)
-    assert time.monotonic() - start < 45
     assert sync.quarantined == {}
     assert {answer["finish_reason"]["type"] for answer in await asyncio.gather(*traffic)} == {"length"}
     await check_serves(servers, models[0][0][1], 50)

