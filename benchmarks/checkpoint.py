@@ -96,7 +96,7 @@ def main() -> None:
         engine = MegatronEngine(ModelConfig(path=given.model, dtype=given.dtype), trainer, device, 0, 10)
         engine.initialize()
         ids = [token % engine.layout.sizes.vocab for token in range(TOKENS)]
-        share = engine.share([Sample.of(ids[:1], ids[1:])])
+        share = engine.local_batch([Sample.of(ids[:1], ids[1:])])
 
         def step() -> None:
             engine.forward_backward(share, lambda batch, logprobs, _: (-logprobs.mean(), {}))

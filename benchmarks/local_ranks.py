@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -91,6 +92,10 @@ class LocalRanks:
         """Calls a method on all ranks. Returns results in rank order; raises the first failure as SyncError."""
         calls = (self.call_one(rank, method, *args, timeout=timeout) for rank in range(len(self._links)))
         return await asyncio.gather(*calls)
+
+    async def on_all(self, timeout: float, method: Callable[..., Any], *args: Any) -> list[Any]:
+        """Calls a method of `SendingRank` on all ranks, as `TrainerRanks`."""
+        return await self.call(method.__name__, *args, timeout=timeout)
 
     async def call_one(self, rank: int, method: str, *args: Any, timeout: float) -> Any:
         answer = asyncio.get_running_loop().create_future()

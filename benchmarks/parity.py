@@ -71,7 +71,7 @@ def of_trainer(model: str, dtype: str, kind: str, rows: list[list[int]]) -> tupl
     def mean_loss(batch, logprobs, entropy):
         return -logprobs.sum() * (float(batch.counted) / total), {}
 
-    engine.forward_backward(engine.share(samples), mean_loss)
+    engine.forward_backward(engine.local_batch(samples), mean_loss)
     norm = engine.update(1, loss_is_finite=True).grad_norm
     dist.destroy_process_group()
     return scores, float(norm)

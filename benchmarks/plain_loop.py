@@ -14,8 +14,10 @@ import argparse
 import asyncio
 import json
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,8 +48,9 @@ class OneRank:
         self._rank = TrainerRank(config, 0, 1, str(folder))
         self._thread = ThreadPoolExecutor(1)
 
-    async def call(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
-        work = asyncio.get_running_loop().run_in_executor(self._thread, lambda: getattr(self._rank, method)(*args))
+    async def on_all(self, timeout: float | None, method: Callable[..., Any], *args: Any) -> list[Any]:
+        call = partial(getattr(self._rank, method.__name__), *args)
+        work = asyncio.get_running_loop().run_in_executor(self._thread, call)
         return [await asyncio.wait_for(work, timeout)]
 
 
@@ -83,8 +86,8 @@ class PlainLoop:
         self._client = RolloutClient(url, [control], model, RequestSettings(config.rollout.sampling, 60.0))
         sync = BroadcastSync([control], self._rank, self._plan, 1, config.sync, config.timeouts, self._device)
         try:
-            ((host, port),) = await self._rank.call("rendezvous")
-            await self._rank.call("start", host, port)
+            ((host, port),) = await self._rank.on_all(None, TrainerRank.rendezvous)
+            await self._rank.on_all(None, TrainerRank.start, host, port)
             waiting: deque[list[Group]] = deque()
             for step in range(1, config.schedule.total_steps + 1):
                 while len(waiting) <= self._lag:
@@ -120,7 +123,7 @@ class PlainLoop:
         return await self._work.workflow(client, {"prompt_ids": prompt.prompt_ids})
 
     async def _train(self, groups: list[Group], step: int) -> None:
-        (metrics,) = await self._rank.call("step", list(map(in_memory, groups)), step, step - 1)
+        (metrics,) = await self._rank.on_all(None, TrainerRank.step, list(map(in_memory, groups)), step, step - 1)
         expected = min(self._lag, step - 1)
         assert metrics["train/staleness_max"] == expected, (metrics["train/staleness_max"], expected)
         self._done["losses"].append(metrics.get("train/loss"))

@@ -40,7 +40,7 @@ from megasync.trajectory import Group, Trajectory
 
 if TYPE_CHECKING:
     from megasync.trainer.batch import Batch
-    from megasync.trainer.engine import MegatronEngine, Share
+    from megasync.trainer.engine import LocalBatch, MegatronEngine
 
 
 def make_groups(config: Config, prompt: int, response: int, vocab: int) -> list[Group]:
@@ -68,7 +68,7 @@ def rank_process(pipe: Connection, config: Config, rank: int, world: int, folder
     worker.start(*pipe.recv())
     shares, run = [], worker._engine.run
 
-    def recording_run(share: Share, *args: Any, **kwargs: Any) -> list[Any]:
+    def recording_run(share: LocalBatch, *args: Any, **kwargs: Any) -> list[Any]:
         shares.append(share)
         return run(share, *args, **kwargs)
 
@@ -150,7 +150,7 @@ class PlainMegatron:
         self._model = DistributedDataParallel(config, options, model)
         self._optimizer = Optimizer([self._model], trainer, 10, engine.dtype, device.torch_device)
 
-    def step(self, share: Share, number: int) -> None:
+    def step(self, share: LocalBatch, number: int) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self._model.zero_grad_buffer()

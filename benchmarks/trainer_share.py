@@ -56,7 +56,7 @@ Device("cpu").prepare_process(local_rank=0)
 
 # Megatron may be imported only after `prepare_process`.
 from megasync.trainer.batch import Batch  # noqa: E402
-from megasync.trainer.engine import MegatronEngine, Share  # noqa: E402
+from megasync.trainer.engine import LocalBatch, MegatronEngine  # noqa: E402
 from megasync.trainer.optimizer import Update  # noqa: E402
 from megasync.trainer.packing import Lengths, Packing, plan_packing  # noqa: E402
 from megasync.trainer.policy import PolicyTrainer  # noqa: E402
@@ -92,9 +92,9 @@ class NullEngine(MegatronEngine):
     def zero_grad(self) -> None:
         pass
 
-    def run(self, share: Share, evaluate: Any, *, forward_only: bool, replays: bool = True) -> list[Any]:
+    def run(self, batch: LocalBatch, evaluate: Any, *, forward_only: bool, replays: bool = True) -> list[Any]:
         with self.watch.part("batches"):
-            return [evaluate(batch, torch.zeros(()))[1] for batch in self._batches(share, replays=False)]
+            return [evaluate(each, torch.zeros(()))[1] for each in self._batches(batch, replays=False)]
 
     def score_rows(
         self, rows: torch.Tensor, batch: Batch, temperature: float | torch.Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from megasync.algorithms.advantages.rewards import Floats, TokenRewards
 from megasync.algorithms.losses.tokens import Bools, PolicyTokens, StepTokens, TokenLoss
@@ -13,6 +13,8 @@ from megasync.base.importing import check_call, load_function
 from megasync.concurrency.foreign import guard
 from megasync.config.builtin import ADVANTAGES, LOSSES, Algorithm
 from megasync.config.schema import AlgorithmConfig
+
+GroupInput = Literal["relative", "scores", "baseline"]
 
 
 def estimator_of(config: AlgorithmConfig) -> Callable[[Any], Floats]:
@@ -40,19 +42,21 @@ def chooser_of(config: AlgorithmConfig) -> Callable[[StepTokens], Bools] | None:
     return _with_options(config, LOSSES, config.loss, function, _named_by(function, config.loss_options))
 
 
-def needs_two(config: AlgorithmConfig) -> bool:
-    """Whether the estimator compares the samples of a group. One of a user's own is taken not to."""
-    return bool(config.reward_coef) and config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].relative
+def group_inputs(config: AlgorithmConfig) -> frozenset[GroupInput]:
+    """What the estimator reads of a group beside the rewards of each sample by itself.
 
-
-def needs_reference(config: AlgorithmConfig) -> bool:
-    """Whether a reference policy scores the responses: for a KL penalty, or for the estimator."""
-    return bool(config.kl_coef) or compares_with_reference(config)
-
-
-def compares_with_reference(config: AlgorithmConfig) -> bool:
-    """Whether the estimator takes log-ratios to the reference."""
-    return config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].reference
+    "relative": the rewards of other samples, so one of them is not enough. "scores": those of each reward function by
+    itself. "baseline": the reward of a greedy response. One of a user's own is taken to read none of them.
+    """
+    builtin = ADVANTAGES.get(config.advantage)
+    if builtin is None or not config.reward_coef:
+        return frozenset()
+    flags: dict[GroupInput, bool] = {
+        "relative": builtin.relative,
+        "scores": builtin.scores,
+        "baseline": builtin.baseline,
+    }
+    return frozenset(name for name, read in flags.items() if read)
 
 
 def takes_tokens(config: AlgorithmConfig, critic: bool) -> bool:
@@ -67,24 +71,9 @@ def takes_tokens(config: AlgorithmConfig, critic: bool) -> bool:
     return critic or str(getattr(annotation, "__name__", annotation)).rpartition(".")[2] == TokenRewards.__name__
 
 
-def needs_norms(config: AlgorithmConfig) -> bool:
-    """Whether the estimator takes the squared norms of the gradients of log-probs by logits."""
-    return config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].norms
-
-
-def takes_scores(config: AlgorithmConfig) -> bool:
-    """Whether the estimator compares the scores of each reward function by itself."""
-    return bool(config.reward_coef) and config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].scores
-
-
-def needs_baseline(config: AlgorithmConfig) -> bool:
-    """Whether the estimator takes the reward of a greedy response to each prompt."""
-    return bool(config.reward_coef) and config.advantage in ADVANTAGES and ADVANTAGES[config.advantage].baseline
-
-
-def needs_all_tokens(config: AlgorithmConfig) -> bool:
-    """Whether responses without an advantage matter to the loss. To one of a user's own they may."""
-    return config.loss not in LOSSES or LOSSES[config.loss].whole
+def ignores_zeros(config: AlgorithmConfig) -> bool:
+    """Whether a response without an advantage has no gradient in the loss. In one of a user's own it may have one."""
+    return config.loss in LOSSES and not LOSSES[config.loss].whole
 
 
 def _with_options(

@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import psutil
 import ray
@@ -23,10 +23,12 @@ from megasync.cluster.roles import ROLES
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import MegasyncError, ProcessLost, TrainingError
 from megasync.observe.stacks import ProcessStacks
-from megasync.serving.process_watch import ProcessId
+from megasync.serving.process_watch import ProcessId, ProcessWatch
+from megasync.serving.router import Router
+from megasync.serving.server import SGLangServer
 
-if TYPE_CHECKING:
-    from megasync.cluster.pools import Pools
+P = ParamSpec("P")
+R = TypeVar("R")
 
 log = logging.getLogger(__name__)
 
@@ -40,29 +42,44 @@ EXIT_SECONDS = 10.0
 
 
 class ActorGroup:
-    """The actors of one role, in slot order."""
+    """The actors of one role, in slot order.
+
+    Calls name a method of the role's class, not its name, so that a type checker sees the method and its arguments.
+    """
 
     def __init__(self, role: str, handles: Sequence[Any]) -> None:
         self.role = role
         self.handles = list(handles)
 
     @classmethod
-    def create(cls, role: str, arguments: Sequence[tuple[Any, ...]], pools: Pools, slots: Sequence[int]) -> ActorGroup:
-        """Starts one actor per entry of `arguments`, in these slots of the role's pool."""
-        spec = ROLES[role]
-        if spec.pool is None:
-            raise ValueError(f"role {role!r} has no pool")
-        remote = ray.remote(spec.actor)
+    def create(cls, role: str, arguments: Sequence[tuple[Any, ...]], options: Sequence[dict[str, Any]]) -> ActorGroup:
+        """Starts one actor per entry of `arguments`, with Ray's `options` for its slot (`Pools.options`)."""
+        remote = ray.remote(ROLES[role].actor)
         handles = [
-            remote.options(**pools.options(spec.pool, slot), max_restarts=0).remote(*args)
-            for slot, args in zip(slots, arguments, strict=True)
+            remote.options(**each, max_restarts=0).remote(*args) for each, args in zip(options, arguments, strict=True)
         ]
         return cls(role, handles)
 
-    async def call(self, method: str, *args: Any, timeout: float | None) -> list[Any]:
-        """Calls `method(*args)` on every actor; results in slot order. Raises the first failure."""
+    async def on_all(
+        self, timeout: float | None, method: Callable[Concatenate[Any, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """Calls a method on every actor; results in slot order. Raises the first failure."""
+        name = method.__name__
         shared = [ray.put(arg) if isinstance(arg, (list, dict)) else arg for arg in args]
-        return await self._gather(method, [getattr(h, method).remote(*shared) for h in self.handles], timeout)
+        refs = [getattr(handle, name).remote(*shared, **kwargs) for handle in self.handles]
+        return await self._gather(name, refs, timeout)
+
+    async def on_one(
+        self,
+        slot: int,
+        timeout: float | None,
+        method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R] | R],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """Calls a method on one actor."""
+        return await self.call_one(slot, method.__name__, *args, timeout=timeout, **kwargs)
 
     async def call_one(self, slot: int, method: str, *args: Any, timeout: float | None, **kwargs: Any) -> Any:
         ref = getattr(self.handles[slot], method).remote(*args, **kwargs)
@@ -161,12 +178,12 @@ class ServiceActor:
     async def meet(self, timeout: float) -> tuple[str, int]:
         """See `SGLangServer.meet`; creates the actor."""
         self._create()
-        return await self._call("meet", timeout, timeout=timeout + ANSWER_SECONDS)
+        return await self._actor().on_one(0, timeout + ANSWER_SECONDS, SGLangServer.meet, timeout)
 
     async def start(self, timeout: float) -> str:
         self._create()
-        url = await self._call("start", timeout, timeout=timeout + ANSWER_SECONDS)
-        self._process = await self._call("process_id", timeout=ANSWER_SECONDS)
+        url = await self._actor().on_one(0, timeout + ANSWER_SECONDS, SGLangServer.start, timeout)
+        self._process = await self._actor().on_one(0, ANSWER_SECONDS, SGLangServer.process_id)
         return url
 
     def processes(self) -> list[tuple[str, int]]:
@@ -179,23 +196,23 @@ class ServiceActor:
         await self._wait_for_end(self._process)
 
     async def tail(self, lines: int) -> str:
-        return await self._call("tail", lines, timeout=ANSWER_SECONDS)
+        return await self._actor().on_one(0, ANSWER_SECONDS, SGLangServer.tail, lines)
 
     async def metrics_url(self) -> str:
         """See `Router.metrics_url`."""
-        return await self._call("metrics_url", timeout=ANSWER_SECONDS)
+        return await self._actor().on_one(0, ANSWER_SECONDS, Router.metrics_url)
 
     async def handover_port(self) -> int:
         """See `SGLangServer.handover_port`."""
-        return await self._call("handover_port", timeout=ANSWER_SECONDS)
+        return await self._actor().on_one(0, ANSWER_SECONDS, SGLangServer.handover_port)
 
     async def know_prefill(self, engines: Sequence[tuple[str, int]]) -> None:
         """See `SGLangServer.know_prefill`."""
-        await self._call("know_prefill", list(engines), timeout=ANSWER_SECONDS)
+        await self._actor().on_one(0, ANSWER_SECONDS, SGLangServer.know_prefill, list(engines))
 
     async def visible_devices(self) -> str:
         """See `SGLangServer.visible_devices`."""
-        return await self._call("visible_devices", timeout=ANSWER_SECONDS)
+        return await self._actor().on_one(0, ANSWER_SECONDS, SGLangServer.visible_devices)
 
     async def stop(self, timeout: float) -> None:
         """Asks the service to end within `timeout` seconds, then kills the actor whatever it answered.
@@ -205,17 +222,17 @@ class ServiceActor:
         if self._group is None:
             return
         try:
-            await self._call("stop", timeout=timeout)
+            await self._actor().on_one(0, timeout, SGLangServer.stop)
         except MegasyncError as error:
             log.debug("%s did not stop cleanly: %r", self._name, error)
         finally:
             self._group.kill()
             self._group = self._process = None
 
-    async def _call(self, method: str, *arguments: Any, timeout: float) -> Any:
+    def _actor(self) -> ActorGroup:
         if self._group is None:
             raise ProcessLost(f"{self._name} does not run")
-        return await self._group.call_one(0, method, *arguments, timeout=timeout)
+        return self._group
 
 
 class AgentActor:
@@ -229,36 +246,13 @@ class AgentActor:
         self._group = ActorGroup(role.name, [remote.remote()])
 
     async def ended(self, processes: Sequence[ProcessId], seconds: float, timeout: float) -> list[ProcessId]:
-        return await self._group.call_one(0, "ended", list(processes), seconds, timeout=timeout)
+        return await self._group.on_one(0, timeout, ProcessWatch.ended, list(processes), seconds)
 
     async def stacks(self, families: Sequence[tuple[str, int]], seconds: float) -> list[ProcessStacks]:
-        return await self._group.call_one(0, "stacks", list(families), seconds, timeout=None)
+        return await self._group.on_one(0, None, ProcessWatch.stacks, list(families), seconds)
 
     def kill(self) -> None:
         self._group.kill()
-
-
-async def kill_unresponsive(pools: Pools, role: str, pids: Mapping[int, int], timeout: float) -> None:
-    """Kills the processes of actors that may no longer respond to Ray; `pids` are by slot.
-
-    A stopped process responds to nothing and keeps its device. The kill comes from a task on the process's own node,
-    because a process id is valid only there. Returns once none is left, or logs those that remain after `timeout`
-    seconds.
-    """
-    kill = ray.remote(max_retries=0)(kill_process)
-    title = ROLES[role].actor.__name__
-    refs: list[Any] = [
-        kill.options(**pools.same_node_options(role, slot)).remote(pid, title) for slot, pid in pids.items()
-    ]
-    kills = [asyncio.wrap_future(ref.future()) for ref in refs]
-    if not kills:
-        return
-    done, late = await asyncio.wait(kills, timeout=timeout)
-    for task in late:
-        task.cancel()
-    failures = [task.exception() for task in done if task.exception()]
-    if late or failures:
-        log.warning("%d %s processes may still be alive: %s", len(late) + len(failures), role, failures[:1])
 
 
 def kill_process(pid: int, title: str) -> None:

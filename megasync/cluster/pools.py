@@ -19,8 +19,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megasync.cluster.actors import AgentActor
+from megasync.cluster.actors import AgentActor, kill_process
 from megasync.cluster.node_agents import NodeAgents
+from megasync.cluster.roles import ROLES
 from megasync.concurrency.tasks import within
 from megasync.config.pools import PoolSpec, node_resource
 from megasync.errors import MegasyncError
@@ -168,6 +169,28 @@ class Pools:
     def same_node_options(self, pool: str, slot: int) -> dict[str, Any]:
         """Ray options for a process that reserves no device, on the node of a slot."""
         return self.options(pool, slot) | {"num_cpus": 0, "num_gpus": 0}
+
+    async def kill_unresponsive(self, role: str, pids: Mapping[int, int], timeout: float) -> None:
+        """Kills the processes of actors that may no longer respond to Ray; `pids` are by slot.
+
+        A stopped process responds to nothing and keeps its device. The kill comes from a task on the process's own
+        node, because a process id is valid only there. Returns once none is left, or logs those that remain after
+        `timeout` seconds.
+        """
+        kill = ray.remote(max_retries=0)(kill_process)
+        title = ROLES[role].actor.__name__
+        refs: list[Any] = [
+            kill.options(**self.same_node_options(role, slot)).remote(pid, title) for slot, pid in pids.items()
+        ]
+        kills = [asyncio.wrap_future(ref.future()) for ref in refs]
+        if not kills:
+            return
+        done, late = await asyncio.wait(kills, timeout=timeout)
+        for task in late:
+            task.cancel()
+        failures = [task.exception() for task in done if task.exception()]
+        if late or failures:
+            log.warning("%d %s processes may still be alive: %s", len(late) + len(failures), role, failures[:1])
 
     def remove(self) -> None:
         """Removes all placement groups, and the agents."""

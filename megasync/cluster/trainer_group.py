@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megasync.buffer.payload import LeasedGroup
-from megasync.cluster.actors import ActorGroup, kill_unresponsive
+from megasync.cluster.actors import ActorGroup
 from megasync.cluster.pools import Pools
 from megasync.concurrency.tasks import wait_for_first
 from megasync.config import Config
@@ -24,9 +24,17 @@ from megasync.observe import trace
 from megasync.observe.clock import clock_offsets
 from megasync.observe.hang import NO_REPORTS, HangSink, RunProcess
 from megasync.observe.state_file import RankState
+from megasync.sync.weight_sync import SendingRank
 from megasync.trainer import checkpoint
+from megasync.trainer.rank import TrainerRank
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Transports call methods of the protocol; a type checker compares it with the class.
+SENDING: type[SendingRank] = TrainerRank
 
 # Seconds for an idle rank to answer a liveness check.
 ANSWER_SECONDS = 60.0
@@ -44,7 +52,7 @@ class Saved:
 
 
 class TrainerGroup:
-    """Every method calls all ranks and returns rank 0's answer; `call` returns every rank's.
+    """Every method calls all ranks and returns rank 0's answer; `on_all` returns every rank's.
 
     Every method raises RankLost when a rank has died or hangs. The others are useless without it; `restart` replaces
     them.
@@ -89,12 +97,13 @@ class TrainerGroup:
     def _create(self) -> ActorGroup:
         config = replace(self._config, trainer=replace(self._config.trainer, data_parallel=self.data_parallel))
         arguments = [(config, rank, self._topology.world, str(self._run_dir)) for rank in range(self._topology.world)]
-        return ActorGroup.create("trainer", arguments, self._pools, self._slots)
+        options = [self._pools.options("trainer", slot) for slot in self._slots]
+        return ActorGroup.create("trainer", arguments, options)
 
     async def start(self, path: Path | None) -> None:
         """Builds the ranks' process group and models, from the checkpoint at `path` if given."""
         limit = self._timeouts.trainer_start
-        placed = asyncio.ensure_future(self.call("pid", timeout=limit))
+        placed = asyncio.ensure_future(self.on_all(limit, TrainerRank.pid))
         if self._config.trainer.min_data_parallel is None:
             self._pids = await placed
         else:
@@ -103,12 +112,14 @@ class TrainerGroup:
         nodes = await self._pools.nodes("trainer")
         self._nodes = [nodes.get(slot, "") for slot in self._slots]
         offsets = await clock_offsets(
-            await self.call("clock", timeout=limit), partial(self._actors.call_one, method="clock", timeout=limit)
+            await self.on_all(limit, TrainerRank.clock),
+            lambda slot: self._actors.on_one(slot, limit, TrainerRank.clock),
         )
-        host, port = (await self.call("rendezvous", timeout=limit))[0]
-        self._devices = await self.call("start", host, port, offsets, timeout=limit)
+        address = (await self.on_all(limit, TrainerRank.rendezvous))[0]
+        assert address is not None
+        self._devices = await self.on_all(limit, TrainerRank.start, *address, offsets)
         if path is not None:
-            await self.call("load", str(path), timeout=limit)
+            await self.on_all(limit, TrainerRank.load, str(path))
 
     async def restart(self) -> dict[str, Any] | None:
         """Kills the remaining ranks and starts new ones from the run's newest complete checkpoint.
@@ -121,8 +132,8 @@ class TrainerGroup:
             self._actors.kill()
             pids = dict(zip(self._slots, self._pids, strict=False))
             living = await self._pools.living_slots("trainer")
-            await kill_unresponsive(
-                self._pools, "trainer", {slot: pid for slot, pid in pids.items() if slot in living}, ANSWER_SECONDS
+            await self._pools.kill_unresponsive(
+                "trainer", {slot: pid for slot, pid in pids.items() if slot in living}, ANSWER_SECONDS
             )
             self._pids, self._nodes, self._devices = [], [], []
             if self._config.trainer.min_data_parallel is not None:
@@ -164,12 +175,14 @@ class TrainerGroup:
 
     async def check(self) -> None:
         """Raises RankLost when a rank is dead or does not answer. Call it only while the ranks are idle."""
-        await self.call("pid", timeout=ANSWER_SECONDS)
+        await self.on_all(ANSWER_SECONDS, TrainerRank.pid)
 
-    async def call(self, method: str, *args: Any, timeout: float) -> list[Any]:
-        """Calls `TrainerRank.method` on every rank; answers in rank order."""
+    async def on_all(
+        self, timeout: float, method: Callable[Concatenate[Any, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """Calls a method of `TrainerRank` on every rank; answers in rank order."""
         try:
-            return await self._actors.call(method, *args, timeout=timeout)
+            return await self._actors.on_all(timeout, method, *args, **kwargs)
         except ProcessLost as error:
             loss = RankLost(str(error))
             loss.slots, loss.silent = error.slots, error.silent
@@ -180,31 +193,31 @@ class TrainerGroup:
 
     async def step(self, groups: list[LeasedGroup], step: int, version: int) -> dict[str, float]:
         with trace.span("trainer", "train", step=step, version=version):
-            return (await self.call("step", groups, step, version, timeout=self._timeouts.train_step))[0]
+            return (await self.on_all(self._timeouts.train_step, TrainerRank.step, groups, step, version))[0]
 
     async def fit(self, file: str, rows: NDArray[np.int64], step: int) -> dict[str, float]:
         with trace.span("trainer", "train", step=step):
-            return (await self.call("fit", file, rows, step, timeout=self._timeouts.train_step))[0]
+            return (await self.on_all(self._timeouts.train_step, TrainerRank.fit, file, rows, step))[0]
 
     async def loss(self, file: str) -> float:
         with trace.span("trainer", "validate"):
-            return (await self.call("loss", file, timeout=self._timeouts.train_step))[0]
+            return (await self.on_all(self._timeouts.train_step, TrainerRank.loss, file))[0]
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-prob of each token but the first of each sequence."""
-        return (await self.call("logprobs", sequences, timeout=self._timeouts.train_step))[0]
+        return (await self.on_all(self._timeouts.train_step, TrainerRank.logprobs, sequences))[0]
 
     async def offload(self) -> None:
         """Leaves only weights on the devices, so that others can use the rest. No step or save until `restore`."""
-        await self.call("offload", timeout=self._timeouts.train_step)
+        await self.on_all(self._timeouts.train_step, TrainerRank.offload)
 
     async def restore(self) -> None:
         """Undoes `offload`; has no effect on ranks that are not offloaded."""
-        await self.call("restore", timeout=self._timeouts.train_step)
+        await self.on_all(self._timeouts.train_step, TrainerRank.restore)
 
     async def gpus(self) -> list[str]:
         """The GPUs of all ranks, in the format of CUDA_VISIBLE_DEVICES; none on a CPU."""
-        visible = await self.call("visible_devices", timeout=ANSWER_SECONDS)
+        visible = await self.on_all(ANSWER_SECONDS, TrainerRank.visible_devices)
         return sorted({gpu for gpus in visible for gpu in gpus.split(",") if gpu})
 
     async def begin_save(self, step: int, state: dict[str, Any]) -> None:
@@ -214,7 +227,7 @@ class TrainerGroup:
         """
         self._saving = checkpoint.step_path(self._run_dir, step)
         with trace.span("trainer", "checkpoint", step=step):
-            await self._call_saving("begin_save", str(self._saving), state)
+            await self._on_saving(TrainerRank.begin_save, str(self._saving), state)
 
     async def finish_save(self, wait: bool) -> Saved | None:
         """The checkpoint that was begun, once it is complete; None without ``wait`` as long as ranks write it.
@@ -223,7 +236,7 @@ class TrainerGroup:
         continue from, if the new one could not be written.
         """
         with trace.span("trainer", "finish checkpoint"):
-            if not await self._call_saving("finish_save", wait):
+            if not await self._on_saving(TrainerRank.finish_save, wait):
                 return None
         keep, every = self._config.checkpoint.keep, self._config.algorithm.reference_every
         kept = [checkpoint.step_of(path) for path in checkpoint.complete(self._run_dir)[-keep:]]
@@ -232,9 +245,9 @@ class TrainerGroup:
         await asyncio.to_thread(checkpoint.prune, self._run_dir, keep, needed)
         return Saved(self._saving, kept[0])
 
-    async def _call_saving(self, method: str, *args: Any) -> Any:
+    async def _on_saving(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return (await self.call(method, *args, timeout=self._timeouts.train_step))[0]
+            return (await self.on_all(self._timeouts.train_step, method, *args, **kwargs))[0]
         except CheckpointError as error:
             kept = checkpoint.latest(self._run_dir)
             fix = (
@@ -248,7 +261,7 @@ class TrainerGroup:
         """Asks the ranks to leave their process groups, then kills their processes whatever they answered."""
         self.reports = NO_REPORTS
         try:
-            await self.call("stop", timeout=self._timeouts.shutdown)
+            await self.on_all(self._timeouts.shutdown, TrainerRank.stop)
         except (MegasyncError, asyncio.CancelledError) as error:
             log.debug("Trainer ranks did not stop cleanly: %r", error)
         finally:

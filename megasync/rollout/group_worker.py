@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from megasync.algorithms.choose import needs_baseline, needs_two, takes_scores, takes_tokens
+from megasync.algorithms.choose import group_inputs, takes_tokens
 from megasync.base.importing import name_of
 from megasync.buffer import BufferClosed, BufferStateError
 from megasync.buffer.payload import EncodedGroup, EncodedPartial, decode_partial, encode, encode_partial
@@ -104,8 +104,9 @@ class GroupSpec:
         """What a configuration's algorithm and groups ask for."""
         rollout, algorithm = config.rollout, config.algorithm
         samples, longest = config.schedule.samples_per_group, rollout.sampling.max_new_tokens
-        compared = tuple(rewards.weights) if takes_scores(algorithm) else ()
-        selection = Selection(rollout.groups, samples, longest, relative=needs_two(algorithm), compared=compared)
+        inputs = group_inputs(algorithm)
+        compared = tuple(rewards.weights) if "scores" in inputs else ()
+        selection = Selection(rollout.groups, samples, longest, relative="relative" in inputs, compared=compared)
         return cls(
             workflow,
             rewards,
@@ -114,7 +115,7 @@ class GroupSpec:
             teachers,
             routed=rollout.routing_replay,
             truncated=rollout.sampling.top_k != -1,
-            baseline=needs_baseline(algorithm),
+            baseline="baseline" in inputs,
             token_rewards=takes_tokens(algorithm, config.critic.enabled),
         )
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Generic, Protocol
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from megasync.errors import SyncError
 from megasync.sync.attempt import Attempt, PhaseFailed, ServerProgress, SyncReport
@@ -20,7 +20,12 @@ from megasync.sync.server_update import RECOVERY_SECONDS, S
 
 if TYPE_CHECKING:
     from megasync.config.schema import SyncConfig, TimeoutConfig
+    from megasync.layout.engine_layout import EngineRank
     from megasync.serving.control import ServerControl
+    from megasync.sync.messages import SendReport, SendRequest, WriteReport
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +33,38 @@ log = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0
 
 
-class TrainerRanks(Protocol):
-    """All trainer ranks. Methods ``sync_x``, ``shard_x`` and ``disk_x`` are x of the rank's sender or writer."""
+Address = tuple[str, int]
 
-    async def call(self, method: str, *args: Any, timeout: float) -> list[Any]:
-        """Results in rank order; raises when a rank failed or the time (seconds) is up."""
+
+class SendingRank(Protocol):
+    """A trainer rank as transports call it: ``sync_x``, ``shard_x`` and ``disk_x`` are x of its sender or writer."""
+
+    def sync_listen(self, timeout: float) -> Address | None: ...
+    def sync_join(self, name: str, addresses: Sequence[Address | None], engine_ranks: int, timeout: float) -> None: ...
+    def sync_send(self, version: int, timeout: float) -> dict[str, float]: ...
+    def sync_leave(self) -> None: ...
+    def shard_listen(self, timeout: float) -> Address | None: ...
+    def shard_prepare(
+        self, name: str, engine: Sequence[EngineRank], shares: Sequence[int], replicas: Sequence[int]
+    ) -> str: ...
+    def shard_send(self, request: SendRequest) -> SendReport: ...
+    def shard_leave(self, names: Iterable[str] | None = None) -> None: ...
+    def disk_listen(self, timeout: float) -> Address | None: ...
+    def disk_join(self, name: str, addresses: Sequence[Address | None], timeout: float) -> None: ...
+    def disk_write(self, folder: str, version: int, timeout: float) -> WriteReport: ...
+    def disk_leave(self) -> None: ...
+
+
+class TrainerRanks(Protocol):
+    """All trainer ranks."""
+
+    async def on_all(
+        self, timeout: float, method: Callable[Concatenate[Any, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """Calls a method of `SendingRank` on every rank: results in rank order, within ``timeout`` seconds.
+
+        Raises when a rank failed or the time is up.
+        """
         ...
 
 
@@ -168,9 +200,11 @@ class WeightSync(ABC, Generic[S]):
         await server.resume(attempt)
         self._quarantined.pop(server.url, None)
 
-    async def _leave_ranks(self, method: str, *args: Any) -> None:
+    async def _leave_ranks(
+        self, method: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
         """Has the ranks close their groups or links. Raises nothing."""
-        leaving = self._ranks.call(method, *args, timeout=RECOVERY_SECONDS)
+        leaving = self._ranks.on_all(RECOVERY_SECONDS, method, *args, **kwargs)
         for failure in await asyncio.gather(leaving, return_exceptions=True):
             if isinstance(failure, BaseException):
                 log.warning("Some trainer ranks did not leave their sync groups: %s", failure)

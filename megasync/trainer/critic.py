@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,24 +20,12 @@ from megasync.config.schema import CriticConfig, LoraConfig, ModelConfig, Traine
 from megasync.device import Device
 from megasync.trainer.batch import Batch
 from megasync.trainer.checkpoint import CRITIC, partial_path
-from megasync.trainer.engine import LossFunction, MegatronEngine, Share
+from megasync.trainer.engine import LocalBatch, LossFunction, MegatronEngine
 from megasync.trainer.nonfinite import SkipBudget
 from megasync.trainer.offload import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS, Offload
+from megasync.trainer.tables import Minibatch
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Returns:
-    """What a critic learns from a minibatch; of each microbatch float32 [targets], empty before the last stage.
-
-    ``tokens`` is the number of trained tokens of all ranks.
-    """
-
-    share: Share
-    tokens: int
-    old_values: Sequence[torch.Tensor]
-    returns: Sequence[torch.Tensor]
 
 
 class Critic:
@@ -77,12 +65,14 @@ class Critic:
         finally:
             policy.restore(GRADIENTS, OPTIMIZER)
 
-    def values(self, share: Share) -> list[torch.Tensor]:
+    def values(self, batch: LocalBatch) -> list[torch.Tensor]:
         """See `MegatronEngine.values`."""
-        return self.engine.values(share)
+        return self.engine.values(batch)
 
-    def learn(self, minibatches: Sequence[Returns], step: int) -> dict[str, float]:
-        """Takes an optimizer step on each minibatch; returns the same metrics on every rank.
+    def learn(self, minibatches: Sequence[Minibatch], step: int) -> dict[str, float]:
+        """Takes an optimizer step on the columns `values` and `returns` of each minibatch.
+
+        Returns the same metrics on every rank.
 
         ``step`` counts from 1 and determines the learning rate. Raises NonFiniteError if more optimizer steps in a row
         than allowed had a non-finite loss or gradient.
@@ -91,7 +81,7 @@ class Critic:
         norms: list[float] = []
         lr = 0.0
         for index, minibatch in enumerate(minibatches):
-            sums = self.engine.forward_backward(minibatch.share, self._loss(minibatch))
+            sums = self.engine.forward_backward(minibatch.batch, self._loss(minibatch))
             update = self.engine.update(step, math.isfinite(sums["loss"]))
             lr = update.lr
             if update.applied:
@@ -103,11 +93,11 @@ class Critic:
             log.error("Skipped an optimizer step: %s%s", what, update.grad_norm)
             self._budget.skipped(f"{what}{update.grad_norm}")
         self.engine.gather_weights()
-        found = {"critic/lr": lr, "critic/skipped": float(len(minibatches) - len(norms))}
+        metrics = {"critic/lr": lr, "critic/skipped": float(len(minibatches) - len(norms))}
         if not norms:
-            return found
+            return metrics
         tokens = totals["tokens"]
-        return found | {
+        return metrics | {
             "critic/loss": totals["loss"] / len(norms),
             "critic/grad_norm": sum(norms) / len(norms),
             "critic/clip_fraction": totals["clip_fraction"] / tokens,
@@ -132,16 +122,19 @@ class Critic:
         with self._offload.present(OPTIMIZER):
             self.engine.load(path / CRITIC)
 
-    def _loss(self, minibatch: Returns) -> LossFunction:
+    def _loss(self, minibatch: Minibatch) -> LossFunction:
+        tokens = int(minibatch.trajectories.trained.sum())
+
         def loss(batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            columns = minibatch.tables[batch.index].columns
             total, sums = value_loss(
                 values,
-                old_values=minibatch.old_values[batch.index],
-                returns=minibatch.returns[batch.index],
+                old_values=columns["values"],
+                returns=columns["returns"],
                 mask=torch.full_like(values, float(batch.counted)),
                 clip=self._clip,
             )
-            return total / minibatch.tokens, sums
+            return total / tokens, sums
 
         return loss
 

@@ -1,8 +1,8 @@
 """One Megatron rank of the policy: load weights, score tokens, accumulate gradients, update, save.
 
-Every public method is a collective: all ranks call it in the same order. What a rank computes is its `Share` of a
-packing, which every rank plans from the same lengths, so ranks agree on it without communication. Tensor, context
-and pipeline peers have the same share. Nothing that a rank holds or sends grows with the number of ranks.
+Every public method is a collective: all ranks call it in the same order. What a rank computes is its `LocalBatch` of
+a packing, which every rank plans from the same lengths, so ranks agree on it without communication. Tensor, context
+and pipeline peers have the same one. Nothing that a rank holds or sends grows with the number of ranks.
 
 A bfloat16 model holds bfloat16 weights, also on a CPU, with float32 gradients and main weights in the optimizer.
 Float32 weights under autocast would be cast again in every microbatch, and Megatron's linear layers leave autocast in
@@ -91,7 +91,7 @@ Evaluate = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Any]]
 
 
 @dataclass(frozen=True)
-class Share:
+class LocalBatch:
     """What a rank computes in a pass, the same on its tensor and pipeline peers.
 
     ``samples`` are those that the microbatches refer to by index. ``tokens`` are counted tokens of all microbatches on
@@ -211,13 +211,13 @@ class MegatronEngine:
         assert isinstance(layout, AdapterLayout)
         if path is None:
             return fresh_adapters(layout, rank, self._seed)
-        found: dict[str, torch.Tensor] = {}
+        adapters: dict[str, torch.Tensor] = {}
 
         def read() -> None:
-            found.update(read_adapter(path, layout, rank))
+            adapters.update(read_adapter(path, layout, rank))
 
         checkpoint.run_collectively(read, "read", Path(path), self.device.torch_device)
-        return found
+        return adapters
 
     def _prepare_training(self, weights: Mapping[str, torch.Tensor]) -> None:
         config = self.trainer_config
@@ -317,7 +317,7 @@ class MegatronEngine:
     # Computation
 
     def plan(self, lengths: Lengths) -> Packing:
-        """Packs sequences for all ranks; not a collective. See `share` for what this rank computes of it."""
+        """Packs sequences for all ranks; not a collective. See `local_batch` for what this rank computes of it."""
         sizes, context = self.layout.sizes, self.topology.context
         budget = full_microbatch(self.trainer_config)
         linear = sizes.hidden * (2 * sizes.q_rows + 2 * sizes.kv_rows + 3 * sizes.active_width)
@@ -347,26 +347,26 @@ class MegatronEngine:
             )
         return packing.microbatches(dp, self.topology.expert_peers(dp) if lockstep else None, room)
 
-    def share(self, samples: Sequence[Sample]) -> Share:
-        """This rank's share of samples that every rank has; not a collective."""
+    def local_batch(self, samples: Sequence[Sample]) -> LocalBatch:
+        """This rank's part of samples that every rank has; not a collective."""
         packing = self.plan(lengths_of(samples))
-        return Share(self.own_microbatches(packing), samples, packing.counted_tokens)
+        return LocalBatch(self.own_microbatches(packing), samples, packing.counted_tokens)
 
-    def forward_backward(self, share: Share, loss: LossFunction, temperature: float = 1.0) -> dict[str, float]:
-        """Computes the gradients of the summed loss of all ranks' shares, replacing earlier gradients; see `update`.
+    def forward_backward(self, batch: LocalBatch, loss: LossFunction, temperature: float = 1.0) -> dict[str, float]:
+        """Computes the gradients of the summed loss of all ranks' batches, replacing earlier gradients; see `update`.
 
         ``loss`` must already be normalised by a count over all samples: gradients are summed over microbatches and
         data-parallel ranks, never averaged. Returns "loss" and every sum that ``loss`` reports, summed over all
         microbatches and data-parallel ranks; the same on every rank.
         """
-        with trace.span("rank", "forward_backward", microbatches=len(share.microbatches)):
+        with trace.span("rank", "forward_backward", microbatches=len(batch.microbatches)):
             self.zero_grad()
-            return self._sum_reports(self.run(share, self._reporting(loss, temperature), forward_only=False))
+            return self._sum_reports(self.run(batch, self._reporting(loss, temperature), forward_only=False))
 
-    def total(self, share: Share, loss: LossFunction, temperature: float = 1.0) -> dict[str, float]:
+    def total(self, batch: LocalBatch, loss: LossFunction, temperature: float = 1.0) -> dict[str, float]:
         """What `forward_backward` returns, without gradients."""
         with torch.no_grad():
-            return self._sum_reports(self.run(share, self._reporting(loss, temperature), forward_only=True))
+            return self._sum_reports(self.run(batch, self._reporting(loss, temperature), forward_only=True))
 
     def _reporting(self, loss: LossFunction, temperature: float) -> Evaluate:
         def evaluate(batch: Batch, rows: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -403,53 +403,56 @@ class MegatronEngine:
         groups = groups_of(self.trained, layers, self.topology, self.coords.pp)
         return self.optimizer.squares(self.trained, groups, len(group_names(layers)))
 
-    def score(self, share: Share, *, temperature: float = 1.0, reference: bool = False) -> list[torch.Tensor]:
+    def score(self, batch: LocalBatch, *, temperature: float = 1.0, reference: bool = False) -> list[torch.Tensor]:
         """Log-probs of each microbatch's targets, float32 [targets] on the device; empty before the last stage.
 
         ``reference`` scores with the weights of `keep_reference` instead of the current ones; see `reference`. Raises
         TrainingError for ``reference`` without `keep_reference`.
         """
-
-        def collect(batch: Batch, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            logprobs, _ = self.score_rows(rows, batch, temperature)
-            return logprobs.sum(), logprobs
-
         if not reference:
             weights = nullcontext()
         elif self._reference is not None:
             weights = self._reference.applied()
         else:
             raise TrainingError("there are no reference weights to score with; call keep_reference first")
-        with torch.no_grad(), weights, trace.span("rank", "score", reference=reference):
+        with weights, trace.span("rank", "score", reference=reference):
             # The routes were chosen by the current weights, or by those of a few steps ago.
-            return self.run(share, collect, forward_only=True, replays=not reference)
+            return self._collect(
+                batch, lambda part, rows: self.score_rows(rows, part, temperature)[0], replays=not reference
+            )
 
     def score_with_norms(
-        self, share: Share, *, temperature: float = 1.0
+        self, batch: LocalBatch, *, temperature: float = 1.0
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Log-probs as `score`, and the squared norms of their gradients; see `logprobs.squared_norms`."""
 
-        def collect(batch: Batch, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            logprobs, _ = self.score_rows(rows, batch, temperature)
-            colder, _ = self.score_rows(rows, batch, temperature / 2)
-            return logprobs.sum(), torch.stack([logprobs, squared_norms(logprobs, colder)])
+        def both(part: Batch, rows: torch.Tensor) -> torch.Tensor:
+            logprobs, _ = self.score_rows(rows, part, temperature)
+            colder, _ = self.score_rows(rows, part, temperature / 2)
+            return torch.stack([logprobs, squared_norms(logprobs, colder)])
 
-        with torch.no_grad(), trace.span("rank", "score"):
-            found = self.run(share, collect, forward_only=True)
-        return [each[0] for each in found], [each[1] for each in found]
+        with trace.span("rank", "score"):
+            pairs = self._collect(batch, both)
+        return [each[0] for each in pairs], [each[1] for each in pairs]
 
-    def values(self, share: Share) -> list[torch.Tensor]:
+    def values(self, batch: LocalBatch) -> list[torch.Tensor]:
         """A critic's values of each microbatch's targets, float32 [targets] on the device; empty before the last stage.
 
         The value of a target is that of the text before it.
         """
+        return self._collect(batch, lambda part, rows: self.value_rows(rows, part))
 
-        def collect(batch: Batch, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            values = self.value_rows(rows, batch)
+    def _collect(
+        self, batch: LocalBatch, compute: Callable[[Batch, torch.Tensor], torch.Tensor], replays: bool = True
+    ) -> list[torch.Tensor]:
+        """What ``compute`` makes of each microbatch's hidden states, without gradients; none before the last stage."""
+
+        def evaluate(part: Batch, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            values = compute(part, rows)
             return values.sum(), values
 
         with torch.no_grad():
-            return self.run(share, collect, forward_only=True)
+            return self.run(batch, evaluate, forward_only=True, replays=replays)
 
     def score_everywhere(
         self, samples: Sequence[Sample], *, temperature: float = 1.0, reference: bool = False
@@ -458,13 +461,13 @@ class MegatronEngine:
 
         For a few samples that every rank has. `score` keeps its results where they are computed.
         """
-        share = self.share(samples)
+        batch = self.local_batch(samples)
         parts = [torch.zeros(len(sample.scored), device=self.device.torch_device) for sample in samples]
-        scores = self.score(share, temperature=temperature, reference=reference)
-        for microbatch, logprobs in zip(share.microbatches, scores, strict=False):
+        scores = self.score(batch, temperature=temperature, reference=reference)
+        for microbatch, logprobs in zip(batch.microbatches, scores, strict=False):
             if microbatch.counted and self.coords.tp == self.coords.cp == 0:
-                own = [parts[index] for index in microbatch.sequences]
-                for part, values in zip(own, logprobs.split([len(part) for part in own]), strict=True):
+                targets = [parts[index] for index in microbatch.sequences]
+                for part, values in zip(targets, logprobs.split(list(map(len, targets))), strict=True):
                     part.copy_(values)
         # One rank has written each token; all others hold zero there.
         flat = torch.cat(parts)
@@ -477,22 +480,22 @@ class MegatronEngine:
         scored = iter(self.score_everywhere(samples) if samples else [])
         return [next(scored).tolist() if len(ids) > 1 else [] for ids in sequences]
 
-    def run(self, share: Share, evaluate: Evaluate, *, forward_only: bool, replays: bool = True) -> list[Any]:
-        """Runs Megatron's schedule over a share; the last stage returns the reports of ``evaluate``, others none.
+    def run(self, batch: LocalBatch, evaluate: Evaluate, *, forward_only: bool, replays: bool = True) -> list[Any]:
+        """Runs Megatron's schedule over a batch; the last stage returns the reports of ``evaluate``, others none.
 
         Gradients are added to existing ones before the reduction over ranks, so call `zero_grad` first. With
         ``replays``, samples with routes go to those experts; a critic has experts of its own.
         """
-        set_step_tokens(self.chunks, share.tokens)
+        set_step_tokens(self.chunks, batch.tokens)
         balanced = self.trainer_config.moe_aux_loss > 0 or "moe_z_loss_coeff" in self.trainer_config.megatron.model
         interleaved = self.topology.virtual > 1
-        replays = replays and not self.layout.value_head and _have_routes(share)
-        batches = [self._batches(share, replays) for _ in self._models]
+        replays = replays and not self.layout.value_head and _have_routes(batch)
+        batches = [self._batches(batch, replays) for _ in self._models]
         reports = get_forward_backward_func()(
             forward_step_func=partial(forward_step, evaluate, balanced, self._replay),
             data_iterator=batches if interleaved else batches[0],
             model=self._models if interleaved else self._models[0],
-            num_microbatches=len(share.microbatches),
+            num_microbatches=len(batch.microbatches),
             # Ignored if microbatches differ in length: stages then send shapes along with tensors.
             seq_length=full_microbatch(self.trainer_config),
             micro_batch_size=1,
@@ -509,11 +512,11 @@ class MegatronEngine:
             routes = routes.chunk(self.topology.tensor)[self.coords.tp]
         replay_routes(chunk, self._sparse_layers, routes)
 
-    def _batches(self, share: Share, replays: bool) -> Iterator[Batch]:
-        for index, microbatch in enumerate(share.microbatches):
+    def _batches(self, batch: LocalBatch, replays: bool) -> Iterator[Batch]:
+        for index, microbatch in enumerate(batch.microbatches):
             yield make_batch(
                 microbatch,
-                share.samples,
+                batch.samples,
                 index=index,
                 multiple=token_multiple(self.trainer_config),
                 device=self.device.torch_device,
@@ -536,7 +539,7 @@ class MegatronEngine:
             raise TrainingError("an engine with a value head has no log-probs; create one without value_head")
         if isinstance(temperature, torch.Tensor) and batch.kept is not None:
             temperature = temperature[batch.kept]
-        own = self.chunks[-1].score(
+        scores = self.chunks[-1].score(
             rows,
             batch.own_targets,
             vocab_size=self.layout.sizes.vocab,
@@ -546,17 +549,17 @@ class MegatronEngine:
             support=batch.support,
         )
         if batch.kept is None:
-            return own
+            return scores
         count, group = len(batch.targets), self._context_group
-        logprobs, entropies = (from_all_ranks(values, batch.kept, count, group) for values in own)
+        logprobs, entropies = (from_all_ranks(values, batch.kept, count, group) for values in scores)
         return logprobs, entropies
 
     def value_rows(self, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The values of all targets, float32 [targets], from what `run` passes to ``evaluate``; see `score_rows`."""
-        own = rows.squeeze(1).float()
+        values = rows.squeeze(1).float()
         if batch.kept is None:
-            return own
-        return from_all_ranks(own, batch.kept, len(batch.targets), self._context_group)
+            return values
+        return from_all_ranks(values, batch.kept, len(batch.targets), self._context_group)
 
     def _sum_reports(self, reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Sums over microbatches and data-parallel ranks, broadcast from the last stage to every rank."""
@@ -647,7 +650,7 @@ class MegatronEngine:
         It may be of another topology. Raises CheckpointError if it is incomplete, or of another model or dtype.
         """
         self._gather()
-        found = checkpoint.load(
+        saved = checkpoint.load(
             Path(path),
             self.trained_layout,
             self.model_config.dtype,
@@ -657,12 +660,12 @@ class MegatronEngine:
         )
         self._read_weights(Path(path))
         self.optimizer.reload_weights()
-        self.optimizer.restore(self.trained, found.optimizer, found.updates)
+        self.optimizer.restore(self.trained, saved.optimizer, saved.updates)
         self.gather_weights()
         for kind, dtype in self.optimizer.moment_dtypes.items():
-            if found.updates and found.moments[kind] != dtype:
-                log.info("Converted %s of %s from %s to %s", kind, path, found.moments[kind], dtype)
-        return found.state
+            if saved.updates and saved.moments[kind] != dtype:
+                log.info("Converted %s of %s from %s to %s", kind, path, saved.moments[kind], dtype)
+        return saved.state
 
     def _read_weights(self, path: Path) -> None:
         layout = self.trained_layout
@@ -735,9 +738,9 @@ def open_process_groups(topology: Topology, seconds: float = 1800.0) -> None:
         )
 
 
-def _have_routes(share: Share) -> bool:
-    """Whether the samples of a share have routes. Raises TrainingError if only some of them have."""
-    routed = {share.samples[index].routes is not None for part in share.microbatches for index in part.sequences}
+def _have_routes(batch: LocalBatch) -> bool:
+    """Whether the samples of a batch have routes. Raises TrainingError if only some of them have."""
+    routed = {batch.samples[index].routes is not None for part in batch.microbatches for index in part.sequences}
     if len(routed) > 1:
         raise TrainingError(
             "some responses of this step have routes and others have none; set rollout.routing_replay as it was when "

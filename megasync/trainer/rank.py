@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,9 @@ from megasync.trainer.user_buffers import close_buffers
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
+    from megasync.sync.broadcast.sender import BroadcastSender
+    from megasync.sync.disk.writer import DiskWriter
+    from megasync.sync.shard.sender import ShardSender
     from megasync.trainer.critic import Critic
     from megasync.trainer.quantized import QuantizedWeights
 
@@ -41,24 +44,14 @@ log = logging.getLogger(__name__)
 
 
 def _delegate(part: str, method: str) -> Callable[..., Any]:
-    """A method that calls `method` of the attribute `part`, which `start` sets."""
+    """A method that calls `method` of the sender `part`, which sends present weights."""
 
     def call(rank: TrainerRank, *arguments: Any) -> Any:
-        with trace.span("rank", method):
-            return getattr(getattr(rank, part), method)(*arguments)
-
-    return call
-
-
-def _send(part: str, method: str) -> Callable[..., Any]:
-    """As `_delegate`, for methods that send the present weights."""
-    send = _delegate(part, method)
-
-    def call(rank: TrainerRank, *arguments: Any) -> Any:
-        if rank._quantized is not None:
+        if method in ("send", "write") and rank._quantized is not None:
             with trace.span("rank", "quantize"):
                 rank._quantized.refresh()
-        return send(rank, *arguments)
+        with trace.span("rank", method):
+            return getattr(getattr(rank, part), method)(*arguments)
 
     return call
 
@@ -71,6 +64,7 @@ class TrainerRank:
         self._rank = rank
         self._world = world
         self._run_dir = Path(run_dir)
+        self._bucket_bytes = config.sync.bucket_mb * 2**20
         self._critic: Critic | None = None
         # What servers get of quantized weights, if they keep them so.
         self._quantized: QuantizedWeights | None = None
@@ -94,9 +88,12 @@ class TrainerRank:
             return None
         from megasync.base.store import open_store
 
-        host = resolve_host(self._config.cluster.host)
-        self._store = open_store(host, self._config.timeouts.trainer_start)
-        return host, self._store.port
+        self._store = open_store(self._host, self._config.timeouts.trainer_start)
+        return self._host, self._store.port
+
+    @cached_property
+    def _host(self) -> str:
+        return resolve_host(self._config.cluster.host)
 
     def start(self, host: str, port: int, clock_offsets: Mapping[str, float] | None = None) -> str:
         """Joins the process group, builds the model and loads this rank's shard of the model folder.
@@ -123,10 +120,6 @@ class TrainerRank:
             # Imported after `prepare_process`, which may patch Megatron.
             from megasync.base.store import join_store
             from megasync.layout.shards import served_in_fp8
-            from megasync.sync.broadcast.sender import BroadcastSender
-            from megasync.sync.disk.writer import DiskWriter
-            from megasync.sync.shard.sender import ShardSender
-            from megasync.sync.shared_memory import link_backend
             from megasync.sync.stream import Shards
             from megasync.trainer.critic import Critic, critic_engine
             from megasync.trainer.engine import MegatronEngine
@@ -177,7 +170,7 @@ class TrainerRank:
             temperature=config.rollout.sampling.temperature,
             longest=config.rollout.sampling.max_new_tokens,
             critic=self._critic,
-            taught=bool(config.teachers),
+            teachers=bool(config.teachers),
             recorder=recorder,
             norms_every=config.observe.norms_every,
             peak_tflops=config.observe.peak_tflops or peak_tflops(self._device.name),
@@ -194,13 +187,7 @@ class TrainerRank:
             layout = served_in_fp8(layout, Path(config.model.path))
             self._quantized = QuantizedWeights(layout, self._rank, params)
             params = self._quantized.params()
-        shards = Shards(layout, config.model.dtype, self._rank, params)
-        bucket_bytes, host = config.sync.bucket_mb * 2**20, resolve_host(config.cluster.host)
-        plan = shards.plan(bucket_bytes)
-        self._broadcast = BroadcastSender(plan, shards, self._device, host)
-        self._disk = DiskWriter(plan, shards, self._device, host)
-        links = link_backend(config.cluster.colocate, self._device)
-        self._shards = ShardSender(shards, bucket_bytes, self._device, host, links)
+        self._shards = Shards(layout, config.model.dtype, self._rank, params)
         log.info("Trainer rank %d of %d is ready, pid %d", self._rank, self._world, os.getpid())
         return self._device.name
 
@@ -288,19 +275,39 @@ class TrainerRank:
         if self._critic is not None:
             self._critic.load(Path(path))
 
-    # Weight sync: broadcast (`sync.broadcast.sender`), shard-to-shard (`sync.shard.sender`), disk (`sync.disk.writer`).
+    # Weight sync: `sync.weight_sync.SendingRank`. A sender is built when its transport first calls it.
+
+    @cached_property
+    def _broadcast(self) -> BroadcastSender:
+        from megasync.sync.broadcast.sender import BroadcastSender
+
+        return BroadcastSender(self._shards.plan(self._bucket_bytes), self._shards, self._device, self._host)
+
+    @cached_property
+    def _disk(self) -> DiskWriter:
+        from megasync.sync.disk.writer import DiskWriter
+
+        return DiskWriter(self._shards.plan(self._bucket_bytes), self._shards, self._device, self._host)
+
+    @cached_property
+    def _shard(self) -> ShardSender:
+        from megasync.sync.shard.sender import ShardSender
+        from megasync.sync.shared_memory import link_backend
+
+        links = link_backend(self._config.cluster.colocate, self._device)
+        return ShardSender(self._shards, self._bucket_bytes, self._device, self._host, links)
 
     sync_listen = _delegate("_broadcast", "listen")
     sync_join = _delegate("_broadcast", "join")
-    sync_send = _send("_broadcast", "send")
+    sync_send = _delegate("_broadcast", "send")
     sync_leave = _delegate("_broadcast", "leave")
-    shard_listen = _delegate("_shards", "listen")
-    shard_prepare = _delegate("_shards", "prepare")
-    shard_send = _send("_shards", "send")
-    shard_leave = _delegate("_shards", "leave")
+    shard_listen = _delegate("_shard", "listen")
+    shard_prepare = _delegate("_shard", "prepare")
+    shard_send = _delegate("_shard", "send")
+    shard_leave = _delegate("_shard", "leave")
     disk_listen = _delegate("_disk", "listen")
     disk_join = _delegate("_disk", "join")
-    disk_write = _send("_disk", "write")
+    disk_write = _delegate("_disk", "write")
     disk_leave = _delegate("_disk", "leave")
 
     def stop(self) -> None:
@@ -308,9 +315,9 @@ class TrainerRank:
         import torch
 
         trace.stop()
-        self._broadcast.leave()
-        self._disk.leave()
-        self._shards.leave()
+        for sender in ("_broadcast", "_disk", "_shard"):
+            if sender in vars(self):
+                getattr(self, sender).leave()
         close_buffers()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

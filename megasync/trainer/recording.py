@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,16 +22,10 @@ from numpy.typing import NDArray
 from megasync.buffer.payload import LeasedGroup
 from megasync.observe.rollouts import Response, RolloutLog, Row, chosen, recorded
 from megasync.trainer.engine import MegatronEngine
-from megasync.trainer.members import Members
+from megasync.trainer.tables import Minibatch, Step, TrajectoryTable
 from megasync.trajectory import Trajectory
 
-if TYPE_CHECKING:
-    from megasync.trainer.policy import Minibatch
-
 log = logging.getLogger(__name__)
-
-# Loads some trajectories of a group, by their positions in its header.
-Loader = Callable[[LeasedGroup, Sequence[int]], Sequence[Trajectory]]
 
 
 class Recorder:
@@ -57,82 +51,71 @@ class Recorder:
         """Whether this rank records its responses of a group."""
         return group in self._groups
 
-    def record(
-        self,
-        groups: Sequence[LeasedGroup],
-        members: Members,
-        minibatches: Sequence[Minibatch],
-        load: Loader,
-        step: int,
-        version: int,
-    ) -> None:
+    def record(self, step: Step) -> None:
         """Records this rank's responses of a step. Never raises."""
         if not self._groups:
             return
         try:
-            computed = [row for minibatch in minibatches for row in _computed(groups, minibatch, step, version)]
-            rest = self._not_computed(groups, members, minibatches, load, step, version)
-            self._log.append([*computed, *rest])
+            computed = [row for minibatch in step.minibatches for row in _computed(step, minibatch)]
+            self._log.append([*computed, *self._not_computed(step)])
         except Exception as error:  # noqa: BLE001 - recording must not end a training step
-            log.warning("Could not record the responses of step %d: %s: %s", step, type(error).__name__, error)
+            log.warning("Could not record the responses of step %d: %s: %s", step.number, type(error).__name__, error)
 
-    def _not_computed(
-        self,
-        groups: Sequence[LeasedGroup],
-        members: Members,
-        minibatches: Sequence[Minibatch],
-        load: Loader,
-        step: int,
-        version: int,
-    ) -> Iterator[tuple[Row, Response]]:
-        computed = {number for minibatch in minibatches for number in minibatch.members.numbers.tolist()}
-        own, ranks = self._turn
+    def _not_computed(self, step: Step) -> Iterator[tuple[Row, Response]]:
+        computed = {number for minibatch in step.minibatches for number in minibatch.trajectories.numbers.tolist()}
+        rank, ranks = self._turn
+        trajectories = step.trajectories
         for group in sorted(self._groups):
-            if group % ranks != own:
+            if group % ranks != rank:
                 continue
-            first, end = np.searchsorted(members.groups, [group, group + 1]).tolist()
-            left = [index for index in range(first, end) if int(members.numbers[index]) not in computed]
-            places = members.places[left].tolist()
-            for index, place, trajectory in zip(left, places, load(groups[group], places) if left else (), strict=True):
-                yield recorded(
-                    *(groups[group].uid, place, trajectory),
-                    step=step,
-                    version=version,
-                    time=time.time(),
-                    advantage=float(members.advantages[index]),
-                )
+            first, end = np.searchsorted(trajectories.groups, [group, group + 1]).tolist()
+            left = [row for row in range(first, end) if int(trajectories.numbers[row]) not in computed]
+            for row, trajectory in trajectories.load(step.groups, left, step.load).items():
+                yield _recorded(step, trajectories, row, trajectory)
 
 
-def _computed(
-    groups: Sequence[LeasedGroup], minibatch: Minibatch, step: int, version: int
-) -> Iterator[tuple[Row, Response]]:
-    """What this rank has computed of a minibatch and remembers in ``kept``."""
-    members = minibatch.members
-    for number, microbatch in enumerate(minibatch.share.microbatches):
-        own = list(microbatch.sequences)
-        if not microbatch.counted or minibatch.kept.keys().isdisjoint(own):
+def _computed(step: Step, minibatch: Minibatch) -> Iterator[tuple[Row, Response]]:
+    """What this rank has computed of a minibatch and remembers in ``recorded``."""
+    for table in minibatch.tables:
+        if not table.counted or minibatch.recorded.keys().isdisjoint(table.rows.tolist()):
             continue
-        counts = minibatch.counts(own)
-        # Without an optimizer step, as while a critic warms up, nothing was scored.
-        estimated = None if minibatch.advantages is None else minibatch.advantages[number]
-        scores, of_tokens = (_split(values, counts) for values in minibatch.scored.get(number, (None, estimated)))
-        for place, index in enumerate(own):
-            if (trajectory := minibatch.kept.get(index)) is None:
+        columns = table.columns
+        # Without an optimizer step, as while a critic warms up, no loss was computed from the scores.
+        values = (None, columns.get("token_advantages"))
+        if "advantages" in columns:
+            values = (columns["old"], columns["advantages"])
+        scores, advantages = (_split(each, table.counts) for each in values)
+        for place, row in enumerate(table.rows.tolist()):
+            if (trajectory := minibatch.recorded.get(row)) is None:
                 continue
-            advantages = None if of_tokens is None else of_tokens[place]
-            yield recorded(
-                *(groups[int(members.groups[index])].uid, int(members.places[index]), trajectory),
-                step=step,
-                version=version,
-                time=time.time(),
-                advantage=float(members.advantages[index]),
-                scores=None if scores is None else scores[place],
-                # Most estimators give a response one advantage, which the row has.
-                advantages=None if advantages is None or (advantages == advantages[:1]).all() else advantages,
-            )
+            of_tokens = None if advantages is None else advantages[place]
+            # Most estimators give a response one advantage, which the row has.
+            if of_tokens is not None and (of_tokens == of_tokens[:1]).all():
+                of_tokens = None
+            each = None if scores is None else scores[place]
+            yield _recorded(step, minibatch.trajectories, row, trajectory, each, of_tokens)
 
 
-def _split(values: torch.Tensor | None, counts: Sequence[int]) -> list[NDArray[np.float32]] | None:
+def _recorded(
+    step: Step,
+    trajectories: TrajectoryTable,
+    row: int,
+    trajectory: Trajectory,
+    scores: NDArray[np.float32] | None = None,
+    advantages: NDArray[np.float32] | None = None,
+) -> tuple[Row, Response]:
+    return recorded(
+        *(step.groups[int(trajectories.groups[row])].uid, int(trajectories.places[row]), trajectory),
+        step=step.number,
+        version=step.version,
+        time=time.time(),
+        advantage=float(trajectories.advantages[row]),
+        scores=scores,
+        advantages=advantages,
+    )
+
+
+def _split(values: torch.Tensor | None, counts: NDArray[Any]) -> list[NDArray[np.float32]] | None:
     """Values of the targets of a microbatch, by sequence."""
     if values is None:
         return None

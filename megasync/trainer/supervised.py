@@ -16,7 +16,7 @@ from megasync.data.row_file import RowFile
 from megasync.data.supervised import TokenRow
 from megasync.observe import trace
 from megasync.trainer.batch import Batch, Sample
-from megasync.trainer.engine import MegatronEngine, Share
+from megasync.trainer.engine import LocalBatch, MegatronEngine
 from megasync.trainer.nonfinite import SkipBudget
 from megasync.trainer.packing import Ints, Lengths
 
@@ -37,12 +37,12 @@ class SupervisedTrainer:
         """
         start = time.monotonic()
         with trace.span("rank", "load", rows=len(rows)):
-            share, tokens = self._share(file, rows), int(file.trained_tokens[rows].sum())
+            batch, tokens = self._local_batch(file, rows), int(file.trained_tokens[rows].sum())
 
         def loss(batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, dict]:
             return _negative_sum(batch, logprobs) / tokens, {}
 
-        sums = self._engine.forward_backward(share, loss)
+        sums = self._engine.forward_backward(batch, loss)
         update = self._engine.update(step, math.isfinite(sums["loss"]))
         if update.applied:
             self._budget.applied()
@@ -66,15 +66,15 @@ class SupervisedTrainer:
         def total(batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, dict]:
             return _negative_sum(batch, logprobs), {}
 
-        share = self._share(file, np.arange(len(file)))
-        return self._engine.total(share, total)["loss"] / int(file.trained_tokens.sum())
+        batch = self._local_batch(file, np.arange(len(file)))
+        return self._engine.total(batch, total)["loss"] / int(file.trained_tokens.sum())
 
-    def _share(self, file: RowFile, rows: Ints) -> Share:
+    def _local_batch(self, file: RowFile, rows: Ints) -> LocalBatch:
         packing = self._engine.plan(Lengths(file.prompts[rows], file.prompt_tokens[rows], file.fed[rows]))
         microbatches = self._engine.own_microbatches(packing)
-        own = {index for part in microbatches for index in part.sequences}
-        samples = {index: _sample(file.row(int(rows[index]))) for index in own}
-        return Share(microbatches, samples, packing.counted_tokens)
+        local_rows = {index for part in microbatches for index in part.sequences}
+        samples = {index: _sample(file.row(int(rows[index]))) for index in local_rows}
+        return LocalBatch(microbatches, samples, packing.counted_tokens)
 
 
 def _negative_sum(batch: Batch, logprobs: torch.Tensor) -> torch.Tensor:

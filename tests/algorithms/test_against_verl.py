@@ -148,18 +148,19 @@ def test_a_loss_and_its_gradient_are_verls(core_algos, batch, name, aggregation)
     options = {"share": 0.05} if name == "kl_cov" else {}
     config = AlgorithmConfig(loss=name, loss_options=options, correction="none", **CLIP)
     each = advantages.repeat_interleave(lengths)
-    chosen = chosen_of(config, *(values.tolist() for values in (batch.new[keep], batch.old[keep], each)))
-    found, _ = policy_loss(
-        config,
-        logprobs=ours,
-        chosen=chosen,
-        old_logprobs=batch.old[keep],
-        behaviour_logprobs=batch.old[keep],
-        advantages=each,
-        mask=torch.ones(int(lengths.sum())),
-        segments=torch.arange(len(lengths)).repeat_interleave(lengths),
-        token_weights=(1 / lengths).repeat_interleave(lengths) if aggregation == "sequence" else None,
-    )
+    columns = {
+        "logprobs": ours,
+        "old": batch.old[keep],
+        "behaviour": batch.old[keep],
+        "advantages": each,
+        "mask": torch.ones(int(lengths.sum())),
+        "segments": torch.arange(len(lengths)).repeat_interleave(lengths),
+    }
+    if name == "kl_cov":
+        columns["chosen"] = chosen_of(config, *(values.tolist() for values in (batch.new[keep], batch.old[keep], each)))
+    if aggregation == "sequence":
+        columns["weights"] = (1 / lengths).repeat_interleave(lengths)
+    found, _ = policy_loss(config, columns)
     divisor = {"token": lengths.sum(), "sequence": len(lengths), "constant": len(lengths) * LONGEST}[aggregation]
     loss = found / divisor
     loss.backward()

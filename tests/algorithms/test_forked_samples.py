@@ -14,7 +14,7 @@ from megasync.buffer.payload import in_memory
 from megasync.config.builtin import ADVANTAGES
 from megasync.config.schema import AlgorithmConfig
 from megasync.errors import TrainingError
-from megasync.trainer.members import divisor_of, members_of
+from megasync.trainer.tables import divisor_of, trajectory_table
 
 REWARD = st.integers(-4, 4).map(lambda n: n / 4)
 NUMBER = st.floats(-2, 2)
@@ -91,7 +91,7 @@ def test_grpo_process_without_rewards_of_tokens_is_grpo_whatever_the_penalties_o
 def test_a_group_of_one_sample_is_no_group_though_it_forked():
     leased = [in_memory(group_of([Sample(1.0, (2, 2))]))]
     with pytest.raises(TrainingError, match=r"needs the rewards of at least 2 sample\(s\) of a group, got 1"):
-        members_of(leased, AlgorithmConfig(), of_tokens=False)
+        trajectory_table(leased, AlgorithmConfig(), of_tokens=False)
 
 
 def test_the_reward_of_a_sample_is_the_mean_of_those_of_its_trajectories():
@@ -99,9 +99,9 @@ def test_the_reward_of_a_sample_is_the_mean_of_those_of_its_trajectories():
     forked.trajectories[0] = forked.trajectories[0].__class__(
         [1], [5], [1], [-0.5], [0], reward=0.5, sample=forked.trajectories[0].sample
     )
-    members, step = members_of([in_memory(forked)], AlgorithmConfig(advantage="rloo"), of_tokens=False)
+    table, step = trajectory_table([in_memory(forked)], AlgorithmConfig(advantage="rloo"), of_tokens=False)
     assert step.rewards.tolist() == [0.75, 0.0] and step.tokens.tolist() == [2, 1]
-    assert members.advantages.tolist() == [0.75, 0.75, -0.75]
+    assert table.advantages.tolist() == [0.75, 0.75, -0.75]
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ def test_the_reward_of_a_sample_is_the_mean_of_those_of_its_trajectories():
 )
 def test_what_a_sample_weighs_is_a_choice(aggregation, sample_weight, divisor, sequences):
     config = AlgorithmConfig(aggregation=aggregation, sample_weight=sample_weight)
-    members, _ = members_of([in_memory(group_of([Sample(1.0, (1, 2, 3)), Sample(0.0, (1,))]))], config, False)
-    assert divisor_of(members, config, longest=10) == divisor
-    assert members.sequences.tolist() == sequences
+    table, _ = trajectory_table([in_memory(group_of([Sample(1.0, (1, 2, 3)), Sample(0.0, (1,))]))], config, False)
+    assert divisor_of(table, config, longest=10) == divisor
+    assert table.sequences.tolist() == sequences
     if aggregation == "sequence" and sample_weight == "sample":
-        weights = np.bincount(members.samples, members.trained / members.sequences) / divisor
+        weights = np.bincount(table.samples, table.trained / table.sequences) / divisor
         assert weights.tolist() == [0.5, 0.5]

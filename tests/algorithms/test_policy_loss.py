@@ -15,9 +15,9 @@ LOGPROB = st.floats(-6, -0.01)
 TOKEN = st.fixed_dictionaries(
     {
         "logprobs": LOGPROB,
-        "old_logprobs": LOGPROB,
-        "behaviour_logprobs": LOGPROB,
-        "reference_logprobs": LOGPROB,
+        "old": LOGPROB,
+        "behaviour": LOGPROB,
+        "reference": LOGPROB,
         "entropy": st.floats(0, 5),
         "advantages": st.floats(-3, 3),
         "mask": st.booleans(),
@@ -62,7 +62,7 @@ def reference(config, tokens):
             gradient.append(0.0)
             continue
         lp, advantage = token["logprobs"], token["advantages"]
-        ratio = math.exp(lp - token["old_logprobs" if config.ratio == "trainer" else "behaviour_logprobs"])
+        ratio = math.exp(lp - token["old" if config.ratio == "trainer" else "behaviour"])
         bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
         weight = reference_weight(config, token, tokens)
         surrogate = min(ratio * advantage, bounded * advantage)
@@ -70,7 +70,7 @@ def reference(config, tokens):
         if config.dual_clip is not None and advantage < 0 and config.dual_clip * advantage > surrogate:
             surrogate, slope = config.dual_clip * advantage, 0.0
         loss -= weight * surrogate
-        log_ratio = token["reference_logprobs"] - lp
+        log_ratio = token["reference"] - lp
         value, derivative = {
             "k1": (-log_ratio, 1.0),
             "k2": (log_ratio**2 / 2, -log_ratio),
@@ -99,7 +99,7 @@ def reference_weight(config, token, tokens):
 
 def reference_ratio(level, token, sequence):
     mine = [token] if level == "token" else sequence
-    total = math.fsum(other["old_logprobs"] - other["behaviour_logprobs"] for other in mine)
+    total = math.fsum(other["old"] - other["behaviour"] for other in mine)
     return math.exp(total / len(mine) if level == "sequence" else total)
 
 
@@ -107,7 +107,7 @@ def test_a_response_is_rejected_by_its_mean_its_product_or_any_token():
     # Ratios 2 and 1 in the first response, 1/2 twice in the second.
     old = torch.log(torch.tensor([2.0, 1.0, 0.5, 0.5])) - 3.0
     given = {
-        "behaviour_logprobs": torch.full((4,), -3.0),
+        "behaviour": torch.full((4,), -3.0),
         "mask": torch.ones(4),
         "segments": torch.tensor([0, 0, 1, 1]),
     }
@@ -122,7 +122,7 @@ def test_a_response_is_rejected_by_its_mean_its_product_or_any_token():
     for (level, floor, cap), expected in cases.items():
         config = replace(CONFIG, correction="none", rejection=level, rejection_floor=floor, rejection_cap=cap)
         logprobs = old.clone().requires_grad_()
-        loss, sums = policy_loss(config, logprobs=logprobs, old_logprobs=old, advantages=torch.ones(4), **given)
+        loss, sums = policy_loss(config, {"logprobs": logprobs, "old": old, "advantages": torch.ones(4), **given})
         loss.backward()
         assert sums["is_rejected_fraction"] == len(expected)
         assert (logprobs.grad == 0).nonzero().flatten().tolist() == expected
@@ -131,7 +131,7 @@ def test_a_response_is_rejected_by_its_mean_its_product_or_any_token():
 @given(CONFIGS, TOKENS)
 def test_loss_and_gradient_are_those_of_the_formulas(config, tokens):
     inputs = tensors(tokens)
-    loss, _ = policy_loss(config, **inputs)
+    loss, _ = policy_loss(config, inputs)
     loss.backward()
     expected, gradient = reference(config, tokens)
     assert loss.item() == pytest.approx(expected, rel=1e-4, abs=1e-4)
@@ -143,10 +143,10 @@ def test_loss_and_gradient_are_those_of_the_formulas(config, tokens):
 def test_one_step_a_batch_is_a_policy_gradient_with_a_truncated_weight(tokens, correction):
     """old = logprobs.detach(): the ratio is 1, nothing is clipped, and only the weight corrects."""
     config = replace(CONFIG, correction=correction)
-    tokens = [token | {"old_logprobs": token["logprobs"]} for token in tokens]
+    tokens = [token | {"old": token["logprobs"]} for token in tokens]
     inputs = tensors(tokens)
-    inputs["old_logprobs"] = inputs["logprobs"].detach()
-    loss, sums = policy_loss(config, **inputs)
+    inputs["old"] = inputs["logprobs"].detach()
+    loss, sums = policy_loss(config, inputs)
     loss.backward()
     expected = [-reference_weight(config, t, tokens) * t["advantages"] if t["mask"] else 0.0 for t in tokens]
     assert inputs["logprobs"].grad.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
@@ -161,7 +161,7 @@ def test_masked_tokens_reach_neither_sums_nor_gradients(config, tokens, garbage)
     for name, values in spoilt.items():
         if name not in ("mask", "segments"):
             values.data[masked] = garbage
-    (loss, sums), (spoilt_loss, spoilt_sums) = policy_loss(config, **clean), policy_loss(config, **spoilt)
+    (loss, sums), (spoilt_loss, spoilt_sums) = policy_loss(config, clean), policy_loss(config, spoilt)
     loss.backward()
     spoilt_loss.backward()
     assert torch.equal(loss, spoilt_loss)
@@ -173,8 +173,8 @@ def test_masked_tokens_reach_neither_sums_nor_gradients(config, tokens, garbage)
 @given(CONFIGS, TOKENS, TOKENS)
 def test_sums_of_two_microbatches_are_the_sums_of_both_together(config, first, second):
     second = [token | {"segments": token["segments"] + 4} for token in second]
-    parts = [policy_loss(config, **tensors(part)) for part in (first, second)]
-    loss, sums = policy_loss(config, **tensors(first + second))
+    parts = [policy_loss(config, tensors(part)) for part in (first, second)]
+    loss, sums = policy_loss(config, tensors(first + second))
     torch.testing.assert_close(loss, parts[0][0] + parts[1][0], rtol=1e-4, atol=1e-3)
     for name, value in sums.items():
         torch.testing.assert_close(value, parts[0][1][name] + parts[1][1][name], rtol=1e-4, atol=1e-3)
@@ -183,8 +183,8 @@ def test_sums_of_two_microbatches_are_the_sums_of_both_together(config, first, s
 def inputs(**changes):
     plain = {
         "logprobs": torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True),
-        "old_logprobs": torch.full((4,), -1.0),
-        "behaviour_logprobs": torch.full((4,), -1.0),
+        "old": torch.full((4,), -1.0),
+        "behaviour": torch.full((4,), -1.0),
         "advantages": torch.ones(4),
         "mask": torch.tensor([1, 1, 1, 0]),
     }
@@ -196,9 +196,7 @@ def test_metrics_are_sums_over_trained_tokens():
     logprobs = torch.log(torch.tensor([1.5, 1.1, 0.5, 9.0])) - 1.0
     entropy, ref = torch.tensor([1.0, 2.0, 3.0, 99.0]), torch.full((4,), -1.0)
     config = replace(CONFIG, kl_kind="k1")
-    _, sums = policy_loss(
-        config, **inputs(behaviour_logprobs=behaviour, logprobs=logprobs, entropy=entropy, reference_logprobs=ref)
-    )
+    _, sums = policy_loss(config, inputs(behaviour=behaviour, logprobs=logprobs, entropy=entropy, reference=ref))
     assert sums["tokens"] == 3
     assert sums["clip_fraction"] == 1  # 1.5 > 1.28; 0.5 is not clipped, its advantage being positive
     assert sums["is_outside_fraction"] == 1  # e^2 > 2
@@ -211,16 +209,16 @@ def test_metrics_are_sums_over_trained_tokens():
 
 
 def test_metrics_of_absent_inputs_are_absent():
-    _, sums = policy_loss(CONFIG, **inputs())
+    _, sums = policy_loss(CONFIG, inputs())
     assert not {"kl", "entropy"} & set(sums)
 
 
 def test_the_clip_is_asymmetric():
     up, down = torch.log(torch.tensor([1.25])) - 1, torch.log(torch.tensor([0.75])) - 1
     one = {name: value[:1].detach() for name, value in inputs().items()}
-    loss, sums = policy_loss(CONFIG, **one | {"logprobs": up})
+    loss, sums = policy_loss(CONFIG, one | {"logprobs": up})
     assert loss.item() == pytest.approx(-1.25) and sums["clip_fraction"] == 0
-    loss, sums = policy_loss(CONFIG, **one | {"logprobs": down, "advantages": -torch.ones(1)})
+    loss, sums = policy_loss(CONFIG, one | {"logprobs": down, "advantages": -torch.ones(1)})
     assert loss.item() == pytest.approx(0.8) and sums["clip_fraction"] == 1
 
 
@@ -230,8 +228,10 @@ def test_dual_clip_bounds_a_negative_advantage_alone(ratio, advantage, dual_clip
     """A token ten times as likely as in the denominator: bounded and without a gradient, with either ratio."""
     config = replace(CONFIG, ratio=ratio, correction="none", dual_clip=dual_clip)
     leaf = torch.tensor([math.log(10) - 5], requires_grad=True)
-    old = {name: torch.tensor([-5.0]) for name in ("old_logprobs", "behaviour_logprobs")}
-    loss, sums = policy_loss(config, logprobs=leaf, **old, advantages=torch.tensor([advantage]), mask=torch.ones(1))
+    old = {name: torch.tensor([-5.0]) for name in ("old", "behaviour")}
+    loss, sums = policy_loss(
+        config, {"logprobs": leaf, **old, "advantages": torch.tensor([advantage]), "mask": torch.ones(1)}
+    )
     loss.backward()
     assert -loss.item() == pytest.approx(surrogate, rel=1e-4)
     unbounded = advantage < 0 and dual_clip is None
@@ -241,8 +241,8 @@ def test_dual_clip_bounds_a_negative_advantage_alone(ratio, advantage, dual_clip
 
 def test_by_default_no_token_exceeds_cap_times_dual_clip():
     """Without dual clip the loss of a token with a negative advantage grows up to exp(20)."""
-    stale = inputs(old_logprobs=torch.full((4,), -30.0), behaviour_logprobs=torch.full((4,), -60.0))
-    loss, sums = policy_loss(AlgorithmConfig(), **stale | {"advantages": -torch.ones(4)})
+    stale = inputs(old=torch.full((4,), -30.0), behaviour=torch.full((4,), -60.0))
+    loss, sums = policy_loss(AlgorithmConfig(), stale | {"advantages": -torch.ones(4)})
     loss.backward()
     assert loss.item() == pytest.approx(3 * 2.0 * 3.0)  # three tokens, correction_cap, dual_clip
     assert sums["dual_clip_fraction"] == 3 and not stale["logprobs"].grad.any()
@@ -250,7 +250,7 @@ def test_by_default_no_token_exceeds_cap_times_dual_clip():
 
 def test_only_the_current_policy_is_differentiated():
     leaves = {name: torch.full((4,), -1.1, requires_grad=True) for name in inputs() if name != "mask"}
-    loss, _ = policy_loss(replace(CONFIG, kl_coef=0.1), **leaves, reference_logprobs=torch.zeros(4), mask=torch.ones(4))
+    loss, _ = policy_loss(replace(CONFIG, kl_coef=0.1), {**leaves, "reference": torch.zeros(4), "mask": torch.ones(4)})
     loss.backward()
     assert {name for name, leaf in leaves.items() if leaf.grad is not None} == {"logprobs"}
 
@@ -259,33 +259,31 @@ def test_only_the_current_policy_is_differentiated():
 def test_without_trained_tokens_loss_and_gradient_are_zero(tokens):
     empty = {name: value[:tokens] for name, value in inputs(mask=torch.zeros(4)).items()}
     leaf = empty["logprobs"] = empty["logprobs"].detach().requires_grad_()
-    loss, sums = policy_loss(CONFIG, **empty)
+    loss, sums = policy_loss(CONFIG, empty)
     loss.backward()
     assert loss == 0 and not any(sums.values()) and not leaf.grad.any()
 
 
 def test_half_precision_inputs_are_summed_in_float32():
     half = {name: value.detach().bfloat16() if value.is_floating_point() else value for name, value in inputs().items()}
-    loss, _ = policy_loss(CONFIG, **half)
+    loss, _ = policy_loss(CONFIG, half)
     assert loss.dtype == torch.float32 and loss == -3
 
 
 def test_a_huge_ratio_stays_finite():
     logprobs = torch.tensor([0.0, 0.0, 0.0, 0.0], requires_grad=True)
-    loss, _ = policy_loss(
-        CONFIG, **inputs(logprobs=logprobs, old_logprobs=torch.full((4,), -500.0), advantages=-torch.ones(4))
-    )
+    loss, _ = policy_loss(CONFIG, inputs(logprobs=logprobs, old=torch.full((4,), -500.0), advantages=-torch.ones(4)))
     loss.backward()
     assert torch.isfinite(loss) and torch.isfinite(logprobs.grad).all()
 
 
-@pytest.mark.parametrize("key, name", [("kl_coef", "reference_logprobs"), ("entropy_coef", "entropy")])
-def test_a_coefficient_without_its_input_is_refused(key, name):
-    with pytest.raises(ValueError, match=f"{key}=0.1 needs {name}"):
-        policy_loss(replace(CONFIG, **{key: 0.1}), **inputs())
+@pytest.mark.parametrize("key, name", [("kl_coef", "reference"), ("entropy_coef", "entropy")])
+def test_a_coefficient_without_its_column_is_refused(key, name):
+    with pytest.raises(ValueError, match=rf"need the columns \['{name}'\]"):
+        policy_loss(replace(CONFIG, **{key: 0.1}), inputs())
 
 
 @pytest.mark.parametrize("correction", ["token", "sequence"])
 def test_correcting_a_ratio_that_is_already_against_the_behaviour_policy_is_refused(correction):
     with pytest.raises(ConfigError, match="algorithm.ratio.*algorithm.correction"):
-        policy_loss(replace(CONFIG, ratio="behaviour", correction=correction), **inputs())
+        policy_loss(replace(CONFIG, ratio="behaviour", correction=correction), inputs())

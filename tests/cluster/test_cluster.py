@@ -109,7 +109,7 @@ async def workers(cluster: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(actors_module.ROLES, "fake", FAKE)
     pools = Pools({"rollout": PoolSpec("rollout", slots=2, devices=1, slots_per_node=8)}, "cpu")
     await pools.create(timeout=60)
-    found = ActorGroup.create("fake", [(0,), (1,)], pools, range(2))
+    found = ActorGroup.create("fake", [(0,), (1,)], [pools.options("rollout", slot) for slot in range(2)])
     yield found
     found.kill()
     pools.remove()
@@ -117,28 +117,28 @@ async def workers(cluster: None, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.processes
 async def test_calls_reach_every_member_in_slot_order(workers: ActorGroup) -> None:
-    answers = await workers.call("whoami", timeout=60)
+    answers = await workers.on_all(60, FakeWorker.whoami)
     assert [slot for slot, _ in answers] == [0, 1]
     assert len({pid for _, pid in answers} | {os.getpid()}) == 3
-    assert await workers.call("add", [1, 2], 3, timeout=60) == [6, 6]
-    assert (await workers.call_one(1, "whoami", timeout=60))[0] == 1
+    assert await workers.on_all(60, FakeWorker.add, [1, 2], 3) == [6, 6]
+    assert (await workers.on_one(1, 60, FakeWorker.whoami))[0] == 1
 
 
 @pytest.mark.processes
 async def test_megasync_errors_are_re_raised_and_others_name_the_actor_and_method(workers: ActorGroup) -> None:
     with pytest.raises(DataError, match="slot 1 refuses"):
-        await workers.call("refuse", 1, timeout=60)
+        await workers.on_all(60, FakeWorker.refuse, 1)
     with pytest.raises(TrainingError, match=r"fake 1 failed in crash\(\): ZeroDivisionError: by zero"):
-        await workers.call("crash", timeout=60)
+        await workers.on_all(60, FakeWorker.crash)
 
 
 @pytest.mark.processes
 async def test_a_late_or_dead_actor_is_named(workers: ActorGroup) -> None:
-    await workers.call("whoami", timeout=60)
+    await workers.on_all(60, FakeWorker.whoami)
     with pytest.raises(TrainingError, match=r"fake \[1\] did not finish sleep\(\) within 1 s"):
-        await workers.call("sleep", 20.0, timeout=1.0)
+        await workers.on_all(1.0, FakeWorker.sleep, 20.0)
     with pytest.raises(TrainingError, match=r"fake 0 died during die\(\)"):
-        await workers.call_one(0, "die", timeout=60)
+        await workers.on_one(0, 60, FakeWorker.die)
 
 
 @pytest.mark.processes

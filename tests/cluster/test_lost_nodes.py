@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from megasync.cluster.trainer_group import TrainerGroup
 from megasync.config import Config
 from megasync.errors import ProcessLost, RankLost
 from megasync.observe.clock import read_clock
+from megasync.trainer.rank import TrainerRank
 
 
 @dataclass
@@ -22,6 +24,11 @@ class FakePools:
 
     lost: set[int] = field(default_factory=set)
     asked: int = 0
+
+    def options(self, pool: str, slot: int) -> dict[str, int]:
+        return {"slot": slot}
+
+    async def kill_unresponsive(self, *_: object) -> None: ...
 
     async def living_slots(self, pool: str) -> list[int]:
         self.asked += 1
@@ -36,24 +43,24 @@ class FakeActors:
 
     unplaced: frozenset[int] = frozenset()
 
-    def __init__(self, arguments: list[tuple], slots: list[int]) -> None:
+    def __init__(self, arguments: list[tuple], options: list[dict[str, int]]) -> None:
         self.sizes = {(config.trainer.data_parallel, world) for config, _, world, _ in arguments}
         self.ranks = [rank for _, rank, _, _ in arguments]
-        self.slots = slots
+        self.slots = [each["slot"] for each in options]
 
     @classmethod
-    def create(cls, role: str, arguments: list[tuple], pools: FakePools, slots: list[int]) -> FakeActors:
-        return cls(arguments, slots)
+    def create(cls, role: str, arguments: list[tuple], options: list[dict[str, int]]) -> FakeActors:
+        return cls(arguments, options)
 
-    async def call(self, method: str, *args: Any, timeout: float) -> list[Any]:
-        if method == "pid" and self.slots[-1] in self.unplaced:
+    async def on_all(self, timeout: float, method: Callable[..., Any], *args: Any) -> list[Any]:
+        if method is TrainerRank.pid and self.slots[-1] in self.unplaced:
             # As Ray does until the node is back.
             await asyncio.sleep(timeout)
         answers = {"clock": read_clock(), "rendezvous": ("localhost", 1), "start": "GPU"}
-        return [answers.get(method, 1)] * len(self.ranks)
+        return [answers.get(method.__name__, 1)] * len(self.ranks)
 
-    async def call_one(self, slot: int, method: str, timeout: float) -> Any:
-        return (await self.call(method, timeout=timeout))[slot]
+    async def on_one(self, slot: int, timeout: float, method: Callable[..., Any]) -> Any:
+        return (await self.on_all(timeout, method))[slot]
 
     def kill(self) -> None: ...
 
@@ -77,9 +84,9 @@ async def test_ranks_that_do_not_answer_are_reported_before_anybody_ends_them(gr
     group._pids = [*range(100, 108)]
     group.reports = Reports()
     for silent in (False, True):
-        monkeypatch.setattr(group._actors, "call", lost(silent))
+        monkeypatch.setattr(group._actors, "on_all", lost(silent))
         with pytest.raises(RankLost) as error:
-            await group.call("step", timeout=1)
+            await group.on_all(1, TrainerRank.pid)
         assert error.value.slots == (1,)
     assert reported == [{f"rank {rank}" for rank in range(8)}], "only of those that are alive"
     assert [state.node for state in group.states()][::2] == [f"node {node}" for node in range(4)]
@@ -88,10 +95,7 @@ async def test_ranks_that_do_not_answer_are_reported_before_anybody_ends_them(gr
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> TrainerGroup:
-    async def nothing(*_: object) -> None: ...
-
     monkeypatch.setattr(trainer_group, "ActorGroup", FakeActors)
-    monkeypatch.setattr(trainer_group, "kill_unresponsive", nothing)
     monkeypatch.setattr(trainer_group, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(trainer_group, "GROW_SECONDS", 0.0)
     config = Config()

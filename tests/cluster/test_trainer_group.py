@@ -22,6 +22,7 @@ from megasync.errors import RankLost, TrainingError
 from megasync.models import fetch
 from megasync.observe.hang import HANG_FOLDER, HangReporter
 from megasync.observe.state_file import RunState
+from megasync.trainer.rank import TrainerRank
 from megasync.trajectory import Group, Trajectory
 
 pytestmark = pytest.mark.processes
@@ -60,7 +61,7 @@ async def ranks(tmp_path: Path) -> AsyncIterator[TrainerGroup]:
 
 
 async def pids(ranks: TrainerGroup) -> list[int]:
-    return await ranks.call("pid", timeout=30)
+    return await ranks.on_all(30, TrainerRank.pid)
 
 
 async def test_lost_ranks_are_distinguished_from_errors_and_replaced_from_the_checkpoint(

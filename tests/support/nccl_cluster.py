@@ -161,8 +161,8 @@ class _Ranks:
         self.senders, self.servers = senders, servers
         self.programs: list[list[Action]] = [[] for _ in senders]
 
-    async def call(self, method: str, *args: Any, timeout: float) -> list[Any]:
-        name = method.removeprefix("shard_")
+    async def on_all(self, timeout: float, method: Callable[..., Any], *args: Any) -> list[Any]:
+        name = method.__name__.removeprefix("shard_")
         if name != "send":
             return [getattr(sender, name)(*args) for sender in self.senders]
         for server in self.servers:
@@ -385,9 +385,10 @@ class LiveCluster:
         with mock.patch.object(shard_engine, "EngineControl", _LiveControl):
             self.sync = ShardSync(self.servers, self, layout, "float32", "nccl", config, timeouts or TimeoutConfig())
 
-    async def call(self, method: str, *args: Any, timeout: float) -> list[Any]:
-        calls = [partial(getattr(sender, method.removeprefix("shard_")), *args) for sender in self.senders]
-        if method != "shard_send":
+    async def on_all(self, timeout: float, method: Callable[..., Any], *args: Any) -> list[Any]:
+        name = method.__name__.removeprefix("shard_")
+        calls = [partial(getattr(sender, name), *args) for sender in self.senders]
+        if name != "send":
             return await asyncio.to_thread(_in_processes, self.machine, self.trainer, calls)
         with self.machine.hold():
             for server in self.servers:

@@ -135,24 +135,22 @@ def expected_gradient(toy: Toy, config: AlgorithmConfig, size: int, *, stale: bo
     }[config.aggregation]
     probabilities = np.array(groups_of(toy, size))
     probabilities = toy.log_probs(sampler).exp().numpy()[probabilities].prod(1)[sampled.groups]
-    chosen = None
+    columns = {
+        "logprobs": each[at],
+        "old": old[at],
+        "behaviour": server[at],
+        "reference": reference[at],
+        "entropy": -(each.exp() * each).sum(1)[sampled.states],
+        "advantages": torch.from_numpy(sampled.advantages),
+        "mask": torch.ones(len(sampled.states)),
+        "segments": torch.from_numpy(sampled.responses),
+        "weights": torch.from_numpy(probabilities / divisor),
+    }
     if chooser_of(config) is not None:
         logprobs = old[at].numpy()
         values = [(logprobs[group], logprobs[group], sampled.advantages[group]) for group in sampled.each_group()]
-        chosen = torch.cat([chosen_of(config, *each) for each in values])
-    loss, _ = policy_loss(
-        config,
-        logprobs=each[at],
-        old_logprobs=old[at],
-        behaviour_logprobs=server[at],
-        reference_logprobs=reference[at],
-        entropy=-(each.exp() * each).sum(1)[sampled.states],
-        advantages=torch.from_numpy(sampled.advantages),
-        mask=torch.ones(len(sampled.states)),
-        segments=torch.from_numpy(sampled.responses),
-        token_weights=torch.from_numpy(probabilities / divisor),
-        chosen=chosen,
-    )
+        columns["chosen"] = torch.cat([chosen_of(config, *each) for each in values])
+    loss, _ = policy_loss(config, columns)
     (gradient,) = torch.autograd.grad(loss, theta)
     return gradient
 

@@ -1,6 +1,6 @@
 """A policy of a few tokens whose expected gradients are sums over all outcomes, and a step's estimates for any samples.
 
-The estimates go the way of a run: trajectories, encoded groups, headers, `members_of`, the estimator. Tokens of a
+The estimates go the way of a run: trajectories, encoded groups, headers, `trajectory_table`, the estimator. Tokens of a
 sample are drawn one after another; a sample may be one trajectory, or forked into several that have the same tokens.
 """
 
@@ -16,7 +16,7 @@ from megasync.algorithms.advantages.rewards import Floats, Forks, TokenRewards
 from megasync.algorithms.choose import estimator_of, takes_tokens
 from megasync.buffer.payload import in_memory
 from megasync.config.schema import AlgorithmConfig
-from megasync.trainer.members import members_of
+from megasync.trainer.tables import trajectory_table
 from megasync.trajectory import BASELINE, TOKEN_REWARDS, Group, Trajectory
 
 
@@ -73,25 +73,25 @@ def advantages(
     """
     leased = [in_memory(group_of(samples, f"0:{at}", weights)) for at, samples in enumerate(groups)]
     of_tokens = takes_tokens(config, config.advantage == "gae")
-    members, step = members_of(leased, config, of_tokens)
+    table, step = trajectory_table(leased, config, of_tokens)
     flat = [sample for samples in groups for sample in samples]
     penalties = np.array([sum(sample.penalties) for sample in flat])
     if of_tokens:
-        found = _of_tokens(flat, members, step, config, len(groups), ranks)
+        found = _of_tokens(flat, table, step, config, len(groups), ranks)
     else:
         if penalties.any():
             step = replace(step, rewards=step.rewards - penalties)
         step = replace(step, log_ratios=np.array([sample.log_ratio for sample in flat]))
-        each = estimator_of(config)(step)[members.samples]
-        found = [np.full(tokens, value) for tokens, value in zip(members.trained.tolist(), each.tolist(), strict=True)]
-    by_sample = [np.concatenate([found[at] for at in np.flatnonzero(members.samples == n)]) for n in range(len(flat))]
+        each = estimator_of(config)(step)[table.samples]
+        found = [np.full(tokens, value) for tokens, value in zip(table.trained.tolist(), each.tolist(), strict=True)]
+    by_sample = [np.concatenate([found[at] for at in np.flatnonzero(table.samples == n)]) for n in range(len(flat))]
     rest = iter(by_sample)
     return [list(itertools.islice(rest, len(samples))) for samples in groups]
 
 
-def _of_tokens(flat, members, step, config, prompts: int, ranks: int) -> list[Floats]:
+def _of_tokens(flat, table, step, config, prompts: int, ranks: int) -> list[Floats]:
     """What each trajectory's tokens get, from ranks that exchange sums."""
-    starts = np.cumsum([0, *members.trained])
+    starts = np.cumsum([0, *table.trained])
     columns = {
         "given": [r or 0.0 for s in flat for r in s.token_rewards or (None,) * s.tokens],
         "rewarded": [r is not None for s in flat for r in s.token_rewards or (None,) * s.tokens],
@@ -100,19 +100,19 @@ def _of_tokens(flat, members, step, config, prompts: int, ranks: int) -> list[Fl
     }
     if any(s.penalties for s in flat):
         columns["penalties"] = [v for s in flat for v in s.penalties or (0.0,) * s.tokens]
-    own = [np.arange(rank, len(members), ranks) for rank in range(ranks)]
+    own = [np.arange(rank, len(table), ranks) for rank in range(ranks)]
 
     def estimate(rank: int, summed: Callable[[Floats], Floats]) -> Floats:
         tokens = np.concatenate([np.arange(starts[at], starts[at + 1]) for at in own[rank]] or [np.zeros(0, int)])
         taken = {name: np.array(column)[tokens] for name, column in columns.items()}
-        forks = Forks(members.samples, members.groups, members.trained, own[rank])
-        begins = np.cumsum([0, *members.trained[own[rank]]])
+        forks = Forks(table.samples, table.groups, table.trained, own[rank])
+        begins = np.cumsum([0, *table.trained[own[rank]]])
         return estimator_of(config)(TokenRewards.of(step, forks, prompts, summed, starts=begins, **taken))
 
     shares = _together(estimate, ranks)
-    found: list[Floats] = [np.zeros(0)] * len(members)
+    found: list[Floats] = [np.zeros(0)] * len(table)
     for rank, share in enumerate(shares):
-        for at, part in zip(own[rank].tolist(), np.split(share, np.cumsum(members.trained[own[rank]])), strict=False):
+        for at, part in zip(own[rank].tolist(), np.split(share, np.cumsum(table.trained[own[rank]])), strict=False):
             found[at] = part
     return found
 

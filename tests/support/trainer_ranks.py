@@ -6,7 +6,9 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,8 +42,8 @@ class Ranks:
         self._links = [own for own, _ in pairs]
         self._answers = [own.makefile() for own in self._links]
 
-    def run(self, case: str, folder: Path, arguments: dict) -> list:
-        (folder / "request.json").write_text(json.dumps({"case": case, "arguments": arguments}))
+    def run(self, case: str, file: str, folder: Path, arguments: dict) -> list:
+        (folder / "request.json").write_text(json.dumps({"case": case, "file": file, "arguments": arguments}))
         watchdog = threading.Timer(TIMEOUT, self._parent.kill)
         watchdog.start()
         try:
@@ -92,18 +94,20 @@ def rows() -> list[dict]:
 
 @pytest.fixture(scope="session")
 def run_ranks(tmp_path_factory):
-    """run_ranks(case, world, **arguments): what `worker.py`'s function returns on each rank. Processes are kept.
+    """run_ranks(case, world, **arguments): what a function returns on each rank. Processes are kept.
 
+    ``case`` is a function of the test's own module, which the ranks import, or the name of one of `rank_engines`.
     ``flavour="te"`` runs it with Transformer Engine's layers on the CPU.
     """
     kept: dict[tuple[int, str], Ranks] = {}
 
-    def run(case: str, world: int, flavour: str = "local", **arguments) -> list:
-        folder = tmp_path_factory.mktemp(case)
+    def run(case: str | Callable[..., Any], world: int, flavour: str = "local", **arguments) -> list:
+        name, file = (case, "") if isinstance(case, str) else (case.__name__, case.__code__.co_filename)
+        folder = tmp_path_factory.mktemp(name)
         if (world, flavour) not in kept:
             kept[world, flavour] = Ranks(world, folder, flavour)
         try:
-            return kept[world, flavour].run(case, folder, arguments)
+            return kept[world, flavour].run(name, file, folder, arguments)
         except BaseException:
             kept.pop((world, flavour)).close()
             raise

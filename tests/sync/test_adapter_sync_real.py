@@ -49,8 +49,8 @@ class OneRank:
         for name, values in read_adapter(peft, self.layout, 0).items():
             self._params[name].copy_(values)
 
-    async def call(self, method, *args, timeout):
-        return [await asyncio.to_thread(getattr(self._writer, method.removeprefix("disk_")), *args)]
+    async def on_all(self, timeout, method, *args):
+        return [await asyncio.to_thread(getattr(self._writer, method.__name__.removeprefix("disk_")), *args)]
 
 
 @pytest.fixture(scope="module")

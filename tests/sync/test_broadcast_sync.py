@@ -61,7 +61,8 @@ class Ranks:
         self.servers, self.calls, self.faults = [], [], {}
         self.sending, self.gone = asyncio.Event(), asyncio.Event()
 
-    async def call(self, method, *args, timeout):
+    async def on_all(self, timeout, method, *args):
+        method = method.__name__
         self.calls.append(method)
         fault = self.faults.get(method, [None])
         fault = fault.pop(0) if fault else None

@@ -54,7 +54,8 @@ class Ranks:
     def __init__(self, plan):
         self.plan, self.calls, self.faults = plan, [], {}
 
-    async def call(self, method, *args, timeout):
+    async def on_all(self, timeout, method, *args):
+        method = method.__name__
         self.calls.append(method)
         fault = self.faults.get(method) and self.faults[method].pop(0)
         files = {}

@@ -5,6 +5,8 @@ of each merged weight, and the product rule those of the two factors: ``scale * 
 ``scale * up.T @ grad``.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from family_layouts import (
@@ -191,7 +193,7 @@ def fitted(run_ranks, models, rows, folders, tmp_path_factory):
     for world, layouts in FIT.items():
         given = {label: {**options, "lora": lora} for label, options in layouts.items()}
         arguments = {"layouts": given, "folder": str(saved), "steps": STEPS, "optimizer": optimizer}
-        ranks = run_ranks("fit", world, model=models["qwen3_moe"], rows=rows, **arguments)
+        ranks = run_ranks(fit, world, model=models["qwen3_moe"], rows=rows, **arguments)
         for label in layouts:
             export_checkpoint(saved / label, models["qwen3_moe"], saved / f"{label}-peft")
             found[label] = [rank[label] for rank in ranks], saved / f"{label}-peft"
@@ -247,3 +249,22 @@ def test_targets_that_do_not_fit_are_refused_by_name(models):
     text = refusal(models["mistral"], targets=["o_proj", "wo"])
     assert "trainer.lora.targets names 'wo'" in text and "o_proj" in text
     assert "names q_proj of q_proj, k_proj, v_proj" in refusal(models["mistral"], targets=["q_proj"])
+
+
+def fit(model, rows, layouts, folder, steps, optimizer, dtype="float32"):
+    """Losses of some steps on the same rows in each layout, and the checkpoint after them."""
+    from rank_engines import close, cross_entropy, make_engine, to_samples
+
+    found = {}
+    for label, trainer in layouts.items():
+        engine = make_engine(model, trainer, optimizer, dtype)
+        samples = to_samples(rows)
+        loss = cross_entropy(sum(len(sample.scored) for sample in samples))
+        losses = []
+        for step in range(1, steps + 1):
+            losses.append(engine.forward_backward(engine.local_batch(samples), loss)["loss"])
+            engine.update(step, loss_is_finite=True)
+        engine.save(Path(folder) / label)
+        found[label] = losses
+        close(engine)
+    return found

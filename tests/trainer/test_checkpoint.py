@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import resource
 import shutil
 from functools import partial
 from math import prod
@@ -11,9 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from megasync.config.schema import AlgorithmConfig
 from megasync.errors import CheckpointError
 from megasync.layout import shards
 from megasync.layout.layout import Box
@@ -124,7 +127,7 @@ def hops(run_ranks, models, tmp_path_factory):
         for number, (world, trainer) in enumerate(topologies):
             target = folder / f"{number}"
             arguments = {"source": source and str(source), "target": str(target), "model": models[model]}
-            metrics = run_ranks("hop", world, **arguments, trainer=trainer, dtype=dtype)[0]
+            metrics = run_ranks(hop, world, **arguments, trainer=trainer, dtype=dtype)[0]
             found.append((target, metrics))
             source = target
         return found
@@ -205,7 +208,7 @@ def test_a_lost_slice_is_named(hops, tmp_path):
 
 @pytest.fixture(scope="module")
 def broken(run_ranks, models, tmp_path_factory):
-    return run_ranks("broken_checkpoints", 2, model=models["llama"], folder=str(tmp_path_factory.mktemp("broken")))
+    return run_ranks(broken_checkpoints, 2, model=models["llama"], folder=str(tmp_path_factory.mktemp("broken")))
 
 
 def test_a_full_disk_on_one_rank_fails_all_and_leaves_the_earlier_checkpoint(broken):
@@ -428,3 +431,76 @@ def test_pruning_keeps_what_a_reference_is_read_from(tmp_path):
         whole(tmp_path, step)
     checkpoint.prune(tmp_path, 2, needed={4, 8})
     assert [checkpoint.step_of(path) for path in checkpoint.complete(tmp_path)] == [4, 6, 8]
+
+
+def hop(source, target, model, trainer, dtype):
+    """A policy step from a checkpoint, or the second of two from the model if ``source`` is None: its metrics.
+
+    What was loaded, or trained by the first step, is saved to ``target`` before.
+    """
+    from rank_engines import PolicyTrainer, close, make_engine, make_groups, train_on
+
+    engine = make_engine(model, trainer, {"decay": "cosine", "warmup_steps": 1}, dtype)
+    policy = PolicyTrainer(engine, AlgorithmConfig(), dump_dir="unused")
+    if source is None:
+        train_on(policy, make_groups(1), 1)
+    else:
+        engine.load(Path(source))
+    engine.save(Path(target), {"step": 1})
+    metrics = train_on(policy, make_groups(2), 2)
+    close(engine)
+    return metrics
+
+
+def broken_checkpoints(model, folder):
+    """Saves that fail on one rank, and checkpoints that are not whole."""
+    from rank_engines import Sample, close, cross_entropy, make_engine, weights
+
+    run = Path(folder)
+    engine = make_engine(model, {"tensor_parallel": 2})
+
+    def attempt(action, *args):
+        try:
+            action(*args)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    engine.forward_backward(engine.local_batch([Sample.of([1, 2], [3, 4])]), cross_entropy(2))
+    engine.update(1, loss_is_finite=True)
+    engine.save(checkpoint.step_path(run, 1), {"step": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        # Room for the weights, not for the optimizer's two moments.
+        weight_bytes = sum(tensor.nbytes for tensor in engine.params().values())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3 * weight_bytes // 2, limits[1]))
+    full = attempt(engine.save, checkpoint.step_path(run, 2))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    left = sorted(path.name for path in (run / "checkpoints").iterdir())
+    latest = checkpoint.latest(run).name
+    again = attempt(engine.load, checkpoint.step_path(run, 1))
+    existing = attempt(engine.save, checkpoint.step_path(run, 1))
+    engine.save(checkpoint.step_path(run, 3), {"step": 3})
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (checkpoint.step_path(run, 3) / "model-00001.safetensors").unlink()
+    dist.barrier()
+    before = weights(engine)
+    missing = attempt(engine.load, checkpoint.step_path(run, 3))
+    kept = all(torch.equal(before[name], tensor) for name, tensor in engine.params().items())
+    close(engine)
+    other = make_engine(model, {"data_parallel": 2}, dtype="bfloat16")
+    layout = attempt(other.load, checkpoint.step_path(run, 1))
+    absent = attempt(other.load, checkpoint.step_path(run, 9))
+    close(other)
+    return {
+        "full": full,
+        "left": left,
+        "latest": latest,
+        "again": again,
+        "existing": existing,
+        "missing": missing,
+        "kept": kept,
+        "layout": layout,
+        "absent": absent,
+    }

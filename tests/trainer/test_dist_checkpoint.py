@@ -56,7 +56,43 @@ def test_megatrons_own_model_reads_it_on_another_topology(models, run_ranks, tmp
     done = convert("to-megatron", models[name], tmp_path / name)
     assert done.returncode == 0, done.stderr
     checkpoints = {name: str(tmp_path / name)}
-    ranks = run_ranks(
-        "megatron_reads", 2, flavour, models={name: models[name]}, checkpoints=checkpoints, trainer=trainer
-    )
+    ranks = run_ranks(megatron_reads, 2, flavour, models={name: models[name]}, checkpoints=checkpoints, trainer=trainer)
     assert ranks == [{name: []}] * 2
+
+
+def megatron_reads(models, checkpoints, trainer):
+    """The parameters that Megatron's own GPTModel in this layout reads from a checkpoint of Megatron's format, with
+    other values than an engine reads from the Hugging Face folder.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from rank_engines import DEVICE, close, make_engine
+
+    from megasync.trainer.architecture import rope_parameters
+    from megasync.trainer.layer_specs import chunk_specs
+    from megasync.trainer.model import named_weights, transformer_config
+
+    found = {}
+    for name, path in models.items():
+        engine = make_engine(path, trainer)
+        layout = engine.layout
+        config = transformer_config(layout, engine.trainer_config, DEVICE, torch.float32)
+        rope = rope_parameters(layout.hf_config)
+        model = GPTModel(
+            config,
+            chunk_specs(config, layout, range(layout.sizes.layers), DEVICE.spec, rope),
+            vocab_size=layout.padded_vocab,
+            max_sequence_length=64,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=layout.tied,
+        )
+        for param in model.parameters():
+            param.data.fill_(7.0)
+        # Without Transformer Engine's extra state.
+        state = {"model": model.sharded_state_dict()}
+        loaded = dist_checkpointing.load(state, checkpoints[name], strict="log_unexpected")
+        model.load_state_dict(loaded["model"], strict=False)
+        own = named_weights([model])
+        found[name] = [param for param, weight in engine.weights.items() if not torch.equal(own[param], weight)]
+        close(engine)
+    return found

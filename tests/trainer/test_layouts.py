@@ -11,6 +11,7 @@ from family_layouts import PADDED
 from safetensors.torch import load_file
 from trainer_ranks import TIMED
 
+from megasync.errors import TrainingError
 from megasync.layout.shards import export_checkpoint
 
 LAYOUTS = {
@@ -163,5 +164,18 @@ def test_padding_changes_no_metric_of_a_policy_step(run_ranks, models):
 
 def test_a_sequence_longer_than_a_padded_microbatch_is_an_error(run_ranks, models, rows):
     options = {"tokens_per_microbatch": 64, "pad_microbatches": True}
-    (text,) = run_ranks("too_long", 1, model=models["qwen3"], rows=rows, trainer=options)
+    (text,) = run_ranks(too_long, 1, model=models["qwen3"], rows=rows, trainer=options)
     assert "a sequence has 77 tokens, but trainer.pad_microbatches=true pads microbatches to 64" in text
+
+
+def too_long(model, rows, trainer):
+    """The error of a share that one of the rows does not fit."""
+    from rank_engines import close, make_engine, to_samples
+
+    engine = make_engine(model, trainer)
+    try:
+        engine.local_batch(to_samples(rows))
+    except TrainingError as error:
+        return str(error)
+    finally:
+        close(engine)

@@ -1,10 +1,14 @@
 """The memory that `megasync plan` predicts for a rank is what the engine uses."""
 
+import collections
 import json
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
 from megasync.config.schema import (
@@ -42,7 +46,7 @@ TOKENS = {"prompt": 8, "response": 16}
 def held(run_ranks, models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     runs = {name: (model_of(models, name), *run) for name, run in RUNS.items()}
-    return run_ranks("held_bytes", 2, runs=runs, **TOKENS, folder=str(folder))
+    return run_ranks(held_bytes, 2, runs=runs, **TOKENS, folder=str(folder))
 
 
 def model_of(models, name):
@@ -130,3 +134,58 @@ def test_a_checkpoint_has_the_planned_size(held, models, name):
     """Except for headers of files and tensors and random states of ranks, which matter in such a small model."""
     planned_bytes = checkpoint_bytes(*configured(models, name))
     assert 0 <= held[0][name]["checkpoint"] - planned_bytes <= 128 * 1024
+
+
+class SavedBytes:
+    """Bytes of the storages that autograd keeps for backward passes at a time; ``weights`` do not count."""
+
+    def __init__(self, weights):
+        self._weights = {tensor.untyped_storage().data_ptr() for tensor in weights}
+        self._uses = collections.Counter()
+        self._now = self.peak = 0
+
+    def keep(self, tensor):
+        def saved():
+            return tensor
+
+        place, nbytes = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        if place not in self._weights:
+            self._count(place, nbytes, 1)
+            weakref.finalize(saved, self._count, place, nbytes, -1)
+        return saved
+
+    def _count(self, place, nbytes, change):
+        before, self._uses[place] = self._uses[place] > 0, self._uses[place] + change
+        self._now += nbytes * ((self._uses[place] > 0) - before)
+        self.peak = max(self.peak, self._now)
+
+
+def held_bytes(runs, prompt, response, folder):
+    """Bytes that this rank holds after a step under each of `runs` (model, dtype, layout): by kind, the most that was
+    saved for backward passes at a time, and all ranks' checkpoint. A microbatch is a sequence of so many tokens; there
+    is one for each data-parallel rank, and enough of them to fill a pipeline."""
+    from rank_engines import Sample, close, cross_entropy, make_engine
+
+    found = {}
+    sample = Sample.of([1] * prompt, [2] * response)
+    for name, (model, dtype, trainer) in runs.items():
+        engine = make_engine(model, {**trainer, "tokens_per_microbatch": prompt + response}, dtype=dtype)
+        count = 8 if trainer.get("pipeline_parallel", 1) > 1 else trainer.get("data_parallel", 1)
+        saved = SavedBytes(engine.params().values())
+        with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda saved: saved()):
+            engine.forward_backward(engine.local_batch([sample] * count), cross_entropy(response))
+        engine.update(1, loss_is_finite=True)
+        slices = engine.optimizer.slices(engine.weights).values()
+        buffers = [buffer for part in engine._models for buffer in (*part.buffers, *part.expert_parallel_buffers)]
+        found[name] = {
+            "weights": sum(tensor.nbytes for tensor in engine.params().values()),
+            "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+            "optimizer": sum(tensor.nbytes for part in slices for tensor in part.tensors.values()),
+            "activations": saved.peak,
+        }
+        saved_to = Path(folder) / name
+        engine.save(saved_to)
+        dist.barrier()
+        found[name]["checkpoint"] = sum(file.stat().st_size for file in saved_to.iterdir())
+        close(engine)
+    return found

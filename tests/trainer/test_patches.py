@@ -27,7 +27,7 @@ def attempt(left_out, model):
     config = ModelConfig(path=model, dtype="bfloat16")
     engine = MegatronEngine(config, TrainerConfig(recompute="full"), Device("cpu"), 0)
     engine.initialize()
-    share = engine.share([Sample.of([1, 2], [3, 4])])
+    share = engine.local_batch([Sample.of([1, 2], [3, 4])])
     engine.forward_backward(share, lambda batch, logprobs, entropy: (-logprobs.sum(), {}))
     assert engine.update(1, True).applied
 

@@ -2,14 +2,19 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from trainer_ranks import TIMED
 
 from megasync.config.builtin import ADVANTAGES, LOSSES
+from megasync.config.schema import AlgorithmConfig, Config
+from megasync.errors import TrainingError
+from megasync.trajectory import Group
 
 OF_RESPONSES = [name for name, item in ADVANTAGES.items() if not item.critic]
 # Its advantages need the probabilities of all tokens.
@@ -153,7 +158,7 @@ def spread(run_ranks, model):
 
 @pytest.fixture(scope="module")
 def hand(run_ranks, model):
-    return run_ranks("by_hand", 1, model=model, uniform=[1, 2])[0]
+    return run_ranks(by_hand, 1, model=model, uniform=[1, 2])[0]
 
 
 def assert_same_metrics(left, right, **tolerance):
@@ -303,7 +308,7 @@ def test_bfloat16_main_weights_start_with_the_folders_precision(run_ranks, model
     }
     if family == "qwen3_moe":
         layouts["experts"] = {"data_parallel": 2, "expert_parallel": 2}
-    ranks = run_ranks("main_weights", 2, model=model, trainers=layouts)
+    ranks = run_ranks(main_weights, 2, model=model, trainers=layouts)
     shared = [torch.cat([rank[label] for rank in ranks]) for label in layouts if label != "replicated"]
     for start in (ranks[0]["replicated"], *shared):
         # All but the zeros of vocabulary padding, in any order.
@@ -361,7 +366,7 @@ def test_weight_decay_is_for_matrices_only(runs):
 
 @pytest.mark.parametrize("ranks", [2])
 def test_reference_weights_are_the_initial_ones_and_are_removed_after_scoring(run_ranks, model, ranks):
-    for found in run_ranks("reference", ranks, model=model):
+    for found in run_ranks(reference, ranks, model=model):
         assert torch.equal(found["referred"], found["initial"])
         assert torch.equal(found["again"], found["trained"])
         assert (found["trained"] - found["initial"]).abs().max() > 1e-3
@@ -374,7 +379,7 @@ def test_reference_weights_are_the_initial_ones_and_are_removed_after_scoring(ru
 @pytest.mark.parametrize("options", [{}, {"lora": {"rank": 4, "alpha": 256.0}}], ids=["weights", "adapters"])
 def test_a_renewed_reference_is_that_of_its_step_also_after_a_resume(run_ranks, model, tmp_path, ranks, options):
     """Renewed after steps 2 and 4: the KL of the steps that follow starts at zero."""
-    for found in run_ranks("renewed_reference", ranks, model=model, folder=str(tmp_path), options=options):
+    for found in run_ranks(renewed_reference, ranks, model=model, folder=str(tmp_path), options=options):
         kl = found["kl"]
         assert kl[0] == pytest.approx(0.0, abs=1e-6) and kl[2] == pytest.approx(0.0, abs=1e-6)
         assert kl[1] > 1e-6 and kl[3] > 1e-6
@@ -402,9 +407,9 @@ def test_a_non_finite_step_is_skipped_on_all_ranks(run_ranks, model, tmp_path):
 
 
 def test_a_step_without_gradient_is_not_taken_and_a_single_reward_is_refused(run_ranks, model, tmp_path):
-    found = run_ranks("idle", 1, model=model, folder=str(tmp_path))[0]
-    for idle in (found["uniform"], found["masked"]):
-        assert (idle["train/skipped"], idle["train/without_gradient"]) == (0, 1)
+    found = run_ranks(idle, 1, model=model, folder=str(tmp_path))[0]
+    for metrics in (found["uniform"], found["masked"]):
+        assert (metrics["train/skipped"], metrics["train/without_gradient"]) == (0, 1)
     assert (found["uniform"]["train/uniform_groups"], found["uniform"]["train/reward_std"]) == (1, 0)
     assert found["uniform"]["train/tokens"] > 0
     assert found["masked"]["train/tokens"] == 0
@@ -413,9 +418,148 @@ def test_a_step_without_gradient_is_not_taken_and_a_single_reward_is_refused(run
 
 
 def test_a_skipped_optimizer_step_is_in_no_mean(run_ranks, model, tmp_path):
-    half = run_ranks("idle", 1, model=model, folder=str(tmp_path))[0]["half"]
+    half = run_ranks(idle, 1, model=model, folder=str(tmp_path))[0]["half"]
     assert (half["train/skipped"], half["train/without_gradient"]) == (1, 0)
     # Of four groups one is uniform, and a response of each third has no advantage.
     assert half["train/uniform_groups"] == 0.25 and half["train/reward_std"] > 0
     assert 0 < half["train/computed_tokens"] < half["train/tokens"]
     assert all(math.isfinite(value) for value in half.values())
+
+
+def main_weights(model, trainers):
+    """The float32 weights that a bfloat16 optimizer starts from, as one vector per layout."""
+    from rank_engines import checkpoint, close, make_engine
+
+    found = {}
+    for name, trainer in trainers.items():
+        engine = make_engine(model, trainer, dtype="bfloat16")
+        slices = engine.optimizer.slices(engine.weights).values()
+        found[name] = torch.cat([part.tensors[checkpoint.MAIN_WEIGHT].clone() for part in slices])
+        close(engine)
+    return found
+
+
+def by_hand(model, uniform):
+    """One step of the on-policy gradient over *all* trajectories, and two PPO minibatches, without PolicyTrainer."""
+    from rank_engines import Sample, close, make_engine, make_groups, weights
+
+    from megasync.algorithms.advantages.grpo import of_group
+
+    def plan(seed):
+        members, advantages = [], []
+        for group in make_groups(seed, uniform=uniform):
+            members.append(group.trajectories)
+            advantages.append(of_group([t.reward for t in group.trajectories], True))
+        return members, advantages
+
+    def flat(groups):
+        return [item for group in groups for item in group]
+
+    def scored(trajectory):
+        return [i for i, keep in enumerate(trajectory.loss_mask) if keep]
+
+    def update(engine, members, advantages, old):
+        share = engine.local_batch(samples := [Sample.of(t.prompt_ids, t.response_ids, scored(t)) for t in members])
+        tokens = sum(len(sample.scored) for sample in samples)
+
+        def loss(batch, logprobs, entropy):
+            total = 0.0
+            own = share.microbatches[batch.index].sequences
+            for index, part in zip(own, logprobs.split(batch.counts), strict=True):
+                ratio = (part - (part.detach() if old is None else old[index])).exp()
+                free, bounded = ratio * advantages[index], ratio.clamp(0.8, 1.28) * advantages[index]
+                total = total - torch.minimum(free, bounded).sum()
+            return total / tokens, {}
+
+        engine.forward_backward(share, loss)
+        return engine.update(1, True).grad_norm
+
+    members, advantages = plan(1)
+    engine = make_engine(model)
+    norm = update(engine, flat(members), flat(advantages), None)
+    after_one = weights(engine)
+    close(engine)
+
+    engine = make_engine(model, optimizer={"lr": 0.05})
+    halves = [(flat(members[part]), flat(advantages[part])) for part in (slice(2), slice(2, None))]
+    # Scored in the trainer's packing, without those that have no advantage: Adam amplifies differences in rounding.
+    olds = []
+    for trajectories, weighed in halves:
+        samples = [Sample.of(t.prompt_ids, t.response_ids, scored(t)) for t in trajectories]
+        scores = iter(engine.score_everywhere([s for s, weight in zip(samples, weighed, strict=True) if weight]))
+        olds.append(
+            [next(scores) if weight else torch.zeros(len(s.scored)) for s, weight in zip(samples, weighed, strict=True)]
+        )
+    for half, old in zip(halves, olds, strict=True):
+        update(engine, *half, old)
+    after_two = weights(engine)
+    close(engine)
+    return {"grad_norm": norm, "after_one": after_one, "after_two": after_two}
+
+
+def reference(model):
+    """Scores by reference weights, before and after training, and whether the current ones are unchanged."""
+    from rank_engines import PolicyTrainer, Sample, close, make_engine, make_groups, train_on
+
+    engine = make_engine(model, {"tensor_parallel": dist.get_world_size()})
+    policy = PolicyTrainer(engine, AlgorithmConfig(kl_coef=0.1), dump_dir="unused")
+    samples = [Sample.of(t.prompt_ids, t.response_ids, [0, 1]) for t in make_groups(1)[0].trajectories]
+    initial = torch.cat(engine.score_everywhere(samples))
+    metrics = [train_on(policy, make_groups(seed), seed) for seed in (1, 2)]
+    trained = torch.cat(engine.score_everywhere(samples))
+    referred = torch.cat(engine.score_everywhere(samples, reference=True))
+    again = torch.cat(engine.score_everywhere(samples))
+    close(engine)
+    return {"initial": initial, "trained": trained, "referred": referred, "again": again, "metrics": metrics}
+
+
+def renewed_reference(model, folder, options=None):
+    """The KL of four steps with a reference that is renewed every two, and of the fourth after a resume."""
+    from rank_engines import PolicyTrainer, TrainerRank, checkpoint, close, make_engine, make_groups, train_on
+
+    folder, trainer = Path(folder), {"tensor_parallel": dist.get_world_size(), **(options or {})}
+    algorithm = AlgorithmConfig(kl_coef=0.1, reference_every=2)
+    engine = make_engine(model, trainer)
+    policy = PolicyTrainer(engine, algorithm, dump_dir="unused")
+    kl = []
+    for step in (1, 2, 3, 4):
+        kl.append(train_on(policy, make_groups(step), step)["train/kl"])
+        engine.save(checkpoint.step_path(folder, step), {"step": step})
+    close(engine)
+    rank = TrainerRank(Config(algorithm=algorithm), dist.get_rank(), dist.get_world_size(), str(folder))
+    rank._engine = engine = make_engine(model, trainer)
+    policy = PolicyTrainer(engine, algorithm, dump_dir="unused")
+    rank.load(str(checkpoint.step_path(folder, 3)))
+    resumed = train_on(policy, make_groups(4), 4)["train/kl"]
+    close(engine)
+    return {"kl": kl, "resumed": resumed}
+
+
+def idle(model, folder):
+    """Batches without anything to learn: equal rewards everywhere, everything masked, and in one half a NaN."""
+    from rank_engines import PolicyTrainer, close, make_engine, make_groups, train_on, weights
+
+    engine = make_engine(model)
+    policy = PolicyTrainer(engine, AlgorithmConfig(), dump_dir="unused")
+    before = weights(engine)
+    uniform = train_on(policy, make_groups(1, uniform=range(4)), 1)
+    masked = make_groups(2)
+    for group in masked:
+        group.trajectories[:] = [replace(t, loss_mask=[0] * len(t.loss_mask)) for t in group.trajectories]
+    masked = train_on(policy, masked, 2)
+    unchanged = all(torch.equal(before[name], tensor) for name, tensor in engine.params().items())
+    try:
+        train_on(policy, [Group("lone", make_groups(1)[0].trajectories[:1])], 3)
+        error = None
+    except TrainingError as caught:
+        error = str(caught)
+    close(engine)
+    # One of two optimizer steps has a NaN.
+    engine = make_engine(model, {"minibatches": 2})
+    policy = PolicyTrainer(engine, AlgorithmConfig(), dump_dir=folder)
+    half = make_groups(1, uniform=[3])
+    first = half[0].trajectories[0]
+    half[0].trajectories[0] = replace(first, logprobs=[float("nan"), *first.logprobs[1:]])
+    half = train_on(policy, half, 1)
+    close(engine)
+    return {"uniform": uniform, "masked": masked, "unchanged": unchanged, "error": error, "half": half}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from family_layouts import layout_of
 from fp8_folders import quantize
 
@@ -39,7 +40,7 @@ def test_shards_quantize_like_whole_matrices(models, run_ranks, family):
     shapes = Layout(config, Topology()).hf_tensors
     names = sorted(name for name, shape in shapes.items() if "_proj" in name and len(shape) == 2)
     trainers = {label: LAYOUTS[label] for label in CASES[family]}
-    ranks = run_ranks("quantized", 2, model=models[family], names=names, block=BLOCK, trainers=trainers)
+    ranks = run_ranks(quantized, 2, model=models[family], names=names, block=BLOCK, trainers=trainers)
     with HfFolder(models[family]) as folder:
         whole = {name: folder.reader(name, shapes[name])(box_of(shapes[name])).bfloat16() for name in names}
     for label, trainer in trainers.items():
@@ -52,3 +53,27 @@ def test_shards_quantize_like_whole_matrices(models, run_ranks, family):
                 assert torch.equal(found.view(torch.uint8), values.view(torch.uint8)), (label, name)
                 for rank in held:
                     assert name + SCALES not in rank or torch.equal(rank[name + SCALES], scales)
+
+
+def quantized(model, names, block, trainers):
+    """What a rank has for servers in block FP8, before and after its weights have changed, for each layout."""
+    from rank_engines import close, make_engine
+
+    from megasync.trainer.quantized import QuantizedWeights
+
+    found = {}
+    for label, trainer in trainers.items():
+        engine = make_engine(model, trainer, dtype="bfloat16")
+        weights = QuantizedWeights(
+            QuantizedLayout(engine.layout, Block(*block), names), dist.get_rank(), engine.params()
+        )
+        params, states = weights.params(), []
+        for change in (1.0, 1.5):
+            with torch.no_grad():
+                for param in engine.params().values():
+                    param.mul_(change)
+            weights.refresh()
+            states.append({name: param.clone() for name, param in params.items()})
+        found[label] = states
+        close(engine)
+    return found

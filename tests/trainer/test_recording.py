@@ -1,9 +1,13 @@
 """The trainer records each response of a step once, with what its loss was computed from, in every layout."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch.distributed as dist
 
-from megasync.observe.rollouts import RolloutIndex
+from megasync.config.schema import AlgorithmConfig
+from megasync.observe.rollouts import RolloutIndex, RolloutLog
 
 # Four groups of three responses.
 ALL = 100
@@ -27,8 +31,8 @@ def recorded(run_ranks, models, tmp_path_factory):
     spread["few"] = {"most": 7, "trainer": LAYOUTS["dp2"]}
     spread["stepped"] = {**STEPPED, "trainer": LAYOUTS["dp2"]}
     alone = {"alone": {"most": ALL}}
-    found = run_ranks("recordings", 1, model=models["qwen3"], folder=str(folder), runs=alone)[0]
-    found |= run_ranks("recordings", 2, model=models["qwen3"], folder=str(folder), runs=spread)[0]
+    found = run_ranks(recordings, 1, model=models["qwen3"], folder=str(folder), runs=alone)[0]
+    found |= run_ranks(recordings, 2, model=models["qwen3"], folder=str(folder), runs=spread)[0]
     return folder, found
 
 
@@ -107,3 +111,22 @@ def test_advantages_of_tokens_and_their_rewards_are_recorded(recorded):
     assert len(set(known.tolist())) > 1
     assert rows["0:0", 1].advantage == pytest.approx(known.mean(), abs=1e-6)
     assert np.isnan(response.rewards[1::2]).all() and not np.isnan(response.rewards[::2]).any()
+
+
+def recordings(model, folder, runs):
+    """Metrics of a step for each entry of `runs`, whose responses are recorded below ``folder`` under its name."""
+    from rank_engines import PolicyTrainer, close, make_engine, make_groups, train_on
+
+    from megasync.trainer.recording import Recorder
+
+    found = {}
+    for name, arguments in runs.items():
+        engine = make_engine(model, arguments.get("trainer"))
+        record = Recorder(
+            RolloutLog(Path(folder) / name, f"trainer-{dist.get_rank()}", 2**24), arguments["most"], engine
+        )
+        algorithm = AlgorithmConfig(**arguments.get("algorithm", {}))
+        policy = PolicyTrainer(engine, algorithm, dump_dir="unused", recorder=record)
+        found[name] = train_on(policy, make_groups(1, **arguments.get("batch", {})), 1, 2)
+        close(engine)
+    return found

@@ -20,33 +20,23 @@ SECOND = [(-3.0, -2.0, -2.2, -2.5, 2.0, 2.0, 0), (-0.1, -2.0, -0.2, -0.3, 1.0, -
 BROKEN = [(math.nan, -1.0, -1.0, -1.0, math.nan, 1.0, 0)]
 
 
-def report(tokens, applied=1.0, grad_norm=2.0, taught=()):
-    """What the ranks report of an optimizer step; ``taught`` are gaps to a teacher."""
-    columns = [torch.tensor(column) for column in zip(*tokens, strict=True)]
-    logprobs, old, behaviour, reference, entropy, advantages, ages = columns
-    loss, sums = policy_loss(
-        CONFIG,
-        logprobs=logprobs,
-        old_logprobs=old,
-        behaviour_logprobs=behaviour,
-        reference_logprobs=reference,
-        entropy=entropy,
-        advantages=advantages,
-        ages=ages,
-        mask=torch.ones(len(tokens)),
-    )
+def report(tokens, applied=1.0, grad_norm=2.0, gaps=()):
+    """What the ranks report of an optimizer step; ``gaps`` are those to a teacher, NaN for tokens without one."""
+    names = ("logprobs", "old", "behaviour", "reference", "entropy", "advantages", "ages")
+    columns = {name: torch.tensor(column) for name, column in zip(names, zip(*tokens, strict=True), strict=True)}
+    columns |= {"mask": torch.ones(len(tokens)), "teacher_gap": torch.tensor([*gaps] or [math.nan] * len(tokens))}
+    loss, sums = policy_loss(CONFIG, columns)
     update = {"loss": loss.item(), "applied": applied, "grad_norm": grad_norm, "lr": 0.5}
-    of_teacher = {"teacher_kl": -sum(taught), "taught": float(len(taught))}
-    return {name: value.item() for name, value in sums.items()} | update | of_teacher
+    return {name: value.item() for name, value in sums.items()} | update
 
 
 @pytest.fixture(scope="module")
 def metrics():
     return _summary(
         [
-            report(FIRST, grad_norm=2.0, taught=[0.5, -2.0]),
-            report(BROKEN, applied=0.0, grad_norm=math.nan, taught=[math.nan]),
-            report(SECOND, grad_norm=4.0, taught=[0.0]),
+            report(FIRST, grad_norm=2.0, gaps=[0.5, math.nan, -2.0]),
+            report(BROKEN, applied=0.0, grad_norm=math.nan, gaps=[math.inf]),
+            report(SECOND, grad_norm=4.0, gaps=[0.0, math.nan]),
         ]
     )
 

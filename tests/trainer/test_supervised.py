@@ -1,9 +1,15 @@
 """Supervised steps compute Hugging Face's loss, before steps and after them, on one rank and on several."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
+
+from megasync.data.row_file import RowFile, write_rows
+from megasync.data.supervised import TokenRow
 
 pytestmark = pytest.mark.processes
 
@@ -42,7 +48,7 @@ def hugging_faces_loss(model, chosen):
 def results(run_ranks, models, tmp_path_factory):
     folder, found = tmp_path_factory.mktemp("rows"), {}
     for world, layouts in LAYOUTS.items():
-        ranks = run_ranks("supervised", world, model=models["qwen3"], layouts=layouts, rows=rows(), folder=str(folder))
+        ranks = run_ranks(supervised, world, model=models["qwen3"], layouts=layouts, rows=rows(), folder=str(folder))
         found |= {name: [rank[name] for rank in ranks] for name in layouts}
     return found
 
@@ -73,3 +79,23 @@ def test_losses_before_and_after_steps_are_hugging_faces(results, hugging_face, 
         assert whole[1] < whole[0] - 0.01
         assert rank["steps"][0]["train/tokens"] == sum(sum(mask) for _, mask in rows()[:4])
         assert rank["steps"][0]["train/sequences"] == 4
+
+
+def supervised(model, layouts, rows, folder):
+    """Steps on the first four rows and on the last one; the loss of all rows before and after."""
+    from rank_engines import close, make_engine
+
+    from megasync.trainer.supervised import SupervisedTrainer
+
+    found = {}
+    rows = [TokenRow(np.array(ids, np.int32), np.array(trained, np.bool_)) for ids, trained in rows]
+    path = Path(folder) / f"rows-{dist.get_rank()}"
+    write_rows(path, rows)
+    for label, trainer in layouts.items():
+        engine = make_engine(model, trainer, {"betas": [0.9, 0.95], "clip_grad": 1.0})
+        trainer, file, numbers = SupervisedTrainer(engine), RowFile(path), np.arange(len(rows))
+        losses = [trainer.loss(file)]
+        steps = [trainer.step(file, numbers[:4], 1), trainer.step(file, numbers[4:], 2)]
+        found[label] = {"steps": steps, "losses": [*losses, trainer.loss(file)]}
+        close(engine)
+    return found

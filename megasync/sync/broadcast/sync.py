@@ -22,7 +22,7 @@ from megasync.errors import ServerError, SyncError
 from megasync.sync.attempt import NOT_RECEIVED, Attempt, ServerProgress
 from megasync.sync.broadcast.plan import BroadcastPlan, group_name
 from megasync.sync.server_update import RECOVERY_SECONDS, ServerUpdate, call_each
-from megasync.sync.weight_sync import GRACE_SECONDS, TrainerRanks, WeightSync
+from megasync.sync.weight_sync import GRACE_SECONDS, SendingRank, TrainerRanks, WeightSync
 
 if TYPE_CHECKING:
     from megasync.config.schema import SyncConfig, TimeoutConfig
@@ -107,8 +107,8 @@ class BroadcastSync(WeightSync[ServerUpdate]):
         self._groups_are_stale = False
         self._connections += 1
         self._name = name = f"megasync-{self._connections}"
-        addresses = await self._ranks.call("sync_listen", self._seconds, timeout=self._limit)
-        meeting_points = [addresses[sender] for sender in self._plan.senders]
+        addresses = await self._ranks.on_all(self._limit, SendingRank.sync_listen, self._seconds)
+        meeting_points = [point for sender in self._plan.senders if (point := addresses[sender]) is not None]
         engine_ranks = len(self._members) * self._engine_tp
 
         async def init(index: int, server: ServerUpdate) -> None:
@@ -123,7 +123,7 @@ class BroadcastSync(WeightSync[ServerUpdate]):
                 }
                 await server.post("/init_weights_update_group", body)
 
-        join = self._ranks.call("sync_join", name, addresses, engine_ranks, self._seconds, timeout=self._limit)
+        join = self._ranks.on_all(self._limit, SendingRank.sync_join, name, addresses, engine_ranks, self._seconds)
         attempt.tasks = {"trainer": asyncio.ensure_future(join)}
         for index, server in enumerate(self._members):
             attempt.tasks[server.url] = asyncio.ensure_future(init(index, server))
@@ -132,7 +132,7 @@ class BroadcastSync(WeightSync[ServerUpdate]):
     async def _transfer(self, attempt: Attempt) -> None:
         """Ranks send while each server takes the buckets, in the same order everywhere."""
         assert self._name is not None
-        call = self._ranks.call("sync_send", attempt.version, self._seconds, timeout=self._limit)
+        call = self._ranks.on_all(self._limit, SendingRank.sync_send, attempt.version, self._seconds)
         sending = asyncio.ensure_future(call)
         attempt.tasks = {"trainer": sending}
         for server in self._members:
@@ -197,7 +197,7 @@ class BroadcastSync(WeightSync[ServerUpdate]):
     async def _disconnect_ranks(self, task: asyncio.Future[Any] | None) -> None:
         if task is not None:
             await asyncio.wait([task], timeout=RECOVERY_SECONDS)
-        await self._leave_ranks("sync_leave")
+        await self._leave_ranks(SendingRank.sync_leave)
 
     async def _disconnect_server(
         self, server: ServerUpdate, name: str, attempt: Attempt, ranks: asyncio.Future[None]

@@ -36,9 +36,8 @@ from megasync.serving.answers import parse_as
 from megasync.sync.attempt import Attempt, PhaseFailed
 from megasync.sync.broadcast.plan import BroadcastPlan
 from megasync.sync.disk.version_folders import VersionFolders
-from megasync.sync.messages import WriteReport
 from megasync.sync.server_update import ServerUpdate, each_engine, failures, untouched
-from megasync.sync.weight_sync import TrainerRanks, WeightSync
+from megasync.sync.weight_sync import SendingRank, TrainerRanks, WeightSync
 
 if TYPE_CHECKING:
     from megasync.config.schema import SyncConfig, TimeoutConfig
@@ -198,9 +197,9 @@ class DiskSync(WeightSync[DiskServer]):
         self._connections += 1
         with attempt.during("connect"):
             await asyncio.to_thread(self._folders.prepare)
-            addresses = await self._ranks.call("disk_listen", self._seconds, timeout=self._limit)
+            addresses = await self._ranks.on_all(self._limit, SendingRank.disk_listen, self._seconds)
             name = f"megasync-disk-{self._connections}"
-            await self._ranks.call("disk_join", name, addresses, self._seconds, timeout=self._limit)
+            await self._ranks.on_all(self._limit, SendingRank.disk_join, name, addresses, self._seconds)
         self._joined = True
 
     async def _write(self, attempt: Attempt) -> SealedVersion:
@@ -209,8 +208,8 @@ class DiskSync(WeightSync[DiskServer]):
             draft = await asyncio.to_thread(self._folders.draft, attempt.version)
         try:
             with attempt.during("write"):
-                reports: list[WriteReport] = await self._ranks.call(
-                    "disk_write", str(draft), attempt.version, self._seconds, timeout=self._limit
+                reports = await self._ranks.on_all(
+                    self._limit, SendingRank.disk_write, str(draft), attempt.version, self._seconds
                 )
             for activity in ("pack", "wire", "disk"):
                 attempt.note(activity, max(report.seconds[activity] for report in reports))
@@ -263,7 +262,7 @@ class DiskSync(WeightSync[DiskServer]):
 
     async def _leave(self) -> None:
         self._joined = False
-        await self._leave_ranks("disk_leave")
+        await self._leave_ranks(SendingRank.disk_leave)
 
     async def _finish(self) -> None:
         """Removes old versions, except those that are still needed."""

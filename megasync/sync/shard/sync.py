@@ -46,7 +46,7 @@ from megasync.sync.server_update import call_each
 from megasync.sync.shard.engine import Engine
 from megasync.sync.shard.feeds import WHOLE, Feed, assign_feeds
 from megasync.sync.shard.plan import MOST_SOURCES, ShardPlan, plan_shards, receive_plan
-from megasync.sync.weight_sync import GRACE_SECONDS, TrainerRanks, WeightSync
+from megasync.sync.weight_sync import GRACE_SECONDS, SendingRank, TrainerRanks, WeightSync
 
 if TYPE_CHECKING:
     from megasync.config.schema import SyncConfig, TimeoutConfig
@@ -200,7 +200,9 @@ class ShardSync(WeightSync[Engine]):
         feeds = [engine.feed for engine in engines if engine.feed]
         plan = await self._make_plan(name, engines, ranks, feeds[0].shares)
         topology, feeding = self._layout.topology, sorted({replica for feed in feeds for replica in feed.replicas})
-        derived = await self._ranks.call("shard_prepare", name, ranks, feeds[0].shares, feeding, timeout=self._seconds)
+        derived = await self._ranks.on_all(
+            self._seconds, SendingRank.shard_prepare, name, ranks, feeds[0].shares, feeding
+        )
         other = [rank for rank, digest in enumerate(derived) if digest and digest != plan.digest]
         if other:
             raise SyncError(f"trainer ranks {other} derived another plan than the driver; their configurations differ")
@@ -313,7 +315,7 @@ class ShardSync(WeightSync[Engine]):
         Returns that task, and by URL what the ranks of each engine need to receive it.
         """
         if (meeting_point := self._meeting_point) is None:
-            points = await self._ranks.call("shard_listen", self._seconds, timeout=self._limit)
+            points = await self._ranks.on_all(self._limit, SendingRank.shard_listen, self._seconds)
             self._meeting_point = meeting_point = next(point for point in points if point is not None)
         patience = 0.0
         for engine in engines:
@@ -338,7 +340,7 @@ class ShardSync(WeightSync[Engine]):
             stream=stream,
             keep=self._config.delta,
         )
-        sending = asyncio.ensure_future(self._ranks.call("shard_send", request, timeout=self._limit))
+        sending = asyncio.ensure_future(self._ranks.on_all(self._limit, SendingRank.shard_send, request))
         attempt.tasks = {"trainer": sending}
         return sending, {engine.url: self._receive_request(engine, request, patience) for engine in engines}
 
@@ -408,7 +410,7 @@ class ShardSync(WeightSync[Engine]):
         elif trainer is not None:
             engines = [engine for url, engine in self._servers.items() if url in attempt.tasks]
             if broken := self._drop_broken_links(engines, attempt):
-                await self._leave_ranks("shard_leave", broken)
+                await self._leave_ranks(SendingRank.shard_leave, broken)
         for task in attempt.tasks.values():
             task.cancel()
         await asyncio.gather(*attempt.tasks.values(), return_exceptions=True)
@@ -418,7 +420,7 @@ class ShardSync(WeightSync[Engine]):
         self._meeting_point = None
         for engine in self._servers.values():
             engine.links = ""
-        await self._leave_ranks("shard_leave")
+        await self._leave_ranks(SendingRank.shard_leave)
 
     async def _release(self, server: Engine, attempt: Attempt) -> None:
         # What is staged over sound links is replaced by the next version, and never committed.

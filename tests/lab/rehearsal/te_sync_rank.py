@@ -47,7 +47,7 @@ class TrainedRank(Rank):
         """One step towards these sequences, and their log-probs after it."""
         from megasync.trainer.batch import Sample
 
-        share = self._engine.share([Sample.of(ids[:1], ids[1:]) for ids in sequences])
+        share = self._engine.local_batch([Sample.of(ids[:1], ids[1:]) for ids in sequences])
         self._engine.forward_backward(share, lambda batch, logprobs, entropy: (-logprobs.mean(), {}))
         self._steps += 1
         assert self._engine.update(self._steps, loss_is_finite=True).applied

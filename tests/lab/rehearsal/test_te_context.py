@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
@@ -62,7 +63,7 @@ def test_attention_over_split_tokens_is_torchs_over_whole_sequences(run_ranks, p
         for comm in comms
         for dtype in ("float32", "bfloat16")
     ]
-    results = run_ranks("attention_parts", ranks, flavour="te", cases=cases)
+    results = run_ranks(attention_parts, ranks, flavour="te", cases=cases)
     names = [case for case in CASES for _ in comms for _ in range(2)]
     for index, (name, options) in enumerate(zip(names, cases, strict=True)):
         _, kept, expected = problems[name, ranks]
@@ -112,3 +113,56 @@ def test_gradients_of_a_step_change_the_chunks_that_they_belong_to():
     assert changed("copy", "zero", step[:3]) == [1, 0, 2, 3, 0, 0]
     with pytest.raises(ValueError, match=r"one of add, copy, none, zero, not \('add', 'double'\)"):
         changed("add", "double", step)
+
+
+def attention_parts(cases):
+    """Per case the tokens of this rank among all, its output and gradients: Transformer Engine's attention whose tokens
+    are split over all ranks. Float32 goes past `DotProductAttention`, which has no backend for it then."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import attn_forward_func_with_cp
+    from transformer_engine_torch import thd_get_partitioned_indices
+
+    world, rank, stream = dist.get_world_size(), dist.get_rank(), torch.cuda.current_stream()
+    members, found = list(range(world)), []
+    for case in cases:
+        whole = torch.load(case["tensors"])
+        lengths, layout = whole["lengths"], case["format"]
+        padded = [-(-length // (2 * world)) * 2 * world for length in lengths]
+        starts, offsets = (torch.tensor([0, *sizes]).cumsum(0).int() for sizes in (lengths, padded))
+        indices, mask = thd_get_partitioned_indices(offsets, sum(padded), world, rank), "padding_causal"
+        dtype = getattr(torch, case["dtype"])
+        parts = [whole[name].to(dtype)[indices].contiguous() for name in ("q", "k", "v", "grad")]
+        if layout != "thd":
+            # Sequences of one length: [batch, length, heads, dim] or [length, batch, heads, dim].
+            starts, mask = offsets, "causal"
+            parts = [part.view(len(lengths), -1, *part.shape[1:]) for part in parts]
+            if layout == "sbhd":
+                parts = [part.transpose(0, 1).contiguous() for part in parts]
+        q, k, v = (part.requires_grad_() for part in parts[:3])
+        packed = {
+            "cu_seqlens_q_padded": offsets,
+            "cu_seqlens_kv_padded": offsets,
+            "pad_between_seqs": padded != lengths,
+        }
+        if dtype == torch.float32:
+            out = attn_forward_func_with_cp(
+                True, q, k, v, starts, starts, max(padded), max(padded), offsets, offsets, 0.0,
+                dist.group.WORLD, members, stream, case["comm"], 0.3, layout, mask,
+                use_fused_attention=True, window_size=(-1, 0), pad_between_seqs=packed["pad_between_seqs"],
+            )  # fmt: skip
+        else:
+            attention = te.DotProductAttention(
+                q.shape[-2], (q.shape[-1], v.shape[-1]), k.shape[-2], qkv_format=layout, attn_mask_type=mask,
+                softmax_scale=0.3, cp_group=dist.group.WORLD, cp_global_ranks=members, cp_stream=stream,
+                cp_comm_type=case["comm"], attention_dropout=0.0,
+            )  # fmt: skip
+            lengths_of = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": max(padded)}
+            lengths_of["max_seqlen_kv"] = max(padded)
+            out = attention(q, k, v, **(lengths_of | packed if layout == "thd" else {}))
+        out = out.view(*q.shape[:-1], v.shape[-1])
+        out.backward(parts[3])
+        rows = [out.detach(), q.grad, k.grad, v.grad]
+        if layout == "sbhd":
+            rows = [row.transpose(0, 1) for row in rows]
+        found.append((indices, [row.reshape(-1, *row.shape[-2:]) for row in rows]))
+    return found

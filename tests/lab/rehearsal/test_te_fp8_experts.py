@@ -65,7 +65,7 @@ def test_experts_compute_in_fp8(run_ranks, rows, tmp_path, flavour, family, reci
         config["num_hidden_layers"] = {**MODELS, **MORE_MODELS}[family]["num_hidden_layers"]
     model = str(write_model(tmp_path / "model", config, seed=5))
     ranks = run_ranks(
-        "experts_in_fp8", 2, flavour=flavour, model=model, rows=routed(rows, model), trainer=options, recipe=recipe
+        experts_in_fp8, 2, flavour=flavour, model=model, rows=routed(rows, model), trainer=options, recipe=recipe
     )
     for found in ranks:
         plain, fp8, more = found["bfloat16"], found[recipe], found["more rows"]
@@ -88,3 +88,49 @@ def test_experts_compute_in_fp8(run_ranks, rows, tmp_path, flavour, family, reci
     # No token went to an expert that its router did not choose.
     for way in ("bfloat16", recipe, "more rows"):
         assert sum(sum(found[way]["tokens"]) for found in ranks) == sum(found[way]["chosen"] for found in ranks)
+
+
+def experts_in_fp8(model, rows, trainer, recipe):
+    """Scores, gradients and served weights in bfloat16, with a recipe, and with "more rows" of zeros than it needs.
+
+    ``tokens`` of each expert, and to how many rows they are ``filled`` up, for each pass through a layer. ``chosen`` is
+    the number of experts that the routers chose in all.
+    """
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from rank_engines import close, cross_entropy, gradients, make_engine, to_samples
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    found = {}
+    for name in ("bfloat16", recipe, "more rows"):
+        engine = make_engine(model, {**trainer, "fp8": None if name == "bfloat16" else recipe}, dtype="bfloat16")
+        notes = {"tokens": [], "filled": [], "recipes": set(), "chosen": 0}
+
+        def before_layer(layer, inputs, notes=notes):
+            notes["chosen"] += inputs[0].shape[:-1].numel() * layer.config.moe_router_topk
+
+        def before_experts(_, inputs, notes=notes):
+            notes["tokens"] += inputs[1].tolist()
+
+        def before_product(_, inputs, notes=notes):
+            notes["filled"] += [int(count) for count in inputs[1]]
+            if FP8GlobalStateManager.is_fp8_enabled():
+                notes["recipes"].add(type(FP8GlobalStateManager.get_fp8_recipe()).__name__)
+
+        for part in (part for chunk in engine.chunks for part in chunk.modules()):
+            if isinstance(part, MoELayer):
+                part.register_forward_pre_hook(before_layer)
+            elif isinstance(part, TEGroupedMLP):
+                part.register_forward_pre_hook(before_experts)
+                part.linear_fc1.register_forward_pre_hook(before_product)
+                if name == "more rows":
+                    part.quantization_padding.align_size = part.quantization_unpadding.align_size = 64
+        samples = to_samples(rows)
+        scores = torch.cat(engine.score_everywhere(samples))
+        served = {key: param.clone() for key, param in engine.params().items()}
+        tokens = sum(len(sample.scored) for sample in samples)
+        engine.forward_backward(engine.local_batch(samples), cross_entropy(tokens))
+        results = {"scores": scores, "served": served, "gradients": gradients(engine)}
+        found[name] = {**notes, **results, "grad_norm": engine.update(1, loss_is_finite=True).grad_norm}
+        close(engine)
+    return found

@@ -1,6 +1,7 @@
 """Training with Transformer Engine's layers on the CPU: bfloat16, resumed runs, marks, and planted faults."""
 
 from math import prod
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from random_models import MORE_MODELS, write_model
 from tiny_models import make_tiny_model
 from trainer_ranks import TIMED
 
+from megasync.errors import ConfigError
 from megasync.layout.shards import assemble
+from megasync.layout.topology import Topology
 
 SEQUENCE_PARALLEL = {"tensor_parallel": 2, "sequence_parallel": True}
 # The head sizes of the tiny models of latent attention are none that cuDNN supports.
@@ -178,7 +181,7 @@ def assert_states(found, expected, options, halfway=True):
 )
 def test_marks_of_parameters_after_initialisation(run_ranks, models, family, options):
     """Those that Transformer Engine and Megatron leave, and the buffers that Megatron sorts parameters into by them."""
-    ranks = run_ranks("marks", 2, flavour="te", model=models[family], trainer=options)
+    ranks = run_ranks(marks, 2, flavour="te", model=models[family], trainer=options)
     whole, split = layout_of(models[family], {}, "te"), layout_of(models[family], options, "te")
     parallel = options.get("tensor_parallel", 1) > 1
     for rank, found in enumerate(ranks):
@@ -219,7 +222,7 @@ FAULTS = {
 def test_a_planted_fault_is_found(run_ranks, models, rows, tmp_path, fault):
     family, options, finder = FAULTS[fault]
     ranks = run_ranks(
-        "faulty", 2, flavour="te", fault=fault, model=models[family], rows=rows, trainer=options, folder=str(tmp_path)
+        faulty, 2, flavour="te", fault=fault, model=models[family], rows=rows, trainer=options, folder=str(tmp_path)
     )
     if isinstance(ranks[0], str):
         assert finder in ranks[0]
@@ -237,7 +240,7 @@ def test_a_planted_fault_is_found(run_ranks, models, rows, tmp_path, fault):
 
 def test_layers_compute_in_fp8(run_ranks):
     """With a factor per tensor, from earlier steps or from its values, and per block: within 6 % of bfloat16."""
-    (found,) = run_ranks("fp8", 1, flavour="te")
+    (found,) = run_ranks(fp8, 1, flavour="te")
     plain = found.pop("none")
     for recipe, tensors in found.items():
         for name, tensor in tensors.items():
@@ -353,3 +356,136 @@ def test_policy_steps_are_those_of_megatrons_own_layers(run_ranks, models, flavo
             assert ours.keys() == theirs.keys()
             for key in ours.keys() - TIMED:
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-5), key
+
+
+def marks(model, trainer):
+    """By parameter: its shards, how its gradient is reduced, what the norm counts of it here, and in which buffer."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+    from megatron.core.transformer.module import param_is_not_shared
+    from rank_engines import close, make_engine
+
+    engine = make_engine(model, trainer)
+    experts = {
+        id(param) for part in engine._models for group in part.expert_parallel_bucket_groups for param in group.params
+    }
+    group = parallel_state.get_tensor_model_parallel_group()
+    found = {}
+    for name, param in engine.weights.items():
+        if not isinstance(param, torch.nn.Parameter):
+            continue
+        counted = param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param, group)
+        found[name] = {
+            "sharded": param.tensor_model_parallel,
+            "dim": param.partition_dim,
+            "sequence_parallel": param.sequence_parallel,
+            "counted": param.numel() if counted else 0,
+            "expert": id(param) in experts,
+        }
+    close(engine)
+    return found
+
+
+def fp8():
+    """By recipe: output and gradients of a linear layer after two steps, and how far a quantised tensor is from its
+    values, relative to the largest of its tensor or block. "none" is the layer in bfloat16."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe
+
+    recipes = {
+        "none": None,
+        "delayed": recipe.DelayedScaling(),
+        "current": recipe.Float8CurrentScaling(),
+        "block": recipe.Float8BlockScaling(),
+    }
+    found = {}
+    for name, scaling in recipes.items():
+        torch.manual_seed(0)
+        layer = te.LayerNormLinear(256, 128, params_dtype=torch.bfloat16, normalization="RMSNorm", device="cpu")
+        x = torch.randn(128, 256).bfloat16().requires_grad_()
+        for _ in range(2):
+            layer.zero_grad()
+            x.grad = None
+            with te.autocast(enabled=scaling is not None, recipe=scaling):
+                y = layer(x)
+            y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).bfloat16())
+        found[name] = {"y": y.detach(), "x": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
+    return found
+
+
+def wrong_spec():
+    from megasync.trainer.layer_specs import chunk_specs
+
+    def local(config, layout, layers, flavour, rope):
+        return chunk_specs(config, layout, layers, "local", rope)
+
+    return mock.patch("megasync.trainer.model.chunk_specs", local)
+
+
+def refused_option():
+    from megasync.trainer.model import transformer_config
+
+    def options(*arguments):
+        config = transformer_config(*arguments)
+        config.normalization = "BatchNorm"
+        return config
+
+    return mock.patch("megasync.trainer.model.transformer_config", options)
+
+
+def wrong_mark(mark, value, part):
+
+    from megasync.trainer.param_attributes import set_param_attributes
+
+    def set_attributes(weights, *arguments):
+        set_param_attributes(weights, *arguments)
+        for name, param in weights.items():
+            if part in name:
+                setattr(param, mark, value)
+
+    return mock.patch("megasync.trainer.model.set_param_attributes", set_attributes)
+
+
+def swapped_gate_and_up():
+
+    from megasync.trainer.engine import MegatronEngine
+
+    load_folder = MegatronEngine._load_folder
+
+    def load(*arguments):
+        weights = load_folder(*arguments)
+        fused = (name for name in weights if "linear_fc1.weight" in name)
+        return weights | {name: torch.cat(weights[name].chunk(2)[::-1]) for name in fused}
+
+    return mock.patch.object(MegatronEngine, "_load_folder", load)
+
+
+def layers_in_a_row(topology, layers):
+    """The layers of stages whose chunks follow each other, instead of alternating between the stages."""
+    each = layers // (topology.pipeline * topology.virtual)
+    ranges = [range(start, start + each) for start in range(0, layers, each)]
+    return [ranges[stage * topology.virtual :][: topology.virtual] for stage in range(topology.pipeline)]
+
+
+PLANTED = {
+    "wrong spec": wrong_spec,
+    "refused option": refused_option,
+    "missing sequence-parallel mark": lambda: wrong_mark("sequence_parallel", False, "layer_norm_weight"),
+    "missing tensor-parallel mark": lambda: wrong_mark("tensor_model_parallel", False, "linear_qkv.weight"),
+    "experts in the dense group": lambda: wrong_mark("allreduce", True, ".experts."),
+    "swapped gate and up": swapped_gate_and_up,
+    "chunks out of turn": lambda: mock.patch.object(Topology, "stage_layers", layers_in_a_row),
+}
+
+
+def faulty(fault, model, rows, trainer, folder):
+    """`layouts` with a fault, or the error that it causes."""
+    from megatron.core import parallel_state
+    from rank_engines import layouts
+
+    with PLANTED[fault]():
+        try:
+            return layouts({"model": model}, rows, {"faulty": trainer}, folder)["model", "faulty"]
+        except (ConfigError, AssertionError) as error:
+            parallel_state.destroy_model_parallel()
+            return f"{type(error).__name__}: {error}"

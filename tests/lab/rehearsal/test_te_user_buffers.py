@@ -3,6 +3,9 @@
 The stand-in exchanges before it computes, and not meanwhile, so results are bitwise those of a run without buffers.
 """
 
+import collections
+from unittest import mock
+
 import pytest
 import torch
 from family_layouts import PADDED, WHOLE, layout_of
@@ -38,7 +41,7 @@ def test_exchanges_in_buffers_change_nothing(run_ranks, models, rows, tmp_path, 
     trainer = TrainerConfig(**ways["overlapped"])
     config = Config(model=ModelConfig(dtype="bfloat16"), trainer=trainer)
     planned = user_buffer_bytes(config, layout_of(models[family], ways["overlapped"], "te"))
-    for rank in run_ranks("in_user_buffers", world, flavour=flavour, **arguments):
+    for rank in run_ranks(in_user_buffers, world, flavour=flavour, **arguments):
         plain, overlapped = rank["plain"], rank["overlapped"]
         assert not plain["exchanges"]
         assert overlapped["exchanges"]["gather"] > 0 < overlapped["exchanges"]["scatter"]
@@ -50,3 +53,36 @@ def test_exchanges_in_buffers_change_nothing(run_ranks, models, rows, tmp_path, 
         assert (overlapped["loss"], overlapped["grad_norm"]) == (plain["loss"], plain["grad_norm"])
         for name, gradient in plain["gradients"].items():
             assert torch.equal(overlapped["gradients"][name], gradient), name
+
+
+def in_user_buffers(model, rows, ways, folder, dtype="bfloat16"):
+    """`layouts`, with the exchanges of tokens in Transformer Engine's buffers in each, and what the buffers hold."""
+
+    import transformer_engine_torch as tex
+    from rank_engines import layouts
+    from transformer_engine.pytorch.module import base
+
+    found = {}
+    for label, trainer in ways.items():
+        exchanges = collections.Counter()
+
+        def counted(name, exchanges=exchanges):
+            exchange = getattr(tex.CommOverlap, name)
+
+            def run(buffer):
+                exchanges[name] += 1
+                return exchange(buffer)
+
+            return mock.patch.object(tex.CommOverlap, name, run)
+
+        held = {}
+        initialize = base.initialize_ub
+
+        def noted(*args, held=held, initialize=initialize, **options):
+            initialize(*args, **options)
+            held.update({name: buffer.nbytes for (name, _), buffer in base._ub_communicators.items()})
+
+        with counted("gather"), counted("scatter"), mock.patch.object(base, "initialize_ub", noted):
+            result = layouts({"m": model}, rows, {label: trainer}, folder, dtype)["m", label]
+        found[label] = {**result, "exchanges": dict(exchanges), "held": held, "open": base.is_ub_initialized()}
+    return found

@@ -1,0 +1,292 @@
+"""The two tables of a training step: a row for each trajectory, on all ranks, and one for each target of a rank.
+
+Every rank makes the same `TrajectoryTable` from the headers of all groups, without communication and without reading a
+token. Rewards are those of samples, and so are advantages: each trajectory gets that of its sample
+(`algorithms.advantages.rewards`).
+
+A `TokenTable` has the targets of one microbatch. Only ranks of the last pipeline stage have such tables, for their own
+microbatches; no column of them is ever gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megasync.algorithms.advantages.rewards import StepRewards
+from megasync.algorithms.choose import estimator_of, group_inputs
+from megasync.algorithms.columns import Column, Columns
+from megasync.buffer.payload import LeasedGroup
+from megasync.config.schema import AlgorithmConfig
+from megasync.errors import TrainingError
+from megasync.trainer.packing import Ints, Lengths
+from megasync.trajectory import BASELINE, TEACHER, TOKEN_REWARDS, Trajectory, by_sample, of_sample
+
+if TYPE_CHECKING:
+    # Imports Megatron, which these tables do without.
+    from megasync.trainer.engine import LocalBatch
+    from megasync.trainer.flops import Work
+
+# Loads some trajectories of a group, by their positions in its header.
+Loader = Callable[[LeasedGroup, Sequence[int]], Sequence[Trajectory]]
+
+
+@dataclass(frozen=True)
+class TrajectoryTable:
+    """The trajectories of a step that have a reward, in order, as arrays [trajectories]; from headers alone.
+
+    ``numbers`` are the positions of trajectories in the step, ``groups`` and ``places`` the position of a trajectory's
+    group, and its own within the group's header. ``samples``, ascending, are the positions of their samples in the
+    step. ``trained`` are numbers of trained tokens, ``sequences`` those of what the loss takes for one sequence: the
+    trajectory, or its whole sample (`algorithm.sample_weight`). ``advantages`` are those of the samples, 0 if those of
+    tokens are estimated.
+    """
+
+    numbers: Ints
+    groups: Ints
+    places: Ints
+    samples: Ints
+    advantages: NDArray[np.float64]
+    trained: Ints
+    sequences: Ints
+    lengths: Lengths
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, selection: Ints) -> TrajectoryTable:
+        return TrajectoryTable(*(getattr(self, item.name)[selection] for item in fields(self)))
+
+    def split(self, groups: int, parts: int) -> list[TrajectoryTable]:
+        """Splits groups, in order, into ``parts`` non-empty minibatches of nearly equal numbers of groups."""
+        parts = max(1, min(parts, groups))
+        bounds = np.searchsorted(self.groups, [groups * part // parts for part in range(parts + 1)])
+        return [self[np.arange(low, high)] for low, high in pairwise(bounds.tolist())]
+
+    def load(self, groups: Sequence[LeasedGroup], rows: Sequence[int], load: Loader) -> dict[int, Trajectory]:
+        """Some trajectories by their rows, which are ascending; one call of ``load`` per group."""
+        loaded: dict[int, Trajectory] = {}
+        for group, of_group in groupby(rows, key=lambda row: int(self.groups[row])):
+            of_group = list(of_group)
+            loaded |= zip(of_group, load(groups[group], self.places[of_group].tolist()), strict=True)
+        return loaded
+
+
+def trajectory_table(
+    groups: Sequence[LeasedGroup], algorithm: AlgorithmConfig, of_tokens: bool
+) -> tuple[TrajectoryTable, StepRewards]:
+    """The trajectories with a reward, sample by sample, and the rewards of the samples.
+
+    ``of_tokens``: advantages of tokens are estimated later. Raises TrainingError for groups that the estimator cannot
+    use.
+    """
+    inputs = group_inputs(algorithm)
+    weights = {name: weight for group in groups for name, weight in group.header.weights.items()}
+    parts: dict[str, list[float]] = {name: [] for name in weights}
+    rows, rewards, prompts = [], [], []
+    baselines: list[float] = []
+    base, least = 0, 2 if "relative" in inputs else 1
+    for position, group in enumerate(groups):
+        place_of = {id(t): place for place, t in enumerate(group.header.trajectories)}
+        samples = by_sample(t for t in group.header.trajectories if t.reward is not None)
+        if len(samples) < least:
+            raise TrainingError(
+                f"group {group.uid} cannot be trained: algorithm.advantage={algorithm.advantage} needs the rewards of "
+                f"at least {least} sample(s) of a group, got {len(samples)}"
+            )
+        for sample in samples:
+            earned = [t.reward for t in sample if t.reward is not None]
+            if bad := [reward for reward in earned if not math.isfinite(reward)]:
+                raise TrainingError(f"group {group.uid} cannot be trained: rewards must be finite, got {bad[0]}")
+            # A prompt is identified by its offset in the concatenated bodies.
+            rows += [
+                (position, place_of[id(t)], len(rewards), base + t.prompt_at, t.prompt_tokens, t.fed, t.trained_tokens)
+                for t in sample
+            ]
+            rewards.append(of_sample(earned))
+            prompts.append(position)
+            if "baseline" in inputs:
+                baselines.append(sample[0].metrics[BASELINE])
+            for name, scores in parts.items():
+                given = [t.metrics[key] for t in sample if (key := f"reward/{name}") in t.metrics]
+                scores.append(of_sample(given) if given else math.nan)
+        base += group.header.body_bytes
+    positions, places, numbers, prompt_at, prompt_tokens, fed, trained = np.array(rows, np.int64).reshape(-1, 7).T
+    tokens = np.bincount(numbers, trained, len(rewards)).astype(np.int64)
+    step = StepRewards(
+        np.array(rewards, dtype=np.float64),
+        np.array(prompts, dtype=np.int64),
+        tokens,
+        {name: np.array(scores, dtype=np.float64) for name, scores in parts.items()},
+        weights,
+        baselines=np.array(baselines) if baselines else None,
+    )
+    later = of_tokens or not algorithm.reward_coef
+    advantages = np.zeros(len(rewards)) if later else sample_advantages(step, algorithm)
+    table = TrajectoryTable(
+        np.arange(len(rows)),
+        positions,
+        places,
+        numbers,
+        advantages[numbers],
+        trained,
+        tokens[numbers] if algorithm.sample_weight == "sample" else trained,
+        Lengths(prompt_at, prompt_tokens, fed),
+    )
+    return table, step
+
+
+def sample_advantages(step: StepRewards, algorithm: AlgorithmConfig) -> NDArray[np.float64]:
+    """The advantages of all samples of a step. Raises TrainingError for an estimator that returns something else."""
+    advantages = np.asarray(estimator_of(algorithm)(step), dtype=np.float64)
+    check_advantages(algorithm, advantages, len(step.rewards), "sample", bool(np.isfinite(advantages).all()))
+    return advantages
+
+
+def check_advantages(
+    algorithm: AlgorithmConfig, advantages: NDArray[Any], count: int, what: str, finite: bool = True
+) -> None:
+    """Raises TrainingError unless an estimator has returned ``count`` numbers, which are ``finite``."""
+    if advantages.shape != (count,) or not finite:
+        raise TrainingError(
+            f"algorithm.advantage={algorithm.advantage} must return {count} finite numbers, one for each {what}, but "
+            f"returned {advantages!r:.200}"
+        )
+
+
+def divisor_of(part: TrajectoryTable, algorithm: AlgorithmConfig, longest: int) -> float:
+    """What the sum over all trajectories of a minibatch is divided by; see `AlgorithmConfig.aggregation`."""
+    if algorithm.aggregation == "token":
+        return float(part.trained.sum())
+    each = part.samples if algorithm.sample_weight == "sample" else part.numbers
+    sequences = float(len(np.unique(each[part.trained > 0])))
+    return sequences if algorithm.aggregation == "sequence" else sequences * longest
+
+
+class TokenTable:
+    """The targets of one microbatch: columns [targets] by name.
+
+    What is read from trajectories is in host memory (``read``), what is computed on the device (``columns``). Targets
+    are grouped by sequence: ``rows`` [sequences] are those of a minibatch's trajectories, ``counts`` [sequences] their
+    numbers of targets. A masked copy (``counted`` false) must reach neither the loss nor a sum.
+    """
+
+    def __init__(self, rows: Sequence[int], counted: bool, samples: Sequence[dict[Column, NDArray[Any]]]) -> None:
+        """``samples`` are what is read of each sequence."""
+        self.rows = np.array(rows)
+        self.counted = counted
+        self.counts = np.array([len(sample["behaviour"]) for sample in samples])
+        self.read = {name: np.concatenate([sample[name] for sample in samples]) for name in samples[0]}
+        self.columns: Columns = {}
+
+    def __len__(self) -> int:
+        return int(self.counts.sum())
+
+    def repeated(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Values of a minibatch's trajectories, as those of their targets here."""
+        return np.repeat(values[self.rows], self.counts)
+
+
+def joined(values: Iterable[NDArray[Any]], dtype: type[np.generic] = np.float64) -> NDArray[Any]:
+    """Values of several tables one after another, also of none."""
+    return np.concatenate([np.zeros(0, dtype), *values]).astype(dtype)
+
+
+def distribute(tables: Iterable[TokenTable], name: Column, values: torch.Tensor) -> None:
+    """Makes a column of the values of all counted targets, which are in order; it is 0 in masked copies."""
+    for table in tables:
+        taken = len(table) if table.counted else 0
+        table.columns[name] = values[:taken] if taken else values.new_zeros(len(table))
+        values = values[taken:]
+
+
+@dataclass
+class Minibatch:
+    """One optimizer step: the trajectories with a gradient, and what this rank computes of them.
+
+    ``divisor`` is that of the loss, for all trajectories; see `divisor_of`. ``tables`` has one for each of this rank's
+    microbatches on the last pipeline stage, and none on others. ``work`` is what a pass computes on all ranks,
+    ``scorings`` the number of passes that have scored it. ``recorded`` are those of this rank's trajectories that are
+    recorded, by row.
+    """
+
+    trajectories: TrajectoryTable
+    divisor: float
+    batch: LocalBatch
+    work: Work
+    tables: Sequence[TokenTable]
+    recorded: dict[int, Trajectory]
+    scorings: int = 0
+
+    def add(self, name: Column, values: Sequence[torch.Tensor]) -> None:
+        """Adds a column that the engine has computed of each microbatch, with none before the last stage."""
+        for table, column in zip(self.tables, values, strict=True):
+            table.columns[name] = column
+
+
+@dataclass
+class Step:
+    """A training step on its way through the stages of `PolicyTrainer`.
+
+    ``parts`` are the minibatches; None where no trajectory has a gradient. ``rewards`` are those of all samples.
+    """
+
+    number: int
+    version: int
+    groups: Sequence[LeasedGroup]
+    load: Loader
+    trajectories: TrajectoryTable
+    rewards: StepRewards
+    parts: list[Minibatch | None]
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def minibatches(self) -> list[Minibatch]:
+        """The minibatches with a gradient."""
+        return [part for part in self.parts if part is not None]
+
+    @property
+    def tables(self) -> list[TokenTable]:
+        """The tables of all minibatches."""
+        return [table for minibatch in self.minibatches for table in minibatch.tables]
+
+    def counted(self) -> Iterator[tuple[Minibatch, TokenTable]]:
+        """All tables except masked copies."""
+        for minibatch in self.minibatches:
+            yield from ((minibatch, table) for table in minibatch.tables if table.counted)
+
+
+def read_columns(
+    trajectory: Trajectory, scored: NDArray[Any], columns: Container[Column]
+) -> dict[Column, NDArray[Any]]:
+    """Those of the columns that a trajectory has, of its targets; ``scored`` are their offsets in the response."""
+    read: dict[Column, NDArray[Any]] = {
+        "behaviour": trajectory.logprobs[scored],
+        "versions": trajectory.versions.expand()[scored],
+    }
+    if "teacher" in columns:
+        missing = np.full(len(trajectory.response_ids), np.nan, dtype=np.float32)
+        read["teacher"] = trajectory.arrays.get(TEACHER, missing)[scored]
+    if "token_rewards" in columns:
+        read["token_rewards"], read["rewarded"] = _token_rewards(trajectory, scored)
+    return read
+
+
+def _token_rewards(trajectory: Trajectory, scored: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """The rewards given to single scored tokens, and whether each has one."""
+    rewards, rewarded = np.zeros(len(scored)), np.zeros(len(scored), dtype=bool)
+    given = trajectory.arrays.get(TOKEN_REWARDS, np.zeros(0, np.float32))
+    at = np.flatnonzero(~np.isnan(given))
+    # Those of tokens that were not sampled are for the last one before them that was.
+    places = np.searchsorted(scored, at, side="right") - 1
+    at, places = at[places >= 0], places[places >= 0]
+    np.add.at(rewards, places, given[at].astype(np.float64))
+    rewarded[places] = True
+    return rewards, rewarded
