@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from rollout import null_server, watch_lag
 
 from megasync.cluster.actors import ActorGroup
 from megasync.cluster.fleet import Fleet
+from megasync.cluster.fleet_processes import FleetProcesses
 from megasync.cluster.node_agents import NodeAgents
 from megasync.cluster.ray_cluster import RayCluster
 from megasync.concurrency.garbage import short_collections
@@ -119,25 +121,27 @@ class NullProcess:
         self._process.send_signal(signal.SIGKILL)
 
 
-class NullFleet(Fleet):
-    """The fleet over null processes."""
+class NullProcesses(FleetProcesses):
+    """Null processes in the place of a fleet's."""
 
     def __init__(self, config: Config, url: str, agents: NodeAgents) -> None:
         pools: Any = None
-        super().__init__(config, Path("."), pools, pools, Keys("key", "key"), VOCABULARY)
+        super().__init__(config, Path("."), pools, pools, Keys("key", "key"))
         self._base = url
         self._agents = agents
+        self._starts = Counter[int]()
         self.started: dict[int, NullProcess] = {}
 
-    def _server_process(self, index: int) -> NullProcess:
-        url = f"{self._base}/s{index}-{self._slots[index].starts}"
+    def server(self, index: int) -> NullProcess:
+        self._starts[index] += 1
+        url = f"{self._base}/s{index}-{self._starts[index]}"
         self.started[index] = NullProcess(url, f"node {index // SERVERS_PER_NODE}", self._agents)
         return self.started[index]
 
-    def _router_process(self, servers: Any, port: int) -> NullProcess:
+    def router(self, servers: Any, port: int) -> NullProcess:
         return NullProcess(f"{self._base}/router", "node 0", self._agents)
 
-    def _members(self, router_url: str) -> RouterMembers:
+    def members(self, router_url: str) -> RouterMembers:
         return RouterMembers(ServerControl(router_url))
 
 
@@ -177,7 +181,8 @@ async def drive(
 ) -> Measured:
     config = Config()
     config.rollout.servers, config.rollout.stream_interval = servers, 0
-    fleet = NullFleet(config, url, agents)
+    processes = NullProcesses(config, url, agents)
+    fleet = Fleet(config, processes, VOCABULARY)
     departed = asyncio.Event()
     fleet.on_departure(lambda *_: departed.set())
     await fleet.start()
@@ -200,7 +205,7 @@ async def drive(
         assert len(fleet.serving()) == servers, fleet.metrics()
         departed.clear()
         killed = time.perf_counter()
-        fleet.started[servers // 2].kill()
+        processes.started[servers // 2].kill()
         await departed.wait()
         noticed = 1e3 * (time.perf_counter() - killed)
         return Measured(lags, cpu / wall, len(done) / seconds, noticed)

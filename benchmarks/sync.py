@@ -34,7 +34,7 @@ from megasync.device import BACKENDS, Device
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
 from megasync.serving.control import ServerControl
-from megasync.serving.engine_control import EngineControl
+from megasync.serving.plugin_control import PluginControl
 from megasync.serving.server import ServerSpec, SGLangServer
 from megasync.sync.broadcast.plan import plan_broadcast
 from megasync.sync.broadcast.sync import BroadcastSync
@@ -118,7 +118,7 @@ class Bench:
         shards = self._shard_sync(SyncConfig(pause_mode=self.args.pause))
         await shards.connect()
         stack.push_async_callback(shards.close)
-        engine = await EngineControl(self.controls[0]).trace(list(self.layout.hf_tensors.items()))
+        engine = await PluginControl(self.controls[0]).trace(list(self.layout.hf_tensors.items()))
         self.plan = plan_shards(self.layout, engine, self.bucket_bytes, self.args.dtype)
         self.needed = self.args.servers * sum(rank_bytes(rank, self.args.dtype) for rank in engine)
 

@@ -222,8 +222,7 @@ class Run:
         if config.cluster.colocate:
             await trainer.start(self._checkpoint)
             await trainer.offload()
-            servers.fleet.shared_gpus = await trainer.gpus()
-            await servers.start()
+            await servers.start(await trainer.gpus())
         else:
             await gather_or_cancel(trainer.start(self._checkpoint), servers.start())
         controls = servers.fleet.joiners()

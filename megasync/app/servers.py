@@ -15,6 +15,7 @@ from pathlib import Path
 from megasync.app.rollout_worker import ServersOfWorkers, build_worker, worker_setup
 from megasync.app.workload import PythonArguments, Task
 from megasync.cluster.fleet import Fleet
+from megasync.cluster.fleet_processes import FleetProcesses
 from megasync.cluster.frozen_servers import FrozenServers
 from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
@@ -87,7 +88,8 @@ class InferenceServers:
     ) -> InferenceServers:
         """Starts nothing yet. The stack shuts down whatever is started later. `custom` is for the workers."""
         keys = Keys.draw(config.cluster, external=bool(config.rollout.external))
-        fleet = Fleet(config, run_dir, device, pools, keys, task.vocab_size)
+        processes = FleetProcesses(config, run_dir, device, pools, keys)
+        fleet = Fleet(config, processes, task.vocab_size)
         stack.push_async_callback(fleet.stop)
         health = config.rollout.health
         hang_seconds = health.request_failures * (health.request_seconds + health.request_timeout)
@@ -126,19 +128,19 @@ class InferenceServers:
             self.workers.events = observer
             parts.workers = self.workers.states
 
-    async def start(self) -> None:
+    async def start(self, shared_gpus: Sequence[str] = ()) -> None:
         """Starts all servers, then the workers. Frozen models that share devices start after the rollout servers.
 
-        Raises MegasyncError.
+        ``shared_gpus`` are those of the trainer ranks, if the rollout servers share them. Raises MegasyncError.
         """
-        await gather_or_cancel(self._start_rollout_pool(), self.frozen_models.start_own())
+        await gather_or_cancel(self._start_rollout_pool(shared_gpus), self.frozen_models.start_own())
         if self.workers is not None:
             servers = ServersOfWorkers(self.workers)
             self.fleet.follow(servers.add_server, servers.remove_server)
             await self.workers.start()
 
-    async def _start_rollout_pool(self) -> None:
-        await self.fleet.start()
+    async def _start_rollout_pool(self, shared_gpus: Sequence[str]) -> None:
+        await self.fleet.start(shared_gpus)
         await self.frozen_models.start_shared(self.fleet.visible_devices)
 
     def client(

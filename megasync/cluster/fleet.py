@@ -22,43 +22,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 from msgspec import structs
 
-from megasync.cluster.actors import ServiceActor
-from megasync.cluster.engine_group import EngineGroup
-from megasync.cluster.pools import Pools
-from megasync.cluster.router_slot import Members, RouterProcess, RouterSlot
-from megasync.cluster.server_slot import CHECK, ServerProcess, ServerSlot, raise_supervision_error
+from megasync.cluster.fleet_processes import FleetProcesses, server_name
+from megasync.cluster.router_slot import RouterSlot
+from megasync.cluster.server_slot import CHECK, ServerSlot, raise_supervision_error
 from megasync.cluster.slot_faults import SlotFaults
-from megasync.cluster.spread_server import SpreadServer
 from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
 from megasync.config import Config
-from megasync.config.access import KEY_BYTES, Keys, router_trust
-from megasync.config.pools import engine_devices, engine_nodes, engines, server_devices, server_slots
-from megasync.device import Device
+from megasync.config.pools import server_devices
 from megasync.errors import MegasyncError, ServerError
 from megasync.observe.events import NO_EVENTS, EventSink
 from megasync.observe.hang import NO_REPORTS, HangSink, RunProcess
 from megasync.observe.state_file import ProcessState
 from megasync.rollout.inflight import ServerLoad
 from megasync.serving.answers import AnswerLimits
-from megasync.serving.cache_size import longest_request
 from megasync.serving.control import ServerControl
-from megasync.serving.engines_control import EnginesControl
-from megasync.serving.external_server import ExternalServer
+from megasync.serving.disaggregated_control import DisaggregatedControl
 from megasync.serving.health import ServerState
 from megasync.serving.outliers import OutlierDetector
-from megasync.serving.router import RouterMembers
-from megasync.serving.server import EngineRole, ServerSpec, served_adapters
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +58,6 @@ DRAIN_SECONDS = 10.0
 CHECKS_PER_SECOND = 50.0
 # Seconds between two looks whether servers still hold memory that they were to release.
 RELEASE_POLL_SECONDS = 0.05
-# Seconds to wait for Ray to place an added server; where there is room it answers immediately.
-PLACE_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +74,13 @@ class Fleet:
     def __init__(
         self,
         config: Config,
-        run_dir: Path,
-        device: Device,
-        pools: Pools,
-        keys: Keys,
+        processes: FleetProcesses,
         vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
+        self._processes = processes
         self._clock = clock
-        self._logs = run_dir / "logs"
-        self._nodes = engine_nodes(config)
-        self._device = device
-        self._pools = pools
-        self._keys = keys
         self._slots: dict[int, ServerSlot] = {}
         # The same slots by their reported state, and by the URL of their server while it is up.
         self._by_state: dict[ServerState, set[ServerSlot]] = {state: set() for state in ServerState}
@@ -110,7 +89,7 @@ class Fleet:
         self._changed = asyncio.Event()
         self._resizing = asyncio.Lock()
         self._last_retired = ""
-        self._router = RouterSlot(self._router_process, self._routed_urls, self._members, config, clock)
+        self._router = RouterSlot(processes.router, self._routed_urls, processes.members, config, clock)
         self._outliers = OutlierDetector(clock)
         # The newest weight version that a server can hold; None where it is unknown.
         self.newest_version: Callable[[], int | None] = lambda: None
@@ -125,8 +104,6 @@ class Fleet:
         self._on_departures: list[Callable[[int, bool, bool], None]] = []
         self._gray: Counter[str] = Counter()
         self._followers: list[tuple[Callable[[ServerControl], None], Callable[[str], None]]] = []
-        # The GPUs of the trainer ranks, if the servers share them.
-        self.shared_gpus: Sequence[str] = ()
         self._may_start = asyncio.Event()
         self._may_start.set()
         self._faults = SlotFaults(NO_EVENTS)
@@ -147,8 +124,12 @@ class Fleet:
         """Known once `start` has returned."""
         return self._router.url
 
-    async def start(self) -> None:
-        """Starts the servers concurrently, then the router. Raises MegasyncError, with the log, when one fails."""
+    async def start(self, shared_gpus: Sequence[str] = ()) -> None:
+        """Starts the servers concurrently, then the router. Raises MegasyncError, with the log, when one fails.
+
+        ``shared_gpus`` are those of the trainer ranks, if the servers share them.
+        """
+        self._processes.shared_gpus = shared_gpus
         slots = [self._new_slot(index) for index in range(self._config.rollout.servers)]
         await gather_or_cancel(*(slot.start() for slot in slots))
         await self._router.start([slot.url for slot in slots])
@@ -197,7 +178,7 @@ class Fleet:
         urls: dict[str, str] = {}
         for url, slot in list(self._by_url.items()):
             name, control = server_name(slot.index), slot.control
-            if isinstance(control, EnginesControl):
+            if isinstance(control, DisaggregatedControl):
                 each = enumerate(control.engine_urls)
                 urls |= {f"{name}-engine-{number}": f"{engine}/metrics" for number, engine in each}
             else:
@@ -300,7 +281,7 @@ class Fleet:
         if self._config.rollout.external:
             raise ServerError("the servers of this run are those of rollout.external; a running run cannot change them")
         width = server_devices(self._config.rollout)
-        if self._config.cluster.colocate and servers * width > (room := self._pools.specs["trainer"].slots):
+        if (room := self._processes.shared_devices) is not None and servers * width > room:
             raise ServerError(
                 f"rollout={servers}: the devices of the trainer ranks (cluster.colocate) have room for {room // width}"
             )
@@ -472,8 +453,8 @@ class Fleet:
         slot = self._slots[index] = ServerSlot(
             self._config,
             index,
-            lambda: self._server_process(index),
-            self._control,
+            lambda: self._processes.server(index),
+            self._processes.control,
             self._on_change,
             self._clock,
             judge=self,
@@ -493,7 +474,7 @@ class Fleet:
         async def run() -> None:
             await slot.run()
             # It has retired, and its process has ended.
-            self._release_slots(slot.index)
+            self._processes.release(slot.index)
             del self._tasks[slot]
 
         self._tasks[slot] = asyncio.create_task(run(), name=f"server {slot.index}")
@@ -567,29 +548,15 @@ class Fleet:
             raise ServerError(f"{count - len(errors)} of {count} servers were added; {errors[0]}")
 
     async def _add(self, index: int) -> None:
-        try:
-            for place in self._pool_slots(index):
-                await self._pools.add_slot("rollout", place, PLACE_SECONDS)
-        except BaseException:
-            self._release_slots(index)
-            raise
+        await self._processes.place(index)
         slot = self._new_slot(index)
         try:
             await slot.start()
         except BaseException:
             self._forget(slot)
-            self._release_slots(index)
+            self._processes.release(index)
             raise
         self._supervise(slot)
-
-    def _pool_slots(self, index: int) -> range:
-        """The slots of the pool that a server takes: one for each of its engines, or on each of its nodes."""
-        width = server_slots(self._config)
-        return range(index * width, (index + 1) * width)
-
-    def _release_slots(self, index: int) -> None:
-        for place in self._pool_slots(index):
-            self._pools.remove_slot("rollout", place)
 
     def _least_useful(self, count: int) -> list[ServerSlot]:
         """Servers to remove: those that do not serve first, then the latest, pinned ones last."""
@@ -608,98 +575,4 @@ class Fleet:
         await self._settle()
         await slot.drain(DRAIN_SECONDS)
         await slot.close()
-        self._release_slots(slot.index)
-
-    # Processes and clients; the simulator overrides these
-
-    def _control(self, url: str, process: ServerProcess) -> ServerControl:
-        admin = self._keys.admin
-        if not isinstance(process, EngineGroup):
-            return ServerControl(url, admin)
-        prefill, decode = ([ServerControl(each, admin) for each in part] for part in (process.prefill, process.decode))
-        # The router before several decode engines does not get the admin key.
-        return EnginesControl(url, prefill, decode, admin if url in process.decode else self._keys.generation)
-
-    def _members(self, router_url: str) -> Members:
-        router = ServerControl(router_url, self._keys.router, router_trust(self._config.cluster))
-        return RouterMembers(router, self._keys.generation)
-
-    def _server_process(self, index: int) -> ServerProcess:
-        config = self._config
-        if config.rollout.external:
-            return ExternalServer(config.rollout.external[index], config, self._keys.admin)
-        spec = ServerSpec(
-            config.model.path,
-            config.rollout,
-            config.model.dtype,
-            self._device.kind,
-            config.seed + index,
-            config.rollout.deterministic,
-            self._nodes,
-            gpus=self._shared_gpus_of(index),
-            releases_memory=config.cluster.colocate,
-            metrics=config.observe.prometheus is not None,
-            adapters=served_adapters(config),
-            longest=longest_request(config, config.rollout),
-        )
-        slots, name = self._pool_slots(index), server_name(index)
-
-        def actor(slot: int, log_name: str, *rest: object) -> ServiceActor:
-            keys = self._keys.admin, self._keys.generation
-            arguments = (spec, config.cluster.host, 0, str(self._logs / f"{log_name}.log"), *keys, *rest)
-            ended = partial(self._pools.ended, "rollout", slot)
-            place = partial(self._pools.node, "rollout", slot)
-            return ServiceActor("server", index, self._pools.options("rollout", slot), arguments, ended, place)
-
-        def part(node: int, meeting_point: tuple[str, int] | None = None) -> ServiceActor:
-            return actor(slots[node], name if node == 0 else f"{name}-node-{node}", node, meeting_point)
-
-        if (count := engines(config.rollout)) == 1:
-            return part(0) if self._nodes == 1 else SpreadServer(part, self._nodes)
-
-        width, key = engine_devices(config.rollout), secrets.token_hex(KEY_BYTES)
-        kinds = ["prefill"] * config.rollout.prefill_engines + ["decode"] * config.rollout.decode_engines
-
-        def engine(number: int, kind: str) -> ServiceActor:
-            role = EngineRole(kind, number * width, count * width, key)
-            return actor(slots[number], f"{name}-{kind}-{number - kinds.index(kind)}", 0, None, role)
-
-        parts = [engine(number, kind) for number, kind in enumerate(kinds)]
-        first = config.rollout.prefill_engines
-        return EngineGroup(parts[:first], parts[first:], partial(self._front, index))
-
-    def _front(self, index: int, decode: Sequence[str]) -> ServiceActor:
-        """The router before the decode engines of a server, beside its first engine."""
-        config, slot = self._config, self._pool_slots(index)[0]
-        log_path = str(self._logs / f"{server_name(index)}-router.log")
-        timeout = config.timeouts.request
-        arguments = (list(decode), "round_robin", config.cluster.host, 0, log_path, timeout, self._keys)
-        options = self._pools.same_node_options("rollout", slot)
-        ended, place = partial(self._pools.ended, "rollout", slot), partial(self._pools.node, "rollout", slot)
-        return ServiceActor("router", index, options, arguments, ended, place)
-
-    def _shared_gpus_of(self, index: int) -> str:
-        width = server_devices(self._config.rollout)
-        return ",".join(self.shared_gpus[index * width : (index + 1) * width])
-
-    def _router_process(self, servers: Collection[str], port: int) -> RouterProcess:
-        config = self._config
-        log_path = str(self._logs / "router.log")
-        arguments = (
-            list(servers),
-            config.rollout.router_policy,
-            config.cluster.host,
-            port,
-            log_path,
-            config.timeouts.request,
-            self._keys,
-            config.cluster,
-        )
-        options = self._pools.node_options("rollout")
-        ended, node = partial(self._pools.ended, "rollout", 0), partial(self._pools.node, "rollout", 0)
-        return ServiceActor("router", 0, options, arguments, ended, node)
-
-
-def server_name(index: int) -> str:
-    """The name of a rollout server in logs and events."""
-    return f"server-{index}"
+        self._processes.release(slot.index)

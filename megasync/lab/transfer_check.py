@@ -23,8 +23,8 @@ from megasync.layout.engine_layout import EngineRank, Fill, Slot
 from megasync.layout.layout import Box, Layout
 from megasync.layout.shards import Read, assemble, fill_param, piece_of, pieces_by_param
 from megasync.sync.messages import ReceivePlan
+from megasync.sync.shard.arena import rectangles
 from megasync.sync.shard.plan import ShardBucket, ShardPlan, receive_plan
-from megasync.sync.shard.receiver import rectangles
 from megasync.sync.shard.sender import packing
 
 # Every float made of such bytes is NaN.

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from math import prod
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -116,8 +116,8 @@ def refresh_derived(model: torch.nn.Module) -> None:
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers under the names that slots and fills give them."""
-    return _data(model.named_parameters()) | _data(model.named_buffers())
+    """Parameters and buffers themselves, under the names that slots and fills give them."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _data(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -136,16 +136,6 @@ class _Recorder(TorchDispatchMode):
         self._targets: dict[int, list[_Target]] = {}
         for name, tensor in targets.items():
             self._targets.setdefault(_storage(tensor), []).append(_Target(name, tensor))
-        self._handlers: dict[str, AnyCallable] = {
-            "copy_": self._copy,
-            "fill_": self._fill,
-            "zero_": self._fill,
-            "clone": self._same,
-            "_to_copy": self._same,
-            "cat": self._cat,
-            "stack": self._stack,
-            "constant_pad_nd": self._pad,
-        }
 
     def add(self, specs: Iterable[tuple[str, Sequence[int]]], dtype: torch.dtype) -> None:
         """Makes the stand-ins of a checkpoint's tensors."""
@@ -187,8 +177,8 @@ class _Recorder(TorchDispatchMode):
         tracked = [tensor for tensor in _tensors(args) if self._origin(tensor)]
         if not tracked or name in ("empty_like", "new_empty"):
             return func(*args, **kwargs)
-        if name in self._handlers:
-            return self._handlers[name](*args, **kwargs)
+        if name in self._HANDLERS:
+            return self._HANDLERS[name](self, *args, **kwargs)
         if _composite(func):
             # In inference mode, which SGLang's scheduler uses, they arrive undecomposed.
             with self:
@@ -353,6 +343,18 @@ class _Recorder(TorchDispatchMode):
                 if overlap(fill.rectangle, slot.rectangle):
                     raise TraceError(f"{self.loader} fills a part of {param!r} that it loaded from {slot.hf_name!r}")
             self._fills.append(fill)
+
+    # A table of the class: one of the object would keep the parameters referred to until the next garbage collection.
+    _HANDLERS: ClassVar[dict[str, AnyCallable]] = {
+        "copy_": _copy,
+        "fill_": _fill,
+        "zero_": _fill,
+        "clone": _same,
+        "_to_copy": _same,
+        "cat": _cat,
+        "stack": _stack,
+        "constant_pad_nd": _pad,
+    }
 
 
 @cache

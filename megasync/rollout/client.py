@@ -49,8 +49,8 @@ from megasync.rollout.shared_prompts import SharedPrompts
 from megasync.rollout.tokens import Tokens
 from megasync.serving.answers import AnswerLimits, StreamedError, events, read_bounded, read_generated, read_scored
 from megasync.serving.control import ServerControl
+from megasync.serving.disaggregated_control import DisaggregatedControl
 from megasync.serving.engine_protocol import ROUTES_FROM, ROUTING_KEY_HEADER, WITH_SUPPORT
-from megasync.serving.engines_control import EnginesControl
 from megasync.serving.router import STICKY_POLICIES
 from megasync.trajectory.runs import IntArray
 
@@ -383,7 +383,7 @@ class RolloutClient:
         In each pair of them, the decode engine samples a few tokens after ``input_ids``, and the prefill engine scores
         all of these. `score` asks only one prefill engine, and no decode engine. Raises as `score`.
         """
-        if not isinstance(server, EnginesControl):
+        if not isinstance(server, DisaggregatedControl):
             return []
         # With room for what is sampled.
         ids = self._checked(input_ids)[:][: self.context_length - ENGINE_TOKENS - 1]

@@ -17,7 +17,7 @@ import msgspec
 from megasync.concurrency.first_use import prepared
 
 # The driver refuses a plugin whose `Hello` reports another one.
-PROTOCOL = 4
+PROTOCOL = 5
 
 # Set in the environment of a server that reads its keys, as JSON, from its standard input.
 KEYS_VARIABLE = "MEGASYNC_SERVER_KEYS"

@@ -88,10 +88,15 @@ class WeightReceiver(Protocol):
 
 def shard_receiver(rank: ServingRank) -> WeightReceiver:
     """The receiver of this process's model. It opens and allocates nothing before the first command."""
+    from sglang.srt.runtime_context import get_flags
+
     from megasync.layout.load_trace import live_tensors
     from megasync.sync.shard.receiver import ShardReceiver
 
-    return ShardReceiver(rank.rank, lambda: live_tensors(rank.model))
+    # CUDA graphs and compiled code remember where parameters are.
+    on_cpu = next(rank.model.parameters()).device.type == "cpu"
+    exchange = on_cpu and not get_flags().capture.enable_torch_compile
+    return ShardReceiver(rank.rank, lambda: live_tensors(rank.model), exchange)
 
 
 class _Committed:

@@ -58,7 +58,7 @@ class BucketHeader(NamedTuple):
 
 @prepared
 class InboundBucket(SyncMessage, frozen=True):
-    """A bucket as its receiver sees it; ``start`` is its first byte in the arena, ``source`` the sending trainer rank.
+    """A bucket as its receiver sees it; ``source`` is the sending trainer rank.
 
     The message has ``nbytes`` bytes: the rectangles one after another, as ``elements`` elements of ``dtype``, and
     padding up to whole words.
@@ -69,7 +69,6 @@ class InboundBucket(SyncMessage, frozen=True):
     dtype: str
     elements: int
     nbytes: int
-    start: int
     rectangles: tuple[ParamRectangle, ...]
 
 
@@ -87,11 +86,6 @@ class ReceivePlan(SyncMessage, frozen=True):
         return sum(bucket.nbytes for bucket in self.buckets)
 
     @property
-    def largest(self) -> int:
-        """Bytes of the largest bucket."""
-        return max((bucket.nbytes for bucket in self.buckets), default=0)
-
-    @property
     def params(self) -> set[str]:
         """The parameters that are written."""
         placed = {rectangle.param for bucket in self.buckets for rectangle in bucket.rectangles}
@@ -107,12 +101,14 @@ class ReceivePlan(SyncMessage, frozen=True):
 class ReceivePlanRequest(SyncMessage, frozen=True):
     """Command ``receive_plan``: the plans of all ranks of an engine, and where and how large an arena may be.
 
-    ``arena`` is "host" or "device"; ``arena_bytes`` is the limit per rank, None for no limit.
+    ``arena`` is "host" or "device"; ``arena_bytes`` is the limit per rank, None for no limit. With ``deltas`` the arena
+    keeps a version that was committed, because the next one may be sent as changes to it.
     """
 
     plans: tuple[ReceivePlan, ...]
     arena: str
     arena_bytes: int | None
+    deltas: bool
 
 
 @prepared
@@ -181,7 +177,7 @@ class StageReport(SyncMessage, frozen=True):
     """
 
     attempt: str = ""
-    state: Literal["none", "running", "staged", "failed"] = "none"
+    state: Literal["none", "running", "staged", "failed", "committed"] = "none"
     error: str = ""
     digest: int = 0
     seconds: dict[str, float] = {}

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from megasync.cluster import fleet as fleet_module
 from megasync.cluster.fleet import Fleet
+from megasync.cluster.fleet_processes import FleetProcesses
 from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
 from megasync.config import Config
@@ -74,7 +75,7 @@ async def rig(tmp_path_factory):
     cluster.connect()
     pools = Pools({"rollout": PoolSpec("rollout", slots=2, devices=1, slots_per_node=8)}, "cpu")
     keys = Keys("admin-key-of-this-test", "router-key-of-this-test", "generation-key-of-this-test")
-    fleet = Fleet(config, folder, resolve_device("cpu"), pools, keys, VOCAB)
+    fleet = Fleet(config, FleetProcesses(config, folder, resolve_device("cpu"), pools, keys), VOCAB)
     client = None
     try:
         await pools.create(60)

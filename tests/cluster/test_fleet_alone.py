@@ -149,28 +149,26 @@ class FakeRouter:
 
 
 class FakeFleet(Fleet):
-    def __init__(self, servers: int, tmp_path: Any) -> None:
+    def __init__(self, servers: int) -> None:
         config = Config()
         config.rollout.servers = servers
-        pools: Any = None
-        super().__init__(config, tmp_path, pools, pools, "key", VOCABULARY, asyncio.get_running_loop().time)
         self.made: list[FakeServer] = []
         self.router = FakeRouter()
+        processes: Any = SimpleNamespace(
+            server=self._server,
+            control=lambda url, process: next(server for server in self.made if server.url == url),
+            router=lambda servers, port: self.router,
+            members=lambda url: self.router,
+            shared_devices=None,
+            release=lambda index: None,
+        )
+        super().__init__(config, processes, VOCABULARY, asyncio.get_running_loop().time)
         self.left: list[tuple[int, bool, bool]] = []
         self.on_departure(lambda *news: self.left.append(news))
 
-    def _server_process(self, index: int) -> Any:
+    def _server(self, index: int) -> FakeServer:
         self.made.append(FakeServer(f"http://{index}-{len(self.made)}"))
         return self.made[-1]
-
-    def _router_process(self, servers: Any, port: int) -> Any:
-        return self.router
-
-    def _members(self, router_url: str) -> Any:
-        return self.router
-
-    def _control(self, url: str, process: Any) -> Any:
-        return next(server for server in self.made if server.url == url)
 
     async def all_join(self) -> list[FakeServer]:
         while not self.joiners():
@@ -187,9 +185,9 @@ class FakeFleet(Fleet):
 def in_virtual_time(test: Callable[..., Coroutine]) -> Callable[..., None]:
     """Runs the test with a fleet of `servers` that all serve."""
 
-    def run(tmp_path: Any, servers: int = 3) -> None:
+    def run(servers: int = 3) -> None:
         async def body() -> None:
-            fleet = FakeFleet(servers, tmp_path)
+            fleet = FakeFleet(servers)
             await fleet.start()
             try:
                 await fleet.all_join()
@@ -238,14 +236,14 @@ async def test_a_server_that_does_not_release_its_memory_ends_before_others_use_
 
 @in_virtual_time
 async def test_a_server_that_starts_is_up_before_the_memory_is_released(fleet):
-    make = fleet._server_process
+    make = fleet._processes.server
 
     def slow(index):
         server = make(index)
         server.start_seconds = 30.0
         return server
 
-    fleet._server_process = slow
+    fleet._processes.server = slow
     fleet.made[0].living = False
     await fleet.until(lambda: len(fleet.made) == 4)
     await fleet.release_memory()

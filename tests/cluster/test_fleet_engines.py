@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from megasync.cluster import fleet as fleet_module
+from megasync.cluster import fleet_processes
 from megasync.cluster.engine_group import EngineGroup
 from megasync.cluster.fleet import Fleet
+from megasync.cluster.fleet_processes import FleetProcesses
 from megasync.config import Config
 from megasync.config.access import Keys
 from megasync.config.pools import pool_specs
 from megasync.device import resolve_device
-from megasync.serving.engines_control import EnginesControl
+from megasync.serving.disaggregated_control import DisaggregatedControl
 
 KEYS = Keys("admin-key", "router-key", "generation-key")
 
@@ -90,16 +92,17 @@ def make(monkeypatch, tmp_path):
             made.append(FakeActor(*arguments))
             return made[-1]
 
-        monkeypatch.setattr(fleet_module, "ServiceActor", actor)
+        monkeypatch.setattr(fleet_processes, "ServiceActor", actor)
         pools = FakePools(config)
-        return Fleet(config, tmp_path, resolve_device("cpu"), pools, KEYS, 100), made, pools
+        processes = FleetProcesses(config, tmp_path, resolve_device("cpu"), pools, KEYS)
+        return Fleet(config, processes, 100), made, pools
 
     return fleet
 
 
 def test_each_engine_has_a_slot_a_log_and_ranks_of_its_own(make, tmp_path):
     fleet, made, _ = make(servers=2, prefill_engines=1, decode_engines=3, tensor_parallel=2)
-    assert all(isinstance(fleet._server_process(index), EngineGroup) for index in range(2))
+    assert all(isinstance(fleet._processes.server(index), EngineGroup) for index in range(2))
     names = [
         f"server-{index}-{part}" for index in range(2) for part in ("prefill-0", "decode-0", "decode-1", "decode-2")
     ]
@@ -116,7 +119,7 @@ def test_each_engine_has_a_slot_a_log_and_ranks_of_its_own(make, tmp_path):
 def test_engines_with_one_handover_key_are_those_of_one_server(make):
     fleet, made, _ = make(servers=2, prefill_engines=1, decode_engines=1)
     for index in (0, 1, 0):
-        fleet._server_process(index)
+        fleet._processes.server(index)
     keys = [actor.engine_role.key for actor in made]
     # A server that starts again is another one.
     assert keys[::2] == keys[1::2] and len(set(keys)) == 3
@@ -125,7 +128,7 @@ def test_engines_with_one_handover_key_are_those_of_one_server(make):
 
 def test_engines_have_the_keys_and_the_model_of_any_server_and_run_on_one_node(make):
     fleet, made, _ = make(servers=1, prefill_engines=1, decode_engines=1)
-    fleet._server_process(0)
+    fleet._processes.server(0)
     for actor in made:
         spec, host, port, _, admin, generation, node, meeting_point, _ = actor.arguments
         assert (host, port, admin, generation) == ("127.0.0.1", 0, KEYS.admin, KEYS.generation)
@@ -134,7 +137,7 @@ def test_engines_have_the_keys_and_the_model_of_any_server_and_run_on_one_node(m
 
 def test_a_server_of_one_engine_has_no_role(make):
     fleet, made, _ = make(servers=2)
-    assert fleet._server_process(1) is made[0]
+    assert fleet._processes.server(1) is made[0]
     (actor,) = made
     assert actor.options == {"pool": "rollout", "slot": 1} and actor.name == "server-1"
     assert len(actor.arguments) == 8
@@ -142,14 +145,14 @@ def test_a_server_of_one_engine_has_no_role(make):
 
 def test_prefill_engines_come_first_and_are_counted_apart(make):
     fleet, made, _ = make(servers=1, prefill_engines=2, decode_engines=1)
-    fleet._server_process(0)
+    fleet._processes.server(0)
     assert [actor.name for actor in made] == ["server-0-prefill-0", "server-0-prefill-1", "server-0-decode-0"]
     assert [actor.engine_role.first for actor in made] == [0, 1, 2]
 
 
 async def test_the_router_of_a_server_is_beside_its_first_engine_and_takes_the_generation_key(make, tmp_path):
     fleet, made, _ = make(servers=2, prefill_engines=1, decode_engines=2)
-    group = fleet._server_process(1)
+    group = fleet._processes.server(1)
     assert await group.start(60.0) == "http://server-1-router"
     router = made[-1]
     assert (router.role, router.options) == ("router", {"pool": "rollout", "beside": 3})
@@ -158,8 +161,8 @@ async def test_the_router_of_a_server_is_beside_its_first_engine_and_takes_the_g
     urls, policy, *_, keys = router.arguments
     assert urls == ["http://server-1-decode-0", "http://server-1-decode-1"]
     assert (policy, keys) == ("round_robin", KEYS)
-    control = fleet._control("http://server-1-router", group)
-    assert isinstance(control, EnginesControl)
+    control = fleet._processes.control("http://server-1-router", group)
+    assert isinstance(control, DisaggregatedControl)
     assert control._api_key == KEYS.generation
     assert [engine._api_key for engine in control._engines] == [KEYS.admin] * 3
     await control.close()
@@ -167,10 +170,10 @@ async def test_the_router_of_a_server_is_beside_its_first_engine_and_takes_the_g
 
 async def test_the_only_decode_engine_takes_requests_itself_with_the_admin_key(make):
     fleet, made, _ = make(servers=1, prefill_engines=2, decode_engines=1)
-    group = fleet._server_process(0)
+    group = fleet._processes.server(0)
     url = await group.start(60.0)
     assert [actor.role for actor in made] == ["server"] * 3
-    control = fleet._control(url, group)
+    control = fleet._processes.control(url, group)
     assert (control.url, control._api_key) == ("http://server-0-decode-0", KEYS.admin)
     names = ("prefill-0", "prefill-1", "decode-0")
     assert control.engine_urls == tuple(f"http://server-0-{name}" for name in names)

@@ -26,8 +26,8 @@ from megasync.layout.topology import Topology
 from megasync.preflight.check_pipelined_servers import PIPELINED, UNTIED
 from megasync.serving.control import ServerControl
 from megasync.serving.engine_blueprint import engine_ranks
-from megasync.serving.engine_control import EngineControl
 from megasync.serving.engine_protocol import LOAD_FORMAT, encode
+from megasync.serving.plugin_control import PluginControl
 from megasync.serving.server import ServerSpec, SGLangServer
 
 pytestmark = pytest.mark.real
@@ -118,7 +118,7 @@ async def test_a_server_computes_what_hugging_face_does_and_loads_what_its_trace
     path = tmp_path / "model"
     model = make_model(path, family)
     async with serving(path, tensor_parallel) as control:
-        engine = EngineControl(control)
+        engine = PluginControl(control)
         hello = await engine.hello()
         assert [rank.rank for rank in hello] == list(range(tensor_parallel))
         assert {(rank.ranks, rank.dtype) for rank in hello} == {(tensor_parallel, "float32")}
@@ -241,7 +241,7 @@ async def test_a_commit_succeeds_on_all_ranks_or_is_refused_by_all(tmp_path, mon
         assert max(abs(a - b) for a, b in zip(old, new, strict=True)) > 0.1
         await control.post("/update_weights_from_disk", {"model_path": str(paths[0])})
 
-        told = await EngineControl(control).call("stage", {"version": 3}, dict)
+        told = await PluginControl(control).call("stage", {"version": 3}, dict)
         assert told == [{"command": "stage", "payload": {"version": 3}, "rank": rank} for rank in (0, 1)]
         with pytest.raises(ServerError, match="status 400.*as before: rank 1: ValueError: nothing is staged here"):
             await commit(control, request | {"fail_check": 1})

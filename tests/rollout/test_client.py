@@ -19,8 +19,8 @@ from megasync.rollout import client as client_module
 from megasync.rollout.client import EngineScores, RolloutClient
 from megasync.rollout.partials import PartialResponse
 from megasync.serving.control import ServerControl
+from megasync.serving.disaggregated_control import DisaggregatedControl
 from megasync.serving.engine_protocol import ROUTING_KEY_HEADER
-from megasync.serving.engines_control import EnginesControl
 
 
 @pytest.fixture(autouse=True)
@@ -595,7 +595,7 @@ async def test_scores_are_computed_without_what_a_server_has_cached(fake, client
 # Engines of one server
 
 
-class Engines(EnginesControl):
+class Engines(DisaggregatedControl):
     """A server of one prefill and two decode engines. The next token is always the last one plus one.
 
     A log-prob is -id/128. Decode engines, and the engines of the second pair, are off by numbers of their own.

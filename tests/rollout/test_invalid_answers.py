@@ -20,8 +20,8 @@ from megasync.rollout.reply_parser import ParsedAnswer, ReplyParser
 from megasync.serving import control as control_module
 from megasync.serving import frozen_client
 from megasync.serving.control import ServerControl
-from megasync.serving.engine_control import EngineControl
 from megasync.serving.frozen_client import FrozenModelClient
+from megasync.serving.plugin_control import PluginControl
 from megasync.serving.router import Router, RouterMembers
 from megasync.sync.disk.sync import DiskServer
 
@@ -123,8 +123,8 @@ READERS = {
     "scores": score,
     "tool calls": parse("hermes", None),
     "reasoning": parse(None, "qwen3"),
-    "plugin's hello": lambda liar, tmp_path: EngineControl(liar.control).hello(),
-    "plugin's layout": lambda liar, tmp_path: EngineControl(liar.control).trace([("w", (4, 3))]),
+    "plugin's hello": lambda liar, tmp_path: PluginControl(liar.control).hello(),
+    "plugin's layout": lambda liar, tmp_path: PluginControl(liar.control).trace([("w", (4, 3))]),
     "kind of a server": lambda liar, tmp_path: DiskServer(liar.control, "abort", 5.0).ask_kind(),
     "classifier": reward(ClassifierScore(1)),
     "number": reward(WrittenNumber(RewardModelConfig("m", kind="generative"))),

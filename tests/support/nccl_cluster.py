@@ -38,6 +38,7 @@ from megasync.sync.broadcast.plan import ITEM_BYTES, plan_broadcast
 from megasync.sync.broadcast.sender import BroadcastSender
 from megasync.sync.broadcast.sync import BroadcastSync
 from megasync.sync.messages import Empty, SendReport
+from megasync.sync.shard import arena as shard_arena
 from megasync.sync.shard import engine as shard_engine
 from megasync.sync.shard import sender as shard_sender
 from megasync.sync.shard import sync as shard_sync
@@ -118,7 +119,7 @@ def _held(rank: EngineRank) -> Any:
 
 
 class _Control:
-    """In the place of `EngineControl`: commands reach the receivers at once."""
+    """In the place of `PluginControl`: commands reach the receivers at once."""
 
     def __init__(self, server: _Server) -> None:
         self.server = server
@@ -240,9 +241,9 @@ def record_publishes(case: Case, count: int = 2) -> Cluster:
     with (
         nccl(),
         _shared_plans(),
-        mock.patch.object(shard_engine, "EngineControl", _Control),
+        mock.patch.object(shard_engine, "PluginControl", _Control),
         # All of it is on the meta device, which has no other place for a host's memory.
-        mock.patch.object(ShardReceiver, "_lands_in", lambda self, arena: case.arena == "device"),
+        mock.patch.object(shard_arena, "_lands", lambda device, wire: case.arena == "device"),
     ):
         return asyncio.run(publish())
 
@@ -382,7 +383,7 @@ class LiveCluster:
             server.machine, server.processes = self.machine, self.engines[index]
             self.servers.append(server)
         config = SyncConfig(arena=case.arena, bucket_mb=case.bucket_mb)
-        with mock.patch.object(shard_engine, "EngineControl", _LiveControl):
+        with mock.patch.object(shard_engine, "PluginControl", _LiveControl):
             self.sync = ShardSync(self.servers, self, layout, "float32", "nccl", config, timeouts or TimeoutConfig())
 
     async def on_all(self, timeout: float, method: Callable[..., Any], *args: Any) -> list[Any]:

@@ -13,7 +13,7 @@ import torch
 
 from megasync.config.schema import RolloutConfig
 from megasync.serving.control import ServerControl
-from megasync.serving.engines_control import EnginesControl
+from megasync.serving.disaggregated_control import DisaggregatedControl
 from megasync.serving.server import EngineRole, ServerSpec, SGLangServer
 from megasync.sync.publisher import compare_logprobs
 
@@ -128,11 +128,11 @@ def running_engines(
         yield engines
 
 
-def control_of(engines: Sequence[SGLangServer], kinds: Sequence[str] = ("prefill", "decode")) -> EnginesControl:
+def control_of(engines: Sequence[SGLangServer], kinds: Sequence[str] = ("prefill", "decode")) -> DisaggregatedControl:
     """Requests go to the first decode engine."""
     controls = [ServerControl(engine.url, ADMIN_KEY) for engine in engines]
     prefill = kinds.count("prefill")
-    return EnginesControl(controls[prefill].url, controls[:prefill], controls[prefill:], ADMIN_KEY)
+    return DisaggregatedControl(controls[prefill].url, controls[:prefill], controls[prefill:], ADMIN_KEY)
 
 
 async def generate(server, tokens, prompt=(3, 4, 5), **options):

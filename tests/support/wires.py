@@ -71,6 +71,8 @@ class Wires:
         replicas: int = 1,
         feed: Feed = ONE,
         backend: str = "",
+        exchange: bool = False,
+        deltas: bool = False,
     ) -> None:
         """``place`` is called with every parameter of trainer and engine, to put it on the ``device``.
 
@@ -91,13 +93,13 @@ class Wires:
             ShardSender(Shards(self.layout, name, rank, self.params[rank]), BUCKET_BYTES, device, "127.0.0.1", backend)
             for rank in world
         ]
-        self.receivers = [ShardReceiver(rank.tp, rank.tensors) for rank in self.engine]
+        self.receivers = [ShardReceiver(rank.tp, rank.tensors, exchange) for rank in self.engine]
         derived = {sender.prepare(KIND, ranks, feed.shares, feed.replicas) for sender in self.senders}
         assert derived - {""} == {self.plan.digest}
         plans = tuple(
             receive_plan(self.plan, tp, KIND, rank.fills, feed.turn, self.world_rank) for tp, rank in enumerate(ranks)
         )
-        request = ReceivePlanRequest(plans, arena, arena_bytes)
+        request = ReceivePlanRequest(plans, arena, arena_bytes, deltas)
         # An engine may be in inference mode then.
         with torch.inference_mode():
             self.stages = [handle(receiver, "receive_plan", request).stages for receiver in self.receivers]

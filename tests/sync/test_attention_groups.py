@@ -24,7 +24,7 @@ from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
 from megasync.serving.control import ServerControl
-from megasync.serving.engine_control import EngineControl
+from megasync.serving.plugin_control import PluginControl
 from megasync.sync.broadcast.plan import plan_broadcast
 from megasync.sync.broadcast.sync import BroadcastSync
 from megasync.sync.disk.sync import DiskSync
@@ -83,7 +83,7 @@ async def test_all_groups_serve_what_was_published_under_traffic(served, local_r
     )
     try:
         tensor = process.spec.rollout.tensor_parallel
-        assert [rank.rank for rank in await EngineControl(server).hello()] == list(range(tensor))
+        assert [rank.rank for rank in await PluginControl(server).hello()] == list(range(tensor))
         sockets = {path.name for path in Path(process.environment()["TMPDIR"]).iterdir() if path.is_socket()}
         assert sockets >= {f"group-{group}" for group in range(GROUPS)}
         for version, (folder, model) in enumerate(reversed(models), await server.weight_version() + 1):

@@ -7,7 +7,7 @@ from megasync.config.schema import SyncConfig, TimeoutConfig
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
 from megasync.serving.control import ServerControl
-from megasync.serving.engine_control import EngineControl
+from megasync.serving.plugin_control import PluginControl
 from megasync.sync.shard.sync import ShardSync
 
 pytestmark = pytest.mark.real
@@ -58,7 +58,7 @@ async def test_all_stages_serve_what_was_published_under_traffic(served, local_r
     topology = Topology(tensor=2, pipeline=1)
     ranks = await local_ranks(models[0][0], topology, 2**20)
     server = ServerControl(url)
-    engine = EngineControl(server)
+    engine = PluginControl(server)
     try:
         hello = await engine.hello()
         assert [rank.rank for rank in hello] == list(range(hello[0].ranks))

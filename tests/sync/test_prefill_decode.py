@@ -29,7 +29,7 @@ from megasync.layout.topology import Topology
 from megasync.preflight.check_server_engines import HANDED_OVER
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.serving.control import ServerControl
-from megasync.serving.engine_control import EngineControl
+from megasync.serving.plugin_control import PluginControl
 from megasync.sync.broadcast.plan import plan_broadcast
 from megasync.sync.disk.sync import DiskSync
 from megasync.sync.disk.version_folders import VersionFolders
@@ -107,7 +107,7 @@ async def test_all_engines_serve_what_was_published_under_traffic(served, local_
     ]
     try:
         tensor = engines[0].spec.rollout.tensor_parallel
-        assert [rank.rank for rank in await EngineControl(server).hello()] == list(range(len(kinds) * tensor))
+        assert [rank.rank for rank in await PluginControl(server).hello()] == list(range(len(kinds) * tensor))
         trials = [(sync, model) for sync in syncs for model in reversed(models)]
         for version, (sync, (folder, model)) in enumerate(trials, await server.weight_version() + 1):
             await ranks.call("load", str(folder), timeout=20)

@@ -8,12 +8,12 @@ import pytest
 
 from megasync.errors import EngineErrors, HttpStatusError, ServerError
 from megasync.serving.control import ServerControl
+from megasync.serving.disaggregated_control import DisaggregatedControl
 from megasync.serving.engine_protocol import REFUSED
-from megasync.serving.engines_control import EnginesControl
 from megasync.sync.attempt import Attempt, ServerProgress
 from megasync.sync.disk.sync import NOT_LOADED, DiskServer, SealedVersion
 from megasync.sync.server_update import ServerUpdate, each_engine, untouched
-from megasync.sync.shard.engine import Engine
+from megasync.sync.shard.engine import ServingEngine
 
 URL = "http://server"
 BEGIN, END = "/begin_weight_update", "/end_weight_update"
@@ -44,9 +44,9 @@ class FakeEngine(ServerControl):
         return {"success": True}
 
 
-def of_engines(first: Exception | None, second: Exception | None) -> EnginesControl:
+def of_engines(first: Exception | None, second: Exception | None) -> DisaggregatedControl:
     """The control of a server of two engines with the outcomes of their next call."""
-    return EnginesControl(URL, [FakeEngine("http://prefill", first)], [FakeEngine("http://decode", second)])
+    return DisaggregatedControl(URL, [FakeEngine("http://prefill", first)], [FakeEngine("http://decode", second)])
 
 
 def attempt() -> Attempt:
@@ -89,7 +89,7 @@ OUTCOMES = {
 @pytest.mark.parametrize(("first", "second", "in_doubt"), OUTCOMES.values(), ids=OUTCOMES)
 async def test_a_commit_is_in_doubt_unless_all_engines_refused_it(first, second, in_doubt):
     control = of_engines(*(status(f"{REFUSED}: no version") if refuses else None for refuses in (first, second)))
-    engine, current = Engine(control, "abort", 5.0), attempt()
+    engine, current = ServingEngine(control, "abort", 5.0), attempt()
     with pytest.raises(EngineErrors):
         await engine.load({}, current)
     progress = current.progress[URL]
@@ -97,14 +97,14 @@ async def test_a_commit_is_in_doubt_unless_all_engines_refused_it(first, second,
 
 
 async def test_a_commit_is_in_doubt_if_one_engine_refused_it_and_another_did_not_answer():
-    engine, current = Engine(of_engines(status(REFUSED), late()), "abort", 5.0), attempt()
+    engine, current = ServingEngine(of_engines(status(REFUSED), late()), "abort", 5.0), attempt()
     with pytest.raises(EngineErrors):
         await engine.load({}, current)
     assert current.progress[URL].in_doubt
 
 
 async def test_a_commit_of_all_engines_has_moved_the_server():
-    engine, current = Engine(of_engines(None, None), "abort", 5.0), attempt()
+    engine, current = ServingEngine(of_engines(None, None), "abort", 5.0), attempt()
     await engine.load({}, current)
     progress = current.progress[URL]
     assert (progress.in_doubt, progress.moved) == (False, True)

@@ -12,8 +12,8 @@ from megasync.errors import SyncError
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
 from megasync.serving.control import ServerControl
-from megasync.serving.engine_control import EngineControl
-from megasync.sync.shard.engine import Engine
+from megasync.serving.plugin_control import PluginControl
+from megasync.sync.shard.engine import ServingEngine
 from megasync.sync.shard.sync import ShardSync
 
 pytestmark = [pytest.mark.real, pytest.mark.shares(SharedServers.MARK)]
@@ -61,13 +61,13 @@ async def world(models, urls, local_ranks):
 @pytest.mark.parametrize("mode", [pytest.param("retract", marks=pytest.mark.standard), "in_place"])
 async def test_after_a_publish_under_traffic_servers_hold_the_bits_that_a_load_gives(world, models, monkeypatch, mode):
     sync, ranks, servers = await world(pause_mode=mode)
-    call, commands = EngineControl.call, []
+    call, commands = PluginControl.call, []
 
     async def noted(control, command, *given):
         commands.append(command)
         return await call(control, command, *given)
 
-    monkeypatch.setattr(EngineControl, "call", noted)
+    monkeypatch.setattr(PluginControl, "call", noted)
     for version, seed in ((11, 1), (12, 2)):
         links = [engine.links for engine in sync._servers.values()]
         commands.clear()
@@ -174,7 +174,7 @@ async def test_a_suspended_server_delays_no_other_and_recovers(
     server = make_server(models[0][0][0], tmp_path / "server.log", 1)
     url = await server.start(120)
     control = ServerControl(url)
-    call, stopped = getattr(Engine, phase), []
+    call, stopped = getattr(ServingEngine, phase), []
 
     async def still(engine, *given):
         if engine.url == url:
@@ -189,7 +189,7 @@ async def test_a_suspended_server_delays_no_other_and_recovers(
         await sync.publish(100)
         await ranks.call("load", str(models[0][1][0]), timeout=20)
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, phase, still)
+            patch.setattr(ServingEngine, phase, still)
             with pytest.raises(
                 SyncError, match=rf"version 101 was not published: .*{url}.*(no answer|no links)"
             ) as failure:
@@ -304,7 +304,7 @@ async def test_a_server_that_is_killed_inside_a_commit_harms_no_other(world, mod
     server = make_server(models[0][0][0], tmp_path / "server.log", 1)
     url = await server.start(120)
     control = ServerControl(url)
-    load = Engine.load
+    load = ServingEngine.load
 
     async def killed(engine, *given):
         if engine.url == url:
@@ -317,7 +317,7 @@ async def test_a_server_that_is_killed_inside_a_commit_harms_no_other(world, mod
         sync.add(control)
         await sync.publish(90)
         await ranks.call("load", str(models[0][1][0]), timeout=20)
-        monkeypatch.setattr(Engine, "load", killed)
+        monkeypatch.setattr(ServingEngine, "load", killed)
         with pytest.raises(SyncError, match=rf"version 91 was not published: phase 'commit' failed: {url}") as failure:
             await sync.publish(91)
         assert failure.value.failed == (url,)

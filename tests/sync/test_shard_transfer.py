@@ -24,28 +24,33 @@ from megasync.sync.messages import (
     EngineLinks,
     ReceivePlanRequest,
 )
+from megasync.sync.shard import arena as shard_arena
 from megasync.sync.shard import plan as shard_plan
 from megasync.sync.shard import receiver as receiving
 from megasync.sync.shard import sender as shard_sender
 from megasync.sync.shard.feeds import WHOLE, Feed
 from megasync.sync.shard.plan import ShardPlan, receive_plan
-from megasync.sync.shard.receiver import Incoming, ShardReceiver
+from megasync.sync.shard.receiver import Incoming
 from megasync.sync.shard.sender import _Lane
 from megasync.sync.shared_memory import HANDLES
 
 
-@pytest.fixture(params=[10**9, 1000], ids=["packed", "direct"])
+@pytest.fixture(
+    params=[(10**9, False), (1000, False), (10**9, True), (1000, True)],
+    ids=["packed-copied", "direct-copied", "packed-exchanged", "direct-exchanged"],
+)
 def wires(request, monkeypatch):
-    """Everything goes in packed buckets, or most of it straight from the parameters."""
-    monkeypatch.setattr(shard_plan, "DIRECT_BYTES", request.param)
+    """Everything goes in packed buckets, or most of it straight from the parameters; commits copy or exchange."""
+    limit, exchange = request.param
+    monkeypatch.setattr(shard_plan, "DIRECT_BYTES", limit)
     made = []
 
     def make(**options) -> Wires:
-        made.append(Wires(**options))
+        made.append(Wires(**{"exchange": exchange} | options))
         return made[-1]
 
     yield make
-    assert all(any(bucket.direct for bucket in w.plan.buckets) == (request.param == 1000) for w in made)
+    assert all(any(bucket.direct for bucket in w.plan.buckets) == (limit == 1000) for w in made)
     for each in made:
         each.close()
 
@@ -99,7 +104,7 @@ def test_replicas_share_an_engine_and_others_send_nothing(wires, turn):
 
 def test_an_arena_in_other_memory_is_filled_message_by_message(wires, monkeypatch):
     """As beside a GPU with ``sync.arena: host``."""
-    monkeypatch.setattr(ShardReceiver, "_lands_in", lambda receiver, arena: False)
+    monkeypatch.setattr(shard_arena, "_lands", lambda device, wire: False)
     w = wires()
     for version in range(2):
         whole = weights(w, version)
@@ -116,14 +121,14 @@ def test_pinned_memory_is_exactly_as_large_as_what_it_holds(wires, monkeypatch):
     calls.cudaHostRegister = lambda address, nbytes, flags: registered.update({address: nbytes}) or 0
     calls.cudaHostUnregister = lambda address: registered.pop(address) and 0
     monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
-    monkeypatch.setattr(ShardReceiver, "_pins", lambda receiver, arena: True)
-    w = wires()
+    monkeypatch.setattr(shard_arena, "_pins", lambda device, wire: True)
+    w = wires(exchange=False)
     sizes = [receive_plan(w.plan, tp, KIND, ()).nbytes for tp in range(2)]
     assert sorted(registered.values()) == sorted(sizes)
     plans = tuple(receive_plan(w.plan, tp, "other", ()) for tp in range(2))
-    handle(w.receivers[0], "receive_plan", ReceivePlanRequest(plans, "host", None))
+    handle(w.receivers[0], "receive_plan", ReceivePlanRequest(plans, "host", None, False))
     assert sorted(registered.values()) == sorted(sizes)
-    handle(w.receivers[0], "receive_plan", ReceivePlanRequest(plans, "host", 1))
+    handle(w.receivers[0], "receive_plan", ReceivePlanRequest(plans, "host", 1, False))
     assert list(registered.values()) == [sizes[1]]
 
 
@@ -169,6 +174,36 @@ def test_parameters_that_an_update_finds_otherwise_are_not_written(wires):
     check(w.receivers[1], "a")
 
 
+@pytest.mark.parametrize(("exchange", "deltas"), [(True, False), (True, True), (False, False)])
+def test_a_commit_exchanges_memory_unless_the_engine_or_a_delta_needs_it_where_it_is(wires, exchange, deltas):
+    w = wires(exchange=exchange, deltas=deltas)
+    w.weights(weights(w, 0))
+    w.stage("a")
+    before = {name: tensor.data_ptr() for name, tensor in w.engine[0].tensors().items()}
+    w.commit("a")
+    moved = {tensor.data_ptr() != before[name] for name, tensor in w.engine[0].tensors().items()}
+    assert moved == {exchange and not deltas}
+    # It would bring back what was live before.
+    with pytest.raises(SyncError, match=r"attempt 'a' is not staged here; 'a' is committed"):
+        check(w.receivers[0], "a")
+
+
+def test_a_driver_that_sends_deltas_gets_an_arena_that_keeps_versions(wires):
+    """As when a server outlives a run without deltas."""
+    w = wires(exchange=True)
+    plans = tuple(receiver._plan for receiver in w.receivers)
+    for receiver in w.receivers:
+        handle(receiver, "receive_plan", ReceivePlanRequest(plans, "device", None, True))
+    whole = weights(w, 0)
+    for attempt, base in (("a", ""), ("b", "a")):
+        w.weights(whole)
+        _, received = w.stage(attempt, base=base)
+        assert [report.state for report in received] == ["staged", "staged"], received
+        w.commit(attempt)
+        assert w.serves(whole)
+        whole = changed_in_one_percent(whole)
+
+
 def test_links_that_are_not_used_again_are_closed(wires):
     w = wires()
     w.weights(weights(w, 0))
@@ -184,7 +219,7 @@ def changed_in_one_percent(whole: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def test_deltas_carry_little_and_give_the_same_bits(wires):
-    w = wires(dtype=torch.bfloat16)
+    w = wires(dtype=torch.bfloat16, deltas=True)
     whole = weights(w, 0)
     w.weights(whole)
     first, _ = w.stage("a")
@@ -207,7 +242,7 @@ def test_deltas_carry_little_and_give_the_same_bits(wires):
 
 
 def test_a_version_for_other_engines_keeps_what_deltas_build_on(wires):
-    w = wires()
+    w = wires(deltas=True)
     w.weights(weights(w, 0))
     w.stage("a")
     w.send(structs.replace(w.requests("elsewhere", "", 10.0)[0], engines=()))
@@ -216,7 +251,7 @@ def test_a_version_for_other_engines_keeps_what_deltas_build_on(wires):
 
 
 def test_a_delta_needs_the_same_base_on_both_sides(wires):
-    w = wires()
+    w = wires(deltas=True)
     w.weights(weights(w, 0))
     w.stage("a")
     _, to_receive = w.requests("b", "other", 10.0)

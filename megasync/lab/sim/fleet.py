@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from megasync.cluster.fleet import Fleet
+from megasync.cluster.fleet_processes import FleetProcesses
 from megasync.cluster.server_slot import ServerProcess
-from megasync.config.access import Keys
 from megasync.lab.sim.language import VOCABULARY
 from megasync.lab.sim.network import Network, SimSession
 from megasync.lab.sim.servers import SimRouter, SimServer
@@ -16,19 +16,53 @@ from megasync.rollout.suspects import CROWD_DEATHS
 from megasync.serving.control import ServerControl
 
 
-class SimFleet(Fleet):
-    """The fleet of one driver, whose number keeps URLs unique. Prompts with the token `poison` kill servers."""
+class SimProcesses(FleetProcesses):
+    """Simulated servers of one driver, whose number keeps URLs unique. Prompts with the token `poison` kill them."""
 
     def __init__(self, world: World, driver: int, network: Network, poison: int | None) -> None:
-        # No process of this fleet is real, so it needs neither a device nor pools.
-        device: Any = None
-        pools: Any = _NoPools()
-        keys = Keys(admin="key", router="key")
-        super().__init__(world.config, world.run_dir, device, pools, keys, VOCABULARY, world.loop.time)
-        self.router = network.router = SimRouter(network.chance)
+        self.simulated_router = network.router = SimRouter(network.chance)
         self._network = network
         self._poison = poison
         self._driver = driver
+        self._stream_interval = world.config.rollout.stream_interval
+
+    @property
+    def shared_devices(self) -> None:
+        return None
+
+    async def place(self, index: int) -> None: ...
+
+    def release(self, index: int) -> None: ...
+
+    def server(self, index: int) -> SimServer:
+        network = self._network
+        url = f"http://server:{self._driver}-{index}-{len(network.servers)}"
+        network.servers[url] = SimServer(url, network.chance, network.invariants, self._stream_interval, self._poison)
+        return network.servers[url]
+
+    def router(self, servers: Collection[str], port: int) -> SimRouter:
+        return self.simulated_router
+
+    def control(self, url: str, process: ServerProcess | None = None) -> ServerControl:
+        control = ServerControl(url)
+        session: Any = SimSession(self._network)
+        control._sessions = {True: session, False: session}
+        return control
+
+    def members(self, router_url: str) -> SimRouter:
+        return self.simulated_router
+
+
+class SimFleet(Fleet):
+    """The fleet of one driver."""
+
+    def __init__(self, world: World, driver: int, network: Network, poison: int | None) -> None:
+        processes = SimProcesses(world, driver, network, poison)
+        super().__init__(world.config, processes, VOCABULARY, world.loop.time)
+        self.router = processes.simulated_router
+        # Calls to the simulated server at a URL.
+        self.control = processes.control
+        self._network = network
         # Deaths caused by a prompt that were attributed to requests, and deaths whose restarts were refunded.
         self._attributed = self._refunded = 0
         self.on_departure(self._departed)
@@ -64,32 +98,3 @@ class SimFleet(Fleet):
     def _departed(self, slot: int, died: bool, requests_suspected: bool) -> None:
         server = self._network.servers.get(self._slots[slot].url)
         self._attributed += died and requests_suspected and server is not None and server.poisoned
-
-    def _server_process(self, index: int) -> SimServer:
-        network = self._network
-        url = f"http://server:{self._driver}-{index}-{len(network.servers)}"
-        server = SimServer(url, network.chance, network.invariants, self._config.rollout.stream_interval, self._poison)
-        network.servers[url] = server
-        return server
-
-    def _router_process(self, servers: Collection[str], port: int) -> SimRouter:
-        return self.router
-
-    def _control(self, url: str, process: ServerProcess) -> ServerControl:
-        return self.control(url)
-
-    def control(self, url: str) -> ServerControl:
-        """Calls to the simulated server at a URL."""
-        control = ServerControl(url)
-        session: Any = SimSession(self._network)
-        control._sessions = {True: session, False: session}
-        return control
-
-    def _members(self, router_url: str) -> SimRouter:
-        return self.router
-
-
-class _NoPools:
-    """A stand-in for the pools, without devices."""
-
-    def remove_slot(self, pool: str, slot: int) -> None: ...

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from megasync.errors import ServerError, SyncError
-from megasync.serving.engine_control import EngineControl
 from megasync.serving.engine_protocol import REFUSED
+from megasync.serving.plugin_control import PluginControl
 from megasync.sync.attempt import Attempt
 from megasync.sync.messages import (
     CommitRequest,
@@ -36,7 +36,7 @@ SENDING_POLL_SECONDS = 1.0
 POLL_SECONDS = 0.01
 
 
-class Engine(ServerUpdate):
+class ServingEngine(ServerUpdate):
     """A server that receives shards.
 
     Attributes:
@@ -50,7 +50,7 @@ class Engine(ServerUpdate):
 
     def __init__(self, server: ServerControl, pause_mode: str, seconds: float) -> None:
         super().__init__(server, pause_mode, seconds)
-        self.control = EngineControl(server)
+        self.control = PluginControl(server)
         self.kind = self.plan = self.links = self.base = ""
         self.feed: Feed | None = None
         self.stages = True
@@ -136,7 +136,7 @@ class Engine(ServerUpdate):
         attempt.note("running_step", time.monotonic() - attempt.progress[self.url].paused_at)
 
     async def load(self, request: CommitRequest, attempt: Attempt) -> None:
-        """Has the ranks write the version: a local copy of what is staged, or what the request lets them receive."""
+        """Has the ranks write the version: what is staged, or what the request lets them receive."""
         progress, start = attempt.progress[self.url], time.monotonic()
         progress.in_doubt = True
         flush = self._pause_mode != "in_place"

@@ -406,10 +406,8 @@ def receive_plan(
         turns.append((rounds[bucket.source], order[bucket.source], tag, bucket))
         rounds[bucket.source] += 1
     buckets: list[InboundBucket] = []
-    start = 0
     for _, _, tag, bucket in sorted(turns, key=lambda turn: turn[:2]):
         rectangles = tuple(region.slot.rectangle for region in bucket.regions)
         source = world_rank(bucket.source)
-        buckets.append(InboundBucket(tag, source, bucket.dtype, bucket.elements, bucket.nbytes, start, rectangles))
-        start += bucket.nbytes
+        buckets.append(InboundBucket(tag, source, bucket.dtype, bucket.elements, bucket.nbytes, rectangles))
     return ReceivePlan(kind, tuple(buckets), tuple(fills))

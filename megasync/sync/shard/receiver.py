@@ -1,8 +1,8 @@
-"""The serving rank's side of a shard-to-shard sync: stage a version while generating, then commit it by local copy.
+"""The serving rank's side of a shard-to-shard sync: stage a version while generating, then make it live at once.
 
 A `ShardReceiver` lives in every tensor-parallel rank of an engine, inside the engine's own process, and sees the engine
-only as a dictionary of parameters. Staging runs in a thread: buckets land in an arena beside the live weights, and each
-is checked against the digest that its sender took. Nothing of a staged version is visible until `commit` copies it.
+only as a dictionary of parameters. Staging runs in a thread: buckets land in an `Arena` beside the live weights, and
+each is checked against the digest that its sender took. Nothing of a staged version is visible until `commit`.
 
 Without room for an arena, `commit` itself receives, bucket by bucket. The engine is paused meanwhile, and a failure
 leaves it with parts of two versions.
@@ -15,16 +15,15 @@ import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import islice
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from megasync.base.store import join_store
-from megasync.device import pin, side_stream, synchronize, unpin
+from megasync.device import side_stream, synchronize
 from megasync.errors import SyncError
 from megasync.layout.digest import MASK, combine, digest, signed
 from megasync.serving.engine_protocol import HOST_VARIABLE
@@ -47,21 +46,24 @@ from megasync.sync.messages import (
     SyncMessage,
 )
 from megasync.sync.shard import delta
+from megasync.sync.shard.arena import Arena, Params, dtype_of, rectangles
 from megasync.sync.shared_memory import make_links
 
 log = logging.getLogger(__name__)
 
-Params = Mapping[str, torch.Tensor]
+# Buffers for messages that cannot arrive in their place: one is received while the other is put there.
+BUFFERS = 2
+
 # Shape, strides and dtype.
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 @dataclass
 class Staging:
-    """One version on its way into the arena. ``state`` is running, staged or failed."""
+    """One version on its way into the arena."""
 
     attempt: str
-    state: Literal["running", "staged", "failed"] = "running"
+    state: Literal["running", "staged", "failed", "committed"] = "running"
     error: str = ""
     digests: dict[int, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -98,30 +100,43 @@ class Incoming:
         self.heard.add(bucket.source)
 
 
+class _Posted(NamedTuple):
+    """A message that is being received in ``place``, its header, and the ``buffer`` that this takes, if any."""
+
+    index: int
+    bucket: InboundBucket
+    place: torch.Tensor
+    buffer: torch.Tensor | None
+    header: Transfer | None
+    payload: Transfer | None
+
+
 class ShardReceiver:
     """Answers the driver's commands on one serving rank. The constructor allocates and opens nothing.
 
     Args:
         tp: this rank's tensor-parallel index.
         params: called for the live parameters and buffers, by the names of the trace; an engine may replace them.
+        exchange: whether the engine does not remember where its parameters are, so their memory may be exchanged.
     """
 
-    def __init__(self, tp: int, params: Callable[[], Params]) -> None:
+    def __init__(self, tp: int, params: Callable[[], Params], exchange: bool = False) -> None:
         self._tp = tp
         self._params = params
+        self._exchange = exchange
         # Messages arrive where the weights are.
         self._wire = next(iter(params().values())).device
         self._plan: ReceivePlan | None = None
-        self._arena: torch.Tensor | None = None
+        self._arena: Arena | None = None
+        # The attributes of the request that it was made for.
+        self._arena_kind: tuple[ReceivePlan, str, bool] | None = None
         self._links: Links | None = None
         self._link_name = ""
         self._staging: Staging | None = None
-        # The attempt whose weights the arena holds completely; deltas build on it.
+        # The attempt whose weights the arena holds completely, if deltas may build on it.
         self._base = ""
         # The parameters of the plan as they were when they were traced.
         self._forms: dict[str, Form] = {}
-        # The addresses of the parameters, and the copies that a commit consists of.
-        self._copies: tuple[list[int], list[torch.Tensor], list[torch.Tensor]] | None = None
 
     def handle(self, command: str, given: object) -> SyncMessage:
         """Runs one command on its request in parsed JSON; returns at once.
@@ -147,26 +162,17 @@ class ShardReceiver:
         self._check_idle()
         plan = request.plans[self._tp]
         stages = request.arena_bytes is None or plan.nbytes <= request.arena_bytes
-        if self._arena is not None and (self._plan != plan or not stages):
-            if self._pins(self._arena):
-                unpin(self._arena)
-            # The copies read from the arena, so they go with it.
-            self._arena, self._copies, self._base = None, None, ""
-        self._plan = plan
+        kind = (plan, request.arena, request.deltas)
+        if self._arena is not None and (self._arena_kind != kind or not stages):
+            self._arena.close()
+            self._arena, self._base = None, ""
+        self._plan, self._arena_kind = plan, kind
         self._forms = self._present_forms(plan)
         if stages and self._arena is None:
             where = torch.device("cpu") if request.arena == "host" else self._wire
-            # An engine in inference mode would make a tensor that another thread may not write to.
-            with torch.inference_mode(False):
-                self._arena = torch.zeros(plan.nbytes, dtype=torch.uint8, device=where)
-            if self._pins(self._arena):
-                pin(self._arena)
+            self._arena = Arena(plan, self._params(), where, self._exchange and not request.deltas)
             synchronize(self._wire)
         return ReceivePlanAnswer(stages, plan.nbytes)
-
-    def _pins(self, arena: torch.Tensor) -> bool:
-        """Whether an arena is host memory beside a GPU."""
-        return arena.device.type == "cpu" and self._wire.type == "cuda"
 
     def _check_idle(self) -> None:
         if self._staging is not None and self._staging.state == "running":
@@ -192,7 +198,7 @@ class ShardReceiver:
                     incoming = self._connect(plan, request, staging)
                     self._fill_arena(incoming, arena)
                     staging.seconds["total"] = time.monotonic() - start
-                    self._base = staging.attempt
+                    self._base = staging.attempt if arena.keeps_versions else ""
                     # Before the confirmation, because the commit may follow it immediately.
                     staging.state = "staged"
                     self._confirm(incoming)
@@ -242,32 +248,26 @@ class ShardReceiver:
             except RuntimeError as error:
                 log.warning("Links %s could not be closed: %s", self._link_name, error)
 
-    def _fill_arena(self, incoming: Incoming, arena: torch.Tensor) -> None:
+    def _fill_arena(self, incoming: Incoming, arena: Arena) -> None:
         """Brings the whole arena to what the senders have now, bucket by bucket."""
-        plan, request, digests = incoming.plan, incoming.request, incoming.staging.digests
+        request, digests = incoming.request, incoming.staging.digests
+        arena.begin()
 
-        def kept_at(bucket: InboundBucket) -> torch.Tensor:
-            return arena[bucket.start : bucket.start + bucket.nbytes]
+        def landing(bucket: InboundBucket) -> torch.Tensor | None:
+            # A delta may come in the bucket's place.
+            return None if request.base else arena.landing(bucket)
 
-        direct = not request.base and self._lands_in(arena)
-        ring = [] if direct else self._ring(plan)
-
-        def landing(index: int, bucket: InboundBucket) -> torch.Tensor:
-            return kept_at(bucket) if direct else ring[index % 2]
-
-        # The payload behind a header of unknown size cannot be posted yet.
-        ahead = 1 if request.base else incoming.links.window if direct else len(ring)
-        for bucket, message, header in self._arrivals(incoming, landing, ahead):
-            kept = kept_at(bucket)
+        for bucket, message, header in self._arrivals(incoming, landing):
             if header.kind == DELTA:
-                values = kept.view(_dtype(bucket))[: bucket.elements]
+                kept = arena.kept(bucket)
+                values = kept.view(dtype_of(bucket))[: bucket.elements]
                 delta.apply(message.to(values.device), header.changed, values)
                 received = _digest(kept, incoming.staging)
             else:
                 # Where the message is: on a GPU before the copy to the host, which then overlaps the next message.
                 received = _digest(message, incoming.staging)
-                if not direct:
-                    kept.copy_(message, non_blocking=True)
+                if landing(bucket) is None:
+                    arena.put(bucket, message)
             if request.headers:
                 _compare(bucket, received, digests[bucket.tag])
             else:
@@ -275,10 +275,6 @@ class ShardReceiver:
         if not request.headers:
             self._compare_with_tables(incoming)
         synchronize(self._wire)
-
-    def _lands_in(self, arena: torch.Tensor) -> bool:
-        """Whether messages can arrive in the arena directly: not from a GPU in host memory."""
-        return arena.device == self._wire
 
     def _compare_with_tables(self, incoming: Incoming) -> None:
         """Receives each sender's table of digests, in the order of its buckets, and compares it with what arrived."""
@@ -303,41 +299,54 @@ class ShardReceiver:
         except RuntimeError as error:
             log.warning("Attempt %s is staged, but could not be confirmed to a sender: %s", staging.attempt, error)
 
-    def _ring(self, plan: ReceivePlan) -> list[torch.Tensor]:
-        return [torch.empty(plan.largest, dtype=torch.uint8, device=self._wire) for _ in range(2)]
-
     def _arrivals(
-        self, incoming: Incoming, landing: Callable[[int, InboundBucket], torch.Tensor], ahead: int
+        self, incoming: Incoming, landing: Callable[[InboundBucket], torch.Tensor | None]
     ) -> Iterator[tuple[InboundBucket, torch.Tensor, BucketHeader]]:
-        """(bucket, its message, its header) in order; the next ``ahead`` messages are being received meanwhile."""
+        """(bucket, its message, its header) in order; the next messages are being received meanwhile.
+
+        A message without a ``landing`` arrives in one of two buffers, and is there until the next one is asked for.
+        """
         plan, request, links = incoming.plan, incoming.request, incoming.links
         members = {rank: index for index, rank in enumerate(request.rendezvous.sources)}
         headers = torch.zeros(len(plan.buckets), len(BucketHeader._fields), dtype=torch.int64, device=self._wire)
-        coming = enumerate(plan.buckets)
-        posted: deque[tuple[int, InboundBucket, Transfer | None, Transfer | None]] = deque()
+        largest = max((bucket.nbytes for bucket in plan.buckets if landing(bucket) is None), default=0)
+        free = deque(torch.empty(largest, dtype=torch.uint8, device=self._wire) for _ in range(BUFFERS))
+        coming, posted = deque(enumerate(plan.buckets)), deque[_Posted]()
+        # The payload behind a header of unknown size cannot be posted yet.
+        ahead = 1 if request.base else links.window
 
-        def receive(index: int, bucket: InboundBucket, nbytes: int) -> Transfer:
-            return links.receive(landing(index, bucket)[:nbytes], members[bucket.source], 2 * bucket.tag + 1)
+        def receive(bucket: InboundBucket, place: torch.Tensor, nbytes: int) -> Transfer:
+            return links.receive(place[:nbytes], members[bucket.source], 2 * bucket.tag + 1)
 
-        def post(count: int) -> None:
-            for index, bucket in islice(coming, count):
-                source = members[bucket.source]
-                header = links.receive(headers[index], source, 2 * bucket.tag) if request.headers else None
-                payload = None if request.base else receive(index, bucket, bucket.nbytes)
-                posted.append((index, bucket, header, payload))
+        def post() -> None:
+            while coming and len(posted) < ahead:
+                index, bucket = coming[0]
+                place, buffer = landing(bucket), None
+                if place is None:
+                    if not free:
+                        return
+                    place = buffer = free.popleft()
+                coming.popleft()
+                header = None
+                if request.headers:
+                    header = links.receive(headers[index], members[bucket.source], 2 * bucket.tag)
+                payload = None if request.base else receive(bucket, place, bucket.nbytes)
+                posted.append(_Posted(index, bucket, place, buffer, header, payload))
 
-        post(ahead)
+        post()
         while posted:
-            index, bucket, work, payload = posted.popleft()
+            index, bucket, place, buffer, work, payload = posted.popleft()
             header = BucketHeader(FULL, bucket.nbytes, bucket.elements, 0)
             if work is not None:
                 incoming.wait(work, bucket)
                 header = BucketHeader(*headers[index].tolist())
                 incoming.staging.digests[bucket.tag] = header.digest & MASK
             incoming.staging.received += header.nbytes
-            incoming.wait(payload or receive(index, bucket, header.nbytes), bucket)
-            yield bucket, landing(index, bucket)[: header.nbytes], header
-            post(1)
+            incoming.wait(payload or receive(bucket, place, header.nbytes), bucket)
+            yield bucket, place[: header.nbytes], header
+            if buffer is not None:
+                free.append(buffer)
+            post()
 
     # Committing
 
@@ -364,16 +373,18 @@ class ShardReceiver:
 
     @torch.no_grad()
     def commit(self, request: CommitRequest) -> None:
-        """Copies the staged attempt into the live parameters; `check` must have passed on every rank."""
+        """Makes the staged attempt the live weights; `check` must have passed on every rank."""
         plan, params = self._plan_for(request.kind), self._params()
-        # A loader may fill more than stays filled.
-        for fill in plan.fills:
-            fill.rectangle.of(params[fill.param]).fill_(fill.value)
         if request.stream is not None:
+            for fill in plan.fills:
+                fill.rectangle.of(params[fill.param]).fill_(fill.value)
             self._load_while_receiving(plan, request.stream, params)
         else:
-            targets, sources = self._commit_copies(plan, params)
-            torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage] - no public name
+            assert self._arena is not None
+            assert self._staging is not None
+            # A second commit would bring back what was live before.
+            self._staging.state = "committed"
+            self._arena.commit(params)
         # The arena may be overwritten as soon as this is answered.
         synchronize(self._wire)
 
@@ -381,48 +392,18 @@ class ShardReceiver:
         params = self._params()
         return {name: (tuple(params[name].shape), params[name].stride(), params[name].dtype) for name in plan.params}
 
-    def _commit_copies(self, plan: ReceivePlan, params: Params) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(parameter rectangles, arena rectangles), cached while the parameters keep their addresses."""
-        where = [param.data_ptr() for param in params.values()]
-        if self._copies is None or self._copies[0] != where:
-            assert self._arena is not None
-            pairs = [
-                pair
-                for bucket in plan.buckets
-                for pair in rectangles(bucket, self._arena[bucket.start : bucket.start + bucket.nbytes], params)
-            ]
-            self._copies = where, [target for target, _ in pairs], [source for _, source in pairs]
-        return self._copies[1:]
-
     def _load_while_receiving(self, plan: ReceivePlan, request: ReceiveRequest, params: Params) -> None:
         """Loads each bucket into the live parameters as soon as it has arrived and its digest is right."""
-        staging, ring = Staging(request.attempt), self._ring(plan)
+        staging = Staging(request.attempt)
         try:
             incoming = self._connect(plan, request, staging)
-            for bucket, message, _ in self._arrivals(incoming, lambda index, _: ring[index % 2], len(ring)):
+            for bucket, message, _ in self._arrivals(incoming, lambda _: None):
                 _compare(bucket, _digest(message, staging), staging.digests[bucket.tag])
                 for target, source in rectangles(bucket, message, params):
                     target.copy_(source)
         except Exception:
             self._leave()
             raise
-
-
-def rectangles(
-    bucket: InboundBucket, message: torch.Tensor, params: Params
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(rectangle of a parameter, the same rectangle of a message [nbytes] uint8) for all rectangles of a bucket."""
-    values = message.view(_dtype(bucket))
-    start = 0
-    for rectangle in bucket.rectangles:
-        count = rectangle.rows * rectangle.cols
-        source = values[start : start + count].view(rectangle.rows, rectangle.cols)
-        yield rectangle.of(params[rectangle.param]), source
-        start += count
-
-
-def _dtype(bucket: InboundBucket) -> torch.dtype:
-    return getattr(torch, bucket.dtype)
 
 
 def _digest(message: torch.Tensor, staging: Staging) -> int:

@@ -43,7 +43,7 @@ from megasync.sync.messages import (
     SendRequest,
 )
 from megasync.sync.server_update import call_each
-from megasync.sync.shard.engine import Engine
+from megasync.sync.shard.engine import ServingEngine
 from megasync.sync.shard.feeds import WHOLE, Feed, assign_feeds
 from megasync.sync.shard.plan import MOST_SOURCES, ShardPlan, plan_shards, receive_plan
 from megasync.sync.weight_sync import GRACE_SECONDS, SendingRank, TrainerRanks, WeightSync
@@ -60,14 +60,14 @@ JOIN_SECONDS = 60.0
 Sending = asyncio.Future[list[SendReport]]
 
 
-class ShardSync(WeightSync[Engine]):
+class ShardSync(WeightSync[ServingEngine]):
     """Publishes versions from shard to shard: nothing is gathered anywhere.
 
     A method ``shard_x`` of the ranks is `ShardSender.x` on each of them. ``dtype`` is that of the trainer's parameters,
     ``backend`` that of the links, "gloo" or "nccl".
     """
 
-    _update_type = Engine
+    _update_type = ServingEngine
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class ShardSync(WeightSync[Engine]):
         self._attempts += 1
         return super()._new_attempt(version)
 
-    async def _move(self, servers: list[Engine], attempt: Attempt, *, everywhere: bool) -> int:
+    async def _move(self, servers: list[ServingEngine], attempt: Attempt, *, everywhere: bool) -> int:
         """After a failure, servers that had committed serve the version, all others the previous one; the next publish
         brings them together.
         """
@@ -145,12 +145,12 @@ class ShardSync(WeightSync[Engine]):
 
     # Connect
 
-    async def _connect(self, servers: list[Engine], attempt: Attempt) -> None:
+    async def _connect(self, servers: list[ServingEngine], attempt: Attempt) -> None:
         """Prepares every engine that is new, or was restarted, for staging."""
-        new: list[Engine] = []
+        new: list[ServingEngine] = []
         traced: dict[str, list[EngineRank]] = {}
 
-        async def trace(engine: Engine) -> None:
+        async def trace(engine: ServingEngine) -> None:
             if await engine.is_new():
                 frozen = self._layout.frozen_tensors
                 specs = [*self._layout.hf_tensors.items(), *frozen.items()]
@@ -161,13 +161,13 @@ class ShardSync(WeightSync[Engine]):
         with attempt.during("connect"):
             await call_each(servers, trace)
             # In the order of the servers, which does not depend on who answered first.
-            by_plan: dict[str, list[Engine]] = {}
+            by_plan: dict[str, list[ServingEngine]] = {}
             for engine in (engine for engine in servers if engine in new):
                 by_plan.setdefault(await self._assign(engine, new, traced[engine.kind]), []).append(engine)
             for plan, engines in by_plan.items():
                 await self._plan_for(plan, engines, traced[engines[0].kind])
 
-    async def _assign(self, engine: Engine, new: Sequence[Engine], ranks: Sequence[EngineRank]) -> str:
+    async def _assign(self, engine: ServingEngine, new: Sequence[ServingEngine], ranks: Sequence[EngineRank]) -> str:
         """Decides which replicas feed a new engine; the name of its plan."""
         if engine.feed is None:
             alike = [other for other in new if other.kind == engine.kind and other.feed is None]
@@ -183,7 +183,7 @@ class ShardSync(WeightSync[Engine]):
         return engine.kind if len(shares) == 1 else f"{engine.kind}-{'-'.join(map(str, shares))}"
 
     async def _make_plan(
-        self, name: str, engines: Sequence[Engine], ranks: Sequence[EngineRank], shares: Sequence[int]
+        self, name: str, engines: Sequence[ServingEngine], ranks: Sequence[EngineRank], shares: Sequence[int]
     ) -> ShardPlan:
         if name not in self._plans:
             layout = self._layout.with_replicas(len(shares))
@@ -195,7 +195,7 @@ class ShardSync(WeightSync[Engine]):
                 raise PhaseFailed({engine.url: error for engine in engines}) from error
         return self._plans[name]
 
-    async def _plan_for(self, name: str, engines: Sequence[Engine], ranks: Sequence[EngineRank]) -> None:
+    async def _plan_for(self, name: str, engines: Sequence[ServingEngine], ranks: Sequence[EngineRank]) -> None:
         """Has the trainer ranks that feed these engines, which share a plan, and the engines themselves prepare it."""
         feeds = [engine.feed for engine in engines if engine.feed]
         plan = await self._make_plan(name, engines, ranks, feeds[0].shares)
@@ -207,19 +207,21 @@ class ShardSync(WeightSync[Engine]):
         if other:
             raise SyncError(f"trainer ranks {other} derived another plan than the driver; their configurations differ")
 
-        async def inform(engine: Engine) -> None:
+        async def inform(engine: ServingEngine) -> None:
             feed = cast(Feed, engine.feed)
             plans = tuple(
                 receive_plan(plan, tp, name, rank.fills, feed.turn, partial(topology.rank_of, feed.replicas))
                 for tp, rank in enumerate(ranks)
             )
-            await engine.take_receive_plan(name, ReceivePlanRequest(plans, self._config.arena, self._arena_bytes))
+            config = self._config
+            request = ReceivePlanRequest(plans, config.arena, self._arena_bytes, config.delta)
+            await engine.take_receive_plan(name, request)
 
         await call_each(engines, inform)
 
     # Stage and commit
 
-    async def _update(self, wave: Sequence[Engine], name: str, attempt: Attempt) -> int:
+    async def _update(self, wave: Sequence[ServingEngine], name: str, attempt: Attempt) -> int:
         """Brings one wave of engines to the new version; bytes that went over the wire."""
         staging = [engine for engine in wave if engine.stages]
         streaming = [engine for engine in wave if not engine.stages]
@@ -236,11 +238,11 @@ class ShardSync(WeightSync[Engine]):
             await call_each(wave, lambda engine: engine.verify(attempt))
         return moved
 
-    async def _stage(self, engines: Sequence[Engine], name: str, attempt: Attempt) -> int:
+    async def _stage(self, engines: Sequence[ServingEngine], name: str, attempt: Attempt) -> int:
         """All engines receive the version beside the one that they serve, and the digests of both ends agree."""
         sending, requests = await self._start_sending(engines, name, self._common_bases(engines), attempt, stream=False)
 
-        async def receive(engine: Engine) -> list[int]:
+        async def receive(engine: ServingEngine) -> list[int]:
             if not await engine.stage(requests[engine.url]):
                 return []
             return await engine.staged(name, self._plans[engine.plan].engine_ranks, sending)
@@ -273,7 +275,7 @@ class ShardSync(WeightSync[Engine]):
             moved += await self._stage(new, name + "n", attempt)
         return moved
 
-    def _sent_to(self, engine: Engine, reports: Sequence[SendReport]) -> list[int]:
+    def _sent_to(self, engine: ServingEngine, reports: Sequence[SendReport]) -> list[int]:
         """By engine rank, the digest of all that was sent to it."""
         plan, feed = self._plans[engine.plan], cast(Feed, engine.feed)
         digests = [0] * plan.engine_ranks
@@ -283,7 +285,7 @@ class ShardSync(WeightSync[Engine]):
                     digests[sent.engine_rank] = (digests[sent.engine_rank] + sent.digest) & MASK
         return digests
 
-    def _drop_broken_links(self, engines: Iterable[Engine], attempt: Attempt) -> list[str]:
+    def _drop_broken_links(self, engines: Iterable[ServingEngine], attempt: Attempt) -> list[str]:
         """Forgets the links over which not everything went as it should; their names. A publish makes new ones."""
         reports = attempt.tasks["trainer"].result()
         failed = {url for report in reports for url in report.failed}
@@ -297,7 +299,7 @@ class ShardSync(WeightSync[Engine]):
                 engine.links = ""
         return broken
 
-    def _common_bases(self, engines: Sequence[Engine]) -> dict[str, str]:
+    def _common_bases(self, engines: Sequence[ServingEngine]) -> dict[str, str]:
         """Plan -> the attempt against which deltas are sent: one that the ranks and all its engines hold, or none."""
         due = self._config.delta_full_every
         if not self._config.delta or (due and self._attempts % due == 0):
@@ -308,7 +310,7 @@ class ShardSync(WeightSync[Engine]):
         return {plan: self._bases[plan] for plan, bases in held.items() if bases == {self._bases.get(plan)}}
 
     async def _start_sending(
-        self, engines: Sequence[Engine], name: str, bases: dict[str, str], attempt: Attempt, *, stream: bool
+        self, engines: Sequence[ServingEngine], name: str, bases: dict[str, str], attempt: Attempt, *, stream: bool
     ) -> tuple[Sending, dict[str, ReceiveRequest]]:
         """Has the ranks send; the trainer's task of the attempt ends with `ShardSender.send` on each rank.
 
@@ -344,7 +346,7 @@ class ShardSync(WeightSync[Engine]):
         attempt.tasks = {"trainer": sending}
         return sending, {engine.url: self._receive_request(engine, request, patience) for engine in engines}
 
-    def _receive_request(self, engine: Engine, sent: SendRequest, patience: float) -> ReceiveRequest:
+    def _receive_request(self, engine: ServingEngine, sent: SendRequest, patience: float) -> ReceiveRequest:
         """What an engine's ranks need to receive what the trainer ranks send."""
         plan, feed, (host, port) = self._plans[engine.plan], cast(Feed, engine.feed), sent.meeting_point
         base = sent.bases.get(engine.plan, "")
@@ -378,13 +380,13 @@ class ShardSync(WeightSync[Engine]):
             for confirmation in report.confirmed:
                 attempt.note("digest", confirmation.seconds)
 
-    async def _commit(self, engine: Engine, name: str, attempt: Attempt) -> None:
-        """Pauses one engine for the local copy of what it has staged."""
+    async def _commit(self, engine: ServingEngine, name: str, attempt: Attempt) -> None:
+        """Pauses one engine until what it has staged is live."""
         await engine.pause(attempt)
         await engine.load(CommitRequest(name, engine.plan), attempt)
         await self._resume(engine, attempt)
 
-    async def _stream(self, engines: Sequence[Engine], name: str, attempt: Attempt) -> int:
+    async def _stream(self, engines: Sequence[ServingEngine], name: str, attempt: Attempt) -> int:
         """Pauses the engines for the whole transfer; each loads buckets as they arrive."""
         await call_each(engines, lambda engine: engine.pause(attempt))
         sending, requests = await self._start_sending(engines, name, {}, attempt, stream=True)
@@ -422,7 +424,7 @@ class ShardSync(WeightSync[Engine]):
             engine.links = ""
         await self._leave_ranks(SendingRank.shard_leave)
 
-    async def _release(self, server: Engine, attempt: Attempt) -> None:
+    async def _release(self, server: ServingEngine, attempt: Attempt) -> None:
         # What is staged over sound links is replaced by the next version, and never committed.
         if not server.links:
             attempt.progress[server.url].lost |= not await server.drop(self._join + GRACE_SECONDS)

@@ -41,7 +41,7 @@ class _Checked(msgspec.Struct):
 A = TypeVar("A")
 
 
-class EngineControl:
+class PluginControl:
     """Commands travel over ``server``, which stays its owner's to close."""
 
     def __init__(self, control: ServerControl) -> None:

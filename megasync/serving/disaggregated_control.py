@@ -20,7 +20,7 @@ _GENERATE = "/generate"
 _JOINED = ("ranks", "loads", "internal_states")
 
 
-class EnginesControl(ServerControl):
+class DisaggregatedControl(ServerControl):
     """Controls the engines of one server. Owns their controls: `close` closes them.
 
     Args:

@@ -10,8 +10,8 @@ from aiohttp import web
 from megasync.config.schema import RolloutConfig
 from megasync.errors import EngineErrors, HttpStatusError, InvalidAnswer, ServerError
 from megasync.serving.control import ServerControl
+from megasync.serving.disaggregated_control import DisaggregatedControl
 from megasync.serving.engine_protocol import PREFILL_ROUTE
-from megasync.serving.engines_control import EnginesControl
 from megasync.serving.server import EngineRole, ServerSpec, SGLangServer
 
 ADMIN, GENERATION = "admin-key", "generation-key"
@@ -63,7 +63,7 @@ class Rig:
             await server.start()
         self.controls = [ServerControl(engine.url, ADMIN) for engine in self.engines]
         first = len(self.prefill)
-        self.control = EnginesControl(self.router.url, self.controls[:first], self.controls[first:], GENERATION)
+        self.control = DisaggregatedControl(self.router.url, self.controls[:first], self.controls[first:], GENERATION)
 
     async def stop(self) -> None:
         await self.control.close()
@@ -176,7 +176,7 @@ class Broken(ServerControl):
 async def test_a_defect_is_no_failure_of_an_engine(make):
     rig = await make()
     rig.prefill[0].answers["/load"] = 400
-    control = EnginesControl(rig.router.url, [rig.controls[0]], [Broken(rig.decode[0].url)])
+    control = DisaggregatedControl(rig.router.url, [rig.controls[0]], [Broken(rig.decode[0].url)])
     with pytest.raises(ZeroDivisionError, match="a defect"):
         await control.post("/load")
 

@@ -12,8 +12,8 @@ from torch import nn
 from megasync.errors import ServerError
 from megasync.layout.load_trace import trace_load
 from megasync.serving.control import ServerControl
-from megasync.serving.engine_control import EngineControl
 from megasync.serving.engine_protocol import decode, encode
+from megasync.serving.plugin_control import PluginControl
 from megasync.sglang import updates
 from megasync.sglang.updates import Plugin, ServingRank
 
@@ -62,10 +62,10 @@ def checker(rank: int, model: nn.Module) -> SimpleNamespace:
 
 @pytest.fixture
 async def engine_of():
-    """Makes an EngineControl of a server whose ranks have these models; None is a server without the plugin."""
+    """Makes an PluginControl of a server whose ranks have these models; None is a server without the plugin."""
     runners, controls = [], []
 
-    async def make(models, groups=1) -> EngineControl:
+    async def make(models, groups=1) -> PluginControl:
         # Each rank is a process with a plugin of its own.
         plugins = [Plugin(Receiver) for _ in models or ()]
 
@@ -93,7 +93,7 @@ async def engine_of():
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         controls.append(ServerControl(f"http://127.0.0.1:{runner.addresses[0][1]}"))
-        return EngineControl(controls[-1])
+        return PluginControl(controls[-1])
 
     yield make
     for control in controls:
@@ -136,7 +136,7 @@ async def test_a_server_without_the_plugin_is_recognised(engine_of):
 async def test_a_plugin_of_another_protocol_is_refused(engine_of, monkeypatch):
     engine = await engine_of([Model(0), Model(1)])
     monkeypatch.setattr(updates, "PROTOCOL", 0)
-    with pytest.raises(ServerError, match=r"speaks protocol \[0\], this driver 4"):
+    with pytest.raises(ServerError, match=r"speaks protocol \[0\], this driver 5"):
         await engine.hello()
 
 
