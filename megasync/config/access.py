@@ -61,26 +61,16 @@ def generation_needs_key(cluster: ClusterConfig) -> bool:
     return not is_loopback(cluster.host) or given_generation_key() is not None
 
 
-def check_access(cluster: ClusterConfig, *, planning: bool = False) -> None:
-    """Raises ConfigError for settings of keys and certificates that contradict each other.
+def check_access(cluster: ClusterConfig, *, external: bool = False, planning: bool = False) -> None:
+    """Raises ConfigError if keys of the environment contradict `cluster.generation_key`, for ``external`` servers too.
 
     Unless `planning`, it also checks that this machine can use the certificate files.
     """
-    given = given_generation_key()
-    if cluster.generation_key == "never" and given is not None:
-        raise ConfigError(
-            f"cluster.generation_key=never, but {GENERATION_KEY_VARIABLE} is set; unset it, or set generation_key=auto"
-        )
-    if (cluster.tls_cert is None) != (cluster.tls_key is None):
-        raise ConfigError(
-            f"cluster.tls_cert={cluster.tls_cert} and cluster.tls_key={cluster.tls_key} must be set together; set "
-            f"both or neither"
-        )
-    if cluster.tls_ca is not None and cluster.tls_cert is None:
-        raise ConfigError(
-            f"cluster.tls_ca={cluster.tls_ca} verifies the router's certificate, but cluster.tls_cert is not set; set "
-            f"tls_cert and tls_key, or set tls_ca to null"
-        )
+    given = {GENERATION_KEY_VARIABLE: given_generation_key()}
+    if external:
+        given[EXTERNAL_KEY_VARIABLE] = given_external_key()
+    if cluster.generation_key == "never" and (name := next((each for each in given if given[each]), None)):
+        raise ConfigError(f"cluster.generation_key=never, but {name} is set; unset it, or set generation_key=auto")
     if not planning:
         check_certificates(cluster)
 

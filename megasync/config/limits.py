@@ -1,20 +1,24 @@
-"""Limits of single keys: the ranges, choices and forms that the fields of `schema` declare with `limited`.
+"""Limits of single keys: the ranges, choices and forms that the fields of `schema` declare with `rules.key`.
 
-A test fails for a number or a word without a limit. Combinations of keys are checked by `megasync.preflight.check`.
+A test fails for a number or a word without a limit. Rules about other keys are in `config.rules`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+import string
+from collections.abc import Callable, Iterator
+from dataclasses import Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from megasync.base.confidential import masked
 from megasync.config import builtin
+from megasync.config.host import is_wildcard
 from megasync.errors import ConfigError
+from megasync.trajectory.support import MAX_SUPPORT
 
 # A larger number is a typing error. This also refuses infinity, so every wait ends.
 LARGEST = 1e18
@@ -90,6 +94,89 @@ class FilePath:
         return None if problem is None else f"is not a usable path: {problem}; choose another path"
 
 
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Values of which a function says why they are refused; None if they are allowed."""
+
+    refusal: Callable[[Any], str | None]
+    description: str = ""
+
+    def __str__(self) -> str:
+        return self.description
+
+
+def every(limit: Limit) -> Checked:
+    """A list in which the limit holds for each entry."""
+    return Checked(
+        lambda value: next((f"has {each!r}, which {why}" for each in value if (why := limit.refusal(each))), None)
+    )
+
+
+def named(pattern: str, words: str) -> Checked:
+    """Entries by names of the user's choice."""
+    return Checked(
+        lambda value: next(
+            (f"has an entry {name!r}; {words}" for name in value if not re.fullmatch(pattern, name)), None
+        )
+    )
+
+
+def _template(text: str, wanted: Callable[[set[str]], bool], words: str) -> str | None:
+    """``wanted`` says whether a format string may name these columns."""
+    try:
+        columns = {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
+    except ValueError as error:
+        return f"is not a valid format string ({error}); write {{{{ and }}}} for literal braces"
+    return None if wanted(columns) else f"must {words}; write {{{{ and }}}} for literal braces"
+
+
+def _pattern(text: str) -> str | None:
+    try:
+        groups = re.compile(text).groups
+    except re.error as error:
+        return f"is not a regular expression: {error}; correct it"
+    return f"has {groups} groups, and the number must be in the first; leave one group" if groups > 1 else None
+
+
+def _numbers(value: list[float]) -> str | None:
+    if not value or not all(0 <= each <= LARGEST for each in value):
+        return "must hold at least one number, each finite and at least 0"
+    return "names a temperature twice; name each once" if len(set(value)) != len(value) else None
+
+
+def _server_urls(urls: list[Any]) -> str | None:
+    for url in urls:
+        if not _is_server_url(url):
+            return f"names {url!r}, which is not of the form http://host:port"
+    doubled = sorted({url for url in urls if urls.count(url) > 1})
+    return f"names {', '.join(doubled)} more than once; name each server once" if doubled else None
+
+
+def _is_server_url(url: Any) -> bool:
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and not parts.username
+            and not (parts.path.strip("/") or parts.query or parts.fragment)
+        )
+    except (ValueError, TypeError, AttributeError):
+        return False
+
+
+def _host(value: str) -> str | None:
+    if is_wildcard(value):
+        return "binds to every interface, but others need an address to connect to; name one, or set auto"
+    return None if re.fullmatch(r"[\w.:\-]+", value) else f"must be {HOST}"
+
+
+def _betas(value: list[float]) -> str | None:
+    sound = len(value) == 2 and all(0 <= beta < 1 for beta in value)
+    return None if sound else "must be two numbers, each at least 0 and below 1"
+
+
 POSITIVE = Range(0, open_low=True)
 NOT_NEGATIVE = Range(0)
 AT_LEAST_ONE = Range(1)
@@ -111,16 +198,31 @@ ENVIRONMENT = Form(
     "|".join([*builtin.ENVIRONMENTS, _REFERENCE]), f"{', '.join(builtin.ENVIRONMENTS)} or package.module:Class"
 )
 RUN_NAME = Form(r"[\w.-]+", "letters, digits, '.', '_' and '-' only (it names the run's folder)")
-HOST = Form(r"[\w.:\-]+", "auto, an address or a host name, such as 127.0.0.1")
+HOST = Checked(_host, "auto, an address or a host name, such as 127.0.0.1")
 RAY_ADDRESS = Form(r"auto|[\w.\-]+:\d+|ray://[\w.\-]+:\d+|\[[0-9a-fA-F:]+\]:\d+", "auto or host:port")
 PATH = FilePath()
+NAMES = named(r"[\w-]+", "a name may have letters, digits, '_' and '-' only")
+# `megasync eval` calls the set under data.eval so.
+EVAL_NAMES = named(r"(?!eval$)[\w-]+", "a name may have letters, digits, '_' and '-' only, and 'eval' is taken")
+FUNCTIONS = every(FUNCTION)
+# Megatron's names of the modules that selective recomputation may recompute.
+MODULES = every(Choice("core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj"))
+STOPS = Checked(lambda stops: "has an empty string, which would end every response; remove it" if "" in stops else None)
+TEMPERATURES, BETAS, PATTERN, SERVER_URLS = map(Checked, (_numbers, _betas, _pattern, _server_urls))
+FINITE = Checked(lambda value: None if math.isfinite(value) else "must be a finite number")
+TOP_K = Checked(
+    lambda k: None if k == -1 or 1 < k <= MAX_SUPPORT else f"must be -1 (all tokens) or from 2 to {MAX_SUPPORT}"
+)
+EVAL_TOP_K = Checked(lambda k: None if k == -1 or k >= 1 else "must be -1 (all tokens) or at least 1")
+COLUMNS = Checked(
+    lambda text: _template(
+        text, lambda names: bool(names) and all(names), "name the columns it shows, such as {prompt}"
+    )
+)
+ANSWER = Checked(lambda text: _template(text, lambda names: names == {"answer"}, "have {answer}, and no other column"))
+JUDGED = Checked(lambda text: _template(text, lambda names: "completion" in names, "contain {completion}"))
 # How an address begins, such as s3:// or hf://. As a path it would name a folder `s3:`.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-
-
-def limited(default: Any, limit: Limit) -> Any:
-    """A key of the configuration: a dataclass field with this default and limit. null is always allowed."""
-    return field(default=default, metadata={"limit": limit})
 
 
 def limit_of(item: Field[Any]) -> Limit | None:
@@ -157,21 +259,7 @@ def check_limits(config: Any) -> None:
         value, limit = getattr(section, item.name), limit_of(item)
         if value is not None and limit is not None and (refusal := limit.refusal(value)) is not None:
             shown = repr(value[:SHOWN_CHARACTERS]) if isinstance(value, str) else value
-            raise ConfigError(f"{key}={shown} {refusal}")
-
-
-def refuse_unused(section: Any, prefix: str, names: Iterable[str], reason: str) -> None:
-    """Raises ConfigError for a key of a section that differs from its default although it has no effect.
-
-    `reason` ends the message: it says with which other key, and how to change that.
-    """
-    defaults = type(section)()
-    for name in names:
-        value, default = getattr(section, name), getattr(defaults, name)
-        if value != default:
-            raise ConfigError(
-                f"{prefix}.{name}={as_typed(value)} has no effect {reason}, or leave {name} at {as_typed(default)}"
-            )
+            raise ConfigError(f"{key} {refusal}" if isinstance(value, dict) else f"{key}={shown} {refusal}")
 
 
 def path_problem(path: str) -> str | None:

@@ -18,10 +18,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 from omegaconf import MISSING as REQUIRED
 
 from megasync.base.files import atomic_write
-from megasync.config.changes import fixed
-from megasync.config.deadlines import deadline_table
-from megasync.config.limits import Choice, Form, Range, limit_of, schema_fields
+from megasync.config.limits import Checked, Choice, Form, Range, limit_of, schema_fields
 from megasync.config.load import entry_of, section_of
+from megasync.config.rules import Rule
 from megasync.config.schema import Config
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -30,9 +29,6 @@ MARK = "<!-- From here on written by `python -m megasync.config.reference`; edit
 NAMED = "<name>"
 FIXED = " *Cannot change when a run is resumed.*"
 HEAD = "| key | value | default | meaning |\n|---|---|---|---|"
-RELATIONS = """### Relations between deadlines
-
-A configuration in which a deadline is not longer than the waits that it contains is refused."""
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "value"}
 LINK = re.compile(r"\bdocs/(\w+\.md)(#[\w-]+)?")
 COMMENTED = re.compile(r"((?:^ +#.*\n)+) +(\w+):", re.MULTILINE)
@@ -40,10 +36,15 @@ COMMENTED = re.compile(r"((?:^ +#.*\n)+) +(\w+):", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A section of the configuration. `prefix` ends with a dot; it is empty for the root."""
+    """A section of the configuration. `prefix` ends with a dot; it is empty for the root.
+
+    Each of its keys has the `rules` of the section too, and is `fixed` if that is.
+    """
 
     prefix: str
     cls: type
+    rules: tuple[Rule, ...] = ()
+    fixed: str = ""
 
 
 def reference() -> str:
@@ -53,7 +54,7 @@ def reference() -> str:
     """
     first: dict[type, str] = {}
     sections = [part for section in _sections(Section("", Config)) for part in _written(section, first)]
-    return "\n\n".join([*sections, RELATIONS, deadline_table()]) + "\n"
+    return "\n\n".join(sections) + "\n"
 
 
 def rewritten(page: str) -> str:
@@ -77,7 +78,9 @@ def _sections(section: Section) -> Iterator[Section]:
     for item in schema_fields(section.cls):
         below, entry = section_of(hints[item.name]), entry_of(hints[item.name])
         if below is not None:
-            yield from _sections(Section(f"{section.prefix}{item.name}.", below))
+            rules = (*section.rules, *item.metadata.get("below", ()))
+            fixed = item.metadata.get("fixed") or section.fixed
+            yield from _sections(Section(f"{section.prefix}{item.name}.", below, rules, fixed))
         elif entry is not None:
             yield from _sections(Section(f"{section.prefix}{item.name}.{NAMED}.", entry))
 
@@ -96,13 +99,14 @@ def _written(section: Section, first: dict[type, str]) -> Iterator[str]:
         key, hint = f"{section.prefix}{item.name}", hints[item.name]
         if section_of(hint) is not None:
             continue
+        fixed = item.metadata.get("fixed") or section.fixed
         if item.name not in meanings:
             raise ValueError(f"{section.cls.__name__}.{item.name} has no comment above it; describe {key} there")
         cells = (
             f"`{key}`",
             _value(item, hint),
             _default(item),
-            _linked(meanings[item.name]) + FIXED * (key in fixed()),
+            " ".join((_linked(meanings[item.name]), *_rules(item, section))) + FIXED * bool(fixed),
         )
         rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     if rows:
@@ -112,7 +116,7 @@ def _written(section: Section, first: dict[type, str]) -> Iterator[str]:
 def _value(item: Field[Any], hint: Any) -> str:
     """The allowed values of a key, in words."""
     limit, optional = limit_of(item), NoneType in get_args(hint)
-    if isinstance(limit, Choice | Form):
+    if isinstance(limit, Choice | Form | Checked) and str(limit):
         words = str(limit)
     else:
         words = ", ".join(_kind(kind) for kind in (get_args(hint) if optional else (hint,)) if kind is not NoneType)
@@ -127,6 +131,13 @@ def _kind(hint: Any) -> str:
     if get_origin(hint) is dict:
         return "sections by name" if entry_of(hint) else "keys and values"
     return WORDS[hint]
+
+
+def _rules(item: Field[Any], section: Section) -> list[str]:
+    """The rules of a key as sentences."""
+    rules = (*section.rules, *item.metadata.get("rules", ()))
+    words = dict.fromkeys(rule.words(section.prefix.rstrip(".")) for rule in rules)
+    return [f"*{each[0].upper()}{each[1:]}.*" if "`" not in each.split(" ")[0] else f"*{each}.*" for each in words]
 
 
 def _default(item: Field[Any]) -> str:

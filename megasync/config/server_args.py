@@ -1,26 +1,27 @@
-"""Checks the SGLang arguments that a configuration adds to a server, and refuses those that other keys control."""
+"""Limits of the SGLang arguments that a configuration adds to a server: other keys control some, and some do harm."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
-from megasync.errors import ConfigError
+from megasync.config.limits import Checked
 
-# The key that sets the value instead ({servers} is the servers' section); None if megasync must choose the value.
+# The key that sets the value instead (after a dot, of the servers' section); None if megasync must choose the value.
 RESERVED: dict[str, str | None] = {
-    "--tp": "{servers}.tensor_parallel",
-    "--tp-size": "{servers}.tensor_parallel",
-    "--tensor-parallel-size": "{servers}.tensor_parallel",
-    "--context-length": "{servers}.context_length",
-    "--max-total-tokens": "{servers}.max_total_tokens",
-    "--max-running-requests": "{servers}.max_running_requests",
-    "--mem-fraction-static": "{servers}.mem_fraction",
+    "--tp": ".tensor_parallel",
+    "--tp-size": ".tensor_parallel",
+    "--tensor-parallel-size": ".tensor_parallel",
+    "--context-length": ".context_length",
+    "--max-total-tokens": ".max_total_tokens",
+    "--max-running-requests": ".max_running_requests",
+    "--mem-fraction-static": ".mem_fraction",
     "--random-seed": "seed",
     # A server is one group of tensor-parallel ranks on the GPUs of its slot, or several of pipeline stages.
-    "--dp-size": "{servers}.servers",
-    "--data-parallel-size": "{servers}.servers",
+    "--dp-size": ".servers",
+    "--data-parallel-size": ".servers",
     "--nnodes": None,
     "--node-rank": None,
     "--base-gpu-id": None,
@@ -76,13 +77,13 @@ OF_ROLLOUT: dict[str, str | None] = {
     "--disaggregation-bootstrap-port": None,
 }
 OF_FROZEN_MODELS: dict[str, str | None] = {
-    "--pp": "{servers}.tensor_parallel",
-    "--pp-size": "{servers}.tensor_parallel",
-    "--pipeline-parallel-size": "{servers}.tensor_parallel",
-    "--model-path": "{servers}.path",
-    "--model": "{servers}.path",
-    "--dtype": "{servers}.dtype",
-    "--is-embedding": "{servers}.kind",
+    "--pp": ".tensor_parallel",
+    "--pp-size": ".tensor_parallel",
+    "--pipeline-parallel-size": ".tensor_parallel",
+    "--model-path": ".path",
+    "--model": ".path",
+    "--dtype": ".dtype",
+    "--is-embedding": ".kind",
     # Nothing would send it requests together with a server of the other kind.
     "--disaggregation-mode": None,
 }
@@ -92,30 +93,31 @@ _QUANTIZING = ("--quantization", "--torchao-config")
 OVERRIDES = "--json-model-override-args"
 
 
-def check_server_args(servers: str, arguments: Mapping[str, Any], own: Mapping[str, str | None]) -> None:
-    """Raises ConfigError for an invalid or reserved flag. `servers` is the name of the section, such as "rollout"."""
-    reserved = {**RESERVED, **own}
+def serves_float32_head(arguments: Mapping[str, Any]) -> bool:
+    """Whether servers compute logits in float32."""
+    return any(name.partition("=")[0] == FLOAT32_HEAD and value is not False for name, value in arguments.items())
+
+
+def _refused(arguments: Mapping[str, Any], reserved: Mapping[str, str | None]) -> Iterator[str]:
+    """What is wrong with the arguments of any server."""
     known = {*reserved, *_DISTRIBUTION, *_QUANTIZING, OVERRIDES}
     for argument in arguments:
-        if not argument.startswith("--"):
-            raise ConfigError(
-                f"{servers}.server_args key {argument!r} must be a server flag such as --chunked-prefill-size"
-            )
         # The flag may also be written as --flag=value.
         name = argument.partition("=")[0]
-        if name not in known and (whole := min((flag for flag in known if flag.startswith(name)), default=None)):
+        if not argument.startswith("--"):
+            yield f"has {argument!r}, which must be a server flag such as --chunked-prefill-size"
+        elif name not in known and (flag := min((each for each in known if each.startswith(name)), default=None)):
             # SGLang would take it for that flag, past the checks of the whole name.
-            raise ConfigError(f"{servers}.server_args must not contain {argument}: it abbreviates {whole}")
-        if name in reserved:
-            key = reserved[name]
-            fix = f"set {key.format(servers=servers)} instead" if key else "megasync chooses it for every server"
-            raise ConfigError(f"{servers}.server_args must not contain {argument}: {fix}")
+            yield f"must not contain {argument}: it abbreviates {flag}; write it out"
+        elif name in reserved:
+            instead = reserved[name]
+            fix = f"set {instead.lstrip('.')} instead" if instead else "megasync chooses it for every server; drop it"
+            yield f"must not contain {argument}: {fix}"
 
 
-def check_trained_args(servers: str, arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a flag that quantizes the policy, or makes servers sample from another distribution."""
+def _harmful(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """What would quantize the policy, or make servers sample from another distribution."""
     for argument, value in arguments.items():
-        given = f"{servers}.server_args {argument}={value!r}"
         overrides: Any = {}
         if argument == OVERRIDES:
             try:
@@ -123,37 +125,21 @@ def check_trained_args(servers: str, arguments: Mapping[str, Any]) -> None:
             except ValueError:
                 overrides = None
             if not isinstance(overrides, dict):
-                raise ConfigError(f"{given} must be a text with one JSON object, such as '{{\"rope_theta\": 10000}}'")
+                yield f"{argument}={value!r} must be a text with one JSON object, such as '{{\"rope_theta\": 10000}}'"
+                continue
         quantizes = argument.partition("=")[0] in _QUANTIZING and value != "unquant"
         if quantizes or "quantization_config" in overrides:
-            raise ConfigError(
-                f"{given} would quantize the policy, but weight syncs send weights in model.dtype; drop it"
-            )
-    for argument in _DISTRIBUTION.keys() & arguments.keys():
-        harmless = _DISTRIBUTION[argument]
-        if harmless is None or str(arguments[argument]) not in (str(harmless), f"{harmless:g}"):
-            fix = "drop it" if harmless is None else f"set it to {harmless:g} or drop it"
-            raise ConfigError(
-                f"{servers}.server_args {argument}={arguments[argument]!r} would sample training rollouts from another "
-                f"distribution than the trainer scores (rollout.sampling); {fix}"
-            )
+            yield f"{argument}={value!r} would quantize the policy, but syncs send weights in model.dtype; drop it"
+        if argument in _DISTRIBUTION:
+            harmless = _DISTRIBUTION[argument]
+            if harmless is None or str(value) not in (str(harmless), f"{harmless:g}"):
+                yield (
+                    f"{argument}={value!r} would sample training rollouts from another distribution than the trainer "
+                    f"scores (rollout.sampling); {'' if harmless is None else f'set it to {harmless:g}, or '}drop it"
+                )
 
 
-def check_head(in_float32: bool, dtype: str, arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError if only one of trainer and servers computes logits in float32: their log-probs would differ.
-
-    ``in_float32`` is `trainer.float32_head`. In a model that is in float32 both do.
-    """
-    served = any(name.partition("=")[0] == FLOAT32_HEAD and value is not False for name, value in arguments.items())
-    if dtype == "float32" or served == in_float32:
-        return
-    shown = json.dumps({FLOAT32_HEAD: True})
-    if in_float32:
-        raise ConfigError(
-            f"trainer.float32_head=true computes logits in float32, but servers compute them in model.dtype={dtype}, "
-            f"which adds a gap to every log-prob; set rollout.server_args={shown}, or float32_head=false"
-        )
-    raise ConfigError(
-        f"rollout.server_args {FLOAT32_HEAD} computes logits in float32, but trainer.float32_head=false computes them "
-        f"in model.dtype={dtype}, which adds a gap to every log-prob; set float32_head=true, or drop the flag"
-    )
+FROZEN_FLAGS = Checked(lambda arguments: next(_refused(arguments, RESERVED | OF_FROZEN_MODELS), None))
+ROLLOUT_FLAGS = Checked(
+    lambda arguments: next(chain(_refused(arguments, RESERVED | OF_ROLLOUT), _harmful(arguments)), None)
+)

@@ -1,89 +1,93 @@
 """Refuses configurations that contradict themselves, their model or their machine, before any process starts.
 
-`check_config` first checks each key alone (`limits`), so the checks here can rely on valid single values. A check is
-one function. Its error names all keys involved, their values, and a change that resolves the contradiction.
+`check_config` checks each key alone (`config.limits`), then the rules that stand at the keys (`config.rules`), and last
+what only a function can say: what depends on a model's layout, on files, on the machine, or on names of a user's own.
+Each error names the keys involved, their values, and a change that resolves the contradiction. Of weights only the
+headers of safetensors files are read, so a folder of a thousand files takes seconds.
 """
 
 from __future__ import annotations
 
+import configparser
 import math
-import re
-import string
-from collections.abc import Mapping
+import netrc
+import os
+import socket
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megasync.base.confidential import masked
+from megasync.algorithms.choose import takes_tokens
 from megasync.base.importing import keyword_options, load_function
 from megasync.config import builtin
-from megasync.config.access import EXTERNAL_KEY_VARIABLE, check_access, given_external_key
-from megasync.config.deadlines import check_deadlines
-from megasync.config.host import is_loopback, is_wildcard
-from megasync.config.limits import SHOWN_CHARACTERS, as_typed, check_limits, path_problem, refuse_unused
+from megasync.config.access import check_access
+from megasync.config.builtin import ADVANTAGES, LOSSES, Algorithm
+from megasync.config.host import is_loopback, resolve_host
+from megasync.config.limits import REWARD, SHOWN_CHARACTERS, as_typed, check_limits, path_problem
 from megasync.config.megatron_options import check_megatron
-from megasync.config.pacing import Pacing
 from megasync.config.pools import (
     PoolSpec,
+    attention_ranks,
     engine_nodes,
     frozen_models,
     nodes_needed,
     pool_specs,
-    server_devices,
     trainer_pool,
 )
+from megasync.config.rules import check_rules
 from megasync.config.schema import (
+    AlgorithmConfig,
     Config,
     DataConfig,
     DatasetConfig,
-    OptimizerConfig,
+    EvalConfig,
+    FrozenModelConfig,
+    MlflowConfig,
+    PrometheusConfig,
+    RewardModelConfig,
     RolloutConfig,
     TrainerConfig,
+    WandbConfig,
 )
-from megasync.config.server_args import OF_ROLLOUT, check_head, check_server_args, check_trained_args
 from megasync.config.supervised import is_supervised
 from megasync.data.curriculum import by_success
-from megasync.errors import ConfigError
-from megasync.layout.adapter import adapter_layout
-from megasync.layout.adapter_files import check_adapter_folder
-from megasync.layout.families import Sizes
+from megasync.errors import CheckpointError, ConfigError
+from megasync.layout.adapter import SERVED_TARGETS, adapter_layout
+from megasync.layout.adapter_files import check_adapter_folder, check_served_folder
+from megasync.layout.block_fp8 import Block
+from megasync.layout.families import FAMILIES, Sizes, Split, language_model
+from megasync.layout.families.rules import HEAD
+from megasync.layout.families.value_head import BIAS, WEIGHT
+from megasync.layout.fp8_folder import linear_matrices
 from megasync.layout.layout import Layout
-from megasync.layout.model_files import (
-    check_model_folder,
-    find_hf_config,
-    read_hf_config,
-)
+from megasync.layout.model_files import check_model_folder, find_hf_config, read_hf_config, read_storage
+from megasync.layout.quantized import QuantizedLayout
+from megasync.layout.shards import HfFolder, stored_shapes
+from megasync.layout.storage import storage_of
 from megasync.layout.topology import Topology
-from megasync.preflight.check_adapters import check_lora, check_served_adapters
-from megasync.preflight.check_algorithm import (
-    check_algorithm,
-    check_critic,
-    check_critic_model,
-    check_objective,
-    check_optimizer,
+from megasync.rollout.reply_formats import check_formats
+from megasync.serving.frozen_folder import read_frozen_model
+from megasync.trainer.architecture import check_architecture, check_trainer, chunks_of, model_facts
+
+# Classes for which SGLang returns scores of a text instead of tokens.
+CLASSIFIERS = (
+    *("LlamaForSequenceClassification", "LlamaForSequenceClassificationWithNormal_Weights"),
+    *("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification", "Gemma2ForSequenceClassification"),
+    *("Qwen2ForRewardModel", "Qwen3ForRewardModel", "InternLM2ForRewardModel"),
 )
-from megasync.preflight.check_attention_groups import check_attention_groups
-from megasync.preflight.check_evaluation import check_evaluation, check_seeded
-from megasync.preflight.check_fp8_servers import check_fp8_servers
-from megasync.preflight.check_frozen_models import check_frozen_models
-from megasync.preflight.check_observe import check_observe
-from megasync.preflight.check_pipelined_servers import check_pipelined_servers
-from megasync.preflight.check_rollout import check_agent, check_chat, check_environment, check_groups, check_rewards
-from megasync.preflight.check_server_engines import check_server_engines
-from megasync.preflight.check_vision import check_vision_folder, check_vision_policy
-from megasync.preflight.check_weights import check_weights
-from megasync.trainer.architecture import (
-    check_adapters,
-    check_architecture,
-    check_context,
-    check_experts,
-    check_fp8,
-    check_graphs,
-    check_overlap,
-    chunks_of,
-)
-from megasync.trajectory.support import MAX_SUPPORT
+# Sizes that the config.json of every decoder states.
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+# On CPUs, SGLang pads the width of MLPs to a multiple of this on each rank.
+_CPU_WIDTH = 32
+EXTRA = "megasync[trackers]"
+WANDB_HOST = "https://api.wandb.ai"
+# Schemes of MLflow's databases, which the small package mlflow-skinny cannot open.
+DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+# What `megasync sft` reads besides data and model.
+SUPERVISED = ("trainer", "sft", "cluster.tls_cert", "cluster.tls_key", "cluster.tls_ca")
 
 
 def check_config(
@@ -102,32 +106,33 @@ def check_config(
     passes an agent that replaces `rollout.agent`. Without `training` only servers are started.
     """
     check_limits(config)
-    _check_schedule(config)
-    check_algorithm(config)
-    check_critic(config)
-    check_objective(config)
-    check_optimizer(config)
-    _check_sync(config)
-    _check_exports(config)
-    check_evaluation(config, own_eval_rows, training)
-    _check_prompt(config)
-    check_chat(config)
-    check_rewards(config)
-    check_groups(config)
-    check_environment(config)
-    check_agent(config, own_agent)
-    if training:
-        check_deadlines(config, own_agent)
-    _check_servers(config)
-    check_frozen_models(config, planning)
-    _check_trainer(config)
-    longest = config.data.prompt.max_tokens + config.rollout.sampling.max_new_tokens
-    _check_padding(config.trainer, longest, "data.prompt.max_tokens + rollout.sampling.max_new_tokens")
-    _check_cluster(config, training)
-    check_access(config.cluster, planning=planning)
-    _check_model(config, planning)
-    _check_data(config, planning, own_rows or not training, own_eval_rows)
+    own_rows = own_rows or not training
+    facts, passed = run_facts(config), ["sft"]
+    if own_rows:
+        passed += ["data.train", *(f"data.sets.{name}" for name in config.data.sets)]
+    if own_eval_rows:
+        facts |= {"run's held-out sets": 1, "data.eval.size": None}
+        passed.append("data.eval")
+    if own_agent:
+        facts["rollout.agent"] = "the caller's"
+        passed.append("rollout.agent")
+    check_rules(config, facts, without=passed, training=training)
+    for key, table in (("advantage", ADVANTAGES), ("loss", LOSSES)):
+        _check_options(config.algorithm, key, table)
+    _check_token_estimates(config)
+    _check_evaluation(config, own_eval_rows)
+    check_formats(config.rollout.chat)
+    _check_rewards(config)
+    _check_frozen_models(config, planning)
+    if config.rollout.external:
+        _check_external(config)
+    _check_nodes(config, pool_specs(config, training=training))
+    check_access(config.cluster, external=bool(config.rollout.external), planning=planning)
+    _check_model(config, facts, passed, planning, training)
+    _check_data(config, planning, own_rows, own_eval_rows)
     _check_folder("run_root", config.run_root)
+    if config.sync.disk_dir is not None:
+        _check_folder("sync.disk_dir", config.sync.disk_dir)
     if training:
         check_observe(config, planning)
 
@@ -138,47 +143,28 @@ def check_supervised(config: Config, *, planning: bool = False) -> None:
     With `planning`, `model.config` alone may describe the model, and data files may be missing.
     """
     check_limits(config)
-    _check_trainer(config)
-    sft, trainer = config.sft, config.trainer
+    check_rules(config, within=SUPERVISED)
+    _check_smallest(config.trainer)
+    sft = config.sft
     if sft.train is None:
         raise ConfigError("sft.train is not set; name a dataset with sft.train.kind and sft.train.source")
     for name, dataset in (("train", sft.train), ("validation", sft.validation)):
         if dataset is not None:
             _check_dataset(f"sft.{name}", dataset, planning)
-    if {*_columns("sft.answer_template", sft.answer_template)} != {"answer"}:
-        raise ConfigError(
-            f"sft.answer_template={sft.answer_template!r} must have {{answer}}, and no other column; write {{{{ and "
-            f"}}}} for literal braces"
-        )
-    if sft.rows_per_step < trainer.data_parallel:
-        raise ConfigError(
-            f"sft.rows_per_step={sft.rows_per_step} is less than trainer.data_parallel={trainer.data_parallel}; each "
-            f"rank needs at least one row"
-        )
-    if trainer.minibatches > 1:
-        raise ConfigError(f"trainer.minibatches={trainer.minibatches} is for policies; set it to 1 for megasync sft")
-    if config.data.prompt.examples:
-        raise ConfigError(
-            f"data.prompt.examples={config.data.prompt.examples} is not used by megasync sft; set it to 0"
-        )
     check_access(config.cluster, planning=planning)
     layout, source = model_layout(config, planning=planning)
+    check_rules(config, model_facts(layout), within=SUPERVISED)
     limit = layout.hf_config.get("max_position_embeddings")
-    if limit is None and sft.max_tokens is None:
-        raise ConfigError(f"{source} has no max_position_embeddings, so sft.max_tokens must say how long a row may be")
-    if limit is not None and (sft.max_tokens or 0) > limit:
-        raise ConfigError(
-            f"sft.max_tokens={sft.max_tokens} exceeds max_position_embeddings={limit} of {source}; lower it"
-        )
-    if sft.max_tokens is not None:
-        _check_padding(trainer, sft.max_tokens, "sft.max_tokens")
-    elif limit is not None:
-        _check_padding(trainer, limit, "max_position_embeddings, in place of sft.max_tokens,")
-    check_megatron(vars(trainer.megatron), latent=layout.family.latent)
-    _check_experts(trainer, layout)
+    if sft.max_tokens is None:
+        if limit is None:
+            raise ConfigError(
+                f"{source} has no max_position_embeddings, so sft.max_tokens must say how long a row may be"
+            )
+        check_rules(replace(config, sft=replace(sft, max_tokens=limit)), within=("sft.max_tokens",))
+    check_megatron(vars(config.trainer.megatron), latent=layout.family.latent)
     if not planning:
         check_model_folder(config.model)
-    check_vision_folder(source, layout)
+    _check_vision_folder(source, layout)
     check_weights(source.parent, layout)
     _check_nodes(config, {"trainer": trainer_pool(config)})
     _check_folder("run_root", config.run_root)
@@ -192,99 +178,144 @@ def check_as_run(config: Config, *, planning: bool = False) -> None:
 
 def check_steps(config: Config) -> None:
     """Raises ConfigError if the learning rate does not fit the number of steps, `schedule.total_steps`."""
-    check_optimizer(config)
+    check_rules(config, within=("schedule.total_steps",))
 
 
-def _check_schedule(config: Config) -> None:
-    schedule, trainer = config.schedule, config.trainer
-    capacity = Pacing.of(schedule).capacity
-    inflight = schedule.max_inflight_groups
-    if inflight is not None and inflight > capacity:
+def run_facts(config: Config) -> dict[str, Any]:
+    """What the rules of keys (`config.rules`) say about a run as a whole."""
+    models = frozen_models(config).values()
+    return {
+        "run's held-out sets": (config.data.eval is not None) + len(config.eval.sets),
+        "run's other models": len(models),
+        "run's models on rollout servers": sum(model.pool != "own" for model in models),
+        "server's number of nodes": engine_nodes(config),
+    }
+
+
+# Names of a user's own, and entries of sections
+
+
+def _check_options(algorithm: AlgorithmConfig, key: str, table: Mapping[str, Algorithm]) -> None:
+    """Refuses options that the estimator or loss does not take."""
+    name, options = getattr(algorithm, key), getattr(algorithm, f"{key}_options")
+    if name not in table:
+        # As the ranks load it: its signature is checked too. Imports torch, which a user's own function does as well.
+        from megasync.algorithms.choose import estimator_of, loss_of
+
+        (loss_of if table is LOSSES else estimator_of)(algorithm)
+        return
+    item = table[name]
+    for option, value in options.items():
+        given = f"algorithm.{key}_options.{option}={as_typed(value)}"
+        if option not in item.options:
+            known = f"its options are {', '.join(item.options)}" if item.options else "it has none"
+            raise ConfigError(f"{given}: algorithm.{key}={name} has no such option; {known}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ConfigError(f"{given} must be a number above 0")
+        if item.critic and value > 1:
+            raise ConfigError(f"{given} must be at most 1")
+
+
+def _check_token_estimates(config: Config) -> None:
+    """Refuses a loss of whole responses with an estimator of a user's own whose advantages are of tokens."""
+    algorithm, loss = config.algorithm, LOSSES.get(config.algorithm.loss)
+    own = bool(algorithm.reward_coef) and algorithm.advantage not in ADVANTAGES
+    if loss is not None and loss.responses and own and takes_tokens(algorithm, config.critic.enabled):
         raise ConfigError(
-            f"schedule.max_inflight_groups={inflight} exceeds the capacity of the buffer, {capacity} = "
-            f"(max_staleness + 1) x groups_per_step x weight_sync_steps; lower it or set it to null"
-        )
-    responses = schedule.groups_per_step * schedule.samples_per_group
-    if responses < trainer.data_parallel * trainer.minibatches:
-        raise ConfigError(
-            f"schedule.groups_per_step={schedule.groups_per_step} x samples_per_group={schedule.samples_per_group} "
-            f"gives {responses} responses a step, fewer than trainer.data_parallel={trainer.data_parallel} x "
-            f"trainer.minibatches={trainer.minibatches}; each rank needs at least one per minibatch"
-        )
-    if schedule.weight_sync_steps > schedule.total_steps:
-        raise ConfigError(
-            f"schedule.weight_sync_steps={schedule.weight_sync_steps} exceeds schedule.total_steps="
-            f"{schedule.total_steps}, so no sync would ever happen; lower it"
+            f"algorithm.loss={algorithm.loss} gives all tokens of a response the same gradient, but "
+            f"algorithm.advantage={algorithm.advantage} estimates one for each token; choose an estimator of "
+            f"responses, such as rloo, or a loss of tokens, such as vanilla"
         )
 
 
-def _check_exports(config: Config) -> None:
-    every, saved = config.checkpoint.export_every, config.checkpoint.every_steps
-    if every and (not saved or every % saved):
-        raise ConfigError(
-            f"checkpoint.export_every={every} exports checkpoints, but checkpoint.every_steps={saved} saves none after "
-            f"these steps; make export_every a multiple of every_steps"
-        )
-
-
-def _check_sync(config: Config) -> None:
-    sync = config.sync
-    if sync.parity_every == 0 and sync.parity_threshold is not None:
-        raise ConfigError(
-            f"sync.parity_threshold={sync.parity_threshold} is not used while sync.parity_every=0; set parity_every to "
-            f"at least 1, or parity_threshold to null"
-        )
-    if sync.transport in ("broadcast", "disk", "adapters"):
-        reason = f"with sync.transport={sync.transport}; set transport=p2p or auto"
-        refuse_unused(sync, "sync", ("arena", "arena_mb", "wave", "delta", "delta_full_every"), reason)
-    if sync.delta and sync.wave is not None:
-        raise ConfigError(
-            f"sync.delta=true and sync.wave={sync.wave} exclude each other: ranks keep one version to compute deltas "
-            f"against, and waves would hold different ones; set wave to null or delta to false"
-        )
-    if sync.disk_dir is not None:
-        if sync.transport not in ("disk", "adapters"):
+def _check_evaluation(config: Config, own_rows: bool) -> None:
+    held_out, evaluation, target = config.data.eval, config.eval, config.schedule.stop_at_score
+    if held_out is None and not own_rows and not evaluation.sets:
+        if evaluation != EvalConfig():
             raise ConfigError(
-                f"sync.disk_dir={sync.disk_dir!r} is not used by sync.transport={sync.transport}; set transport=disk "
-                f"or adapters, or disk_dir to null"
+                f"the eval section is set (eval.every_steps={evaluation.every_steps}), but data.eval is null, so "
+                f"nothing is evaluated; name a held-out set under data.eval or eval.sets, or set eval=null"
             )
-        _check_folder("sync.disk_dir", sync.disk_dir)
-
-
-def _check_prompt(config: Config) -> None:
-    prompt = config.data.prompt
-    for key in ("template", "example_template"):
-        if not all(columns := _columns(f"data.prompt.{key}", getattr(prompt, key))) or not columns:
+        return
+    _check_repeats("eval", evaluation.repeats, evaluation.temperatures)
+    for name, each in evaluation.sets.items():
+        key, samples = f"eval.sets.{name}", each.samples or evaluation.samples
+        _check_repeats(key, each.repeats or evaluation.repeats, each.temperatures or evaluation.temperatures)
+        if each.data.size is not None and each.data.size < samples:
             raise ConfigError(
-                f"data.prompt.{key}={getattr(prompt, key)!r} must name the columns it shows, such as {{prompt}}; write "
-                f"{{{{ and }}}} for literal braces"
+                f"{key}.samples={samples} is more than {key}.data.size={each.data.size}; lower one or raise the other"
             )
-    if prompt.examples and prompt.format == "chat":
+    first = evaluation.temperatures
+    if held_out is None and not own_rows:
+        first = next(iter(evaluation.sets.values())).temperatures or first
+    if target is not None and first[0] != 0:
         raise ConfigError(
-            f"data.prompt.examples={prompt.examples} is for raw prompts, but data.prompt.format=chat; set examples=0 "
-            f"or format=raw"
+            f"schedule.stop_at_score={target} uses greedy accuracy, but the first of eval.temperatures={list(first)} "
+            f"is not 0; put 0 first"
         )
 
 
-def _columns(key: str, template: str) -> list[str]:
-    """The columns that a format string names."""
-    try:
-        return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-    except ValueError as error:
+def _check_repeats(key: str, repeats: int, temperatures: Sequence[float]) -> None:
+    if repeats > 1 and max(temperatures) == 0:
         raise ConfigError(
-            f"{key}={template!r} is not a valid format string ({error}); write {{{{ and }}}} for literal braces"
-        ) from None
+            f"{key}.repeats={repeats} would repeat the same greedy response, because {key}.temperatures="
+            f"{list(temperatures)}; add a temperature above 0, or set repeats to 1"
+        )
+
+
+def _check_rewards(config: Config) -> None:
+    for name, reward in config.rollout.rewards.items():
+        key, function = f"rollout.rewards.{name}", reward.function or name
+        if reward.model is None and (refusal := REWARD.refusal(function)):
+            raise ConfigError(f"{key}.function={function!r} {refusal}")
+        if reward.model is not None and reward.model not in config.reward_models:
+            known = ", ".join(config.reward_models) or "none"
+            raise ConfigError(f"{key}.model={reward.model!r} is not among reward_models ({known}); name one of them")
+    asked = {reward.model for reward in config.rollout.rewards.values()}
+    if idle := next((name for name in config.reward_models if name not in asked), None):
+        raise ConfigError(
+            f"reward_models.{idle} would be started but never used; name it in a reward, such as "
+            f"rollout.rewards.{idle}.model={idle}, or remove it"
+        )
+
+
+def _check_frozen_models(config: Config, planning: bool) -> None:
+    """Checks what models beside the policy share, and their folders; with `planning` these may be missing."""
+    _check_sources(config)
+    for key, model in frozen_models(config).items():
+        if isinstance(model, RewardModelConfig) and model.read == "yes_no" and model.yes_token == model.no_token:
+            raise ConfigError(f"{key}.yes_token and {key}.no_token are both {model.yes_token!r}; they must differ")
+        if not planning or Path(model.path).expanduser().is_dir():
+            check_frozen_folder(key, model)
+    _check_memory(config)
+
+
+def _check_memory(config: Config) -> None:
+    shared = {key: model for key, model in frozen_models(config).items() if model.pool == "rollout"}
+    total = config.rollout.mem_fraction + sum(model.mem_fraction for model in shared.values())
+    if shared and total >= 1:
+        parts = " + ".join(f"{key}.mem_fraction={m.mem_fraction:g}" for key, m in shared.items())
+        raise ConfigError(
+            f"rollout.mem_fraction={config.rollout.mem_fraction:g} + {parts} are shares of the same devices and sum to "
+            f"{total:g}; they must sum to less than 1"
+        )
+
+
+def _check_sources(config: Config) -> None:
+    """Each row has at most one teacher."""
+    taught: dict[str, str] = {}
+    for name, teacher in config.teachers.items():
+        for source in teacher.sources or [""]:
+            if (other := taught.setdefault(source, name)) != name:
+                what = f"rows of data_source={source}" if source else "all other rows (sources is empty)"
+                raise ConfigError(
+                    f"teachers.{other} and teachers.{name} both teach {what}; give each of them other "
+                    f"teachers.<name>.sources"
+                )
 
 
 def _check_external(config: Config) -> None:
-    urls, servers = config.rollout.external, config.rollout.servers
-    for url in urls:
-        if not _is_server_url(url):
-            raise ConfigError(f"rollout.external names {url!r}, which is not of the form http://host:port")
-    if doubled := {url for url in urls if urls.count(url) > 1}:
-        raise ConfigError(f"rollout.external names {', '.join(sorted(doubled))} more than once; name each server once")
-    if servers != len(urls):
-        raise ConfigError(f"rollout.external names {len(urls)} servers, but rollout.servers={servers}; make them equal")
+    urls = config.rollout.external
     if is_loopback(config.cluster.host) and (
         far := [url for url in urls if not is_loopback(urlsplit(url).hostname or "")]
     ):
@@ -292,205 +323,6 @@ def _check_external(config: Config) -> None:
             f"rollout.external names {far[0]}, which cannot reach the trainer ranks at cluster.host="
             f"{config.cluster.host}; set cluster.host=auto"
         )
-    if config.cluster.share_device:
-        raise ConfigError(
-            "cluster.share_device=true puts a trainer rank and a server on one device, but rollout.external names "
-            "servers that run already; set it to false"
-        )
-    for key, model in frozen_models(config).items():
-        if model.pool != "own":
-            raise ConfigError(
-                f"{key}.pool={model.pool} takes devices of the rollout servers, which others have started "
-                f"(rollout.external); set it to own"
-            )
-    if config.rollout.server_args:
-        raise ConfigError(
-            "rollout.server_args are for servers that the run starts, not for rollout.external; drop them"
-        )
-    if config.cluster.generation_key == "never" and given_external_key() is not None:
-        raise ConfigError(
-            f"cluster.generation_key=never, but {EXTERNAL_KEY_VARIABLE} is set; unset it, or set generation_key=auto"
-        )
-
-
-def _is_server_url(url: Any) -> bool:
-    try:
-        parts = urlsplit(url)
-        return (
-            parts.scheme in ("http", "https")
-            and bool(parts.hostname)
-            and parts.port != 0
-            and not parts.username
-            and not (parts.path.strip("/") or parts.query or parts.fragment)
-        )
-    except (ValueError, TypeError, AttributeError):
-        return False
-
-
-def _check_servers(config: Config) -> None:
-    rollout = config.rollout
-    if rollout.external:
-        _check_external(config)
-    elif (nodes := engine_nodes(config)) > 1:
-        for key, model in frozen_models(config).items():
-            if model.pool != "own":
-                raise ConfigError(
-                    f"{key}.pool={model.pool} takes devices of a rollout server, but those are on {nodes} nodes each "
-                    f"({server_devices(rollout)} devices each, cluster.devices_per_node="
-                    f"{config.cluster.devices_per_node}); set it to own"
-                )
-    if rollout.min_servers > rollout.servers:
-        raise ConfigError(
-            f"rollout.min_servers={rollout.min_servers} exceeds rollout.servers={rollout.servers}, so the run could "
-            f"never start; lower it"
-        )
-    if rollout.save_partials_seconds and not rollout.stream_interval:
-        raise ConfigError(
-            f"rollout.save_partials_seconds={rollout.save_partials_seconds:g} has nothing to save with "
-            f"rollout.stream_interval=0, because requests stream nothing before they end; set it to 0, or "
-            f"stream_interval to at least 1"
-        )
-    _check_truncation(config)
-    if "" in rollout.sampling.stop:
-        raise ConfigError(
-            "rollout.sampling.stop contains an empty string, which would end every response at once; remove it"
-        )
-    check_server_args("rollout", rollout.server_args, OF_ROLLOUT)
-    check_trained_args("rollout", rollout.server_args)
-    if not rollout.external:
-        check_head(config.trainer.float32_head, config.model.dtype, rollout.server_args)
-    longest = config.data.prompt.max_tokens + rollout.sampling.max_new_tokens
-    for key in ("context_length", "max_total_tokens"):
-        room = getattr(rollout, key)
-        if room is not None and longest > room:
-            raise ConfigError(
-                f"data.prompt.max_tokens={config.data.prompt.max_tokens} + rollout.sampling.max_new_tokens="
-                f"{rollout.sampling.max_new_tokens} do not fit into rollout.{key}={room}; raise it or lower one of them"
-            )
-
-
-def _check_trainer(config: Config) -> None:
-    trainer = config.trainer
-    if trainer.sequence_parallel and trainer.tensor_parallel == 1:
-        raise ConfigError(
-            "trainer.sequence_parallel=true splits activations over tensor-parallel ranks, but "
-            "trainer.tensor_parallel=1; set sequence_parallel=false or raise tensor_parallel"
-        )
-    for key in ("first_stage_layers", "last_stage_layers"):
-        if getattr(trainer, key) is not None and trainer.pipeline_parallel == 1:
-            raise ConfigError(
-                f"trainer.{key}={getattr(trainer, key)} needs several pipeline stages, but "
-                f"trainer.pipeline_parallel=1; set it to null or raise pipeline_parallel"
-            )
-
-    _check_recompute(trainer)
-    _check_smallest(trainer)
-    check_lora(trainer)
-    if trainer.overlap_grad_reduce and trainer.data_parallel * trainer.context_parallel == 1:
-        raise ConfigError(
-            "trainer.overlap_grad_reduce=true reduces gradients over data-parallel ranks, but trainer.data_parallel=1; "
-            "set it to false"
-        )
-    _check_param_gather(trainer)
-    if trainer.tp_comm_overlap and trainer.tensor_parallel > config.cluster.devices_per_node:
-        raise ConfigError(
-            f"trainer.tp_comm_overlap=true needs all ranks of trainer.tensor_parallel={trainer.tensor_parallel} on one "
-            f"node, but cluster.devices_per_node={config.cluster.devices_per_node}; set it to false"
-        )
-    if trainer.cuda_graphs:
-        for key, moves in (("cluster.colocate", config.cluster.colocate), ("critic.offload", config.critic.offload)):
-            if moves:
-                raise ConfigError(
-                    f"trainer.cuda_graphs=true keeps weights and gradients at their addresses, but {key}=true moves "
-                    f"them; set one to false"
-                )
-    _check_precision(config)
-    _check_optimizer_offload(config, "trainer.optimizer", trainer.optimizer)
-    if config.critic.enabled:
-        _check_optimizer_offload(config, "critic.optimizer", config.critic.optimizer)
-    if config.cluster.device == "cpu":
-        for key in ("moe_permute_fusion", "moe_deepep", "moe_shared_expert_overlap", "gradient_accumulation_fusion"):
-            if getattr(trainer, key):
-                raise ConfigError(f"trainer.{key}=true needs a GPU, but cluster.device=cpu; set it to false")
-
-
-def _check_padding(trainer: TrainerConfig, longest: int, name: str) -> None:
-    """Raises ConfigError if a sequence may be longer than a padded microbatch. ``name`` says what ``longest`` is."""
-    room = trainer.tokens_per_microbatch * trainer.context_parallel
-    if trainer.pad_microbatches and longest > room:
-        raise ConfigError(
-            f"trainer.pad_microbatches=true pads microbatches to trainer.tokens_per_microbatch="
-            f"{trainer.tokens_per_microbatch} x trainer.context_parallel={trainer.context_parallel} tokens, but {name} "
-            f"is {longest}; raise tokens_per_microbatch, or set pad_microbatches to false"
-        )
-
-
-def _check_param_gather(trainer: TrainerConfig) -> None:
-    if not trainer.overlap_param_gather:
-        return
-    for key, value, fix in (
-        ("overlap_grad_reduce", trainer.overlap_grad_reduce, "set both to true"),
-        ("distributed_optimizer", trainer.distributed_optimizer, "set both to true"),
-        ("minibatches", trainer.minibatches > 1, "set it to false, or raise minibatches"),
-    ):
-        if not value:
-            raise ConfigError(
-                f"trainer.overlap_param_gather=true has no effect with trainer.{key}="
-                f"{as_typed(getattr(trainer, key))}; {fix}"
-            )
-
-
-def _check_precision(config: Config) -> None:
-    """Raises ConfigError for states of the optimizer that Transformer Engine's Adam would not hold in their dtypes."""
-    optimizer, default = config.trainer.optimizer, OptimizerConfig()
-    names = ("exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders")
-    for name in names:
-        value, usual = getattr(optimizer, name), getattr(default, name)
-        if value == usual:
-            continue
-        key = f"trainer.optimizer.{name}={as_typed(value)}"
-        for refused, needed, fix in (
-            (config.cluster.device == "cpu", "a GPU, but cluster.device=cpu", f"set it to {as_typed(usual)}"),
-            (
-                config.model.dtype != "bfloat16",
-                f"a bfloat16 model, but model.dtype={config.model.dtype}",
-                "set model.dtype=bfloat16",
-            ),
-            (
-                not config.trainer.distributed_optimizer,
-                "Megatron's distributed optimizer, but trainer.distributed_optimizer=false",
-                "set distributed_optimizer to true",
-            ),
-        ):
-            if refused:
-                raise ConfigError(f"{key} needs {needed}; {fix}")
-
-
-def _check_optimizer_offload(config: Config, section: str, optimizer: OptimizerConfig) -> None:
-    if not optimizer.offload:
-        return
-    key = f"{section}.offload={optimizer.offload:g}"
-    if config.cluster.device == "cpu":
-        raise ConfigError(
-            f"{key} needs a GPU, but cluster.device=cpu, where the optimizer's state is in host memory; set it to 0"
-        )
-    if not config.trainer.distributed_optimizer:
-        raise ConfigError(
-            f"{key} needs Megatron's distributed optimizer, but trainer.distributed_optimizer=false; set "
-            f"distributed_optimizer to true"
-        )
-    if config.trainer.megatron.optimizer.get("decoupled_weight_decay") is False:
-        raise ConfigError(
-            f"{key} decouples weight decay from gradients, as AdamW does, but "
-            f"trainer.megatron.optimizer.decoupled_weight_decay=false; remove that, or set offload=0"
-        )
-    default = OptimizerConfig()
-    for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders"):
-        if (value := getattr(optimizer, name)) != getattr(default, name):
-            raise ConfigError(
-                f"{key} keeps moments and main weights in float32, but {section}.{name}={as_typed(value)}; set "
-                f"{name}={as_typed(getattr(default, name))}, or offload=0"
-            )
 
 
 def _check_smallest(trainer: TrainerConfig) -> None:
@@ -506,83 +338,6 @@ def _check_smallest(trainer: TrainerConfig) -> None:
         replace(Topology.from_config(trainer), data=least)
     except ConfigError as error:
         raise ConfigError(f"trainer.min_data_parallel={least} as trainer.data_parallel: {error}") from None
-
-
-# Megatron's names of the modules that selective recomputation may recompute.
-_MODULES = ("core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj")
-
-
-def _check_recompute(trainer: TrainerConfig) -> None:
-    modules = list(trainer.recompute_modules)
-    if trainer.recompute != "selective":
-        reason = f"with trainer.recompute={as_typed(trainer.recompute)}; set recompute=selective"
-        refuse_unused(trainer, "trainer", ("recompute_modules",), reason)
-    if trainer.recompute != "full":
-        reason = f"with trainer.recompute={as_typed(trainer.recompute)}; set recompute=full"
-        refuse_unused(trainer, "trainer", ("recompute_layers",), reason)
-    unknown = next((name for name in modules if name not in _MODULES), None)
-    if unknown is not None or (trainer.recompute == "selective" and not modules):
-        raise ConfigError(f"trainer.recompute_modules={modules} must name some of {', '.join(_MODULES)}")
-
-
-def _check_experts(trainer: TrainerConfig, layout: Layout) -> None:
-    """Refuses options for modules that the model does not have."""
-    present = {
-        "moe": layout.sizes.experts > 0,
-        "moe_act": layout.sizes.experts > 0 and layout.spec == "te",
-        "shared_experts": layout.sizes.shared_intermediate > 0,
-        "mlp": len(layout.sizes.sparse_layers) < layout.sizes.layers,
-        # Megatron discards and restores outputs of norms with Transformer Engine only.
-        "layernorm": layout.spec == "te",
-    }
-    if trainer.recompute == "selective":
-        for name in trainer.recompute_modules:
-            if not present.get(name, True):
-                raise ConfigError(
-                    f"trainer.recompute_modules={list(trainer.recompute_modules)} names {name}, which the layers of "
-                    f"this model do not have; remove it"
-                )
-    for key in ("moe_permute_fusion", "moe_deepep"):
-        if getattr(trainer, key) and not present["moe"]:
-            raise ConfigError(f"trainer.{key}=true, but the model has no experts; set it to false")
-    if trainer.moe_deepep:
-        if layout.topology.expert * layout.topology.expert_tensor_size == 1:
-            raise ConfigError(
-                "trainer.moe_deepep=true exchanges tokens between ranks of different experts, but "
-                "trainer.expert_parallel=1; raise it, or set moe_deepep=false"
-            )
-        if trainer.moe_shared_expert_overlap:
-            raise ConfigError(
-                "trainer.moe_deepep=true and trainer.moe_shared_expert_overlap=true exclude each other: Megatron "
-                "overlaps shared experts with all-to-all only; set one of them to false"
-            )
-    if trainer.moe_shared_expert_overlap and not present["shared_experts"]:
-        raise ConfigError(
-            "trainer.moe_shared_expert_overlap=true, but the model has no shared experts; set it to false"
-        )
-    if trainer.moe_shared_expert_overlap and "shared_experts" in trainer.recompute_modules:
-        raise ConfigError(
-            "trainer.moe_shared_expert_overlap=true and shared_experts in trainer.recompute_modules exclude each "
-            "other; remove one"
-        )
-
-
-def _check_cluster(config: Config, training: bool) -> None:
-    cluster = config.cluster
-    if is_wildcard(cluster.host):
-        raise ConfigError(
-            f"cluster.host={cluster.host} binds to every interface, but other nodes need an address to connect to; "
-            f"name one, or set auto for each node's own"
-        )
-    if training and cluster.colocate:
-        _check_colocated(config)
-    specs = pool_specs(config, training=training)
-    if training and cluster.share_device and config.sync.transport not in ("disk", "adapters"):
-        raise ConfigError(
-            f"cluster.share_device=true needs sync.transport=disk instead of {config.sync.transport}: by "
-            f"default NCCL refuses to connect two processes on one GPU"
-        )
-    _check_nodes(config, specs)
 
 
 def _check_nodes(config: Config, specs: Mapping[str, PoolSpec]) -> None:
@@ -607,113 +362,37 @@ def _check_nodes(config: Config, specs: Mapping[str, PoolSpec]) -> None:
         )
 
 
-def _check_colocated(config: Config) -> None:
-    """Refuses what needs ranks and servers to compute at the same time, or memory that is not given back."""
-    needs = "cluster.colocate=true lets trainer ranks and servers compute in turns"
-    for name, value in (("max_staleness", 0), ("weight_sync_steps", 1)):
-        if (given := getattr(config.schedule, name)) != value:
-            raise ConfigError(f"{needs}, but schedule.{name}={given} is for both at once; set it to {value}")
-    if config.cluster.share_device:
-        raise ConfigError(f"{needs}, and cluster.share_device=true side by side; set one of them to false")
-    if config.rollout.external:
-        raise ConfigError(f"{needs}, but rollout.external names servers that run already; set it to false")
-    if config.sync.transport == "broadcast":
+# The model
+
+
+def _check_model(
+    config: Config, facts: Mapping[str, Any], passed: Sequence[str], planning: bool, training: bool
+) -> None:
+    _check_smallest(config.trainer)
+    layout, source = model_layout(config, planning=planning)
+    facts = {**facts, **model_facts(layout), "model's vision tower": bool(layout.frozen_tensors)}
+    if facts["model's max_position_embeddings"] is None:
+        raise ConfigError(f"{source} has no max_position_embeddings; the model folder is incomplete")
+    check_megatron(vars(config.trainer.megatron), latent=layout.family.latent)
+    check_rules(config, facts, without=passed, training=training)
+    _check_chunks(config, layout, source)
+    _check_server_split(config.rollout, layout.sizes, source)
+    if (config.rollout.prefill_engines or config.rollout.decode_engines) and not planning and find_spec("nixl") is None:
         raise ConfigError(
-            f"{needs} on the same devices, between which broadcast has no links; set sync.transport=p2p or auto"
+            f"rollout.prefill_engines={config.rollout.prefill_engines} and decode_engines="
+            f"{config.rollout.decode_engines} move caches with the package nixl, which is not installed; install the "
+            f"extra `engines` (in a checkout: bash launch/setup_extra.sh engines), or set both to 0"
         )
     if config.sync.transport == "adapters":
-        raise ConfigError(
-            f"{needs}, and servers that give their memory back are not known to keep adapters; set sync.transport=p2p "
-            f"or auto"
-        )
-    reason = "with cluster.colocate=true, whose syncs are copies on the device; set colocate=false"
-    refuse_unused(config.sync, "sync", ("arena", "arena_mb", "wave", "delta", "delta_full_every"), reason)
-    for key, model in frozen_models(config).items():
-        if model.pool != "own":
-            raise ConfigError(f"{needs}, but {key}.pool={model.pool} would keep its memory; set it to own")
-
-
-def _check_model(config: Config, planning: bool) -> None:
-    layout, source = model_layout(config, planning=planning)
-    check_megatron(vars(config.trainer.megatron), latent=layout.family.latent)
-    _check_experts(config.trainer, layout)
-    _check_context(config, layout.hf_config.get("max_position_embeddings"), source)
-    _check_chunks(config, layout, source)
-    _check_server_experts(config, layout.sizes.experts)
-    check_pipelined_servers(config, layout)
-    check_attention_groups(config, layout)
-    check_server_engines(config, layout, planning=planning)
-    _check_routing_replay(config, layout.sizes.experts, source)
-    _check_server_split(config.rollout, layout.sizes, source)
-    check_vision_policy(config, layout)
-    check_served_adapters(config, layout)
-    check_fp8_servers(config, layout, source)
-    check_vision_folder(source, layout)
+        _check_served_adapters(config, layout)
+    if config.rollout.fp8:
+        _check_fp8_servers(config, layout, source)
+    _check_vision_folder(source, layout)
     if config.critic.enabled:
-        check_critic_model(config, layout)
+        _check_critic_model(config, layout)
     if not planning:
         check_model_folder(config.model)
     check_weights(source.parent, layout)
-
-
-def _check_server_experts(config: Config, experts: int) -> None:
-    tensor, expert = config.rollout.tensor_parallel, config.rollout.expert_parallel
-    if expert == 1:
-        return
-    given = f"rollout.expert_parallel={expert}"
-    if not experts:
-        raise ConfigError(f"{given} distributes experts, but the model has none; set it to 1")
-    for name, size in (("rollout.tensor_parallel", tensor), ("the model's experts", experts)):
-        if size % expert:
-            raise ConfigError(f"{given} does not divide {name}={size}; choose a divisor of both")
-    if config.cluster.device == "cpu":
-        raise ConfigError(f"{given} needs GPUs: SGLang computes distributed experts on no CPU; set it to 1")
-
-
-def _check_truncation(config: Config) -> None:
-    """Training rollouts may be truncated where servers report the support of each token."""
-    sampling = config.rollout.sampling
-    given = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k != -1, "min_p": sampling.min_p > 0}
-    set_ = [f"rollout.sampling.{name}={getattr(sampling, name)}" for name, truncates in given.items() if truncates]
-    if not set_:
-        return
-    if not 1 < sampling.top_k <= MAX_SUPPORT:
-        raise ConfigError(
-            f"{' and '.join(set_)} needs a rollout.sampling.top_k of 2 to {MAX_SUPPORT}, not {sampling.top_k}: servers "
-            f"report which tokens could be sampled, at most that many for each; set it, or drop {' and '.join(set_)}. "
-            f"Evaluation may truncate in any way (eval.sampling)"
-        )
-    check_seeded("rollout.sampling", sampling.min_p, config.rollout.deterministic)
-    if config.teachers:
-        raise ConfigError(
-            f"{set_[0]} samples from a part of the vocabulary, and teachers score all of it, so their log-probs could "
-            f"not be compared; drop {' and '.join(set_)}, or teachers"
-        )
-    for argument in config.rollout.server_args:
-        if argument.startswith("--speculative-"):
-            raise ConfigError(
-                f"{set_[0]} needs the support of each token, which servers with speculative decoding do not report for "
-                f"every sampler; drop rollout.server_args {argument}, or {' and '.join(set_)}"
-            )
-
-
-def _check_routing_replay(config: Config, experts: int, source: Path) -> None:
-    if not config.rollout.routing_replay:
-        return
-    given = "rollout.routing_replay=true"
-    if not experts:
-        raise ConfigError(f"{given} needs a model with experts, but {source} describes one without; set it to false")
-    if config.trainer.megatron.model.get("moe_router_fusion"):
-        raise ConfigError(
-            f"{given} replaces the trainer's choice of experts, which trainer.megatron.model.moe_router_fusion=true "
-            f"puts into one kernel; drop one of them"
-        )
-    for argument in config.rollout.server_args:
-        if argument.startswith("--speculative-"):
-            raise ConfigError(
-                f"{given} needs the routes of all tokens, and SGLang does not report those of speculative decoding "
-                f"reliably; drop rollout.server_args {argument} or set it to false"
-            )
 
 
 def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Path]:
@@ -729,13 +408,8 @@ def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Pat
         spec = "local" if config.cluster.device == "cpu" else "te"
         layout = Layout(values, Topology.from_config(config.trainer), spec)
         check_architecture(values)
-        check_experts(layout, config.trainer)
-        check_context(layout, config.trainer, config.model.dtype)
-        check_fp8(layout, config.trainer, config.model.dtype)
-        check_overlap(layout, config.trainer, config.model.dtype)
-        check_graphs(layout, config.trainer)
+        check_trainer(layout, config.trainer, config.model)
         if (adapters := adapter_layout(layout, config.trainer)) is not None:
-            check_adapters(adapters, config.trainer)
             path = config.trainer.lora.path
             if path is not None and (not planning or Path(path).expanduser().exists()):
                 check_adapter_folder(path, adapters)
@@ -750,32 +424,11 @@ def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Pat
         ) from error
 
 
-def _check_context(config: Config, limit: int | None, source: Path) -> None:
-    if limit is None:
-        raise ConfigError(f"{source} has no max_position_embeddings; the model folder is incomplete")
-    asked = config.rollout.context_length
-    if asked is not None and asked > limit:
-        raise ConfigError(
-            f"rollout.context_length={asked} exceeds the model's max_position_embeddings={limit} ({source}); lower it"
-        )
-    prompt, response = config.data.prompt.max_tokens, config.rollout.sampling.max_new_tokens
-    if prompt + response > limit:
-        raise ConfigError(
-            f"data.prompt.max_tokens={prompt} + rollout.sampling.max_new_tokens={response} exceed the model's "
-            f"max_position_embeddings={limit} ({source}); lower one of them"
-        )
-
-
 def _check_chunks(config: Config, layout: Layout, source: Path) -> None:
     """Servers need not end attention at a chunk, and megasync's class of the model is the one that is tested."""
     chunks = chunks_of(layout.hf_config)
     if chunks is None:
         return
-    if config.rollout.external:
-        raise ConfigError(
-            f"rollout.external={config.rollout.external} names servers that others have started, which do not serve "
-            f"{layout.hf_config['model_type']} ({source}) by megasync's class; let megasync start servers"
-        )
     room = config.rollout.context_length or layout.hf_config["max_position_embeddings"]
     if room > chunks.size:
         raise ConfigError(
@@ -804,26 +457,213 @@ def _check_server_split(rollout: RolloutConfig, sizes: Sizes, source: Path) -> N
             f"rollout.tensor_parallel={tensor} and the model's num_key_value_heads={sizes.groups} ({source}) must "
             f"divide one another; choose a divisor or a multiple of {sizes.groups}"
         )
+    ranks = attention_ranks(rollout)
+    if sizes.groups % ranks and ranks % sizes.groups:
+        raise ConfigError(
+            f"rollout.attention_data_parallel={rollout.attention_data_parallel} leaves {ranks} ranks for attention "
+            f"with num_key_value_heads={sizes.groups} ({source}); choose numbers that divide one another"
+        )
+
+
+def _check_served_adapters(config: Config, layout: Layout) -> None:
+    """Refuses adapters that servers cannot compute beside the model."""
+    adapters = adapter_layout(layout, config.trainer)
+    assert adapters is not None, "a rule of sync.transport has refused a run without adapters"
+    for name, each in config.eval.sets.items():
+        if each.adapter is not None:
+            check_served_folder(f"eval.sets.{name}.adapter", each.adapter, adapters)
+    targets = adapters.shape.targets
+    if others := sorted(set(targets) - SERVED_TARGETS):
+        raise ConfigError(
+            f"sync.transport=adapters serves adapters of {', '.join(sorted(SERVED_TARGETS))}, but trainer.lora.targets "
+            f"includes {others[0]}; leave it out, or set transport=auto, which merges them"
+        )
+    tensor, padded = config.rollout.tensor_parallel, _CPU_WIDTH * config.rollout.tensor_parallel
+    mlps = any(target in ("gate_proj", "up_proj", "down_proj") for target in targets)
+    for name, count in layout.sizes.widths.items() if mlps else ():
+        if config.cluster.device == "cpu" and tensor > 1 and count % padded:
+            raise ConfigError(
+                f"sync.transport=adapters on a CPU needs {name} to be a multiple of {padded}, since servers of "
+                f"rollout.tensor_parallel={tensor} pad it, but not its adapters; it is {count}: set tensor_parallel=1, "
+                f"transport=auto, or name the projections of attention in trainer.lora.targets"
+            )
+    if any(each.item.ep is not None for each in adapters.adapted(0)):
+        raise ConfigError(
+            "sync.transport=adapters does not serve adapters of experts: SGLang computes them with kernels for GPUs "
+            "only, which megasync has not compared with its own layers; name the projections of attention in "
+            "trainer.lora.targets, or set transport=auto, which merges them"
+        )
+
+
+def planned_fp8(layout: Layout, source: Path) -> QuantizedLayout | None:
+    """The weights as servers of a folder in block FP8 keep them, from its config.json alone; None for other folders."""
+    block = read_storage(source)
+    return QuantizedLayout(layout, block, linear_matrices(layout, block)) if isinstance(block, Block) else None
+
+
+def _check_fp8_servers(config: Config, layout: Layout, source: Path) -> None:
+    """Applies SGLang's rule that a block belongs to one rank of a server."""
+    quantized = planned_fp8(layout, source)
+    if quantized is None:
+        raise ConfigError(
+            f"rollout.fp8=true needs a model folder in block FP8, and model.path={config.model.path!r} is not: make "
+            f"one with `megasync quantize {config.model.path} OUT`, and set model.path to it"
+        )
+    tensor, expert, block = config.rollout.tensor_parallel, config.rollout.expert_parallel, quantized.block
+    if tensor == 1:
+        return
+    for item in quantized.quantized(0):
+        ranks = tensor if item.ep is None else tensor // expert
+        for name, shape in item.tensors:
+            rows = item.split is not Split.ROW
+            size, edge = (shape[0], block.rows) if rows else (shape[1], block.cols)
+            # Ranks beyond the number of key-value heads hold copies of whole heads.
+            share = max(size // ranks, layout.sizes.head_dim) if item.split is Split.QKV else size // ranks
+            if item.split is not Split.REPLICATED and ranks > 1 and share % edge:
+                raise ConfigError(
+                    f"rollout.fp8=true with rollout.tensor_parallel={tensor}: each rank of a server would have {share} "
+                    f"{'rows' if rows else 'columns'} of {name!r}, which is not a multiple of its blocks' {edge}; "
+                    f"lower rollout.tensor_parallel"
+                )
+
+
+def _check_critic_model(config: Config, policy: Layout) -> None:
+    """Raises ConfigError if the critic starts from a folder of another architecture than the policy's."""
+    if (path := config.critic.path) is None:
+        return
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"critic.path={path!r} has no config.json or no *.safetensors files; give a Hugging Face folder, or null"
+        )
+    values = read_hf_config(find_hf_config(replace(config.model, path=path)))
+    layout = Layout(values, policy.topology, policy.spec, value_head=True)
+    if replace(layout.sizes, tied=policy.sizes.tied) != policy.sizes:
+        raise ConfigError(
+            f"critic.path={path!r} has other sizes than model.path={config.model.path!r}: policy and critic compute "
+            f"the same microbatches, so give a folder of the same architecture, or null"
+        )
+    try:
+        check_weights(folder, layout, absent=(WEIGHT, BIAS))
+    except ConfigError as error:
+        raise ConfigError(f"critic.path: {error}") from None
+
+
+def _check_vision_folder(source: Path, layout: Layout) -> None:
+    """Refuses a quantized folder; ``source`` is its config.json."""
+    if layout.frozen_tensors and read_storage(source) is not None:
+        raise ConfigError(
+            f"{source} describes a quantized model with a vision tower, which has not been tested; give an unquantized "
+            f"folder"
+        )
+
+
+# Folders and files
+
+
+def check_weights(folder: Path, layout: Layout, absent: Container[str] = ()) -> None:
+    """Raises ConfigError unless the folder has every tensor of the layout, in its shape and a dtype that can be read.
+
+    Those of ``absent`` may be missing. A folder without any weights, as a plan may have it, passes.
+    """
+    if not any(folder.glob("*.safetensors*")):
+        return
+    try:
+        with HfFolder(folder) as files:
+            files.check({**layout.hf_tensors, **layout.frozen_tensors}, absent)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+
+
+def check_frozen_weights(key: str, folder: Path, values: Mapping[str, Any], *, generates: bool) -> int:
+    """Raises ConfigError unless the files of a frozen model can be read, and hold the tensors that servers look for.
+
+    The tensors are known for the families that megasync trains, if the folder is not quantized; ``values`` are its
+    config.json. A model that does not generate has another head. Returns the number of tensors.
+    """
+    try:
+        stored = stored_shapes(folder)
+        for name, shape in _expected(values, generates).items():
+            if (found := stored.get(name)) is None:
+                raise CheckpointError(f"{folder} has no tensor {name!r}, which its config.json requires")
+            if found != shape:
+                raise CheckpointError(
+                    f"{name!r} in {folder} has shape {list(found)}, but its config.json requires {list(shape)}"
+                )
+    except CheckpointError as error:
+        raise ConfigError(f"{key}.path: {error}; copy the model again") from None
+    return len(stored)
+
+
+def _expected(values: Mapping[str, Any], generates: bool) -> dict[str, tuple[int, ...]]:
+    if values.get("model_type") not in FAMILIES:
+        return {}
+    try:
+        if storage_of(values) is not None:
+            return {}
+        shapes = Layout(language_model(values), Topology()).hf_tensors
+    except ConfigError:
+        # A quantization, or an option of the model, that servers may know although the trainer does not.
+        return {}
+    heads = {tensor.name for tensor in HEAD.tensors}
+    return {name: shape for name, shape in shapes.items() if generates or name not in heads}
+
+
+def check_frozen_folder(key: str, model: FrozenModelConfig) -> int:
+    """Raises ConfigError unless the folder holds a model of the configured kind; returns how many tensors it has."""
+    folder = Path(model.path).expanduser()
+    values = read_frozen_model(key, model)
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"{key}.path={model.path!r} has a config.json but no *.safetensors weights; add them")
+    architectures = values.get("architectures") or []
+    classes = ", ".join(architectures) or "no named class"
+    classifies = any(name in CLASSIFIERS for name in architectures)
+    scores = isinstance(model, RewardModelConfig)
+    if scores and model.kind == "classifier":
+        _check_classifier(key, model, values, classes, classifies)
+    elif not any(name.endswith("ForCausalLM") for name in architectures):
+        said = f"{key}.kind=generative, but {key}" if scores else key
+        raise ConfigError(
+            f"{said}.path={model.path!r} contains {classes}, which generates no text"
+            + ("; set kind=classifier" if classifies and scores else "")
+        )
+    if missing := [name for name in _SIZES if not isinstance(values.get(name), int)]:
+        raise ConfigError(f"{key}.path={model.path!r} has a config.json without {', '.join(missing)}; it is incomplete")
+    heads, tensor = values["num_attention_heads"], model.tensor_parallel
+    if heads % tensor:
+        raise ConfigError(f"{key}.tensor_parallel={tensor} does not divide the model's num_attention_heads={heads}")
+    limit = values["max_position_embeddings"]
+    if (model.context_length or 0) > limit:
+        raise ConfigError(f"{key}.context_length={model.context_length} exceeds the model's {limit}; lower it")
+    chunks = chunks_of(values) if values.get("model_type") in FAMILIES else None
+    if chunks and (model.context_length or limit) > chunks.size:
+        raise ConfigError(
+            f"{key}.context_length={model.context_length} allows more than attention_chunk_size={chunks.size} tokens, "
+            f"but servers of {values['model_type']} do not end attention at a chunk; set it to at most {chunks.size}"
+        )
+    return check_frozen_weights(key, folder, values, generates=not (scores and model.kind == "classifier"))
+
+
+def _check_classifier(
+    key: str, model: RewardModelConfig, values: dict[str, Any], classes: str, classifies: bool
+) -> None:
+    if not classifies:
+        raise ConfigError(
+            f"{key}.kind=classifier, but {key}.path={model.path!r} contains {classes}; SGLang classifies with "
+            f"{', '.join(CLASSIFIERS)}. Set kind=generative for a model that generates text"
+        )
+    default = 1 if "RewardModel" in str(values["architectures"]) else 2
+    labels = len(values.get("id2label") or {}) or values.get("num_labels", default)
+    if model.label >= labels:
+        raise ConfigError(f"{key}.label={model.label} exceeds the {labels} output(s) of {key}.path={model.path!r}")
 
 
 def _check_data(config: Config, planning: bool, own_rows: bool, own_eval_rows: bool) -> None:
     data = config.data
     _check_curriculum(data)
     for name, each in data.sets.items():
-        if not re.fullmatch(r"[\w-]+", name):
-            raise ConfigError(f"data.sets.{name}: a set's name may have letters, digits, '_' and '-' only")
         if not own_rows:
             _check_dataset(f"data.sets.{name}.data", each.data, planning)
-    if data.sets and data.train is not None:
-        raise ConfigError(
-            f"data.train and data.sets ({', '.join(data.sets)}) both name training rows; set data.train=null, or move "
-            f"it to data.sets"
-        )
-    if data.sets and data.prompt.examples:
-        raise ConfigError(
-            f"data.prompt.examples={data.prompt.examples} takes the first rows of data.train, but data.sets replaces "
-            f"that; set examples=0"
-        )
     if data.train is None and not data.sets and not own_rows:
         raise ConfigError(
             "data.train is not set; name a dataset with data.train.kind and data.train.source, or pass rows to "
@@ -839,7 +679,6 @@ def _check_data(config: Config, planning: bool, own_rows: bool, own_eval_rows: b
 def _check_curriculum(data: DataConfig) -> None:
     policy, options = data.curriculum, data.curriculum_options
     if policy is None:
-        refuse_unused(data, "data", ("curriculum_options",), "with data.curriculum=null; name one")
         return
     known = keyword_options(load_function(builtin.CURRICULA.get(policy, policy)))
     for name, value in options.items():
@@ -869,11 +708,6 @@ def _check_by_success(solved: float, hopeless: float, patience: float, postpone:
 def _check_dataset(key: str, dataset: DatasetConfig, planning: bool) -> None:
     if dataset.kind not in ("jsonl", "parquet"):
         return
-    if dataset.options:
-        raise ConfigError(
-            f"{key}.options={masked(dataset.options)} is for generated tasks and hf datasets, but {key}.kind="
-            f"{dataset.kind}; remove it"
-        )
     if (problem := path_problem(dataset.source)) is not None:
         raise ConfigError(f"{key}.source={dataset.source!r:.{SHOWN_CHARACTERS}} is not a usable path: {problem}")
     if not planning and not Path(dataset.source).expanduser().exists():
@@ -886,3 +720,88 @@ def _check_folder(key: str, path: str) -> None:
     existing = next((place for place in (folder, *folder.parents) if place.exists()), folder)
     if not existing.is_dir():
         raise ConfigError(f"{key}={path!r} cannot be created: {existing} is a file; choose another folder")
+
+
+# Trackers and monitoring
+
+
+def check_observe(config: Config, planning: bool) -> None:
+    """Raises ConfigError for the first problem. With `planning`, the run may start on another machine than this."""
+    observe = config.observe
+    if observe.wandb is not None and observe.wandb.mode != "disabled" and not planning:
+        _check_wandb(observe.wandb)
+    if observe.mlflow is not None:
+        _check_mlflow(observe.mlflow, planning)
+    if observe.prometheus is not None:
+        _check_prometheus(observe.prometheus, planning)
+
+
+def _check_wandb(wandb: WandbConfig) -> None:
+    _require("wandb", "observe.wandb")
+    if wandb.mode == "online" and not _has_wandb_key():
+        raise ConfigError(
+            "observe.wandb.mode=online, but there is no key for Weights & Biases; run `wandb login`, set "
+            "WANDB_API_KEY, or set mode=offline"
+        )
+
+
+def _check_mlflow(mlflow: MlflowConfig, planning: bool) -> None:
+    uri = mlflow.tracking_uri
+    if uri is not None and urlsplit(uri).password:
+        raise ConfigError(
+            "observe.mlflow.tracking_uri contains a password, which must not be in a file; set it as "
+            "MLFLOW_TRACKING_URI, or set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        )
+    if planning:
+        return
+    _require("mlflow", "observe.mlflow")
+    uri = uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri:
+        raise ConfigError(
+            "observe.mlflow.tracking_uri is null and MLFLOW_TRACKING_URI is not set; name the tracking server in one"
+        )
+    if urlsplit(uri).scheme.partition("+")[0] in DATABASES and find_spec("sqlalchemy") is None:
+        raise ConfigError(
+            f"observe.mlflow.tracking_uri is a {urlsplit(uri).scheme} database, which the package mlflow-skinny cannot "
+            f"open; install the package mlflow, or name a tracking server"
+        )
+
+
+def _check_prometheus(prometheus: PrometheusConfig, planning: bool) -> None:
+    host, port = prometheus.host, prometheus.port
+    if planning:
+        return
+    host = resolve_host(host)
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family) as probe:
+            # As the endpoint does: a port in TIME_WAIT counts as free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        raise ConfigError(
+            f"observe.prometheus cannot listen at host={host}, port={port}: {error.strerror}; set another port, or 0 "
+            f"for a free one"
+        ) from None
+
+
+def _require(package: str, key: str) -> None:
+    if find_spec(package) is None:
+        raise ConfigError(
+            f"{key} is set, but the package {package} is not installed; install {EXTRA} (in a checkout: bash "
+            f"launch/setup_extra.sh trackers), or set {key}=null"
+        )
+
+
+def _has_wandb_key() -> bool:
+    """Whether wandb will find a key where it looks: the environment, or the netrc file that `wandb login` writes."""
+    if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
+        return True
+    settings = configparser.ConfigParser(interpolation=None)
+    settings.read(Path("~/.config/wandb/settings").expanduser())
+    configured = settings.get("default", "base_url", fallback=WANDB_HOST)
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or configured).netloc
+    try:
+        return netrc.netrc(os.environ.get("NETRC") or Path("~/.netrc").expanduser()).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -21,7 +21,7 @@ from megasync.config.schema import Config, FrozenModelConfig, LoraConfig, Rollou
 from megasync.layout.adapter import AdapterLayout, adapter_layout
 from megasync.layout.layout import Layout
 from megasync.layout.quantized import SCALES_DTYPE, VALUES_DTYPE, QuantizedLayout
-from megasync.preflight.check_fp8_servers import planned_fp8
+from megasync.preflight.check import planned_fp8
 from megasync.serving.cache_size import bytes_per_token, cpu_cache_tokens, longest_request
 from megasync.serving.frozen_folder import read_frozen_model
 from megasync.sync.broadcast.plan import ITEM_BYTES

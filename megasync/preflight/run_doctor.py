@@ -21,9 +21,7 @@ from megasync.config.supervised import is_supervised
 from megasync.device import check_machine, resolve_device
 from megasync.errors import ConfigError, DataError
 from megasync.layout.model_files import check_model_folder
-from megasync.preflight.check import model_layout
-from megasync.preflight.check_frozen_models import check_frozen_folder
-from megasync.preflight.check_weights import check_weights
+from megasync.preflight.check import check_frozen_folder, check_weights, model_layout
 from megasync.preflight.finding import (
     FAILURE,
     OK,

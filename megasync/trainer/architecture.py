@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import lcm
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from megasync.config.rules import check_rules
+from megasync.config.schema import ClusterConfig, Config, ModelConfig, TrainerConfig
+from megasync.config.schema.rollout import PIPELINED, UNTIED
 from megasync.errors import ConfigError
 from megasync.layout.families import family_of
-
-if TYPE_CHECKING:
-    from megasync.config.schema import TrainerConfig
-    from megasync.layout.adapter import AdapterLayout
 from megasync.layout.layout import Layout
 
 # Options that change the computation, and the only implemented value, which is also the default.
@@ -199,45 +198,6 @@ def _rotated_share(rope: Mapping[str, Any], config: Mapping[str, Any], key: str 
     return share
 
 
-def check_context(layout: Layout, trainer: TrainerConfig, dtype: str) -> None:
-    """Raises ConfigError for a split of sequences over ranks that their layers cannot compute."""
-    ranks, sizes = trainer.context_parallel, layout.sizes
-    if ranks == 1:
-        return
-    if sizes.delta and sizes.delta.keys % (trainer.tensor_parallel * ranks):
-        raise ConfigError(
-            f"ranks exchange the heads of a gated delta net, but trainer.tensor_parallel={trainer.tensor_parallel} x "
-            f"trainer.context_parallel={ranks} does not divide linear_num_key_heads={sizes.delta.keys}; lower one"
-        )
-    if layout.spec != "te":
-        return
-    if layout.family.chunks:
-        raise ConfigError(
-            f"trainer.context_parallel={ranks} on GPUs does not compute the attention in chunks of "
-            f"{layout.hf_config['model_type']}; set it to 1"
-        )
-    if dtype == "float32":
-        raise ConfigError(
-            f"trainer.context_parallel={ranks} on GPUs requires model.dtype=bfloat16: Transformer Engine has no "
-            f"attention in float32 for it"
-        )
-    if layout.family.windows and trainer.context_parallel_comm != "a2a":
-        raise ConfigError(
-            f"trainer.context_parallel_comm={trainer.context_parallel_comm} does not compute the windows and sinks of "
-            f"{layout.hf_config['model_type']}; set it to a2a"
-        )
-    heads = {"num_attention_heads": sizes.heads}
-    if not layout.family.latent:
-        heads["num_key_value_heads"] = sizes.groups
-    for name, count in heads.items():
-        if trainer.context_parallel_comm == "a2a" and count % (trainer.tensor_parallel * ranks):
-            raise ConfigError(
-                f"trainer.context_parallel_comm=a2a exchanges heads, but trainer.tensor_parallel="
-                f"{trainer.tensor_parallel} x trainer.context_parallel={ranks} does not divide the model's "
-                f"{name}={count}; set context_parallel_comm=p2p"
-            )
-
-
 # Tokens of a microbatch in FP8 are a multiple of these: ranks that gather tokens of a sequence send whole blocks.
 FP8_TOKENS = {"tensorwise": 16, "blockwise": 128}
 
@@ -266,15 +226,41 @@ FP8_MULTIPLE = 16
 NEVER_FP8 = (".router.weight", ".gate_weight")
 
 
-def check_fp8(layout: Layout, trainer: TrainerConfig, dtype: str) -> None:
-    """Raises ConfigError if this model, or its split over tensor ranks, cannot be computed with `trainer.fp8`."""
-    if trainer.fp8 is None:
-        return
-    named = f"trainer.fp8={trainer.fp8}"
-    if layout.spec != "te":
-        raise ConfigError(f"{named} needs a GPU; set it to null")
-    if dtype != "bfloat16":
-        raise ConfigError(f"{named} needs weights in bfloat16, but model.dtype={dtype}; set model.dtype=bfloat16")
+def model_facts(layout: Layout) -> dict[str, Any]:
+    """What the rules of keys (`config.rules`) say about a model, and about how trainer ranks split it."""
+    sizes, family, kind = layout.sizes, layout.family, layout.hf_config["model_type"]
+    return {
+        "model's type": kind,
+        "model's layers": sizes.layers,
+        "model's experts": sizes.experts,
+        "model's shared experts": sizes.shared_intermediate,
+        "model's dense layers": sizes.layers - len(sizes.sparse_layers),
+        "model's latent attention": family.latent,
+        "model's gated delta nets": sizes.delta is not None,
+        "model's attention in chunks": bool(family.chunks),
+        "model's windows and sinks": bool(family.windows),
+        "model's rotated pairs of adjacent channels": family.interleaved_rotary,
+        "model's max_position_embeddings": layout.hf_config.get("max_position_embeddings"),
+        "model's linear_num_key_heads": sizes.delta.keys if sizes.delta else None,
+        "model's num_attention_heads": sizes.heads,
+        "model's num_key_value_heads": None if family.latent else sizes.groups,
+        "model's pipeline in SGLang": kind in PIPELINED and not (sizes.tied and kind in UNTIED),
+        "trainer's ranks of an expert layer": layout.topology.expert * layout.topology.expert_tensor_size,
+    }
+
+
+def check_trainer(layout: Layout, trainer: TrainerConfig, model: ModelConfig) -> None:
+    """Raises ConfigError if ranks cannot train this model as configured."""
+    device = "cpu" if layout.spec == "local" else "cuda"
+    config = Config(trainer=trainer, model=model, cluster=ClusterConfig(device=device))
+    read = ("trainer", "model.dtype", "cluster.device")
+    check_rules(config, model_facts(layout), within=("trainer",), known=read)
+    if trainer.fp8 is not None:
+        _check_fp8(layout, trainer)
+
+
+def _check_fp8(layout: Layout, trainer: TrainerConfig) -> None:
+    """Raises ConfigError if a matrix on some rank has no whole blocks."""
     stages = (layout.topology.rank(0, 0, stage) for stage in range(layout.topology.pipeline))
     for rank in stages:
         for name, shape in layout.params(rank).items():
@@ -284,82 +270,6 @@ def check_fp8(layout: Layout, trainer: TrainerConfig, dtype: str) -> None:
                 split = ("expert_tensor_parallel", layout.topology.expert_tensor_size)
                 key, ranks = split if ".experts." in name else ("tensor_parallel", trainer.tensor_parallel)
                 raise ConfigError(
-                    f"{named} needs multiples of {FP8_MULTIPLE}, but {name} is {shape[0]} x {shape[1]} on a rank with "
-                    f"trainer.{key}={ranks}; lower that, or set fp8 to null"
+                    f"trainer.fp8={trainer.fp8} needs multiples of {FP8_MULTIPLE}, but {name} is {shape[0]} x "
+                    f"{shape[1]} on a rank with trainer.{key}={ranks}; lower that, or set fp8 to null"
                 )
-
-
-def check_overlap(layout: Layout, trainer: TrainerConfig, dtype: str) -> None:
-    """Raises ConfigError if tensor-parallel ranks cannot overlap communication as `trainer.tp_comm_overlap` says."""
-    if not trainer.tp_comm_overlap:
-        return
-    named = "trainer.tp_comm_overlap=true"
-    needed = {
-        "cluster.device=cuda": layout.spec == "te",
-        "model.dtype=bfloat16": dtype == "bfloat16",
-        "trainer.tensor_parallel above 1": trainer.tensor_parallel > 1,
-        "trainer.sequence_parallel=true": trainer.sequence_parallel,
-        "trainer.pad_microbatches=true": trainer.pad_microbatches,
-    }
-    if missing := [key for key, met in needed.items() if not met]:
-        raise ConfigError(f"{named} needs {', '.join(missing)}; set that, or tp_comm_overlap to false")
-    excluded = {
-        f"trainer.fp8={trainer.fp8}, for which Transformer Engine has no buffers": trainer.fp8 == "blockwise",
-        f"trainer.lora.rank={trainer.lora.rank}": trainer.lora.rank > 0,
-        "latent attention, for whose projections Megatron has no buffers": layout.family.latent,
-        "gated delta nets, for whose projections there are no buffers": layout.sizes.delta is not None,
-    }
-    if present := [what for what, met in excluded.items() if met]:
-        raise ConfigError(f"{named} does not support {', '.join(present)}; set it to false")
-
-
-def check_graphs(layout: Layout, trainer: TrainerConfig) -> None:
-    """Raises ConfigError if decoder layers cannot be captured as CUDA graphs as `trainer.cuda_graphs` says."""
-    if not trainer.cuda_graphs:
-        return
-    named, sizes, family = "trainer.cuda_graphs=true", layout.sizes, layout.family
-    needed = {
-        "cluster.device=cuda": layout.spec == "te",
-        "trainer.pad_microbatches=true": trainer.pad_microbatches,
-    }
-    if missing := [key for key, met in needed.items() if not met]:
-        raise ConfigError(f"{named} needs {', '.join(missing)}; set that, or cuda_graphs to false")
-    excluded = {
-        f"trainer.pipeline_parallel={trainer.pipeline_parallel}": trainer.pipeline_parallel > 1,
-        f"trainer.context_parallel={trainer.context_parallel}": trainer.context_parallel > 1,
-        f"trainer.recompute={trainer.recompute}": trainer.recompute is not None,
-        f"trainer.fp8={trainer.fp8}": trainer.fp8 is not None,
-        f"trainer.lora.rank={trainer.lora.rank}": trainer.lora.rank > 0,
-        "trainer.tp_comm_overlap=true": trainer.tp_comm_overlap,
-        "experts": bool(sizes.experts),
-        "latent attention": family.latent,
-        "gated delta nets": sizes.delta is not None,
-        "attention in chunks": bool(family.chunks),
-        "rotated pairs of adjacent channels, for which Megatron reads lengths of sequences on the host": (
-            family.interleaved_rotary
-        ),
-    }
-    if present := [what for what, met in excluded.items() if met]:
-        raise ConfigError(f"{named} does not support {', '.join(present)}; set it to false")
-
-
-def check_experts(layout: Layout, trainer: TrainerConfig) -> None:
-    """Raises ConfigError for a parallelism of expert layers that Megatron cannot train."""
-    if layout.sizes.experts and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
-        raise ConfigError(
-            f"the model has experts, so trainer.tensor_parallel={trainer.tensor_parallel} requires "
-            f"trainer.sequence_parallel=true: Megatron dispatches tokens to experts per tensor-parallel rank"
-        )
-    if trainer.moe_aux_loss and not layout.sizes.experts:
-        raise ConfigError(f"trainer.moe_aux_loss={trainer.moe_aux_loss} requires experts, but the model has none")
-
-
-def check_adapters(layout: AdapterLayout, trainer: TrainerConfig) -> None:
-    """Raises ConfigError for what adapters cannot be combined with."""
-    key = f"trainer.lora.rank={trainer.lora.rank}"
-    if trainer.fp8:
-        raise ConfigError(f"{key} trains adapters, which trainer.fp8={trainer.fp8} does not support; set fp8=null")
-    if trainer.moe_shared_expert_overlap:
-        raise ConfigError(
-            f"{key} trains adapters, which trainer.moe_shared_expert_overlap=true does not compute; set it to false"
-        )

@@ -45,17 +45,7 @@ from megasync.layout.topology import Topology
 from megasync.observe import trace
 from megasync.trainer import checkpoint
 from megasync.trainer.adapters import Adapters, ReferenceAdapters, attach, fresh_adapters
-from megasync.trainer.architecture import (
-    check_adapters,
-    check_architecture,
-    check_context,
-    check_experts,
-    check_fp8,
-    check_graphs,
-    check_overlap,
-    full_microbatch,
-    token_multiple,
-)
+from megasync.trainer.architecture import check_architecture, check_trainer, full_microbatch, token_multiple
 from megasync.trainer.batch import Batch, Sample, Samples, lengths_of, make_batch
 from megasync.trainer.collectives import broadcast_json
 from megasync.trainer.context import from_all_ranks
@@ -143,15 +133,9 @@ class MegatronEngine:
         self.layout = Layout(hf_config, self.topology, device.spec, value_head)
         self._sparse_layers = sorted(self.layout.sizes.sparse_layers)
         check_architecture(hf_config)
-        check_experts(self.layout, trainer)
+        check_trainer(self.layout, trainer, model)
         check_megatron(vars(trainer.megatron), latent=self.layout.family.latent)
-        check_context(self.layout, trainer, model.dtype)
-        check_fp8(self.layout, trainer, model.dtype)
-        check_overlap(self.layout, trainer, model.dtype)
-        check_graphs(self.layout, trainer)
         self._adapter_layout = None if value_head else adapter_layout(self.layout, trainer)
-        if self._adapter_layout is not None:
-            check_adapters(self._adapter_layout, trainer)
         # What is trained and saved: the adapters, if there are any.
         self.trained_layout = self._adapter_layout or self.layout
         self._adapters: Adapters | None = None

@@ -8,7 +8,7 @@ layer is launched as a graph only where shapes and addresses are as they were, a
 - Weights are where they were. Those of a reference are elsewhere (`reference.ReferenceWeights`).
 
 Nothing here notices another decision of Python, such as adapters that are turned off for a reference, or experts that
-are replayed. `architecture.check_graphs` refuses whatever has such switches; a new one belongs there.
+are replayed. The rules of `trainer.cuda_graphs` (`config/schema/training.py`) refuse whatever has such switches.
 
 All microbatches share the memory of one set of graphs. That needs each backward pass before the next forward pass,
 which is so without pipeline stages.

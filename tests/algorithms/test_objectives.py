@@ -21,7 +21,7 @@ from toy_policy import LONGEST, Toy, expected_gradient, groups_of, toy_of
 from megasync.config.builtin import ADVANTAGES, LOSSES
 from megasync.config.schema import AlgorithmConfig, Config, CriticConfig, TrainerConfig
 from megasync.errors import ConfigError
-from megasync.preflight.check_algorithm import check_algorithm, check_critic, check_objective
+from megasync.config.rules import check_rules
 
 KL_COEF, BETA = 0.2, 0.7
 
@@ -138,8 +138,7 @@ def configured(advantage: str, normalize_std: bool, loss: str, minibatches: int 
 
 def refusal(config: Config) -> str | None:
     try:
-        for check in (check_algorithm, check_critic, check_objective):
-            check(config)
+        check_rules(config, within=("algorithm", "critic"))
     except ConfigError as error:
         return str(error)
     return None

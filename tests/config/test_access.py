@@ -68,13 +68,6 @@ def test_an_invalid_key_is_refused_without_printing_it(monkeypatch, key):
     assert key not in str(refused.value)
 
 
-def test_a_certificate_without_its_key_is_refused():
-    with pytest.raises(ConfigError, match=r"tls_cert=a\.pem and cluster\.tls_key=None"):
-        check_access(ClusterConfig(tls_cert="a.pem"), planning=True)
-    with pytest.raises(ConfigError, match=r"tls_ca=ca\.pem.*tls_cert is not set"):
-        check_access(ClusterConfig(tls_ca="ca.pem"), planning=True)
-
-
 def test_missing_files_are_refused_at_start_but_not_in_a_plan(tmp_path):
     cluster = ClusterConfig(tls_cert=str(tmp_path / "absent.pem"), tls_key=str(tmp_path / "absent.key"))
     check_access(cluster, planning=True)

@@ -23,7 +23,7 @@ from megasync.layout.families import sizes_of
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
-from megasync.preflight.check_pipelined_servers import PIPELINED, UNTIED
+from megasync.config.schema.rollout import PIPELINED, UNTIED
 from megasync.serving.control import ServerControl
 from megasync.serving.engine_blueprint import engine_ranks
 from megasync.serving.engine_protocol import LOAD_FORMAT, encode

@@ -113,7 +113,7 @@ def test_an_auxiliary_model_has_a_pool_of_its_own_beside_reward_models(judged, f
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["rollout.workflow_options={a: 1}"], ["rollout.workflow_options", "without rollout.workflow"]),
+        (["rollout.workflow_options={a: 1}"], ["rollout.workflow_options", "rollout.workflow=null"]),
         (["rollout.rewards.grader.model=greeder"], ["rollout.rewards.grader.model='greeder'", "grader, judge"]),
         (["rollout.rewards.judge.model=grader"], ["reward_models.judge", "never used"]),
         (["rollout.rewards.judge.function=math"], ["rollout.rewards.judge.model=judge", "function=math", "exclude"]),
@@ -126,7 +126,7 @@ def test_an_auxiliary_model_has_a_pool_of_its_own_beside_reward_models(judged, f
         (["reward_models.judge.path=/absent"], ["reward_models.judge.path='/absent'", "config.json"]),
         (
             ["reward_models.judge={pool: rollout, servers: 3, mem_fraction: 0.1}"],
-            ["reward_models.judge.servers=3", "rollout.servers=2", "pool=own"],
+            ["reward_models.judge.servers=3", "rollout.servers=2", "pool=rollout"],
         ),
         (
             ["reward_models.judge={pool: rollout, tensor_parallel: 2, mem_fraction: 0.1}"],
@@ -147,8 +147,8 @@ def test_an_auxiliary_model_has_a_pool_of_its_own_beside_reward_models(judged, f
         (["cluster.devices_per_node=2", "reward_models.grader.tensor_parallel=4"], ["tensor_parallel=4", "one node"]),
         (["reward_models.grader.label=2"], ["reward_models.grader.label=2", "2 output(s)"]),
         (["reward_models.grader.read=yes_no"], ["reward_models.grader.read=yes_no", "kind=classifier"]),
-        (["reward_models.judge.label=1"], ["reward_models.judge.label=1", "read=number"]),
-        (["reward_models.judge={read: yes_no, high: 5}"], ["reward_models.judge.high=5.0", "read=yes_no"]),
+        (["reward_models.judge.label=1"], ["reward_models.judge.label=1", "kind=generative"]),
+        (["reward_models.judge={read: yes_no, high: 5}"], ["reward_models.judge.high=5", "read=yes_no"]),
         (["reward_models.judge={read: yes_no, yes_token: 'No'}"], ["reward_models.judge.yes_token", "'No'", "differ"]),
         (["reward_models.judge={read: yes_no, yes_token: Yes}"], ["reward_models.judge.yes_token=True", "quote it"]),
         (["reward_models.judge.pattern='(a)(b)'"], ["reward_models.judge.pattern='(a)(b)'", "2 groups"]),
@@ -157,12 +157,15 @@ def test_an_auxiliary_model_has_a_pool_of_its_own_beside_reward_models(judged, f
         (["reward_models.judge.template='{prompt}'"], ["reward_models.judge.template", "{completion}"]),
         (["reward_models.judge={format: raw, system: x}"], ["reward_models.judge.system", "format=raw"]),
         (["reward_models.judge.context_length=4096"], ["reward_models.judge.context_length=4096", "2048"]),
-        (["reward_models.judge.server_args={--dtype: float16}"], ["reward_models.judge.dtype instead"]),
+        (
+            ["reward_models.judge.server_args={--dtype: float16}"],
+            ["reward_models.judge.server_args", "--dtype", "set dtype instead"],
+        ),
         (
             ["reward_models.judge.server_args={--disaggregation-mode: prefill}"],
             ["reward_models.judge.server_args must not"],
         ),
-        (["reward_models.judge.server_args={--is-embedding: true}"], ["reward_models.judge.kind instead"]),
+        (["reward_models.judge.server_args={--is-embedding: true}"], ["--is-embedding", "set kind instead"]),
     ],
 )
 def test_a_contradiction_is_refused_with_its_keys(judged, overrides, named):

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from megasync.errors import ConfigError
-from megasync.preflight import check_observe
+from megasync.preflight import check
 from megasync.preflight.check import check_config
 
 KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "MLFLOW_TRACKING_URI")
@@ -23,7 +23,7 @@ def no_keys(monkeypatch, tmp_path):
 def installed(monkeypatch):
     """Pretends that these packages are installed, and no others."""
     packages = {"wandb", "mlflow"}
-    monkeypatch.setattr(check_observe, "find_spec", lambda name: name if name in packages else None)
+    monkeypatch.setattr(check, "find_spec", lambda name: name if name in packages else None)
     return packages
 
 

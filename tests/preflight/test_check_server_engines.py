@@ -1,13 +1,15 @@
 """What is refused for servers with prefill and decode engines."""
 
+import json
+
 import pytest
 
 from megasync.config.pools import pool_specs
-from megasync.config.schema import Config
+from megasync.config.rules import refusals
+from megasync.config.schema.rollout import HANDED_OVER
 from megasync.errors import ConfigError
-from megasync.preflight import check_server_engines as checks
-from megasync.preflight.check import check_config, model_layout
-from megasync.preflight.check_server_engines import check_server_engines
+from megasync.preflight import check
+from megasync.preflight.check import check_config, run_facts
 
 ENGINES = [*("rollout.servers=1", "rollout.prefill_engines=1", "rollout.decode_engines=2"), "sync.pause_mode=abort"]
 GIVEN = "rollout.prefill_engines=1 and decode_engines=2"
@@ -17,16 +19,8 @@ GIVEN = "rollout.prefill_engines=1 and decode_engines=2"
 def nixl(monkeypatch):
     """Whether nixl is installed: it is, unless the test sets this to false."""
     installed = {"nixl": True}
-    monkeypatch.setattr(checks, "find_spec", lambda name: object() if installed[name] else None)
+    monkeypatch.setattr(check, "find_spec", lambda name: object() if installed[name] else None)
     return installed
-
-
-def refused(config: Config, planning: bool = False) -> str:
-    """Why the engines of a configuration are refused, whatever other checks say about it."""
-    layout, _ = model_layout(config)
-    with pytest.raises(ConfigError) as caught:
-        check_server_engines(config, layout, planning=planning)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -37,66 +31,36 @@ def refused(config: Config, planning: bool = False) -> str:
         ["rollout.prefill_engines=2", "rollout.decode_engines=1"],
         ["sync.transport=disk"],
         ["sync.transport=p2p"],
-        ["reward_models.one={path: /nowhere, kind: classifier, pool: own}"],
     ],
     ids=" ".join,
 )
 def test_a_server_may_have_prefill_and_decode_engines(make, more):
-    config = make(*ENGINES, *more)
-    layout, _ = model_layout(config)
-    check_server_engines(config, layout, planning=False)
+    check_config(make(*ENGINES, *more))
 
 
-def test_a_whole_configuration_with_engines_passes(make):
-    check_config(make(*ENGINES))
-
-
-def test_a_whole_configuration_is_checked_for_what_engines_do_not_support(make):
-    with pytest.raises(ConfigError, match="not possible with rollout.deterministic=true"):
-        check_config(make(*ENGINES, "rollout.deterministic=true"))
-
-
-def test_servers_of_one_engine_are_not_restricted(make, nixl):
-    nixl["nixl"] = False
-    config = make("sync.pause_mode=retract", "rollout.deterministic=true", "rollout.pipeline_parallel=2")
-    layout, _ = model_layout(config)
-    layout.hf_config["model_type"] = "another"
-    check_server_engines(config, layout, planning=False)
-
-
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 0), (0, 1)])
-def test_engines_of_one_kind_alone_are_refused(make, prefill, decode):
-    config = make(f"rollout.prefill_engines={prefill}", f"rollout.decode_engines={decode}", "sync.pause_mode=abort")
-    message = refused(config)
-    assert f"rollout.prefill_engines={prefill} and decode_engines={decode}: " in message
-    assert "at least one of each kind, or none of both" in message
-
-
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_a_pause_that_does_not_abort_is_refused(make, mode):
-    message = refused(make(*ENGINES, f"sync.pause_mode={mode}"))
-    assert f"{GIVEN} with sync.pause_mode={mode}: " in message and "set sync.pause_mode=abort" in message
-
-
-REFUSED = {
-    "rollout.external=['http://a:1']": ["rollout.external=[http://a:1]"],
-    "sync.transport=broadcast": ["sync.transport=broadcast"],
-    "sync.transport=adapters": ["sync.transport=adapters", "trainer.lora.rank=4"],
-    "rollout.routing_replay=true": ["rollout.routing_replay=true"],
-    "rollout.sampling.top_k=20": ["rollout.sampling.top_k=20"],
-    "rollout.deterministic=true": ["rollout.deterministic=true"],
-    "rollout.fp8=true": ["rollout.fp8=true"],
-    "rollout.expert_parallel=2": ["rollout.expert_parallel=2"],
-    "rollout.pipeline_parallel=2": ["rollout.pipeline_parallel=2"],
-    "rollout.attention_data_parallel=2": ["rollout.attention_data_parallel=2"],
-    "reward_models.one.pool=rollout": ["reward_models.one={path: /nowhere, kind: classifier, pool: rollout}"],
-    "teachers.two.pool=rollout": ["teachers.two={path: /nowhere, pool: rollout}"],
-}
-
-
-@pytest.mark.parametrize(("named", "overrides"), REFUSED.items(), ids=REFUSED)
+@pytest.mark.parametrize(
+    ("named", "overrides"),
+    {
+        "rollout.decode_engines": ["rollout.decode_engines=0"],
+        "sync.pause_mode": ["sync.pause_mode=retract"],
+        "rollout.external": ["rollout.external=[http://a:1]"],
+        "sync.transport": ["sync.transport=adapters", "trainer.lora.rank=4"],
+        "rollout.routing_replay": ["rollout.routing_replay=true"],
+        "rollout.sampling.top_k": ["rollout.sampling.top_k=20"],
+        "rollout.deterministic": ["rollout.deterministic=true"],
+        "rollout.fp8": ["rollout.fp8=true"],
+        "rollout.expert_parallel": ["rollout.expert_parallel=2"],
+        "rollout.pipeline_parallel": ["rollout.pipeline_parallel=2"],
+        "rollout.attention_data_parallel": ["rollout.attention_data_parallel=2"],
+        "run's models on rollout servers": ["teachers.two={path: /nowhere, pool: rollout}"],
+    }.items(),
+)
 def test_what_engines_do_not_support_is_refused(make, named, overrides):
-    assert refused(make(*ENGINES, *overrides)) == f"{GIVEN} are not possible with {named}; change one of them"
+    config = make(*ENGINES, *overrides)
+    pairs = [refusal.keys for refusal in refusals(config, run_facts(config))]
+    assert ("rollout.prefill_engines", named) in pairs
+    with pytest.raises(ConfigError):
+        check_config(config)
 
 
 @pytest.mark.parametrize("key", ["colocate", "share_device"])
@@ -106,29 +70,18 @@ def test_engines_have_devices_of_their_own(make, key):
     assert str(caught.value) == f"{GIVEN} are not possible with cluster.{key}=true; change one of them"
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss", "qwen3_next"])
-def test_only_tested_models_have_engines(make, kind):
-    config = make(*ENGINES)
-    layout, _ = model_layout(config)
-    assert layout.hf_config["model_type"] in checks.HANDED_OVER
-    layout.hf_config["model_type"] = kind
-    with pytest.raises(ConfigError) as caught:
-        check_server_engines(config, layout, planning=False)
-    tested = ", ".join(checks.HANDED_OVER)
-    assert str(caught.value) == f"{GIVEN} are tested with {tested} only, not with {kind}; set both to 0"
+def test_only_tested_models_have_engines(make, model):
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(values | {"model_type": "mistral", "sliding_window": None}))
+    assert "mistral" not in HANDED_OVER
+    with pytest.raises(ConfigError, match="prefill_engines=1 needs that the model's type is .*, but it is mistral"):
+        check_config(make(*ENGINES), planning=True)
 
 
 def test_only_a_start_needs_nixl(make, nixl):
     nixl["nixl"] = False
     config = make(*ENGINES)
-    message = refused(config)
-    assert "nixl, which is not installed; install the extra `engines`" in message and GIVEN in message
-    layout, _ = model_layout(config)
-    check_server_engines(config, layout, planning=True)
+    with pytest.raises(ConfigError, match=f"{GIVEN} move caches with the package nixl, which is not installed"):
+        check_config(config)
     check_config(config, planning=True)
-
-
-def test_a_plan_is_checked_for_everything_else(make, nixl):
-    nixl["nixl"] = False
-    assert "sync.pause_mode=in_place" in refused(make(*ENGINES, "sync.pause_mode=in_place"), planning=True)
-    assert "rollout.fp8=true" in refused(make(*ENGINES, "rollout.fp8=true"), planning=True)
+    check_config(make())

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from random_models import MODELS, MORE_MODELS
 from trainer_ranks import TIMED
 
-from megasync.config.schema import TrainerConfig
+from megasync.config.schema import ModelConfig, TrainerConfig
 from megasync.errors import ConfigError
 from megasync.layout.layout import Layout
 from megasync.layout.shards import assemble
 from megasync.layout.topology import Topology
-from megasync.trainer.architecture import check_context
+from megasync.trainer.architecture import check_trainer
 from megasync.trainer.batch import Sample, lengths_of, make_batch
 from megasync.trainer.context import split_tokens
 from megasync.trainer.packing import plan_packing
@@ -167,33 +167,33 @@ def test_each_target_is_read_once_from_the_token_before_it(flavour, multiple):
 def test_windows_and_sinks_over_ranks_on_gpus_need_the_exchange_of_heads():
     trainer = TrainerConfig(context_parallel=2)
     layout = Layout(MORE_MODELS["gpt_oss"], Topology.from_config(trainer), "te")
-    with pytest.raises(ConfigError, match="context_parallel_comm=p2p does not compute .* of gpt_oss"):
-        check_context(layout, trainer, "bfloat16")
+    with pytest.raises(ConfigError, match=r"context_parallel=2 needs trainer\.context_parallel_comm=a2a, but .*=p2p"):
+        check_trainer(layout, trainer, ModelConfig(dtype="bfloat16"))
 
 
 def test_chunks_over_ranks_on_gpus_are_refused():
     trainer = TrainerConfig(context_parallel=2, context_parallel_comm="a2a")
     layout = Layout(MORE_MODELS["llama4_text"], Topology.from_config(trainer), "te")
-    with pytest.raises(ConfigError, match="context_parallel=2 on GPUs does not compute the attention in chunks of lla"):
-        check_context(layout, trainer, "bfloat16")
+    with pytest.raises(ConfigError, match="context_parallel=2 does not support attention in chunks, which the model has"):
+        check_trainer(layout, trainer, ModelConfig(dtype="bfloat16"))
 
 
 def test_heads_of_gated_delta_nets_that_ranks_cannot_share_are_refused():
     trainer = TrainerConfig(context_parallel=4, tensor_parallel=2)
     layout = Layout(MORE_MODELS["qwen3_next"], Topology.from_config(trainer))
-    with pytest.raises(ConfigError, match="tensor_parallel=2 x .*context_parallel=4 does not divide linear_num_key_h"):
-        check_context(layout, trainer, "float32")
+    with pytest.raises(ConfigError, match="tensor_parallel=2 .*context_parallel=4 = 8 must be a divisor of model's linear_num_key_h"):
+        check_trainer(layout, trainer, ModelConfig(dtype="float32"))
 
 
 @pytest.mark.parametrize(
     ("options", "dtype", "words"),
     [
-        ({}, "float32", r"context_parallel=2 on GPUs requires model\.dtype=bfloat16"),
-        ({"context_parallel_comm": "a2a"}, "bfloat16", r"does not divide the model's num_key_value_heads=1"),
+        ({}, "float32", r"context_parallel=2 needs model\.dtype=bfloat16, but"),
+        ({"context_parallel_comm": "a2a"}, "bfloat16", r"must be a divisor of model's num_key_value_heads=1"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused_before_they_start(options, dtype, words):
     trainer = TrainerConfig(context_parallel=2, **options)
     layout = Layout(MODELS["qwen3"], Topology.from_config(trainer), "te")
     with pytest.raises(ConfigError, match=words):
-        check_context(layout, trainer, dtype)
+        check_trainer(layout, trainer, ModelConfig(dtype=dtype))

@@ -1,8 +1,8 @@
 """The typed configuration: one dataclass per section, all held by `Config`.
 
 The comment above each key is its documentation; `megasync.config.reference` copies it into docs/configuration.md. A
-nested section needs no comment, because its class has a docstring. `limited` declares a key with its default and its
-limit (`megasync.config.limits`). Nothing here imports torch or Ray.
+nested section needs no comment, because its class has a docstring. `key` declares a key with its default, its
+limit (`megasync.config.limits`) and its rules (`megasync.config.rules`). Nothing here imports torch or Ray.
 """
 
 from megasync.config.schema.cluster import ClusterConfig, SyncConfig, TimeoutConfig

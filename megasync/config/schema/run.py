@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megasync.config.limits import NO_KEY, PATH, RUN_NAME, SEED, limited
+from megasync.config.limits import NAMES, NO_KEY, PATH, RUN_NAME, SEED
+from megasync.config.rules import key
 from megasync.config.schema.cluster import ClusterConfig, SyncConfig, TimeoutConfig
-from megasync.config.schema.data import DataConfig, ModelConfig, SftConfig
+from megasync.config.schema.data import ORDER, DataConfig, ModelConfig, SftConfig
 from megasync.config.schema.evaluation import EvalConfig, ObserveConfig
 from megasync.config.schema.rewards import AuxiliaryModelConfig, RewardModelConfig, TeacherConfig
 from megasync.config.schema.rollout import RolloutConfig
@@ -19,17 +20,20 @@ from megasync.config.schema.training import (
     TrainerConfig,
 )
 
+# Why keys cannot change when a run is resumed.
+_PLACE = "it determines the run directory; move that folder instead, while the run is stopped"
+
 
 @dataclass
 class Config:
     """A run."""
 
     # Prefix of the run directory's name.
-    name: str = limited("run", RUN_NAME)
+    name: str = key("run", RUN_NAME, fixed=_PLACE)
     # Seed of prompt order, servers and trainer ranks.
-    seed: int = limited(0, SEED)
+    seed: int = key(0, SEED, fixed=ORDER)
     # Folder in which run directories are made, as `<name>-<time>`.
-    run_root: str = limited("runs", PATH)
+    run_root: str = key("runs", PATH, fixed=_PLACE)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sft: SftConfig = field(default_factory=SftConfig)
@@ -41,11 +45,11 @@ class Config:
     sync: SyncConfig = field(default_factory=SyncConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     # Models that score responses, by names of your choice.
-    reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
+    reward_models: dict[str, RewardModelConfig] = key(dict, NAMES)
     # Models that workflows ask, such as a refiner of search results, by names of your choice.
-    auxiliary_models: dict[str, AuxiliaryModelConfig] = field(default_factory=dict)
+    auxiliary_models: dict[str, AuxiliaryModelConfig] = key(dict, NAMES)
     # Models that the policy learns from token by token, by names of your choice.
-    teachers: dict[str, TeacherConfig] = field(default_factory=dict)
+    teachers: dict[str, TeacherConfig] = key(dict, NAMES)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
