@@ -6,9 +6,10 @@
 
 Every variant takes the same groups (8 responses, random ids and log-probs) through their whole life cycle, 8 groups per
 step: from responses in memory, as arrays or lists, to the same in memory. For megasync this is encode, admit, commit,
-lease, load, ack and publish; for the queue, put and get of pickled groups; for SQLite, one transaction per group (WAL,
-synchronous=NORMAL) and one that deletes the step's groups. MB/s always counts
-pickled bytes. Variants alternate within each round; the table shows medians, and ratios to the queue in the same round.
+lease, load, ack and publish, with bodies in segments and headers in the ledger; for the queue, put and get of pickled
+groups; for SQLite, one transaction per group (WAL, synchronous=NORMAL) and one that deletes the step's groups. MB/s
+always counts pickled bytes. Variants alternate within each round; the table shows medians, and ratios to the queue in
+the same round.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import ExitStack, closing
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -32,11 +33,9 @@ from typing import Any
 import ray
 
 from megasync.buffer import AsyncBuffer
-from megasync.buffer.durable import DurableBuffer
 from megasync.buffer.payload import encode
 from megasync.buffer.segments import load
 from megasync.cluster.ray_cluster import RayCluster
-from megasync.cluster.remote_buffer import RemoteBuffer
 from megasync.config import Config
 from megasync.config.schema import ScheduleConfig
 from megasync.trajectory import Group, Trajectory
@@ -104,10 +103,13 @@ def through_buffer(buffer: Any) -> Way:
         version = next(versions)
         return [named(group, str(next(uids)), version) for group in groups]
 
+    async def commit(group: Group) -> None:
+        assert await buffer.commit(encode(group))
+
     async def live(ready: list[Group]) -> None:
         step = next(steps)
         await asyncio.gather(*(buffer.admit(group.uid) for group in ready))
-        await asyncio.gather(*(buffer.commit(encode(group)) for group in ready))
+        await asyncio.gather(*map(commit, ready))
         batch = await buffer.lease(step, step - 1)
         assert sum(len(load(group).trajectories) for group in batch) == STEP * SAMPLES
         await buffer.ack(step)
@@ -148,19 +150,17 @@ def through_sqlite(database: sqlite3.Connection) -> Way:
     return Way(prepare, live)
 
 
-def ways(stack: ExitStack, folder: Path) -> dict[str, Way]:
-    handles = {
-        "megasync actor, durable": RemoteBuffer(SCHEDULE, ledger=str(folder / "actor.db")),
-        "megasync actor, in memory": RemoteBuffer(SCHEDULE),
-    }
-    for handle in handles.values():
-        stack.callback(handle.kill)
+DURABLE = "megasync, durable"
+
+
+def ways(stack: AsyncExitStack, folder: Path) -> dict[str, Way]:
+    durable = AsyncBuffer(SCHEDULE, ledger=folder / "ledger.db")
+    stack.push_async_callback(durable.release)
     database = stack.enter_context(closing(sqlite3.connect(folder / "raw.db", isolation_level=None)))
     return {
         "queue in a Ray actor": through_queue(ray.remote(DequeQueue).options(num_cpus=0).remote()),
-        **{name: through_buffer(handle) for name, handle in handles.items()},
-        "megasync in process, durable": through_buffer(AsyncBuffer(SCHEDULE, ledger=folder / "process.db")),
-        "megasync in process, in memory": through_buffer(AsyncBuffer(SCHEDULE)),
+        DURABLE: through_buffer(durable),
+        "megasync, in memory": through_buffer(AsyncBuffer(SCHEDULE)),
         "bare SQLite": through_sqlite(database),
     }
 
@@ -172,7 +172,7 @@ async def measure(tokens: int, repeats: int, folder: Path) -> tuple[float, dict[
     size = statistics.mean(len(pickle.dumps(as_lists(group))) for group in groups)
     steps = max(2, min(50, 400_000 // tokens))
     seconds: dict[str, list[float]] = {}
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         made = ways(stack, folder)
         for repeat in range(repeats + 1):
             for name, way in made.items():
@@ -202,28 +202,27 @@ def ratio(queue: list[float], took: list[float]) -> float:
     return statistics.median(q / t for q, t in zip(queue, took, strict=True))
 
 
-def recovery(groups: int, tokens: int, history: int, folder: Path, repeats: int) -> str:
+async def recovery(groups: int, tokens: int, history: int, folder: Path, repeats: int) -> str:
     """Measures how long a buffer takes to load a ledger with finished groups and a `history` of earlier groups."""
     path = folder / f"recovery-{groups}-{tokens}-{history}.db"
     schedule = replace(SCHEDULE, groups_per_step=groups, max_staleness=0)
-    buffer = DurableBuffer(schedule, None, time.monotonic, ledger=path)
+    buffer = AsyncBuffer(schedule, ledger=path)
     group = make_group(tokens, random.Random(0))
     for number in range(groups):
-        buffer.change(lambda state, uid=f"live {number}": state.admit(uid))
-        buffer.commit(encode(named(group, f"live {number}", 0)))
-    rows = ((10_000_000 + n, f"past {n}") for n in range(history))
-    assert buffer.ledger is not None
-    buffer.ledger._db.executemany("INSERT INTO groups VALUES (?, ?, 'dropped', -1, 'failed', 0, '', NULL)", rows)
-    buffer.ledger.close()
+        await buffer.admit(f"live {number}")
+        await buffer.commit(encode(named(group, f"live {number}", 0)))
+    await buffer.release()
+    with closing(sqlite3.connect(path)) as file, file:
+        rows = ((10_000_000 + n, f"past {n}") for n in range(history))
+        file.executemany("INSERT INTO groups VALUES (?, ?, 'dropped', -1, 'failed', 0, '', NULL)", rows)
     took = []
     for _ in range(repeats):
         start = time.perf_counter()
-        again = DurableBuffer(schedule, None, time.monotonic, ledger=path)
+        again = AsyncBuffer(schedule, ledger=path)
         took.append(time.perf_counter() - start)
-        assert again.state.counts()["slots"]["finished"] == groups
-        assert again.ledger is not None
-        again.ledger.close()
-    megabytes = sum(f.stat().st_size for f in folder.glob(path.name + "*")) / 1e6
+        assert (await again.counts())["slots"]["finished"] == groups
+        await again.release()
+    megabytes = sum(f.stat().st_size for f in folder.glob(path.name + "*")) / 1e6  # noqa: ASYNC240 - a benchmark
     return f"| {groups} | {tokens} | {history} | {megabytes:.1f} | {statistics.median(took) * 1e3:.0f} |"
 
 
@@ -271,8 +270,8 @@ async def main(arguments: argparse.Namespace) -> None:
                 (16, 100_000, 0),
                 (100_000, 16, 0),
             ):
-                print(recovery(groups, tokens, history, Path(name), arguments.repeats), flush=True)
-            print(recovery(16, 1000, 1_000_000, Path(name), arguments.repeats))
+                print(await recovery(groups, tokens, history, Path(name), arguments.repeats), flush=True)
+            print(await recovery(16, 1000, 1_000_000, Path(name), arguments.repeats))
             return
         cluster = RayCluster(Config(), devices_needed=1)
         cluster.connect()

@@ -32,7 +32,7 @@ from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.inflight import RequestGate
-from megasync.rollout.sample_client import SampleClient, request_seed
+from megasync.rollout.workflow import SampleClient, request_seed
 from megasync.serving.control import ServerControl
 from megasync.serving.server import ServerSpec, SGLangServer
 from megasync.sync.broadcast.plan import plan_broadcast

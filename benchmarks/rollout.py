@@ -44,11 +44,12 @@ import psutil
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.gateway.server import Gateway
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
-from megasync.rollout.generation import Generation, Reply
+from megasync.rollout.conversation import Reply
+from megasync.rollout.generation import Generation
 from megasync.rollout.inflight import FIRST_REQUESTS, RequestGate
 from megasync.rollout.partials import PartialResponses
-from megasync.rollout.sample_client import SampleClient
 from megasync.rollout.tokens import Tokens
+from megasync.rollout.workflow import SampleClient
 from megasync.serving.control import ServerControl
 
 HERE = Path(__file__).parent

@@ -31,11 +31,10 @@ from megasync.config.schema import GroupConfig, SamplingConfig, ScheduleConfig
 from megasync.rewards import RewardRunner
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.group_worker import GroupSpec, GroupWorker
-from megasync.rollout.quarantine import Quarantine
-from megasync.rollout.remote_quarantine import RemoteQuarantine
-from megasync.rollout.remote_worker import Outbox, WorkerEnd
+from megasync.rollout.quarantine import Quarantine, QuarantineClient
 from megasync.rollout.rollouter import Rollouter
 from megasync.rollout.selection import Selection
+from megasync.rollout.worker_link import LocalProcess, PolledEnd, WorkerEnd, WorkerProcess
 from megasync.trajectory import Prompt
 
 SAMPLES = 8
@@ -132,30 +131,36 @@ class Work:
     turns: int
     tokens: int
 
-    def client(self, quarantine: Any) -> RolloutClient:
-        return RolloutClient(
+    def serve(self, end: WorkerEnd) -> None:
+        """A worker as a run has it, with a client of the null server and a buffer that keeps nothing."""
+        quarantine = QuarantineClient(partial(end.ask, "enter"), partial(end.tell, "end"))
+        client = RolloutClient(
             self.url,
             [],
             ServedModel(1000, 1_000_000),
             RequestSettings(SamplingConfig(max_new_tokens=self.tokens), REQUEST_TIMEOUT),
             quarantine=quarantine,
         )
-
-    def worker(self, client: RolloutClient, quarantine: Any) -> GroupWorker:
         selection = Selection(GroupConfig(), SAMPLES, self.tokens)
         spec = GroupSpec(Converse(self.turns), RewardRunner(by_length), selection)
-        return GroupWorker(client, NoBuffer(), spec, quarantine=quarantine)
+        worker = GroupWorker(client, NoBuffer(), spec, quarantine=quarantine)
+
+        async def cpu() -> float:
+            return time.process_time()
+
+        end.serve(worker, {"watch": quarantine.watch}, {"cpu": cpu, "close": client.close})
 
 
-async def build(work: Work, clock_offset: float) -> WorkerEnd:
-    outbox = Outbox()
-    quarantine = RemoteQuarantine(partial(outbox.tell, "quarantine"))
-    client = work.client(quarantine)
+async def build(work: Work, clock_offset: float) -> PolledEnd:
+    end = WorkerEnd()
+    work.serve(end)
+    return PolledEnd(end)
 
-    async def cpu() -> float:
-        return time.process_time()
 
-    return WorkerEnd(work.worker(client, quarantine), outbox, quarantine, {}, {"cpu": cpu, "close": client.close})
+def build_here(work: Work) -> WorkerEnd:
+    end = WorkerEnd()
+    work.serve(end)
+    return end
 
 
 @dataclass(frozen=True)
@@ -173,16 +178,14 @@ async def play(work: Work, workers: int, groups: int) -> Round:
     buffer = NoBuffer(groups)
     rollouter = Rollouter(Prompts(), buffer, schedule)
     pools = NoPools()
-    crew = RolloutWorkers(
-        config, lambda number: WorkerActor(number, pools, partial(build, work)), quarantine, lambda: None
-    )
-    client = work.client(quarantine)
-    if workers:
-        await crew.start()
-        crew.follow(rollouter.add, rollouter.remove)
-    else:
-        rollouter.add(work.worker(client, quarantine))
-    links = list(crew._links.values())
+
+    def process(number: int) -> WorkerProcess:
+        return WorkerActor(number, pools, partial(build, work)) if workers else LocalProcess(partial(build_here, work))
+
+    crew = RolloutWorkers(config, process, quarantine, lambda: None)
+    await crew.start()
+    crew.follow(rollouter.add, rollouter.remove)
+    links = list(crew._links.values()) if workers else []
     before = [await link.ask("cpu") for link in links]
     cpu, start = time.process_time(), time.perf_counter()
     run = asyncio.create_task(rollouter.run())
@@ -194,7 +197,6 @@ async def play(work: Work, workers: int, groups: int) -> Round:
     theirs = sum([await link.ask("cpu") for link in links]) - sum(before)
     rollouter.stop()
     await run
-    await client.close()
     await crew.stop()
     await quarantine.close()
     requests = groups * SAMPLES * work.turns

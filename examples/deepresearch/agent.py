@@ -22,7 +22,7 @@ from deepresearch.prompts import NOTHING_FOUND, OPEN_RULE, SOLVED, SYSTEM, UNMAR
 from deepresearch.retrieve_client import RetrieveClient
 from deepresearch.scoring import exact_match, f1, marked_answer
 from megasync.errors import ContextLengthExceeded, DataError
-from megasync.rollout.generation import Reply
+from megasync.rollout.conversation import Reply
 from megasync.rollout.tools import Tool, Toolbox, ToolCall, as_tool
 from megasync.trajectory import Trajectory
 

@@ -19,9 +19,9 @@ from typing import Any
 
 from rich.console import Console
 
-from megasync.app.rollout_worker import AnswersOfWorkers
+from megasync.app.rollout_worker import answers_of
 from megasync.app.run_directory import LAST_SECONDS
-from megasync.app.servers import InferenceServers, reserve_pools
+from megasync.app.servers import InferenceServers, open_task, reserve_pools
 from megasync.app.workload import Task, prepare_task
 from megasync.cluster.roles import check_capabilities
 from megasync.concurrency.event_loop import handle_signals, run_to_end
@@ -31,7 +31,7 @@ from megasync.config.pools import pool_specs
 from megasync.config.schema import SyncConfig, TrainerConfig
 from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError
-from megasync.evaluation.evaluate import Answerer, HeldOutScores, evaluate
+from megasync.evaluation.evaluate import HeldOutScores, evaluate
 from megasync.evaluation.report import EvaluationProgress, write_scores
 from megasync.observe.logfile import log_to_file
 from megasync.observe.names import UNNAMED_SET
@@ -158,22 +158,17 @@ async def _evaluate(config: Config, out: Path, name: str, task: Task, console: C
     progress = EvaluationProgress(out, parts, console)
     device = resolve_device(config.cluster.device)
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(task.close)
-        if not config.rollout.workers:
-            await task.open()
+        await open_task(stack, config, task)
         progress.message(f"starting {config.rollout.servers} server(s) of {name}")
         pools = await reserve_pools(stack, config, pool_specs(config, training=False), device)
         servers = InferenceServers.build(stack, config, out, device, pools, task)
         await servers.start()
-        controls = servers.fleet.joiners()
-        client = servers.client(stack, config, task, controls)
-        await servers.fleet.joined([control.url for control in controls])
+        await servers.fleet.joined([control.url for control in servers.fleet.joiners()])
         start = time.monotonic()
-        seed = config.seed if config.rollout.deterministic else None
-        workers = servers.workers
-        answer = Answerer(client, task.workflow, seed) if workers is None else AnswersOfWorkers(workers)
         with progress:
-            evaluating = evaluate(answer, task.eval_sets, config.eval.max_inflight, progress.answer)
+            evaluating = evaluate(
+                answers_of(servers.workers), task.eval_sets, config.eval.max_inflight, progress.answer
+            )
             evaluation = asyncio.create_task(evaluating, name="evaluation")
             await wait_for_first(evaluation, asyncio.create_task(_watch_servers(servers), name="servers"))
         scores = evaluation.result()
@@ -186,8 +181,7 @@ async def _watch_servers(servers: InferenceServers) -> None:
     while True:
         await servers.fleet.watch()
         await servers.frozen_models.watch()
-        if servers.workers is not None:
-            await servers.workers.watch()
+        await servers.workers.watch()
         if joiners := servers.fleet.joiners():
             await servers.fleet.joined([control.url for control in joiners])
         await asyncio.sleep(WATCH_SECONDS)

@@ -1,40 +1,44 @@
-"""A rollout worker's process (`rollout.workers`): opens its own client, workflow and rewards from the configuration.
+"""Builds rollout workers: in the driver, or in processes of their own (`rollout.workers`).
 
-    driver: worker_processes ──▶ WorkerSetup ──(Ray)──▶ worker: build_worker ──▶ GroupWorker, Answerer, WorkerEnd
+    driver: worker_setup ──▶ WorkerSetup ──(Ray)──▶ process: start_worker ──▶ build_worker ──▶ WorkerEnd
+    driver: local_worker ──────────────────────────────────────────────────▶ build_worker ──▶ WorkerEnd
 
-Whatever was passed from Python travels with the setup; everything else is loaded as the driver loaded it, so a mistake
-in the configuration was refused before.
+Whatever was passed from Python travels with the setup; a process loads everything else as the driver loaded it, so a
+mistake in the configuration was refused before. A worker in the driver uses the driver's own objects.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megasync.app.workload import PythonArguments, Task, WorkerTask, Workload, prepare_worker
-from megasync.cluster.rollout_workers import RolloutWorkers, WorkerBuffer, check_travels
+from megasync.app.workload import PythonArguments, Task, Workload, prepare_worker
+from megasync.buffer.ledger import FILE as LEDGER_FILE
+from megasync.buffer.remote import RemoteBuffer
+from megasync.buffer.segments import BodyWriter, segments_of
+from megasync.cluster.rollout_workers import RolloutWorkers, check_travels, worker_name
 from megasync.concurrency.foreign import invoke
 from megasync.concurrency.garbage import short_collections
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config import Config
 from megasync.config.access import Keys, router_trust
 from megasync.errors import PoisonPrompt
-from megasync.evaluation.evaluate import Answerer, HeldOutAnswer, failed_answer, key_of
+from megasync.evaluation.evaluate import AnswerAt, Answerer, HeldOutAnswer, failed_answer, key_of
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.observe import trace
 from megasync.observe.logfile import log_to_file
 from megasync.rewards import reward_functions
-from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
-from megasync.rollout.destination import ANYWHERE, Destination
-from megasync.rollout.group_worker import DropRecord, FailurePolicy, GroupSpec, GroupWorker
-from megasync.rollout.remote_quarantine import RemoteQuarantine
-from megasync.rollout.remote_worker import Outbox, WorkerEnd
+from megasync.rollout.client import ANYWHERE, Destination, RequestSettings, RolloutClient, ServedModel
+from megasync.rollout.group_worker import DropRecord, FailurePolicy, GroupSink, GroupSpec, GroupWorker
+from megasync.rollout.quarantine import QuarantineClient
+from megasync.rollout.worker_link import PolledEnd, WorkerEnd
 from megasync.serving.control import ServerControl
 from megasync.trajectory import Prompt
 
@@ -43,7 +47,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """What a worker's process gets from the driver. `router_url` stays the same for the life of the run."""
+    """What a worker's process gets from the driver. `router_url` stays the same for the life of the run.
+
+    With `shared_files`, processes on other machines read what it writes.
+    """
 
     config: Config
     run_dir: Path
@@ -54,10 +61,18 @@ class WorkerSetup:
     verifier: Callable | None
     # The verifiers of the evaluation sets, by the sets' names.
     verifiers: Mapping[str, Callable | None]
+    shared_files: bool
 
 
 def worker_setup(
-    config: Config, run_dir: Path, number: int, router_url: str, keys: Keys, task: Task, custom: PythonArguments
+    config: Config,
+    run_dir: Path,
+    number: int,
+    router_url: str,
+    keys: Keys,
+    task: Task,
+    custom: PythonArguments,
+    shared_files: bool,
 ) -> WorkerSetup:
     """The setup of worker `number`, whose functions are those of the driver's `task`."""
     return WorkerSetup(
@@ -69,41 +84,14 @@ def worker_setup(
         custom=replace(custom, train_dataset=None, eval_dataset=None),
         verifier=task.verifier if isinstance(task, Workload) else None,
         verifiers={held_out.name: held_out.verifier for held_out in task.eval_sets},
+        shared_files=shared_files,
     )
 
 
-class ServersOfWorkers:
-    """Tells the workers which servers there are: those of the rollout pool, or of a frozen model under its `key`."""
-
-    def __init__(self, workers: RolloutWorkers, key: str = "") -> None:
-        self._workers = workers
-        self._key = key
-        self._urls: list[str] = []
-
-    def add_server(self, server: ServerControl) -> None:
-        self._urls.append(server.url)
-        self._tell()
-
-    def remove_server(self, url: str) -> None:
-        self._urls.remove(url)
-        self._tell()
-
-    def metrics(self) -> dict[str, float]:
-        """None: the workers report them."""
-        return {}
-
-    def _tell(self) -> None:
-        self._workers.tell("set_servers", self._key, self._key, list(self._urls))
-
-
-class AnswersOfWorkers:
+def answers_of(workers: RolloutWorkers) -> AnswerAt:
     """Has the workers answer prompts of held-out sets (`evaluation.Answer`)."""
 
-    def __init__(self, workers: RolloutWorkers) -> None:
-        self._workers = workers
-
-    async def __call__(
-        self,
+    async def answer(
         held_out: HeldOutSet,
         temperature: float,
         number: int,
@@ -114,9 +102,11 @@ class AnswersOfWorkers:
     ) -> HeldOutAnswer:
         job = held_out.name, temperature, number, prompt, repeat, destination
         try:
-            return await self._workers.ask(key_of(held_out, prompt), prompt, "answer", *job)
+            return await workers.ask(key_of(held_out, prompt), prompt, "answer", *job)
         except PoisonPrompt as error:
             return failed_answer(held_out, temperature, number, prompt, repeat, error)
+
+    return answer
 
 
 def config_of_worker(config: Config, number: int) -> Config:
@@ -139,12 +129,24 @@ def config_of_worker(config: Config, number: int) -> Config:
     )
 
 
+def local_worker(
+    config: Config, run_dir: Path, router_url: str, keys: Keys, task: Task, buffer: GroupSink | None
+) -> WorkerEnd:
+    """A worker in the driver, which closes the task itself."""
+    end = WorkerEnd()
+
+    async def close() -> None: ...
+
+    build_worker(end, config, run_dir, "driver", router_url, keys, task, buffer, close)
+    return end
+
+
 def check_workload_travels(task: Task, custom: PythonArguments) -> None:
     """Raises ConfigError, before anything starts, for functions and rows that cannot be sent to a worker."""
     for name in ("reward", "rollout", "agent"):
-        given = getattr(custom, name)
+        passed = getattr(custom, name)
         # Of several rewards, name the one that cannot be sent.
-        for value in [each.call for each in reward_functions(given)] if name == "reward" else [given]:
+        for value in [each.call for each in reward_functions(passed)] if name == "reward" else [passed]:
             if value is not None:
                 check_travels(f"{name}=", value)
     for held_out in task.eval_sets:
@@ -156,116 +158,145 @@ def check_workload_travels(task: Task, custom: PythonArguments) -> None:
         check_travels("the rows of train_dataset", dict(row))
 
 
-async def build_worker(setup: WorkerSetup, clock_offset: float = 0.0) -> WorkerEnd:
-    """Opens everything that the worker needs, in its process.
+async def start_worker(setup: WorkerSetup, clock_offset: float = 0.0) -> PolledEnd:
+    """Opens a worker in a process of its own.
 
     ``clock_offset`` is what to add to this host's clock to get the driver's, in seconds.
     """
-    config = setup.config
-    outbox = Outbox()
-    log_to_file(setup.run_dir / "logs" / f"rollout-worker-{setup.number}.log")
+    config, name = setup.config, worker_name(setup.number)
+    end = WorkerEnd()
+    polled = PolledEnd(end)
+    log_to_file(setup.run_dir / "logs" / f"rollout-{name}.log")
     limit = trace.share_bytes(config.observe, 1 + config.rollout.workers)
-    trace.start(setup.run_dir / trace.TRACE_FOLDER, f"worker-{setup.number}", limit, clock_offset)
-    logging.getLogger("megasync").addHandler(outbox)
+    trace.start(setup.run_dir / trace.TRACE_FOLDER, name, limit, clock_offset)
+    logging.getLogger("megasync").addHandler(polled)
     task = await asyncio.to_thread(invoke, prepare_worker, config, setup.custom, setup.verifier, setup.verifiers)
     await task.open()
-    # Both end with the process.
+    # All end with the process.
     stack = AsyncExitStack()
+    stack.callback(trace.stop)
     await stack.enter_async_context(short_collections())
-    abandoned = asyncio.create_task(outbox.end_when_abandoned(config.timeouts.rollout_worker), name="abandoned")
+    abandoned = asyncio.create_task(polled.end_when_abandoned(config.timeouts.rollout_worker), name="abandoned")
     stack.push_async_callback(cancel_and_wait, abandoned)
-    return _WorkerParts(setup, task, outbox, stack).end
+    stack.push_async_callback(task.close)
+    bodies = BodyWriter(segments_of(setup.run_dir / LEDGER_FILE), name, setup.shared_files)
+    stack.push_async_callback(bodies.close)
+    buffer = RemoteBuffer(partial(end.ask, "buffer"), bodies)
+    build_worker(end, config, setup.run_dir, name, setup.router_url, setup.keys, task, buffer, stack.aclose)
+    return polled
 
 
-class _WorkerParts:
-    """The parts of a worker, and what the driver tells them."""
+def build_worker(
+    end: WorkerEnd,
+    config: Config,
+    run_dir: Path,
+    name: str,
+    router_url: str,
+    keys: Keys,
+    task: Task,
+    buffer: Any,
+    close: Callable[[], Awaitable[None]],
+) -> None:
+    """Makes a worker's client and serves a worker at `end`.
 
-    def __init__(self, setup: WorkerSetup, task: WorkerTask, outbox: Outbox, stack: AsyncExitStack) -> None:
-        config, rollout = setup.config, setup.config.rollout
-        self._keys = setup.keys
-        self._task = task
-        self._stack = stack
+    `close` closes what was opened for the worker. Its `name` is that of what it records. `buffer` is a `GroupSink`;
+    None if only held-out prompts are answered.
+    """
+    quarantine = QuarantineClient(partial(end.ask, "enter"), partial(end.tell, "end"))
+    client = RolloutClient(
+        router_url,
+        [],
+        ServedModel(task.vocab_size, task.context_length, task.tokenizer, task.stop_ids, task.routes),
+        RequestSettings.of(config),
+        api_key=keys.generation,
+        trust=router_trust(config.cluster),
+        quarantine=quarantine,
+        on_invalid_answer=partial(end.tell, "invalid_answer"),
+        auxiliary=task.auxiliary,
+    )
+    record = DropRecord.of(config, run_dir, name)
+    serve_worker(
+        end, config, task, client, quarantine, buffer, lambda url: ServerControl(url, keys.admin), record, close
+    )
+
+
+def serve_worker(
+    end: WorkerEnd,
+    config: Config,
+    task: Task,
+    client: RolloutClient,
+    quarantine: QuarantineClient,
+    buffer: Any,
+    control: Callable[[str], ServerControl],
+    record: DropRecord | None,
+    close: Callable[[], Awaitable[None]],
+    clock: Callable[[], float] = time.monotonic,
+) -> GroupWorker:
+    """Serves what the driver may ask of a worker: groups, answers to held-out prompts, servers and versions to use."""
+    seed = config.seed if config.rollout.deterministic else None
+    servers = _WorkerServers(control, {"": client, **task.frozen_clients})
+
+    def frozen_metrics() -> dict[str, float]:
+        return {
+            f"{key.replace('.', '/')}/{metric}": value
+            for key, model in task.frozen_clients.items()
+            for metric, value in model.metrics().items()
+        }
+
+    worker = GroupWorker(
+        client,
+        buffer,
+        GroupSpec.of(config, task.workflow, task.rewards, task.teachers, seed),
+        FailurePolicy(config.rollout.max_attempts, save_seconds=config.rollout.save_partials_seconds),
+        quarantine=quarantine,
+        more_metrics=frozen_metrics,
+        record=record,
+        clock=clock,
+    )
+    answerer = Answerer(client, task.workflow, seed)
+    sets = {held_out.name: held_out for held_out in task.eval_sets}
+
+    async def answer(held_out: str, *job: Any) -> HeldOutAnswer:
+        return await answerer(sets[held_out], *job)
+
+    async def versions(published: int, newest: int) -> None:
+        client.set_versions(published, newest)
+
+    async def close_all() -> None:
+        await client.close()
+        await servers.close()
+        await close()
+
+    end.serve(
+        worker,
+        {"watch": quarantine.watch, "set_servers": servers.set, "set_versions": client.set_versions},
+        {"answer": answer, "versions": versions, "close": close_all},
+    )
+    return worker
+
+
+class _WorkerServers:
+    """The servers that a worker knows: of the rollout pool under "", of frozen models under their keys."""
+
+    def __init__(self, control: Callable[[str], ServerControl], clients: Mapping[str, Any]) -> None:
+        self._control = control
+        self._clients = clients
+        self._controls: dict[str, dict[str, ServerControl]] = {key: {} for key in clients}
         self._closing: set[asyncio.Task[None]] = set()
-        # Servers by the list that they belong to: of the rollout pool under "", of frozen models under their keys.
-        self._servers: dict[str, dict[str, ServerControl]] = {}
-        self._published: int | None = None
-        self._newest: int | None = None
-        self._buffer = WorkerBuffer()
-        quarantine: Any = RemoteQuarantine(partial(outbox.tell, "quarantine"))
-        self._client = client = RolloutClient(
-            setup.router_url,
-            [],
-            ServedModel(task.vocab_size, task.context_length, task.tokenizer, task.stop_ids, task.routes),
-            RequestSettings.of(config),
-            api_key=setup.keys.generation,
-            trust=router_trust(config.cluster),
-            quarantine=quarantine,
-            on_invalid_answer=partial(outbox.tell, "invalid_answer"),
-            auxiliary=task.auxiliary,
-        )
-        client.newest_version = lambda: self._newest
-        client.published_version = lambda: self._published
-        seed = config.seed if rollout.deterministic else None
-        worker = GroupWorker(
-            client,
-            self._buffer,
-            GroupSpec.of(config, task.workflow, task.rewards, task.teachers, seed),
-            FailurePolicy(rollout.max_attempts, save_seconds=rollout.save_partials_seconds),
-            quarantine=quarantine,
-            more_metrics=self._frozen_metrics,
-            record=DropRecord.of(config, setup.run_dir, f"worker-{setup.number}"),
-        )
-        self._answer = Answerer(client, task.workflow, seed)
-        self._sets = {held_out.name: held_out for held_out in task.eval_sets}
-        self.end = WorkerEnd(
-            worker,
-            outbox,
-            quarantine,
-            {
-                "use_buffer": self._buffer.use,
-                "set_servers": self._set_servers,
-                "set_versions": self._set_versions,
-            },
-            {"answer": self._answered, "versions": self._versions_known, "close": self._close},
-        )
 
-    async def _answered(
-        self, name: str, temperature: float, number: int, prompt: Prompt, repeat: int, destination: Destination
-    ) -> HeldOutAnswer:
-        return await self._answer(self._sets[name], temperature, number, prompt, repeat, destination)
-
-    def _set_versions(self, published: int, newest: int) -> None:
-        self._published, self._newest = published, newest
-
-    async def _versions_known(self, published: int, newest: int) -> None:
-        self._set_versions(published, newest)
-
-    def _set_servers(self, key: str, urls: Sequence[str]) -> None:
+    def set(self, key: str, urls: Sequence[str]) -> None:
         """Replaces the servers of a list."""
-        known = self._servers.setdefault(key, {})
-        client = self._task.frozen_clients[key] if key else self._client
-        for url in [url for url in known if url not in urls]:
+        controls, client = self._controls[key], self._clients[key]
+        for url in [url for url in controls if url not in urls]:
             client.remove_server(url)
-            closing = asyncio.create_task(known.pop(url).close(), name=f"close {url}")
+            closing = asyncio.create_task(controls.pop(url).close(), name=f"close {url}")
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
         for url in urls:
-            if url not in known:
-                known[url] = ServerControl(url, self._keys.admin)
-                client.add_server(known[url])
+            if url not in controls:
+                controls[url] = self._control(url)
+                client.add_server(controls[url])
 
-    def _frozen_metrics(self) -> dict[str, float]:
-        """Counts, which add up over workers."""
-        return {
-            f"{key.replace('.', '/')}/{name}": value
-            for key, client in self._task.frozen_clients.items()
-            for name, value in client.metrics().items()
-            if name != "inflight"
-        }
-
-    async def _close(self) -> None:
-        await self._client.close()
-        await self._task.close()
-        await cancel_and_wait(*self._closing)
-        await self._stack.aclose()
-        trace.stop()
+    async def close(self) -> None:
+        controls = [control for each in self._controls.values() for control in each.values()]
+        await asyncio.gather(*self._closing, *(control.close() for control in controls))

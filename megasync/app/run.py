@@ -16,14 +16,14 @@ from pathlib import Path
 
 from megasync.app.hang_request import answer_with_report
 from megasync.app.mailbox import Mailbox
-from megasync.app.rollout_worker import AnswersOfWorkers
+from megasync.app.rollout_worker import answers_of
 from megasync.app.run_directory import EXPORTS, export_newest, export_step
 from megasync.app.run_lock import RunLock
-from megasync.app.servers import InferenceServers, reserve_pools
+from megasync.app.servers import InferenceServers, open_task, reserve_pools
 from megasync.app.workload import PythonArguments, Workload
+from megasync.buffer import AsyncBuffer
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.cluster.fleet import Fleet
-from megasync.cluster.remote_buffer import RemoteBuffer
 from megasync.cluster.roles import check_capabilities
 from megasync.cluster.trainer_group import TrainerGroup
 from megasync.concurrency.garbage import short_collections
@@ -37,7 +37,6 @@ from megasync.control.recovery import FAILED_STEPS_FOLDER
 from megasync.control.restore import restore
 from megasync.device import Device, resolve_device
 from megasync.errors import ServerParityError
-from megasync.evaluation.evaluate import Answerer
 from megasync.evaluation.periodic import PeriodicEvaluation
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
@@ -51,7 +50,6 @@ from megasync.observe.logfile import log_to_file
 from megasync.observe.observer import RunObserver
 from megasync.observe.result import RunResult
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.group_worker import DropRecord, FailurePolicy, GroupSpec, GroupWorker
 from megasync.rollout.inflight import InflightCap
 from megasync.rollout.rollouter import Rollouter, ServerLimits
 from megasync.serving.control import ServerControl
@@ -67,13 +65,16 @@ PARITY_PROBES = 4
 
 @dataclass(frozen=True, slots=True)
 class StartedRun:
-    """Every process of a run, and the client of its servers. `controls` are the servers that the run started with."""
+    """Every process of a run, and what compares the servers' log-probs.
+
+    `controls` are the servers that the run started with.
+    """
 
     trainer: TrainerGroup
     servers: InferenceServers
-    buffer: RemoteBuffer
+    buffer: AsyncBuffer
     controls: list[ServerControl]
-    client: RolloutClient
+    scorer: RolloutClient
 
 
 class Run:
@@ -156,34 +157,37 @@ class Run:
             self._workload.curriculum,
         )
         started = await self._start_processes(stack, config, device, ledger, observer, reports)
-        client, fleet = started.client, started.servers.fleet
-        client.newest_version = fleet.newest_version = lambda: progress.claimed
-        client.published_version = lambda: progress.version
+        fleet, workers = started.servers.fleet, started.servers.workers
+        fleet.newest_version = lambda: progress.claimed
         publisher, held_adapters = await self._build_publisher(stack, device, started, observer)
-        seed = config.seed if config.rollout.deterministic else None
         evaluation = None
         if self._workload.eval_sets and config.eval.every_steps:
-            evaluation = self._build_evaluation(config, client, started.servers, observer, seed)
+            evaluation = PeriodicEvaluation(
+                answers_of(workers),
+                self._workload.eval_sets,
+                config.eval.max_inflight,
+                on_answers=observer.answers,
+                shown=config.observe.samples,
+            )
         parts = ControlledParts(
             trainer=started.trainer,
             publisher=publisher,
             buffer=started.buffer,
-            rollouter=self._build_rollouter(config, started, seed),
+            rollouter=self._build_rollouter(config, started),
             fleet=fleet,
             frozen_models=started.servers.frozen_models,
             evaluate=evaluation,
             held_adapters=held_adapters,
             cursor=self._workload.source.state,
             observer=observer,
-            rollout_workers=started.servers.workers,
+            rollout_workers=workers,
             reports=reports,
             export=lambda path: EXPORTS.call(
                 partial(export_step, config, self.run_dir, path, observer.message), "export"
             ),
         )
         await self._first_weights(publisher, progress, fleet, observer)
-        if (workers := started.servers.workers) is not None:
-            await workers.announce(progress.version, progress.claimed)
+        await workers.announce(progress.version, progress.claimed)
         await started.buffer.publish(progress.version)
         await fleet.joined([control.url for control in fleet.joiners() if control in started.controls])
         handlers = {"scale": partial(self._scale, fleet), "stacks": partial(answer_with_report, reports)}
@@ -201,24 +205,21 @@ class Run:
     ) -> StartedRun:
         """Starts trainer ranks and servers at the same time; where they share devices, first the ranks."""
         workload, schedule = self._workload, config.schedule
-        stack.push_async_callback(workload.close)
-        if not config.rollout.workers:
-            await workload.open()
+        await open_task(stack, config, workload)
         observer.message("starting Ray, trainer ranks and servers")
         pools = await reserve_pools(stack, config, pool_specs(config), device)
-        servers = InferenceServers.build(stack, config, self.run_dir, device, pools, workload, self._custom)
+        total = schedule.total_steps * schedule.groups_per_step
+        opened = partial(AsyncBuffer, schedule, total, ledger=ledger, shared=pools.several_nodes)
+        buffer = await asyncio.to_thread(opened)
+        stack.push_async_callback(buffer.release)
+        servers = InferenceServers.build(stack, config, self.run_dir, device, pools, workload, buffer, self._custom)
         trainer = TrainerGroup(config, self.run_dir, pools)
         stack.push_async_callback(trainer.stop)
-        buffer = RemoteBuffer(schedule, schedule.total_steps * schedule.groups_per_step, ledger=ledger)
-        stack.callback(buffer.kill)
-        buffer.events = observer
         servers.report_to(observer, reports)
         observer.parts.ranks = trainer.states
-        trainer.reports = buffer.reports = reports
+        trainer.reports = reports
         reports.read_node = pools.stacks
-        reports.processes += [trainer.processes, buffer.processes]
-        if servers.workers is not None:
-            buffer.follow(partial(servers.workers.tell, "use_buffer", ""))
+        reports.processes.append(trainer.processes)
         if config.cluster.colocate:
             await trainer.start(self._checkpoint)
             await trainer.offload()
@@ -226,7 +227,7 @@ class Run:
         else:
             await gather_or_cancel(trainer.start(self._checkpoint), servers.start())
         controls = servers.fleet.joiners()
-        return StartedRun(trainer, servers, buffer, controls, servers.client(stack, config, workload, controls))
+        return StartedRun(trainer, servers, buffer, controls, servers.scorer(stack, config, workload))
 
     async def _build_publisher(
         self, stack: AsyncExitStack, device: Device, started: StartedRun, observer: RunObserver
@@ -245,13 +246,13 @@ class Run:
             probes=self._workload.probes(PARITY_PROBES),
             servers=controls,
             trainer_logprobs=started.trainer.logprobs,
-            server_logprobs=started.client.score,
-            engine_logprobs=started.client.engine_scores,
+            server_logprobs=started.scorer.score,
+            engine_logprobs=started.scorer.engine_scores,
         )
         started.servers.fleet.follow(publisher.add, publisher.remove, known=controls)
         return publisher, sync if isinstance(sync, AdapterSync) else None
 
-    def _build_rollouter(self, config: Config, started: StartedRun, seed: int | None) -> Rollouter:
+    def _build_rollouter(self, config: Config, started: StartedRun) -> Rollouter:
         rollout, schedule, servers = config.rollout, config.schedule, started.servers
         pressure = rollout.kv_pressure
         cap = None if pressure is None else InflightCap(len(started.controls), pressure)
@@ -262,33 +263,10 @@ class Run:
             max_drop_share=rollout.max_drop_share,
             servers=ServerLimits(servers.fleet, cap, servers.quarantine),
             curriculum=self._workload.curriculum,
-            placement=None if servers.workers is None else servers.workers.placement,
+            placement=servers.workers.placement,
         )
-        if servers.workers is not None:
-            servers.workers.follow(rollouter.add, rollouter.remove)
-            return rollouter
-        worker = GroupWorker(
-            started.client,
-            started.buffer,
-            GroupSpec.of(config, self._workload.workflow, self._workload.rewards, self._workload.teachers, seed),
-            FailurePolicy(rollout.max_attempts, save_seconds=rollout.save_partials_seconds),
-            quarantine=servers.quarantine,
-            record=DropRecord.of(config, self.run_dir, "driver"),
-        )
-        rollouter.add(worker)
+        servers.workers.follow(rollouter.add, rollouter.remove)
         return rollouter
-
-    def _build_evaluation(
-        self, config: Config, client: RolloutClient, servers: InferenceServers, observer: RunObserver, seed: int | None
-    ) -> PeriodicEvaluation:
-        workers = servers.workers
-        return PeriodicEvaluation(
-            Answerer(client, self._workload.workflow, seed) if workers is None else AnswersOfWorkers(workers),
-            self._workload.eval_sets,
-            config.eval.max_inflight,
-            on_answers=observer.answers,
-            shown=config.observe.samples,
-        )
 
     async def _first_weights(
         self, publisher: VersionPublisher, progress: Progress, fleet: Fleet, observer: RunObserver

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megasync.app.rollout_worker import ServersOfWorkers, build_worker, worker_setup
+from megasync.app.rollout_worker import local_worker, start_worker, worker_setup
 from megasync.app.workload import PythonArguments, Task
+from megasync.buffer import AsyncBuffer
 from megasync.cluster.fleet import Fleet
 from megasync.cluster.fleet_processes import FleetProcesses
 from megasync.cluster.frozen_servers import FrozenServers
@@ -22,19 +23,26 @@ from megasync.cluster.ray_cluster import RayCluster
 from megasync.cluster.rollout_workers import RolloutWorkers, WorkerActor
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config import Config
-from megasync.config.access import Keys, router_trust
+from megasync.config.access import Keys
 from megasync.config.pools import PoolSpec, devices_needed
 from megasync.device import Device
 from megasync.observe.hang import HangReporter
 from megasync.observe.observer import RunObserver
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.quarantine import Quarantine
-from megasync.serving.control import ServerControl
+from megasync.rollout.worker_link import LocalProcess, WorkerProcess
 
 # Below the run directory: one file for each prompt that kills servers or rollout workers.
 POISON_FOLDER = "poison"
 # While Ray connects or disconnects, signals are restored as often: a SIGTERM in between aborts the process.
 RESTORE_SECONDS = 0.05
+
+
+async def open_task(stack: AsyncExitStack, config: Config, task: Task) -> None:
+    """Opens what the task's user code needs in the driver, before any process starts; the stack closes it."""
+    stack.push_async_callback(task.close)
+    if not config.rollout.workers:
+        await task.open()
 
 
 async def reserve_pools(stack: AsyncExitStack, config: Config, specs: Mapping[str, PoolSpec], device: Device) -> Pools:
@@ -65,15 +73,14 @@ async def reserve_pools(stack: AsyncExitStack, config: Config, specs: Mapping[st
 
 @dataclass(frozen=True, slots=True)
 class InferenceServers:
-    """The rollout servers and frozen models of one run or evaluation."""
+    """The rollout servers, frozen models and rollout workers of one run or evaluation."""
 
     fleet: Fleet
     frozen_models: FrozenServers
     keys: Keys
     # Isolates prompts that kill the fleet's servers.
     quarantine: Quarantine
-    # None if the driver does their work (`rollout.workers=0`).
-    workers: RolloutWorkers | None
+    workers: RolloutWorkers
 
     @classmethod
     def build(
@@ -84,9 +91,13 @@ class InferenceServers:
         device: Device,
         pools: Pools,
         task: Task,
+        buffer: AsyncBuffer | None = None,
         custom: PythonArguments | None = None,
     ) -> InferenceServers:
-        """Starts nothing yet. The stack shuts down whatever is started later. `custom` is for the workers."""
+        """Starts nothing yet. The stack shuts down whatever is started later.
+
+        `custom` is for workers in other processes. An evaluation, which commits no groups, has no `buffer`.
+        """
         keys = Keys.draw(config.cluster, external=bool(config.rollout.external))
         processes = FleetProcesses(config, run_dir, device, pools, keys)
         fleet = Fleet(config, processes, task.vocab_size)
@@ -95,38 +106,34 @@ class InferenceServers:
         hang_seconds = health.request_failures * (health.request_seconds + health.request_timeout)
         quarantine = Quarantine(fleet, run_dir / POISON_FOLDER, hang_seconds=hang_seconds)
         fleet.on_departure(quarantine.left)
-        workers, clients = None, task.frozen_clients
-        if config.rollout.workers:
 
-            def process(number: int) -> WorkerActor:
-                setup = worker_setup(config, run_dir, number, fleet.router_url, keys, task, custom or PythonArguments())
-                return WorkerActor(number, pools, partial(build_worker, setup))
+        def process(number: int) -> WorkerProcess:
+            if not config.rollout.workers:
+                return LocalProcess(partial(local_worker, config, run_dir, fleet.router_url, keys, task, buffer))
+            parts = task, custom or PythonArguments(), pools.several_nodes
+            setup = worker_setup(config, run_dir, number, fleet.router_url, keys, *parts)
+            return WorkerActor(number, pools, partial(start_worker, setup))
 
-            workers = RolloutWorkers(config, process, quarantine, fleet.check_all, run_dir / POISON_FOLDER)
-            clients = {key: ServersOfWorkers(workers, key) for key in clients}
-        frozen_models = FrozenServers(config, run_dir, device, pools, keys, clients)
+        questions = {} if buffer is None else {"buffer": buffer.of_worker}
+        poison = run_dir / POISON_FOLDER
+        workers = RolloutWorkers(config, process, quarantine, fleet.check_all, poison, questions=questions)
+        frozen_models = FrozenServers(config, run_dir, device, pools, keys, workers)
         stack.push_async_callback(frozen_models.stop)
         stack.push_async_callback(quarantine.close)
-        if workers is not None:
-            stack.push_async_callback(workers.stop)
+        stack.push_async_callback(workers.stop)
         return cls(fleet, frozen_models, keys, quarantine, workers)
 
     def report_to(self, observer: RunObserver, reports: HangReporter) -> None:
         """Shows the servers and workers to the observer, with their faults and recoveries, and in hang reports."""
-        self.fleet.reports = self.frozen_models.reports = reports
-        reports.processes += [self.fleet.processes, self.frozen_models.processes]
-        if self.workers is not None:
-            self.workers.reports = reports
-            reports.processes.append(self.workers.processes)
+        self.fleet.reports = self.frozen_models.reports = self.workers.reports = reports
+        reports.processes += [self.fleet.processes, self.frozen_models.processes, self.workers.processes]
         self.fleet.report_to(observer)
         self.frozen_models.report_to(observer)
+        self.workers.events = observer
         parts = observer.parts
         parts.servers, parts.router = self.fleet.states, self.fleet.router_state
-        parts.frozen_models = self.frozen_models.states
+        parts.frozen_models, parts.workers = self.frozen_models.states, self.workers.states
         observer.server_metrics = lambda: {**self.fleet.metrics_urls(), **self.frozen_models.metrics_urls()}
-        if self.workers is not None:
-            self.workers.events = observer
-            parts.workers = self.workers.states
 
     async def start(self, shared_gpus: Sequence[str] = ()) -> None:
         """Starts all servers, then the workers. Frozen models that share devices start after the rollout servers.
@@ -134,30 +141,18 @@ class InferenceServers:
         ``shared_gpus`` are those of the trainer ranks, if the rollout servers share them. Raises MegasyncError.
         """
         await gather_or_cancel(self._start_rollout_pool(shared_gpus), self.frozen_models.start_own())
-        if self.workers is not None:
-            servers = ServersOfWorkers(self.workers)
-            self.fleet.follow(servers.add_server, servers.remove_server)
-            await self.workers.start()
+        self.fleet.follow(
+            lambda server: self.workers.add_server("", server.url), partial(self.workers.remove_server, "")
+        )
+        await self.workers.start()
 
     async def _start_rollout_pool(self, shared_gpus: Sequence[str]) -> None:
         await self.fleet.start(shared_gpus)
         await self.frozen_models.start_shared(self.fleet.visible_devices)
 
-    def client(
-        self, stack: AsyncExitStack, config: Config, task: Task, controls: Sequence[ServerControl]
-    ) -> RolloutClient:
-        """A client that sends requests through the router and follows the servers that come and go."""
-        client = RolloutClient(
-            self.fleet.router_url,
-            controls,
-            ServedModel(task.vocab_size, task.context_length, task.tokenizer, task.stop_ids, task.routes),
-            RequestSettings.of(config),
-            api_key=self.keys.generation,
-            trust=router_trust(config.cluster),
-            quarantine=self.quarantine,
-            on_invalid_answer=self.fleet.check_all,
-            auxiliary=task.auxiliary,
-        )
+    def scorer(self, stack: AsyncExitStack, config: Config, task: Task) -> RolloutClient:
+        """A client that compares the log-probs of servers; whatever is generated is generated by the workers."""
+        model = ServedModel(task.vocab_size, task.context_length)
+        client = RolloutClient(self.fleet.router_url, [], model, RequestSettings.of(config))
         stack.push_async_callback(client.close)
-        self.fleet.follow(client.add_server, client.remove_server, known=controls)
         return client

@@ -55,11 +55,11 @@ class PythonArguments:
 
     def described(self) -> dict[str, str]:
         """Describes what was passed, by the names of the fields: the functions' names, and the numbers of rows."""
-        given = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
+        passed = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
         if self.reward is not None:
-            given["reward"] = ", ".join(name_of(function.call) for function in reward_functions(self.reward))
-        rows = {name: f"{len(value):,} rows" for name, value in given.items() if name.endswith("_dataset")}
-        others = {name: value for name, value in given.items() if name not in rows}
+            passed["reward"] = ", ".join(name_of(function.call) for function in reward_functions(self.reward))
+        rows = {name: f"{len(value):,} rows" for name, value in passed.items() if name.endswith("_dataset")}
+        others = {name: value for name, value in passed.items() if name not in rows}
         return {name: name_of(value) if callable(value) else value for name, value in others.items()} | rows
 
 
@@ -74,6 +74,8 @@ class Task:
     eval_sets: list[HeldOutSet]
     workflow: Callable
     scoring: Scoring
+    # The rewards of the training data; of a task without any, those that the configuration names.
+    rewards: RewardRunner
     # Models that the workflow asks, by name; their servers are added later.
     auxiliary: Mapping[str, AuxiliaryModel]
     # Models that score the policy's tokens for training; None in an evaluation.
@@ -111,7 +113,6 @@ class Workload(Task):
 
     source: PromptSource
     curriculum: Curriculum | None
-    rewards: RewardRunner
     # The reward function of the training data, if that is what scores it.
     verifier: Callable | None
 
@@ -177,23 +178,17 @@ def prepare_workload(config: Config, custom: PythonArguments) -> Workload:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerTask(Task):
-    """What a rollout worker needs. `eval_sets` have no prompts: they come from the driver."""
-
-    rewards: RewardRunner
-
-
 def prepare_worker(
     config: Config, custom: PythonArguments, verifier: Callable | None, verifiers: Mapping[str, Callable | None]
-) -> WorkerTask:
+) -> Task:
     """Loads the tokenizer and resolves the functions in a worker's process.
 
-    `verifier` is the workload's, `verifiers` those of its evaluation sets by name. Raises as `prepare_workload` does.
+    `verifier` is the workload's, `verifiers` those of its evaluation sets by name. The sets have no prompts: these come
+    from the driver. Raises as `prepare_workload` does.
     """
     scoring = Scoring(config, custom.reward)
     tokenizer, vocab_size, context_length = _model(config)
-    return WorkerTask(
+    return Task(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         context_length=context_length,
@@ -232,6 +227,7 @@ def prepare_task(config: Config, only: Collection[str] = ()) -> Task:
         eval_sets=sets,
         workflow=load_workflow(config, custom, tokenizer),
         scoring=scoring,
+        rewards=scoring.runner(scoring.named),
         auxiliary=load_auxiliary_models(config),
         stop_ids=run_stop_ids(config, custom, tokenizer),
     )
@@ -256,30 +252,30 @@ def route_format(config: Config) -> RouteFormat | None:
 
 def run_stop_ids(config: Config, custom: PythonArguments, tokenizer: Any) -> frozenset[int]:
     """The tokens that end a response of this run: the model's, and the one that ends a turn of its chat template."""
-    known = stop_ids(config.model.path, tokenizer)
+    ids = stop_ids(config.model.path, tokenizer)
     rollout = config.rollout
     chats = config.data.prompt.format == "chat" or rollout.tools.functions or _scores_itself(config, custom)
     if not (chats and tokenizer.chat_template):
-        return known
-    end = ChatTemplate(tokenizer, rollout.chat.template_options).turn_end(known)
-    if end is None or end in known:
-        return known
+        return ids
+    end = ChatTemplate(tokenizer, rollout.chat.template_options).turn_end(ids)
+    if end is None or end in ids:
+        return ids
     log.warning(
         "The chat template ends a turn with %r, which is not in eos_token_id of %s: responses end with it too",
         *(tokenizer.convert_ids_to_tokens(end), config.model.path),
     )
-    return known | {end}
+    return ids | {end}
 
 
 def stop_ids(path: str, tokenizer: Any) -> frozenset[int]:
     """The tokens that end a response of this model in SGLang, from its configuration files and its tokenizer."""
-    own = (tokenizer.eos_token_id, tokenizer.get_added_vocab().get("<|eom_id|>"))
-    return end_tokens(path) | {token for token in own if token is not None}
+    tokens = (tokenizer.eos_token_id, tokenizer.get_added_vocab().get("<|eom_id|>"))
+    return end_tokens(path) | {token for token in tokens if token is not None}
 
 
-def _rows(config: DataConfig, own: Sequence[dict] | None) -> tuple[list[dict], Callable | None]:
-    if own is not None:
-        rows = as_rows(own, "train_dataset", config)
+def _rows(config: DataConfig, rows: Sequence[dict] | None) -> tuple[list[dict], Callable | None]:
+    if rows is not None:
+        rows = as_rows(rows, "train_dataset", config)
         return rows, default_reward(rows)
     assert config.train is not None  # `check_config` has refused the configuration otherwise
     return load_dataset(config.train, config)
@@ -324,9 +320,9 @@ def load_workflow(config: Config, custom: PythonArguments, tokenizer: Any) -> Ca
     return workflow
 
 
-def _loaded(given: Callable | str | None) -> Callable | None:
+def _loaded(function: Callable | str | None) -> Callable | None:
     """A function from Python, which may be given by its name."""
-    return load_callable(given) if isinstance(given, str) else given
+    return load_callable(function) if isinstance(function, str) else function
 
 
 def _configured_workflow(rollout: RolloutConfig) -> Callable:

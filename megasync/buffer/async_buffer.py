@@ -1,40 +1,46 @@
-"""The buffer with waits: for a slot, a batch, a group to regenerate. All methods are async, as an actor's must be.
+"""The buffer with waits and with its ledger: a plain object of the driver. All methods that wait are async.
 
-Invariant: a state change, its record and its wake-ups happen together, between two awaits. Every method first asks the
-state machine and awaits only when the answer is "not now"; what it takes is recorded and returned without another
-await. So a cancelled wait has taken nothing, no waiter misses the change that it waits for, and no change is visible
-before it is in the ledger.
+    call ──▶ state machine, wake-ups ──▶ taken for the ledger ──await──▶ one transaction of many calls ──▶ answer
+             └───────── between two awaits, on the loop ────┘            └── on the ledger's thread ──┘
+
+Invariants:
+
+- A change, what the ledger has to write of it and its wake-ups happen together, between two awaits. So no waiter misses
+  the change that it waits for, and the ledger gets the changes in the order in which they were made.
+- A call answers once its record, and so every earlier one, survives the death of the process. What a call sees of
+  unrecorded changes can therefore never outlive them: no answer, and nothing that follows from one, is ahead of the
+  ledger. A crash leaves a beginning of the history, after which a repeated call makes its change, or changes nothing.
+- A call that is cancelled while it waits has taken nothing. One that is cancelled later, while its change is recorded,
+  has made it; as every call may be repeated, the same call then gets the same answer.
 
 No spurious wake-ups: a change wakes the first waiter of each kind that can proceed. That waiter, whether it took what
 it waited for or was cancelled, wakes the next (`_wake_next`). So a change costs the same however many calls wait. Only
 changes that happen once a step, and those that end waits with an error, wake all waiters.
-
-An answer can get lost on its way to another process, so every call is idempotent; `reclaim` needs the same claimant.
 
     call       waits for               who wakes it
     ---------  ----------------------  ----------------------------------
     admit      a free slot             publish, drop, commit (if refused)
     lease      a batch                 commit; drop (it moves the window); rollback (with an error)
     reclaim    a returned group        publish, commit, rollback
-    all        -                       close: BufferClosed with its reason
-    open       the ledger to be read   the reading thread; other calls must come after it
+    all three  -                       close: BufferClosed with its reason
+    all        its record              the ledger's thread; LedgerError if it fails
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
+import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from megasync.buffer.durable import DurableBuffer
-from megasync.buffer.link import listen
+from megasync.buffer.ledger import Job, Ledger, find_damaged
 from megasync.buffer.payload import EncodedGroup, EncodedPartial, LeasedGroup
+from megasync.buffer.segments import DRIVER, BodyWriter, segments_of
 from megasync.buffer.state import (
     BufferCounts,
     BufferStateError,
@@ -42,12 +48,19 @@ from megasync.buffer.state import (
     FailedStep,
     TrajectoryBuffer,
 )
-from megasync.errors import MegasyncError
+from megasync.concurrency.batches import Batches, Run
+from megasync.config.pacing import Pacing
+from megasync.errors import LedgerError
 
 if TYPE_CHECKING:
     from megasync.config.schema import ScheduleConfig
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+# Calls of a worker in another process (`remote`).
+OF_WORKERS = ("commit", "drop", "partials", "save_partials")
 
 
 @dataclass(eq=False, slots=True)
@@ -66,24 +79,14 @@ class _Waiter:
             self.wake.set_result(None)
 
 
-# The name and the arguments of a method.
-Call = tuple[str, tuple[Any, ...]]
-
-
-class Answer(NamedTuple):
-    """Of one call of a batch: ``outcome`` is "done" with the result, "failed" with the error, or "waits"."""
-
-    outcome: str
-    value: Any = None
-
-
 class AsyncBuffer:
     """`TrajectoryBuffer` for the tasks of one event loop; see there for what each call means and raises.
 
     ``ledger`` is the file that records every change; without one nothing outlives the process. An empty or missing file
-    starts with ``version`` and ``counters``; any other is read by `open`, or else by the first call. ``total_groups``,
-    ``version`` and ``counters`` are the state machine's, ``shared`` is `DurableBuffer`'s; ``clock`` returns seconds.
-    Every call also raises LedgerError; once a change could not be recorded the buffer is closed.
+    starts with ``version`` and ``counters``; any other takes precedence, and is read by the constructor, which needs no
+    event loop. ``total_groups``, ``version`` and ``counters`` are the state machine's; ``clock`` returns seconds. With
+    ``shared`` other machines read the bodies of groups, over a file system that they share. ``run`` replaces the
+    threads. Every call also raises LedgerError; once a change could not be recorded the buffer is closed.
     """
 
     def __init__(
@@ -95,167 +98,164 @@ class AsyncBuffer:
         clock: Callable[[], float] = time.monotonic,
         ledger: str | Path | None = None,
         shared: bool = False,
+        run: Run | None = None,
     ) -> None:
-        self._load = lambda: DurableBuffer(
-            schedule,
-            total_groups,
-            clock,
-            ledger=ledger,
+        self._clock = clock
+        self._run = run or asyncio.to_thread
+        self._broken: LedgerError | None = None
+        self._ledger = Ledger(ledger) if ledger is not None else None
+        snapshot = None
+        if self._ledger is not None:
+            snapshot = self._ledger.read_or_close()
+            self._records = Batches(self._ledger.transact, "ledger", run)
+            self._bodies = BodyWriter(segments_of(self._ledger.path), DRIVER, shared, run)
+        # Uids of groups whose bodies an earlier process wrote, or may be to blame for a failed step.
+        self._unchecked = {entry.uid for entry in snapshot.entries if entry.group} if snapshot else set[str]()
+        self._state = TrajectoryBuffer(
+            Pacing.of(schedule),
+            stale=schedule.stale,
+            total_groups=total_groups,
             version=version,
             counters=counters,
-            shared=shared,
-            report=self._report,
+            snapshot=snapshot,
+            clock=clock,
+            changed=self._ledger.mark if self._ledger is not None else lambda entry: None,
         )
-        self._clock = clock
-        self._reading: asyncio.Future[DurableBuffer] | None = None
-        self._progress = "nothing yet"
-        self._address: str | None = None
-        # A lease whose remote caller was cancelled may still wait here: it must not take a batch after a rollback.
+        # A lease that waits must not take a batch after a rollback.
         self._rollbacks = 0
         # Waiters by kind, in the order of arrival, in which they retry; and by key.
         self._waiters: dict[str, dict[_Waiter, None]] = {"admit": {}, "lease": {}, "reclaim": {}}
         self._alike: dict[tuple[str, object], set[_Waiter]] = {}
 
-    @cached_property
-    def _durable(self) -> DurableBuffer:
-        if self._reading is None:
-            return self._load()
-        if not self._reading.done():
-            raise BufferStateError("the buffer is still reading its ledger; await open() before any other call")
-        return self._reading.result()
-
-    # Opening
-
-    async def open(self) -> None:
-        """Reads the ledger on another thread; `opening` reports the progress. A second call waits for the same read."""
-        if self._reading is None and "_durable" not in self.__dict__:
-            self._reading = asyncio.ensure_future(asyncio.to_thread(self._load))
-        if self._reading is not None:
-            await asyncio.shield(self._reading)
-
-    async def opening(self) -> str:
-        """The progress of `open`. A read whose progress does not change is stuck."""
-        return self._progress
-
-    async def pid(self) -> int:
-        """The id of this process, which answers while its ledger is read."""
-        return os.getpid()
-
-    async def listen(self) -> str:
-        """The address at which processes of this machine may call every method (`link`)."""
-        if self._address is None:
-            self._address = await listen(self)
-        return self._address
-
-    def _report(self, text: str) -> None:
-        self._progress = text
-
-    @property
-    def _state(self) -> TrajectoryBuffer:
-        return self._durable.state
-
-    async def batch(self, calls: Sequence[Call]) -> list[Answer]:
-        """Makes calls of the rollout side in their order, in one transaction. One that has to wait is not made."""
-        answers: list[Answer] = []
-        with self._waking(), self._durable.together():
-            for method, arguments in calls:
-                call = getattr(self, method)(*arguments)
-                try:
-                    # Runs up to the first wait.
-                    call.send(None)
-                except StopIteration as end:
-                    answers.append(Answer("done", end.value))
-                except MegasyncError as error:
-                    answers.append(Answer("failed", error))
-                else:
-                    call.close()
-                    answers.append(Answer("waits"))
-        return answers
+    async def release(self) -> None:
+        """Waits for the ledger to be written, and lets go of it. No call may follow."""
+        if self._ledger is not None:
+            await self._bodies.close()
+            await self._records.close()
+            self._ledger.close()
 
     # Rollout side
 
     async def admit(self, uid: str) -> None:
         """Waits for a slot and takes it."""
         blocker = self._state.admission_blocker
-
-        def attempt() -> bool | None:
-            return self._durable.change(lambda state: state.admit(uid)) or None
-
-        await self._until(f"admit {uid}", ("admit", uid), attempt, blocker)
+        await self._until(f"admit {uid}", ("admit", uid), lambda: self._state.admit(uid) or None, blocker)
 
     async def commit(self, group: EncodedGroup) -> bool:
-        with self._waking():
-            return self._durable.commit(group)
+        """Writes the body first, unless its maker has."""
+        if self._ledger is not None and self._broken is None:
+            try:
+                group = await self._bodies.store(group)
+            except LedgerError as error:
+                self._break(error)
+                raise
+        return await self._change(lambda state: state.commit(group))
 
     async def drop(self, uid: str, reason: str) -> bool:
-        return self._change(lambda state: state.drop(uid, reason))
+        return await self._change(lambda state: state.drop(uid, reason))
 
     async def reclaim(self, claimant: str = "") -> str:
-        """Waits for a returned group and takes it; its uid."""
+        """Waits for a returned group and takes it; its uid. A claimant that asks again gets the same group."""
         return await self._until(
             "reclaim",
             ("reclaim", claimant or object()),
-            lambda: self._durable.change(lambda state: state.reclaim(claimant)),
+            lambda: self._state.reclaim(claimant),
             lambda: "a group to be generated again",
         )
 
     async def save_partials(self, partials: dict[tuple[str, int, int], EncodedPartial]) -> None:
-        self._change(lambda state: state.save_partials(partials))
+        await self._change(lambda state: state.save_partials(partials))
 
     async def partials(self, uid: str) -> dict[tuple[int, int], bytes]:
-        return self._state.partials(uid)
+        found = self._state.partials(uid)
+
+        def load() -> dict[tuple[int, int], bytes]:
+            return {key: data() if callable(data) else data for key, data in found.items()}
+
+        return await self._transact(Job(read=load)) if self._ledger is not None and found else load()
 
     async def unfinished(self, uids: Sequence[str]) -> list[str]:
-        return self._state.unfinished(uids)
+        """Those of the groups that are still to be generated."""
+        return await self._change(lambda state: state.unfinished(uids))
+
+    async def of_worker(self, call: str, *arguments: Any) -> Any:
+        """Makes one of the calls that workers in other processes may make (OF_WORKERS)."""
+        if call not in OF_WORKERS:
+            raise BufferStateError(f"a rollout worker must not call {call!r} of the buffer")
+        return await getattr(self, call)(*arguments)
 
     # Training side
 
     async def lease(self, step: int, version: int) -> list[LeasedGroup]:
-        """Waits for the step's batch. A rollback ends the wait with BufferStateError: the step changes its meaning."""
+        """Waits for the step's batch. A rollback ends the wait with BufferStateError: the step changes its meaning.
+
+        Groups whose recorded bodies are damaged are returned, to be generated again.
+        """
         rollbacks = self._rollbacks
 
-        def attempt() -> list[LeasedGroup] | None:
+        def attempt() -> tuple[bool, list[LeasedGroup]] | None:
             if rollbacks != self._rollbacks:
                 raise BufferStateError(f"the wait for step {step} ended: training went back to a checkpoint")
-            return self._durable.lease(step, version)
+            batch = self._state.next_batch() if self._unchecked and not self._state.leased_uids() else []
+            if unchecked := [group for group in batch if group.uid in self._unchecked]:
+                return False, unchecked
+            groups = self._state.lease(step, version)
+            return None if groups is None else (True, groups)
 
-        return await self._until(f"lease {step}", ("lease", step), attempt, self._state.lease_blocker)
+        while True:
+            leased, groups = await self._until(f"lease {step}", ("lease", step), attempt, self._state.lease_blocker)
+            if leased:
+                return groups
+            for uid, problem in (await self._run(partial(find_damaged, groups))).items():
+                log.warning("Group %s is generated again: %s", uid, problem)
+                await self._change(lambda state, uid=uid: state.damaged(uid))
+            self._unchecked.difference_update(group.uid for group in groups)
 
     async def ack(self, step: int) -> None:
-        self._change(lambda state: state.ack(step))
+        await self._change(lambda state: state.ack(step))
 
     async def step_failed(self, step: int, attempts: int, most_in_a_row: int) -> FailedStep:
-        with self._waking():
-            return self._durable.step_failed(step, attempts, most_in_a_row)
+        """As the state machine's. The bodies of the groups are checked before they are leased again."""
+        self._unchecked.update(self._state.leased_uids())
+        return await self._change(lambda state: state.step_failed(step, attempts, most_in_a_row), to_disk=True)
 
     async def publish(self, version: int) -> None:
-        with self._waking(wake_all=True):
-            self._durable.publish(version)
+        """As the state machine's, and frees space. A flush to disk begins, for which nobody waits."""
+        await self._change(lambda state: state.publish(version), wake_all=True, prune=True)
 
     async def rollback(self, step: int, version: int) -> None:
-        with self._waking(wake_all=True):
-            self._rollbacks += 1
-            self._durable.rollback(step, version)
+        """`TrajectoryBuffer.rollback` with every group that the ledger still has."""
+        self._rollbacks += 1
+        groups: dict[str, LeasedGroup] = {}
+        if self._ledger is not None:
+            groups = await self._transact(Job(read=partial(self._ledger.payloads, self._state.trained_after(step))))
+            self._unchecked.update(groups)
+        await self._change(lambda state: state.rollback(step, version, groups), to_disk=True, wake_all=True)
 
     async def checkpointed(self, step: int, oldest_kept: int) -> None:
-        with self._waking():
-            self._durable.checkpointed(step, oldest_kept)
+        """As the state machine's, and frees space. Does nothing with a broken ledger."""
+        if self._broken is None:
+            await self._change(lambda state: state.checkpointed(step, oldest_kept), prune=True)
 
     # Both sides
 
     async def close(self, reason: str) -> None:
         """Ends every wait, now and later, with BufferClosed(reason)."""
         if self._state.closed is None:
-            with self._waking(wake_all=True):
-                self._durable.change(lambda state: state.close(reason))
+            await self._change(lambda state: state.close(reason), wake_all=True)
 
     async def counts(self) -> BufferCounts:
         return self._state.counts()
 
     async def before_checkpoint(self) -> CheckpointedBuffer:
-        """What a checkpoint keeps of the buffer. All that happened so far is then on disk: no checkpoint knows more."""
-        self._durable.sync()
-        return {"pending": self._state.live_uids(), "buffer": self._state.counters()}
+        """What a checkpoint keeps of the buffer. All that it tells is then on disk: no checkpoint knows more.
+
+        Does not wait for a broken ledger.
+        """
+        kept: CheckpointedBuffer = {"pending": self._state.live_uids(), "buffer": self._state.counters()}
+        if self._broken is None:
+            await self._record(to_disk=True)
+        return kept
 
     async def waiting(self) -> dict[str, str]:
         """What each waiting call waits for and how long, such as "a free slot: ... (for 3.2 s)", by call."""
@@ -268,18 +268,53 @@ class AsyncBuffer:
 
     # Changing
 
-    def _change(self, call: Callable[[TrajectoryBuffer], T]) -> T:
-        with self._waking():
-            return self._durable.change(call)
+    async def _change(
+        self,
+        call: Callable[[TrajectoryBuffer], T],
+        *,
+        to_disk: bool = False,
+        wake_all: bool = False,
+        prune: bool = False,
+    ) -> T:
+        with self._waking(wake_all):
+            result = call(self._state)
+        await self._record(to_disk, prune)
+        return result
+
+    async def _record(self, to_disk: bool = False, prune: bool = False) -> None:
+        """Returns once all changes so far are recorded; with ``to_disk`` they survive a power loss too."""
+        if self._ledger is None:
+            return
+        changes = self._ledger.take(self._state.status)
+        if changes or to_disk or prune or self._records.busy:
+            needed = (self._state.status.oldest_kept, self._state.least_version) if prune else None
+            await self._transact(Job(changes, to_disk, needed))
+
+    async def _transact(self, job: Job) -> Any:
+        answer = self._records.put(job)
+        answer.add_done_callback(self._recorded)
+        # A cancelled caller must not hide an error.
+        return await asyncio.shield(answer)
+
+    def _recorded(self, answer: asyncio.Future[Any]) -> None:
+        if not answer.cancelled() and (error := answer.exception()) is not None:
+            self._break(error)
+
+    def _break(self, error: BaseException) -> None:
+        """An error of the ledger closes the buffer, and every later change raises it."""
+        if self._broken is None:
+            self._broken = error if isinstance(error, LedgerError) else LedgerError(f"the ledger failed: {error!r}")
+            self._state.close(str(error))
+            self._wake_all()
 
     @contextmanager
     def _waking(self, wake_all: bool = False) -> Generator[None]:
-        state = self._state
+        if self._broken is not None:
+            raise self._broken
         try:
             yield
         finally:
-            # A ledger that could not be written has closed the buffer.
-            if wake_all or state.closed is not None:
+            if wake_all:
                 self._wake_all()
             else:
                 self._wake_next()
@@ -309,9 +344,19 @@ class AsyncBuffer:
         attempt: Callable[[], T | None],
         blocker: Callable[[], str | None],
     ) -> T:
-        """Retries ``attempt`` after each wake-up until it returns something."""
-        if (result := self._attempt(key, attempt)) is not None:
-            return result
+        """Retries ``attempt`` after each wake-up until it returns something, and returns that once it is recorded."""
+        if (result := self._attempt(key, attempt)) is None:
+            result = await self._wait(name, key, attempt, blocker)
+        await self._record()
+        return result
+
+    async def _wait(
+        self,
+        name: str,
+        key: tuple[str, object],
+        attempt: Callable[[], T | None],
+        blocker: Callable[[], str | None],
+    ) -> T:
         waiter = _Waiter(name, key, blocker, self._clock())
         self._waiters[key[0]][waiter] = None
         self._alike.setdefault(key, set()).add(waiter)

@@ -37,7 +37,7 @@ TRAINED = (GroupState.UNPUBLISHED, GroupState.PUBLISHED)
 # Reasons of drops as earlier ledgers and checkpoints name them, and their names now.
 RENAMED_REASONS = {"over_age": "stale"}
 
-# Reasons of drops that tell the mean reward: those of `rollout.drops` for groups with nothing to learn.
+# Reasons of drops that tell the mean reward: those of `rollout.selection` for groups with nothing to learn.
 SCORES = {"all_solved": 1.0, "all_failed": 0.0}
 
 # Loads a recorded response on demand: the buffer keeps no tokens that the ledger has.

@@ -6,18 +6,23 @@
                their bodies lie (`segments`)
     partials   unfinished responses of groups that are being generated
 
-Each `write` is one transaction. In WAL mode with ``synchronous=NORMAL`` a committed transaction is in the operating
-system's hands, so it survives the death of any process. Only transactions with ``to_disk``, and everything before them,
-also survive a power loss. The buffer requests that before a checkpoint is written, which could otherwise know more than
-the ledger. A publication begins a flush (`flush_soon`) and does not wait for it: the log keeps its order, so a ledger
-that forgot the publication after a power loss has no token of that version either.
+A change is taken (`take`) where it is made, on the event loop, and written (`transact`) on one thread, in the same
+order: one transaction holds all that was taken since the last one. After a failure nothing is written anymore, so the
+file always holds a beginning of the history.
+
+In WAL mode with ``synchronous=NORMAL`` a committed transaction is in the operating system's hands, so it survives the
+death of any process. Only transactions with ``to_disk``, and everything before them, also survive a power loss. The
+buffer requests that before a checkpoint is written, which could otherwise know more than the ledger. A publication
+begins a flush on another thread and does not wait for it: the log keeps its order, so a ledger that forgot the
+publication after a power loss has no token of that version either.
 
 One process at a time holds the file (``locking_mode=EXCLUSIVE``). WAL then needs no shared memory, so the run directory
 may lie on a network file system.
 
-Bodies are appended to a segment before the transaction that records them, so no row names a body that is not there.
-Opening reads rows, not tokens, so the time to restart a buffer depends on its number of groups alone. A body is checked
-against its checksum before it is leased for the first time.
+Whoever makes a group writes its body (`segments`). A segment is removed once no row names it and its writer has ended
+it: a row names a later segment of the same writer, or the segment was there when the file was opened.
+
+Opening reads rows, not tokens, so its time depends on the number of groups alone.
 """
 
 from __future__ import annotations
@@ -28,8 +33,8 @@ import sqlite3
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, fields
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,21 +43,22 @@ import msgspec
 
 from megasync.base.files import fdatasync, fsync
 from megasync.buffer.groups import LIVE, TRAINED, GroupEntry, GroupState
-from megasync.buffer.payload import (
-    LeasedGroup,
-    StoredBody,
-    decode_header,
-    decode_partial,
-    encode_header,
+from megasync.buffer.payload import LeasedGroup, StoredBody, decode_header, decode_partial, encode_header
+from megasync.buffer.segments import (
+    CONTENT_INTACT,
+    read_body,
+    segment_name,
+    segment_path,
+    segments_in,
+    segments_of,
 )
-from megasync.buffer.segments import SegmentWriter, read_body, segment_number, segment_path, segments_of
 from megasync.buffer.state import BufferSnapshot, BufferStatus
 from megasync.errors import LedgerError
 
 FILE = "ledger.db"
 # Identifies a ledger among SQLite files: "mgsy".
 APPLICATION_ID = 0x6D677379
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 SCHEMA = """
 CREATE TABLE standing (field TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups (
@@ -60,11 +66,20 @@ CREATE TABLE groups (
     reason TEXT NOT NULL, oldest_version INTEGER NOT NULL, claimant TEXT NOT NULL, score REAL
 );
 CREATE TABLE payloads (
-    number INTEGER PRIMARY KEY, head BLOB NOT NULL, segment INTEGER NOT NULL, offset INTEGER NOT NULL
+    number INTEGER PRIMARY KEY, head BLOB NOT NULL, segment TEXT NOT NULL, offset INTEGER NOT NULL
 );
 CREATE TABLE partials (
     number INTEGER, sample INTEGER, turn INTEGER, data BLOB NOT NULL, PRIMARY KEY (number, sample, turn)
 );
+"""
+# Format 6 has numbers instead of names of segments.
+FROM_VERSION_6 = """
+ALTER TABLE payloads RENAME TO numbered;
+CREATE TABLE payloads (
+    number INTEGER PRIMARY KEY, head BLOB NOT NULL, segment TEXT NOT NULL, offset INTEGER NOT NULL
+);
+INSERT INTO payloads SELECT number, head, printf('%08d', segment), offset FROM numbered;
+DROP TABLE numbered;
 """
 UPSERT = """
 INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (number) DO UPDATE SET
@@ -82,7 +97,6 @@ WITHOUT = (
     "move it away (with ledger.db-wal and ledger.segments) to resume from the checkpoint alone: groups that were "
     "finished but not trained are then generated again"
 )
-CONTENT_INTACT = "its content is intact: check the disk, then continue with `megasync resume`"
 STATUS_FIELDS = tuple(field.name for field in fields(BufferStatus))
 # Fields of the status that never change after the first record. What a run began with is long, and a comparison of it
 # would take as long as everything else.
@@ -105,25 +119,57 @@ def begun(path: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0
 
 
+@dataclass(slots=True)
+class Changes:
+    """The rows that one or more changes of the buffer write."""
+
+    status: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    groups: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
+    # Numbers of groups, with their headers and the places of their bodies; and of those without.
+    payloads: list[tuple[int, LeasedGroup]] = field(default_factory=list[tuple[int, LeasedGroup]])
+    without_payload: list[tuple[int]] = field(default_factory=list[tuple[int]])
+    partials: list[tuple[int, int, int, bytes]] = field(default_factory=list[tuple[int, int, int, bytes]])
+    without_partials: list[tuple[int]] = field(default_factory=list[tuple[int]])
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Work of a transaction. With ``to_disk`` it survives a power loss.
+
+    ``prune`` are the oldest step and the least version that a rollback may need: headers and bodies of trained groups
+    up to this step, or with older tokens, are removed. ``read`` is called in between; it may use the file.
+    """
+
+    changes: Changes | None = None
+    to_disk: bool = False
+    prune: tuple[int, int] | None = None
+    read: Callable[[], Any] | None = None
+
+
 class Ledger:
-    """Opens the file, or creates it. Use it from one thread at a time. Every method raises LedgerError."""
+    """Opens the file, or creates it. Every method raises LedgerError.
+
+    `mark` and `take` belong to the event loop, `transact` and everything that reads to one other thread at a time.
+    """
 
     def __init__(self, path: str | Path, lock_seconds: float = LOCK_SECONDS) -> None:
         self.path = Path(path)
-        # What the file holds: status fields, and by group number the very objects that were written.
+        # Entries changed since they were last taken, by number.
+        self._changed: dict[int, GroupEntry] = {}
+        # What was taken: status fields, and by group number the very objects.
         self._status: dict[str, Any] = {}
         self._groups: dict[int, LeasedGroup] = {}
         # Numbers of groups with unfinished responses.
         self._with_partials: set[int] = set()
-        self._folder = segments_of(self.path)
-        self._segments = SegmentWriter(self._folder)
+        self._folder = segments_of(self.path.absolute())
         self._log = self.path.with_name(f"{self.path.name}-wal")
-        self._flusher = ThreadPoolExecutor(1, "ledger")
-        # One that runs, and one that will.
+        self._flusher = ThreadPoolExecutor(1, "ledger flush")
         self._flushes: deque[Future[None]] = deque()
-        self._unneeded: list[Path] = []
-        # Uids of groups whose bodies an earlier process wrote, or may be to blame for a failed step.
-        self._unchecked: set[str] = set()
+        # Segments with bodies that may not be on disk yet; those that were there; the last one named of each writer.
+        self._unsynced: set[str] = set()
+        self._ended = {segment.name for segment in segments_in(self._folder)}
+        self._named: dict[str, int] = {}
+        self._error: LedgerError | None = None
         with self._explaining("opened"):
             self._db = sqlite3.connect(self.path, timeout=lock_seconds, isolation_level=None, check_same_thread=False)
             try:
@@ -140,7 +186,6 @@ class Ledger:
 
     def close(self) -> None:
         self._flusher.shutdown()
-        self._segments.close()
         self._db.close()
 
     # Reading
@@ -157,22 +202,6 @@ class Ledger:
                 raise self._damaged(result)
             for (data,) in self._db.execute("SELECT data FROM partials"):
                 decode_partial(data)
-
-    def find_damaged(self, groups: Collection[LeasedGroup]) -> dict[str, str]:
-        """What is wrong with the bodies that cannot be read, by uid. Those that were checked before are not again."""
-        damaged: dict[str, str] = {}
-        for group in groups:
-            if group.uid in self._unchecked:
-                try:
-                    read_body(group)
-                    self._unchecked.discard(group.uid)
-                except (OSError, ValueError) as error:
-                    damaged[group.uid] = str(error)
-        return damaged
-
-    def check_again(self, uids: Collection[str]) -> None:
-        """Makes `find_damaged` read the bodies of these groups once more."""
-        self._unchecked.update(uids)
 
     def admitted(self) -> list[str]:
         """The uid of every group ever admitted, in order of admission."""
@@ -204,6 +233,14 @@ class Ledger:
                 dropped={reason: number for state, reason, number in counted if state == GroupState.DROPPED},
             )
 
+    def read_or_close(self) -> BufferSnapshot | None:
+        """As `read`, or None if nothing was ever written. After an error the file is closed."""
+        try:
+            return None if self.empty else self.read()
+        except LedgerError:
+            self.close()
+            raise
+
     def payloads(self, uids: Sequence[str]) -> dict[str, LeasedGroup]:
         """The groups among those uids that are still recorded."""
         find = "SELECT head, segment, offset FROM payloads JOIN groups USING (number) WHERE uid = ?"
@@ -211,49 +248,88 @@ class Ledger:
             rows = {uid: self._db.execute(find, (uid,)).fetchone() for uid in uids}
             return {uid: self._recorded(*row) for uid, row in rows.items() if row is not None}
 
-    def _recorded(self, head: bytes, segment: int, offset: int) -> LeasedGroup:
-        group = LeasedGroup(decode_header(head), StoredBody(str(segment_path(self._folder, segment)), offset))
-        self._unchecked.add(group.uid)
-        return group
+    def _recorded(self, head: bytes, segment: str, offset: int) -> LeasedGroup:
+        return LeasedGroup(decode_header(head), StoredBody(str(segment_path(self._folder, segment)), offset))
 
     # Writing
 
-    def write(self, status: BufferStatus, entries: Collection[GroupEntry], to_disk: bool = False) -> None:
-        """Records these entries and the changed fields of the status. Writes nothing when nothing changed."""
-        changed = {name: value for name, value in _values(status).items() if self._differs(name, value)}
-        if not changed and not entries:
-            return
-        with self._explaining("written"):
-            self._finish_flushes(wait=to_disk)
-            with self._transaction(to_disk):
-                rows = ((name, json.dumps(value, default=asdict)) for name, value in changed.items())
-                self._db.executemany("INSERT OR REPLACE INTO standing VALUES (?, ?)", rows)
-                self._write(entries)
+    def mark(self, entry: GroupEntry) -> None:
+        """This entry has changed since the last `take`."""
+        self._changed[entry.number] = entry
+
+    def take(self, status: BufferStatus) -> Changes | None:
+        """The rows of the marked entries and of the changed fields of the status, to be written; None without any."""
+        fields_changed = {name: value for name, value in _values(status).items() if self._differs(name, value)}
+        entries, self._changed = self._changed.values(), {}
+        if not fields_changed and not entries:
+            return None
+        changes = Changes([(name, json.dumps(value, default=asdict)) for name, value in fields_changed.items()])
+        self._status |= {name: _copy(name, value) for name, value in fields_changed.items()}
+        for entry in entries:
+            self._take_entry(entry, changes)
+        return changes
+
+    def write(self, status: BufferStatus, to_disk: bool = False) -> None:
+        """Takes and writes what has changed."""
+        self.transact([Job(self.take(status), to_disk)])
+
+    def transact(self, jobs: Sequence[Job]) -> list[Any]:
+        """Does these in one transaction, and returns what each has read."""
+        if self._error is not None:
+            raise self._error
+        to_disk = any(job.to_disk for job in jobs)
+        try:
+            with self._explaining("written"):
+                self._finish_flushes(wait=to_disk)
+                removed: list[str] = []
+                with self._transaction():
+                    answers = [self._do(job, removed) for job in jobs]
+                    if to_disk:
+                        self._sync_bodies(self._take_unsynced())
                 if to_disk:
-                    self._segments.sync()
-        self._status |= {name: _copy(name, value) for name, value in changed.items()}
+                    fsync(self._log)
+                if any(job.prune for job in jobs):
+                    self._flushes.append(self._flusher.submit(self._flush, self._take_unsynced(), removed))
+        except LedgerError as error:
+            self._error = error
+            raise
+        return answers
 
-    def sync(self) -> None:
-        """Flushes everything written so far to disk."""
-        with self._explaining("written"):
-            self._finish_flushes(wait=True)
-            self._segments.sync()
-            fsync(self._log)
+    def _do(self, job: Job, removed: list[str]) -> Any:
+        if job.changes is not None:
+            self._write(job.changes)
+        if job.prune is not None:
+            self._db.execute(PRUNE, job.prune)
+            removed[:] = self._unneeded()
+        return job.read() if job.read is not None else None
 
-    def flush_soon(self) -> None:
-        """Begins to flush everything written so far to disk, on another thread. A later call raises its error."""
-        with self._explaining("written"):
-            self._finish_flushes(wait=False)
-        # A second one has not begun, so it flushes this too.
-        if len(self._flushes) < 2:
-            self._flushes.append(self._flusher.submit(self._flush))
+    def _unneeded(self) -> list[str]:
+        """The names of the segments that nothing lies in, or will. A writer's last one stays: its number is taken."""
+        needed = {name for (name,) in self._db.execute("SELECT DISTINCT segment FROM payloads")}
+        present = segments_in(self._folder)
+        last = {each.writer: each.number for each in sorted(present, key=lambda each: each.number)}
+        return [
+            each.name
+            for each in present
+            if each.name not in needed
+            and each.number < last[each.writer]
+            and (each.name in self._ended or each.number < self._named.get(each.writer, 0))
+        ]
 
-    def _flush(self) -> None:
-        self._segments.flush()
+    def _take_unsynced(self) -> set[str]:
+        unsynced, self._unsynced = self._unsynced, set()
+        return unsynced
+
+    def _sync_bodies(self, segments: Collection[str]) -> None:
+        for name in segments:
+            with suppress(FileNotFoundError):
+                fdatasync(segment_path(self._folder, name))
+
+    def _flush(self, unsynced: Collection[str], unneeded: Sequence[str]) -> None:
+        self._sync_bodies(unsynced)
         fdatasync(self._log)
-        unneeded, self._unneeded = self._unneeded, []
-        for segment in unneeded:
-            segment.unlink(missing_ok=True)
+        for name in unneeded:
+            segment_path(self._folder, name).unlink(missing_ok=True)
 
     def _finish_flushes(self, wait: bool) -> None:
         """Raises the OSError of one that failed."""
@@ -267,17 +343,6 @@ class Ledger:
             if busy:
                 raise LedgerError(f"{self.path} is held by another process")
 
-    def prune(self, oldest_kept: int, least_version: int) -> None:
-        """Removes the headers and bodies of trained groups that no rollback needs: those of steps up to
-        ``oldest_kept``, and those with tokens older than ``least_version``, which would be generated again anyway.
-        Another thread flushes what remains, and removes segments that nothing lies in: both take long."""
-        with self._explaining("written"):
-            with self._transaction():
-                self._db.execute(PRUNE, (oldest_kept, least_version))
-            needed = self._db.execute("SELECT DISTINCT segment FROM payloads").fetchall()
-            self._unneeded += self._segments.without(segment for (segment,) in needed)
-        self.flush_soon()
-
     def _prepare(self) -> None:
         """Locks the file for this process, and creates the tables in a new one."""
         self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
@@ -288,15 +353,15 @@ class Ledger:
         new = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
         if not new and application != APPLICATION_ID:
             raise LedgerError(f"{self.path} is a database, but not a ledger; move it away")
-        if not new and version != SCHEMA_VERSION:
+        if not new and version not in (6, SCHEMA_VERSION):
             raise LedgerError(
                 f"{self.path} has format {version}, but this version of megasync reads {SCHEMA_VERSION}; resume with "
                 f"the version that started the run, or {WITHOUT}"
             )
         self._db.execute("PRAGMA journal_mode=WAL")
         with self._transaction():
-            if new:
-                for statement in SCHEMA.split(";"):
+            if new or version != SCHEMA_VERSION:
+                for statement in (SCHEMA if new else FROM_VERSION_6).split(";"):
                     self._db.execute(statement)
                 self._db.execute(f"PRAGMA application_id={APPLICATION_ID}")
                 self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
@@ -343,50 +408,47 @@ class Ledger:
         self._with_partials = {entry.number for entry in entries if entry.partials}
         return entries
 
-    def _write(self, entries: Collection[GroupEntry]) -> None:
-        rows = [
-            (e.number, e.uid, e.state.value, e.step, e.reason, e.oldest_version, e.claimant, e.score) for e in entries
-        ]
-        self._db.executemany(UPSERT, rows)
-        payloads: list[tuple[int, bytes, int, int]] = []
-        without: list[tuple[int]] = []
-        for entry in entries:
-            number = entry.number
-            if entry.group is None:
-                # A trained group's payload stays in the file until it is pruned.
-                self._groups.pop(number, None)
-                if entry.state in WITHOUT_PAYLOAD:
-                    without.append((number,))
-            elif self._groups.get(number) is not entry.group:
-                self._groups[number] = entry.group = self._stored(entry.group)
-                head, body = encode_header(entry.group.header), entry.group.body
-                assert isinstance(body, StoredBody)
-                payloads.append((number, head, segment_number(body), body.offset))
-            self._write_partials(entry)
-        self._db.executemany("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, ?)", payloads)
-        self._db.executemany("DELETE FROM payloads WHERE number = ?", without)
-
-    def _stored(self, group: LeasedGroup) -> LeasedGroup:
-        if isinstance(group.body, StoredBody):
-            return group
-        return LeasedGroup(group.header, self._segments.append(group.body))
-
-    def _write_partials(self, entry: GroupEntry) -> None:
-        if not entry.partials and entry.number in self._with_partials:
-            self._with_partials.discard(entry.number)
-            self._db.execute("DELETE FROM partials WHERE number = ?", (entry.number,))
+    def _take_entry(self, entry: GroupEntry, changes: Changes) -> None:
+        e, number = entry, entry.number
+        changes.groups.append((number, e.uid, e.state.value, e.step, e.reason, e.oldest_version, e.claimant, e.score))
+        if entry.group is None:
+            # A trained group's payload stays in the file until it is pruned.
+            self._groups.pop(number, None)
+            if entry.state in WITHOUT_PAYLOAD:
+                changes.without_payload.append((number,))
+        elif self._groups.get(number) is not entry.group:
+            self._groups[number] = entry.group
+            changes.payloads.append((number, entry.group))
+        if not entry.partials and number in self._with_partials:
+            self._with_partials.discard(number)
+            changes.without_partials.append((number,))
         for (sample, turn), response in entry.partials.items():
             if not callable(response):
-                self._db.execute(
-                    "INSERT OR REPLACE INTO partials VALUES (?, ?, ?, ?)", (entry.number, sample, turn, response)
-                )
-                entry.partials[sample, turn] = partial(self._load_partial, entry.number, sample, turn)
-                self._with_partials.add(entry.number)
+                changes.partials.append((number, sample, turn, response))
+                entry.partials[sample, turn] = partial(self._load_partial, number, sample, turn)
+                self._with_partials.add(number)
+
+    def _write(self, changes: Changes) -> None:
+        execute = self._db.executemany
+        execute("INSERT OR REPLACE INTO standing VALUES (?, ?)", changes.status)
+        execute(UPSERT, changes.groups)
+        execute("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, ?)", map(self._payload, changes.payloads))
+        execute("DELETE FROM payloads WHERE number = ?", changes.without_payload)
+        execute("DELETE FROM partials WHERE number = ?", changes.without_partials)
+        execute("INSERT OR REPLACE INTO partials VALUES (?, ?, ?, ?)", changes.partials)
+
+    def _payload(self, recorded: tuple[int, LeasedGroup]) -> tuple[int, bytes, str, int]:
+        number, group = recorded
+        if not isinstance(group.body, StoredBody):
+            raise TypeError(f"the body of group {group.uid} lies in no segment")
+        name = segment_name(group.body)
+        self._unsynced.add(name)
+        writer, _, last = name.rpartition("-")
+        self._named[writer] = max(int(last), self._named.get(writer, 0))
+        return number, encode_header(group.header), name, group.body.offset
 
     @contextmanager
-    def _transaction(self, to_disk: bool = False) -> Generator[None]:
-        if to_disk:
-            self._db.execute("PRAGMA synchronous=FULL")
+    def _transaction(self) -> Generator[None]:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -396,8 +458,6 @@ class Ledger:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
-        if to_disk:
-            self._db.execute("PRAGMA synchronous=NORMAL")
 
     @contextmanager
     def _explaining(self, action: str) -> Generator[None]:
@@ -415,6 +475,17 @@ class Ledger:
 
     def _damaged(self, how: str) -> LedgerError:
         return LedgerError(f"{self.path} is damaged or not a ledger: {how}; {WITHOUT}")
+
+
+def find_damaged(groups: Collection[LeasedGroup]) -> dict[str, str]:
+    """What is wrong with the bodies that cannot be read, by uid."""
+    damaged: dict[str, str] = {}
+    for group in groups:
+        try:
+            read_body(group)
+        except (OSError, ValueError) as error:
+            damaged[group.uid] = str(error)
+    return damaged
 
 
 def _copy(name: str, value: Any) -> Any:

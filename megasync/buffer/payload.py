@@ -118,12 +118,24 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, trajectories=tuple(trajectories))
 
 
+@dataclass(frozen=True, slots=True)
+class StoredBody:
+    """Where a recorded body lies: the path of the segment file, and the offset in bytes."""
+
+    path: str
+    offset: int
+
+
+# A body in memory, or where it lies.
+Body = bytes | memoryview | StoredBody
+
+
 @dataclass(frozen=True)
 class EncodedGroup:
     """A group on its way into the buffer. ``head`` is the header as MessagePack."""
 
     head: bytes
-    body: bytes | memoryview
+    body: Body
 
     @cached_property
     def header(self) -> GroupHeader:
@@ -132,6 +144,13 @@ class EncodedGroup:
     @property
     def uid(self) -> str:
         return self.header.uid
+
+    def stored(self, place: StoredBody) -> EncodedGroup:
+        """The same group, whose body lies there."""
+        group = EncodedGroup(self.head, place)
+        # It need not be decoded again.
+        vars(group)["header"] = self.header
+        return group
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         return EncodedGroup, (self.head, _picklable(self.body, protocol))
@@ -143,18 +162,6 @@ class EncodedPartial:
 
     newest_version: int
     data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBody:
-    """Where a recorded body lies: the path of the segment file, and the offset in bytes."""
-
-    path: str
-    offset: int
-
-
-# A body in memory, or where it lies.
-Body = bytes | memoryview | StoredBody
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
-"""Append-only files with the bodies of groups. One process writes them; any process that sees the folder may read.
+"""Append-only files with the bodies of groups: each process that makes groups writes its own, and any may read them.
 
 A segment ends when it has reached its size; a restarted writer begins a new one. Nothing in a segment is ever changed,
 so a body that was written stays readable until its whole segment is removed. Bytes that no row of the ledger names,
 such as the end of a write that was cut short, are never read.
+
+A body reaches its segment before its place is handed over, so no row of the ledger names a body that is not there.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
-from megasync.base.files import fdatasync, fsync
+from megasync.base.files import fsync
 from megasync.buffer.payload import (
     Body,
+    EncodedGroup,
     LeasedGroup,
     StoredBody,
     check_body,
@@ -25,33 +29,41 @@ from megasync.buffer.payload import (
     decode_trajectory,
     parts_of,
 )
-from megasync.errors import DataError
+from megasync.concurrency.batches import Batches, Run
+from megasync.errors import DataError, LedgerError
 from megasync.trajectory import Group, Trajectory
 
 SUFFIX = ".seg"
-_NAME = re.compile(rf"([0-9]{{8}}|[1-9][0-9]{{8,}}){re.escape(SUFFIX)}")
+_NAME = re.compile(rf"((?:(.+)-)?([0-9]{{8}}|[1-9][0-9]{{8,}})){re.escape(SUFFIX)}")
 # Bytes after which a segment ends: a run holds a few of them, and one straggler keeps at most this much on disk.
 SEGMENT_BYTES = 64 * 2**20
+# The writer of what the driver's own process makes.
+DRIVER = "driver"
+# The fix when a disk fails or is full.
+CONTENT_INTACT = "its content is intact: check the disk, then continue with `megasync resume`"
+
+
+class Segment(NamedTuple):
+    """A segment's name, without suffix. Segments of format 6 have no writer."""
+
+    name: str
+    writer: str
+    number: int
 
 
 class SegmentWriter:
-    """Appends bodies to the newest segment in ``folder``. Every method raises OSError."""
+    """Appends bodies to a segment of ``writer`` in ``folder``. Every method raises OSError."""
 
-    def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, writer: str = DRIVER, segment_bytes: int = SEGMENT_BYTES) -> None:
+        # Readers have other working directories.
+        self._folder = folder.absolute()
+        self._writer = writer
         self._limit = segment_bytes
         self._file: int | None = None
-        self._number = max(self.present(), default=0)
+        self._path = ""
         self._size = 0
         # Whether something was appended since the last `sync`.
         self._unsynced = False
-
-    def present(self) -> list[int]:
-        """The numbers of all segments in the folder."""
-        if not self._folder.is_dir():
-            return []
-        found = (_NAME.fullmatch(name) for name in os.listdir(self._folder))
-        return sorted(int(name[1]) for name in found if name)
 
     def append(self, body: bytes | memoryview) -> StoredBody:
         if self._file is None or self._size >= self._limit:
@@ -64,28 +76,13 @@ class SegmentWriter:
             self._size += written
             view = view[written:]
         self._unsynced = True
-        return StoredBody(str(segment_path(self._folder, self._number)), offset)
+        return StoredBody(self._path, offset)
 
     def sync(self) -> None:
         """Everything appended survives a power loss, and other machines on a network file system can read it."""
         if self._unsynced and self._file is not None:
             os.fdatasync(self._file)
             self._unsynced = False
-
-    def flush(self) -> None:
-        """As `sync`, on any thread while this one appends."""
-        number = self._number if self._file is not None else None
-        if number is None or not self._unsynced:
-            return
-        # First, because what is appended from now on may miss this flush. A segment that ended meanwhile was synced.
-        self._unsynced = False
-        with suppress(FileNotFoundError):
-            fdatasync(segment_path(self._folder, number))
-
-    def without(self, needed: Iterable[int]) -> list[Path]:
-        """All segments but these and the one that is being written."""
-        keep = {*needed, self._number} if self._file is not None else set(needed)
-        return [segment_path(self._folder, number) for number in self.present() if number not in keep]
 
     def close(self) -> None:
         if self._file is not None:
@@ -96,11 +93,44 @@ class SegmentWriter:
         self.sync()
         self.close()
         self._folder.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        self._file = os.open(segment_path(self._folder, self._number + 1), flags, 0o644)
-        self._number += 1
+        number = max((each.number for each in segments_in(self._folder) if each.writer == self._writer), default=0) + 1
+        self._path = str(segment_path(self._folder, f"{self._writer}-{number:08d}"))
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._size = 0
         fsync(self._folder)
+
+
+class BodyWriter:
+    """Appends the bodies of the groups that a process makes, on a thread, several at a time.
+
+    With ``shared`` other machines read them, so each is flushed to the file system before its place is known. ``run``
+    replaces the thread.
+    """
+
+    def __init__(self, folder: Path, writer: str, shared: bool = False, run: Run | None = None) -> None:
+        self._folder = folder
+        self._segments = SegmentWriter(folder, writer)
+        self._shared = shared
+        self._batches = Batches(self._append, f"bodies of {writer}", run)
+
+    async def store(self, group: EncodedGroup) -> EncodedGroup:
+        """The group with the place of its body, which survives the death of any process. Raises LedgerError."""
+        if isinstance(group.body, StoredBody):
+            return group
+        return group.stored(await self._batches.put(group.body))
+
+    async def close(self) -> None:
+        await self._batches.close()
+        self._segments.close()
+
+    def _append(self, bodies: list[bytes | memoryview]) -> list[StoredBody]:
+        try:
+            places = [self._segments.append(body) for body in bodies]
+            if self._shared:
+                self._segments.sync()
+        except OSError as error:
+            raise LedgerError(f"{self._folder} cannot be written: {error}; {CONTENT_INTACT}") from error
+        return places
 
 
 def segments_of(ledger: Path) -> Path:
@@ -108,12 +138,20 @@ def segments_of(ledger: Path) -> Path:
     return ledger.with_suffix(".segments")
 
 
-def segment_path(folder: Path, number: int) -> Path:
-    return folder / f"{number:08d}{SUFFIX}"
+def segments_in(folder: Path) -> list[Segment]:
+    """All segments in the folder, in the order of their names."""
+    if not folder.is_dir():
+        return []
+    names = (_NAME.fullmatch(name) for name in sorted(os.listdir(folder)))
+    return [Segment(name[1], name[2] or "", int(name[3])) for name in names if name]
 
 
-def segment_number(body: StoredBody) -> int:
-    return int(Path(body.path).stem)
+def segment_path(folder: Path, name: str) -> Path:
+    return folder / f"{name}{SUFFIX}"
+
+
+def segment_name(body: StoredBody) -> str:
+    return Path(body.path).stem
 
 
 def load(group: LeasedGroup) -> Group:

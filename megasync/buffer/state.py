@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from megasync.buffer.groups import LIVE, SCORES, TRAINED, UNFINISHED, GroupEntry, GroupIndex, GroupState
+from megasync.buffer.groups import LIVE, SCORES, TRAINED, UNFINISHED, GroupEntry, GroupIndex, GroupState, Partials
 from megasync.buffer.payload import Body, EncodedGroup, EncodedPartial, GroupHeader, LeasedGroup, TrajectoryHeader
 from megasync.concurrency.first_use import prepared
 from megasync.config.pacing import Pacing
@@ -322,12 +322,10 @@ class TrajectoryBuffer:
                 self._saw([partial.newest_version])
                 self._groups.changed(entry)
 
-    def partials(self, uid: str) -> dict[tuple[int, int], bytes]:
-        """A group's unfinished responses by (sample, turn), encoded. A commit or drop removes them."""
+    def partials(self, uid: str) -> Partials:
+        """A group's unfinished responses, or what loads them, by (sample, turn). A commit or drop removes them."""
         entry = self._groups.find(uid)
-        if entry is None:
-            return {}
-        return {key: partial() if callable(partial) else partial for key, partial in entry.partials.items()}
+        return {} if entry is None else dict(entry.partials)
 
     # Training side
 

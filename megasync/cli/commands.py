@@ -618,10 +618,8 @@ def chaos(
     overrides: Overrides = None,
     kill: Annotated[
         str,
-        typer.Option(
-            help="Kinds of processes to kill: server, router, rank, buffer, worker, controller. Empty for none."
-        ),
-    ] = "server,router,rank,buffer",
+        typer.Option(help="Kinds of processes to kill: server, router, rank, worker, controller. Empty for none."),
+    ] = "server,router,rank",
     minutes: Annotated[
         float, typer.Option(min=0.1, help="Duration of the experiment in minutes, from the start of the run.")
     ] = 10.0,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -42,18 +42,17 @@ log = logging.getLogger(__name__)
 DevicesOf = Callable[[int], Awaitable[str]]
 
 
-class ModelClient(Protocol):
-    """Sends requests to a model's servers."""
+class ModelUsers(Protocol):
+    """Learns which servers of a model, named by its key, there are."""
 
-    def add_server(self, server: ServerControl) -> None: ...
-    def remove_server(self, url: str) -> None: ...
-    def metrics(self) -> dict[str, float]: ...
+    def add_server(self, model: str, url: str) -> None: ...
+    def remove_server(self, model: str, url: str) -> None: ...
 
 
 class FrozenServers:
-    """Starts, supervises and stops the servers; notifies `clients` of those that come up and go.
+    """Starts, supervises and stops the servers; notifies `users` of those that come up and go.
 
-    Models, and their clients, are named by their configuration keys, such as `auxiliary_models.refiner`.
+    Models are named by their configuration keys, such as `auxiliary_models.refiner`.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class FrozenServers:
         device: Device,
         pools: Pools,
         keys: Keys,
-        clients: Mapping[str, ModelClient],
+        users: ModelUsers,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -71,7 +70,7 @@ class FrozenServers:
         self._device = device
         self._pools = pools
         self._keys = keys
-        self._clients = clients
+        self._users = users
         self._clock = clock
         self._models = frozen_models(config)
         self._slots: dict[str, list[ServerSlot]] = {key: [] for key in self._models}
@@ -110,13 +109,13 @@ class FrozenServers:
         return [slot.described(frozen_name(key, slot.index)) for key, slots in self._slots.items() for slot in slots]
 
     def metrics(self) -> dict[str, float]:
-        """Per model: servers that are up, restarts, and the client's counters."""
+        """Per model: servers that are up, and restarts."""
         metrics: dict[str, float] = {}
         for key, slots in self._slots.items():
             values = {
                 "servers": float(sum(slot.health.up for slot in slots)),
                 "restarts": float(self._restarts[key]),
-            } | self._clients[key].metrics()
+            }
             metrics |= {f"{key.replace('.', '/')}/{name}": value for name, value in values.items()}
         return metrics
 
@@ -177,15 +176,15 @@ class FrozenServers:
         return slot
 
     def _on_change(self, key: str, slot: ServerSlot, before: ServerState) -> None:
-        state, client = slot.health.state, self._clients[key]
+        state = slot.health.state
         self._faults.changed(frozen_name(key, slot.index), slot, before)
         if state.up and not before.up and slot.control:
             self._restarts[key] += slot.starts > 1
-            client.add_server(slot.control)
+            self._users.add_server(key, slot.url)
             # Its weights never change.
             slot.note(slot.health.synced)
         elif before.up and not state.up:
-            client.remove_server(slot.url)
+            self._users.remove_server(key, slot.url)
         if state is ServerState.RETIRED:
             self._slots[key].remove(slot)
             self._last_retired[key] = f"The last server lost was {slot.index}: {slot.health.reason}"

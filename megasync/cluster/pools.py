@@ -107,6 +107,11 @@ class Pools:
         node = self._nodes[pool, slot] = table["bundles_to_node_id"][bundle]
         await self._agents.ended(node, process)
 
+    @property
+    def several_nodes(self) -> bool:
+        """Whether processes of the run may be on other machines than this one."""
+        return len(ray.nodes()) > 1
+
     def node(self, pool: str, slot: int) -> str:
         """The Ray id of the node of a slot whose process is waited for (`ended`); empty where it is not known."""
         return self._nodes.get((pool, slot), "")

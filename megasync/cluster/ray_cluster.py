@@ -17,7 +17,7 @@ from megasync.errors import MegasyncError
 
 log = logging.getLogger(__name__)
 
-# Actors without a device (buffer, router) still need a worker slot each in Ray's accounting of processes.
+# Actors without a device (router, workers) still need a worker slot each in Ray's accounting of processes.
 SPARE_CPUS = 2
 OBJECT_STORE_BYTES = 512 * 1024**2
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 
-from megasync.buffer import AsyncBuffer
 from megasync.errors import ConfigError
-from megasync.rollout.remote_worker import RolloutWorker
+from megasync.rollout.worker_link import RolloutWorker
 from megasync.serving.process_watch import ProcessWatch
 from megasync.serving.router import Router
 from megasync.serving.server import FrozenModelServer, SGLangServer
@@ -47,17 +46,6 @@ ROLES = {
         Role("rollout_worker", "rollout", RolloutWorker, ("prepare", "clock", "open", "poll", "send")),
         # One on each node that has servers.
         Role("node_agent", None, ProcessWatch, ("ended", "stacks")),
-        Role(
-            "buffer",
-            None,
-            AsyncBuffer,
-            (
-                *("admit", "commit", "drop", "reclaim", "save_partials", "partials", "unfinished"),
-                *("lease", "ack", "step_failed", "publish", "rollback", "checkpointed", "close"),
-                *("before_checkpoint", "counts", "waiting"),
-                *("pid", "open", "opening", "listen", "batch"),
-            ),
-        ),
     )
 }
 

@@ -1,4 +1,4 @@
-"""Rollout workers in processes of their own, restarted when they die or hang, and the buffer as they reach it.
+"""Rollout workers: one in the driver, or processes of their own, which are restarted when they die or hang.
 
     starts ──▶ up: polled, given groups ──died, or no answer for `timeouts.rollout_worker`──▶ lost ──▶ killed, replaced
 
@@ -28,9 +28,7 @@ from ray import cloudpickle
 from ray.exceptions import RayActorError
 
 from megasync.base.importing import name_of
-from megasync.buffer.payload import EncodedGroup, EncodedPartial
 from megasync.cluster.actors import ANSWER_SECONDS, EXIT_SECONDS, ActorGroup, kill_process
-from megasync.cluster.buffer_calls import BufferCalls
 from megasync.cluster.pools import Pools
 from megasync.cluster.roles import ROLES
 from megasync.concurrency.foreign import explain, invoke, shown
@@ -44,7 +42,16 @@ from megasync.observe.hang import NO_REPORTS, HangSink, RunProcess
 from megasync.observe.state_file import ProcessState
 from megasync.rollout.placement import Placement
 from megasync.rollout.quarantine import Quarantine
-from megasync.rollout.remote_worker import MARK, Message, Report, WorkerEnd, WorkerLink, WorkerProcess
+from megasync.rollout.worker_link import (
+    MARK,
+    Message,
+    PolledEnd,
+    Questions,
+    RemoteProcess,
+    Report,
+    WorkerLink,
+    WorkerProcess,
+)
 from megasync.serving.restart_budget import RestartBudget
 from megasync.trajectory import Prompt
 
@@ -55,13 +62,13 @@ log = logging.getLogger(__name__)
 # Seconds for workers to learn of a new version before servers may hold it. A worker that is busy longer discards
 # answers of that version, and requests them again.
 ANNOUNCE_SECONDS = 1.0
-# Deadline of a call of a worker to the buffer, in seconds, and the wait before the call is repeated.
-CALL_SECONDS = 60.0
-REPEAT_SECONDS = 0.5
 
 
 class RolloutWorkers:
-    """`rollout.workers` processes. `make_process(number)` makes one, which is started later."""
+    """The rollout workers: `rollout.workers` processes, or one in the driver.
+
+    `make_process(number)` makes a worker's process, which is started later.
+    """
 
     def __init__(
         self,
@@ -71,19 +78,23 @@ class RolloutWorkers:
         on_invalid_answer: Callable[[], None],
         poison_folder: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
+        questions: Questions | None = None,
     ) -> None:
-        """Reports of prompts that kill workers are written to `poison_folder`."""
+        """Reports of prompts that kill workers are written to `poison_folder`. `questions` answer those of workers."""
         self._config = config
         self._timeouts = config.timeouts
         self._make_process = make_process
         self._quarantine = quarantine
         self._on_invalid_answer = on_invalid_answer
         self._clock = clock
+        self._questions = questions or {}
+        quarantine.follow(partial(self.tell, "watch", ""))
         self._links: dict[int, WorkerLink] = {}
         self._processes: dict[int, WorkerProcess] = {}
         self.reports: HangSink = NO_REPORTS
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._followers: list[tuple[Callable[[WorkerLink], None], Callable[[WorkerLink], None]]] = []
+        self._servers: dict[str, list[str]] = {}
         # Commands that a worker gets when it starts: the last of each name and subject.
         self._states: dict[tuple[str, str], Message] = {}
         self._budgets: dict[int, RestartBudget] = {}
@@ -91,7 +102,7 @@ class RolloutWorkers:
         self.placement: Placement[Any] = Placement(poison_folder, lambda number: self._budgets[number].refund(), clock)
         self.placement.follow(self._wake)
         self._placeable = asyncio.Event()
-        self._questions = 0
+        self._asked = 0
         self._last_retired = ""
         self.events: EventSink = NO_EVENTS
         # Of each worker: its state, why, and since when.
@@ -99,7 +110,7 @@ class RolloutWorkers:
 
     async def start(self) -> None:
         """Starts all workers concurrently. Raises MegasyncError when one does not start."""
-        numbers, health = range(self._config.rollout.workers), self._config.rollout.health
+        numbers, health = range(max(1, self._config.rollout.workers)), self._config.rollout.health
         processes = [self._make_process(number) for number in numbers]
         try:
             await gather_or_cancel(*(process.start(self._timeouts.server_start) for process in processes))
@@ -125,6 +136,15 @@ class RolloutWorkers:
         for link in self._links.values():
             link.tell(name, *arguments)
 
+    def add_server(self, model: str, url: str) -> None:
+        """Lets the workers use a server: of the rollout pool under "", of a frozen model under its key."""
+        self._servers.setdefault(model, []).append(url)
+        self.tell("set_servers", model, model, list(self._servers[model]))
+
+    def remove_server(self, model: str, url: str) -> None:
+        self._servers[model].remove(url)
+        self.tell("set_servers", model, model, list(self._servers[model]))
+
     async def announce(self, published: int, newest: int) -> None:
         """Tells every worker the published version, and the newest that any server may hold from now on."""
         self._states["set_versions", ""] = ("set_versions", (published, newest))
@@ -141,8 +161,8 @@ class RolloutWorkers:
 
         Raises what the worker raised, and PoisonPrompt for a prompt that kills workers. `about` names the prompt.
         """
-        self._questions += 1
-        key = f"{about}#{self._questions}"
+        self._asked += 1
+        key = f"{about}#{self._asked}"
         try:
             while True:
                 placeable = self._placeable
@@ -186,7 +206,7 @@ class RolloutWorkers:
         ]
 
     def states(self) -> list[ProcessState]:
-        """Every worker, for `state.json`."""
+        """Every worker that is a process, for `state.json`."""
         return [
             ProcessState(
                 name=worker_name(number),
@@ -196,6 +216,7 @@ class RolloutWorkers:
                 running=link.status.inflight_requests if (link := self._links.get(number)) else None,
             )
             for number, (state, reason, since) in sorted(self._states_of.items())
+            if self._config.rollout.workers
         ]
 
     def _note(self, number: int, state: str, reason: str = "") -> None:
@@ -231,14 +252,14 @@ class RolloutWorkers:
 
     async def _follow_process(self, number: int, process: WorkerProcess) -> str:
         """Uses a started process until it is lost, and ends it. Returns why it was lost."""
+        client = object()
         link = WorkerLink(
             f"Rollout worker {number}",
-            self._quarantine,
-            self._on_invalid_answer,
-            patience=self._timeouts.rollout_worker,
-            halt_seconds=self._timeouts.shutdown,
-            clock=self._clock,
+            {"invalid_answer": self._on_invalid_answer, "end": partial(self._quarantine.end, client)},
+            {"enter": partial(self._quarantine.enter, client), **self._questions},
+            self._timeouts.shutdown,
         )
+        connection = process.connect(link, self._timeouts.rollout_worker)
         for name, arguments in self._states.values():
             link.tell(name, *arguments)
         self._links[number], self._processes[number] = link, process
@@ -249,7 +270,7 @@ class RolloutWorkers:
         self._wake()
         loss, died = ProcessLost("it was stopped"), False
         try:
-            await link.run(process)
+            await connection
         except ProcessLost as error:
             loss, died = error, True
             self.events.fault(worker_name(number), str(loss))
@@ -261,14 +282,15 @@ class RolloutWorkers:
             for _, on_lost in self._followers:
                 on_lost(link)
             link.lose(loss)
+            self._quarantine.lost(client)
             await process.kill()
         return str(loss)
 
 
-class WorkerActor:
-    """A `WorkerProcess` in a Ray actor, without a device, on one of the nodes of the rollout pool."""
+class WorkerActor(RemoteProcess):
+    """A worker in a Ray actor, without a device, on one of the nodes of the rollout pool."""
 
-    def __init__(self, number: int, pools: Pools, build: Callable[[float], Awaitable[WorkerEnd]]) -> None:
+    def __init__(self, number: int, pools: Pools, build: Callable[[float], Awaitable[PolledEnd]]) -> None:
         self._number = number
         self._options = pools.node_options("rollout", number)
         self._build = build
@@ -335,50 +357,6 @@ def _kill_family(pid: int, mark: str) -> list[int]:
     """Kills a worker of this node and what it has started. Returns the ids of processes that remain."""
     kill_process(pid, ROLES["rollout_worker"].actor.__name__)
     return kill_orphans(pid, MARK, mark, EXIT_SECONDS)
-
-
-class WorkerBuffer:
-    """The buffer as a worker reaches it: `use` names its process. Calls are repeated until one is answered.
-
-    When the buffer's process dies, its owner starts another and names it. The calls of the buffer may be repeated.
-    """
-
-    def __init__(self) -> None:
-        self._actor: ActorGroup
-        self._calls: BufferCalls
-        self._opened: asyncio.Task[Any] | None = None
-
-    def use(self, handle: Any) -> None:
-        """Calls this process from now on. It may still have to read its ledger."""
-        self._actor = ActorGroup("buffer", [handle])
-        self._calls = BufferCalls(self._actor, CALL_SECONDS)
-        self._opened = None
-
-    async def commit(self, group: EncodedGroup) -> bool:
-        return await self._call("commit", group)
-
-    async def drop(self, uid: str, reason: str) -> bool:
-        return await self._call("drop", uid, reason)
-
-    async def partials(self, uid: str) -> dict[tuple[int, int], bytes]:
-        return await self._call("partials", uid)
-
-    async def save_partials(self, partials: dict[tuple[str, int, int], EncodedPartial]) -> None:
-        await self._call("save_partials", partials)
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        while True:
-            actor = self._actor
-            try:
-                if self._opened is None:
-                    self._opened = asyncio.ensure_future(actor.call_one(0, "open", timeout=None))
-                await asyncio.shield(self._opened)
-                return (await self._calls.call(method, *arguments)).value
-            except ProcessLost as loss:
-                log.info("Repeating a call to the buffer: %s", loss)
-                if self._actor is actor:
-                    self._opened = None
-                await asyncio.sleep(REPEAT_SECONDS)
 
 
 def worker_name(number: int) -> str:

@@ -482,9 +482,7 @@ class Controller:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             await self._watch_servers()
-            # A restarted buffer answers once it has read its ledger; that read has deadlines of its own.
-            with self._watchdog.bounded():
-                await self._show_rollout()
+            await self._show_rollout()
             if self._finishing or not self._begun.is_set():
                 # Evaluations have deadlines of their own.
                 continue
@@ -501,8 +499,7 @@ class Controller:
         await self._fleet.watch()
         if self._frozen_models is not None:
             await self._frozen_models.watch()
-        if self._rollout_workers is not None:
-            await self._rollout_workers.watch()
+        await self._rollout_workers.watch()
 
     async def _show_rollout(self) -> None:
         waiting = await self._buffer.waiting()

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megasync.buffer import AsyncBuffer
 from megasync.buffer.payload import LeasedGroup
-from megasync.buffer.state import BufferCounts, CheckpointedBuffer, FailedStep
 from megasync.observe.events import EventSink
 from megasync.observe.hang import NO_REPORTS, HangSink
-from megasync.rollout.destination import Destination
+from megasync.rollout.client import Destination
 
 
 class SavedCheckpoint(Protocol):
@@ -194,21 +194,6 @@ class RolloutLoop(Protocol):
     def metrics(self) -> dict[str, float]: ...
 
 
-class TrainingBuffer(Protocol):
-    """The training side of the trajectory buffer; see `megasync.buffer.AsyncBuffer`."""
-
-    async def lease(self, step: int, version: int) -> list[LeasedGroup]: ...
-    async def ack(self, step: int) -> None: ...
-    async def step_failed(self, step: int, attempts: int, most_in_a_row: int) -> FailedStep: ...
-    async def publish(self, version: int) -> None: ...
-    async def rollback(self, step: int, version: int) -> None: ...
-    async def checkpointed(self, step: int, oldest_kept: int) -> None: ...
-    async def close(self, reason: str) -> None: ...
-    async def counts(self) -> BufferCounts: ...
-    async def before_checkpoint(self) -> CheckpointedBuffer: ...
-    async def waiting(self) -> dict[str, str]: ...
-
-
 class FrozenModels(Protocol):
     """Servers of reward and auxiliary models. They restart on their own and take no part in weight syncs."""
 
@@ -218,8 +203,8 @@ class FrozenModels(Protocol):
         """Raises when a model has no server left and none can be restarted."""
 
 
-class RolloutProcesses(Protocol):
-    """Rollout workers in processes of their own, which are replaced when they are lost."""
+class RolloutCrew(Protocol):
+    """The rollout workers, which are replaced when they are lost."""
 
     async def announce(self, published: int, newest: int) -> None:
         """Tells them the published version, and the newest that any server may hold from now on."""
@@ -256,8 +241,9 @@ class ControlledParts:
 
     trainer: Trainer
     publisher: WeightPublisher
-    buffer: TrainingBuffer
+    buffer: AsyncBuffer
     rollouter: RolloutLoop
+    rollout_workers: RolloutCrew
     fleet: ServerFleet
     observer: Observer
     # Returns the prompt source's position, for a checkpoint.
@@ -268,7 +254,6 @@ class ControlledParts:
     # Those of `sync.transport=adapters`.
     held_adapters: HeldAdapters | None = None
     frozen_models: FrozenModels | None = None
-    rollout_workers: RolloutProcesses | None = None
     # `export(path)` writes a checkpoint as a Hugging Face folder; None if nobody wants any.
     export: Callable[[Path], Awaitable[None]] | None = None
     # Writes hang reports.

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megasync.errors import EvaluationAbandoned, SyncError
-from megasync.rollout.destination import Destination
+from megasync.rollout.client import Destination
 
 if TYPE_CHECKING:
     from megasync.config import Config

@@ -81,8 +81,7 @@ class FleetSync:
         return metrics
 
     async def _announce(self) -> None:
-        if self._workers is not None:
-            await self._workers.announce(self._progress.version, self._progress.claimed)
+        await self._workers.announce(self._progress.version, self._progress.claimed)
 
     async def sync_joiners(self) -> None:
         """Brings joiners the published version, so that they serve. The fleet gives up on one that fails too often."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megasync.buffer.durable import begin_ledger, resume_ledger
+from megasync.buffer.beginning import begin_ledger, resume_ledger
 from megasync.buffer.ledger import begun
 from megasync.config.schema import ScheduleConfig
 from megasync.control.progress import Progress

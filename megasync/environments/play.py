@@ -8,7 +8,7 @@ from megasync.config.schema import EnvironmentConfig
 from megasync.environments.pool import EnvironmentPool
 from megasync.environments.protocol import environment_factory
 from megasync.observe import trace
-from megasync.rollout.sample_client import SampleClient
+from megasync.rollout.workflow import SampleClient
 from megasync.trajectory import Trajectory
 
 

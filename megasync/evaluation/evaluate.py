@@ -20,10 +20,9 @@ from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import DataError
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.observe import trace
-from megasync.rollout.destination import ANYWHERE, Destination
+from megasync.rollout.client import ANYWHERE, Destination
 from megasync.rollout.inflight import RequestGate
-from megasync.rollout.sample_client import Client, SampleClient, request_seed
-from megasync.rollout.workflow import TrajectoryCheck, Workflow, call_workflow
+from megasync.rollout.workflow import Client, SampleClient, TrajectoryCheck, Workflow, call_workflow, request_seed
 from megasync.trajectory import Prompt
 
 log = logging.getLogger(__name__)
@@ -105,9 +104,9 @@ async def evaluate(
 
     async def work() -> None:
         for job in jobs:
-            held_out_answer = await answer(*job)
-            counts[held_out_answer.held_out, held_out_answer.temperature].add(held_out_answer)
-            on_answer(held_out_answer)
+            result = await answer(*job)
+            counts[result.held_out, result.temperature].add(result)
+            on_answer(result)
 
     tasks = [asyncio.create_task(work(), name=f"evaluation {n}") for n in range(max_inflight)]
     try:

@@ -17,7 +17,7 @@ from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import EvaluationAbandoned
 from megasync.evaluation.evaluate import AnswerAt, HeldOutAnswer, evaluate, metrics_of
 from megasync.evaluation.held_out import HeldOutSet
-from megasync.rollout.destination import Destination
+from megasync.rollout.client import Destination
 from megasync.trajectory import Prompt
 
 

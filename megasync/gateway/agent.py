@@ -17,7 +17,7 @@ from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.errors import DataError, ServerError
 from megasync.gateway.agent_loop import AgentLoop
 from megasync.gateway.server import Gateway
-from megasync.rollout.sample_client import SampleClient
+from megasync.rollout.workflow import SampleClient
 from megasync.trajectory import Trajectory, finite_float
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megasync.data.text_codec import TextCodec
-from megasync.rollout.generation import Generation, Reply
+from megasync.rollout.conversation import Reply
+from megasync.rollout.generation import Generation
 from megasync.trajectory.runs import IntArray
 
 Decode = Callable[[Sequence[int] | IntArray], str]

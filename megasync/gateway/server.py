@@ -27,7 +27,7 @@ from megasync.gateway.chat_request import ChatBody, parse_chat
 from megasync.gateway.completion import Completion, deltas, finish_reason
 from megasync.gateway.errors import RequestError, as_request_error
 from megasync.gateway.session import Session
-from megasync.rollout.sample_client import SampleClient
+from megasync.rollout.workflow import SampleClient
 
 log = logging.getLogger(__name__)
 

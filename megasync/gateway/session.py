@@ -25,8 +25,8 @@ from megasync.gateway.chat_request import ChatBody, sampling_options, tool_schem
 from megasync.gateway.completion import LiveText, token_logprobs
 from megasync.gateway.errors import RequestError
 from megasync.gateway.transcript import Transcript
-from megasync.rollout.generation import Reply
-from megasync.rollout.sample_client import SampleClient
+from megasync.rollout.conversation import Reply
+from megasync.rollout.workflow import SampleClient
 from megasync.trajectory.runs import IntArray
 
 # A reply, and the message that the agent receives for it.

@@ -20,7 +20,7 @@ import msgspec
 
 from megasync.data.messages import as_message
 from megasync.gateway.chat_request import Message
-from megasync.rollout.generation import Reply
+from megasync.rollout.conversation import Reply
 
 # The latest requests of a session whose messages are kept, for agents that alternate between conversations.
 _REQUESTS_KEPT = 8

@@ -18,17 +18,21 @@ request at its server, even if the router dies: at the next piece of a stream, o
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 import ssl
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import aiohttp
+import numpy as np
 import orjson
+from aiohttp.abc import AbstractStreamWriter
+from numpy.typing import NDArray
 
 from megasync.concurrency.tasks import Backoff
 from megasync.config import Config
@@ -37,15 +41,12 @@ from megasync.errors import ContextLengthExceeded, DataError, InvalidAnswer, Ser
 from megasync.layout.routes import RouteFormat
 from megasync.rollout.auxiliary import AuxiliaryModel
 from megasync.rollout.chat import Chat, ToolLike
-from megasync.rollout.conversation import Conversation
-from megasync.rollout.destination import ANYWHERE, Destination
-from megasync.rollout.generation import Generation, Reply
+from megasync.rollout.conversation import Conversation, Reply
+from megasync.rollout.generation import Generation
 from megasync.rollout.partials import PartialResponse, request_digest
-from megasync.rollout.quarantine import Quarantine, Ticket
+from megasync.rollout.quarantine import QuarantineClient, Ticket
 from megasync.rollout.reply_parser import ReplyParser
-from megasync.rollout.request_body import RequestBody
 from megasync.rollout.sampling import base_params, check_trained, merge_params, truncates
-from megasync.rollout.shared_prompts import SharedPrompts
 from megasync.rollout.tokens import Tokens
 from megasync.serving.answers import AnswerLimits, StreamedError, events, read_bounded, read_generated, read_scored
 from megasync.serving.control import ServerControl
@@ -135,6 +136,119 @@ class EngineScores:
     given: list[float]
 
 
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a request goes that asks for certain weights, in place of the newest published ones.
+
+    `server` is the URL of the server that answers, `adapter` the name of the adapter that any server answers with.
+
+    Without both, the router chooses the server, which answers with what it holds.
+    """
+
+    server: str | None = None
+    adapter: str | None = None
+
+
+ANYWHERE = Destination()
+
+
+class _Shared:
+    """The requests under way with one routing key and prompt."""
+
+    def __init__(self, prompt: Tokens) -> None:
+        self.prompt = prompt
+        self.requests = 0
+        # Whether a server has computed the prompt, and whether a request that may show it is under way.
+        self.computed = False
+        self.led = False
+        self.changed = asyncio.Event()
+
+    def tell(self, *, computed: bool) -> None:
+        self.computed, self.led = self.computed or computed, False
+        self.changed.set()
+
+
+class SharedPrompts:
+    """Lets one of several requests with the same routing key and prompt go ahead. For one event loop.
+
+    The samples of a group begin with the same prompt at the same time. A server that takes several of them into one
+    prefill computes the prompt for each, because none of them is in its cache yet. So the first one goes ahead, and the
+    others are sent when it has its first token. That helps where a group's requests go to one server.
+
+    Every wait ends with the first token or with the end of the request that goes ahead.
+    """
+
+    def __init__(self) -> None:
+        self._shared: dict[str, _Shared] = {}
+
+    @asynccontextmanager
+    async def request(self, key: str, prompt: Tokens) -> AsyncIterator[Callable[[], None]]:
+        """Entered when the request may be sent. Yields a function to be called when its first token has arrived."""
+        shared = self._shared.setdefault(key, _Shared(prompt))
+        if shared.prompt != prompt:
+            # Another turn, or an agent with several prompts.
+            yield lambda: None
+            return
+        shared.requests += 1
+        leads = False
+        try:
+            while shared.led and not shared.computed:
+                await shared.changed.wait()
+            if not shared.computed:
+                leads = shared.led = True
+                shared.changed.clear()
+            yield lambda: shared.tell(computed=True)
+        finally:
+            if leads and not shared.computed:
+                shared.tell(computed=False)
+            shared.requests -= 1
+            if not shared.requests:
+                del self._shared[key]
+
+
+_BODY_BEGIN, _BODY_END = b'{"input_ids":[', b"],"
+# An id, blanks and a comma. JSON allows blanks between a number and a comma.
+_WIDTH = 8
+
+
+class RequestBody(aiohttp.payload.Payload):
+    """The JSON object `{"input_ids": [...], **rest}`, which becomes text only while it is sent.
+
+    A request waits for its answer far longer than it takes to send. Its body must therefore not hold the text of its
+    ids, 256 kB for 32k tokens, but only the ids, whose array belongs to the conversation. Ids are in [0, vocab_size),
+    and there is at least one.
+    """
+
+    def __init__(self, ids: Tokens, vocab_size: int, rest: dict[str, Any]) -> None:
+        super().__init__(ids, content_type="application/json")
+        self._ids = ids.array
+        self._texts = _texts(vocab_size)
+        self._rest = _BODY_END + orjson.dumps(rest)[1:]
+        # The last comma is left out.
+        self._size = len(_BODY_BEGIN) + _WIDTH * self._ids.size - 1 + len(self._rest)
+
+    def text(self) -> bytes:
+        ids = self._texts.take(self._ids).view(np.uint8)[:-1]
+        return b"".join((_BODY_BEGIN, ids.data, self._rest))
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return self.text().decode(encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        await writer.write(self.text())
+
+
+@functools.lru_cache(maxsize=4)
+def _texts(vocab_size: int) -> NDArray[np.uint64]:
+    """The text of each id, as the bytes of one number, [vocab_size]: one look-up is faster than formatting digits."""
+    if vocab_size > 10 ** (_WIDTH - 1):
+        raise ValueError(f"a vocabulary of {vocab_size} ids, and at most {10 ** (_WIDTH - 1)} are supported")
+    digits = np.arange(vocab_size).astype(f"S{_WIDTH}").view(np.uint8).reshape(vocab_size, _WIDTH)
+    digits[digits == 0] = ord(" ")
+    digits[:, -1] = ord(",")
+    return digits.view(np.uint64)[:, 0]
+
+
 class _Sending:
     """What the requests of one generation have in common, and how its attempts went.
 
@@ -192,7 +306,7 @@ class RolloutClient:
         *,
         api_key: str | None = None,
         trust: ssl.SSLContext | None = None,
-        quarantine: Quarantine | None = None,
+        quarantine: QuarantineClient | None = None,
         on_invalid_answer: Callable[[], None] = lambda: None,
         auxiliary: Mapping[str, AuxiliaryModel] | None = None,
     ) -> None:
@@ -224,10 +338,16 @@ class RolloutClient:
         self._session: aiohttp.ClientSession | None = None
         self._invalid_answers = 0
         self._random = random.Random()
-        # The newest weight version that any server can hold; None if unknown.
-        self.newest_version: Callable[[], int | None] = lambda: None
-        # The published version, which every serving server holds at least; None if unknown.
-        self.published_version: Callable[[], int | None] = lambda: None
+        # The published version, which every serving server holds at least, and the newest that any can hold.
+        self._published: int | None = None
+        self._newest: int | None = None
+
+    def set_versions(self, published: int, newest: int) -> None:
+        """Discards answers from now on whose tokens are of versions that no server can hold.
+
+        Every serving server holds at least the `published` version, and none a newer one than the `newest`.
+        """
+        self._published, self._newest = published, newest
 
     def add_server(self, server: ServerControl) -> None:
         self.servers.append(server)
@@ -350,8 +470,8 @@ class RolloutClient:
         Raises DataError for a model that the configuration does not name.
         """
         if model not in self._auxiliary:
-            known = ", ".join(self._auxiliary) or "none"
-            raise DataError(f"there is no auxiliary model {model!r}; auxiliary_models has {known}")
+            names = ", ".join(self._auxiliary) or "none"
+            raise DataError(f"there is no auxiliary model {model!r}; auxiliary_models has {names}")
         return await self._auxiliary[model].chat(messages, **sampling)
 
     @property
@@ -395,9 +515,9 @@ class RolloutClient:
                 sampled = read_generated(orjson.dumps(answer), AnswerLimits(self.vocab_size, ENGINE_TOKENS))
                 if not sampled.token_ids:
                     raise ServerError(f"{server.url}/generate: aborted before the first token")
-                whole = [*ids, *sampled.token_ids]
-                answer = await server.generate_on(pair, self._scoring(whole, 1), self._timeout)
-                scores = read_scored(answer, whole)
+                sequence = [*ids, *sampled.token_ids]
+                answer = await server.generate_on(pair, self._scoring(sequence, 1), self._timeout)
+                scores = read_scored(answer, sequence)
             except InvalidAnswer as error:
                 self._invalid_answers += 1
                 raise InvalidAnswer(f"{server.url}/generate: {error}") from error
@@ -539,14 +659,14 @@ class RolloutClient:
         sampling = body["sampling_params"]
         budget = sampling["max_new_tokens"]
         # What answers at a destination may be older than the published version.
-        published = self.published_version() if sending.destination == ANYWHERE else None
+        published = self._published if sending.destination == ANYWHERE else None
         parts.begin_request(budget, published)
         positions = len(ids) + budget - 1 - parts.first_requested
         limits = AnswerLimits(
             self.vocab_size,
             budget,
             sampling["stop"],
-            self.newest_version,
+            lambda: self._newest,
             sending.routes,
             positions,
             sending.support,

@@ -23,13 +23,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from megasync.errors import DataError, TemplateRefused
 from megasync.rollout.generation import Generation
 from megasync.rollout.tokens import Tokens
+from megasync.rollout.tools import ToolCall
 from megasync.trajectory import Trajectory
 from megasync.trajectory.turns import Turn
 
@@ -70,8 +71,8 @@ class _Text:
 
     def grown(self, text: str) -> _Text:
         """The text, sharing this one's characters if it begins with them."""
-        known = str(self)
-        return _Text(self, text[len(known) :]) if text.startswith(known) else _Text(None, text)
+        text_so_far = str(self)
+        return _Text(self, text[len(text_so_far) :]) if text.startswith(text_so_far) else _Text(None, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +158,10 @@ class Conversation:
         """
         turns = sorted(reversed(self._turns), key=lambda turn: -len(turn.prompt.messages))
         longest = next((turn for turn in turns if turn.is_continued_by(messages)), None)
-        known, guarded = ([], []) if longest is None else (longest.prompt.messages, longest.prompt.guarded)
+        shared, guarded = ([], []) if longest is None else (longest.prompt.messages, longest.prompt.guarded)
         # Copies, because the caller may change the messages later. Those of the earlier turn are shared with it.
-        added = [dict(message) for message in messages[len(known) :]]
-        messages, guarded, tools = [*known, *added], [*guarded, *map(template.guard, added)], list(tools)
+        added = [dict(message) for message in messages[len(shared) :]]
+        messages, guarded, tools = [*shared, *added], [*guarded, *map(template.guard, added)], list(tools)
         try:
             rendered = template.render(guarded, tools, answer=True)
         except TemplateRefused:
@@ -219,12 +220,12 @@ class Conversation:
         trajectories: list[Trajectory] = []
         trained: set[Generation] = set()
         for leaf in leaves:
-            own = self.metrics() | (metrics or {}) if leaf is leaves[-1] else None
+            sample_metrics = self.metrics() | (metrics or {}) if leaf is leaves[-1] else None
             trajectories.append(
                 leaf.trajectory(
                     reward,
                     text=self.generations[-1].text,
-                    metrics=own,
+                    metrics=sample_metrics,
                     untrained=frozenset(trained),
                     turn_rewards=of_turns,
                 )
@@ -238,6 +239,49 @@ class Conversation:
             "turns_realigned": float(self.realigned),
             "turns_forked": float(self.forked),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The assistant's turn of a chat, with all messages up to it."""
+
+    # The parsed answer is the last one: "content", and "tool_calls" and "reasoning_content" if present.
+    messages: list[dict[str, Any]]
+    generation: Generation
+    conversation: Conversation
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    # Number of tool calls that begin but that the parser of the model's format cannot parse.
+    malformed_calls: int = 0
+
+    @property
+    def text(self) -> str:
+        """Everything that the model wrote, including reasoning and tool calls."""
+        return self.generation.text
+
+    @property
+    def content(self) -> str:
+        """The text without reasoning and tool calls."""
+        return self.messages[-1]["content"]
+
+    @property
+    def finish_reason(self) -> str:
+        return self.generation.finish_reason
+
+    def trajectory(self, reward: float | None = None, metrics: dict[str, float] | None = None) -> Trajectory:
+        """Return the line of turns that ends with this reply as one trajectory.
+
+        If the conversation forked, use `trajectories`, which includes the other lines.
+        """
+        return self.generation.trajectory(reward, metrics=self.conversation.metrics() | (metrics or {}))
+
+    def trajectories(
+        self,
+        reward: float | None = None,
+        metrics: dict[str, float] | None = None,
+        turn_rewards: Sequence[float] | None = None,
+    ) -> list[Trajectory]:
+        """Return all lines, with every sampled token trained once; see `Conversation.trajectories`."""
+        return self.conversation.trajectories(reward, metrics, turn_rewards)
 
 
 def _with_stand_in(
@@ -306,8 +350,8 @@ def _renders_unchanged(template: Template, turn: _Turn, guarded: Messages, tools
     count, prompt = len(turn.prompt.messages), str(turn.prompt.rendered)
     before, done = (template.render(guarded[:number], tools, answer=False) for number in (count, count + 1))
     return any(
-        prompt.startswith(known) and grown.startswith(known) and rendered.startswith(grown)
-        for known in (before, *template.unended(before))
+        prompt.startswith(earlier) and grown.startswith(earlier) and rendered.startswith(grown)
+        for earlier in (before, *template.unended(before))
         for grown in (done, *template.unended(done))
     )
 
@@ -320,9 +364,9 @@ def _after_answer(template: Template, turn: _Turn, guarded: Messages, tools: Mes
         return None
     # Where the text begins that the answer's tokens do not have, for each mark.
     rests = [
-        (found, found + len(mark) * known)
+        (position, position + len(mark) * known)
         for mark, known in template.closings(turn.generation, calls="tool_calls" in marked[number])
-        if (found := text.find(mark, at)) >= 0
+        if (position := text.find(mark, at)) >= 0
     ]
     return text[min(rests)[1] :] if rests else None
 
@@ -378,8 +422,8 @@ def _cuts(template: Template, prompt: ChatPrompt, first: int, tokens: int) -> li
     rest = rest[-len(added) - sum(map(len, marks)) :]
     pieces: list[str] = []
     for mark in marks:
-        piece, found, rest = rest.partition(mark)
-        pieces += [piece] if found else []
+        piece, separator, rest = rest.partition(mark)
+        pieces += [piece] if separator else []
     if starts is None or len(starts) != tokens or len(pieces) != len(marks) or "".join(pieces) + rest != added:
         return None
     cuts = [bisect_left(starts, at) for at in accumulate(map(len, pieces[:-1]))]

@@ -8,8 +8,7 @@ version of its own generation. Tokens between two generations (tool output, temp
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +18,6 @@ from megasync.trajectory import ROUTES, SUPPORT, SUPPORT_SIZES, TOKEN_REWARDS, T
 from megasync.trajectory.runs import FloatArray, Runs, float_array
 from megasync.trajectory.support import Support
 from megasync.trajectory.turns import ANSWER, Call, Turn
-
-if TYPE_CHECKING:
-    from megasync.rollout.conversation import Conversation
-    from megasync.rollout.tools import ToolCall
 
 
 class Generation:
@@ -171,52 +166,9 @@ class Generation:
         for generation in line:
             start, end = len(generation.prompt), len(generation.tokens)
             between = [turn for turn in generation.added if at <= turn.start]
-            whole = bool(between) and (between[0].start, between[-1].end) == (at, start)
+            complete = bool(between) and (between[0].start, between[-1].end) == (at, start)
             if at < start:
-                yield from (turn.moved(-prompt) for turn in (between if whole else [Turn(at, start)]))
+                yield from (turn.moved(-prompt) for turn in (between if complete else [Turn(at, start)]))
             if start < end:
                 yield Turn(start - prompt, end - prompt, ANSWER, calls=generation.calls)
             at = end
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """The assistant's turn of a chat, with all messages up to it."""
-
-    # The parsed answer is the last one: "content", and "tool_calls" and "reasoning_content" if present.
-    messages: list[dict[str, Any]]
-    generation: Generation
-    conversation: Conversation
-    tool_calls: list[ToolCall] = field(default_factory=list)
-    # Number of tool calls that begin but that the parser of the model's format cannot parse.
-    malformed_calls: int = 0
-
-    @property
-    def text(self) -> str:
-        """Everything that the model wrote, including reasoning and tool calls."""
-        return self.generation.text
-
-    @property
-    def content(self) -> str:
-        """The text without reasoning and tool calls."""
-        return self.messages[-1]["content"]
-
-    @property
-    def finish_reason(self) -> str:
-        return self.generation.finish_reason
-
-    def trajectory(self, reward: float | None = None, metrics: dict[str, float] | None = None) -> Trajectory:
-        """Return the line of turns that ends with this reply as one trajectory.
-
-        If the conversation forked, use `trajectories`, which includes the other lines.
-        """
-        return self.generation.trajectory(reward, metrics=self.conversation.metrics() | (metrics or {}))
-
-    def trajectories(
-        self,
-        reward: float | None = None,
-        metrics: dict[str, float] | None = None,
-        turn_rewards: Sequence[float] | None = None,
-    ) -> list[Trajectory]:
-        """Return all lines, with every sampled token trained once; see `Conversation.trajectories`."""
-        return self.conversation.trajectories(reward, metrics, turn_rewards)

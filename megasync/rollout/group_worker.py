@@ -6,7 +6,7 @@ Trainer ranks record the responses of groups that are trained, workers some of t
 answers (`DropRecord`).
 
 A worker owns everything that belongs to a group and to its requests: the gate that they pass, partial responses,
-rewards, metrics. It runs on one event loop, in the driver or in a process of its own (`remote_worker`), and knows
+rewards, metrics. It runs on one event loop, in the driver or in a process of its own (`worker_link`), and knows
 neither Ray nor other workers.
 
 Invariant: every started group ends in exactly one `GroupEnded`, after its `commit` or `drop`, unless the worker is
@@ -44,15 +44,13 @@ from megasync.observe import trace
 from megasync.observe.rollouts import RolloutLog, is_sampled, nothing_sampled, recorded, rollout_bytes
 from megasync.rewards import RewardRunner
 from megasync.rewards.convention import ground_truth_of
-from megasync.rollout.drops import KILLS_SERVERS, Dropped
 from megasync.rollout.failures import UnexpectedErrors, is_infrastructure
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.metrics import Summary, WorkerMetrics, WorkerStatus, summarize
 from megasync.rollout.partials import PartialResponses
-from megasync.rollout.sample_client import Client, SampleClient, request_seed
-from megasync.rollout.selection import Selection
+from megasync.rollout.selection import KILLS_SERVERS, Dropped, Selection
 from megasync.rollout.teachers import Teachers
-from megasync.rollout.workflow import TrajectoryCheck, Workflow, call_workflow
+from megasync.rollout.workflow import Client, SampleClient, TrajectoryCheck, Workflow, call_workflow, request_seed
 from megasync.trajectory import BASELINE, TOKEN_REWARDS, Group, Prompt, Trajectory, by_sample, sample_rewards
 
 log = logging.getLogger(__name__)
@@ -63,7 +61,10 @@ BACKOFF_SECONDS = (1.0, 30.0)
 
 
 class GroupSink(Protocol):
-    """What a worker uses of the buffer, as of `AsyncBuffer`; every call may raise BufferClosed."""
+    """What a worker uses of the buffer: the driver's `AsyncBuffer`, or `RemoteBuffer` in another process.
+
+    Every call may raise BufferClosed.
+    """
 
     async def commit(self, group: EncodedGroup) -> bool: ...
     async def drop(self, uid: str, reason: str) -> bool: ...
@@ -381,11 +382,11 @@ class GroupWorker:
         except DataError as error:
             return Dropped("reward_error", str(error)), trajectories, None
         if self._baseline:
-            scored, known = scored[: len(trajectories)], sample_rewards(scored[len(trajectories) :])
-            if not known:
+            scored, baseline = scored[: len(trajectories)], sample_rewards(scored[len(trajectories) :])
+            if not baseline:
                 problem = greedy.problem or "the greedy response has no reward"
                 return Dropped("no_baseline", problem), scored, summarize(scored)
-            scored = [replace(t, metrics={**t.metrics, BASELINE: known[0]}) for t in scored]
+            scored = [replace(t, metrics={**t.metrics, BASELINE: baseline[0]}) for t in scored]
         if not self._token_rewards:
             scored = [_without(t, TOKEN_REWARDS) for t in scored]
         if SET in prompt.columns:
@@ -397,8 +398,8 @@ class GroupWorker:
             # Of all samples, and without penalties: how well the prompt was answered.
             score = statistics.fmean(sample_rewards(scored))
             try:
-                taught = await self._teach(chosen, prompt)
-                group = Group(prompt.uid, taught, self._selection.least, score, self._rewards.weights)
+                with_teachers = await self._teach(chosen, prompt)
+                group = Group(prompt.uid, with_teachers, self._selection.least, score, self._rewards.weights)
                 return group, scored, summarize(scored)
             except DataError as error:
                 return Dropped("teacher_error", str(error)), scored, summarize(scored)
@@ -475,8 +476,8 @@ class GroupWorker:
         """The greedy response, if the estimator needs one."""
         if not self._baseline:
             return _Greedy()
-        found = await self._sample(prompt, batch, self._selection.samples_started)
-        return _Greedy(problem=found) if isinstance(found, str) else _Greedy(found)
+        sample = await self._sample(prompt, batch, self._selection.samples_started)
+        return _Greedy(problem=sample) if isinstance(sample, str) else _Greedy(sample)
 
     async def _sample(self, prompt: Prompt, batch: int, index: int) -> list[Trajectory] | str:
         """One sample's trajectories, or the text of its error once it has used up its attempts."""
@@ -513,8 +514,8 @@ class GroupWorker:
         )
         check = self._check_baseline if greedy else self._check
         with trace.about(sample=index):
-            found = await run(call_workflow, self._name, None, self._workflow, client, prompt, check)
-        return [replace(trajectory, sample=index) for trajectory in found]
+            trajectories = await run(call_workflow, self._name, None, self._workflow, client, prompt, check)
+        return [replace(trajectory, sample=index) for trajectory in trajectories]
 
 
 @dataclass(frozen=True, slots=True)

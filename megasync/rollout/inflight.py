@@ -185,14 +185,14 @@ class InflightCap:
         self._rescale(len(loads))
         # A server that runs nothing of what waits there is paused for a weight sync, or computes its first prompts.
         # That says nothing about room.
-        known = [load for load in loads if load.running or not load.waiting]
-        if any(map(self._under_pressure, known)):
+        running_or_idle = [load for load in loads if load.running or not load.waiting]
+        if any(map(self._under_pressure, running_or_idle)):
             self._slow_start = False
             # From what is really in flight, because a limit far above it would take many steps to have an effect. Only
             # once it has come down to the limit, or long requests would bring the limit down to nothing.
             if inflight <= self.limit:
                 self.limit = int(inflight * DECREASE)
-        elif inflight >= self.limit and len(known) == len(loads):
+        elif inflight >= self.limit and len(running_or_idle) == len(loads):
             self.limit = 2 * self.limit if self._slow_start else self.limit + INCREASE * len(loads)
         self.limit = max(self.limit, len(loads))
         return self.limit

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megasync.observe.metrics import percentiles
 from megasync.trajectory import Trajectory, by_sample, of_sample, sample_rewards
@@ -84,11 +84,11 @@ def summarize(trajectories: Sequence[Trajectory]) -> Summary:
     """
     values: dict[str, list[float]] = {}
     for sample in by_sample(trajectories):
-        own: dict[str, list[float]] = {}
+        of_this_sample: dict[str, list[float]] = {}
         for trajectory in sample:
             for name, value in trajectory.metrics.items():
-                own.setdefault(name, []).append(value)
-        for name, each in own.items():
+                of_this_sample.setdefault(name, []).append(value)
+        for name, each in of_this_sample.items():
             values.setdefault(name, []).append(of_sample(each))
     # Last, so that a workflow's metric of the same name does not mix with the rollout's own.
     values |= {
@@ -117,18 +117,19 @@ class RolloutMetrics:
         self._lengths.append(lengths)
 
     def lost(self, last: WorkerStatus) -> None:
-        """Keeps the counts of a lost worker, by its last report."""
+        """Keeps the counts of a lost worker, by its last report. None of its requests is in flight anymore."""
         self.workers_lost += 1
-        self._lost = [_sum([*self._lost, last])]
+        counts = {name: value for name, value in last.client.items() if not name.endswith("/inflight")}
+        self._lost = [_sum([*self._lost, replace(last, client=counts)])]
 
     def snapshot(self, workers: Iterable[WorkerStatus]) -> dict[str, float]:
         """Metric name to value. Means are absent until there is something to average."""
         now = list(workers)
         total = _sum([*self._lost, *now])
         means = {
-            f"rollout/{name}": sum(s[name][0] for s in found) / sum(s[name][1] for s in found)
+            f"rollout/{name}": sum(s[name][0] for s in summaries) / sum(s[name][1] for s in summaries)
             for name in dict.fromkeys(name for summary in self._recent for name in summary)
-            if (found := [summary for summary in self._recent if name in summary])
+            if (summaries := [summary for summary in self._recent if name in summary])
         }
         return {
             **means,

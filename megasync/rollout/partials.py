@@ -241,7 +241,7 @@ class PartialResponse:
         if len(self) == self._start:
             return False
         # The server checks after each token, so a stop text within this request was completed by its last token.
-        at = min((found for stop in stop_texts if (found := self.texts[-1].find(stop)) >= 0), default=-1)
+        at = min((position for stop in stop_texts if (position := self.texts[-1].find(stop)) >= 0), default=-1)
         if at >= 0 and trim:
             self.texts[-1] = self.texts[-1][:at]
         if at >= 0 or self.tokens[-1] in stop_ids:
@@ -281,9 +281,9 @@ class PartialResponses:
         copied: list[tuple[PartialResponse, tuple[int, str]]] = []
         tokens = 0
         for uid, key in [(uid, key) for uid, turns in self._groups.items() for key in turns]:
-            if (known := self._groups.get(uid, {}).get(key)) is None or known[1].saved == known[1].state:
+            if (previous := self._groups.get(uid, {}).get(key)) is None or previous[1].saved == previous[1].state:
                 continue
-            digest, response = known
+            digest, response = previous
             batch[uid, *key] = response.snapshot(digest)
             copied.append((response, response.state))
             tokens += len(response)
@@ -310,10 +310,10 @@ class SampleResponses:
 
     def begin(self, turn: int, digest: str) -> PartialResponse:
         """The response to the request of this digest so far; an empty one if there is none or the request differs."""
-        known = self._turns.get((self._sample, turn))
-        if known is None or known[0] != digest:
-            known = self._turns[self._sample, turn] = (digest, PartialResponse())
-        return known[1]
+        entry = self._turns.get((self._sample, turn))
+        if entry is None or entry[0] != digest:
+            entry = self._turns[self._sample, turn] = (digest, PartialResponse())
+        return entry[1]
 
     def forget_finished(self) -> None:
         """Removes finished responses, after the sample itself failed: the same answers would make it fail again."""

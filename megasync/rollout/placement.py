@@ -2,13 +2,13 @@
 
     place ── free ──▶ the worker with the fewest prompts
         │
-        suspected ──▶ waits ──▶ trial: some suspects alone on one worker ──▶ all end: free
-                                                                       └──▶ it is lost: bisected, down to one
+        suspected ──▶ waits ──▶ trial: alone on one worker ──▶ all end: free
+                                                          └──▶ it is lost: tried again, one at a time
 
 Code that exits, crashes, exhausts its memory or blocks the event loop takes the whole worker down, and the prompts of a
-lost worker are run again by others. `suspects` finds the cause among them, as it does for servers: a prompt that ran on
-two lost workers is suspected, and one that was alone on two more is poison. A trial takes a worker that is idle, such
-as the replacement of the one that was lost; if there is none, one that gets no new prompts until it is.
+lost worker are run again by others. `suspects` finds the cause among them, as it does for servers. A trial takes a
+worker that is idle, such as the replacement of the one that was lost; if there is none, one that gets no new prompts
+until it is.
 
 Invariant: the worker of a trial runs its members and nothing else. Every trial ends: with its members, each of which
 has its own deadlines, or with its worker. So nothing here waits for the clock.
@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from megasync.errors import PoisonPrompt
-from megasync.rollout.drops import KILLS_WORKERS
 from megasync.rollout.quarantine import report_path, write_report
-from megasync.rollout.suspects import Suspects, SuspectStatus
+from megasync.rollout.selection import KILLS_WORKERS
+from megasync.rollout.suspects import Death, Suspects
 from megasync.trajectory import Prompt
 
 log = logging.getLogger(__name__)
@@ -37,9 +37,8 @@ W = TypeVar("W", bound=Hashable)
 
 @dataclass(slots=True)
 class _Seat:
-    """One process of a worker. `serial` differs for each, also for replacements, which have the same `number`."""
+    """One process of a worker. Its replacement has the same `number`."""
 
-    serial: int
     number: int
     running: dict[str, Prompt] = field(default_factory=dict[str, Prompt])
 
@@ -58,17 +57,15 @@ class Placement(Generic[W]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
-        self._refund = refund
         self._clock = clock
-        self._suspects = Suspects(clock)
+        self._suspects = Suspects(refund, clock)
         self._seats: dict[W, _Seat] = {}
         self._where: dict[str, W] = {}
-        # The number of each worker's process so far, by serial.
-        self._numbers: list[int] = []
         # Suspects that run nowhere, in the order of their losses.
         self._waiting: dict[str, None] = {}
-        # The worker that gets no prompts but those of a trial, which has begun once there are members.
+        # The worker that gets no prompts but those of a trial, which has begun once there are some.
         self._reserved: W | None = None
+        self._trial: set[str] = set()
         # Evidence by the digest of a poison prompt: it recurs, for example in the next epoch.
         self._poison: dict[bytes, str] = {}
         self._followers: list[Callable[[], None]] = []
@@ -79,7 +76,7 @@ class Placement(Generic[W]):
 
     def metrics(self) -> dict[str, float]:
         return {
-            "rollout/worker_suspects": float(len(self._waiting) + len(self._suspects.members)),
+            "rollout/worker_suspects": float(len(self._waiting) + len(self._trial)),
             "rollout/worker_poison": float(len(self._poison)),
         }
 
@@ -89,8 +86,7 @@ class Placement(Generic[W]):
         """Prompts that had no place may have one now. Does nothing for a worker that is known."""
         if worker in self._seats:
             return
-        self._seats[worker] = _Seat(len(self._numbers), number)
-        self._numbers.append(number)
+        self._seats[worker] = _Seat(number)
         self._reserve()
 
     def remove(self, worker: W, why: str = "", by_prompts: bool = True) -> None:
@@ -100,23 +96,21 @@ class Placement(Generic[W]):
         """
         if (seat := self._seats.pop(worker, None)) is None:
             return
-        now = self._clock()
         for key in seat.running:
             del self._where[key]
-            self._suspects.cut(key, now)
-        if seat.serial == self._suspects.trial_slot:
+        if worker == self._reserved and self._trial:
             log.warning("Rollout worker %d was lost while it ran only %s", seat.number, sorted(seat.running))
-            for key in self._suspects.members - seat.running.keys():
-                # It was not placed yet, so it is not at fault.
-                self._suspects.withdraw(key)
-                self._waiting[key] = None
-        ruling = self._suspects.died(seat.serial, by_prompts)
-        for serial in ruling.excused:
-            self._refund(self._numbers[serial])
-        for key in ruling.poison:
-            self._condemn(key, seat.running[key], why)
-        quarantined = (key for key in seat.running if self._suspects.status(key) is SuspectStatus.QUARANTINED)
-        self._waiting |= dict.fromkeys(quarantined)
+            # What was not placed yet is not at fault.
+            self._waiting |= dict.fromkeys(sorted(self._trial - seat.running.keys()))
+            self._trial = set()
+            if by_prompts and (poison := self._suspects.trial_failed(seat.running.keys(), seat.number)) is not None:
+                self._condemn(poison, seat.running[poison], why)
+        elif by_prompts:
+            death = Death(self._clock(), seat.number)
+            for key in seat.running:
+                self._suspects.near(key, death, sent=death.when, cut=death.when)
+        suspects = (key for key in seat.running if self._suspects.suspected(key) and not self._suspects.poison(key))
+        self._waiting |= dict.fromkeys(suspects)
         self._reserve()
         self._changed()
 
@@ -129,11 +123,10 @@ class Placement(Generic[W]):
         """
         if self._poison and (evidence := self._poison.get(_digest(prompt))):
             raise PoisonPrompt(evidence)
-        status = self._suspects.status(key)
-        if status is SuspectStatus.QUARANTINED:
-            return None
-        if status is SuspectStatus.ON_TRIAL:
+        if key in self._trial:
             worker = self._reserved
+        elif self._suspects.suspected(key):
+            return None
         else:
             free = (worker for worker in self._seats if worker != self._reserved)
             worker = min(free, key=lambda worker: len(self._seats[worker].running), default=None)
@@ -150,9 +143,9 @@ class Placement(Generic[W]):
             del running[key]
             busy = bool(running)
         self._waiting.pop(key, None)
+        self._trial.discard(key)
         self._suspects.completed(key)
-        if self._reserved is not None and not self._suspects.members and not busy:
-            self._suspects.end_trial()
+        if self._reserved is not None and not self._trial and not busy:
             self._reserve()
             self._changed()
 
@@ -164,27 +157,25 @@ class Placement(Generic[W]):
 
     def _reserve(self) -> None:
         """Reserves a worker while there are suspects, and begins their trial once it is idle."""
-        if self._suspects.members:
+        if self._trial:
             return
         self._reserved = None
-        members = self._suspects.choose(self._waiting)
-        if not members or not self._seats:
+        suspects = self._suspects.next_trial(self._waiting)
+        if not suspects or not self._seats:
             return
         self._reserved = min(self._seats, key=lambda worker: len(self._seats[worker].running))
         seat = self._seats[self._reserved]
         if seat.running:
             return
-        log.warning(
-            "Rollout worker %d runs only %s: these prompts ran on workers that were lost", seat.number, list(members)
-        )
-        self._suspects.begin_trial(members, seat.serial)
-        for key in members:
+        log.warning("Rollout worker %d runs only %s, which ran on lost workers", seat.number, list(suspects))
+        self._trial = set(suspects)
+        for key in suspects:
             del self._waiting[key]
 
     # Poison prompts
 
     def _condemn(self, key: str, prompt: Prompt, why: str) -> None:
-        losses = self._suspects.evidence(key)
+        losses = self._suspects.deaths(key, "worker")
         path = "" if self._folder is None else f"; see {report_path(self._folder, key)}"
         evidence = (
             f"prompt {key} ran on {len(losses['crowd'])} rollout workers that were lost beside others, and alone on "
@@ -192,12 +183,7 @@ class Placement(Generic[W]):
         )
         self._poison[_digest(prompt)] = evidence
         log.error("Poison prompt, not run again: %s", evidence)
-        now = time.time() - self._clock()
-        deaths = {
-            kind: [{"worker": self._numbers[serial], "unix_time": round(now + when, 3)} for when, serial in times]
-            for kind, times in losses.items()
-        }
-        report = {"uid": key, "reason": KILLS_WORKERS, "deaths": deaths, "last_death": why}
+        report = {"uid": key, "reason": KILLS_WORKERS, "deaths": losses, "last_death": why}
         report |= {"prompt_ids": [list(prompt.prompt_ids)], "row": dict(prompt.columns)}
         write_report(self._folder, key, report)
 

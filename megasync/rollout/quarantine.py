@@ -1,50 +1,56 @@
-"""Protects the fleet from poison prompts, which kill servers: runs the waits and trials that `suspects` decides.
+"""Protects the fleet from poison prompts, which kill servers: holds suspects back, and runs the trials of `suspects`.
 
-    generate() ──▶ request(key) ──▶ enter() ───── free ───▶ the router
-                                        │  ▲
-                                  suspected, waits ──▶ trial: alone on one server ──▶ completed | the server dies
-                                                                                                        │
-                                                                                             poison: PoisonPrompt
+    client: QuarantineClient ──(requests that were cut, or whose prompt is watched)──▶ driver: Quarantine ◀── the fleet
+                     ▲────────────(clearance for a request; which prompts are watched)───────┘
 
     task    consumes                    produces                      waits for
     ------  --------------------------  ----------------------------  -----------------------------------------------
     trials  suspects waiting in enter   exclusive use of one server   completed requests, the server's exit, the clock
 
-After a cut, the request is not retried until the fleet has had time to detect whether a server died. Otherwise a prompt
-that kills immediately would kill the next server in the meantime. Time spent in `enter` does not count against the
-request's deadline.
+A *cut* is a request whose connection broke before its answer was complete. The router does not report which server
+handled a request, so cuts and deaths are matched by time. The driver decides what follows, from the evidence of all
+workers; a request that no death is near costs it nothing.
 
-Keys with the same prompt, such as two epochs of a small dataset in flight at the same time, are one suspect under the
-first of these keys: a death near one of them counts against all of them, and all are held back together.
+A request that was cut is not sent again until the fleet has had time to detect a death. Otherwise a prompt that kills
+immediately would kill the next server meanwhile. Time spent in `enter` does not count against the request's deadline.
+
+Prompts with the same tokens, such as two epochs of a small dataset in flight together, are one suspect. Once a prompt
+is poison, all requests of its group are refused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
 from megasync.base.files import atomic_write
-from megasync.concurrency.tasks import cancel_and_wait, set_within
+from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import MegasyncError, PoisonPrompt
-from megasync.rollout.suspects import Suspects, SuspectStatus
+from megasync.rollout.selection import KILLS_SERVERS
+from megasync.rollout.suspects import Death, Suspects
 
 log = logging.getLogger(__name__)
 
-# Seconds after a cut before the request is retried. The end of a process is reported at once, but a killed server takes
-# a moment to exit.
+# Seconds after a cut before the request is sent again. The end of a process is reported at once, but a killed server
+# takes a moment to exit.
 VERDICT_SECONDS = 3.0
-# Seconds after which a trial acquits its remaining members. The time that the fleet needs to detect a hung server is
-# added, because a prompt may also make a server hang.
+# Maximum seconds between a cut and the death that explains it. A crash cuts connections up to a few seconds before the
+# exit of the process is detected. A hung server is declared dead first, and its connections last until its process has
+# been killed.
+MATCH_SECONDS = 15.0
+# Seconds after which a trial acquits what still runs. The time that the fleet needs to detect a hung server is added,
+# because a prompt may also make a server hang.
 TRIAL_SECONDS = 120.0
 # Seconds between two attempts to isolate a server for a trial.
 _SERVER_WAIT = 1.0
@@ -54,9 +60,8 @@ class TrialServers(Protocol):
     """The part of the fleet that the quarantine uses."""
 
     async def isolate(self, avoid: Collection[int]) -> tuple[int, str] | None:
-        """Take a serving server out of the router and drain it, so that it runs no requests.
-
-        Returns its slot and URL, or None if no server could be isolated. Prefers a slot outside `avoid`.
+        """Take a serving server, preferably not one to avoid, out of the router and drain it. Returns its slot and URL,
+        or None if no server could be isolated.
         """
 
     def release(self, slot: int) -> None:
@@ -66,33 +71,117 @@ class TrialServers(Protocol):
         """Remove a death caused by a prompt from the restart budget of this server."""
 
 
-@dataclass(eq=False, slots=True)
-class Ticket:
-    """One generation of a prompt, from its first attempt until it ends."""
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A request for the next tokens of a generation, which waits for clearance.
+
+    `cut` is set if the request before it was cut: the seconds since that one was sent, and since it was cut. Ages,
+    because the clocks of two machines differ.
+    """
 
     key: str
     prompt: Sequence[int]
-    # Key under which the prompt is suspected: the key of the first generation of the same prompt that was cut.
-    suspect: str
-    # Of the latest attempt: clock readings of its sending and its cut, the prompt's status at the cut, whether a death
-    # explains the cut, and the request body.
+    body: Mapping[str, Any]
+    cut: tuple[float, float] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """One generation in its client, which the driver knows once it is `reported`.
+
+    `sent` and `cut` are clock readings of its latest request.
+    """
+
+    number: int
+    key: str
+    prompt: Sequence[int]
     sent: float = 0.0
-    cut_at: float | None = None
-    status: SuspectStatus = SuspectStatus.FREE
-    explained: bool = False
-    body: dict[str, Any] = field(default_factory=dict)
+    cut: float | None = None
+    reported: bool = False
+
+
+class QuarantineClient:
+    """The quarantine as a client of servers uses it. `enter` and `end` reach the driver's `Quarantine`."""
+
+    def __init__(
+        self,
+        enter: Callable[[int, Attempt], Awaitable[str | None]],
+        end: Callable[[int, bool], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._enter, self._end, self._clock = enter, end, clock
+        self._numbers = itertools.count()
+        self._watched: frozenset[str] = frozenset()
+        self._refusals: dict[str, str] = {}
+
+    def watch(self, watched: frozenset[str]) -> None:
+        """Asks for clearance from now on before a prompt with one of these keys or digests is sent."""
+        self._watched = watched
+
+    def evidence(self, key: str) -> str | None:
+        """Why a request for this prompt was refused; None if none was."""
+        return self._refusals.get(key)
+
+    @asynccontextmanager
+    async def request(self, key: str, prompt: Sequence[int]) -> AsyncIterator[Ticket]:
+        """Track one generation of a prompt, which has completed if the context exits without an error."""
+        ticket, completed = Ticket(next(self._numbers), key, prompt), False
+        try:
+            yield ticket
+            completed = True
+        finally:
+            if ticket.reported:
+                self._end(ticket.number, completed)
+
+    async def enter(self, ticket: Ticket, body: Mapping[str, Any]) -> str | None:
+        """Wait while the prompt is held back. Returns the URL of the trial server, or None for the router.
+
+        Call it before each request of the ticket. Raises PoisonPrompt for a poison prompt.
+        """
+        url = None
+        watched = self._watched and not self._watched.isdisjoint((ticket.key, prompt_digest(ticket.prompt)))
+        if ticket.reported or watched or ticket.cut is not None:
+            ticket.reported, now = True, self._clock()
+            cut = None if ticket.cut is None else (now - ticket.sent, now - ticket.cut)
+            try:
+                url = await self._enter(ticket.number, Attempt(ticket.key, ticket.prompt, body, cut))
+            except PoisonPrompt as error:
+                self._refusals[ticket.key] = str(error)
+                raise
+        ticket.sent, ticket.cut = self._clock(), None
+        return url
+
+    def cut(self, ticket: Ticket) -> None:
+        """Note that the connection of the latest request broke before its answer was complete."""
+        ticket.cut = self._clock()
+
+
+@dataclass(eq=False, slots=True)
+class _Trial:
+    slot: int
+    url: str
+    # Digests of the prompts that have not completed.
+    prompts: set[str]
+
+
+@dataclass(eq=False, slots=True)
+class _Cut:
+    prompt: str
+    sent: float
+    when: float
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
-    """The digests of all suspect prompts, and the keys that they are suspected under."""
-
-    digests: frozenset[bytes] = frozenset()
-    keys: frozenset[str] = frozenset()
+class _RecentDeath:
+    death: Death
+    by_requests: bool
+    # Prompts with a request that it has cut. After a trial these are all.
+    near: set[str]
+    alone: bool = False
 
 
 class Quarantine:
-    """Holds suspects back, runs their trials, and rejects poison prompts.
+    """Holds suspects back, runs their trials, and rejects poison prompts. Prompts are known by their digests.
 
     A report of each poison prompt is written to `folder`, unless it is None. `hang_seconds` is the time that the fleet
     needs to declare a hung server dead. `close` cancels the background task.
@@ -111,235 +200,230 @@ class Quarantine:
         self._clock = clock
         self._verdict_seconds = verdict_seconds
         self._trial_seconds = TRIAL_SECONDS + hang_seconds
-        self._suspects = Suspects(clock)
-        # By suspect: tickets that were cut or held back and have not completed.
-        self._open: dict[str, set[Ticket]] = {}
-        # Suspects by the digest of their prompts. Poison ones stay, because they recur, for example in the next epoch.
-        self._prompts: dict[bytes, str] = {}
+        self._suspects = Suspects(servers.refund_restart, clock)
+        # The latest attempt of each generation that was cut or held back and has not ended, by prompt; and its prompt.
+        self._attempts: dict[str, dict[tuple[Hashable, int], Attempt]] = {}
+        self._prompts: dict[tuple[Hashable, int], str] = {}
+        # Of the last MATCH_SECONDS: deaths, and cuts that no death explains yet.
+        self._deaths: list[_RecentDeath] = []
+        self._cuts: list[_Cut] = []
+        # Suspects that wait for a trial, with the number of their requests in `enter`.
         self._waiting: Counter[str] = Counter()
-        # Number of waits in `enter` so far, and of those in progress.
-        self.holds = 0
-        self._held = 0
-        self._url = ""
-        self._changed = asyncio.Event()
+        self._trial: _Trial | None = None
         self._trials: asyncio.Task[None] | None = None
-        self._followers: list[Callable[[], None]] = []
-        self._evidence: dict[str, str] = {}
+        self._changed = asyncio.Event()
+        # Why a prompt is never sent again, by its digest, and by the keys of its groups.
+        self._poison: dict[str, str] = {}
+        self._refusals: dict[str, str] = {}
         self._reports: dict[str, dict[str, Any]] = {}
+        # Calls of `enter` so far, and those in progress.
+        self.holds = self._held = 0
+        self._followers: list[Callable[[frozenset[str]], None]] = []
+        self._told = frozenset[str]()
+        self._telling: asyncio.Handle | None = None
 
-    def follow(self, on_change: Callable[[], None]) -> None:
-        """Call `on_change` whenever `watched` has changed."""
-        self._followers.append(on_change)
-
-    def unfollow(self, on_change: Callable[[], None]) -> None:
-        self._followers.remove(on_change)
-
-    def watched(self) -> Watched:
-        return Watched(frozenset(self._prompts), frozenset((*self._prompts.values(), *self._evidence)))
-
-    def evidence(self, key: str) -> str | None:
-        """Return why this prompt is never sent again, or None if it may be sent."""
-        return self._evidence.get(key)
+    def follow(self, on_watched: Callable[[frozenset[str]], None]) -> None:
+        """Call `on_watched` with what `QuarantineClient.watch` needs to know, whenever it has changed."""
+        self._followers.append(on_watched)
 
     def metrics(self) -> dict[str, float]:
         return {
-            "rollout/suspect_prompts": float(
-                sum(self._suspects.count(status) for status in SuspectStatus if status is not SuspectStatus.POISON)
-            ),
-            "rollout/poison_prompts": float(len(self._evidence)),
+            "rollout/suspect_prompts": float(len(self._suspects.keys()) - len(self._poison)),
+            "rollout/poison_prompts": float(len(self._refusals)),
         }
 
     @property
     def busy(self) -> bool:
         """Whether any request is held back or on trial and may therefore take longer than usual."""
-        return bool(self._held or self._suspects.members)
+        return bool(self._held or self._trial)
 
     async def close(self) -> None:
         if self._trials is not None:
             await cancel_and_wait(self._trials)
 
-    # Called by the client
+    # Called by clients
 
-    def request(self, key: str, prompt: Sequence[int]) -> AbstractAsyncContextManager[Ticket]:
-        """Track one generation of a prompt. The ticket closes when the context exits."""
-        return open_ticket(key, prompt, self.end)
+    async def enter(self, client: Hashable, number: int, attempt: Attempt) -> str | None:
+        """Wait until this attempt of a client's ticket may be sent; see `QuarantineClient.enter`."""
+        prompt = self._prompts[client, number] = prompt_digest(attempt.prompt)
+        self._attempts.setdefault(prompt, {})[client, number] = attempt
+        self.holds += 1
+        self._held += 1
+        try:
+            if attempt.cut is not None:
+                await self._verdict(_Cut(prompt, *(self._clock() - age for age in attempt.cut)))
+            while True:
+                if evidence := self._poison.get(prompt) or self._refusals.get(attempt.key):
+                    self._refusals[attempt.key] = evidence
+                    raise PoisonPrompt(evidence)
+                if not self._suspects.suspected(prompt):
+                    return None
+                if self._trial is not None and prompt in self._trial.prompts:
+                    return self._trial.url
+                await self._wait_for_trial(prompt)
+        finally:
+            self._held -= 1
 
-    async def enter(self, ticket: Ticket, body: dict[str, Any]) -> str | None:
-        """Wait while the prompt is held back. Returns the URL of the trial server, or None for the router.
+    def end(self, client: Hashable, number: int, completed: bool) -> None:
+        """End a client's ticket. A prompt is cleared when all its requests that were cut have completed."""
+        prompt = self._prompts.pop((client, number), "")
+        attempts = self._attempts.get(prompt, {})
+        if attempts.pop((client, number), None) is None or attempts:
+            return
+        del self._attempts[prompt]
+        self._leaves_trial(prompt, completed)
 
-        Call it before each request of the ticket. Raises PoisonPrompt for a poison prompt.
-        """
-        url = await self._wait_for_clearance(ticket)
-        ticket.sent = self._clock()
-        ticket.cut_at, ticket.explained, ticket.body = None, False, body
-        return url
-
-    def cut(self, ticket: Ticket) -> None:
-        """Report that the connection of the latest attempt broke before its answer was complete."""
-        if not self._is_open(ticket):
-            ticket.suspect = self._prompts.setdefault(prompt_digest(ticket.prompt), ticket.key)
-            self._prompts_changed()
-        ticket.cut_at, ticket.status = self._clock(), self._suspects.status(ticket.suspect)
-        self._open.setdefault(ticket.suspect, set()).add(ticket)
-        ticket.explained = self._suspects.cut(ticket.suspect, ticket.sent)
+    def lost(self, client: Hashable) -> None:
+        """End all tickets of a client: its process is gone, so none of them completes."""
+        for owner, number in [ticket for ticket in self._prompts if ticket[0] == client]:
+            self.end(owner, number, completed=False)
 
     # Called by the fleet
 
     def left(self, slot: int, died: bool, by_requests: bool) -> None:
         """Report that a server stopped serving. `by_requests` is whether requests may have killed it."""
-        on_trial = slot == self._suspects.trial_slot
+        now, near = self._clock(), set[str]()
+        alone = self._trial is not None and self._trial.slot == slot
+        if self._trial is not None and alone:
+            near, self._trial = self._trial.prompts, None
+            if died and by_requests and near:
+                log.warning("Server %d died while running only %s", slot, self._keys(near))
+                if (poison := self._suspects.trial_failed(near, slot)) is not None:
+                    self._condemn(poison)
         if died:
-            members = self._suspects.members if on_trial else frozenset()
-            ruling = self._suspects.died(slot, by_requests)
-            for excused in ruling.excused:
-                self._servers.refund_restart(excused)
-            if members and by_requests:
-                log.warning("Server %d died while running only %s", slot, ", ".join(sorted(members)))
-            for key in ruling.poison:
-                self._condemn(key)
-        elif on_trial:
-            self._suspects.end_trial()
+            self._deaths = [each for each in self._deaths if now - each.death.when <= MATCH_SECONDS]
+            self._deaths.append(_RecentDeath(Death(now, slot), by_requests, near, alone))
+            # Those whose prompts have completed meanwhile explain nothing.
+            cuts = [cut for cut in self._cuts if now - cut.when <= MATCH_SECONDS and cut.prompt in self._attempts]
+            self._cuts = [cut for cut in cuts if not self._explains(cut)]
         self._notify()
 
-    # Waiting
+    # Cuts and deaths
 
-    async def _wait_for_clearance(self, ticket: Ticket) -> str | None:
-        if ticket.cut_at is not None:
-            until = ticket.cut_at + self._verdict_seconds
-            with self._holding():
-                while not ticket.explained and (left := until - self._clock()) > 0:
-                    await asyncio.sleep(min(left, self._verdict_seconds / 10))
-                    ticket.explained = self._suspects.status(ticket.suspect) is not ticket.status
-        while True:
-            if self._prompts and not self._is_open(ticket):
-                ticket.suspect = self._prompts.get(prompt_digest(ticket.prompt), ticket.key)
-            status = self._suspects.status(ticket.suspect)
-            if status is SuspectStatus.POISON:
-                raise PoisonPrompt(self._evidence.setdefault(ticket.key, self._evidence[ticket.suspect]))
-            if status is SuspectStatus.FREE:
-                return None
-            self._open.setdefault(ticket.suspect, set()).add(ticket)
-            if status is SuspectStatus.ON_TRIAL:
-                return self._url
-            self._waiting[ticket.suspect] += 1
-            try:
-                self._start_trials()
-                with self._holding():
+    async def _verdict(self, cut: _Cut) -> None:
+        """Wait until the death that explains a cut is known, or none is to be expected anymore."""
+        if self._explains(cut):
+            return
+        self._cuts.append(cut)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(cut.when + self._verdict_seconds - self._clock()):
+                while cut in self._cuts:
                     await self._changed.wait()
-            finally:
-                self._waiting -= Counter([ticket.suspect])
 
-    @contextmanager
-    def _holding(self) -> Iterator[None]:
-        self.holds += 1
-        self._held += 1
-        try:
-            yield
-        finally:
-            self._held -= 1
-
-    def _forget_prompts(self, suspect: str) -> None:
-        self._prompts = {digest: key for digest, key in self._prompts.items() if key != suspect}
-        self._prompts_changed()
-
-    def _prompts_changed(self) -> None:
-        for on_change in self._followers:
-            on_change()
-
-    def _is_open(self, ticket: Ticket) -> bool:
-        return ticket in self._open.get(ticket.suspect, ())
-
-    def end(self, ticket: Ticket, completed: bool) -> None:
-        """End a ticket. A completed generation clears its prompt."""
-        if not self._is_open(ticket):
-            return
-        remaining = self._open[ticket.suspect]
-        remaining.discard(ticket)
-        if remaining:
-            return
-        del self._open[ticket.suspect]
-        if completed:
-            self._suspects.completed(ticket.suspect)
-        else:
-            self._suspects.withdraw(ticket.suspect)
-        if self._suspects.status(ticket.suspect) is SuspectStatus.FREE:
-            self._forget_prompts(ticket.suspect)
-        self._notify()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def _explains(self, cut: _Cut) -> bool:
+        """Whether a recent death explains a cut. The first that was not near its prompt before counts against it."""
+        if self._trial is not None and cut.prompt in self._trial.prompts:
+            return False
+        fitting = [
+            each
+            for each in self._deaths
+            if cut.sent < each.death.when
+            and abs(each.death.when - cut.when) <= MATCH_SECONDS
+            and (cut.prompt in each.near or not each.alone)
+        ]
+        first = next((each for each in fitting if cut.prompt not in each.near), None)
+        if first is not None:
+            first.near.add(cut.prompt)
+            if first.by_requests:
+                self._suspects.near(cut.prompt, first.death, cut.sent, cut.when)
+                self._watched_changed(cut.prompt)
+        return bool(fitting)
 
     # Trials
 
-    def _start_trials(self) -> None:
-        if self._trials is None or self._trials.done():
-            self._trials = asyncio.create_task(self._run_trials(), name="trials of suspects")
+    async def _wait_for_trial(self, prompt: str) -> None:
+        self._waiting[prompt] += 1
+        try:
+            if self._trials is None or self._trials.done():
+                self._trials = asyncio.create_task(self._run_trials(), name="trials of suspects")
+            await self._changed.wait()
+        finally:
+            self._waiting -= Counter([prompt])
 
     async def _run_trials(self) -> None:
         # Wait for other prompts that were cut by the same death.
         await asyncio.sleep(self._verdict_seconds)
-        while members := self._suspects.choose(self._waiting):
+        while prompts := self._suspects.next_trial(self._waiting):
             try:
-                place = await self._servers.isolate(self._suspects.avoid(members))
+                place = await self._servers.isolate(self._suspects.avoid(prompts))
             except MegasyncError as error:
                 log.warning("No server could be isolated for suspect prompts, retrying: %s", error)
                 place = None
             if place is None:
                 await asyncio.sleep(_SERVER_WAIT)
                 continue
-            slot, self._url = place
             try:
-                # Some members may have ended while the server was being isolated.
-                if members := [key for key in members if self._suspects.status(key) is SuspectStatus.QUARANTINED]:
-                    log.warning("Server %d runs only %s: these prompts were in flight at server deaths", slot, members)
-                    await self._run_trial(members, slot)
+                # Some may have ended while the server was being isolated.
+                await self._run_trial(_Trial(*place, {prompt for prompt in prompts if self._waiting[prompt]}))
             finally:
-                self._suspects.end_trial()
-                self._servers.release(slot)
+                self._trial = None
+                self._servers.release(place[0])
                 self._notify()
 
-    async def _run_trial(self, members: Sequence[str], slot: int) -> None:
-        self._suspects.begin_trial(members, slot)
+    async def _run_trial(self, trial: _Trial) -> None:
+        log.warning("Server %d runs only %s, in flight at server deaths", trial.slot, self._keys(trial.prompts))
+        self._trial = trial
         self._notify()
-        deadline = self._clock() + self._trial_seconds
-        while self._suspects.members and (left := deadline - self._clock()) > 0:
-            changed = self._changed
-            await set_within(changed, left)
-        for key in self._suspects.members:
-            log.info("%s ran alone for %.0f s without killing its server: released", key, self._trial_seconds)
-            self._suspects.completed(key)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._trial_seconds):
+                while self._trial is trial and trial.prompts:
+                    await self._changed.wait()
+        for prompt in sorted(trial.prompts) if self._trial is trial else ():
+            log.info(
+                "%s ran alone for %.0f s and killed no server: released", self._keys([prompt]), self._trial_seconds
+            )
+            self._leaves_trial(prompt, cleared=True)
+
+    def _leaves_trial(self, prompt: str, cleared: bool) -> None:
+        if self._trial is not None:
+            self._trial.prompts.discard(prompt)
+        if cleared:
+            self._watched_changed(prompt)
+            self._suspects.completed(prompt)
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _watched_changed(self, prompt: str) -> None:
+        """Tells followers that a suspect is new or free: once, however many prompts one death concerns."""
+        if self._telling is None and self._suspects.suspected(prompt):
+            self._telling = asyncio.get_running_loop().call_soon(self._tell_watched)
+
+    def _tell_watched(self) -> None:
+        self._telling = None
+        watched = frozenset([*filter(self._suspects.suspected, self._suspects.keys()), *self._refusals])
+        if watched != self._told:
+            self._told = watched
+            for on_watched in self._followers:
+                on_watched(watched)
+
+    def _keys(self, prompts: Collection[str]) -> str:
+        return ", ".join(sorted({each.key for prompt in prompts for each in self._attempts.get(prompt, {}).values()}))
 
     # Poison prompts
 
-    def _condemn(self, key: str) -> None:
-        evidence = self._suspects.evidence(key)
-        tickets = self._open.get(key, set())
-        request = next((ticket.body for ticket in tickets if ticket.body), {})
-        now = time.time() - self._clock()
-        deaths = {
-            kind: [{"server": slot, "unix_time": round(now + when, 3)} for when, slot in times]
-            for kind, times in evidence.items()
-        }
-        path = "" if self._folder is None else f"; see {report_path(self._folder, key)}"
-        self._evidence[key] = (
-            f"prompt {key} was in flight at {len(evidence['crowd'])} server deaths beside others, and alone at "
-            f"{len(evidence['alone'])} more (servers {', '.join(str(slot) for _, slot in evidence['alone'])}){path}"
+    def _condemn(self, prompt: str) -> None:
+        attempts = list(self._attempts[prompt].values())
+        first, deaths = attempts[0], self._suspects.deaths(prompt, "server")
+        path = "" if self._folder is None else f"; see {report_path(self._folder, first.key)}"
+        self._poison[prompt] = evidence = (
+            f"prompt {first.key} was in flight at {len(deaths['crowd'])} server deaths beside others, and alone at "
+            f"{len(deaths['alone'])} more (servers {', '.join(str(each['server']) for each in deaths['alone'])}){path}"
         )
-        # Prompts under this key that have completed are not poison.
-        self._forget_prompts(key)
-        self._prompts |= {prompt_digest(ticket.prompt): key for ticket in tickets}
-        self._prompts_changed()
-        self._reports[key] = {
-            "uid": key,
-            "reason": "kills_servers",
+        self._refusals |= {each.key: evidence for each in attempts}
+        self._watched_changed(prompt)
+        self._reports[first.key] = {
+            "uid": first.key,
+            "reason": KILLS_SERVERS,
             "deaths": deaths,
-            "prompt_ids": [list(ids) for ids in {tuple(ticket.prompt) for ticket in tickets}],
-            "input_ids": list(request.get("input_ids", [])),
-            "sampling_params": request.get("sampling_params", {}),
+            "prompt_ids": [list(first.prompt)],
+            "input_ids": list(first.body.get("input_ids", [])),
+            "sampling_params": first.body.get("sampling_params", {}),
         }
-        log.error("Poison prompt, not sent again: %s", self._evidence[key])
-        self.describe(key, {})
+        log.error("Poison prompt, not sent again: %s", evidence)
+        self.describe(first.key, {})
 
     def describe(self, key: str, row: Mapping[str, Any]) -> None:
         """Write the report of a poison prompt, with its dataset row. A write error is only logged."""
@@ -363,17 +447,5 @@ def report_path(folder: Path, key: str) -> Path:
     return folder / f"{re.sub(r'[^A-Za-z0-9._-]', '-', key)}.json"
 
 
-@asynccontextmanager
-async def open_ticket(key: str, prompt: Sequence[int], end: Callable[[Ticket, bool], None]) -> AsyncIterator[Ticket]:
-    """A ticket for which `end(ticket, completed)` is called when the context exits."""
-    ticket = Ticket(key, prompt, key)
-    try:
-        yield ticket
-    except BaseException:
-        end(ticket, False)
-        raise
-    end(ticket, True)
-
-
-def prompt_digest(prompt: Sequence[int]) -> bytes:
-    return sha256(repr(list(prompt)).encode()).digest()
+def prompt_digest(prompt: Sequence[int]) -> str:
+    return sha256(repr(list(prompt)).encode()).hexdigest()

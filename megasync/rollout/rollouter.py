@@ -12,8 +12,8 @@
     limit       the servers' loads   the gates' limits    its own timer                   the clock
 
 The rollouter gives each group to a worker that `placement` decides on, and does no work per request: that is done by
-`group_worker`. By default there is one worker, in the driver; with `rollout.workers` they are processes that come and
-go.
+`group_worker`. It reaches workers through their links (`worker_link`). By default there is one worker, in the driver;
+with `rollout.workers` they are processes that come and go.
 
 Invariant: every admitted prompt is assigned to exactly one worker, waits for one, or has ended; `_groups` holds those
 that have not ended. A worker that is lost hands its groups to the others, which continue from the saved partial
@@ -25,29 +25,35 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megasync.buffer import BufferClosed, BufferStateError
+from megasync.buffer import AsyncBuffer, BufferClosed, BufferStateError
 from megasync.buffer.groups import SCORES
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config.schema import ScheduleConfig
 from megasync.data.curriculum import Curriculum
 from megasync.errors import DataError, PoisonPrompt, ProcessLost, ServerError
 from megasync.observe import trace
-from megasync.rollout.drops import HARMLESS, KILLS_SERVERS, KILLS_WORKERS, LEFT_OUT, DropLimit, Dropped
 from megasync.rollout.group_worker import GroupEnded, Worker
 from megasync.rollout.inflight import InflightCap, ServerLoad
 from megasync.rollout.metrics import RolloutMetrics
 from megasync.rollout.placement import Placement
+from megasync.rollout.selection import HARMLESS, KILLS_SERVERS, KILLS_WORKERS, LEFT_OUT, Dropped
 from megasync.trajectory import Prompt
 
 log = logging.getLogger(__name__)
 
 # Seconds between two updates of the in-flight limit.
 LIMIT_SECONDS = 2.0
+# A broken reward function or workflow fails from the first group on; this many failures are enough to tell.
+FIRST_GROUPS = 8
+# Later, more failures than the allowed share of this many groups mean that too many generated tokens are wasted.
+WINDOW = 64
+# Causes in the summary, the most frequent first.
+SHOWN = 5
 
 
 class Prompts(Protocol):
@@ -56,18 +62,6 @@ class Prompts(Protocol):
     def next(self) -> Prompt: ...
     def admitted(self, uid: str) -> None: ...
     def get(self, uid: str) -> Prompt: ...
-
-
-class Admission(Protocol):
-    """What the rollouter uses of the buffer, as of `AsyncBuffer`; every call may raise BufferClosed."""
-
-    async def admit(self, uid: str) -> None: ...
-    async def reclaim(self) -> str: ...
-    async def drop(self, uid: str, reason: str) -> bool: ...
-
-    async def unfinished(self, uids: Sequence[str]) -> list[str]:
-        """Those of the groups that are still to be generated."""
-        ...
 
 
 class FleetLoads(Protocol):
@@ -122,7 +116,7 @@ class Rollouter:
     def __init__(
         self,
         source: Prompts,
-        buffer: Admission,
+        buffer: AsyncBuffer,
         schedule: ScheduleConfig,
         *,
         max_drop_share: float = 0.5,
@@ -458,3 +452,48 @@ class Rollouter:
         total = sum(self._workers.values()) + len(self._workers)
         for worker, groups in self._workers.items():
             worker.set_limit(max(1, self._limit * (groups + 1) // total))
+
+
+class DropLimit:
+    """Counts finished groups, and raises DataError once too many have failed.
+
+    So a run whose groups keep failing ends with a summary of the causes. It neither loops through the dataset silently
+    nor ends because of one bad row.
+    """
+
+    def __init__(self, largest_share: float) -> None:
+        """`largest_share` of the last groups may be dropped for errors (`rollout.max_drop_share`)."""
+        self._largest_share = largest_share
+        self._seen = 0
+        self._succeeded = False
+        self._last: deque[tuple[str, Dropped] | None] = deque(maxlen=WINDOW)
+
+    def passed(self) -> None:
+        """Counts a group that was scored, whether it is trained or not."""
+        self._seen += 1
+        self._succeeded = True
+        self._last.append(None)
+
+    def failed(self, uid: str, drop: Dropped) -> None:
+        """Counts a group that was dropped for an error. Raises DataError when that is one too many."""
+        self._seen += 1
+        self._last.append((uid, drop))
+        drops = [drop for drop in self._last if drop is not None]
+        if not self._succeeded and self._seen >= FIRST_GROUPS:
+            raise DataError(f"all of the first {self._seen} groups were dropped.\n{_summary(drops)}")
+        if len(self._last) == WINDOW and len(drops) > self._largest_share * WINDOW:
+            raise DataError(
+                f"{len(drops)} of the last {WINDOW} groups were dropped, more than rollout.max_drop_share="
+                f"{self._largest_share:g} allows.\n{_summary(drops)}"
+            )
+
+
+def _summary(drops: list[tuple[str, Dropped]]) -> str:
+    """One line per reason: its count and the latest example."""
+    latest = {drop.reason: (uid, drop.problem) for uid, drop in drops}
+    counts = Counter(drop.reason for _, drop in drops).most_common(SHOWN)
+    return "\n".join(
+        f"  {count} x {reason}, such as group {latest[reason][0]}"
+        + (f": {latest[reason][1]}" if latest[reason][1] else "")
+        for reason, count in counts
+    )

@@ -22,8 +22,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megasync.config.schema import GroupConfig
-from megasync.rollout.drops import ALL_FAILED, ALL_SOLVED, OVERLONG, UNIFORM, Dropped
 from megasync.trajectory import TOKEN_REWARDS, Trajectory, of_sample
+
+# Reasons that are no failures: all rewards are equal, so there is nothing to learn. Solved is a reward of at least 1,
+# failed one of at most 0, and anything between is uniform.
+ALL_SOLVED, ALL_FAILED, UNIFORM = "all_solved", "all_failed", "uniform"
+# Too few responses are left without those that reached the length limit.
+OVERLONG = "overlong"
+HARMLESS = frozenset({ALL_SOLVED, ALL_FAILED, UNIFORM, OVERLONG})
+# A prompt that the curriculum leaves out.
+LEFT_OUT = "left_out"
+# A prompt that kills servers.
+KILLS_SERVERS = "kills_servers"
+# A prompt whose user code kills its rollout worker.
+KILLS_WORKERS = "kills_workers"
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A group that will not be trained: the reason it is counted under, and the text of the error behind it, if any."""
+
+    reason: str
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +82,11 @@ class Selection:
         usable = _filtered(scored, lambda t: t.reward is not None and t.oldest_version is not None)
         if self.config.overlong == "mask":
             # What is left of a sample of which a part was cut off is not what its reward is for.
-            whole = [sample for sample in usable if all(t.finish_reason != "length" for t in sample)]
-            counts["responses_overlong"] += _count(usable) - _count(whole)
-            if len(whole) < self.least <= len(usable):
+            complete = [sample for sample in usable if all(t.finish_reason != "length" for t in sample)]
+            counts["responses_overlong"] += _count(usable) - _count(complete)
+            if len(complete) < self.least <= len(usable):
                 return Dropped(OVERLONG)
-            usable = whole
+            usable = complete
         if self.config.keep == "spread" and len(usable) > self.samples:
             chosen = widest_spread([_reward(sample) for sample in usable], self.samples)
             counts["samples_unused"] += len(usable) - len(chosen)
@@ -86,10 +106,10 @@ class Selection:
     def _outcome(self, sample: Sequence[Trajectory]) -> tuple[float, ...]:
         """What the estimator compares of a sample: rewards of its tokens if it has any, scores, or the reward."""
         tokens = [t.arrays[TOKEN_REWARDS] for t in sample if TOKEN_REWARDS in t.arrays]
-        given = [float(value) for array in tokens for value in array.tolist() if not math.isnan(value)]
+        token_rewards = [float(value) for array in tokens for value in array.tolist() if not math.isnan(value)]
         scores = [[t.metrics[name] for t in sample if name in t.metrics] for name in self._metrics()]
         # A missing score differs from every other.
-        return (_reward(sample), *given, *(of_sample(values) if values else math.inf for values in scores))
+        return (_reward(sample), *token_rewards, *(of_sample(values) if values else math.inf for values in scores))
 
     def _metrics(self) -> list[str]:
         return [f"reward/{name}" for name in self.compared]

@@ -89,19 +89,19 @@ class Teachers:
         if teacher is None:
             return [*trajectories]
         with trace.span("teacher", "teach", responses=len(trajectories)):
-            found = await gather_or_cancel(*(teacher.logprobs(t.prompt_ids, t.response_ids) for t in trajectories))
+            scores = await gather_or_cancel(*(teacher.logprobs(t.prompt_ids, t.response_ids) for t in trajectories))
         return [
             t if logprobs is None else replace(t, arrays=t.arrays | {TEACHER: logprobs})
-            for t, logprobs in zip(trajectories, found, strict=True)
+            for t, logprobs in zip(trajectories, scores, strict=True)
         ]
 
 
 def check_tokenizer(config: Config, name: str, tokenizer: Any) -> None:
     """Raises as `load_teachers` does if the teacher of this name does not have the tokens of the policy's tokenizer."""
     key, path = f"teachers.{name}.path", config.teachers[name].path
-    own, needed = load_tokenizer(str(Path(path).expanduser()), key).get_vocab(), tokenizer.get_vocab()
-    if own != needed:
-        token = next(iter(own.items() ^ needed.items()))
+    vocabulary, needed = load_tokenizer(str(Path(path).expanduser()), key).get_vocab(), tokenizer.get_vocab()
+    if vocabulary != needed:
+        token = next(iter(vocabulary.items() ^ needed.items()))
         raise ConfigError(
             f"{key}={path!r} has another tokenizer than model.path={config.model.path!r} (they differ in "
             f"{token[0]!r}), so it cannot score the policy's tokens; choose a teacher with the same vocabulary"

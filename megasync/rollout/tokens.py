@@ -152,18 +152,18 @@ class _Line:
 
     def continued(self, length: int, added: IntArray) -> _Line:
         """The line with the first `length` ids and then `added`: this one if it goes on so, or ends there."""
-        known = self.ids[length : min(self.length, length + added.size)]
-        if np.array_equal(known, added[: known.size]):
-            self.append(added[known.size :])
+        overlap = self.ids[length : min(self.length, length + added.size)]
+        if np.array_equal(overlap, added[: overlap.size]):
+            self.append(added[overlap.size :])
             return self
         return _Line(np.concatenate([self.ids[:length], added]), self.routes[:length])
 
     def add_routes(self, start: int, routes: RouteArray) -> None:
-        known = len(self.routes)
-        new = routes[known - start :]
-        if start > known or not len(new):
+        count = len(self.routes)
+        new = routes[count - start :]
+        if start > count or not len(new):
             return
-        self.routes = np.concatenate([self.routes, new]) if known else new
+        self.routes = np.concatenate([self.routes, new]) if count else new
 
     def append(self, added: IntArray) -> None:
         end = self.length + added.size

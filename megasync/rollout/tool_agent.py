@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megasync.errors import ContextLengthExceeded, DataError, TemplateRefused
-from megasync.rollout.sample_client import SampleClient
 from megasync.rollout.tools import Toolbox, as_tool
-from megasync.rollout.workflow import Workflow
+from megasync.rollout.workflow import SampleClient, Workflow
 from megasync.trajectory import Trajectory
 
 log = logging.getLogger(__name__)

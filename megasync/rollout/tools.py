@@ -169,8 +169,8 @@ class Toolbox:
         tool = next((tool for tool in self.tools if tool.name == call.name), None)
         if tool is None:
             self.counts["unknown"] += 1
-            known = ", ".join(tool.name for tool in self.tools) or "none"
-            return f"Error: there is no tool {call.name!r}. Known tools: {known}."
+            names = ", ".join(tool.name for tool in self.tools) or "none"
+            return f"Error: there is no tool {call.name!r}. Known tools: {names}."
         if call.arguments is None:
             self.counts["malformed"] += 1
             return f"Error: the arguments of {call.name} are not a JSON object: {self._cut(call.raw_arguments)}"

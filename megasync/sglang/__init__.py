@@ -15,7 +15,7 @@ Nothing of megasync imports this package, besides tests; the two sides meet in `
 torch are imported when a hook first runs. `serving.engine_blueprint`, which runs in a process of its own, is the only
 other module that imports SGLang.
 
-Two more modules run in these processes and know a model only as named tensors: `layout.load_trace` finds out where a rank
-keeps each weight, and `sync.shard.receiver` takes in what `sync.shard.sender` sends. The receiver stays beside the
+Two more modules run in these processes and know a model only as named tensors: `layout.load_trace` finds out where a
+rank keeps each weight, and `sync.shard.receiver` takes in what `sync.shard.sender` sends. The receiver stays beside the
 sender, because the two change together; `updates` tells it what only SGLang knows.
 """

@@ -19,9 +19,9 @@ from torch.nn.functional import logsigmoid
 from toy_policy import LONGEST, Toy, expected_gradient, groups_of, toy_of
 
 from megasync.config.builtin import ADVANTAGES, LOSSES
+from megasync.config.rules import check_rules
 from megasync.config.schema import AlgorithmConfig, Config, CriticConfig, TrainerConfig
 from megasync.errors import ConfigError
-from megasync.config.rules import check_rules
 
 KL_COEF, BETA = 0.2, 0.7
 

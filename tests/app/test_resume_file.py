@@ -8,7 +8,7 @@ from killed import cut_short
 
 from megasync.app.async_trainer import AsyncTrainer
 from megasync.app.resume_file import resolve_config, write_resume_file
-from megasync.buffer.durable import begin_ledger
+from megasync.buffer.beginning import begin_ledger
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, remember, save_config
 from megasync.errors import CheckpointError, ConfigError

@@ -2,12 +2,13 @@ import asyncio
 import inspect
 import pickle
 import random
-import shutil
 
 import pytest
+from local_buffer import kill
 
 from megasync.buffer import AsyncBuffer, BufferClosed, BufferStateError
 from megasync.config.schema import ScheduleConfig
+from megasync.errors import LedgerError
 
 
 def schedule(groups_per_step=2, max_staleness=1, **options):
@@ -297,20 +298,111 @@ async def test_slots_freed_by_one_publication_go_to_as_many_pending_admits(group
         await cancelled(wait)
 
 
-async def test_calls_are_rejected_until_the_ledger_is_loaded(tmp_path):
-    path = tmp_path / "ledger.db"
-    first = AsyncBuffer(schedule(), ledger=path)
-    await fill(first, "a")
-    first._durable.ledger.close()
-    buffer = AsyncBuffer(schedule(), ledger=path)
-    opens = [asyncio.create_task(buffer.open()) for _ in range(2)]
-    await asyncio.sleep(0)
-    with pytest.raises(BufferStateError, match="still reading its ledger"):
-        await buffer.counts()
-    await asyncio.wait_for(asyncio.gather(*opens), 5)
-    await buffer.open()
-    assert (await buffer.before_checkpoint())["pending"] == ["a"]
-    buffer._durable.ledger.close()
+# The ledger's thread
+
+
+class Gate:
+    """Runs what the buffer hands to its threads, one by one, when the test says so."""
+
+    def __init__(self):
+        self.waiting, self.error = [], None
+
+    async def __call__(self, call):
+        turn = asyncio.get_running_loop().create_future()
+        self.waiting.append(turn)
+        await turn
+        if self.error is not None:
+            raise self.error
+        return call()
+
+    async def open(self):
+        await settle()
+        (turn,), self.waiting = self.waiting, []
+        turn.set_result(None)
+        await settle()
+
+
+@pytest.fixture
+def gate():
+    return Gate()
+
+
+@pytest.fixture
+def gated(tmp_path, gate):
+    made = AsyncBuffer(schedule(groups_per_step=2, max_staleness=1), ledger=tmp_path / "ledger.db", run=gate)
+    yield made
+    kill(made)
+
+
+def rows(buffer):
+    return dict(buffer._ledger._db.execute("SELECT uid, state FROM groups"))
+
+
+async def test_calls_answer_once_they_are_recorded_and_share_a_transaction(gated, gate):
+    first, *others = [asyncio.create_task(gated.admit(uid)) for uid in "abc"]
+    await settle()
+    late = asyncio.create_task(gated.unfinished(["a", "b", "c", "d"]))
+    await settle()
+    assert rows(gated) == {} and not any(task.done() for task in (first, *others, late))
+    await gate.open()
+    assert set(rows(gated)) == {"a", "b", "c"} and all(task.done() for task in (first, *others))
+    assert not late.done(), "what it saw was not recorded when it was asked"
+    await gate.open()
+    assert late.result() == ["a", "b", "c"] and not gate.waiting
+
+
+async def test_a_call_cancelled_while_it_is_recorded_has_made_its_change(gated, gate):
+    waiting = asyncio.create_task(gated.admit("a"))
+    await settle()
+    await cancelled(waiting)
+    await gate.open()
+    assert rows(gated) == {"a": "generating"}
+    again = asyncio.create_task(gated.admit("a"))
+    await settle()
+    assert again.done() and not gate.waiting and (await gated.counts())["live"] == 1
+
+
+async def test_after_a_failed_transaction_nothing_is_written_and_every_call_fails(gated, gate):
+    calls = [asyncio.create_task(gated.admit("a"))]
+    await settle()
+    calls += [asyncio.create_task(call) for call in (gated.admit("b"), gated.lease(1, 0), gated.reclaim())]
+    gated._ledger._db.execute("PRAGMA query_only=1")
+    await gate.open()
+    gated._ledger._db.execute("PRAGMA query_only=0")
+    await gate.open()
+    for error in await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 1):
+        assert isinstance(error, LedgerError) and "readonly" in str(error)
+    assert rows(gated) == {} and gated._state.closed is not None
+    with pytest.raises(LedgerError, match="readonly"):
+        await gated.ack(1)
+
+
+async def test_the_error_of_a_call_that_was_cancelled_still_closes_the_buffer(gated, gate):
+    waiting, lease = asyncio.create_task(gated.admit("a")), asyncio.create_task(gated.lease(1, 0))
+    await settle()
+    await cancelled(waiting)
+    gate.error = LedgerError("the disk is gone")
+    await gate.open()
+    with pytest.raises(LedgerError, match="the disk is gone"):
+        await asyncio.wait_for(lease, 1)
+
+
+async def test_a_checkpoint_knows_nothing_that_is_not_on_disk(gated, gate):
+    checkpoint = asyncio.create_task(gated.before_checkpoint())
+    await settle()
+    admit = asyncio.create_task(gated.admit("a"))
+    await gate.open()
+    assert checkpoint.result()["pending"] == [], "the group was admitted after the flush had begun"
+    await gate.open()
+    await admit
+
+
+async def test_workers_may_only_commit_drop_and_keep_partial_responses():
+    buffer = AsyncBuffer(schedule())
+    await fill(buffer, "a")
+    assert await buffer.of_worker("drop", "a", "failed")
+    with pytest.raises(BufferStateError, match="must not call 'ack'"):
+        await buffer.of_worker("ack", 1)
 
 
 # What the display shows
@@ -415,34 +507,3 @@ async def test_concurrent_loops_coupled_only_by_the_buffer_complete_the_run(grou
     counts = await buffer.counts()
     assert counts["trained"] == total and counts["live"] == 0
     assert counts["admitted"] == total + sum(counts["dropped"].values())
-
-
-async def test_a_batch_makes_each_call_once_and_waits_for_none(group, tmp_path):
-    buffer = AsyncBuffer(schedule(groups_per_step=2, max_staleness=0), ledger=tmp_path / "ledger.db")
-    calls = [("admit", ("a",)), ("admit", ("b",)), ("admit", ("c",)), ("commit", (group("a"),)), ("drop", ("z", "why"))]
-    admitted, second, third, committed, unknown = await buffer.batch(calls)
-    assert [answer.outcome for answer in (admitted, second, third)] == ["done", "done", "waits"]
-    assert (committed.outcome, committed.value, unknown.outcome) == ("done", True, "failed")
-    assert "group z cannot be dropped" in str(unknown.value) and await buffer.waiting() == {}
-    counts = await buffer.counts()
-    assert (counts["admitted"], counts["slots"]["finished"]) == (2, 1)
-    again = AsyncBuffer(schedule(groups_per_step=2, max_staleness=0), ledger=copied(tmp_path))
-    assert await again.counts() == counts, "a batch is recorded when it is answered"
-
-
-async def test_a_batch_wakes_those_who_wait(group):
-    buffer = AsyncBuffer(schedule(groups_per_step=2, max_staleness=0))
-    lease = asyncio.create_task(buffer.lease(1, 0))
-    await asyncio.sleep(0)
-    await buffer.batch([(name, (uid,)) for name, uid in (("admit", "a"), ("admit", "b"))])
-    await buffer.batch([("commit", (group(uid),)) for uid in "ab"])
-    assert [leased.uid for leased in await asyncio.wait_for(lease, 1)] == ["a", "b"]
-
-
-def copied(folder):
-    """What a kill leaves of the ledger in this folder."""
-    left = folder / "left"
-    left.mkdir()
-    for file in folder.glob("ledger.db*"):
-        shutil.copy(file, left)
-    return left / "ledger.db"

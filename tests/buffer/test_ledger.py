@@ -11,10 +11,10 @@ import numpy
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from local_buffer import LocalBuffer, kill
 
 from megasync.buffer import AsyncBuffer
 from megasync.buffer import ledger as ledger_module
-from megasync.buffer.durable import DurableBuffer
 from megasync.buffer.groups import LIVE, GroupState
 from megasync.buffer.ledger import SCHEMA_VERSION, Ledger
 from megasync.buffer.payload import decode, encode, encode_partial
@@ -33,7 +33,7 @@ ONE_BY_ONE = schedule(1, 2, window_fraction=None)
 
 
 def open_buffer(path, config=None, total_groups=None):
-    return DurableBuffer(config or ONE_BY_ONE, total_groups, lambda: 0.0, ledger=path)
+    return LocalBuffer(config or ONE_BY_ONE, total_groups, clock=lambda: 0.0, ledger=path)
 
 
 def load_encoded(group):
@@ -46,9 +46,8 @@ def do(buffer, method, *arguments):
 
 def crash(buffer, config=None):
     """Another buffer on the same file; the first one is gone without a farewell."""
-    path = buffer.ledger.path
-    buffer.ledger.close()
-    return open_buffer(path, config)
+    buffer.die()
+    return open_buffer(buffer.ledger.path, config)
 
 
 def picture(buffer):
@@ -57,7 +56,7 @@ def picture(buffer):
     entries = {
         e.uid: (
             *(e.number, e.state, e.group and load(e.group), e.group and e.group.header, e.claimant),
-            *(buffer.state.partials(e.uid), e.step * (e.state in STEPPED)),
+            *(buffer.partials(e.uid), e.step * (e.state in STEPPED)),
         )
         for e in book.among(*(state for state in GroupState if state is not GroupState.DROPPED))
     }
@@ -114,8 +113,7 @@ class Life:
         return result
 
     def unrecorded(self, call):
-        ledger = self.buffer.ledger
-        ledger.write = ledger.prune = lambda *_: None
+        self.buffer.buffer._records._work = lambda jobs: [job.read and job.read() for job in jobs]
         result = call()
         self.buffer = crash(self.buffer, self.config)
         return result
@@ -144,7 +142,7 @@ class Life:
             partial = encode_partial(Partial("digest", [1, 2, 3], [-0.1] * 3, [self.version] * 3))
             key = self.random.randint(0, 1), self.random.randint(0, 1)
             self.again(lambda: self.buffer.change(lambda state: state.save_partials({(uid, *key): partial})))
-            assert self.state.partials(uid)[key] == partial.data
+            assert self.buffer.partials(uid)[key] == partial.data
 
     def commit(self):
         if self.working:
@@ -153,7 +151,7 @@ class Life:
             responses = answers(self.random, max(0, self.version - lag), self.random.choice([1, 2, 2, 2]))
             group = encode(Group(uid, responses))
             self.again(lambda: self.buffer.commit(group))
-            assert not self.state.partials(uid)
+            assert not self.buffer.partials(uid)
 
     def drop(self):
         if self.working:
@@ -221,7 +219,7 @@ def test_random_crashes_preserve_the_buffer_state_and_no_group_is_trained_twice(
     try:
         life.play(80)
     finally:
-        life.buffer.ledger.close()
+        life.buffer.die()
 
 
 @pytest.fixture
@@ -233,7 +231,7 @@ def path(tmp_path):
 def buffer(path):
     made = open_buffer(path)
     yield made
-    made.ledger.close()
+    made.die()
 
 
 def train(buffer, group, *uids):
@@ -277,7 +275,7 @@ def test_groups_that_ended_before_the_oldest_checkpoint_are_counted_but_evicted_
         assert one.state.counts()["trained"] == 4 and one.state.counts()["dropped"] == {"failed": 1}
     with pytest.raises(LedgerError, match="already has this group"):
         do(again, "admit", "a")
-    again.ledger.close()
+    again.die()
 
 
 # What goes wrong
@@ -288,7 +286,7 @@ def test_a_renamed_drop_reason_is_counted_under_its_current_name(path, buffer, g
         do(buffer, "admit", uid)
         do(buffer, "drop", uid, "over_age" if uid == "a" else "stale")
     assert do(crash(buffer), "counts")["dropped"] == {"stale": 3}
-    inherited = DurableBuffer(ONE_BY_ONE, None, lambda: 0.0, counters={"trained": 1, "dropped": {"over_age": 2}})
+    inherited = LocalBuffer(ONE_BY_ONE, counters={"trained": 1, "dropped": {"over_age": 2}})
     assert do(inherited, "counts")["dropped"] == {"stale": 2} and do(inherited, "counts")["admitted"] == 3
 
 
@@ -315,7 +313,7 @@ def test_a_full_disk_closes_the_buffer_without_losing_recorded_state(path, buffe
         ("b", "generating"),
     ]
     assert again.state.closed is None and again.commit(large)
-    again.ledger.close()
+    again.die()
 
 
 async def test_a_full_disk_fails_pending_calls_and_still_allows_shutdown(path, group):
@@ -323,7 +321,7 @@ async def test_a_full_disk_fails_pending_calls_and_still_allows_shutdown(path, g
     await buffer.admit("a")
     waits = [asyncio.create_task(call) for call in (buffer.admit("b"), buffer.lease(1, 0), buffer.reclaim())]
     await asyncio.sleep(0)
-    database = buffer._durable.ledger._db
+    database = buffer._ledger._db
     database.execute(f"PRAGMA max_page_count={database.execute('PRAGMA page_count').fetchone()[0]}")
     large = [Trajectory([1], [1], [1], [-0.1], [0], metrics={"a" * 50_000: 1.0}, reward=1.0)] * 2
     with pytest.raises(LedgerError, match="disk is full"):
@@ -335,7 +333,7 @@ async def test_a_full_disk_fails_pending_calls_and_still_allows_shutdown(path, g
     await buffer.close("the run failed")
     await buffer.checkpointed(0, 0)
     assert (await buffer.before_checkpoint())["pending"] == ["a"]
-    buffer._durable.ledger.close()
+    kill(buffer)
 
 
 def test_a_file_that_is_not_a_ledger_is_rejected_and_not_modified(path):
@@ -370,7 +368,7 @@ DAMAGES = {
 
 def segments(buffer):
     # Waits for the thread that removes them.
-    buffer.ledger.sync()
+    buffer.before_checkpoint()
     return sorted(segments_of(buffer.ledger.path).glob("*.seg"))
 
 
@@ -386,8 +384,10 @@ def test_a_group_whose_segment_is_damaged_is_counted_and_generated_again(buffer,
     do(again, "reclaim")
     assert again.commit(group("a", 0, 0))
     (leased,) = again.lease(1, 0)
-    assert load(leased) == load_encoded(group("a", 0, 0)) and len(segments(again)) == 2 - (not segment.exists())
-    again.ledger.close()
+    assert load(leased) == load_encoded(group("a", 0, 0)) and len(segments(again)) == 1 + (
+        damage is not DAMAGES["missing"]
+    )
+    again.die()
 
 
 def test_a_body_damaged_after_it_was_written_is_found_once_its_step_has_failed(buffer, group):
@@ -427,12 +427,12 @@ def test_a_restarted_buffer_reads_partials_and_bodies_only_when_they_are_needed(
     assert again.state.counts()["slots"]["finished"] == 2 and not read
     (leased,) = again.lease(1, 0)
     assert load(leased) == load_encoded(group("a", 0, 0)) and read == ["a"]
-    assert again.state.partials("c") == {(0, 0): partial.data}
+    assert again.partials("c") == {(0, 0): partial.data}
     written = again.ledger._db.total_changes
     (same,) = again.lease(1, 0)
     assert same is leased and read == ["a"]
     assert again.ledger._db.total_changes == written, "a group that was only read is not written again"
-    again.ledger.close()
+    again.die()
 
 
 def test_segments_without_a_needed_group_are_removed(path, group, monkeypatch):
@@ -444,18 +444,68 @@ def test_segments_without_a_needed_group_are_removed(path, group, monkeypatch):
         buffer.lease(step, step - 1)
         do(buffer, "ack", step)
         buffer.publish(step)
-    assert [file.stem for file in segments(buffer)] == ["00000002", "00000003"], (
+    assert [file.stem for file in segments(buffer)] == ["driver-00000002", "driver-00000003"], (
         "a is stale, and would be generated again"
     )
     buffer.checkpointed(3, 2)
-    assert [file.stem for file in segments(buffer)] == ["00000003"]
+    assert [file.stem for file in segments(buffer)] == ["driver-00000003"]
     again = crash(buffer)
     do(again, "admit", "d")
     again.commit(group("d", 3, 3))
-    assert [file.stem for file in segments(again)] == ["00000003", "00000004"], (
+    assert [file.stem for file in segments(again)] == ["driver-00000003", "driver-00000004"], (
         "a restarted buffer begins a new segment"
     )
-    again.ledger.close()
+    again.die()
+
+
+def test_a_segment_stays_until_its_writer_has_ended_it(buffer, group):
+    """The header of a body that a worker has written may still be on its way."""
+    folder = segments_of(buffer.ledger.path)
+    writer = SegmentWriter(folder, "worker-0", segment_bytes=1)
+    ready = {uid: group(uid, 0, 0).stored(writer.append(group(uid, 0, 0).body)) for uid in "xy"}
+    train(buffer, group, "a", "b")
+    for uid in ready:
+        do(buffer, "admit", uid)
+    buffer.checkpointed(2, 2)
+    assert [file.stem for file in segments(buffer)] == ["driver-00000001", "worker-0-00000001", "worker-0-00000002"]
+    for uid in ready:
+        assert buffer.commit(ready[uid])
+    for step in (3, 4):
+        (leased,) = buffer.lease(step, 2)
+        assert load(leased) == load_encoded(group(leased.uid, 0, 0))
+        do(buffer, "ack", step)
+    buffer.checkpointed(4, 4)
+    assert [file.stem for file in segments(buffer)] == ["driver-00000001", "worker-0-00000002"]
+    assert SegmentWriter(folder, "worker-0").append(b"body").path.endswith("worker-0-00000003.seg"), "no name twice"
+    again = crash(buffer)
+    train(again, group, "c")
+    again.checkpointed(5, 5)
+    assert [file.stem for file in segments(again)] == ["driver-00000002", "worker-0-00000003"], "the others were ended"
+    again.die()
+
+
+def test_a_ledger_with_numbered_segments_is_converted(buffer, group):
+    """As of format 6, with the segments of one process."""
+    for uid in "ab":
+        do(buffer, "admit", uid)
+        buffer.commit(group(uid, 0, 0))
+    buffer.die()
+    path, folder = buffer.ledger.path, segments_of(buffer.ledger.path)
+    (folder / "driver-00000001.seg").rename(folder / "00000001.seg")
+    with sqlite3.connect(path) as old:
+        kept = old.execute("SELECT number, head, 1, offset FROM payloads").fetchall()
+        old.execute("DROP TABLE payloads")
+        old.execute("CREATE TABLE payloads (number INTEGER PRIMARY KEY, head BLOB, segment INTEGER, offset INTEGER)")
+        old.executemany("INSERT INTO payloads VALUES (?, ?, ?, ?)", kept)
+        old.execute("PRAGMA user_version=6")
+    old.close()
+    again = open_buffer(path)
+    for step, uid in enumerate("ab", 1):
+        (leased,) = again.lease(step, 0)
+        assert load(leased) == load_encoded(group(uid, 0, 0))
+        do(again, "ack", step)
+    assert again.ledger._db.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
+    again.die()
 
 
 def test_loading_a_large_ledger_reports_progress(buffer, monkeypatch):
@@ -463,8 +513,10 @@ def test_loading_a_large_ledger_reports_progress(buffer, monkeypatch):
     for uid in "abc":
         do(buffer, "admit", uid)
     said = []
-    buffer.ledger.close()
-    DurableBuffer(ONE_BY_ONE, None, lambda: 0.0, ledger=buffer.ledger.path, report=said.append).ledger.close()
+    buffer.die()
+    ledger = Ledger(buffer.ledger.path)
+    ledger.read(report=said.append)
+    ledger.close()
     assert said == ["2 groups"]
 
 
@@ -493,7 +545,7 @@ def test_trajectory_values_survive_a_ledger_round_trip(buffer):
     assert load(leased).trajectories == [one, one] and load(leased).trajectories[0].loss_mask == [True, False]
     header = leased.header.trajectories[0]
     assert {type(header.reward), type(header.metrics["n"])} == {float, int}
-    again.ledger.close()
+    again.die()
 
 
 def test_a_group_that_cannot_be_serialized_is_rejected_without_changing_state(buffer, group):
@@ -517,19 +569,19 @@ def test_in_place_changes_to_status_values_are_recorded(tmp_path):
     path = tmp_path / "ledger.db"
     ledger = Ledger(path)
     status = BufferStatus.initial(3, 2, {})
-    ledger.write(status, [])
+    ledger.write(status)
     status.failed_attempts["0:1"] = 1
-    ledger.write(status, [])
+    ledger.write(status)
     status.failed_attempts["0:1"] += 1
     status.failed_step.set_aside.append("0:1")
-    ledger.write(status, [])
+    ledger.write(status)
     ledger.close()
     ledger = Ledger(path)
     found = ledger.read().status
     assert (found.failed_attempts, found.failed_step.set_aside) == ({"0:1": 2}, ["0:1"])
     # So is a value that was read.
     found.failed_attempts["0:2"] = 1
-    ledger.write(found, [])
+    ledger.write(found)
     ledger.close()
     ledger = Ledger(path)
     assert ledger.read().status.failed_attempts == {"0:1": 2, "0:2": 1}
@@ -546,6 +598,6 @@ def test_inherited_status_is_never_compared_when_the_ledger_is_written(tmp_path)
     status.inherited = Long(origin=[1, 2, 3])
     for version in range(3):
         status.version = version
-        ledger.write(status, [])
+        ledger.write(status)
     assert ledger.read().status.inherited == {"origin": [1, 2, 3]}
     ledger.close()

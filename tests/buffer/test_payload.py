@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megasync.buffer.payload import (
     EncodedGroup,
     LeasedGroup,
+    StoredBody,
     check_body,
     decode,
     decode_partial,
@@ -18,7 +19,7 @@ from megasync.buffer.payload import (
     encode_partial,
     in_memory,
 )
-from megasync.buffer.segments import SegmentWriter, load_trajectories
+from megasync.buffer.segments import SegmentWriter, load_trajectories, segments_in
 from megasync.errors import DataError
 from megasync.trajectory import Group, Partial, Trajectory
 from megasync.trajectory.support import Support
@@ -206,10 +207,10 @@ def test_an_encoded_group_travels_without_its_decoded_header(group):
 @pytest.mark.parametrize(
     "name", ["2.seg", "²²²²²²²².seg", "00000009.seg.bak", "00000009 (copy).seg", "000000009.seg", "x.seg"]
 )
-def test_names_that_are_no_segments_are_neither_counted_nor_removed(tmp_path, name):
-    (tmp_path / name).touch()
-    (tmp_path / "00000004.seg").touch()
-    (tmp_path / "100000000.seg").touch()
-    writer = SegmentWriter(tmp_path)
-    assert writer.present() == [4, 100_000_000]
-    assert [path.name for path in writer.without([4])] == ["100000000.seg"]
+def test_names_that_are_no_segments_are_not_counted(tmp_path, name):
+    for file in (name, "00000004.seg", "100000000.seg", "worker-1-00000004.seg", "worker-10-00000002.seg"):
+        (tmp_path / file).touch()
+    found = [(segment.writer, segment.number) for segment in segments_in(tmp_path)]
+    assert found == [("", 4), ("", 100_000_000), ("worker-1", 4), ("worker-10", 2)]
+    place = SegmentWriter(tmp_path, "worker-1").append(b"body")
+    assert place == StoredBody(str(tmp_path / "worker-1-00000005.seg"), 0)

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 from killed import cut_short
+from local_buffer import kill
 from local_rollouter import local_rollouter
 
 from megasync.buffer import AsyncBuffer
-from megasync.buffer.durable import begin_ledger, resume_ledger
+from megasync.buffer.beginning import begin_ledger, resume_ledger
 from megasync.buffer.ledger import Ledger, begun
 from megasync.buffer.payload import encode_partial
 from megasync.config.schema import PromptConfig, ScheduleConfig
@@ -78,7 +79,7 @@ class Life:
             rollout.cancel()
             await asyncio.gather(rollout, return_exceptions=True)
             self.counts = await self.buffer.counts()
-            self.buffer._durable.ledger.close()
+            kill(self.buffer)
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -171,7 +172,7 @@ async def test_resume_keeps_finished_groups_and_continues_the_others_from_their_
     partial = encode_partial(Partial("digest", [7, 8], [-0.1, -0.2], [1, 1]))
     await buffer.save_partials({("0:3", 1, 0): partial})
     await buffer.close("killed")
-    buffer._durable.ledger.close()
+    kill(buffer)
 
     for _ in range(2):  # a run that dies while it resumes
         resumed = resume_ledger(path, SCHEDULE, TOTAL, 1)
@@ -185,7 +186,7 @@ async def test_resume_keeps_finished_groups_and_continues_the_others_from_their_
         group("0:2", 0, 0).header,
         group("0:3", 1, 1).header,
     ]
-    again._durable.ledger.close()
+    kill(again)
 
 
 @pytest.mark.parametrize("acknowledged", [True, False])
@@ -198,19 +199,19 @@ async def test_resume_counts_a_batch_as_trained_only_if_the_checkpoint_contains_
     await buffer.lease(2, 1)
     if acknowledged:
         await buffer.ack(2)
-    buffer._durable.ledger.close()
+    kill(buffer)
     for step, trained in ((2, 4), (1, 2), (0, 0)):
         resume_ledger(path, SCHEDULE, TOTAL, step)
         again = AsyncBuffer(SCHEDULE, TOTAL, ledger=path)
         counts = await again.counts()
         assert (counts["trained"], counts["live"], counts["admitted"]) == (trained, 4 - trained, 4)
-        again._durable.ledger.close()
+        kill(again)
 
 
 async def test_a_ledger_that_does_not_match_the_checkpoint_is_rejected(tmp_path, group):
     path = tmp_path / "ledger.db"
     begin_ledger(path, 0, 0, {}, {})
-    (await one_step(path, group))._durable.ledger.close()
+    kill(await one_step(path, group))
     with pytest.raises(
         LedgerError, match="does not belong to this checkpoint.*of step 9.*no step after 1.*move it away"
     ):
@@ -238,7 +239,7 @@ async def test_a_new_ledger_continues_the_counters_of_the_checkpoint(tmp_path, g
     await buffer.ack(5)
     assert (await buffer.before_checkpoint())["buffer"] == counters | {"trained": 10}
     assert (await buffer.counts())["admitted"] == 12
-    buffer._durable.ledger.close()
+    kill(buffer)
 
 
 def test_a_missing_or_empty_ledger_is_reported_as_not_begun_rather_than_damaged(tmp_path):
@@ -278,7 +279,7 @@ def begin(folder): ...
 def work(folder):
     durable.begin_ledger(folder / "ledger.db", 0, 0, {}, {"rows": 5})
 """
-    modules = ("megasync/buffer/ledger.py", "megasync.buffer.durable.py", "megasync/base/files.py")
+    modules = ("megasync/buffer/ledger.py", "megasync.buffer.beginning.py", "megasync/base/files.py")
     cases = cut_short(setup, tmp_path, modules, (0, 1000, 4096, 8192, 20_000, 40_000, 80_000), every=5)
     for case in cases:
         path = case.folder / "ledger.db"
@@ -301,5 +302,5 @@ async def test_resume_does_not_reuse_the_number_of_an_unpublished_version_seen_i
     buffer = AsyncBuffer(SCHEDULE, TOTAL, ledger=path)
     await buffer.admit("0:0")
     await buffer.commit(group("0:0", 0, 1))
-    buffer._durable.ledger.close()
+    kill(buffer)
     assert resume_ledger(path, SCHEDULE, TOTAL, 0).version == 1

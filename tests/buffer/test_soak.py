@@ -9,10 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 from fake_sglang import FakeSGLang
+from local_buffer import kill
 from local_rollouter import local_rollouter
 
 from megasync.buffer import AsyncBuffer
-from megasync.buffer.durable import begin_ledger
+from megasync.buffer.beginning import begin_ledger
 from megasync.buffer.ledger import LOG_PAGES
 from megasync.config.schema import PromptConfig, SamplingConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
@@ -73,7 +74,7 @@ async def soak(path: Path, groups: int) -> list[tuple[int, int, int]]:
         await rollout
         await client.close()
         await control.close()
-    buffer._durable.ledger.close()
+    kill(buffer)
     return found
 
 

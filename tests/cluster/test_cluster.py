@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
-import inspect
 import os
 import sys
 import time
@@ -17,12 +15,10 @@ import ray
 from processes import lives
 from ray import cloudpickle
 
-from megasync.buffer import AsyncBuffer
 from megasync.cluster import actors as actors_module
 from megasync.cluster.actors import ActorGroup
 from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
-from megasync.cluster.remote_buffer import RemoteBuffer
 from megasync.cluster.roles import ROLES, Role, check_capabilities
 from megasync.cluster.rollout_workers import WorkerActor
 from megasync.config import Config
@@ -70,18 +66,6 @@ def test_a_role_without_a_method_is_refused_by_name() -> None:
     broken = Role("trainer", "trainer", FakeWorker, ("add", "step", "save"))
     with pytest.raises(ConfigError, match="role 'trainer', FakeWorker, has no method step, save"):
         check_capabilities({"trainer": broken})
-
-
-def test_the_remote_buffer_has_the_methods_of_the_buffer() -> None:
-    def arguments(of: type, method: str) -> list[str]:
-        # Ray adds an argument to the methods of classes that become actors.
-        return [name for name in inspect.signature(getattr(of, method)).parameters if name != "_ray_trace_ctx"]
-
-    # The first call asks for the process and opens ledger and socket, batches are made inside, and each `reclaim` draws
-    # its own claimant.
-    for method in set(ROLES["buffer"].methods) - {"pid", "open", "opening", "listen", "batch", "reclaim"}:
-        assert arguments(RemoteBuffer, method) == arguments(AsyncBuffer, method)
-    assert arguments(RemoteBuffer, "reclaim") == ["self"]
 
 
 @pytest.mark.parametrize("cause", [OSError(28, "No space left on device"), Exception("The node timed out.")])
@@ -147,28 +131,6 @@ async def test_the_error_for_a_pool_that_does_not_fit_names_the_cluster_resource
     with pytest.raises(MegasyncError, match=r"pool 'trainer' needs 1 node\(s\) with \{'CPU': 64\} each.*cluster has"):
         await pools.create(timeout=1)
     pools.remove()
-
-
-@pytest.mark.processes
-async def test_the_buffer_actor_keeps_the_buffers_waits(cluster: None) -> None:
-    config = Config()
-    config.schedule.groups_per_step, config.schedule.max_staleness = 1, 0
-    buffer = RemoteBuffer(config.schedule, 4)
-    try:
-        await buffer.admit("0:0")
-        waiting = asyncio.create_task(buffer.admit("0:1"))
-        await asyncio.sleep(0.5)
-        assert not waiting.done()
-        await buffer.drop("0:0", "test")
-        await asyncio.wait_for(waiting, 30)
-        assert (await buffer.counts())["admitted"] == 2
-        leasing = asyncio.create_task(buffer.lease(1, 0))
-        await asyncio.sleep(0.2)
-        await buffer.close("the test is over")
-        with pytest.raises(MegasyncError, match="the test is over"):
-            await asyncio.wait_for(leasing, 30)
-    finally:
-        buffer.kill()
 
 
 USER_CODE = """

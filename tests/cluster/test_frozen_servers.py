@@ -27,6 +27,7 @@ from megasync.device import resolve_device
 from megasync.errors import ServerError
 from megasync.rewards.model_reward import ModelReward, load_model_reward
 from megasync.rollout.auxiliary import AuxiliaryModel, load_auxiliary_models
+from megasync.serving.control import ServerControl
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
@@ -35,6 +36,19 @@ PATIENCE = 240.0
 SMALL = {"max_total_tokens": 4096, "max_running_requests": 16, "mem_fraction": 0.3}
 ROWS = {"prompt": ["What is 2 + 3?", "Name a colour.", "Name a colour."], "answer": ["5", "red", "red"]}
 COMPLETIONS = ["It is 5.", "blue", "I would rather not say which one I like best."]
+
+
+class Users:
+    """The models' clients as those of a rollout worker."""
+
+    def __init__(self, clients, keys):
+        self._clients, self._keys = clients, keys
+
+    def add_server(self, model: str, url: str) -> None:
+        self._clients[model].add_server(ServerControl(url, self._keys.admin))
+
+    def remove_server(self, model: str, url: str) -> None:
+        self._clients[model].remove_server(url)
 
 
 @dataclass
@@ -84,9 +98,8 @@ async def rig(tmp_path_factory):
     refiner = load_auxiliary_models(config)["refiner"]
     clients = {f"reward_models.{name}": reward for name, reward in rewards.items()}
     clients["auxiliary_models.refiner"] = refiner
-    servers = FrozenServers(
-        config, folder, resolve_device("cpu"), pools, Keys("admin-key-of-this-test", "router-key"), clients
-    )
+    keys = Keys("admin-key-of-this-test", "router-key")
+    servers = FrozenServers(config, folder, resolve_device("cpu"), pools, keys, Users(clients, keys))
     try:
         await pools.create(60)
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 import threading
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from megasync.rollout.group_worker import FailurePolicy, GroupSpec, GroupWorker
 from megasync.rollout.quarantine import Quarantine
 from megasync.rollout.rollouter import Rollouter
 from megasync.rollout.selection import Selection
+from megasync.rollout.worker_link import LocalProcess, WorkerEnd
 from megasync.rollout.workflow import single_turn
 from megasync.trajectory import Prompt
 
@@ -79,9 +81,17 @@ class Crew:
         self.rollouter = Rollouter(self.source, self.buffer, schedule, placement=self.workers.placement)
 
     def process(self, number):
+        if not self.config.rollout.workers:
+            return LocalProcess(self.local)
         self.processes.append(LoopbackProcess(number, self.worker, self.zombies))
         self.processes[-1].refuses_to_start = self.refuse
         return self.processes[-1]
+
+    def local(self):
+        end = WorkerEnd()
+        worker, commands, questions = self.worker(SimpleNamespace(number=0))
+        end.serve(worker, {"watch": lambda watched: None, **commands}, questions)
+        return end
 
     def worker(self, process):
         client = FakeClient(self.behave)
@@ -118,13 +128,13 @@ class Crew:
         await self.workers.stop()
         for process in self.processes:
             if hasattr(process, "end"):
-                await process.end.close()
+                process.end.abandon()
 
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
-    monkeypatch.setattr("megasync.rollout.remote_worker.POLL_SECONDS", 0.05)
-    monkeypatch.setattr("megasync.rollout.remote_worker.BATCH_SECONDS", 0.001)
+    monkeypatch.setattr("megasync.rollout.worker_link.POLL_SECONDS", 0.05)
+    monkeypatch.setattr("megasync.rollout.worker_link.BATCH_SECONDS", 0.001)
     monkeypatch.setattr("megasync.serving.restart_budget.FIRST_WAIT", 0.01)
     monkeypatch.setattr(rollout_workers, "ANNOUNCE_SECONDS", 0.05)
 
@@ -135,14 +145,31 @@ async def until(condition):
             await asyncio.sleep(0.002)
 
 
-async def test_workers_end_all_groups_and_report_them():
-    async with Crew(workers=3, total=12) as crew:
+@pytest.mark.parametrize("workers", [0, 3])
+async def test_workers_end_all_groups_and_report_them(workers):
+    async with Crew(workers, total=12) as crew:
         await asyncio.wait_for(crew.rollouter.run(), PATIENCE)
         assert len(crew.buffer.committed) == 12
         assert all(client.calls for client in crew.clients), "each has worked"
         await until(lambda: crew.rollouter.metrics()["rollout/tokens"] == 12 * 2 * 2.0)
         assert crew.rollouter.metrics()["rollout/reward_mean"] == 0.5
-    assert {told[0] for told in crew.told if told[1] == "closed"} == {0, 1, 2}
+    assert {told[0] for told in crew.told if told[1] == "closed"} == set(range(max(1, workers)))
+
+
+async def test_a_worker_in_the_driver_gets_the_objects_themselves_and_is_not_watched():
+    given, refusal = threading.Lock(), DataError("with a lock", threading.Lock())
+    async with Crew(workers=0) as crew:
+
+        async def takes(value):
+            assert value is given, "it could not be pickled"
+            raise refusal
+
+        (link,) = crew.workers._links.values()
+        link.source.questions["take"] = takes
+        with pytest.raises(DataError) as raised:
+            await crew.workers.ask("eval", PROMPT, "take", given)
+        assert raised.value is refusal
+        assert crew.workers.states() == [] == crew.workers.processes()
 
 
 @pytest.mark.parametrize("fault", ["die", "hang"])
@@ -378,10 +405,10 @@ async def test_the_gate_closes_over_all_workers_and_for_a_replacement():
 
 async def test_warnings_of_a_worker_are_repeated_but_not_without_bound(caplog):
     async with Crew(workers=1) as crew:
-        outbox = crew.processes[0].outbox
+        polled = crew.processes[0].polled
         logger = logging.getLogger("a worker's process")
         logger.propagate = False
-        logger.addHandler(outbox)
+        logger.addHandler(polled)
         with caplog.at_level(logging.WARNING):
             for number in range(1000):
                 logger.warning("problem %d", number)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 from controller_rig import FakeSaved, FakeTrainer, Rig
 from killed import cut_short
+from local_buffer import kill
 
 from megasync.base.files import atomic_write, durable_rename
 from megasync.buffer.ledger import FILE as LEDGER_FILE
@@ -93,6 +94,7 @@ SETUP = f"""
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1] / "support")!r}]
 import asyncio
 from test_checkpoint_kills import driver, run
+from local_buffer import kill
 
 def begin(folder): ...
 
@@ -126,5 +128,5 @@ def test_every_group_is_trained_once_wherever_the_driver_was_killed(
         counts = rig.buffer._state.counts()
         assert counts["trained"] == groups
         assert counts["admitted"] == counts["trained"] + sum(counts["dropped"].values()) + counts["live"]
-        rig.buffer._durable.ledger.close()
+        kill(rig.buffer)
     assert resumed_from == {None, 2, 4, 6}

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from controller_rig import FakeTrainer, Rig
+from local_buffer import kill
 
-from megasync.buffer.durable import begin_ledger, resume_ledger
+from megasync.buffer.beginning import begin_ledger, resume_ledger
 from megasync.buffer.payload import in_memory
 from megasync.control.progress import Progress
 from megasync.control.recovery import write_failed_batch
@@ -78,7 +79,7 @@ async def test_a_non_finite_error_ends_the_run_without_retries() -> None:
 
 def resumed(rig: Rig, ledger: Path, trainer: FakeTrainer, **arguments: object) -> Rig:
     """The next driver of the same run, from its start: nothing was saved."""
-    rig.buffer._durable.ledger.close()
+    kill(rig.buffer)
     schedule = rig.controller.config.schedule
     found = resume_ledger(ledger, schedule, schedule.total_steps * schedule.groups_per_step, 0)
     return Rig(

@@ -12,7 +12,7 @@ from megasync.buffer.groups import SCORES
 from megasync.config.schema import DataConfig
 from megasync.data.curriculum import Curriculum, RowHistory, by_success, curriculum_of
 from megasync.errors import DataError
-from megasync.rollout.drops import ALL_FAILED, ALL_SOLVED
+from megasync.rollout.selection import ALL_FAILED, ALL_SOLVED
 
 
 def wants(curriculum, uid):

@@ -14,7 +14,7 @@ from megasync.errors import ConfigError
 from megasync.models.digits import digits_tokenizer
 from megasync.models.smollm2 import gguf_file
 from megasync.rewards.model_prompt import ModelPrompt
-from megasync.rollout.chat_template import AnswerTemplate
+from megasync.rollout.chat import AnswerTemplate
 from megasync.rollout.conversation import Conversation
 from megasync.rollout.generation import Generation
 

@@ -25,7 +25,7 @@ def test_a_run_survives_the_death_of_each_of_its_processes(miniature, launch, th
         "chaos",
         config,
         "--kill",
-        "server,router,rank,buffer,worker,controller",
+        "server,router,rank,worker,controller",
         "--rounds",
         "1",
         "--pause",
@@ -35,7 +35,7 @@ def test_a_run_survives_the_death_of_each_of_its_processes(miniature, launch, th
     )
     status = chaos.wait(WHOLE_RUN)
     assert status == 0, chaos.output
-    for kind in ("server", "router", "rank", "buffer", "worker", "controller"):
+    for kind in ("server", "router", "rank", "worker", "controller"):
         assert f"SIGKILL to a {kind}" in chaos.output
     assert "nothing was lost" in chaos.output
     rows = [json.loads(line) for line in (the_run_dir() / "metrics.jsonl").read_text().splitlines()]

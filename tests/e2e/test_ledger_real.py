@@ -1,7 +1,7 @@
-"""The buffer's process and the whole run are killed on the real stack; the run resumes from its ledger.
+"""The whole run is killed on the real stack, and resumes from its ledger.
 
-In the standard tier, `test_chaos.py` kills both and compares the books, `tests/cluster/test_remote_buffer.py` kills the
-buffer's process at each point of a step, and `test_adapter_run.py` sees that nothing outlives a killed driver.
+In the standard tier, `test_chaos.py` kills a driver and compares the books, `tests/buffer/test_commit_order.py` dies at
+each point of a commit, and `test_adapter_run.py` sees that nothing outlives a killed driver.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def books(run_dir: Path) -> dict[str, int]:
         return dict(ledger.execute("SELECT state, count(*) FROM groups GROUP BY state"))
 
 
-def test_a_run_survives_the_death_of_its_buffer_and_of_its_driver(miniature, launch, the_run_dir) -> None:
+def test_a_run_survives_the_death_of_its_driver(miniature, launch, the_run_dir) -> None:
     schedule = {"total_steps": STEPS, "groups_per_step": 4, "samples_per_group": 4}
     config = miniature(
         schedule=schedule,
@@ -32,9 +32,6 @@ def test_a_run_survives_the_death_of_its_buffer_and_of_its_driver(miniature, lau
         trainer={"tensor_parallel": 1},
     )
     run = launch("train", config)
-    run.wait_for("step 3/")
-    (buffer,) = run.find("ray::AsyncBuffer")
-    buffer.kill()
     run.wait_for("step 9/")
     run.signal(signal.SIGKILL)
     run.wait()

@@ -12,7 +12,7 @@ from megasync.evaluation.evaluate import Answerer
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.evaluation.periodic import PeriodicEvaluation
 from megasync.rewards import RewardRunner
-from megasync.rollout.destination import Destination
+from megasync.rollout.client import Destination
 from megasync.rollout.generation import Generation
 from megasync.rollout.workflow import single_turn
 from megasync.trajectory import Prompt

@@ -16,6 +16,7 @@ from engine_models import FAMILIES, checkpoint_specs, make_model
 from oracle import engine_oracle
 
 from megasync.config.schema import RolloutConfig
+from megasync.config.schema.rollout import PIPELINED, UNTIED
 from megasync.errors import ServerError
 from megasync.lab.layout_check import check_layout
 from megasync.layout.engine_layout import EngineRank
@@ -23,7 +24,6 @@ from megasync.layout.families import sizes_of
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
-from megasync.config.schema.rollout import PIPELINED, UNTIED
 from megasync.serving.control import ServerControl
 from megasync.serving.engine_blueprint import engine_ranks
 from megasync.serving.engine_protocol import LOAD_FORMAT, encode

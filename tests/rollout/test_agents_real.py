@@ -20,8 +20,8 @@ from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.gateway import AgentWorkflow
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.inflight import RequestGate
-from megasync.rollout.sample_client import SampleClient
 from megasync.rollout.tools import Toolbox
+from megasync.rollout.workflow import SampleClient
 from megasync.serving.control import ServerControl
 from megasync.sync.server_update import ServerUpdate
 from megasync.trajectory.turns import ANSWER

@@ -13,7 +13,7 @@ from megasync.errors import ConfigError, DataError, ServerError
 from megasync.rollout.auxiliary import AuxiliaryModel, load_auxiliary_models
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.inflight import RequestGate
-from megasync.rollout.sample_client import SampleClient
+from megasync.rollout.workflow import SampleClient
 from megasync.serving.frozen_client import FrozenModelClient
 
 TOKENIZER = byte_tokenizer()

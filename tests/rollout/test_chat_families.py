@@ -7,7 +7,7 @@ from chat_families import FAMILIES
 
 from megasync.data.messages import as_messages
 from megasync.errors import TemplateRefused
-from megasync.rollout.chat_template import AnswerTemplate
+from megasync.rollout.chat import AnswerTemplate
 from megasync.rollout.conversation import Conversation
 from megasync.rollout.generation import Generation
 

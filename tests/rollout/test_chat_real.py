@@ -19,7 +19,7 @@ from megasync.environments.pool import EnvironmentPool
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.reply_parser import ReplyParser
-from megasync.rollout.sample_client import SampleClient
+from megasync.rollout.workflow import SampleClient
 from megasync.serving.control import ServerControl
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]

@@ -250,7 +250,7 @@ async def test_tokens_of_a_dead_server_are_never_labelled_with_a_too_new_version
 async def test_a_request_for_a_server_goes_there_in_every_attempt_and_keeps_its_older_version(fake):
     async with FakeSGLang() as pinned:
         client = make_client(fake, stream_interval=3)
-        client.published_version = lambda: 5
+        client.set_versions(5, 9)
         pinned.version = 3
         pinned.script += [Break(((2, 3),)), refuse(503)]
         got = await client.generate([1], server=pinned.url)
@@ -266,7 +266,7 @@ async def test_a_request_for_a_server_goes_there_in_every_attempt_and_keeps_its_
 async def test_tokens_of_a_server_that_no_sync_has_reached_are_not_taken(fake, interval):
     """Whoever runs an external server has replaced it: it has its initial weights, until a sync."""
     client = make_client(fake, stream_interval=interval)
-    client.published_version = lambda: 5
+    client.set_versions(5, 9)
 
     def synced():
         fake.version = 6
@@ -503,7 +503,7 @@ LIES = {
 
 @pytest.mark.parametrize("lying", LIES.values(), ids=LIES)
 async def test_an_invalid_answer_is_counted_and_retried_on_another_server(fake, client, lying):
-    client.newest_version = lambda: 0
+    client.set_versions(0, 0)
     fake.script += [finish(3, "abort"), lying]
     got = await client.generate([1], routing_key="group")
     assert got.token_ids == [2, 3, 4, 5, 6, 7, 8, 9]
@@ -517,14 +517,12 @@ async def test_an_invalid_answer_is_counted_and_retried_on_another_server(fake, 
 
 
 async def test_a_version_that_is_published_while_a_request_runs_is_known_at_its_end(fake, client):
-    newest = 0
+    client.set_versions(0, 0)
 
     async def updated(fake, body):
-        nonlocal newest
-        newest = 1
+        client.set_versions(0, 1)
         return fake.answer(body, 8, "length", [(0, 3), (1, 5)])
 
-    client.newest_version = lambda: newest
     fake.script += [updated]
     assert (await client.generate([1])).versions == [0] * 3 + [1] * 5
     assert client.metrics() == {"rollout/invalid_answers": 0.0}

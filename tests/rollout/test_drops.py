@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megasync.errors import DataError
-from megasync.rollout.drops import FIRST_GROUPS, WINDOW, DropLimit, Dropped
+from megasync.rollout.rollouter import FIRST_GROUPS, WINDOW, DropLimit
+from megasync.rollout.selection import Dropped
 
 
 def test_a_run_ends_with_the_causes_if_all_of_its_first_groups_fail():

@@ -16,7 +16,7 @@ from megasync.rollout import reply_parser
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.partials import PartialResponses
-from megasync.rollout.sample_client import SampleClient
+from megasync.rollout.workflow import SampleClient
 from megasync.serving.control import ServerControl
 from megasync.trajectory.turns import ANSWER, Turn
 

@@ -54,7 +54,9 @@ def test_throughput_counts_the_last_half_minute_idle_time_included(make_trajecto
 
 def test_counts_are_those_of_all_workers_and_no_lost_worker_takes_its_own_along():
     metrics = RolloutMetrics(window=2)
-    first = WorkerStatus(3, 100, 10.0, 1, 2, {"samples_unused": 4}, {"rollout/invalid_answers": 1.0})
+    first = WorkerStatus(
+        3, 100, 10.0, 1, 2, {"samples_unused": 4}, {"rollout/invalid_answers": 1.0, "teachers/a/inflight": 2.0}
+    )
     second = WorkerStatus(2, 50, 5.0, 1, 0, {"samples_unused": 1, "responses_overlong": 2}, {})
     both = metrics.snapshot([first, second])
     assert (both["rollout/tokens"], both["rollout/tokens_per_second"]) == (150.0, 15.0)
@@ -64,7 +66,8 @@ def test_counts_are_those_of_all_workers_and_no_lost_worker_takes_its_own_along(
     none = metrics.snapshot([])
     assert (none["rollout/inflight_requests"], none["rollout/tokens_per_second"]) == (0.0, 0.0)
     assert none["rollout/workers_lost"] == 2.0
-    gone = ("rollout/inflight_requests", "rollout/tokens_per_second", "rollout/workers_lost")
+    gone = ("rollout/inflight_requests", "rollout/tokens_per_second", "rollout/workers_lost", "teachers/a/inflight")
+    assert both["teachers/a/inflight"] == 2.0 and "teachers/a/inflight" not in none
     assert {k: v for k, v in both.items() if k not in gone} == {k: v for k, v in none.items() if k not in gone}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 from clients import make_rollout_client
@@ -17,7 +18,8 @@ from megasync.evaluation.held_out import HeldOutSet
 from megasync.rollout import client as client_module
 from megasync.rollout import quarantine as quarantine_module
 from megasync.rollout.generation import Generation
-from megasync.rollout.quarantine import Quarantine
+from megasync.rollout.quarantine import Quarantine, QuarantineClient
+from megasync.rollout.suspects import ALONE_DEATHS, CROWD_DEATHS
 
 POISON, SLOW = 66, 55
 PATIENCE = 20
@@ -71,6 +73,19 @@ class FakeServers:
         self.excused.append(slot)
 
 
+def client_of(quarantine, name="client", told=None):
+    """What one worker's client uses, connected by calls; `told` collects those that reach the driver."""
+
+    def enter(number, attempt):
+        if told is not None:
+            told.append(attempt.key)
+        return quarantine.enter(name, number, attempt)
+
+    made = QuarantineClient(enter, partial(quarantine.end, name))
+    quarantine.follow(made.watch)
+    return made
+
+
 class Endless:
     """A script whose every entry is made anew."""
 
@@ -111,7 +126,7 @@ async def serving(folder, **options):
             "sampling": SamplingConfig(max_new_tokens=4),
             "timeout": 5.0,
         }
-        client = make_rollout_client(router.url, quarantine=quarantine, **limits, **options)
+        client = make_rollout_client(router.url, quarantine=client_of(quarantine), **limits, **options)
         try:
             yield client, servers, quarantine
         finally:
@@ -143,20 +158,20 @@ async def test_a_prompt_that_kills_servers_is_refused_after_two_deaths_in_the_cr
 
 async def test_a_prompt_held_back_as_a_suspect_holds_back_the_same_prompt_under_another_key(tmp_path):
     """Such as two epochs of a small dataset that are in flight together."""
-    async with serving(tmp_path) as (client, servers, quarantine), asyncio.timeout(PATIENCE):
+    async with serving(tmp_path) as (client, servers, _), asyncio.timeout(PATIENCE):
         first = asyncio.create_task(client.generate([POISON, 1], routing_key="0:7"))
-        while len(servers.deaths) < 2:
+        while not client._quarantine._watched:
             await asyncio.sleep(0.001)
         with pytest.raises(PoisonPrompt):
             await client.generate([POISON, 1], routing_key="1:7")
         with pytest.raises(PoisonPrompt):
             await first
-        assert quarantine.evidence("0:7") == quarantine.evidence("1:7")
+        assert client._quarantine.evidence("0:7") == client._quarantine.evidence("1:7")
         assert servers.deaths.count("router") == 2
 
 
 async def test_bystanders_of_a_killer_complete(tmp_path):
-    async with serving(tmp_path) as (client, servers, quarantine), asyncio.timeout(PATIENCE):
+    async with serving(tmp_path) as (client, servers, _), asyncio.timeout(PATIENCE):
         bystander = asyncio.create_task(client.generate([SLOW], routing_key="0:1"))
         while not servers.running:
             await asyncio.sleep(0.001)
@@ -166,7 +181,7 @@ async def test_bystanders_of_a_killer_complete(tmp_path):
         answer = await bystander
         assert len(answer.token_ids) == 4
         assert len(servers.router.requests) > 2, "it was cut, and sent again"
-        assert quarantine.evidence("0:1") is None
+        assert client._quarantine.evidence("0:1") is None
 
 
 async def test_a_trial_without_a_death_clears_its_members(tmp_path, monkeypatch):
@@ -211,9 +226,9 @@ async def test_connections_that_break_without_a_death_make_no_prompt_a_suspect(t
 
 async def test_time_held_back_does_not_count_against_the_deadline(tmp_path):
     """The verdict takes longer than the request's own deadline."""
-    async with serving(tmp_path) as (client, _, _), asyncio.timeout(PATIENCE):
+    async with serving(tmp_path) as (client, _, quarantine), asyncio.timeout(PATIENCE):
         client._timeout = 0.5
-        client._quarantine._verdict_seconds = 0.8
+        quarantine._verdict_seconds = 0.8
         with pytest.raises(PoisonPrompt):
             await client.generate([POISON], routing_key="0:7")
 
@@ -247,12 +262,12 @@ async def test_an_invalid_answer_has_the_servers_checked(tmp_path):
 
 
 async def test_an_evaluation_prompt_that_kills_servers_is_counted_as_failed(tmp_path, by_length):
-    async with serving(tmp_path) as (client, servers, quarantine), asyncio.timeout(PATIENCE):
+    async with serving(tmp_path) as (client, servers, _), asyncio.timeout(PATIENCE):
         found = await evaluate(Answerer(client, single), [by_length([POISON], [5])], max_inflight=1)
         again = await evaluate(Answerer(client, single), [by_length([POISON], [5])], max_inflight=1)
         assert [(each.n, each.failed) for each in found + again] == [(2, 1), (2, 1)]
         assert len(servers.deaths) == 4
-        assert quarantine.evidence("eval:numbers:0")
+        assert client._quarantine.evidence("eval:numbers:0")
 
 
 async def single(client, sample):
@@ -272,6 +287,129 @@ def by_length():
         return HeldOutSet("numbers", rows, RewardRunner(reward))
 
     return make
+
+
+# Several clients of one driver
+
+
+class Workers:
+    """Clients of one quarantine, and its fleet: slot 0 behind the router, slot 1 isolated."""
+
+    def __init__(self, folder=None):
+        self.quarantine = Quarantine(self, folder, verdict_seconds=0.01)
+        self.told, self.refunds = [], []
+        self.clients = [client_of(self.quarantine, name, self.told) for name in range(2)]
+
+    async def isolate(self, avoid):
+        return 1, "http://alone"
+
+    def release(self, slot): ...
+
+    def refund_restart(self, slot):
+        self.refunds.append(slot)
+
+    async def play(self, number, key, prompt, dies=None):
+        """One generation, retried until it completes. `dies(url)` is whether its server dies under it."""
+        client = self.clients[number]
+        async with client.request(key, prompt) as ticket:
+            while True:
+                url = await client.enter(ticket, {"input_ids": prompt})
+                await asyncio.sleep(0.001)
+                if dies is None or not dies(url):
+                    return url
+                client.cut(ticket)
+                self.quarantine.left(1 if url else 0, died=True, by_requests=True)
+
+    async def suspect(self, key, prompt, suspected):
+        """A generation that met two deaths beside others, and completes."""
+        client = self.clients[0]
+        async with client.request(key, prompt) as ticket:
+            for _ in range(CROWD_DEATHS):
+                await client.enter(ticket, {})
+                await asyncio.sleep(0.001)
+                client.cut(ticket)
+                self.quarantine.left(0, died=True, by_requests=True)
+            entering = asyncio.ensure_future(client.enter(ticket, {}))
+            await asyncio.sleep(0.001)
+            suspected.set()
+            return await entering
+
+
+@pytest.fixture
+async def workers():
+    made = Workers()
+    async with asyncio.timeout(PATIENCE):
+        yield made
+    await made.quarantine.close()
+
+
+async def test_requests_that_no_death_is_near_cost_the_driver_nothing(workers):
+    await asyncio.gather(*(workers.play(n % 2, f"0:{n}", [n]) for n in range(50)))
+    assert workers.told == []
+
+
+async def test_a_prompt_is_condemned_by_the_evidence_of_all_workers(workers):
+    deaths = []
+
+    def dies(url):
+        deaths.append(url)
+        return True
+
+    async def fails(number):
+        with pytest.raises(PoisonPrompt):
+            await workers.play(number, "0:7", [7], dies)
+        assert workers.clients[number].evidence("0:7")
+
+    # Two samples of one prompt, such as those of two workers after one of them took over the group.
+    await asyncio.gather(fails(0), fails(1))
+    # Each sample counts the deaths that it sees: both may be cut by the same one.
+    alone = deaths.count("http://alone")
+    assert ALONE_DEATHS <= alone <= 2 * (ALONE_DEATHS + 1)
+    # A later request for it, or for another turn of its group, is refused without another death.
+    for key, prompt in (("1:7", [7]), ("0:7", [7, 8])):
+        with pytest.raises(PoisonPrompt):
+            await workers.play(1, key, prompt, dies)
+    assert deaths.count("http://alone") == alone
+
+
+async def test_a_suspect_is_held_back_in_every_worker(workers):
+    suspected = asyncio.Event()
+    first = asyncio.create_task(workers.suspect("0:7", [7], suspected))
+    await suspected.wait()
+    other = await workers.play(1, "1:7", [7])
+    assert (await first, other) == ("http://alone", "http://alone")
+    assert await workers.play(1, "0:8", [8]) is None
+    assert workers.quarantine.metrics()["rollout/suspect_prompts"] == 0.0
+
+
+async def test_the_tickets_of_a_lost_worker_end(workers):
+    suspected = asyncio.Event()
+
+    async def never():
+        await workers.suspect("0:7", [7], suspected)
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(never())
+    await suspected.wait()
+    workers.quarantine.lost(0)
+    assert workers.quarantine._attempts == {} == workers.quarantine._prompts
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_the_loss_of_a_node_is_one_death_for_a_prompt_with_requests_on_several_of_its_servers(workers):
+    client, quarantine = workers.clients[0], workers.quarantine
+    async with client.request("0:7", [7]) as one, client.request("0:7", [7]) as two:
+        for ticket in (one, two):
+            await client.enter(ticket, {})
+        await asyncio.sleep(0.001)
+        for slot in (0, 1):
+            quarantine.left(slot, died=True, by_requests=True)
+        for ticket in (one, two):
+            client.cut(ticket)
+        assert [await client.enter(ticket, {}) for ticket in (one, two)] == [None, None]
+    assert not quarantine.busy
 
 
 # The rollout
@@ -302,11 +440,12 @@ async def test_a_group_that_kills_servers_is_dropped_with_its_reason_and_row(mak
 
     fleet = Fleet()
     quarantine = Quarantine(fleet, tmp_path, verdict_seconds=0.01)
+    guard = client_of(quarantine)
 
     async def generate(prompt_ids, *, routing_key, **options):
-        async with quarantine.request(routing_key, prompt_ids) as ticket:
+        async with guard.request(routing_key, prompt_ids) as ticket:
             while True:
-                url = await quarantine.enter(ticket, {"input_ids": prompt_ids, "sampling_params": {}})
+                url = await guard.enter(ticket, {"input_ids": prompt_ids, "sampling_params": {}})
                 slot, request = int(url is not None), asyncio.get_running_loop().create_future()
                 fleet.running[slot].add(request)
                 if prompt_ids == [2]:
@@ -317,9 +456,9 @@ async def test_a_group_that_kills_servers_is_dropped_with_its_reason_and_row(mak
                     return Generation(list(prompt_ids), [5, 5], [-0.1] * 2, [0] * 2, "stop", "x")
                 finally:
                     fleet.running[slot].discard(request)
-                quarantine.cut(ticket)
+                guard.cut(ticket)
 
-    bench = make_bench(total=12, size=4, samples=2, quarantine=quarantine)
+    bench = make_bench(total=12, size=4, samples=2, quarantine=quarantine, guard=guard)
     bench.client.generate = generate
     async with asyncio.timeout(PATIENCE):
         await bench.rollouter.run()
@@ -328,7 +467,7 @@ async def test_a_group_that_kills_servers_is_dropped_with_its_reason_and_row(mak
     assert set(bench.buffer.dropped.values()) == {"kills_servers"}
     assert {uid.split(":")[1] for uid in bench.buffer.dropped} == {"2"}
     assert len(bench.buffer.committed) == 12
-    # Twice in the crowd, at most once as one of two halves, twice alone; and groups of the same row beside each other.
+    # Twice in the crowd, once in the common trial, twice alone; and groups of the same row beside each other.
     assert fleet.deaths <= 8
     # Groups of the same prompt are known by its tokens.
     (file,) = tmp_path.iterdir()

@@ -6,7 +6,7 @@ import pytest
 
 from megasync.errors import ServerError
 from megasync.rollout.inflight import RequestGate
-from megasync.rollout.sample_client import SampleClient, request_seed
+from megasync.rollout.workflow import SampleClient, request_seed
 
 
 async def test_a_closed_gate_lets_running_requests_finish_and_starts_none():

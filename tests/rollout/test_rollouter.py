@@ -541,7 +541,7 @@ async def test_the_gate_lets_running_requests_finish_and_starts_none_until_it_op
 @asynccontextmanager
 async def held_back(make_bench, busy):
     """Four requests in flight that end with the block, beside a quarantine that the test controls."""
-    suspects = SimpleNamespace(busy=busy, holds=0, metrics=dict, evidence=lambda uid: None)
+    suspects = SimpleNamespace(busy=busy, holds=0, metrics=dict)
     release = asyncio.Event()
 
     async def behave(ids, options):

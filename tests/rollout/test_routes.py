@@ -20,9 +20,8 @@ from megasync.layout.routes import RouteFormat
 from megasync.rollout import client as client_module
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.partials import PartialResponses
-from megasync.rollout.sample_client import SampleClient
 from megasync.rollout.tokens import Tokens
-from megasync.rollout.workflow import TrajectoryCheck, single_turn
+from megasync.rollout.workflow import SampleClient, TrajectoryCheck, single_turn
 from megasync.serving.answers import AnswerLimits, read_generated
 from megasync.serving.control import ServerControl
 from megasync.serving.engine_protocol import ROUTES_FROM

@@ -7,8 +7,8 @@ import pytest
 from megasync.config.schema import SamplingConfig
 from megasync.errors import DataError
 from megasync.rollout.inflight import RequestGate
-from megasync.rollout.sample_client import SampleClient
 from megasync.rollout.sampling import base_params, check_trained, merge_params
+from megasync.rollout.workflow import SampleClient
 
 BASE = base_params(SamplingConfig(temperature=0.8))
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from trajectories import trajectory
 
 from megasync.config.schema import GroupConfig
-from megasync.rollout.drops import Dropped
-from megasync.rollout.selection import Selection, overlong_share, widest_spread
+from megasync.rollout.selection import Dropped, Selection, overlong_share, widest_spread
 from megasync.trajectory import TOKEN_REWARDS, of_sample
 
 

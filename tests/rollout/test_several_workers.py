@@ -15,12 +15,11 @@ from megasync.buffer.payload import encode
 from megasync.config.schema import GroupConfig, ScheduleConfig
 from megasync.errors import DataError
 from megasync.rewards import RewardRunner
-from megasync.rollout.drops import KILLS_SERVERS, Dropped
 from megasync.rollout.group_worker import FailurePolicy, GroupEnded, GroupSpec, GroupWorker
 from megasync.rollout.inflight import InflightCap, ServerLoad
 from megasync.rollout.metrics import WorkerStatus
 from megasync.rollout.rollouter import Rollouter, ServerLimits
-from megasync.rollout.selection import Selection
+from megasync.rollout.selection import KILLS_SERVERS, Dropped, Selection
 from megasync.rollout.workflow import single_turn
 from megasync.trajectory import Group
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from megasync.rollout.shared_prompts import SharedPrompts
+from megasync.rollout.client import SharedPrompts
 from megasync.rollout.tokens import Tokens
 
 

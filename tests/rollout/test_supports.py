@@ -18,8 +18,7 @@ from megasync.errors import DataError, InvalidAnswer, ServerError
 from megasync.rollout import client as client_module
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.partials import PartialResponses
-from megasync.rollout.sample_client import SampleClient
-from megasync.rollout.workflow import TrajectoryCheck, single_turn
+from megasync.rollout.workflow import SampleClient, TrajectoryCheck, single_turn
 from megasync.serving.answers import AnswerLimits, read_generated
 from megasync.serving.control import ServerControl
 from megasync.serving.engine_protocol import WITH_SUPPORT

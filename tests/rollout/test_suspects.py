@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from random import Random
 
@@ -11,14 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasync.config.schema import HealthConfig
-from megasync.rollout.suspects import (
-    ALONE_DEATHS,
-    CROWD_DEATHS,
-    MATCH_SECONDS,
-    REMEMBER_SECONDS,
-    Suspects,
-    SuspectStatus,
-)
+from megasync.rollout.suspects import ALONE_DEATHS, CROWD_DEATHS, REMEMBER_SECONDS, Death, Suspects
 from megasync.serving.health import ServerHealth, ServerState
 
 
@@ -35,19 +27,27 @@ def clock() -> FakeClock:
     return FakeClock()
 
 
+@pytest.fixture
+def refunds() -> list[int]:
+    return []
+
+
+@pytest.fixture
+def suspects(clock: FakeClock, refunds: list[int]) -> Suspects:
+    return Suspects(refunds.append, clock)
+
+
 def die_in_crowd(suspects: Suspects, clock: FakeClock, keys: list[str], slot: int = 0) -> None:
     sent, clock.now = clock.now, clock.now + 10
     for key in keys:
-        suspects.cut(key, sent)
-    clock.now += 1
-    suspects.died(slot)
+        suspects.near(key, Death(clock.now, slot), sent, clock.now)
     clock.now += 1
 
 
-def quarantine(suspects: Suspects, clock: FakeClock, keys: list[str]) -> None:
+def suspect(suspects: Suspects, clock: FakeClock, keys: list[str]) -> None:
     for _ in range(CROWD_DEATHS):
         die_in_crowd(suspects, clock, keys)
-    assert all(suspects.status(key) is SuspectStatus.QUARANTINED for key in keys)
+    assert all(map(suspects.suspected, keys))
 
 
 # A whole fleet
@@ -55,8 +55,8 @@ def quarantine(suspects: Suspects, clock: FakeClock, keys: list[str]) -> None:
 
 @dataclass
 class Fleet:
-    """Groups run on servers, tick by tick. A poison group kills its server `delay` ticks after it was sent; others
-    complete after `work` ticks. A tick is `tick` seconds."""
+    """Groups run on servers, tick by tick. A poison group kills its server when it is worked on; others complete after
+    some ticks of `tick` seconds."""
 
     servers: int
     groups: int
@@ -68,7 +68,7 @@ class Fleet:
     clock: FakeClock = field(default_factory=FakeClock)
 
     def __post_init__(self) -> None:
-        self.suspects = Suspects(self.clock)
+        self.suspects = Suspects(lambda slot: self.health[slot].refund_restart(), self.clock)
         self.health = [ServerHealth(self.config, self.clock) for _ in range(self.servers)]
         for health in self.health:
             health.started()
@@ -77,14 +77,16 @@ class Fleet:
         self.sent: dict[str, float] = {}
         self.left = {f"{n}": self.rng.randint(1, 4) for n in range(self.groups)}
         self.owed: set[str] = set()
+        self.trial: set[str] = set()
+        self.trial_slot: int | None = None
         self.poison_deaths = self.ticks = 0
         # Chance deaths that each group was alone at: a second one would rightly be held against it.
         self.unlucky: set[str] = set()
 
     def run(self) -> None:
-        while any(self.suspects.status(key) is not SuspectStatus.POISON for key in self.left):
+        while any(not self.suspects.poison(key) for key in self.left):
             self.ticks += 1
-            assert self.ticks < 40 * self.groups + 400, "it does not end"
+            assert self.ticks < 60 * self.groups + 400, "it does not end"
             self.clock.now += self.tick
             self.start_again()
             self.try_suspects()
@@ -104,25 +106,25 @@ class Fleet:
         return [slot for slot, health in enumerate(self.health) if health.serves]
 
     def try_suspects(self) -> None:
-        if self.suspects.members or not self.up():
+        if not self.trial:
+            self.trial_slot = None
+        if self.trial or not self.up():
             return
-        waiting = [key for key in self.left if self.suspects.status(key) is SuspectStatus.QUARANTINED]
-        if members := self.suspects.choose(waiting):
-            avoid = self.suspects.avoid(members)
-            slot = min(self.up(), key=lambda slot: slot in avoid)
+        waiting = [key for key in self.left if self.suspects.suspected(key) and not self.suspects.poison(key)]
+        if keys := self.suspects.next_trial(waiting):
+            avoid = self.suspects.avoid(keys)
+            self.trial, self.trial_slot = set(keys), min(self.up(), key=lambda slot: slot in avoid)
             # What ran there goes on elsewhere.
-            self.at = {key: where for key, where in self.at.items() if where != slot}
-            self.suspects.begin_trial(members, slot)
+            self.at = {key: where for key, where in self.at.items() if where != self.trial_slot}
 
     def send(self) -> None:
         for key in self.left:
-            if key in self.at:
+            beside = [slot for slot in self.up() if slot != self.trial_slot]
+            if key in self.at or self.suspects.poison(key):
                 continue
-            standing = self.suspects.status(key)
-            beside = [slot for slot in self.up() if slot != self.suspects.trial_slot]
-            if standing is SuspectStatus.ON_TRIAL:
-                self.at[key] = self.suspects.trial_slot
-            elif standing is SuspectStatus.FREE and beside:
+            if key in self.trial and self.trial_slot is not None:
+                self.at[key] = self.trial_slot
+            elif not self.suspects.suspected(key) and beside:
                 self.at[key] = self.rng.choice(beside)
             else:
                 continue
@@ -136,6 +138,7 @@ class Fleet:
                     self.left[key] -= 1
                     if not self.left[key]:
                         del self.left[key], self.at[key]
+                        self.trial.discard(key)
                         if key in self.owed:
                             self.owed.discard(key)
                             self.suspects.completed(key)
@@ -148,30 +151,26 @@ class Fleet:
         if not self.up():
             return
         slot = self.rng.choice(self.up())
-        members = self.suspects.members
-        if slot == self.suspects.trial_slot and len(members) == 1:
-            if members <= self.unlucky:
+        if slot == self.trial_slot and len(self.trial) == 1:
+            if self.trial <= self.unlucky:
                 return
-            self.unlucky |= members
+            self.unlucky |= self.trial
         self.chance_deaths -= 1
         self.kill(slot)
 
     def kill(self, slot: int) -> None:
         here = [key for key, where in self.at.items() if where == slot]
-        late = self.rng.random() < 0.5
         self.clock.now += 0.5
-        health = self.health[slot]
         for key in here:
             del self.at[key]
             self.owed.add(key)
-            if not late:
-                self.suspects.cut(key, self.sent[key])
-        health.died("killed")
-        self.clock.now += 0.5
-        for excused in self.suspects.died(slot, health.requests_suspected).excused:
-            self.health[excused].refund_restart()
-        for key in here if late else ():
-            self.suspects.cut(key, self.sent[key])
+        self.health[slot].died("killed")
+        if slot == self.trial_slot:
+            self.suspects.trial_failed(self.trial, slot)
+            self.trial, self.trial_slot = set(), None
+            return
+        for key in here:
+            self.suspects.near(key, Death(self.clock.now, slot), self.sent[key], self.clock.now)
 
 
 @settings(deadline=None, max_examples=300)
@@ -191,8 +190,7 @@ def test_exactly_the_poison_prompts_are_identified_within_a_bound_on_server_deat
     fleet = Fleet(servers, groups, killers, rng, chance_deaths, config=HealthConfig(restarts=1000))
     fleet.run()
     assert set(fleet.left) == killers
-    most = len(killers) * (CROWD_DEATHS + math.ceil(math.log2(groups)) + 1 + ALONE_DEATHS)
-    assert fleet.poison_deaths <= most
+    assert fleet.poison_deaths <= len(killers) * (CROWD_DEATHS + 1 + ALONE_DEATHS)
 
 
 @settings(deadline=None, max_examples=200)
@@ -209,136 +207,85 @@ def test_poison_prompts_do_not_exhaust_the_restart_budget_of_any_server(servers,
 # One rule each
 
 
-def test_a_single_death_with_concurrent_requests_quarantines_no_prompt(clock):
-    suspects = Suspects(clock)
+def test_a_single_death_makes_no_prompt_a_suspect(suspects, clock):
     die_in_crowd(suspects, clock, ["a", "b"])
-    assert suspects.status("a") is SuspectStatus.FREE
-    assert suspects.count(SuspectStatus.FREE) == 2
+    assert not suspects.suspected("a")
+    assert suspects.keys() == ["a", "b"]
 
 
-def test_a_completed_request_clears_its_prompt_of_earlier_deaths(clock):
-    suspects = Suspects(clock)
+def test_a_completed_request_clears_its_prompt_of_earlier_deaths(suspects, clock):
     die_in_crowd(suspects, clock, ["a", "b"])
     suspects.completed("a")
     die_in_crowd(suspects, clock, ["a", "b"])
-    assert (suspects.status("a"), suspects.status("b")) == (SuspectStatus.FREE, SuspectStatus.QUARANTINED)
+    assert (suspects.suspected("a"), suspects.suspected("b")) == (False, True)
 
 
-def test_a_broken_connection_without_a_server_death_is_not_counted(clock):
-    suspects = Suspects(clock)
-    for _ in range(5):
-        suspects.cut("a", clock.now)
+def test_deaths_that_cut_requests_of_the_same_time_count_once(suspects, clock):
+    sent = clock.now
+    for slot in range(8):
         clock.now += 1
-    clock.now += MATCH_SECONDS
-    suspects.died(0)
-    assert suspects.count(SuspectStatus.FREE) == 0
+        suspects.near("a", Death(clock.now, slot), sent, clock.now)
+    assert not suspects.suspected("a")
+    # It was sent again, and met another one.
+    suspects.near("a", Death(clock.now + 2, 0), clock.now + 1, clock.now + 2)
+    assert suspects.suspected("a")
 
 
-def test_a_server_death_counts_once_per_prompt_regardless_of_its_requests(clock):
-    suspects = Suspects(clock)
-    sent = clock.now
-    clock.now += 5
-    for _ in range(8):
-        suspects.cut("a", sent)
-    suspects.died(0)
-    for _ in range(8):
-        suspects.cut("a", sent)
-    clock.now += 1
-    suspects.died(1)
-    assert suspects.status("a") is SuspectStatus.FREE
-
-
-def test_requests_sent_after_a_server_death_are_not_attributed_to_it(clock):
-    suspects = Suspects(clock)
-    suspects.died(0)
-    clock.now += 1
-    assert not suspects.cut("a", clock.now)
-    clock.now += 1
-    assert suspects.count(SuspectStatus.FREE) == 0
-
-
-def test_a_request_cut_after_its_hung_server_was_declared_dead_is_matched_to_the_death(clock):
-    suspects = Suspects(clock)
-    sent = clock.now
-    clock.now += 200
-    suspects.died(0)
-    clock.now += 2
-    assert suspects.cut("a", sent)
-    assert suspects.count(SuspectStatus.FREE) == 1
-
-
-def test_deaths_during_a_weight_sync_are_not_attributed_to_any_prompt(clock):
-    suspects = Suspects(clock)
-    for _ in range(5):
-        sent, clock.now = clock.now, clock.now + 5
-        suspects.cut("a", sent)
-        suspects.died(0, by_requests=False)
-    assert suspects.count(SuspectStatus.FREE) == 0
-    quarantine(suspects, clock, ["a"])
-    for _ in range(5):
-        suspects.begin_trial(["a"], 0)
-        assert suspects.died(0, by_requests=False).poison == ()
-    assert suspects.status("a") is SuspectStatus.QUARANTINED
-
-
-def test_trials_bisect_the_suspects_until_the_poison_prompt_is_isolated(clock):
-    suspects = Suspects(clock)
+def test_suspects_share_one_trial_and_run_one_at_a_time_once_its_server_died(suspects, clock):
     keys = [f"{n}" for n in range(8)]
-    quarantine(suspects, clock, keys)
-    sizes, poison = [], ()
-    while not poison:
-        members = suspects.choose(keys)
+    suspect(suspects, clock, keys)
+    sizes, poison = [], None
+    while poison is None:
+        members = suspects.next_trial(key for key in keys if suspects.suspected(key))
         sizes.append(len(members))
-        suspects.begin_trial(members, 0)
         if "5" in members:
-            poison = suspects.died(0).poison
+            poison = suspects.trial_failed(members, 0)
         else:
             for key in members:
                 suspects.completed(key)
-            suspects.end_trial()
-    assert poison == ("5",)
-    # Four complete, half of the others die, one of these completes, and the last one dies twice.
-    assert sizes == [4, 2, 1, 1, 1]
-    assert suspects.status("5") is SuspectStatus.POISON
-    assert {suspects.status(key) for key in ("0", "1", "2", "3")} == {SuspectStatus.FREE}
+    assert (poison, suspects.poison("5")) == ("5", True)
+    # All, five that complete, and the one that was alone at a death goes on being tried first.
+    assert sizes == [8, *[1] * 7]
+    assert not any(map(suspects.suspected, keys[:5]))
 
 
-def test_a_prompt_that_killed_a_server_alone_is_retried_on_a_different_server(clock):
-    suspects = Suspects(clock)
-    quarantine(suspects, clock, ["a"])
+def test_suspects_without_a_killer_cost_one_trial(suspects, clock):
+    keys = [f"{n}" for n in range(8)]
+    suspect(suspects, clock, keys)
+    assert suspects.next_trial(keys) == tuple(keys)
+    for key in keys:
+        suspects.completed(key)
+    assert suspects.keys() == []
+
+
+def test_a_prompt_that_killed_a_server_alone_is_retried_on_a_different_server(suspects, clock, refunds):
+    suspect(suspects, clock, ["a"])
     assert suspects.avoid(["a"]) == set()
-    suspects.begin_trial(["a"], 3)
-    assert suspects.died(3).excused == (3,)
+    assert suspects.trial_failed(["a"], 3) is None
+    assert refunds == [3]
     assert suspects.avoid(["a"]) == {3}
-    assert suspects.status("a") is SuspectStatus.QUARANTINED
+    assert suspects.suspected("a")
 
 
-def test_each_server_killed_by_a_poison_prompt_is_excused_only_once(clock):
-    suspects = Suspects(clock)
+def test_each_server_killed_by_a_poison_prompt_is_excused_only_once(suspects, clock, refunds):
     for slot in (0, 1):
         die_in_crowd(suspects, clock, ["a", "b"], slot)
-    for key, excused in (("a", (2, 0, 1)), ("b", (2,))):
-        suspects.begin_trial([key], 2)
-        suspects.died(2)
-        suspects.begin_trial([key], 2)
-        assert suspects.died(2).excused == excused
+    for key, excused in (("a", [2, 2, 0, 1]), ("b", [2, 2])):
+        refunds.clear()
+        assert [suspects.trial_failed([key], 2) for _ in range(ALONE_DEATHS)] == [None, key]
+        assert refunds == excused
 
 
-def test_completing_a_trial_resets_the_death_count_of_a_prompt(clock):
-    suspects = Suspects(clock)
-    quarantine(suspects, clock, ["a"])
-    suspects.begin_trial(["a"], 0)
-    suspects.died(0)
-    suspects.begin_trial(["a"], 1)
+def test_completing_a_trial_resets_the_death_count_of_a_prompt(suspects, clock):
+    suspect(suspects, clock, ["a"])
+    suspects.trial_failed(["a"], 0)
     suspects.completed("a")
-    suspects.end_trial()
     die_in_crowd(suspects, clock, ["a"])
-    assert suspects.status("a") is SuspectStatus.FREE
+    assert not suspects.suspected("a")
 
 
-def test_deaths_expire_after_the_retention_time(clock):
-    suspects = Suspects(clock)
+def test_deaths_expire_after_the_retention_time(suspects, clock):
     die_in_crowd(suspects, clock, ["a"])
     clock.now += REMEMBER_SECONDS
     die_in_crowd(suspects, clock, ["a"])
-    assert suspects.status("a") is SuspectStatus.FREE
+    assert not suspects.suspected("a")

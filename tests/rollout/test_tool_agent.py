@@ -13,9 +13,8 @@ from megasync.app.workload import _configured_workflow
 from megasync.config.schema import ChatConfig, RolloutConfig, SamplingConfig, ToolsConfig
 from megasync.errors import ConfigError, ContextLengthExceeded, DataError, ServerError
 from megasync.rollout.inflight import RequestGate
-from megasync.rollout.sample_client import SampleClient
 from megasync.rollout.tool_agent import tool_agent
-from megasync.rollout.workflow import single_turn
+from megasync.rollout.workflow import SampleClient, single_turn
 from megasync.serving.control import ServerControl
 from megasync.trajectory.turns import ANSWER
 

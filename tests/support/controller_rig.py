@@ -28,6 +28,11 @@ from megasync.sync.attempt import PublishError
 from megasync.trajectory import Group, Trajectory
 
 
+class FakeCrew:
+    async def announce(self, published, newest): ...
+    async def watch(self): ...
+
+
 class FakeRollouter:
     """Admits and commits groups as fast as the buffer allows.
 
@@ -426,6 +431,7 @@ class Rig:
             publisher=self.publisher,
             buffer=self.buffer,
             rollouter=self.rollouter,
+            rollout_workers=FakeCrew(),
             fleet=self.fleet,
             frozen_models=frozen_models,
             evaluate=held_out if evaluate else None,

@@ -11,7 +11,7 @@ from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.gateway import AgentWorkflow
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.inflight import RequestGate
-from megasync.rollout.sample_client import SampleClient
+from megasync.rollout.workflow import SampleClient
 
 
 class Rig:

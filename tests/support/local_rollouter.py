@@ -35,14 +35,15 @@ def local_rollouter(
     curriculum: Curriculum | None = None,
     baseline: bool = False,
     token_rewards: bool = False,
+    guard: Any = None,
 ) -> Rollouter:
+    """`guard` is the client's part of the quarantine."""
     selection = selection or Selection(GroupConfig(), schedule.samples_per_group, sys.maxsize)
     rewards = rewards or RewardRunner(None)
     options = {"baseline": baseline, "token_rewards": token_rewards}
     spec = GroupSpec(workflow, rewards, selection, seed, teachers, **options)
-    quarantine: Any = None if servers is None else servers.quarantine
     rollouter = Rollouter(
         source, buffer, schedule, max_drop_share=max_drop_share, servers=servers, curriculum=curriculum
     )
-    rollouter.add(GroupWorker(client, buffer, spec, failures, quarantine=quarantine, clock=clock))
+    rollouter.add(GroupWorker(client, buffer, spec, failures, quarantine=guard, clock=clock))
     return rollouter

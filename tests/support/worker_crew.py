@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 
 from ray import cloudpickle
 
 from megasync.config import Config
 from megasync.errors import ProcessLost
-from megasync.rollout.remote_quarantine import RemoteQuarantine
-from megasync.rollout.remote_worker import Outbox, WorkerEnd
+from megasync.rollout.worker_link import PolledEnd, RemoteProcess, WorkerEnd
 
 
 def sent(value):
@@ -18,8 +16,8 @@ def sent(value):
     return cloudpickle.loads(cloudpickle.dumps(value))
 
 
-class LoopbackProcess:
-    """A `WorkerProcess` whose worker lives here. `die` and `hang` are faults; `zombie` survives its kill."""
+class LoopbackProcess(RemoteProcess):
+    """A `RemoteProcess` whose worker lives here. `die` and `hang` are faults; `zombie` survives its kill."""
 
     def __init__(self, number, make_worker, zombie=False):
         self.number, self._make_worker, self._zombie = number, make_worker, zombie
@@ -34,10 +32,10 @@ class LoopbackProcess:
         await asyncio.sleep(0)
         if self.refuses_to_start is not None:
             raise self.refuses_to_start
-        self.outbox = Outbox()
-        self.quarantine = RemoteQuarantine(partial(self.outbox.tell, "quarantine"))
+        self.end = WorkerEnd()
+        self.polled = PolledEnd(self.end)
         self.worker, commands, questions = self._make_worker(self)
-        self.end = WorkerEnd(self.worker, self.outbox, self.quarantine, commands, questions)
+        self.end.serve(self.worker, {"watch": lambda watched: None, **commands}, questions)
 
     def die(self):
         self._dead.set()
@@ -47,11 +45,11 @@ class LoopbackProcess:
 
     async def poll(self, seconds, timeout):
         self.polls += 1
-        return sent(await self._call(self.end.poll(seconds), timeout))
+        return sent(await self._call(self.polled.poll(seconds), timeout))
 
     async def send(self, commands, timeout):
         self.sent += len(commands)
-        await self._call(self.end.send(sent(commands)), timeout)
+        await self._call(self.polled.send(sent(commands)), timeout)
 
     async def _call(self, call, timeout):
         dead = asyncio.ensure_future(self._dead.wait())
@@ -79,7 +77,7 @@ class LoopbackProcess:
         self.killed = True
         self._dead.set()
         if not self._zombie and hasattr(self, "end"):
-            await self.end.close()
+            self.end.abandon()
 
 
 def crew_config(workers, restarts=5, patience=10.0):

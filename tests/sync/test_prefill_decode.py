@@ -22,11 +22,11 @@ from real_servers import (
 )
 
 from megasync.config.schema import SamplingConfig, SyncConfig, TimeoutConfig
+from megasync.config.schema.rollout import HANDED_OVER
 from megasync.errors import HttpStatusError, ServerError
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
-from megasync.config.schema.rollout import HANDED_OVER
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.serving.control import ServerControl
 from megasync.serving.plugin_control import PluginControl

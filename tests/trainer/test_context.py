@@ -174,14 +174,18 @@ def test_windows_and_sinks_over_ranks_on_gpus_need_the_exchange_of_heads():
 def test_chunks_over_ranks_on_gpus_are_refused():
     trainer = TrainerConfig(context_parallel=2, context_parallel_comm="a2a")
     layout = Layout(MORE_MODELS["llama4_text"], Topology.from_config(trainer), "te")
-    with pytest.raises(ConfigError, match="context_parallel=2 does not support attention in chunks, which the model has"):
+    with pytest.raises(
+        ConfigError, match="context_parallel=2 does not support attention in chunks, which the model has"
+    ):
         check_trainer(layout, trainer, ModelConfig(dtype="bfloat16"))
 
 
 def test_heads_of_gated_delta_nets_that_ranks_cannot_share_are_refused():
     trainer = TrainerConfig(context_parallel=4, tensor_parallel=2)
     layout = Layout(MORE_MODELS["qwen3_next"], Topology.from_config(trainer))
-    with pytest.raises(ConfigError, match="tensor_parallel=2 .*context_parallel=4 = 8 must be a divisor of model's linear_num_key_h"):
+    with pytest.raises(
+        ConfigError, match="tensor_parallel=2 .*context_parallel=4 = 8 must be a divisor of model's linear_num_key_h"
+    ):
         check_trainer(layout, trainer, ModelConfig(dtype="float32"))
 
 

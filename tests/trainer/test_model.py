@@ -228,7 +228,9 @@ def test_exchanges_without_buffers_are_not_overlapped(family, named):
 def test_layers_that_cannot_be_captured(family, named):
     trainer = TrainerConfig(pad_microbatches=True, cuda_graphs=True)
     layout = Layout(MORE_MODELS[family], Topology.from_config(trainer), "te")
-    with pytest.raises(ConfigError, match="\n".join(f"trainer.cuda_graphs=true does not support {each}.*" for each in named)):
+    with pytest.raises(
+        ConfigError, match="\n".join(f"trainer.cuda_graphs=true does not support {each}.*" for each in named)
+    ):
         check_trainer(layout, trainer, ModelConfig(dtype="bfloat16"))
 
 

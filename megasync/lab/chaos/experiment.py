@@ -5,7 +5,7 @@ found among its descendants on this machine.
 
     kind                           fault                              ends
     -----------------------------  ---------------------------------  ------------------------------------------------
-    server, router, rank, buffer,  SIGKILL, or SIGSTOP                when the run has recovered
+    server, router, rank,          SIGKILL, or SIGSTOP                when the run has recovered
     worker (`rollout.workers`)
     controller                     SIGKILL, then `megasync resume`    with the resumed run
     slow                           a server at a fifth of its speed   after `hold` seconds
@@ -41,7 +41,6 @@ MARKS = {
     "server": "sglang::scheduler",
     "router": "sglang::router",
     "rank": "TrainerRank",
-    "buffer": "AsyncBuffer",
     "worker": "RolloutWorker",
 }
 CONTROLLER = "controller"

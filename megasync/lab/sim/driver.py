@@ -1,26 +1,26 @@
 """One driver of a simulated run, from its start or resume until the run ends or the driver is killed.
 
 Real: restore, controller, recovery, watchdog, buffer, ledger, fleet, rollouter, client with its chats, rewards, prompt
-source. Fake: trainer ranks, server and router processes, HTTP, weight transport, and the RPCs to the buffer. They are
+source. Fake: trainer ranks, server and router processes, HTTP, weight transport, and the threads of the buffer. All are
 wired as `Run` wires the real parts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megasync.app.rollout_worker import AnswersOfWorkers, ServersOfWorkers
-from megasync.buffer import AsyncBuffer, BufferClosed, BufferStateError
+from megasync.app.rollout_worker import answers_of
+from megasync.app.workload import Task
+from megasync.buffer import BufferClosed
 from megasync.buffer.ledger import FILE as LEDGER_FILE
-from megasync.cluster.rollout_workers import RolloutWorkers
+from megasync.buffer.segments import BodyWriter, segments_of
+from megasync.cluster.rollout_workers import RolloutWorkers, worker_name
 from megasync.concurrency.tasks import cancel_and_wait
-from megasync.config.schema import GroupConfig
 from megasync.control.controller import Controller
 from megasync.control.interfaces import ControlledParts, PinnedVersion
 from megasync.control.restore import restore
@@ -33,27 +33,27 @@ from megasync.errors import (
     ProcessLost,
     ServerError,
 )
-from megasync.evaluation.evaluate import AnswerAt, Answerer, HeldOutAnswer
+from megasync.evaluation.evaluate import AnswerAt, HeldOutAnswer
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.evaluation.periodic import PeriodicEvaluation
-from megasync.lab.sim.distant import DistantBuffer
+from megasync.lab.sim.buffer import SimBuffer, SimThreads
 from megasync.lab.sim.fleet import SimFleet
 from megasync.lab.sim.invariants import Broken, Invariants
-from megasync.lab.sim.language import CONTEXT, END, MOST_TOKENS, ROW_TOKEN, VOCABULARY, Tokenizer, sampled_by
-from megasync.lab.sim.network import Network, SimSession
+from megasync.lab.sim.language import CONTEXT, END, ROW_TOKEN, VOCABULARY, Tokenizer, sampled_by
+from megasync.lab.sim.network import Network
 from megasync.lab.sim.ranks import SimRanks
-from megasync.lab.sim.servers import LIES, ROUTER_URL, SimServer
+from megasync.lab.sim.servers import LIES, SimServer
 from megasync.lab.sim.transport import SimPublisher
-from megasync.lab.sim.workers import SimWorkerProcess
+from megasync.lab.sim.workers import SimWorkerProcess, serve_sim_worker
 from megasync.lab.sim.world import World
 from megasync.rewards import RewardRunner
-from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
-from megasync.rollout.group_worker import FailurePolicy, GroupSpec, GroupWorker
+from megasync.rewards.scoring import Scoring
+from megasync.rollout.client import RolloutClient
 from megasync.rollout.inflight import InflightCap
 from megasync.rollout.quarantine import Quarantine
 from megasync.rollout.rollouter import Rollouter, ServerLimits
-from megasync.rollout.selection import Selection
 from megasync.rollout.suspects import CROWD_DEATHS
+from megasync.rollout.worker_link import LocalProcess, WorkerEnd, WorkerProcess
 from megasync.sync.attempt import PublishError
 from megasync.trainer import checkpoint
 from megasync.trajectory import Prompt, Trajectory
@@ -64,6 +64,8 @@ LONGEST_RUN, HANGS = 2_000.0, 20
 # Drivers after which faults no longer strike at arbitrary moments. Up to two drivers are killed, a full disk ends some,
 # and in rare schedules one start after another fails.
 FAULTY_DRIVERS = 15
+# Drivers that die while the buffer writes.
+DYING_DRIVERS = 5
 # Maximum seconds for closing the client.
 CLOSE_SECONDS = 30.0
 # Texts that identify the expected errors of a run that met more faults than it tolerates.
@@ -98,13 +100,9 @@ class Driver:
         ledger = world.run_dir / LEDGER_FILE
         self.progress = restore(self._checkpoint, ledger, schedule, self._source, self._invariants.note)
         total = schedule.total_steps * schedule.groups_per_step
-        self._orphan_error: asyncio.Future[None] = self._loop.create_future()
-        self.buffer = DistantBuffer(
-            lambda: AsyncBuffer(schedule, total, clock=self._loop.time, ledger=ledger),
-            self._chance,
-            self._invariants,
-            self._orphan,
-        )
+        self._died: asyncio.Future[None] = self._loop.create_future()
+        self._threads = SimThreads(self._chance, self._die if number <= DYING_DRIVERS else None)
+        self.buffer = SimBuffer(self._invariants, self._threads, schedule, total, clock=self._loop.time, ledger=ledger)
         self._network = Network(self._chance, self._invariants)
         self._invariants.new_devices(config.cluster.colocate)
         self.ranks = SimRanks(
@@ -116,94 +114,81 @@ class Driver:
         hang_seconds = health.request_failures * (health.request_seconds + health.request_timeout)
         self._quarantine = Quarantine(self.fleet, clock=self._loop.time, hang_seconds=hang_seconds)
         self.fleet.on_departure(self._quarantine.left)
-        self._client = self._build_client()
-        self._workers: RolloutWorkers | None = None
         self._worker_processes: list[SimWorkerProcess] = []
+        # Of workers in the driver.
+        self._clients: list[RolloutClient] = []
         self._controller = self._build_controller()
         self._started = False
         self._faults_before = self._fleet_faults()
 
-    def _build_client(self) -> RolloutClient:
-        """The real client over the simulated network."""
-        client = RolloutClient(
-            ROUTER_URL,
-            [],
-            ServedModel(VOCABULARY, CONTEXT, Tokenizer(), (END,)),
-            RequestSettings.of(self._config),
-            quarantine=self._quarantine,
-            on_invalid_answer=self.fleet.check_all,
-        )
-        session: Any = SimSession(self._network)
-        client._session = session
-        # The client's random choices must reproduce with the seed.
-        client._random = random.Random(f"client {self._chance.seed} {self._number}")
-        client.newest_version = self.fleet.newest_version = lambda: self.progress.claimed
-        client.published_version = lambda: self.progress.version
-        return client
-
     def _build_controller(self) -> Controller:
         config, clock = self._config, self._loop.time
-        rewards = RewardRunner(self._reward, 0)
         prompt = Prompt("held out", [ROW_TOKEN], {"prompt": chr(ROW_TOKEN)})
         repeats = EXACT_REPEATS if config.eval.exact else 2
+        rewards = RewardRunner(self._reward, 0)
         held_out = HeldOutSet("", [prompt], rewards, temperatures=[1.0], repeats=repeats)
+        task = Task(
+            tokenizer=Tokenizer(),
+            vocab_size=VOCABULARY,
+            context_length=CONTEXT,
+            eval_sets=[held_out],
+            workflow=self._workflow,
+            scoring=Scoring(config, self._reward),
+            rewards=rewards,
+            auxiliary={},
+            stop_ids=frozenset({END}),
+        )
+        self._workers = RolloutWorkers(
+            config,
+            partial(self._worker_process, task),
+            self._quarantine,
+            self.fleet.check_all,
+            clock=clock,
+            questions={"buffer": self.buffer.of_worker},
+        )
+        self.fleet.newest_version = lambda: self.progress.claimed
         self.fleet.follow(self._publisher.add, self._publisher.remove)
-        self.fleet.follow(self._client.add_server, self._client.remove_server)
+        self.fleet.follow(
+            lambda server: self._workers.add_server("", server.url), partial(self._workers.remove_server, "")
+        )
         pressure = config.rollout.kv_pressure
         cap = None if pressure is None else InflightCap(config.rollout.servers, pressure)
-        answer = Answerer(self._client, self._held_out_workflow, self._chance.seed)
-        if config.rollout.workers:
-            self._workers = RolloutWorkers(
-                config,
-                partial(self._worker_process, rewards, held_out),
-                self._quarantine,
-                self.fleet.check_all,
-                clock=clock,
-            )
         rollouter = Rollouter(
             self._source,
             self.buffer,
             config.schedule,
             servers=ServerLimits(self.fleet, cap, self._quarantine),
-            placement=None if self._workers is None else self._workers.placement,
+            placement=self._workers.placement,
         )
-        if self._workers is not None:
-            servers = ServersOfWorkers(self._workers)
-            self.fleet.follow(servers.add_server, servers.remove_server)
-            self._workers.follow(rollouter.add, rollouter.remove)
-            answer = AnswersOfWorkers(self._workers)
-        else:
-            selection = Selection(GroupConfig(), config.schedule.samples_per_group, MOST_TOKENS)
-            worker = GroupWorker(
-                self._client,
-                self.buffer,
-                GroupSpec(self._workflow, rewards, selection, seed=self._chance.seed),
-                FailurePolicy(config.rollout.max_attempts, save_seconds=config.rollout.save_partials_seconds),
-                quarantine=self._quarantine,
-                clock=clock,
-            )
-            rollouter.add(worker)
+        self._workers.follow(rollouter.add, rollouter.remove)
         parts = ControlledParts(
             trainer=self.ranks,
             publisher=self._publisher,
             buffer=self.buffer,
             rollouter=rollouter,
             fleet=self.fleet,
-            evaluate=partial(self._evaluate, answer, held_out),
+            evaluate=partial(self._evaluate, answers_of(self._workers), held_out),
             cursor=self._source.state,
             observer=_Observer(self._invariants),
             rollout_workers=self._workers,
         )
         return Controller(config, parts, self.progress, clock=clock)
 
-    def _worker_process(self, rewards: RewardRunner, held_out: HeldOutSet, number: int) -> SimWorkerProcess:
+    def _worker_process(self, task: Task, number: int) -> WorkerProcess:
         name = f"{self._number}-{number}-{len(self._worker_processes)}"
-        process = SimWorkerProcess(
-            *(self._world, self._network, name, self.buffer, self.fleet.control),
-            *(self._workflow, self._held_out_workflow, rewards, held_out),
-        )
+        if not self._config.rollout.workers:
+            return LocalProcess(partial(self._local_worker, name, task))
+        bodies = BodyWriter(segments_of(self._world.run_dir / LEDGER_FILE), worker_name(number), run=self._threads)
+        process = SimWorkerProcess(self._world, self._network, name, bodies, self.fleet.control, task)
         self._worker_processes.append(process)
         return process
+
+    def _local_worker(self, name: str, task: Task) -> WorkerEnd:
+        end = WorkerEnd()
+        parts = end, self.fleet.control, task, self.buffer
+        client, _ = serve_sim_worker(self._world, self._network, name, *parts)
+        self._clients.append(client)
+        return end
 
     async def run(self, dies_after: float | None) -> str | None:
         """Run the driver and return how the run ended, or None if the run is to be resumed.
@@ -214,28 +199,25 @@ class Driver:
         if self._chance.choice.random() < 0.1:
             helpers.append(asyncio.create_task(self._ask_to_stop(), name="stop request"))
         running = asyncio.create_task(self._start_and_run(), name="run")
-        watched = {running, self._orphan_error}
         longest = LONGEST_RUN + HANGS * self._config.timeouts.train_step
         try:
-            await asyncio.wait(watched, timeout=dies_after or longest, return_when=asyncio.FIRST_COMPLETED)
+            ends = {running, self._died}
+            await asyncio.wait(ends, timeout=dies_after or longest, return_when=asyncio.FIRST_COMPLETED)
             if self._invariants.broken is not None:
                 raise self._invariants.broken
-            if self._orphan_error.done():
-                self._orphan_error.result()
             if running.done():
                 return self._judge(running.exception())
-            if dies_after is None:
+            if dies_after is None and not self._died.done():
                 raise Broken(f"the run is not over after {longest:g} s: {await self._controller.dump()}")
             self._invariants.note(f"driver {self._number} is killed")
             return None
         finally:
             self.buffer.cut()
-            self._orphan_error.cancel()
+            self._died.cancel()
             for process in self._worker_processes:
                 process.die()
             await cancel_and_wait(running, *helpers)
-            if self._workers is not None:
-                await self._workers.stop()
+            await self._workers.stop()
             await self._quarantine.close()
             await self.fleet.stop()
 
@@ -245,24 +227,28 @@ class Driver:
             await self.ranks.offload()
         await self.fleet.start()
         version = self.progress.version
-        if self._workers is not None:
-            await self._workers.start()
-            await self._workers.announce(version, self.progress.claimed)
+        await self._workers.start()
+        await self._workers.announce(version, self.progress.claimed)
+        started = self.fleet.joiners()
         if self._checkpoint is not None or version:
             await self._publisher.publish(version)
         await self.buffer.publish(version)
-        await self.fleet.joined([server.url for server in self.fleet.joiners()])
+        await self.fleet.joined([server.url for server in self.fleet.joiners() if server in started])
         self._started = True
         try:
             await self._controller.run()
         finally:
-            began = self._loop.time()
-            await self._client.close()
-            took = self._loop.time() - began
-            self._invariants.need(took < CLOSE_SECONDS, f"closing the client took {took:.0f} s")
+            for client in self._clients:
+                began = self._loop.time()
+                await client.close()
+                took = self._loop.time() - began
+                self._invariants.need(took < CLOSE_SECONDS, f"closing the client took {took:.0f} s")
 
     async def _workflow(self, client: Any, sample: dict[str, Any]) -> Trajectory:
-        """Generate one response or, if the world uses chats, two with a tool result between them."""
+        """Generate one response or, if the world uses chats, two with a tool result between them.
+
+        The text are the versions that really sampled it, which the invariants of evaluations compare.
+        """
         if self._world.chats:
             messages = [{"role": "user", "content": sample["prompt"]}]
             reply = await client.chat(messages, tools=[TOOL])
@@ -270,11 +256,7 @@ class Driver:
             reply = await client.chat([*reply.messages, {"role": "tool", "content": "!"}], tools=[TOOL])
         else:
             reply = await client.generate(sample["prompt_ids"])
-        return reply.trajectory()
-
-    async def _held_out_workflow(self, client: Any, sample: dict[str, Any]) -> Trajectory:
-        """The same, with the versions that really sampled the response as its text."""
-        trajectory = await self._workflow(client, sample)
+        trajectory = reply.trajectory()
         sampled = zip(trajectory.logprobs, trajectory.loss_mask, strict=True)
         versions = sorted({sampled_by(float(logprob)) for logprob, trained in sampled if trained})
         return replace(trajectory, text=" ".join(map(str, versions)))
@@ -286,9 +268,9 @@ class Driver:
         answers: dict[tuple[float, int, int], HeldOutAnswer] = {}
 
         async def answered(*job: Any) -> HeldOutAnswer:
-            held_out_answer = await answer(*job)
-            answers[held_out_answer.temperature, held_out_answer.number, held_out_answer.repeat] = held_out_answer
-            return held_out_answer
+            result = await answer(*job)
+            answers[result.temperature, result.number, result.repeat] = result
+            return result
 
         try:
             metrics = await PeriodicEvaluation(answered, [held_out], 2)(step, version, pinned)
@@ -309,15 +291,9 @@ class Driver:
             raise ValueError("the answer cannot be parsed")
         return [float(index) for index in range(len(completions))]
 
-    def _orphan(self, about: str, error: BaseException) -> None:
-        """Handle the error of a call whose caller was cancelled.
-
-        Expected causes are a late lease, the end of the run and a full disk. Any other error fails the schedule.
-        """
-        late = isinstance(error, BufferStateError) and about.startswith("lease")
-        expected = late or isinstance(error, BufferClosed) or self._met_full_disk(error)
-        if not expected and not self._orphan_error.done():
-            self._orphan_error.set_exception(error)
+    def _die(self) -> None:
+        if not self._died.done():
+            self._died.set_result(None)
 
     def _met_full_disk(self, error: BaseException | None) -> bool:
         """Return whether this is the expected error of a run whose disk was full."""
@@ -329,7 +305,7 @@ class Driver:
         if self._met_full_disk(error):
             self._invariants.note(f"driver {self._number} ends, its disk was full: {type(error).__name__}")
             return None
-        counts = self.buffer.process._state.counts()
+        counts = self.buffer._state.counts()
         self._invariants.balance(counts)
         if isinstance(error, (PublishError, ProcessLost, ServerError)) and not self._started:
             # The run can be resumed after a failed start.
@@ -381,7 +357,7 @@ class Driver:
             return
         choice = self._chance.choice
         pause = choice.uniform(0.2, 5.0)
-        faults = AT_ANY_MOMENT | (OF_WORKERS if self._workers is not None else {})
+        faults = AT_ANY_MOMENT | (OF_WORKERS if self._config.rollout.workers else {})
         for number in range(choice.randrange(8)):
             await asyncio.sleep(self._chance.seconds("fault", pause, f"{self._number}"))
             kind = choice.choice(list(faults))
@@ -423,7 +399,6 @@ class Driver:
 # Faults that strike at an arbitrary moment.
 AT_ANY_MOMENT: dict[str, Callable[[Driver], None]] = {
     "rank dies": lambda driver: driver.ranks.kill(),
-    "buffer dies": lambda driver: driver.buffer.crash(),
     "router dies": lambda driver: driver.fleet.router.kill(),
     "server dies": lambda driver: driver.hit_a_server(SimServer.kill),
     "server wedges": lambda driver: driver.hit_a_server(SimServer.wedge),

@@ -76,7 +76,9 @@ class SimFleet(Fleet):
     def unproven(self) -> int:
         """Deaths caused by a prompt but charged to the servers: those before its conviction and those in a sync."""
         poisoned = sum(server.poisoned for server in self._network.servers.values())
-        return poisoned - self._attributed + min(CROWD_DEATHS, self._attributed - self._refunded)
+        # Before a conviction, requests for the prompt may kill several servers at the same time.
+        most = CROWD_DEATHS * self._config.rollout.servers
+        return poisoned - self._attributed + min(most, self._attributed - self._refunded)
 
     def refund_restart(self, slot: int) -> None:
         self._refunded += 1

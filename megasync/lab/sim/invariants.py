@@ -2,7 +2,7 @@
 
 trajectories  admitted == trained + dropped + live, after every event of the buffer; slots are within the capacity
               trained trajectories are within the staleness bound, and each version names the weights that sampled them
-              a killed buffer has the same counts after its restart
+              what the buffer answered is in its ledger, at whatever moment the driver dies
 weights       a version names one set of weights forever; published versions only increase
               a server answers from one whole version: the published one, or one whose publish has begun since
 responses     a group contains exactly what was sampled: no token is lost, duplicated, foreign or sampled after the end
@@ -15,21 +15,24 @@ training      a group whose steps raise errors is set aside after its attempts, 
 
 from __future__ import annotations
 
+import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
-from megasync.buffer.payload import EncodedGroup, LeasedGroup, decode
+from megasync.buffer.groups import LIVE
+from megasync.buffer.payload import EncodedGroup, LeasedGroup
 from megasync.buffer.segments import load
 from megasync.buffer.state import BufferCounts, TrajectoryBuffer
 from megasync.config.pacing import Pacing
 from megasync.config.schema import TrainerConfig
 from megasync.evaluation.evaluate import HeldOutAnswer
 from megasync.lab.sim.language import fault_in, sampled_by
-from megasync.rollout.sample_client import request_seed
+from megasync.rollout.workflow import request_seed
 from megasync.trajectory import Group, Trajectory
 
 # A set of weights is identified by the groups that each of its steps trained on.
@@ -55,6 +58,8 @@ class Invariants:
         self.samples = 0
         # The first violation, wherever it was detected.
         self.broken: Exception | None = None
+        # Groups that the buffer took, by call; of committed ones those that were not returned since.
+        self._answered: dict[str, set[str]] = {"admit": set(), "commit": set(), "drop": set()}
         # Groups with a response whose final piece, which carries the server's report of versions, did not arrive.
         self._unreported: set[str] = set()
         self._committed: dict[str, list[Trajectory]] = {}
@@ -108,11 +113,11 @@ class Invariants:
         def event(*args: Any) -> Any:
             result = method(*args)
             if name == "commit":
-                group = decode(args[0].header, args[0].body)
+                group = load(LeasedGroup(args[0].header, args[0].body))
                 self._is_sampled(group)
                 self._sampled.update(version for trajectory in group.trajectories for version in trajectory.versions)
-            if name == "publish":
-                self._recorded = args[0]
+            if name == "reclaim" and result is not None:
+                self._answered["commit"].discard(result)
             if result is not None or name in ("ack", "publish", "rollback", "close"):
                 self.note(f"buffer {name}({', '.join(map(_shown, args))}) -> {_shown(result)}")
             self.balance(state.counts())
@@ -120,10 +125,23 @@ class Invariants:
 
         return event
 
-    def survives(self, before: BufferCounts, after: BufferCounts) -> None:
-        """Check that a buffer lost nothing when it was killed and restarted."""
-        same = all(before[key] == after[key] for key in ("admitted", "trained", "dropped", "live", "slots"))
-        self.need(same, f"a killed buffer had {before} and has {after}")
+    def answered(self, call: str, uid: str) -> None:
+        """Record that the buffer has taken a group: whatever dies, its ledger has it."""
+        self._answered[call].add(uid)
+
+    def recorded(self, version: int) -> None:
+        """Record that the buffer has answered the publication of this version."""
+        self._recorded = version
+
+    def survives(self, ledger: Path) -> None:
+        """Check that the ledger of a killed driver has everything that was answered."""
+        with closing(sqlite3.connect(ledger)) as file:
+            file.execute("PRAGMA locking_mode=EXCLUSIVE")
+            states = dict(file.execute("SELECT uid, state FROM groups"))
+        for call, lost in (("admit", (None,)), ("commit", (None, "generating")), ("drop", LIVE)):
+            for uid in self._answered[call]:
+                state = states.get(uid)
+                self.need(state not in lost, f"the {call} of {uid} was answered, and the ledger has it as {state}")
 
     def balance(self, counts: BufferCounts) -> None:
         dropped = sum(counts["dropped"].values())
@@ -149,16 +167,15 @@ class Invariants:
     def leaves_device(self, name: str) -> None:
         self._on_devices.discard(name)
 
-    def driver_died(self, newest: int | None) -> None:
+    def driver_died(self, newest: int) -> None:
         """Forget the versions that only the dead driver knew; all its servers died with it.
 
-        A version number may be reused if it was neither published to the buffer nor used to label a token. `newest` is
-        the newest number in the ledger if the ledger failed to record everything that the buffer received, else None.
+        A version number may be reused if it was neither published to the buffer nor used to label a token, as far as
+        the ledger has it. `newest` is the newest number there.
         """
         self._drivers += 1
-        if newest is not None:
-            self._recorded = min(self._recorded, newest)
-            self._sampled = {number for number in self._sampled if number <= newest}
+        self.need(self._recorded <= newest, f"version {self._recorded} was published, and the ledger ends at {newest}")
+        self._sampled = {number for number in self._sampled if number <= newest}
         self.published = self._recorded
         kept = {number for number in self._named if number <= self._recorded} | self._sampled
         self._named = {number: weights for number, weights in self._named.items() if number in kept}

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.config.pacing import Pacing
 from megasync.errors import CheckpointError, LedgerError
 from megasync.lab.sim.clock import VirtualLoop
@@ -65,13 +66,11 @@ async def _run(world: World) -> Outcome:
     """Run drivers over one run directory until one of them ends the run."""
     choice = world.chance.choice
     deaths = [choice.uniform(0.5, 15.0) for _ in range(choice.choice([0, 0, 1, 2]))]
-    driver: Driver | None = None
     for number in range(1, MAX_DRIVERS + 1):
         if number > 1:
             world.change_config(choice)
         world.change_disk(choice, faulty=number <= FAULTY_DRIVERS)
         world.invariants.note(f"driver {number} starts")
-        unrecorded = driver is not None and driver.buffer.unrecorded
         try:
             driver = Driver(world, number)
         except (LedgerError, CheckpointError) as error:
@@ -81,7 +80,7 @@ async def _run(world: World) -> Outcome:
             continue
         world.invariants.pacing = Pacing.of(world.config.schedule)
         world.invariants.samples = world.config.schedule.samples_per_group
-        world.invariants.driver_died(driver.buffer.process._state.status.newest_version if unrecorded else None)
+        world.invariants.driver_died(driver.buffer._state.status.newest_version)
         ended = await driver.run(deaths.pop() if deaths else None)
         if ended is not None:
             return Outcome(
@@ -94,6 +93,8 @@ async def _run(world: World) -> Outcome:
                 faults={kind: met for kind, met in world.chance.met.items() if met},
                 history=world.invariants.history,
             )
+        world.disk.free()
+        world.invariants.survives(world.run_dir / LEDGER_FILE)
     world.invariants.fail(f"the run is not over after {MAX_DRIVERS} drivers")
 
 

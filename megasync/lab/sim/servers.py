@@ -27,6 +27,9 @@ ROOM = 12
 # Seconds between two chunks of a stream that never ends.
 ENDLESS_SECONDS = 5.0
 
+# The fault of a row whose requests kill the process that runs them.
+POISON_ROW = "poison row"
+
 # Ways in which a server can send invalid answers.
 LIES = (
     "a non-numeric log-prob",
@@ -151,6 +154,7 @@ class SimServer:
             await asyncio.sleep(ANSWER_SECONDS)
             self._invariants.note(f"{request.rid} of group {request.key} kills {self.url}")
             self.poisoned = not self.gone.is_set()
+            self._chance.met[POISON_ROW] += 1
             self.kill()
         while True:
             if self._wedged:

@@ -10,25 +10,24 @@ import asyncio
 import pickle
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from megasync.app.rollout_worker import serve_worker
+from megasync.app.workload import Task
+from megasync.buffer.remote import RemoteBuffer
+from megasync.buffer.segments import BodyWriter
 from megasync.concurrency.tasks import cancel_and_wait
-from megasync.config.schema import GroupConfig
 from megasync.errors import ProcessLost
-from megasync.evaluation.evaluate import Answerer
-from megasync.evaluation.held_out import HeldOutSet
-from megasync.lab.sim.distant import DistantBuffer
-from megasync.lab.sim.language import CONTEXT, END, MOST_TOKENS, ROW_TOKEN, VOCABULARY, Tokenizer
+from megasync.lab.sim.language import ROW_TOKEN
 from megasync.lab.sim.network import Network, SimSession
 from megasync.lab.sim.servers import ROUTER_URL
 from megasync.lab.sim.world import DEADLY_ROW, World
-from megasync.rewards import RewardRunner
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
-from megasync.rollout.group_worker import FailurePolicy, GroupSpec, GroupWorker
-from megasync.rollout.remote_quarantine import RemoteQuarantine
-from megasync.rollout.remote_worker import Message, Outbox, Report, WorkerEnd
-from megasync.rollout.selection import Selection
+from megasync.rollout.group_worker import GroupWorker
+from megasync.rollout.quarantine import QuarantineClient
+from megasync.rollout.worker_link import Message, PolledEnd, RemoteProcess, Report, WorkerEnd
 from megasync.rollout.workflow import Workflow
 
 T = TypeVar("T")
@@ -42,36 +41,56 @@ def _sent(value: T) -> T:
     return pickle.loads(pickle.dumps(value))
 
 
-class SimWorkerProcess:
-    """A `WorkerProcess` of the driver with number `driver`. `name` is unique among all processes."""
+def serve_sim_worker(
+    world: World, network: Network, name: str, end: WorkerEnd, control: Callable[[str], Any], task: Task, buffer: Any
+) -> tuple[RolloutClient, GroupWorker]:
+    """Serves a worker as a real process does, over the simulated network. `name` is unique among all workers."""
+    clock = world.loop.time
+    quarantine = QuarantineClient(partial(end.ask, "enter"), partial(end.tell, "end"), clock)
+    client = RolloutClient(
+        ROUTER_URL,
+        [],
+        ServedModel(task.vocab_size, task.context_length, task.tokenizer, task.stop_ids),
+        RequestSettings.of(world.config),
+        quarantine=quarantine,
+        on_invalid_answer=partial(end.tell, "invalid_answer"),
+    )
+    session: Any = SimSession(network)
+    client._session = session
+    # The client's random choices must reproduce with the seed.
+    client._random = random.Random(f"client {world.chance.seed} {name}")
+
+    async def close() -> None: ...
+
+    options = quarantine, buffer, control, None, close, clock
+    return client, serve_worker(end, world.config, task, client, *options)
+
+
+class SimWorkerProcess(RemoteProcess):
+    """A worker's process of the driver with number `driver`. `name` is unique among all processes."""
 
     def __init__(
         self,
         world: World,
         network: Network,
         name: str,
-        buffer: DistantBuffer,
+        bodies: BodyWriter,
         control: Callable[[str], Any],
-        workflow: Workflow,
-        held_out_workflow: Workflow,
-        rewards: RewardRunner,
-        held_out: HeldOutSet,
+        task: Task,
     ) -> None:
         self.name = name
         self._world = world
         self._chance, self._clock = world.chance, world.loop.time
         self._network = network
-        self._buffer = buffer
+        self._bodies = bodies
         self._control = control
-        self._workflow, self._held_out_workflow = workflow, held_out_workflow
-        self._rewards, self._held_out = rewards, held_out
+        self._task = replace(task, workflow=partial(self._run_workflow, task.workflow))
         self._deadly = "" if world.deadly is None else chr(ROW_TOKEN + world.deadly)
         self._died = asyncio.Event()
         self._hangs = False
         self._worker: GroupWorker | None = None
+        self._polled: PolledEnd
         self._client: RolloutClient
-        self._end: WorkerEnd
-        self._versions: tuple[int | None, int | None] = (None, None)
 
     @property
     def up(self) -> bool:
@@ -83,9 +102,7 @@ class SimWorkerProcess:
         """Ends the worker as kill -9 would: nothing is saved or reported anymore."""
         self._died.set()
         if self._worker is not None:
-            self._worker.halt().close()
-            for task in self._end.answering():
-                task.cancel()
+            self._polled.end.abandon()
 
     def hang(self) -> None:
         self._hangs = True
@@ -103,10 +120,10 @@ class SimWorkerProcess:
         return []
 
     async def poll(self, seconds: float, timeout: float) -> Report:
-        return _sent(await self._call(lambda: self._end.poll(seconds), timeout))
+        return _sent(await self._call(lambda: self._polled.poll(seconds), timeout))
 
     async def send(self, commands: list[Message], timeout: float) -> None:
-        await self._call(lambda: self._end.send(_sent(commands)), timeout)
+        await self._call(lambda: self._polled.send(_sent(commands)), timeout)
 
     async def kill(self) -> None:
         if self.up:
@@ -132,53 +149,11 @@ class SimWorkerProcess:
             await cancel_and_wait(*(task for task in (answer, died) if task is not None))
 
     def _build(self) -> None:
-        """As `app.rollout_worker.build_worker`."""
-        config, seed = self._world.config, self._chance.seed
-        outbox = Outbox(self._clock)
-        quarantine: Any = RemoteQuarantine(partial(outbox.tell, "quarantine"), self._clock)
-        self._client = client = RolloutClient(
-            ROUTER_URL,
-            [],
-            ServedModel(VOCABULARY, CONTEXT, Tokenizer(), (END,)),
-            RequestSettings.of(config),
-            quarantine=quarantine,
-            on_invalid_answer=partial(outbox.tell, "invalid_answer"),
-        )
-        session: Any = SimSession(self._network)
-        client._session = session
-        client._random = random.Random(f"client {seed} {self.name}")
-        client.published_version = lambda: self._versions[0]
-        client.newest_version = lambda: self._versions[1]
-        self._worker = GroupWorker(
-            client,
-            self._buffer,
-            GroupSpec(
-                partial(self._run_workflow, self._workflow),
-                self._rewards,
-                Selection(GroupConfig(), config.schedule.samples_per_group, MOST_TOKENS),
-                seed=seed,
-            ),
-            FailurePolicy(config.rollout.max_attempts, save_seconds=config.rollout.save_partials_seconds),
-            quarantine=quarantine,
-            clock=self._clock,
-        )
-        answerer = Answerer(client, partial(self._run_workflow, self._held_out_workflow), seed)
-
-        async def answer(name: str, *rest: Any) -> Any:
-            return await answerer(self._held_out, *rest)
-
-        async def versions(published: int, newest: int) -> None:
-            self._set_versions(published, newest)
-
-        async def close() -> None: ...
-
-        self._end = WorkerEnd(
-            self._worker,
-            outbox,
-            quarantine,
-            {"set_versions": self._set_versions, "set_servers": self._set_servers},
-            {"answer": answer, "versions": versions, "close": close},
-        )
+        """As `app.rollout_worker.start_worker`."""
+        end = WorkerEnd()
+        self._polled = PolledEnd(end, self._clock)
+        parts = end, self._control, self._task, RemoteBuffer(partial(end.ask, "buffer"), self._bodies)
+        self._client, self._worker = serve_sim_worker(self._world, self._network, self.name, *parts)
 
     async def _run_workflow(self, workflow: Workflow, client: Any, sample: dict[str, Any]) -> Any:
         """The driver's workflow, except for the row that kills or blocks its worker."""
@@ -191,14 +166,3 @@ class SimWorkerProcess:
                 self.die()
             await asyncio.Event().wait()
         return await workflow(client, sample)
-
-    def _set_versions(self, published: int, newest: int) -> None:
-        self._versions = published, newest
-
-    def _set_servers(self, key: str, urls: list[str]) -> None:
-        current = {server.url for server in self._client.servers}
-        for url in sorted(current - set(urls)):
-            self._client.remove_server(url)
-        for url in urls:
-            if url not in current:
-                self._client.add_server(self._control(url))

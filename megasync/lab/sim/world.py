@@ -11,6 +11,7 @@ from megasync.lab.sim.chance import Chance
 from megasync.lab.sim.clock import VirtualLoop
 from megasync.lab.sim.invariants import Invariants
 from megasync.lab.sim.language import MOST_TOKENS
+from megasync.lab.sim.servers import POISON_ROW
 
 ROWS = 7
 # The fault of a row whose workflow kills or blocks its worker.
@@ -70,6 +71,8 @@ class World:
         self.chance = Chance(seed, likely)
         choice = self.chance.choice
         self.config = _config(choice)
+        # The invariants derive the tokens of each sample from its seed.
+        self.config.seed, self.config.rollout.deterministic = seed, True
         if choice.random() < 0.8 and likely != DEFAULT_TIMEOUTS:
             _shorten_timeouts(self.config)
         if FIRST_WITH_WORKERS <= seed < FIRST_COLOCATED:
@@ -80,7 +83,7 @@ class World:
             _evaluate_exactly(self.config, random.Random(f"{seed} exact"))
         self.chats = choice.random() < 0.3
         row = choice.randrange(ROWS)
-        self.poison = row if choice.random() < 0.1 else None
+        self.poison = row if choice.random() < 0.1 or likely == POISON_ROW else None
         self.deadly: int | None = None
         if self.config.rollout.workers and (choice.random() < 0.2 or likely == DEADLY_ROW):
             self.deadly = choice.randrange(ROWS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,11 +26,13 @@ from megasync.evaluation.periodic import ExactAnswers
 from megasync.lab.sim import simulate
 from megasync.lab.sim.chance import OF_TURNS
 from megasync.lab.sim.driver import OUTLIVED
+from megasync.lab.sim.servers import POISON_ROW
 from megasync.lab.sim.transport import SimPublisher
 from megasync.lab.sim.world import DEADLY_ROW, FIRST_COLOCATED, FIRST_EXACT, FIRST_WITH_WORKERS
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.partials import PartialResponse, PartialResponses
 from megasync.rollout.placement import Placement
+from megasync.rollout.suspects import Suspects
 from megasync.serving import answers
 from megasync.serving.answers import GeneratedPiece
 from megasync.serving.health import ServerHealth, ServerState
@@ -175,7 +178,7 @@ def begins_in_place(path: Path, step: int, version: int, counters: dict[str, Any
     try:
         status = BufferStatus.initial(step, version, counters)
         status.inherited["origin"] = origin
-        ledger.write(status, [], to_disk=True)
+        ledger.write(status, to_disk=True)
     finally:
         ledger.close()
 
@@ -192,6 +195,13 @@ BLOCKER = TrajectoryBuffer.admission_blocker
 def wakes_nobody(self: AsyncBuffer, key: Any, call: Callable) -> Any:
     """A lease that puts back or drops groups which are too old tells nobody."""
     return call()
+
+
+async def answers_before_its_record(self: AsyncBuffer, to_disk: bool = False, prune: bool = False) -> None:
+    asyncio.get_running_loop().create_task(RECORD(self, to_disk, prune)).add_done_callback(lambda done: None)
+
+
+RECORD = AsyncBuffer._record
 
 
 # Evaluations of an exact version
@@ -223,6 +233,13 @@ def isolates_nothing(self: Placement, worker: Any, why: str = "", by_prompts: bo
 REMOVE = Placement.remove
 
 
+# Servers
+
+
+def blames_nobody(self: Suspects, *evidence: Any) -> None:
+    """No death of a server is held against what ran there."""
+
+
 # What it is planted in, the invariant that it violates, and the fault that brings it to light sooner.
 BUGS = [
     (Progress, "next_version", reused_version, "names weights of", ""),
@@ -241,6 +258,13 @@ BUGS = [
     (AsyncBuffer, "_wake_next", lambda self: None, "no group was finished|is not over|no task can run", ""),
     (AsyncBuffer, "_attempt", wakes_nobody, "no group was finished|is not over|no task can run", "server dies"),
     (AsyncBuffer, "step_failed", counts_no_failure, "is set aside after its attempts", "step raises"),
+    (
+        AsyncBuffer,
+        "_record",
+        answers_before_its_record,
+        "was answered, and the ledger|and the ledger ends",
+        "driver dies",
+    ),
     (Watchdog, "bounded", counts_recovery, "no group was finished", "default timeouts"),
     (Controller, "_train_step", saves_too_early, "does not fit the last trained step", ""),
     (PartialResponse, "finished", property(lambda self: False), "behind the end", ""),
@@ -262,6 +286,7 @@ BUGS = [
         "no group was finished",
         "schedule.groups_per_step",
     ),
+    (Suspects, "near", blames_nobody, "the servers are lost", POISON_ROW),
     (Placement, "remove", isolates_nothing, "all workers are lost", DEADLY_ROW),
     (Colocation, "_take_from_servers", takes_what_others_hold, "have room for one", TURN_FAULT),
     (Colocation, "to_new_ranks", restarts_in_any_turn, "have room for one", TURN_FAULT),
