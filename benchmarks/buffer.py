@@ -133,16 +133,16 @@ def through_sqlite(database: sqlite3.Connection) -> Way:
     database.execute("PRAGMA journal_mode=WAL")
     database.execute("PRAGMA synchronous=NORMAL")
     database.execute("CREATE TABLE payloads (number INTEGER PRIMARY KEY, data BLOB)")
-    encoded: dict[int, bytes | memoryview] = {}
+    encoded: dict[int, Any] = {}
 
-    def prepare(groups: list[Group]) -> list[bytes | memoryview]:
+    def prepare(groups: list[Group]) -> list[Any]:
         """Every step writes the bytes of the group's first encoding."""
         for group in groups:
             if id(group) not in encoded:
                 encoded[id(group)] = encode(group).body
         return [encoded[id(group)] for group in groups]
 
-    async def live(bodies: list[bytes | memoryview]) -> None:
+    async def live(bodies: list[Any]) -> None:
         for body in bodies:
             database.execute("INSERT INTO payloads VALUES (?, ?)", (next(numbers), body))
         database.execute("DELETE FROM payloads")

@@ -93,8 +93,9 @@ class LocalRanks:
         calls = (self.call_one(rank, method, *args, timeout=timeout) for rank in range(len(self._links)))
         return await asyncio.gather(*calls)
 
-    async def on_all(self, timeout: float, method: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls a method of `SendingRank` on all ranks, as `TrainerRanks`."""
+    async def on_all(self, timeout: float, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls a method of `SendingRank` on all ranks, as `TrainerRanks`. No argument is passed by name."""
+        assert not kwargs
         return await self.call(method.__name__, *args, timeout=timeout)
 
     async def call_one(self, rank: int, method: str, *args: Any, timeout: float) -> Any:

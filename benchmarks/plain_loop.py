@@ -48,8 +48,10 @@ class OneRank:
         self._rank = TrainerRank(config, 0, 1, str(folder))
         self._thread = ThreadPoolExecutor(1)
 
-    async def on_all(self, timeout: float | None, method: Callable[..., Any], *args: Any) -> list[Any]:
-        call = partial(getattr(self._rank, method.__name__), *args)
+    async def on_all(
+        self, timeout: float | None, method: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        call = partial(getattr(self._rank, method.__name__), *args, **kwargs)
         work = asyncio.get_running_loop().run_in_executor(self._thread, call)
         return [await asyncio.wait_for(work, timeout)]
 

@@ -68,9 +68,9 @@ def rank_process(pipe: Connection, config: Config, rank: int, world: int, folder
     worker.start(*pipe.recv())
     shares, run = [], worker._engine.run
 
-    def recording_run(share: LocalBatch, *args: Any, **kwargs: Any) -> list[Any]:
-        shares.append(share)
-        return run(share, *args, **kwargs)
+    def recording_run(batch: LocalBatch, *args: Any, **kwargs: Any) -> list[Any]:
+        shares.append(batch)
+        return run(batch, *args, **kwargs)
 
     worker._engine.run = recording_run
     plain: PlainMegatron | None = None

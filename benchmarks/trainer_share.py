@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megasync.buffer.payload import LeasedGroup, encode
+from megasync.buffer.payload import LeasedGroup, StoredBody, encode
 from megasync.buffer.segments import SegmentWriter, load_trajectories
 from megasync.config.schema import AlgorithmConfig, ModelConfig, TrainerConfig
 from megasync.device import Device
@@ -132,6 +132,7 @@ def record(folder: Path, sequences: int, mean: float) -> list[LeasedGroup]:
             for place, length in enumerate(lengths.tolist())
         ]
         encoded = encode(Group(f"0:{row}", members))
+        assert not isinstance(encoded.body, StoredBody)
         leased.append(LeasedGroup(encoded.header, writer.append(encoded.body)))
     writer.sync()
     writer.close()

@@ -175,7 +175,7 @@ async def play(work: Work, workers: int, groups: int) -> Round:
     config.rollout.workers = workers
     quarantine = Quarantine(NoServers())
     schedule = ScheduleConfig(groups_per_step=16, samples_per_group=SAMPLES, max_inflight_groups=INFLIGHT)
-    buffer = NoBuffer(groups)
+    buffer: Any = NoBuffer(groups)
     rollouter = Rollouter(Prompts(), buffer, schedule)
     pools = NoPools()
 

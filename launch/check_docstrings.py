@@ -22,26 +22,6 @@ REFERRING = frozenset(["As", "It", "Its", "Of", "See", "That", "Their", "Them", 
 # The title of a module may begin so: "What the launcher starts on each host of a job".
 TITLES = frozenset({"What"})
 
-# Folders and files that are not checked yet.
-UNCHECKED = (
-    "megasync/algorithms/losses",
-    "megasync/app/rollout_worker.py",
-    "megasync/app/supervised.py",
-    "megasync/app/workload.py",
-    "megasync/buffer",
-    "megasync/cluster",
-    "megasync/config",
-    "megasync/data",
-    "megasync/observe",
-    "megasync/preflight",
-    "megasync/rollout",
-    "megasync/serving",
-    "megasync/sglang",
-    "megasync/sync",
-    "megasync/trainer",
-    "megasync/watch",
-)
-
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -82,10 +62,8 @@ def faults(source: str) -> list[str]:
 
 
 def checked_files(folders: Iterable[str]) -> list[Path]:
-    """The Python files below folders of the repository, without those of `UNCHECKED`."""
-    paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
-    skipped = [ROOT / entry for entry in UNCHECKED]
-    return [path for path in paths if not any(path.is_relative_to(entry) for entry in skipped)]
+    """The Python files below folders of the repository."""
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def main(arguments: list[str]) -> int:

@@ -102,10 +102,7 @@ def reached_files(config: pytest.Config) -> tuple[dict[str, int], str]:
             raise pytest.UsageError(f"--affected={ref}: {error}") from error
         return {}, f"affected: not known, so only the tier runs: {error}"
     reached = affected.distances(ROOT, changed)
-    return (
-        reached,
-        f"affected: changes since {base[:10]}, in files: {len(changed)}; test files that they reach: {len(reached)}",
-    )
+    return reached, f"affected: {len(changed)} changed files since {base[:10]} reach {len(reached)} test files"
 
 
 def pytest_configure(config: pytest.Config) -> None:

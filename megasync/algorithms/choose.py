@@ -43,7 +43,7 @@ def chooser_of(config: AlgorithmConfig) -> Callable[[StepTokens], Bools] | None:
 
 
 def group_inputs(config: AlgorithmConfig) -> frozenset[GroupInput]:
-    """What the estimator reads of a group beside the rewards of each sample by itself.
+    """The parts of a group that the estimator reads beside the rewards of each sample by itself.
 
     "relative": the rewards of other samples, so one of them is not enough. "scores": those of each reward function by
     itself. "baseline": the reward of a greedy response. One of a user's own is taken to read none of them.

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """What a worker's process gets from the driver. `router_url` stays the same for the life of the run.
+    """The setup that a worker's process gets from the driver. `router_url` stays the same for the life of the run.
 
     With `shared_files`, processes on other machines read what it writes.
     """

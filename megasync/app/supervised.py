@@ -95,7 +95,7 @@ class SupervisedRows:
                 raise TrainingError(f"{run_dir / name} cannot be written: {error}; make room and resume") from None
 
     def described(self) -> dict[str, object]:
-        """What a resumed run compares."""
+        """The description of the rows that a resumed run compares."""
         digest = hashlib.sha256()
         for row in self.train:
             digest.update(row.ids.tobytes() + row.trained.tobytes())

@@ -45,7 +45,7 @@ CLOSE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class PythonArguments:
-    """What the caller passed from Python instead of naming it in the configuration."""
+    """The arguments that a caller passed from Python instead of naming them in the configuration."""
 
     reward: Given | None = None
     rollout: Callable | str | None = None
@@ -65,7 +65,7 @@ class PythonArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What evaluation and training both need."""
+    """The parts of a workload that evaluation and training both need."""
 
     tokenizer: Any
     vocab_size: int
@@ -100,7 +100,7 @@ class Task:
 
     @property
     def frozen_clients(self) -> dict[str, ModelReward | AuxiliaryModel | Teacher]:
-        """What sends requests to the servers of each frozen model, by the model's configuration key."""
+        """The clients of the servers of each frozen model, by the model's configuration key."""
         rewards = {f"reward_models.{name}": model for name, model in self.scoring.models.items()}
         auxiliary = {f"auxiliary_models.{name}": model for name, model in self.auxiliary.items()}
         teachers = self.teachers.by_name if self.teachers else {}
@@ -109,7 +109,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload(Task):
-    """What training needs besides: the prompts and their rewards."""
+    """A task with what training needs besides: the prompts and their rewards."""
 
     source: PromptSource
     curriculum: Curriculum | None

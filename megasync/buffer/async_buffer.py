@@ -1,12 +1,12 @@
 """The buffer with waits and with its ledger: a plain object of the driver. All methods that wait are async.
 
-    call ──▶ state machine, wake-ups ──▶ taken for the ledger ──await──▶ one transaction of many calls ──▶ answer
-             └───────── between two awaits, on the loop ────┘            └── on the ledger's thread ──┘
+    call ──▶ state machine, wake-ups ──▶ its place in the next transaction ──await──▶ the transaction ──▶ answer
+             └────────────── on the loop, between two awaits ────────────┘            └ on a thread ┘
 
 Invariants:
 
-- A change, what the ledger has to write of it and its wake-ups happen together, between two awaits. So no waiter misses
-  the change that it waits for, and the ledger gets the changes in the order in which they were made.
+- A change, its place in the ledger's next transaction and its wake-ups happen together, between two awaits. So no
+  waiter misses the change that it waits for. A transaction has everything that was changed before it begins.
 - A call answers once its record, and so every earlier one, survives the death of the process. What a call sees of
   unrecorded changes can therefore never outlive them: no answer, and nothing that follows from one, is ahead of the
   ledger. A crash leaves a beginning of the history, after which a repeated call makes its change, or changes nothing.
@@ -107,7 +107,7 @@ class AsyncBuffer:
         snapshot = None
         if self._ledger is not None:
             snapshot = self._ledger.read_or_close()
-            self._records = Batches(self._ledger.transact, "ledger", run)
+            self._records = Batches(partial(self._transaction, self._ledger), "ledger", run)
             self._bodies = BodyWriter(segments_of(self._ledger.path), DRIVER, shared, run)
         # Uids of groups whose bodies an earlier process wrote, or may be to blame for a failed step.
         self._unchecked = {entry.uid for entry in snapshot.entries if entry.group} if snapshot else set[str]()
@@ -175,7 +175,7 @@ class AsyncBuffer:
         return await self._transact(Job(read=load)) if self._ledger is not None and found else load()
 
     async def unfinished(self, uids: Sequence[str]) -> list[str]:
-        """Those of the groups that are still to be generated."""
+        """The uids of the groups that are still to be generated."""
         return await self._change(lambda state: state.unfinished(uids))
 
     async def of_worker(self, call: str, *arguments: Any) -> Any:
@@ -215,12 +215,12 @@ class AsyncBuffer:
         await self._change(lambda state: state.ack(step))
 
     async def step_failed(self, step: int, attempts: int, most_in_a_row: int) -> FailedStep:
-        """As the state machine's. The bodies of the groups are checked before they are leased again."""
+        """Records a failed step. The bodies of the groups are checked before they are leased again."""
         self._unchecked.update(self._state.leased_uids())
         return await self._change(lambda state: state.step_failed(step, attempts, most_in_a_row), to_disk=True)
 
     async def publish(self, version: int) -> None:
-        """As the state machine's, and frees space. A flush to disk begins, for which nobody waits."""
+        """Publishes as the state machine does, and frees space. A flush to disk begins, for which nobody waits."""
         await self._change(lambda state: state.publish(version), wake_all=True, prune=True)
 
     async def rollback(self, step: int, version: int) -> None:
@@ -233,7 +233,7 @@ class AsyncBuffer:
         await self._change(lambda state: state.rollback(step, version, groups), to_disk=True, wake_all=True)
 
     async def checkpointed(self, step: int, oldest_kept: int) -> None:
-        """As the state machine's, and frees space. Does nothing with a broken ledger."""
+        """Records a checkpoint, and frees space. Does nothing with a broken ledger."""
         if self._broken is None:
             await self._change(lambda state: state.checkpointed(step, oldest_kept), prune=True)
 
@@ -248,7 +248,7 @@ class AsyncBuffer:
         return self._state.counts()
 
     async def before_checkpoint(self) -> CheckpointedBuffer:
-        """What a checkpoint keeps of the buffer. All that it tells is then on disk: no checkpoint knows more.
+        """The buffer's part of a checkpoint. All that it tells is then on disk: no checkpoint knows more.
 
         Does not wait for a broken ledger.
         """
@@ -258,7 +258,7 @@ class AsyncBuffer:
         return kept
 
     async def waiting(self) -> dict[str, str]:
-        """What each waiting call waits for and how long, such as "a free slot: ... (for 3.2 s)", by call."""
+        """The reason of each waiting call and how long, such as "a free slot: ... (for 3.2 s)", by call."""
         now = self._clock()
         return {
             waiter.name: f"{waiter.blocker() or 'its turn'} (for {now - waiter.since:.1f} s)"
@@ -285,10 +285,11 @@ class AsyncBuffer:
         """Returns once all changes so far are recorded; with ``to_disk`` they survive a power loss too."""
         if self._ledger is None:
             return
-        changes = self._ledger.take(self._state.status)
-        if changes or to_disk or prune or self._records.busy:
-            needed = (self._state.status.oldest_kept, self._state.least_version) if prune else None
-            await self._transact(Job(changes, to_disk, needed))
+        needed = (self._state.status.oldest_kept, self._state.least_version) if prune else None
+        await self._transact(Job(to_disk, needed))
+
+    def _transaction(self, ledger: Ledger, jobs: list[Job]) -> Callable[[], list[Any]]:
+        return partial(ledger.transact, ledger.take(self._state.status), jobs)
 
     async def _transact(self, job: Job) -> Any:
         answer = self._records.put(job)

@@ -6,9 +6,9 @@
                their bodies lie (`segments`)
     partials   unfinished responses of groups that are being generated
 
-A change is taken (`take`) where it is made, on the event loop, and written (`transact`) on one thread, in the same
-order: one transaction holds all that was taken since the last one. After a failure nothing is written anymore, so the
-file always holds a beginning of the history.
+Changes are taken (`take`) on the event loop, where they are made, and written (`transact`) on one thread: a transaction
+holds all changes since the last one. After a failure nothing is written anymore, so the file always holds a beginning
+of the history.
 
 In WAL mode with ``synchronous=NORMAL`` a committed transaction is in the operating system's hands, so it survives the
 death of any process. Only transactions with ``to_disk``, and everything before them, also survive a power loss. The
@@ -121,7 +121,7 @@ def begun(path: Path) -> bool:
 
 @dataclass(slots=True)
 class Changes:
-    """The rows that one or more changes of the buffer write."""
+    """The rows that changes of the buffer write."""
 
     status: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     groups: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
@@ -134,13 +134,12 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Work of a transaction. With ``to_disk`` it survives a power loss.
+    """The requests of a call to the transaction with its changes. With ``to_disk`` the changes survive a power loss.
 
     ``prune`` are the oldest step and the least version that a rollback may need: headers and bodies of trained groups
-    up to this step, or with older tokens, are removed. ``read`` is called in between; it may use the file.
+    up to this step, or with older tokens, are removed. ``read`` is called before the changes are written.
     """
 
-    changes: Changes | None = None
     to_disk: bool = False
     prune: tuple[int, int] | None = None
     read: Callable[[], Any] | None = None
@@ -234,7 +233,7 @@ class Ledger:
             )
 
     def read_or_close(self) -> BufferSnapshot | None:
-        """As `read`, or None if nothing was ever written. After an error the file is closed."""
+        """Reads as `read` does; None if nothing was ever written. After an error the file is closed."""
         try:
             return None if self.empty else self.read()
         except LedgerError:
@@ -271,10 +270,10 @@ class Ledger:
 
     def write(self, status: BufferStatus, to_disk: bool = False) -> None:
         """Takes and writes what has changed."""
-        self.transact([Job(self.take(status), to_disk)])
+        self.transact(self.take(status), [Job(to_disk)])
 
-    def transact(self, jobs: Sequence[Job]) -> list[Any]:
-        """Does these in one transaction, and returns what each has read."""
+    def transact(self, changes: Changes | None, jobs: Sequence[Job]) -> list[Any]:
+        """Does all of it in one transaction, and returns what each job has read."""
         if self._error is not None:
             raise self._error
         to_disk = any(job.to_disk for job in jobs)
@@ -283,7 +282,13 @@ class Ledger:
                 self._finish_flushes(wait=to_disk)
                 removed: list[str] = []
                 with self._transaction():
-                    answers = [self._do(job, removed) for job in jobs]
+                    # What a call has found in memory is in the file until later changes are written.
+                    answers = [job.read() if job.read is not None else None for job in jobs]
+                    if changes is not None:
+                        self._write(changes)
+                    for prune in (job.prune for job in jobs if job.prune):
+                        self._db.execute(PRUNE, prune)
+                        removed = self._unneeded()
                     if to_disk:
                         self._sync_bodies(self._take_unsynced())
                 if to_disk:
@@ -294,14 +299,6 @@ class Ledger:
             self._error = error
             raise
         return answers
-
-    def _do(self, job: Job, removed: list[str]) -> Any:
-        if job.changes is not None:
-            self._write(job.changes)
-        if job.prune is not None:
-            self._db.execute(PRUNE, job.prune)
-            removed[:] = self._unneeded()
-        return job.read() if job.read is not None else None
 
     def _unneeded(self) -> list[str]:
         """The names of the segments that nothing lies in, or will. A writer's last one stays: its number is taken."""
@@ -429,16 +426,18 @@ class Ledger:
                 self._with_partials.add(number)
 
     def _write(self, changes: Changes) -> None:
-        execute = self._db.executemany
-        execute("INSERT OR REPLACE INTO standing VALUES (?, ?)", changes.status)
-        execute(UPSERT, changes.groups)
-        execute("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, ?)", map(self._payload, changes.payloads))
-        execute("DELETE FROM payloads WHERE number = ?", changes.without_payload)
-        execute("DELETE FROM partials WHERE number = ?", changes.without_partials)
-        execute("INSERT OR REPLACE INTO partials VALUES (?, ?, ?, ?)", changes.partials)
+        for statement, rows in (
+            ("INSERT OR REPLACE INTO standing VALUES (?, ?)", changes.status),
+            (UPSERT, changes.groups),
+            ("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, ?)", [self._payload(*row) for row in changes.payloads]),
+            ("DELETE FROM payloads WHERE number = ?", changes.without_payload),
+            ("DELETE FROM partials WHERE number = ?", changes.without_partials),
+            ("INSERT OR REPLACE INTO partials VALUES (?, ?, ?, ?)", changes.partials),
+        ):
+            if rows:
+                self._db.executemany(statement, rows)
 
-    def _payload(self, recorded: tuple[int, LeasedGroup]) -> tuple[int, bytes, str, int]:
-        number, group = recorded
+    def _payload(self, number: int, group: LeasedGroup) -> tuple[int, bytes, str, int]:
         if not isinstance(group.body, StoredBody):
             raise TypeError(f"the body of group {group.uid} lies in no segment")
         name = segment_name(group.body)
@@ -478,7 +477,7 @@ class Ledger:
 
 
 def find_damaged(groups: Collection[LeasedGroup]) -> dict[str, str]:
-    """What is wrong with the bodies that cannot be read, by uid."""
+    """The groups whose bodies cannot be read: by uid, what is wrong with the body."""
     damaged: dict[str, str] = {}
     for group in groups:
         try:

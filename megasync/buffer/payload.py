@@ -76,7 +76,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
         return sum(tokens for _, tokens in self.trained)
 
     def masked(self, least: int) -> TrajectoryHeader:
-        """With tokens older than version ``least`` masked out of the loss."""
+        """The header with tokens older than version ``least`` masked out of the loss."""
         kept = tuple((version, tokens) for version, tokens in self.trained if version >= least)
         if kept == self.trained:
             return self

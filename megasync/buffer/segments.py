@@ -14,6 +14,7 @@ import re
 import socket
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -111,7 +112,7 @@ class BodyWriter:
         self._folder = folder
         self._segments = SegmentWriter(folder, writer)
         self._shared = shared
-        self._batches = Batches(self._append, f"bodies of {writer}", run)
+        self._batches = Batches(self._appending, f"bodies of {writer}", run)
 
     async def store(self, group: EncodedGroup) -> EncodedGroup:
         """The group with the place of its body, which survives the death of any process. Raises LedgerError."""
@@ -122,6 +123,9 @@ class BodyWriter:
     async def close(self) -> None:
         await self._batches.close()
         self._segments.close()
+
+    def _appending(self, bodies: list[bytes | memoryview]) -> Callable[[], list[StoredBody]]:
+        return partial(self._append, bodies)
 
     def _append(self, bodies: list[bytes | memoryview]) -> list[StoredBody]:
         try:

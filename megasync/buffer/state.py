@@ -67,7 +67,7 @@ class BufferStateError(MegasyncError):
 
 
 class BufferCounters(TypedDict):
-    """What a checkpoint keeps of the buffer, for a run whose ledger gets lost."""
+    """The counters that a checkpoint keeps of the buffer, for a run whose ledger gets lost."""
 
     trained: int
     # By reason.
@@ -80,7 +80,7 @@ class BufferCounters(TypedDict):
 
 
 class CheckpointedBuffer(TypedDict):
-    """What a checkpoint keeps of the buffer: the uids of live groups, in the order of their admission, and counters."""
+    """The buffer in a checkpoint: the uids of live groups, in the order of their admission, and counters."""
 
     pending: list[str]
     buffer: BufferCounters
@@ -111,7 +111,7 @@ class FailedStep:
 @prepared
 @dataclass(slots=True)
 class BufferStatus:
-    """What the buffer knows apart from its groups. The ledger keeps each field by its name."""
+    """The state of the buffer apart from its groups. The ledger keeps each field by its name."""
 
     # The published version.
     version: int = 0
@@ -139,7 +139,7 @@ class BufferStatus:
 
     @classmethod
     def initial(cls, step: int, version: int, counters: Mapping[str, Any]) -> BufferStatus:
-        """Of a buffer without groups. ``counters`` are the `TrajectoryBuffer.counters` of an earlier run."""
+        """The status of a buffer without groups. ``counters`` are the `TrajectoryBuffer.counters` of an earlier run."""
         ended = ("trained", "dropped")
         return cls(
             version=version,
@@ -486,7 +486,7 @@ class TrajectoryBuffer:
         }
 
     def unfinished(self, uids: Iterable[str]) -> list[str]:
-        """Those of the groups that are still to be generated."""
+        """The uids of the groups that are still to be generated."""
         entries = ((uid, self._groups.find(uid)) for uid in uids)
         return [uid for uid, entry in entries if entry is not None and entry.state in UNFINISHED]
 

@@ -176,7 +176,7 @@ class ServiceActor:
             self._group = ActorGroup(self._role, [remote.remote(*self._arguments)])
 
     async def meet(self, timeout: float) -> tuple[str, int]:
-        """See `SGLangServer.meet`; creates the actor."""
+        """Creates the actor and calls its `SGLangServer.meet`."""
         self._create()
         return await self._actor().on_one(0, timeout + ANSWER_SECONDS, SGLangServer.meet, timeout)
 
@@ -199,19 +199,19 @@ class ServiceActor:
         return await self._actor().on_one(0, ANSWER_SECONDS, SGLangServer.tail, lines)
 
     async def metrics_url(self) -> str:
-        """See `Router.metrics_url`."""
+        """Calls `Router.metrics_url` in the actor."""
         return await self._actor().on_one(0, ANSWER_SECONDS, Router.metrics_url)
 
     async def handover_port(self) -> int:
-        """See `SGLangServer.handover_port`."""
+        """Calls `SGLangServer.handover_port` in the actor."""
         return await self._actor().on_one(0, ANSWER_SECONDS, SGLangServer.handover_port)
 
     async def know_prefill(self, engines: Sequence[tuple[str, int]]) -> None:
-        """See `SGLangServer.know_prefill`."""
+        """Calls `SGLangServer.know_prefill` in the actor."""
         await self._actor().on_one(0, ANSWER_SECONDS, SGLangServer.know_prefill, list(engines))
 
     async def visible_devices(self) -> str:
-        """See `SGLangServer.visible_devices`."""
+        """Calls `SGLangServer.visible_devices` in the actor."""
         return await self._actor().on_one(0, ANSWER_SECONDS, SGLangServer.visible_devices)
 
     async def stop(self, timeout: float) -> None:

@@ -41,11 +41,11 @@ class Agent(Protocol):
     """A `ProcessWatch` on a node."""
 
     async def ended(self, processes: Sequence[ProcessId], seconds: float, timeout: float) -> list[ProcessId]:
-        """As `ProcessWatch.ended`; raises MegasyncError when no answer comes within `timeout` seconds."""
+        """Calls `ProcessWatch.ended`; raises MegasyncError when no answer comes within `timeout` seconds."""
         ...
 
     async def stacks(self, families: Sequence[tuple[str, int]], seconds: float) -> list[ProcessStacks]:
-        """As `ProcessWatch.stacks`; the caller has a deadline."""
+        """Calls `ProcessWatch.stacks`; the caller has a deadline."""
         ...
 
     def kill(self) -> None: ...

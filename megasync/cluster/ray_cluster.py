@@ -85,6 +85,6 @@ class RayCluster:
             signal.alarm(0)
 
     def close(self) -> None:
-        """Disconnects. A cluster that this run started ends."""
+        """Disconnects from the cluster, which ends if this run started it."""
         if ray.is_initialized() and (self._owned or self._address):
             ray.shutdown()

@@ -9,7 +9,7 @@ from megasync.concurrency.tasks import wait_for_first
 
 
 class ServerParts:
-    """What servers of several actors have in common; `named` lists the actors, the first one for requests or control.
+    """The common part of servers of several actors; `named` lists the actors, the first one for requests or control.
 
     Subclasses start them.
     """

@@ -498,7 +498,7 @@ class CheckAnswer:
             raise CheckAborted
 
     def problem(self) -> str | None:
-        """What is wrong with the complete answer; None if nothing is. Raises InvalidAnswer."""
+        """The problem of the complete answer; None if there is none. Raises InvalidAnswer."""
         if not self._finished:
             return "it has no finish_reason"
         read_scored(orjson.loads(self._last), CHECK["input_ids"])

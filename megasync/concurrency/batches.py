@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -19,12 +18,14 @@ Run = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class Batches(Generic[Item, Result]):
-    """Calls ``work`` with each batch of items. It returns one result for each, or raises for all of them.
+    """Calls ``work`` with each batch of items, on the event loop: it returns what the thread is to do with them.
 
-    ``run`` replaces the thread, which is called ``name``.
+    That returns one result for each item, or raises for all of them. ``run`` replaces the thread, called ``name``.
     """
 
-    def __init__(self, work: Callable[[list[Item]], Sequence[Result]], name: str, run: Run | None = None) -> None:
+    def __init__(
+        self, work: Callable[[list[Item]], Callable[[], Sequence[Result]]], name: str, run: Run | None = None
+    ) -> None:
         self._work = work
         self._thread = ThreadPoolExecutor(1, name)
         self._run = run or self._in_thread
@@ -54,7 +55,7 @@ class Batches(Generic[Item, Result]):
         while self._waiting:
             batch, self._waiting = self._waiting, []
             try:
-                results = await self._run(partial(self._work, [item for item, _ in batch]))
+                results = await self._run(self._work([item for item, _ in batch]))
             except Exception as error:  # noqa: BLE001 - whatever it is, each caller gets it
                 for _, result in batch:
                     if not result.done():

@@ -27,7 +27,7 @@ SHOWN_CHARACTERS = 200
 
 
 class Limit(Protocol):
-    """What a key allows; `str` gives it in words."""
+    """The values that a key allows; `str` gives them in words."""
 
     def refusal(self, value: Any) -> str | None:
         """The end of an error message that begins with key and value; None if the value is allowed."""
@@ -98,8 +98,11 @@ class FilePath:
 class Checked:
     """Values of which a function says why they are refused; None if they are allowed."""
 
-    refusal: Callable[[Any], str | None]
+    check: Callable[[Any], str | None]
     description: str = ""
+
+    def refusal(self, value: Any) -> str | None:
+        return self.check(value)
 
     def __str__(self) -> str:
         return self.description

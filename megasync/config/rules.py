@@ -41,7 +41,7 @@ UNKNOWN: Any = object()
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What a value may have to be, with a value for which it holds and one for which it does not.
+    """A condition on a value, with a value for which it holds and one for which it does not.
 
     ``words`` follow the name of a key.
     """
@@ -107,7 +107,7 @@ class View:
             if node is None:
                 return None
             node = node.get(part) if isinstance(node, Mapping) else getattr(node, part)
-        return next((given for given in node if given.startswith(flag)), None) if flag else node
+        return next((given for given in node or () if given.startswith(flag)), None) if flag else node
 
     def item(self, key: str) -> tuple[Any, Limit | None]:
         """Default and limit of a key; UNKNOWN for facts and for entries of a dictionary."""
@@ -343,8 +343,9 @@ def section(default: Any, *rules: Rule, read_where: Mapping[str, Any] | None = N
 
 
 def _field(default: Any, metadata: dict[str, Any]) -> Any:
-    made = {"default_factory": default} if callable(default) else {"default": default}
-    return field(**made, metadata=metadata)
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def default_of(item: Field[Any]) -> Any:
@@ -378,7 +379,7 @@ def refusals(
     training: bool = True,
     known: Collection[str] = ("",),
 ) -> Iterator[Refusal]:
-    """What the rules refuse, in the order of the schema.
+    """Yields the refusal of each rule that a configuration breaks, in the order of the schema.
 
     ``within`` and ``without`` are sections or keys whose rules are read. Rules about keys that are not among those
     ``known`` are not checked. Without ``training`` only servers are started.

@@ -13,7 +13,7 @@ def is_supervised(config: Config) -> bool:
 
 
 def supervised_config(config: Config) -> Config:
-    """What trainer ranks of a supervised run are started with: no reference, no critic, and nothing for servers."""
+    """The configuration that ranks of a supervised run start with: no reference, no critic, and nothing for servers."""
     return replace(
         config,
         algorithm=AlgorithmConfig(),

@@ -166,7 +166,7 @@ class PrometheusSink:
             self._server.server_close()
 
     def abandon(self) -> None:
-        """Its threads are daemons."""
+        """Does nothing: the server's threads are daemons."""
 
     def collect(self) -> Iterator[Family]:
         """All families, for `prometheus_client`."""

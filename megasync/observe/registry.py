@@ -404,7 +404,7 @@ def metric_of(name: str) -> Metric | None:
 
 
 def page() -> str:
-    """docs/metrics.md."""
+    """The page docs/metrics.md."""
     parts = [HEADER]
     for chapter in CHAPTERS:
         rows = [

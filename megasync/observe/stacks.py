@@ -71,7 +71,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """Its frames, innermost first."""
+    """A thread and its frames, innermost first."""
 
     name: str
     frames: tuple[Frame, ...]

@@ -182,7 +182,7 @@ def check_steps(config: Config) -> None:
 
 
 def run_facts(config: Config) -> dict[str, Any]:
-    """What the rules of keys (`config.rules`) say about a run as a whole."""
+    """The facts about a run as a whole that the rules of keys (`config.rules`) read."""
     models = frozen_models(config).values()
     return {
         "run's held-out sets": (config.data.eval is not None) + len(config.eval.sets),
@@ -747,6 +747,12 @@ def _check_wandb(wandb: WandbConfig) -> None:
 
 def _check_mlflow(mlflow: MlflowConfig, planning: bool) -> None:
     uri = mlflow.tracking_uri
+    address = uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    try:
+        urlsplit(address)
+    except ValueError as error:
+        key = "MLFLOW_TRACKING_URI" if uri is None else "observe.mlflow.tracking_uri"
+        raise ConfigError(f"{key}={address} is not an address: {error}; correct it") from None
     if uri is not None and urlsplit(uri).password:
         raise ConfigError(
             "observe.mlflow.tracking_uri contains a password, which must not be in a file; set it as "

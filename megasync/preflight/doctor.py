@@ -105,7 +105,7 @@ def check_versions(lock: Path | None = None) -> Iterator[Finding]:
 
 
 def environment_kind() -> str:
-    """What this environment was made for: "cuda" with Transformer Engine, which only trainer ranks on GPUs need.
+    """The kind of this environment: "cuda" with Transformer Engine, which only trainer ranks on GPUs need.
 
     It may be looked at on a machine without a GPU, such as the driver's.
     """

@@ -67,7 +67,7 @@ def refusals(
     frozen: Mapping[str, ServerMemory],
     device_bytes: int,
 ) -> tuple[str, ...]:
-    """What does not fit, with the keys that determine it."""
+    """The sizes that do not fit, with the keys that determine them."""
     found = rank_refusals(stages, device_bytes, server if config.cluster.share_device else None)
     if not _server_fits(config, server):
         found.append(
@@ -90,7 +90,7 @@ def refusals(
 
 
 def context_needed(config: Config, bucket: int, device_bytes: int) -> str | None:
-    """What context-parallel size the longest sequence needs, in words, if everything else stays as it is.
+    """The context-parallel size that the longest sequence needs, in words, if everything else stays as it is.
 
     None if one alone fits in a microbatch already, or if no size is enough. `bucket` is as in `nearest_fit`.
     """

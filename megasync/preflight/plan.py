@@ -80,7 +80,7 @@ class PlannedRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerPlan:
-    """What a configuration starts for training, and whether it fits into device memory: all of a supervised run."""
+    """The ranks that a configuration starts, and whether they fit into device memory: all of a supervised run."""
 
     config: Config
     layout: Layout
@@ -126,7 +126,7 @@ class TrainerPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(TrainerPlan):
-    """What a configuration of reinforcement learning starts."""
+    """The processes that a configuration of reinforcement learning starts."""
 
     rollout: PlannedPool
     frozen_models: tuple[PlannedModel, ...]

@@ -92,7 +92,7 @@ class _TransientError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the client knows of the model. `context_length` is in tokens, prompt and response together.
+    """The model as the client knows it. `context_length` is in tokens, prompt and response together.
 
     `tokenizer` is a Hugging Face tokenizer, needed only for `chat`; `stop_ids` are the tokens that end every response,
     which requests name.
@@ -498,7 +498,7 @@ class RolloutClient:
             raise InvalidAnswer(f"{server.url}/generate: {error}") from error
 
     async def engine_scores(self, server: ServerControl, input_ids: Sequence[int]) -> list[EngineScores]:
-        """What each engine of a server computes for the same tokens; nothing for a server of a single engine.
+        """The log-probs of each engine of a server for the same tokens; nothing for a server of a single engine.
 
         In each pair of them, the decode engine samples a few tokens after ``input_ids``, and the prefill engine scores
         all of these. `score` asks only one prefill engine, and no decode engine. Raises as `score`.

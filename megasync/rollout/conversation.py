@@ -41,7 +41,7 @@ _END = "endOfTheAnswer7Q3V"
 
 
 class Template(Protocol):
-    """What a conversation requires of a chat template and its tokenizer."""
+    """The methods of a chat template and its tokenizer that a conversation uses."""
 
     def guard(self, message: dict[str, Any]) -> dict[str, Any]: ...
     def render(self, messages: Messages, tools: Messages, *, answer: bool) -> str: ...

@@ -61,7 +61,7 @@ BACKOFF_SECONDS = (1.0, 30.0)
 
 
 class GroupSink(Protocol):
-    """What a worker uses of the buffer: the driver's `AsyncBuffer`, or `RemoteBuffer` in another process.
+    """The part of the buffer that a worker uses: the driver's `AsyncBuffer`, or `RemoteBuffer` in another process.
 
     Every call may raise BufferClosed.
     """
@@ -73,7 +73,7 @@ class GroupSink(Protocol):
 
 
 class PoisonEvidence(Protocol):
-    """What a worker asks the quarantine: why a prompt is never sent again, or None if it may be sent."""
+    """The question of a worker to the quarantine: why a prompt is never sent again, or None if it may be sent."""
 
     def evidence(self, key: str) -> str | None: ...
 
@@ -102,7 +102,7 @@ class GroupSpec:
     def of(
         cls, config: Config, workflow: Workflow, rewards: RewardRunner, teachers: Teachers | None, seed: int | None
     ) -> GroupSpec:
-        """What a configuration's algorithm and groups ask for."""
+        """The specification that a configuration's algorithm and groups ask for."""
         rollout, algorithm = config.rollout, config.algorithm
         samples, longest = config.schedule.samples_per_group, rollout.sampling.max_new_tokens
         inputs = group_inputs(algorithm)
@@ -133,7 +133,7 @@ class DropRecord:
 
     @classmethod
     def of(cls, config: Config, run_dir: Path, process: str) -> DropRecord | None:
-        """What `observe.rollouts` asks for: as large a share as of the trained groups; None for none."""
+        """The record that `observe.rollouts` asks for: as large a share as of the trained groups; None for none."""
         observe, schedule = config.observe, config.schedule
         if not observe.rollouts:
             return None

@@ -26,7 +26,7 @@ Summary = Mapping[str, tuple[float, int]]
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """What a worker did since its start, and does now. `client` holds metrics by their full names, which add up."""
+    """The work of a worker since its start, and now. `client` holds metrics by their full names, which add up."""
 
     inflight_requests: int = 0
     tokens: int = 0

@@ -216,7 +216,7 @@ class Quarantine:
         self._poison: dict[str, str] = {}
         self._refusals: dict[str, str] = {}
         self._reports: dict[str, dict[str, Any]] = {}
-        # Calls of `enter` so far, and those in progress.
+        # Waits in `enter` so far, and its calls that have not returned.
         self.holds = self._held = 0
         self._followers: list[Callable[[frozenset[str]], None]] = []
         self._told = frozenset[str]()
@@ -247,7 +247,6 @@ class Quarantine:
         """Wait until this attempt of a client's ticket may be sent; see `QuarantineClient.enter`."""
         prompt = self._prompts[client, number] = prompt_digest(attempt.prompt)
         self._attempts.setdefault(prompt, {})[client, number] = attempt
-        self.holds += 1
         self._held += 1
         try:
             if attempt.cut is not None:
@@ -305,6 +304,7 @@ class Quarantine:
         if self._explains(cut):
             return
         self._cuts.append(cut)
+        self.holds += 1
         with suppress(TimeoutError):
             async with asyncio.timeout(cut.when + self._verdict_seconds - self._clock()):
                 while cut in self._cuts:
@@ -333,6 +333,7 @@ class Quarantine:
 
     async def _wait_for_trial(self, prompt: str) -> None:
         self._waiting[prompt] += 1
+        self.holds += 1
         try:
             if self._trials is None or self._trials.done():
                 self._trials = asyncio.create_task(self._run_trials(), name="trials of suspects")

@@ -65,14 +65,14 @@ class Prompts(Protocol):
 
 
 class FleetLoads(Protocol):
-    """What the rollout reads of the fleet."""
+    """The loads of the fleet that the rollout reads."""
 
     def loads(self) -> Sequence[ServerLoad]: ...
     def metrics(self) -> dict[str, float]: ...
 
 
 class HeldRequests(Protocol):
-    """What the rollouter asks the quarantine, and tells it; see `Quarantine`."""
+    """The part of the quarantine that the rollouter uses; see `Quarantine`."""
 
     holds: int
 
@@ -84,7 +84,7 @@ class HeldRequests(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """What the servers' state imposes on the rollout.
+    """The limits that the servers' state imposes on the rollout.
 
     `cap` limits requests below what the buffer allows, by the loads of the `fleet`. The `quarantine` holds requests
     back whose prompts may kill servers.

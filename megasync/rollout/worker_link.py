@@ -309,7 +309,7 @@ class RemoteProcess(ABC):
     async def send(self, commands: list[Message], timeout: float) -> None: ...
 
     def connect(self, link: WorkerLink, patience: float) -> Coroutine[Any, Any, None]:
-        """See `WorkerProcess.connect`."""
+        """Connects the link to the worker's process; see `WorkerProcess.connect`."""
         unsent: list[Message] = []
         some = asyncio.Event()
 

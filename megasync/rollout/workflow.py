@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Client(Protocol):
-    """What samples and the rollouter need of a `RolloutClient`."""
+    """The part of a `RolloutClient` that samples and the rollouter use."""
 
     @property
     def tokenizer(self) -> Any: ...

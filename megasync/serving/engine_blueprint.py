@@ -47,7 +47,7 @@ def engine_ranks(
     server_args: Mapping[str, Any] | None = None,
     fp8: bool = False,
 ) -> list[EngineRank]:
-    """What each rank of a server of this model folder keeps, computed in a separate process from its config.json.
+    """The layout of each rank of a server of this model folder, computed in a separate process from its config.json.
 
     Args:
         dtype: the dtype that the server uses.
@@ -96,7 +96,7 @@ async def _ask(
 
 
 def trace_ranks(arguments: Sequence[str], specs: Specs) -> list[EngineRank]:
-    """What each rank of a server with these arguments keeps of a checkpoint with these names and shapes.
+    """The layout of each rank of a server with these arguments, of a checkpoint with these names and shapes.
 
     Raises TraceError when the loader does something that cannot be repeated, or refuses the specs.
     """

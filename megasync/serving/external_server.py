@@ -82,12 +82,12 @@ class ExternalServer:
         raise ServerError(f"{self._url} is an external server; its devices are not known here")
 
     async def stop(self, timeout: float) -> None:
-        """It goes on."""
+        """Leaves the server running: whoever started it owns it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSeen:
-    """What tells the process of a server from a later one: `/server_info` and `/model_info` as it has answered them."""
+    """The identity of a server's process: `/server_info` and `/model_info` as it has answered them."""
 
     info: Mapping[str, Any]
     model: Mapping[str, Any]

@@ -29,7 +29,7 @@ from megasync.serving.restart_budget import RestartBudget
 
 
 class ServerState(StrEnum):
-    """See the diagram above."""
+    """The states of a server, as in the diagram of this module."""
 
     HEALTHY = "healthy"
     SUSPECT = "suspect"
@@ -109,7 +109,7 @@ class ServerHealth:
                 self._enter(ServerState.HEALTHY)
 
     def sync_failed(self, reason: str) -> None:
-        """It may hold a mixture or an old version, so it does not serve until `synced`."""
+        """Records a failed sync: it may hold a mixture or an old version, so it does not serve until `synced`."""
         if not self.up:
             return
         self._sync_streak += 1
@@ -120,7 +120,7 @@ class ServerHealth:
             self._enter(ServerState.STALE, reason)
 
     def missed_sync(self, reason: str) -> None:
-        """It holds an older version whole, because syncs left it out, so it does not serve until `synced`."""
+        """Records that syncs left the server out: it holds an older version, so it does not serve until `synced`."""
         if self.serves:
             self._enter(ServerState.STALE, reason)
             self.behind = True
@@ -142,7 +142,7 @@ class ServerHealth:
         self._count("requests", self._request_streak, self._policy.request_failures, reason)
 
     def died(self, reason: str) -> None:
-        """Its process ended, did not start, or does not answer. Requests may be the cause, except during a sync."""
+        """Records a process that ended, did not start, or hangs. Requests may be the cause, except during a sync."""
         requests_suspected = self.serves and not self.syncing
         self.mark_dead(reason)
         self.requests_suspected = requests_suspected

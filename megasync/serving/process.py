@@ -205,7 +205,7 @@ class Service:
         raise NotImplementedError
 
     def secrets(self) -> bytes | None:
-        """What the command reads from its standard input."""
+        """The secrets that the command reads from its standard input."""
         return None
 
     def scratch(self) -> list[str]:

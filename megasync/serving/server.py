@@ -132,7 +132,7 @@ class ServedAdapters:
 
 @dataclass(frozen=True, slots=True)
 class EngineRole:
-    """What one engine does in a server of several.
+    """The role of one engine in a server of several.
 
     ``kind`` is "prefill" or "decode", and ``first`` the number of its first rank among the ``ranks`` of the server.
     Engines with one ``key`` hand prompts over to one another.
@@ -146,7 +146,7 @@ class EngineRole:
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """What a server serves and how, independent of where it listens."""
+    """The model that a server serves and how, independent of where it listens."""
 
     # A Hugging Face folder with a config.json.
     model_path: str | Path
@@ -517,7 +517,7 @@ class FrozenModelServer(SGLangServer):
 
 
 def served_adapters(config: Config) -> ServedAdapters | None:
-    """What the policy's servers need to know of a run's adapters; None if they get merged weights.
+    """The adapters of a run as its servers need to know them; None if they get merged weights.
 
     In one batch: the current version, those of requests that began up to `max_staleness` before, the one that an exact
     evaluation keeps, and those of held-out sets.

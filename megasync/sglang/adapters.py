@@ -88,7 +88,7 @@ def set_version(meta: dict[str, Any], served: str) -> None:
 
 
 def damage(folder: Path) -> str:
-    """What is wrong with the files of a version, by its manifest; empty if nothing is, or if there is no manifest."""
+    """The damage of a version's files by its manifest; empty if there is none, or no manifest."""
     if not (folder / MANIFEST).is_file():
         return ""
     for name, written in json.loads((folder / MANIFEST).read_text())["files"].items():

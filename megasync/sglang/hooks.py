@@ -45,7 +45,7 @@ def all_succeed(step: Callable[[], T], outcome: str) -> T:
 
 
 def gather(data: bytes, group: Any) -> list[bytes]:
-    """What each rank of a group of CPU processes gives, in rank order. As tensors, because objects are pickled."""
+    """Gathers the value of each rank of CPU processes, in rank order; as tensors, because objects are pickled."""
     import torch
     import torch.distributed as dist
 

@@ -73,7 +73,7 @@ class PhaseFailed(Exception):
 
 @dataclass
 class ServerProgress:
-    """What one publish has done to one server so far."""
+    """The progress of one publish on one server."""
 
     # How many buckets the server is asked to load; 0 for transports that load a version in one call.
     buckets: int = 0

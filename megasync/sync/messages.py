@@ -74,7 +74,7 @@ class InboundBucket(SyncMessage, frozen=True):
 
 @prepared
 class ReceivePlan(SyncMessage, frozen=True):
-    """What one engine rank receives of every version, and the constants that it fills in itself."""
+    """The plan by which an engine rank receives every version, and the constants that it fills in itself."""
 
     kind: str
     buckets: tuple[InboundBucket, ...]
@@ -239,7 +239,7 @@ class Confirmation(NamedTuple):
 
 @prepared
 class SendReport(SyncMessage, frozen=True):
-    """What a trainer rank sent; ``bytes`` went over the wire, ``seconds`` are by activity.
+    """The report of a trainer rank that has sent; ``bytes`` went over the wire, ``seconds`` are by activity.
 
     ``failed`` has, by URL, why an engine did not get everything; its links are closed.
     """

@@ -139,6 +139,6 @@ async def failures(servers: Sequence[S], call: Callable[[S], Awaitable[Any]]) ->
 
 
 async def call_each(servers: Sequence[S], call: Callable[[S], Awaitable[Any]]) -> None:
-    """As `failures`, but raises PhaseFailed if there are any."""
+    """Calls each server as `failures` does, and raises PhaseFailed if there are any failures."""
     if causes := await failures(servers, call):
         raise PhaseFailed(causes)

@@ -232,7 +232,7 @@ class _Coming(Transfer):
 
 
 def link_backend(colocated: bool, device: Device) -> str:
-    """What the links of a run go over."""
+    """The backend that the links of a run use."""
     return HANDLES if colocated else device.backend
 
 

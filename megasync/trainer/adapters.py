@@ -79,7 +79,7 @@ class LowRank(torch.nn.Module):
         self.register_buffer("sources", sources, persistent=False)
 
     def forward(self, layer: torch.nn.Module, x: torch.Tensor, splits: Sequence[int] | None = None) -> torch.Tensor:
-        """What is added to the output of ``layer`` for its input, [tokens, ..., features]."""
+        """The change to the output of ``layer`` for its input, [tokens, ..., features]."""
         if self._norm:
             x = _normalised(layer, x)
         if splits is None:

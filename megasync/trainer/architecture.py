@@ -227,7 +227,7 @@ NEVER_FP8 = (".router.weight", ".gate_weight")
 
 
 def model_facts(layout: Layout) -> dict[str, Any]:
-    """What the rules of keys (`config.rules`) say about a model, and about how trainer ranks split it."""
+    """The facts about a model, and about how trainer ranks split it, that the rules of keys (`config.rules`) read."""
     sizes, family, kind = layout.sizes, layout.family, layout.hf_config["model_type"]
     return {
         "model's type": kind,
@@ -249,12 +249,19 @@ def model_facts(layout: Layout) -> dict[str, Any]:
     }
 
 
+# Keys whose rules depend on the model's layers.
+BY_MODEL = tuple(
+    f"trainer.{key}"
+    for key in ("tensor_parallel", "context_parallel", "tp_comm_overlap", "cuda_graphs", "fp8", "lora", "moe_aux_loss")
+)
+
+
 def check_trainer(layout: Layout, trainer: TrainerConfig, model: ModelConfig) -> None:
     """Raises ConfigError if ranks cannot train this model as configured."""
     device = "cpu" if layout.spec == "local" else "cuda"
     config = Config(trainer=trainer, model=model, cluster=ClusterConfig(device=device))
     read = ("trainer", "model.dtype", "cluster.device")
-    check_rules(config, model_facts(layout), within=("trainer",), known=read)
+    check_rules(config, model_facts(layout), within=BY_MODEL, known=read)
     if trainer.fp8 is not None:
         _check_fp8(layout, trainer)
 

@@ -65,7 +65,7 @@ def lengths_of(samples: Sequence[Sample]) -> Lengths:
 
 @dataclass
 class PackedTokens(PackedSeqParams):
-    """What Megatron passes to attention and rotary embedding, with additional fields.
+    """The parameters that Megatron passes to attention and rotary embedding, with additional fields.
 
     ``rows`` [own targets] are the positions among this rank's tokens whose hidden states predict targets. ``positions``
     [tokens] are the positions of tokens in their sequences; None if ``cu_seqlens`` tell them. ``plan`` says how to

@@ -73,7 +73,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Slice(NamedTuple):
-    """What a rank's optimizer holds of a parameter: from element ``start`` on, vectors of one length by kind.
+    """The slice of a parameter that a rank's optimizer holds: from element ``start`` on, vectors of one length by kind.
 
     Kinds are the `MOMENTS` after the first step, and with a bfloat16 model the `MAIN_WEIGHT`. To be saved, moments may
     be in another dtype than float32; loaded, all are float32. ``made`` are functions that make such a vector, so that
@@ -348,7 +348,7 @@ def _finish(path: Path, partial: Path, shard: Shard, state: dict[str, Any]) -> N
 
 @dataclass
 class Loaded:
-    """What a rank holds of a checkpoint besides weights: slices of the optimizer, and its number of steps.
+    """The part of a checkpoint that a rank holds besides weights: slices of the optimizer, and its number of steps.
 
     ``moments`` are the dtypes that these were saved in.
     """

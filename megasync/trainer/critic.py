@@ -66,7 +66,7 @@ class Critic:
             policy.restore(GRADIENTS, OPTIMIZER)
 
     def values(self, batch: LocalBatch) -> list[torch.Tensor]:
-        """See `MegatronEngine.values`."""
+        """Computes values; see `MegatronEngine.values`."""
         return self.engine.values(batch)
 
     def learn(self, minibatches: Sequence[Minibatch], step: int) -> dict[str, float]:
@@ -114,7 +114,7 @@ class Critic:
             self.engine.begin_save(partial_path(path) / CRITIC, {})
 
     def finish_save(self, wait: bool) -> bool:
-        """See `MegatronEngine.finish_save`; true also afterwards."""
+        """Finishes a save; see `MegatronEngine.finish_save`; true also afterwards."""
         return not self.engine.is_saving or self.engine.finish_save(wait)
 
     def load(self, path: Path) -> None:

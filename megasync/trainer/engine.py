@@ -82,7 +82,7 @@ Evaluate = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Any]]
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """What a rank computes in a pass, the same on its tensor and pipeline peers.
+    """The microbatches that a rank computes in a pass, the same on its tensor and pipeline peers.
 
     ``samples`` are those that the microbatches refer to by index. ``tokens`` are counted tokens of all microbatches on
     all data-parallel ranks; only expert layers use them. Every rank has the same number of microbatches, with an
@@ -317,7 +317,7 @@ class MegatronEngine:
         )
 
     def own_microbatches(self, packing: Packing) -> list[Microbatch]:
-        """Those of this rank, padded to the lengths of its expert-parallel peers if the dispatcher requires it.
+        """The microbatches of this rank, padded to its expert-parallel peers' lengths if the dispatcher requires it.
 
         With `trainer.pad_microbatches` they are padded to a full one; raises TrainingError for a longer one.
         """
@@ -348,7 +348,7 @@ class MegatronEngine:
             return self._sum_reports(self.run(batch, self._reporting(loss, temperature), forward_only=False))
 
     def total(self, batch: LocalBatch, loss: LossFunction, temperature: float = 1.0) -> dict[str, float]:
-        """What `forward_backward` returns, without gradients."""
+        """The result of `forward_backward`, without gradients."""
         with torch.no_grad():
             return self._sum_reports(self.run(batch, self._reporting(loss, temperature), forward_only=True))
 

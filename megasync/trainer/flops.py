@@ -58,7 +58,7 @@ def peak_tflops(device: str) -> float | None:
 
 @dataclass(frozen=True)
 class Work:
-    """What a pass computes on all ranks together.
+    """The work of a pass on all ranks together.
 
     ``roots`` [trees] are the lengths of prompts that are computed once, ``starts`` and ``ends`` [sequences] the lengths
     of each sequence's prompt, and with its response. ``targets`` are the tokens whose log-probs are computed.

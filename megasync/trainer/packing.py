@@ -29,7 +29,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Lengths:
-    """What packing knows of sequences; int64 arrays [sequences].
+    """The lengths by which sequences are packed; int64 arrays [sequences].
 
     ``prompts`` are equal where prompts are equal. ``fed`` are the numbers of response tokens that are fed to the model.
     """

@@ -162,7 +162,7 @@ def check_advantages(
 
 
 def divisor_of(part: TrajectoryTable, algorithm: AlgorithmConfig, longest: int) -> float:
-    """What the sum over all trajectories of a minibatch is divided by; see `AlgorithmConfig.aggregation`."""
+    """The divisor of the sum over all trajectories of a minibatch; see `AlgorithmConfig.aggregation`."""
     if algorithm.aggregation == "token":
         return float(part.trained.sum())
     each = part.samples if algorithm.sample_weight == "sample" else part.numbers
@@ -266,7 +266,7 @@ class Step:
 def read_columns(
     trajectory: Trajectory, scored: NDArray[Any], columns: Container[Column]
 ) -> dict[Column, NDArray[Any]]:
-    """Those of the columns that a trajectory has, of its targets; ``scored`` are their offsets in the response."""
+    """The columns that a trajectory has, of its targets; ``scored`` are the offsets of the targets in the response."""
     read: dict[Column, NDArray[Any]] = {
         "behaviour": trajectory.logprobs[scored],
         "versions": trajectory.versions.expand()[scored],

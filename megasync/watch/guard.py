@@ -67,7 +67,7 @@ class Guard:
         if self._loopback and _name(host) not in LOOPBACK_NAMES:
             return 421, f"host {_name(host)!r} is not this machine; open the page as localhost or 127.0.0.1\n"
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and origin.partition("://")[2].partition("/")[0] != host:
             return 403, f"a page of {origin} may not read this one, whose host is {host}\n"
         posts = scope["path"].startswith(WEBSOCKET_PATH)
         if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD") and not posts:

@@ -13,7 +13,7 @@ from rollout_bench import FakeBuffer
 from worker_crew import sent
 
 from megasync.app.rollout_worker import answers_of, local_worker, start_worker, worker_setup
-from megasync.app.workload import Custom, prepare_workload
+from megasync.app.workload import PythonArguments, prepare_workload
 from megasync.cluster.rollout_workers import RolloutWorkers
 from megasync.config import load_config
 from megasync.config.access import Keys
@@ -81,7 +81,7 @@ async def run(request, config_file, tmp_path, monkeypatch, own_log_handlers):
     config.schedule.groups_per_step, config.schedule.samples_per_group = 2, 2
     config.rollout.groups.drop_uniform = False
     workload, keys, buffer = (
-        prepare_workload(config, Custom()),
+        prepare_workload(config, PythonArguments()),
         Keys("admin", "router"),
         FakeBuffer(total=4, capacity=4),
     )
@@ -90,7 +90,8 @@ async def run(request, config_file, tmp_path, monkeypatch, own_log_handlers):
         def process(number):
             if not config.rollout.workers:
                 return LocalProcess(partial(local_worker, config, tmp_path, fake.url, keys, workload, buffer))
-            return PolledProcess(worker_setup(config, tmp_path, number, fake.url, keys, workload, Custom(), False))
+            setup = worker_setup(config, tmp_path, number, fake.url, keys, workload, PythonArguments(), False)
+            return PolledProcess(setup)
 
         async def of_worker(call, *arguments):
             return {"commit": True, "partials": {}, "save_partials": None}[call]

@@ -221,6 +221,20 @@ async def test_a_cancelled_reclaim_leaves_the_group_for_the_next_reclaim(group):
 # Who is woken
 
 
+async def test_a_lease_that_returns_its_batch_wakes_a_pending_reclaim(group):
+    buffer = AsyncBuffer(schedule(groups_per_step=1, max_staleness=0))
+    await fill(buffer, "a")
+    await buffer.commit(group("a", 0, 0))
+    await buffer.lease(1, 0)
+    waiting = asyncio.create_task(buffer.reclaim())
+    await settle()
+    await buffer.publish(1)
+    await settle()
+    lease = asyncio.create_task(buffer.lease(1, 1))
+    assert await asyncio.wait_for(waiting, 1) == "a", "it was too old for the batch, which the lease gave up"
+    await cancelled(lease)
+
+
 async def test_a_state_change_wakes_only_calls_that_can_proceed(group, monkeypatch):
     """100 prompts wait for slots; each commit and each drop concerns one of them at most."""
     attempts = []
@@ -358,7 +372,7 @@ async def test_a_call_cancelled_while_it_is_recorded_has_made_its_change(gated, 
     await gate.open()
     assert rows(gated) == {"a": "generating"}
     again = asyncio.create_task(gated.admit("a"))
-    await settle()
+    await gate.open()
     assert again.done() and not gate.waiting and (await gated.counts())["live"] == 1
 
 

@@ -113,7 +113,7 @@ class Life:
         return result
 
     def unrecorded(self, call):
-        self.buffer.buffer._records._work = lambda jobs: [job.read and job.read() for job in jobs]
+        self.buffer.buffer._records._work = lambda jobs: lambda: [job.read and job.read() for job in jobs]
         result = call()
         self.buffer = crash(self.buffer, self.config)
         return result

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from megasync.cluster import remote_buffer
 from megasync.config import Config, load_config
 from megasync.config.builtin import ADVANTAGES, LOSSES
 from megasync.config.limits import ADVANTAGE, LOSS, Choice
@@ -28,7 +27,6 @@ from megasync.config.rules import (
     shown,
 )
 from megasync.config.schema import EnvironmentConfig, TimeoutConfig
-from megasync.config.schema.cluster import BUFFER_RESTART_SECONDS
 from megasync.errors import ConfigError
 
 # A configuration with an entry in each section that has rules.
@@ -67,7 +65,7 @@ VALUES: dict[str, list[Any]] = {
     "rollout.chat.tool_format": [None, "auto"],
     "trainer.recompute_modules": [[each] for each in ("moe", "moe_act", "shared_experts", "mlp", "layernorm")] + [[]],
 }
-# Keys that the message of another key's rule need not name.
+# Every rule with its key.
 PLACES = list(
     {
         (name, repr((rule.form, rule.other, rule.left, rule.because))): (name, rule)
@@ -198,11 +196,6 @@ def test_secrets_are_not_shown():
     refusal = rule.refusal(View(config), "cluster.colocate")
     assert refusal is not None and "sesame" not in refusal.message
     assert needs("rollout.server_args").refusal(View(config), "cluster.colocate") is None
-
-
-def test_the_wait_without_a_key_matches_the_code():
-    waits = remote_buffer.PULSE_SECONDS + remote_buffer.ANSWER_SECONDS + remote_buffer.START_SECONDS
-    assert waits == BUFFER_RESTART_SECONDS
 
 
 def test_slurm_signals_early_enough_for_a_clean_end():

@@ -94,7 +94,6 @@ SETUP = f"""
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1] / "support")!r}]
 import asyncio
 from test_checkpoint_kills import driver, run
-from local_buffer import kill
 
 def begin(folder): ...
 
@@ -109,7 +108,7 @@ def work(folder):
         pytest.param(
             ("trainer/checkpoint.py", "test_checkpoint_kills.py", "megasync/base/files.py"), 13, id="the checkpoint"
         ),
-        pytest.param(("control/controller.py", "buffer/durable.py"), 53, id="the ledger"),
+        pytest.param(("control/controller.py", "buffer/async_buffer.py"), 53, id="the ledger"),
     ],
 )
 def test_every_group_is_trained_once_wherever_the_driver_was_killed(

@@ -40,6 +40,15 @@ def test_a_missing_package_is_named_with_its_extra(make, installed, key):
     assert "megasync[trackers]" in message and key.rpartition(".")[0] in message
 
 
+@pytest.mark.parametrize("variable", [True, False])
+def test_an_address_that_is_none_is_named(make, installed, monkeypatch, variable):
+    if variable:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://[::1")
+    key = "MLFLOW_TRACKING_URI" if variable else "observe.mlflow.tracking_uri"
+    config = make("observe.mlflow={}" if variable else "observe.mlflow.tracking_uri=http://[::1")
+    assert f"{key}=http://[::1 is not an address" in refusal(config)
+
+
 def test_weights_and_biases_needs_a_key_only_online(make, installed, monkeypatch, tmp_path):
     check_config(make("observe.wandb.mode=offline"))
     check_config(make("observe.wandb.mode=disabled"))

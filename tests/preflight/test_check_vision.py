@@ -38,10 +38,10 @@ def test_it_is_accepted(vision):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["critic.enabled=true", "algorithm.advantage=gae"], "critic.enabled=true with model_type"),
+        (["critic.enabled=true", "algorithm.advantage=gae"], "critic.enabled=true does not support vision tower"),
         (
             ["trainer.lora.rank=4", "trainer.lora.targets=[o_proj]", "sync.transport=adapters"],
-            "sync.transport=adapters with model_type",
+            "sync.transport=adapters does not support vision tower",
         ),
     ],
 )

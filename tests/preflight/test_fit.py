@@ -35,7 +35,9 @@ def test_on_a_shared_device_the_trainer_has_what_the_server_leaves():
 
 
 def test_a_shared_device_needs_a_transport_without_nccl():
-    with pytest.raises(ConfigError, match=r"cluster.share_device=true needs sync.transport=disk instead of p2p"):
+    with pytest.raises(
+        ConfigError, match=r"cluster.share_device=true needs sync.transport=disk or adapters, but sync.transport=p2p"
+    ):
         plan("first_gpu", 16, "sync.transport=p2p")
 
 

@@ -15,10 +15,9 @@ from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
-# Folders whose files import each other, and how a module of the folder is called: "" if by its bare name.
-ROOTS = {"megasync": "megasync", "patches": "megasync_patches", "tests": "", "benchmarks": "", "launch": "", "docs": ""}
-# Like pyproject.toml's pythonpath.
-ROOTS["examples"] = ""
+# Folders that are packages, by their names in imports.
+PACKAGES = {"megasync": "megasync", "patches": "megasync_patches"}
+FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "launch", "docs")
 # A change here is text for readers, or is checked by tests that always run.
 IGNORED = re.compile(r"docs/.*\.md|docs/images/.*|[A-Z]+(\.md)?|\.github/.*")
 MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
@@ -63,13 +62,13 @@ def knows(root: Path, ref: str) -> bool:
 
 
 def modules(files: Iterable[str]) -> dict[str, str]:
-    """Python files by the names under which others import them."""
+    """Python files by the names under which others import them: of examples/ below it, of scripts the bare name."""
     names = {}
     for file in files:
         top, _, below = file.removesuffix(".py").partition("/")
         parts = below.removesuffix("/__init__").split("/") if below != "__init__" else []
-        if top in ("megasync", "patches"):
-            names[".".join([ROOTS[top], *parts])] = file
+        if top in PACKAGES:
+            names[".".join([PACKAGES[top], *parts])] = file
         elif top == "examples":
             names[".".join(parts)] = file
         else:
@@ -79,12 +78,12 @@ def modules(files: Iterable[str]) -> dict[str, str]:
 
 def uses(text: str, names: dict[str, str], by_file_name: dict[str, str]) -> set[str]:
     """The files that a program uses."""
-    found = set()
+    used = set()
 
     def name(dotted: str) -> None:
         while dotted:
             if dotted in names:
-                found.add(names[dotted])
+                used.add(names[dotted])
                 return
             dotted = dotted.rpartition(".")[0]
 
@@ -97,11 +96,11 @@ def uses(text: str, names: dict[str, str], by_file_name: dict[str, str]) -> set[
                 for alias in node.names:
                     name(f"{module}.{alias.name}")
                 if module in names:
-                    found.add(names[module])
+                    used.add(names[module])
             case ast.Constant(value=str(value)) if len(value) < 200:
                 base = value.rpartition("/")[2]
                 if base in by_file_name:
-                    found.add(by_file_name[base])
+                    used.add(by_file_name[base])
                 module = value.partition(":")[0]
                 if MODULE.fullmatch(module) and ("." in module or ":" in value):
                     name(module)
@@ -109,14 +108,17 @@ def uses(text: str, names: dict[str, str], by_file_name: dict[str, str]) -> set[
                 values = [word.value if isinstance(word, ast.Constant) else None for word in words]
                 for flag, module in pairwise(values):
                     if flag == "-m" and module in names:
-                        found |= {names[module], names.get(f"{module}.__main__", names[module])}
-    return found
+                        used |= {names[module], names.get(f"{module}.__main__", names[module])}
+    return used
 
 
 def distances(root: Path, changed: set[str]) -> dict[str, int]:
     """Test files that the changed files reach, with the length of the shortest way."""
     files = [
-        path.relative_to(root).as_posix() for top in ROOTS for path in sorted((root / top).rglob("*")) if path.is_file()
+        path.relative_to(root).as_posix()
+        for top in FOLDERS
+        for path in sorted((root / top).rglob("*"))
+        if path.is_file()
     ]
     programs = [file for file in files if file.endswith(".py")]
     names = modules(programs)

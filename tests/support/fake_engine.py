@@ -35,7 +35,7 @@ class FakeEngineRank(nn.Module):
                 f"{layer}.down": (sizes.hidden, sizes.intermediate // size),
             }
         self.names = list(shapes)
-        self.held = nn.ParameterList(nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes.values())
+        self.held = nn.ParameterList(nn.Parameter(torch.zeros(shape, dtype=dtype), False) for shape in shapes.values())
 
     def load_weights(self, weights) -> None:
         params = dict(zip(self.names, self.held, strict=True))

@@ -160,13 +160,10 @@ def write_ledger(run_dir: Path, steps: int) -> None:
         *[GroupState.GENERATING] * held.live,
     ]
     with closing(Ledger(run_dir / LEDGER_FILE)) as ledger:
-        ledger.write(
-            BufferStatus(),
-            [
-                GroupEntry(f"0:{n}", n, state, 0.0, reason="reward_failed" if state == GroupState.DROPPED else "")
-                for n, state in enumerate(states)
-            ],
-        )
+        for number, state in enumerate(states):
+            reason = "reward_failed" if state == GroupState.DROPPED else ""
+            ledger.mark(GroupEntry(f"0:{number}", number, state, 0.0, reason=reason))
+        ledger.write(BufferStatus())
 
 
 def write_rollouts(run_dir: Path, steps: int, rng: np.random.Generator) -> None:

@@ -287,16 +287,16 @@ def record_broadcasts(case: Case, count: int = 2) -> Cluster:
     servers = [_StockServer(f"http://engine-{index}", case.tensor) for index in range(case.engines)]
     programs: list[list[Action]] = [[] for _ in senders]
 
-    async def call(method: str, *args: Any, timeout: float) -> list[Any]:
+    async def on_all(timeout: float, method: Callable[..., Any], *args: Any) -> list[Any]:
         answers = []
         for sender, program in zip(senders, programs, strict=True):
             with recording() as actions:
-                answers.append(getattr(sender, method.removeprefix("sync_"))(*args))
+                answers.append(getattr(sender, method.__name__.removeprefix("sync_"))(*args))
             program.extend(actions)
         return answers
 
     async def publish() -> Cluster:
-        ranks = SimpleNamespace(call=call)
+        ranks = SimpleNamespace(on_all=on_all)
         sync = BroadcastSync(servers, ranks, plan, case.tensor, SyncConfig(), TimeoutConfig(), device)
         everybody = [*programs, *(program for server in servers for program in server.programs)]
         for version in range(1, count + 1):

@@ -1,8 +1,10 @@
 """Senders and receivers over real gloo links, a thread each: what arrives, what deltas save, and what faults do."""
 
+import random
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -353,7 +355,7 @@ def test_an_engine_that_receives_nothing_costs_no_other_engine_anything(wires, c
     w.weights(weights(w, 0))
     to_send, to_receive = w.requests("a", "", 10.0)
     both = structs.replace(
-        to_send, engines=(stuck, *to_send.engines), links=("stuck", "first"), stall=1.0, join=10.0 if comes else 1.0
+        to_send, engines=(stuck, *to_send.engines), links=("stuck", "first"), stall=2.0, join=10.0 if comes else 2.0
     )
     to_receive = structs.replace(to_receive, patience=5.0)
     joined = []
@@ -421,3 +423,21 @@ def test_a_request_with_an_unknown_or_missing_field_is_refused_with_its_name(wir
         w.receivers[0].handle("stage", given)
     with pytest.raises(SyncError, match="not a CommitRequest: .*missing required field `kind`"):
         w.receivers[0].check({"attempt": "a"})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_messages_in_a_ring_never_overlap_and_an_empty_ring_takes_any(seed):
+    chance = random.Random(seed)
+    largest = 8 * chance.randint(1, 40)
+    ring, held = receiving._Ring(largest, torch.device("cpu")), deque()
+    for number in range(300):
+        if chance.random() < 0.6:
+            place = ring.take(8 * chance.randint(1, largest // 8))
+            if place is None:
+                assert held
+            else:
+                held.append((place.fill_(number % 251), number % 251))
+        elif held:
+            held.popleft()
+            ring.free()
+        assert all(bool((place == value).all()) for place, value in held)

@@ -100,6 +100,7 @@ async def test_any_port_of_loopback_is_accepted_since_tunnels_change_it(exchange
 
 async def test_a_page_of_another_origin_may_not_open_the_websocket(exchange):
     guard = Guard(exchange.app, None, loopback=True)
+    await exchange.ask(guard, "/_nicegui_ws/socket.io/", kind="websocket", origin="http://[::1")
     await exchange.ask(guard, "/_nicegui_ws/socket.io/", kind="websocket", origin="http://localhost:3000")
     assert not exchange.reached
     await exchange.ask(guard, "/_nicegui_ws/socket.io/", kind="websocket", origin="http://localhost:1")

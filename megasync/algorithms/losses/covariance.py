@@ -30,7 +30,7 @@ def clip_cov(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> Toke
 def clip_cov_tokens(
     step: StepTokens, *, clip_low: float, clip_high: float, share: float = 0.0002, least: float = 1.0, most: float = 5.0
 ) -> Bools:
-    """Of the tokens with a covariance between ``least`` and ``most``, at most a ``share`` of all tokens or one.
+    """Chooses tokens with a covariance between ``least`` and ``most``: at most a ``share`` of all tokens, or one.
 
     They are drawn at random, without those that PPO clips.
     """

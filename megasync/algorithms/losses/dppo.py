@@ -16,13 +16,13 @@ _EPS = 1e-8
 
 
 def dppo_tv(tokens: PolicyTokens, *, clip_low: float, clip_high: float, max_ratio: float = 20.0) -> TokenLoss:
-    """With the total variation ``|pi - pi_old|``."""
+    """DPPO with the total variation ``|pi - pi_old|``."""
     moved = tokens.logprobs.exp() - tokens.old.exp()
     return _masked(tokens, moved <= clip_high, moved >= -clip_low, max_ratio)
 
 
 def dppo_kl(tokens: PolicyTokens, *, clip_low: float, clip_high: float, max_ratio: float = 20.0) -> TokenLoss:
-    """With the divergence ``KL(pi_old || pi)``."""
+    """DPPO with the divergence ``KL(pi_old || pi)``."""
     new, old = tokens.logprobs.exp(), tokens.old.exp()
     divergence = old * (tokens.old - tokens.logprobs) + (1 - old) * torch.log((1 - old + _EPS) / (1 - new + _EPS))
     return _masked(tokens, (divergence <= clip_high) | (new <= old), (divergence <= clip_low) | (new >= old), max_ratio)

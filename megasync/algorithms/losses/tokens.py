@@ -47,7 +47,7 @@ class PolicyTokens:
 
     @property
     def chosen_tokens(self) -> Tensor:
-        """Those of ``chosen`` that are kept. Raises ValueError if none were chosen before the step."""
+        """The tokens of ``chosen`` that are kept. Raises ValueError if none were chosen before the step."""
         if self.chosen is None:
             raise ValueError("this loss needs `chosen`, the tokens of the whole minibatch that it treats apart")
         return self.chosen & self.keep

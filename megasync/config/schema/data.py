@@ -129,7 +129,7 @@ class DataConfig:
 
 @dataclass
 class SftConfig:
-    """What `megasync sft` trains on. `megasync train` does not read it."""
+    """The supervised training of `megasync sft`. `megasync train` does not read it."""
 
     # Rows with a conversation (a column `messages`), or with a prompt and an answer.
     train: DatasetConfig | None = key(

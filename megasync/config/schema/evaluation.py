@@ -137,7 +137,7 @@ class PrometheusConfig:
 
 @dataclass
 class ObserveConfig:
-    """What a run displays and logs."""
+    """The display and the logs of a run."""
 
     # Live terminal display; plain lines if there is no terminal.
     live: bool = True

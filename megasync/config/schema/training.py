@@ -318,7 +318,7 @@ class AlgorithmConfig:
 
 @dataclass
 class OptimizerConfig:
-    """Adam."""
+    """The Adam optimizer and its schedule."""
 
     # Learning rate.
     lr: float = key(1e-6, POSITIVE)

@@ -25,7 +25,7 @@ from megasync.integrations.verl.checkpoints import Checkpoints
 from megasync.layout.routes import RouteFormat
 from megasync.sync.stream import Shards
 from megasync.trainer.batch import Batch
-from megasync.trainer.engine import MegatronEngine, Share
+from megasync.trainer.engine import LocalBatch, MegatronEngine
 from megasync.trainer.offload import GRADIENTS, WEIGHTS, Offload
 from megasync.trainer.optimizer import learning_rate
 from megasync.trainer.packing import Microbatch
@@ -70,7 +70,8 @@ class Computation:
         microbatches, tokens = self._align(batch.microbatches)
         evaluate = partial(self._evaluate, batch, loss, forward_only)
         with nullcontext() if forward_only else self._accumulating():
-            reports = self._engine.run(Share(microbatches, batch.samples, tokens), evaluate, forward_only=forward_only)
+            local = LocalBatch(microbatches, batch.samples, tokens)
+            reports = self._engine.run(local, evaluate, forward_only=forward_only)
         finite = all(math.isfinite(report["loss"]) for report in reports)
         if not forward_only:
             self._losses_are_finite = self._losses_are_finite and finite

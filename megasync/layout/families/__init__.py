@@ -40,9 +40,9 @@ def language_model(values: Mapping[str, Any]) -> dict[str, Any]:
     config = {**family.defaults, **values}
     # transformers and SGLang tie by the option of the whole model.
     tied = config.get("tie_word_embeddings", False)
-    if stated.get("tie_word_embeddings", tied) != tied:
+    if (tied_text := stated.get("tie_word_embeddings", tied)) != tied:
         raise ConfigError(
-            f"text_config.tie_word_embeddings={stated['tie_word_embeddings']} in config.json contradicts "
+            f"text_config.tie_word_embeddings={tied_text} in config.json contradicts "
             f"tie_word_embeddings={tied} of the whole model; make them equal"
         )
     del config["text_config"]

@@ -52,7 +52,7 @@ class Arena:
             self._twins = {name: torch.empty_like(params[name], requires_grad=False) for name in sorted(names)}
             self._kept = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._direct = _lands(device, wire)
-        self._pinned = _pins(device, wire)
+        self._pinned = _pins(self._kept.device, wire)
         if self._pinned:
             pin(self._kept)
         # The addresses of the parameters, and the copies that a commit makes from what is kept.

@@ -75,7 +75,7 @@ class ServingEngine(ServerUpdate):
         return not self.plan
 
     async def trace(self, specs: Iterable[tuple[str, Sequence[int]]], stall: float) -> list[EngineRank]:
-        """What its ranks keep. Whatever a driver that died has left is dropped first, within ``stall`` seconds."""
+        """Asks what the ranks keep. Whatever a driver that died has left is dropped first, within ``stall`` seconds."""
         self._instances = tuple(rank.instance for rank in await self.control.hello(self._seconds))
         await self.drop(stall)
         ranks = await self.control.trace(specs, self._seconds)

@@ -393,7 +393,7 @@ def receive_plan(
     turn: int = 0,
     world_rank: Callable[[int], int] = int,
 ) -> ReceivePlan:
-    """What rank ``target`` of an engine must know to receive and commit: no sender's pieces.
+    """The plan that rank ``target`` of an engine needs to receive and commit: no sender's pieces.
 
     Engines that the same ranks feed differ in ``turn``: in each round they receive from different ranks. ``world_rank``
     gives the trainer rank that is a source of the plan.

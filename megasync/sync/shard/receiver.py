@@ -51,9 +51,6 @@ from megasync.sync.shared_memory import make_links
 
 log = logging.getLogger(__name__)
 
-# Buffers for messages that cannot arrive in their place: one is received while the other is put there.
-BUFFERS = 2
-
 # Shape, strides and dtype.
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -101,14 +98,44 @@ class Incoming:
 
 
 class _Posted(NamedTuple):
-    """A message that is being received in ``place``, its header, and the ``buffer`` that this takes, if any."""
+    """A message that is being received in ``place``, which is in the ring if it is ``scattered``, and its header."""
 
-    index: int
+    number: int
     bucket: InboundBucket
     place: torch.Tensor
-    buffer: torch.Tensor | None
+    scattered: bool
     header: Transfer | None
     payload: Transfer | None
+
+
+class _Ring:
+    """Memory of two of the largest messages, for messages that leave it in the order in which they came.
+
+    Many small ones fit, so that a receiver which waits for its turn on a busy core holds up no sender.
+    """
+
+    def __init__(self, largest: int, device: torch.device) -> None:
+        self._memory = torch.empty(2 * largest, dtype=torch.uint8, device=device)
+        # (first byte, end) of each message.
+        self._taken: deque[tuple[int, int]] = deque()
+
+    def take(self, nbytes: int) -> torch.Tensor | None:
+        """A place of this size, or None while there is none."""
+        if not self._taken:
+            start = 0
+        else:
+            (oldest, _), (newest, start) = self._taken[0], self._taken[-1]
+            limit = oldest if newest < oldest else self._memory.numel()
+            if start + nbytes > limit:
+                if newest < oldest or nbytes > oldest:
+                    return None
+                start = 0
+        self._taken.append((start, start + nbytes))
+        return self._memory[start : start + nbytes]
+
+    def free(self) -> None:
+        """Gives back the place that was taken first."""
+        self._taken.popleft()
 
 
 class ShardReceiver:
@@ -304,13 +331,13 @@ class ShardReceiver:
     ) -> Iterator[tuple[InboundBucket, torch.Tensor, BucketHeader]]:
         """(bucket, its message, its header) in order; the next messages are being received meanwhile.
 
-        A message without a ``landing`` arrives in one of two buffers, and is there until the next one is asked for.
+        A message without a ``landing`` arrives in a `_Ring`, and is there until the next one is asked for.
         """
         plan, request, links = incoming.plan, incoming.request, incoming.links
         members = {rank: index for index, rank in enumerate(request.rendezvous.sources)}
         headers = torch.zeros(len(plan.buckets), len(BucketHeader._fields), dtype=torch.int64, device=self._wire)
         largest = max((bucket.nbytes for bucket in plan.buckets if landing(bucket) is None), default=0)
-        free = deque(torch.empty(largest, dtype=torch.uint8, device=self._wire) for _ in range(BUFFERS))
+        ring = _Ring(largest, self._wire)
         coming, posted = deque(enumerate(plan.buckets)), deque[_Posted]()
         # The payload behind a header of unknown size cannot be posted yet.
         ahead = 1 if request.base else links.window
@@ -321,21 +348,21 @@ class ShardReceiver:
         def post() -> None:
             while coming and len(posted) < ahead:
                 index, bucket = coming[0]
-                place, buffer = landing(bucket), None
+                place = landing(bucket)
+                if scattered := place is None:
+                    place = ring.take(bucket.nbytes)
                 if place is None:
-                    if not free:
-                        return
-                    place = buffer = free.popleft()
+                    return
                 coming.popleft()
                 header = None
                 if request.headers:
                     header = links.receive(headers[index], members[bucket.source], 2 * bucket.tag)
                 payload = None if request.base else receive(bucket, place, bucket.nbytes)
-                posted.append(_Posted(index, bucket, place, buffer, header, payload))
+                posted.append(_Posted(index, bucket, place, scattered, header, payload))
 
         post()
         while posted:
-            index, bucket, place, buffer, work, payload = posted.popleft()
+            index, bucket, place, scattered, work, payload = posted.popleft()
             header = BucketHeader(FULL, bucket.nbytes, bucket.elements, 0)
             if work is not None:
                 incoming.wait(work, bucket)
@@ -344,8 +371,8 @@ class ShardReceiver:
             incoming.staging.received += header.nbytes
             incoming.wait(payload or receive(bucket, place, header.nbytes), bucket)
             yield bucket, place[: header.nbytes], header
-            if buffer is not None:
-                free.append(buffer)
+            if scattered:
+                ring.free()
             post()
 
     # Committing

@@ -134,7 +134,7 @@ def test_communicators_of_two_ranks_exceed_the_budget(monkeypatch):
     machine, trainer, engines = build(record_publishes(SHIPPED, 1), deadlines=False)
     machine.run()
     found = BUDGET.exceeded(figures(machine, trainer, engines))
-    assert [text.split()[0] for text in found] == ["trainer_communicators", "connected"]
+    assert {"trainer_communicators", "connected"} <= {text.split()[0] for text in found}
 
 
 def test_a_receive_that_is_posted_too_late_is_found(shipped):

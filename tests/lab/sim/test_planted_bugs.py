@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from megasync.trajectory import Partial
 # Schedules within which each bug is found.
 SEEDS = 300
 # Bugs that few schedules find, and where the search for each begins: those before are known to find nothing.
-RARE = {"begins_in_place": 125, "counts_what_is_trained": 155, "counts_no_failure": 35, "wakes_nobody": 30}
+RARE = {"begins_in_place": 125, "counts_what_is_trained": 155, "counts_no_failure": 35}
 
 
 # What only schedules with evaluations of an exact version have.
@@ -192,11 +192,6 @@ def counts_what_is_trained(self: TrajectoryBuffer) -> str | None:
 BLOCKER = TrajectoryBuffer.admission_blocker
 
 
-def wakes_nobody(self: AsyncBuffer, key: Any, call: Callable) -> Any:
-    """A lease that puts back or drops groups which are too old tells nobody."""
-    return call()
-
-
 async def answers_before_its_record(self: AsyncBuffer, to_disk: bool = False, prune: bool = False) -> None:
     asyncio.get_running_loop().create_task(RECORD(self, to_disk, prune)).add_done_callback(lambda done: None)
 
@@ -256,7 +251,6 @@ BUGS = [
     (TrajectoryBuffer, "_check_age", lambda self, entry: True, "over the bound", ""),
     (TrajectoryBuffer, "publish", forgets_a_group, "admitted == trained", ""),
     (AsyncBuffer, "_wake_next", lambda self: None, "no group was finished|is not over|no task can run", ""),
-    (AsyncBuffer, "_attempt", wakes_nobody, "no group was finished|is not over|no task can run", "server dies"),
     (AsyncBuffer, "step_failed", counts_no_failure, "is set aside after its attempts", "step raises"),
     (
         AsyncBuffer,
