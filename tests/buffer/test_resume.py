@@ -272,14 +272,14 @@ def test_the_error_for_a_damaged_ledger_states_the_fix(tmp_path):
 @pytest.mark.processes
 def test_interrupted_ledger_creation_leaves_either_no_ledger_or_a_complete_one(tmp_path):
     setup = """
-from megasync.buffer import durable
+from megasync.buffer import beginning
 
 def begin(folder): ...
 
 def work(folder):
-    durable.begin_ledger(folder / "ledger.db", 0, 0, {}, {"rows": 5})
+    beginning.begin_ledger(folder / "ledger.db", 0, 0, {}, {"rows": 5})
 """
-    modules = ("megasync/buffer/ledger.py", "megasync.buffer.beginning.py", "megasync/base/files.py")
+    modules = ("megasync/buffer/ledger.py", "megasync/buffer/beginning.py", "megasync/base/files.py")
     cases = cut_short(setup, tmp_path, modules, (0, 1000, 4096, 8192, 20_000, 40_000, 80_000), every=5)
     for case in cases:
         path = case.folder / "ledger.db"

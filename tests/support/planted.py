@@ -75,7 +75,7 @@ FAULTS = (
     ),
     Fault("megasync/base/files.py", "        fsync_tree(draft)\n", ""),
     Fault(
-        "megasync/buffer/durable.py",
+        "megasync/buffer/beginning.py",
         "        fsync(draft)\n        durable_rename(draft, path)\n",
         "        durable_rename(draft, path)\n        fsync(path)\n",
     ),
