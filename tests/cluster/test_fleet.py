@@ -19,7 +19,7 @@ from real_servers import reference
 from tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM
 
-from megasync.cluster import fleet as fleet_module
+from megasync.cluster import fleet_processes
 from megasync.cluster.fleet import Fleet
 from megasync.cluster.fleet_processes import FleetProcesses
 from megasync.cluster.pools import Pools
@@ -191,7 +191,7 @@ async def test_a_server_whose_sync_failed_leaves_the_router_until_the_next_sync(
 
 
 async def test_the_fleet_grows_and_shrinks_while_requests_run(rig, monkeypatch):
-    monkeypatch.setattr(fleet_module, "PLACE_SECONDS", 3.0)
+    monkeypatch.setattr(fleet_processes, "PLACE_SECONDS", 3.0)
     before = await rig.all_serve(2)
     assert await rig.fleet.resize(3) == "2 -> 3 servers; the new ones serve after the next weight sync"
     assert len(rig.fleet.serving()) == 2
