@@ -109,11 +109,12 @@ async def until(condition, seconds: float = 10.0) -> None:
             await asyncio.sleep(0.05)
 
 
-async def generating(stack: Stack) -> None:
-    """Returns once every server has been sampling for a moment."""
+async def generating(stack: Stack, requests: int) -> None:
+    """Returns once the servers have been sampling for all these requests for a moment."""
 
     async def busy() -> bool:
-        return not any([await idle(control) for control in stack.controls])
+        answers = [await control.get("/v1/loads?include=core") for control in stack.controls]
+        return sum(load["num_running_reqs"] for answer in answers for load in answer["loads"]) == requests
 
     await until(busy)
     await asyncio.sleep(0.2)
@@ -166,7 +167,7 @@ async def test_an_aborted_generation_continues_with_the_same_tokens(stack):
         asyncio.create_task(stack.client.generate([5, 6, i], max_new_tokens=800, ignore_eos=True, seed=i))
         for i in range(10, 18)
     ]
-    await generating(stack)
+    await generating(stack, len(tasks))
     for server in stack.client.servers:
         await server.post("/abort_request", {"abort_all": True})
     results = await asyncio.gather(*tasks)
@@ -192,7 +193,7 @@ async def test_a_disconnected_caller_ends_its_generation_on_the_server(stack):
     tasks = [
         asyncio.create_task(stack.client.generate([5, i], max_new_tokens=2000, ignore_eos=True)) for i in range(10)
     ]
-    await generating(stack)
+    await generating(stack, len(tasks))
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -212,7 +213,7 @@ async def test_versions_come_from_the_server_that_was_updated_mid_generation(sta
         asyncio.create_task(stack.client.generate([5, 6, i], max_new_tokens=800, ignore_eos=True))
         for i in range(10, 18)
     ]
-    await generating(stack)
+    await generating(stack, len(tasks))
 
     async def everywhere(path: str, body: dict) -> None:
         await asyncio.gather(*(control.post(path, body) for control in stack.controls))
