@@ -19,8 +19,10 @@ publication after a power loss has no token of that version either.
 One process at a time holds the file (``locking_mode=EXCLUSIVE``). WAL then needs no shared memory, so the run directory
 may lie on a network file system.
 
-Whoever makes a group writes its body (`segments`). A segment is removed once no row names it and its writer has ended
-it: a row names a later segment of the same writer, or the segment was there when the file was opened.
+The process that makes a group writes its body (`segments`). A segment is removed once no row names it and its writer
+has ended it: a row names a later segment of the same writer, or the segment was there when the file was opened. The
+places of a writer's bodies arrive in the order in which they were written, so no place in an ended segment is on its
+way then.
 
 Opening reads rows, not tokens, so its time depends on the number of groups alone.
 """

@@ -163,7 +163,7 @@ class Rule:
         other = view.value(self.other)
         if other is UNKNOWN or view.meets(self.other, self.condition) != (self.form == "excludes"):
             return None
-        # The other key first: whoever sets a key wants it.
+        # The other key first: a key that is set is probably wanted.
         wanted = True if other is False else UNKNOWN
         if self.form == "excludes":
             wanted = _unlike(self.condition, view.item(self.other)[0])

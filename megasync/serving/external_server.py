@@ -82,7 +82,7 @@ class ExternalServer:
         raise ServerError(f"{self._url} is an external server; its devices are not known here")
 
     async def stop(self, timeout: float) -> None:
-        """Leaves the server running: whoever started it owns it."""
+        """Leaves the server running: it belongs to the one who started it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,7 @@ class SimWorkerProcess(RemoteProcess):
             await cancel_and_wait(*(task for task in (answer, died) if task is not None))
 
     def _build(self) -> None:
-        """As `app.rollout_worker.start_worker`."""
+        """Opens a worker as `app.rollout_worker.start_worker` does."""
         end = WorkerEnd()
         self._polled = PolledEnd(end, self._clock)
         parts = end, self._control, self._task, RemoteBuffer(partial(end.ask, "buffer"), self._bodies)
