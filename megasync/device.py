@@ -60,7 +60,11 @@ class Device:
     @property
     def name(self) -> str:
         """CUDA's name for the GPU of this process; "cpu" on a CPU."""
-        return "cpu" if self.kind == "cpu" else torch.cuda.get_device_name()
+        if self.kind == "cpu":
+            return "cpu"
+        import torch
+
+        return torch.cuda.get_device_name()
 
     @property
     def spec(self) -> str:
