@@ -40,6 +40,7 @@ SECONDS = 900
 PACKAGES = ("megatron", "sglang", "sglang_router", "ray", "transformer_engine", "torch", "transformers")
 REINSTALL = "install the versions of launch/gpu.lock: bash launch/gpu_environment.sh"
 ADAPT = "adapt megasync to this version, or install the one of launch/gpu.lock"
+OWN_CUDNN = "unset CUDNN_HOME, CUDNN_PATH and LD_LIBRARY_PATH: they must name no cuDNN but the one that torch loads"
 # SGLang's attributes that the plugin's hooks use on the objects that they are called with.
 USED_INSIDE = {
     "sglang.srt.utils.weight_checker.WeightChecker": ("_placement", "_get_model", "_parallelism_info"),
@@ -103,7 +104,10 @@ def check_names() -> Iterator[Item]:
 
 
 def check_transformer_engine() -> Iterator[Item]:
-    """Transformer Engine's extension for torch is built and can be loaded."""
+    """Transformer Engine's extension for torch is built and can be loaded; on a GPU, its attention is fused."""
+    from megasync.device import set_cuda_environment
+
+    set_cuda_environment()
 
     def load() -> str:
         importlib.import_module(
@@ -117,6 +121,8 @@ def check_transformer_engine() -> Iterator[Item]:
 
     yield attempt("transformer_engine_torch", load, REINSTALL)
     yield attempt("Megatron sees Transformer Engine", megatron_has_te, REINSTALL)
+    if has_gpu():
+        yield attempt("attention of packed sequences is fused", fused_attention, OWN_CUDNN)
 
 
 def check_overrides() -> Iterator[Item]:
@@ -472,6 +478,21 @@ def apply_patch(patch: Any, module: ModuleType) -> str:
 
 def inherited(owner: Any, names: list[str]) -> bool:
     return inspect.isclass(owner) and all(any(name in vars(base) for base in owner.__mro__[1:]) for name in names)
+
+
+def fused_attention() -> str:
+    """Computes attention as trainer ranks do. Raises RuntimeError if Transformer Engine has only its slow fallback."""
+    from transformer_engine.pytorch import DotProductAttention
+    from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends as selected
+
+    torch = importlib.import_module("torch")
+    starts = torch.tensor([0, 100, 256], dtype=torch.int32, device="cuda")
+    queries, keys, values = torch.randn(3, 256, 8, 128, dtype=torch.bfloat16, device="cuda")
+    attention = DotProductAttention(8, 128, qkv_format="thd", attn_mask_type="padding_causal")
+    attention(queries, keys, values, cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=156, max_seqlen_kv=156)
+    if selected["use_unfused_attention"]:
+        raise RuntimeError("Transformer Engine chose UnfusedDotProductAttention, which is many times slower")
+    return "flash" if selected["use_flash_attention"] else "cuDNN"
 
 
 def megatron_has_te() -> str:

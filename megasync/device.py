@@ -140,8 +140,9 @@ def compiler_environment(env: Mapping[str, str]) -> dict[str, str]:
     """Variables by which processes on GPUs find the compilers of kernels that are built at their first use.
 
     CUDA_HOME is the toolkit that `launch/gpu_environment.sh` has installed with torch, unless ``env`` names another;
-    one that is found by PATH may be of a CUDA that torch is not built for. PATH begins with the folder of this Python,
-    where ninja is.
+    one that is found by PATH may be of a CUDA that torch is not built for. CUDNN_HOME is the cuDNN that torch loads:
+    Transformer Engine takes any that the system has first, and two of them in one process leave it without fused
+    attention. PATH begins with the folder of this Python, where ninja is.
     """
     programs = str(Path(sys.executable).parent)
     found = {"PATH": os.pathsep.join([programs, *(p for p in env.get("PATH", "").split(os.pathsep) if p != programs)])}
@@ -150,6 +151,9 @@ def compiler_environment(env: Mapping[str, str]) -> dict[str, str]:
     toolkits = [lib.parent for folder in folders or () for lib in sorted(Path(folder).glob("cu*/lib64"))]
     if toolkits and not env.get("CUDA_HOME") and not env.get("CUDA_PATH"):
         found["CUDA_HOME"] = str(toolkits[-1])
+    libraries = [lib.parents[1] for folder in folders or () for lib in Path(folder).glob("cudnn/lib/libcudnn.so.*")]
+    if libraries and not env.get("CUDNN_HOME") and not env.get("CUDNN_PATH"):
+        found["CUDNN_HOME"] = str(libraries[0])
     return found
 
 

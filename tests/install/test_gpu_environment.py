@@ -123,5 +123,12 @@ def test_servers_on_gpus_find_the_compilers_of_their_environment(monkeypatch, tm
     assert found["CUDA_HOME"] == str(tmp_path / "cu13")
     assert found["PATH"].split(os.pathsep) == [str(Path(check.sys.executable).parent), "/usr/bin"]
     assert "CUDA_HOME" not in device.compiler_environment({"CUDA_HOME": "/opt/cuda"})
+    assert "CUDNN_HOME" not in found
+    # Transformer Engine would take the system's cuDNN before the one that torch has loaded.
+    (tmp_path / "cudnn" / "lib").mkdir(parents=True)
+    (tmp_path / "cudnn" / "lib" / "libcudnn.so.9").touch()
+    assert device.compiler_environment({})["CUDNN_HOME"] == str(tmp_path / "cudnn")
+    for name in ("CUDNN_HOME", "CUDNN_PATH"):
+        assert "CUDNN_HOME" not in device.compiler_environment({name: "/opt/cudnn"})
     monkeypatch.setattr(device, "find_spec", lambda name: None)
-    assert "CUDA_HOME" not in device.compiler_environment({})
+    assert not {"CUDA_HOME", "CUDNN_HOME"} & device.compiler_environment({}).keys()
