@@ -34,7 +34,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megasync.config.megatron_options import check_megatron, converted
 from megasync.config.schema import ModelConfig, TrainerConfig
-from megasync.device import Device, check_deep_ep
+from megasync.device import Device, check_deep_ep, side_stream, synchronize
 from megasync.errors import CheckpointError, ConfigError, TrainingError
 from megasync.layout.adapter import AdapterLayout, adapter_layout
 from megasync.layout.adapter_files import read_adapter
@@ -215,7 +215,12 @@ class MegatronEngine:
             overlap_param_gather=config.overlap_param_gather and config.distributed_optimizer and copies > 1,
             **converted("ddp", config.megatron.ddp),
         )
-        self.wrapped = [DistributedDataParallel(chunk.config, options, chunk) for chunk in self.chunks]
+        # Gradients are added on the stream that is current here; a CUDA graph cannot capture work of the default one.
+        device = self.device.torch_device
+        synchronize(device)
+        with side_stream(device) if config.cuda_graphs else nullcontext():
+            self.wrapped = [DistributedDataParallel(chunk.config, options, chunk) for chunk in self.chunks]
+            synchronize(device)
         schedule = self.chunks[0].config
         schedule.finalize_model_grads_func = finalize_summed_grads
         if config.overlap_grad_reduce:
