@@ -147,6 +147,7 @@ class MegatronEngine:
         self._trains = trains
         self._reference: ReferenceWeights | ReferenceAdapters | None = None
         self._saving: checkpoint.Saving | None = None
+        self._host_memory = checkpoint.HostMemory()
         self._gathers_awaited = False
         self._graphs: list[LayerGraphs] = []
 
@@ -607,7 +608,7 @@ class MegatronEngine:
             updates=self.optimizer.updates,
             moments=self.optimizer.moment_dtypes,
         )
-        self._saving = checkpoint.begin(Path(path), shard, dict(state), self.device.torch_device)
+        self._saving = checkpoint.begin(Path(path), shard, dict(state), self.device.torch_device, self._host_memory)
 
     @property
     def is_saving(self) -> bool:
@@ -667,6 +668,7 @@ class MegatronEngine:
         With `trainer.tp_comm_overlap`, the buffers of all engines of the process end with the first that closes.
         """
         close_buffers()
+        self._host_memory.close()
         for graphs in self._graphs:
             graphs.close()
         # A token dispatcher keeps tensors of the last forward pass. Their graph refers to the model through gradient

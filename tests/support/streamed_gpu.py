@@ -104,6 +104,7 @@ class StreamedGpu:
         self._actors = 1
         self._names: dict[tuple[int, int], str] = {}
         self._memory: dict[int, Memory] = {}
+        self._registered: set[int] = set()
         self._lock = threading.RLock()
         self._here = threading.local()
         self.default = Stream(self)
@@ -132,18 +133,23 @@ class StreamedGpu:
 
     def memory(self, tensor: torch.Tensor) -> Memory:
         storage = tensor.untyped_storage()
-        return self._memory.setdefault(storage.data_ptr(), Memory("pageable", storage))
+        where = "pinned" if storage.data_ptr() in self._registered else "pageable"
+        return self._memory.setdefault(storage.data_ptr(), Memory(where, storage))
 
     def place(self, tensor: torch.Tensor, where: str) -> torch.Tensor:
         self.memory(tensor).where = where
         return tensor
 
     def _register(self, address: int, nbytes: int, flags: int) -> int:
-        self._memory[address].where = "pinned"
+        self._registered.add(address)
+        if address in self._memory:
+            self._memory[address].where = "pinned"
         return 0
 
     def _unregister(self, address: int) -> int:
-        self._memory[address].where = "pageable"
+        self._registered.remove(address)
+        if address in self._memory:
+            self._memory[address].where = "pageable"
         return 0
 
     def on_device(self, tensor: torch.Tensor) -> bool:

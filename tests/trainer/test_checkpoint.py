@@ -273,6 +273,23 @@ def test_each_rank_syncs_what_it_wrote_and_the_marker_comes_after_all(tmp_path, 
     assert checkpoint.latest(tmp_path) == path
 
 
+def test_copies_of_a_later_checkpoint_take_the_memory_of_the_one_before(monkeypatch):
+    monkeypatch.setattr(checkpoint.HostMemory, "BLOCK", 256)
+    memory = checkpoint.HostMemory()
+    tensors = [
+        *(torch.arange(count).to(dtype) for count in (0, 1, 7, 300) for dtype in (torch.bfloat16, torch.float64, bool)),
+        *(torch.arange(6.0).view(2, 3).T, torch.tensor(3.0)),
+    ]
+    copies = [memory.copy(tensor) for tensor in tensors]
+    assert all(copy.equal(tensor) and copy.is_contiguous() for copy, tensor in zip(copies, tensors, strict=True))
+    places = [copy.data_ptr() for copy in copies]
+    spans = sorted((copy.data_ptr(), copy.data_ptr() + copy.nbytes) for copy in copies if copy.nbytes)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    memory.clear()
+    again = [memory.copy(torch.zeros_like(tensor)) for tensor in tensors]
+    assert [copy.data_ptr() for copy in again] == places and not any(copy.any() for copy in copies)
+
+
 KILLED = 9
 
 

@@ -13,7 +13,7 @@ from wires import Wires
 from megasync.config.schema import OptimizerConfig
 from megasync.device import Device
 from megasync.sync.shard import receiver
-from megasync.trainer import reference
+from megasync.trainer import checkpoint, reference
 from megasync.trainer.offload import OPTIMIZER, Offload
 from megasync.trainer.optimizer import Optimizer, with_offload
 from megasync.trainer.reference import ReferenceWeights
@@ -222,3 +222,28 @@ def test_turns_on_the_device_leave_alone_what_is_in_host_memory(gpu):
     Offload(lambda: {OPTIMIZER: held}, Device("cuda")).offload(OPTIMIZER)
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in on_device)
     assert [tensor.tolist() for tensor in on_host] == values
+
+
+def copied_twice(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    # The stand-in follows every byte.
+    monkeypatch.setattr(checkpoint.HostMemory, "BLOCK", 256)
+    weight, memory = torch.ones(WIDTH, device="cuda"), checkpoint.HostMemory()
+    shard = checkpoint.Shard(SimpleNamespace(writers=lambda rank: {"w": 0}), "float32", 0, {"w": weight}, {}, False, 0)  # pyright: ignore[reportArgumentType]
+    found = []
+    for _ in range(2):
+        weight.mul_(2)
+        copied = checkpoint.copied(shard, memory, weight.device)
+        weight.add_(1)
+        found.append(copied.params["w"].clone())
+    return found
+
+
+def test_a_checkpoint_is_written_from_complete_copies(gpu, monkeypatch):
+    assert [copy.tolist() for copy in copied_twice(monkeypatch)] == [[2.0] * WIDTH, [6.0] * WIDTH]
+    assert gpu.races == []
+
+
+def test_a_checkpoint_that_does_not_wait_for_its_copies_is_found(gpu, monkeypatch):
+    monkeypatch.setattr(checkpoint, "synchronize", lambda device: None)
+    copied_twice(monkeypatch)
+    assert "clone reads what copy_ has written, without waiting for it" in str(gpu.races)
