@@ -482,14 +482,13 @@ def inherited(owner: Any, names: list[str]) -> bool:
 
 def fused_attention() -> str:
     """Computes attention as trainer ranks do. Raises RuntimeError if Transformer Engine has only its slow fallback."""
-    from transformer_engine.pytorch import DotProductAttention
-    from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends as selected
-
     torch = importlib.import_module("torch")
+    attention = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention")
     starts = torch.tensor([0, 100, 256], dtype=torch.int32, device="cuda")
     queries, keys, values = torch.randn(3, 256, 8, 128, dtype=torch.bfloat16, device="cuda")
-    attention = DotProductAttention(8, 128, qkv_format="thd", attn_mask_type="padding_causal")
-    attention(queries, keys, values, cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=156, max_seqlen_kv=156)
+    compute = attention.DotProductAttention(8, 128, qkv_format="thd", attn_mask_type="padding_causal")
+    compute(queries, keys, values, cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=156, max_seqlen_kv=156)
+    selected = attention._attention_backends
     if selected["use_unfused_attention"]:
         raise RuntimeError("Transformer Engine chose UnfusedDotProductAttention, which is many times slower")
     return "flash" if selected["use_flash_attention"] else "cuDNN"
