@@ -7,6 +7,7 @@ MEGASYNC_DEBUG=1 shows the traceback. Commands import heavy packages themselves,
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import io
 import json
@@ -16,6 +17,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,7 +27,7 @@ from megasync import __version__
 from megasync.base.importing import quick_imports
 from megasync.concurrency.event_loop import end_process
 from megasync.errors import ConfigError, MegasyncError
-from megasync.launch.command import launch
+from megasync.launch.remote import SSH
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,6 +74,27 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Configuration overrides, such as trainer.tensor_parallel=4."),
 ]
+ContinueFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--continue",
+        metavar="FILE",
+        help="File that records the run's directory. If FILE exists, that run is resumed; otherwise a new run starts "
+        "and FILE is written.",
+    ),
+]
+
+
+def command(
+    panel: str, *examples: str, name: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Registers a command below a heading of `megasync --help`, with the examples that its own help shows."""
+    heading = "[bold]Examples[/]" if len(examples) > 1 else "[bold]Example[/]"
+    return app.command(
+        name,
+        epilog="\n\n".join((heading, *(f"megasync {example}" for example in examples))),
+        rich_help_panel=panel,
+    )
 
 
 def _show_version(wanted: bool) -> None:
@@ -88,23 +111,15 @@ def options(
 ) -> None: ...
 
 
-@app.command(
-    epilog="[bold]Examples[/]\n\nmegasync train configs/quickstart.yaml\n\n"
-    "megasync train configs/qwen3_8b_math.yaml trainer.tensor_parallel=2 trainer.data_parallel=2",
-    rich_help_panel=RUNS,
+@command(
+    RUNS,
+    "train configs/quickstart.yaml",
+    "train configs/qwen3_8b_math.yaml trainer.tensor_parallel=2 trainer.data_parallel=2",
 )
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
-    continue_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--continue",
-            metavar="FILE",
-            help="File that records the run's directory. If FILE exists, that run is resumed; otherwise a new run "
-            "starts and FILE is written.",
-        ),
-    ] = None,
+    continue_file: ContinueFile = None,
 ) -> None:
     """Train with the configuration CONFIG.
 
@@ -112,14 +127,10 @@ def train(
     to finish the current step, save a checkpoint and stop; press it twice to stop
     immediately.
     """
-    from megasync.app.resume_file import resolve_config
     from megasync.config import load_config
     from megasync.preflight.check import check_config
 
-    source, changes = resolve_config(config, overrides or (), continue_file)
-    if source != config:
-        typer.echo(f"resuming with the configuration {source}", err=True)
-    loaded = load_config(source, changes)
+    loaded = load_config(*_resolved(config, overrides, continue_file))
     check_config(loaded)  # before the import below, which takes seconds
 
     from megasync import AsyncTrainer
@@ -127,11 +138,7 @@ def train(
     _run(AsyncTrainer.begin_or_resume(loaded, continue_file) if continue_file else AsyncTrainer(loaded))
 
 
-@app.command(
-    epilog="[bold]Examples[/]\n\nmegasync sft configs/quickstart_sft.yaml\n\n"
-    "megasync sft my_run.yaml sft.epochs=3 trainer.optimizer.lr=1e-5",
-    rich_help_panel=RUNS,
-)
+@command(RUNS, "sft configs/quickstart_sft.yaml", "sft my_run.yaml sft.epochs=3 trainer.optimizer.lr=1e-5")
 def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train on given answers (supervised), as a start for reinforcement learning.
 
@@ -151,10 +158,8 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     _run_supervised(lambda: train_supervised(loaded))
 
 
-@app.command(
-    epilog="[bold]Examples[/]\n\nmegasync resume runs/quickstart-20260101-120000\n\n"
-    "megasync resume runs/quickstart-20260101-120000 schedule.total_steps=500",
-    rich_help_panel=RUNS,
+@command(
+    RUNS, "resume runs/quickstart-20260101-120000", "resume runs/quickstart-20260101-120000 schedule.total_steps=500"
 )
 def resume(run: RunDirectory, overrides: Overrides = None) -> None:
     """Resume RUN, in its own directory, from its newest complete checkpoint (or from the start if it has none)."""
@@ -170,10 +175,8 @@ def resume(run: RunDirectory, overrides: Overrides = None) -> None:
     _run(AsyncTrainer.resume(run, overrides or ()))
 
 
-@app.command(
-    epilog="[bold]Examples[/]\n\nmegasync plan configs/qwen3_32b_math.yaml\n\n"
-    "megasync plan configs/qwen3_8b_math.yaml rollout.servers=2 --device-memory 141",
-    rich_help_panel=CHECKS,
+@command(
+    CHECKS, "plan configs/qwen3_32b_math.yaml", "plan configs/qwen3_8b_math.yaml rollout.servers=2 --device-memory 141"
 )
 def plan(
     config: ConfigFile,
@@ -204,10 +207,10 @@ def plan(
         raise typer.Exit(REFUSED)
 
 
-@app.command(
-    epilog="[bold]Examples[/]\n\nmegasync rehearse configs/qwen3_32b_math.yaml\n\n"
-    "megasync rehearse configs/qwen3_32b_math.yaml trainer.data_parallel=64 --rank 0,1023 --megatron all",
-    rich_help_panel=CHECKS,
+@command(
+    CHECKS,
+    "rehearse configs/qwen3_32b_math.yaml",
+    "rehearse configs/qwen3_32b_math.yaml trainer.data_parallel=64 --rank 0,1023 --megatron all",
 )
 def rehearse(
     config: ConfigFile,
@@ -234,9 +237,7 @@ def rehearse(
         raise typer.Exit(UNHEALTHY)
 
 
-@app.command(
-    epilog="[bold]Example[/]\n\nmegasync scale runs/quickstart-20260101-120000 rollout=3", rich_help_panel=RUNS
-)
+@command(RUNS, "scale runs/quickstart-20260101-120000 rollout=3")
 def scale(
     run: RunDirectory,
     size: Annotated[str, typer.Argument(metavar="rollout=N", help="New number of rollout servers.")],
@@ -256,10 +257,10 @@ def scale(
     # The run itself waits `server_start` for a server.
     server_start = load_config(settings, unset=True).timeouts.server_start if settings.is_file() else 0.0
     answer = ask(run, "scale", int(number), timeout=server_start + SCALE_GRACE)
-    _console().print(answer, highlight=False, soft_wrap=True)
+    _say(answer)
 
 
-@app.command(epilog="[bold]Example[/]\n\nmegasync stacks runs/quickstart-20260101-120000", rich_help_panel=RUNS)
+@command(RUNS, "stacks runs/quickstart-20260101-120000")
 def stacks(run: RunDirectory) -> None:
     """Write a hang report of RUN while it is running: what each process of it is doing.
 
@@ -268,15 +269,10 @@ def stacks(run: RunDirectory) -> None:
     """
     from megasync.app.hang_request import report_of
 
-    _console().print(report_of(run), highlight=False, markup=False, soft_wrap=True)
+    _say(report_of(run))
 
 
-@app.command(
-    epilog="[bold]Examples[/]\n\nmegasync watch runs\n\n"
-    "megasync watch runs/quickstart-20260101-120000 --port 0\n\n"
-    "megasync watch /mnt/shared/runs --host 10.0.0.5",
-    rich_help_panel=RUNS,
-)
+@command(RUNS, "watch runs", "watch runs/quickstart-20260101-120000 --port 0", "watch /mnt/shared/runs --host 10.0.0.5")
 def watch(
     path: Annotated[Path, typer.Argument(metavar="RUN_OR_FOLDER", help="Run directory, or folder of them.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -288,16 +284,15 @@ def watch(
     """Show RUN_OR_FOLDER as a live page in the browser: reading only, also of finished and crashed runs."""
     from megasync.watch.server import serve
 
-    console = _console()
     with _interruptible():
-        serve(path, host, port, with_token, lambda text: console.print(text, highlight=False, soft_wrap=True))
+        serve(path, host, port, with_token, _say)
 
 
-@app.command(
-    epilog="[bold]Examples[/]\n\nmegasync report runs/quickstart-20260101-120000\n\n"
-    "megasync report runs/quickstart-20260101-120000 --out report.html\n\n"
-    "megasync report runs/quickstart-20260101-120000 --markdown --out notes/report.md",
-    rich_help_panel=RUNS,
+@command(
+    RUNS,
+    "report runs/quickstart-20260101-120000",
+    "report runs/quickstart-20260101-120000 --out report.html",
+    "report runs/quickstart-20260101-120000 --markdown --out notes/report.md",
 )
 def report(
     run: RunDirectory,
@@ -318,14 +313,14 @@ def report(
     from megasync.watch.report import make_report
 
     written = write_document(make_report(open_run(run)), out, run.resolve().name, markdown)
-    _console().print(f"report: {written}", highlight=False, soft_wrap=True)
+    _say(f"report: {written}")
 
 
-@app.command(
-    epilog="[bold]Examples[/]\n\nmegasync compare runs/math-20260101-120000 runs/math-20260102-120000\n\n"
-    "megasync compare runs/math-* --threshold 0.5 --threshold 0.8\n\n"
-    "megasync compare runs/math-20260101-120000 runs/math-20260102-120000 --out comparison.html",
-    rich_help_panel=RUNS,
+@command(
+    RUNS,
+    "compare runs/math-20260101-120000 runs/math-20260102-120000",
+    "compare runs/math-* --threshold 0.5 --threshold 0.8",
+    "compare runs/math-20260101-120000 runs/math-20260102-120000 --out comparison.html",
 )
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN [RUN...]", help="Run directories.")],
@@ -354,15 +349,15 @@ def compare(
         _console().print(terminal(document), highlight=False)
     else:
         written = write_document(document, out, out.stem, markdown=out.suffix == ".md")
-        _console().print(f"comparison: {written}", highlight=False, soft_wrap=True)
+        _say(f"comparison: {written}")
 
 
-@app.command(
-    "eval",
-    epilog="[bold]Examples[/]\n\nmegasync eval runs/quickstart-20260101-120000\n\n"
-    "megasync eval configs/quickstart.yaml --model models/digits eval.samples=32\n\n"
-    "megasync eval configs/qwen3_8b_math.yaml --set eval eval.temperatures=[0.6] eval.repeats=8",
-    rich_help_panel=RUNS,
+@command(
+    RUNS,
+    "eval runs/quickstart-20260101-120000",
+    "eval configs/quickstart.yaml --model models/digits eval.samples=32",
+    "eval configs/qwen3_8b_math.yaml --set eval eval.temperatures=[0.6] eval.repeats=8",
+    name="eval",
 )
 def evaluate(
     target: Annotated[Path, typer.Argument(metavar="CONFIG_OR_RUN", help="YAML configuration file, or run directory.")],
@@ -399,14 +394,10 @@ def evaluate(
     ):
         results = run_evaluation(config, folder, served, name, only or (), console)
     console.print(scores_table(results))
-    console.print(f"results: {folder}", highlight=False, markup=False, soft_wrap=True)
+    _say(f"results: {folder}")
 
 
-@app.command(
-    epilog="[bold]Examples[/]\n\nmegasync trace runs/quickstart-20260101-120000\n\n"
-    "megasync trace runs/quickstart-20260101-120000 step.json",
-    rich_help_panel=RUNS,
-)
+@command(RUNS, "trace runs/quickstart-20260101-120000", "trace runs/quickstart-20260101-120000 step.json")
 def trace(
     run: RunDirectory,
     out: Annotated[
@@ -422,13 +413,10 @@ def trace(
 
     path = out or run / "trace.json.gz"
     spans = write_perfetto(run, path)
-    _console().print(f"wrote {spans} spans to {path}", highlight=False, soft_wrap=True)
+    _say(f"wrote {spans} spans to {path}")
 
 
-@app.command(
-    epilog="[bold]Example[/]\n\nmegasync export runs/quickstart-20260101-120000 models/digits-trained",
-    rich_help_panel=MODELS,
-)
+@command(MODELS, "export runs/quickstart-20260101-120000 models/digits-trained")
 def export(
     run: RunDirectory,
     out: OutFolder,
@@ -458,12 +446,10 @@ def export(
     if checkpoint is None:
         raise CheckpointError(f"{run} has no complete checkpoint to export yet")
     (export_model if merge else export_checkpoint)(checkpoint, Path(load_config(settings, unset=True).model.path), out)
-    _console().print(f"exported {checkpoint} to {out}", highlight=False, soft_wrap=True)
+    _say(f"exported {checkpoint} to {out}")
 
 
-@app.command(
-    epilog="[bold]Example[/]\n\nmegasync to-megatron models/digits-trained checkpoints/digits", rich_help_panel=MODELS
-)
+@command(MODELS, "to-megatron models/digits-trained checkpoints/digits")
 def to_megatron(model: HfFolder, out: OutFolder, dtype: ConvertedDtype = None) -> None:
     """Write the weights of MODEL as a checkpoint of Megatron's own format (torch_dist), without an optimizer."""
     from megasync.device import Device
@@ -472,13 +458,10 @@ def to_megatron(model: HfFolder, out: OutFolder, dtype: ConvertedDtype = None) -
     from megasync.trainer.dist_checkpoint import write_dist_checkpoint
 
     write_dist_checkpoint(_converted_model(model, dtype), out)
-    _console().print(f"wrote {out}", highlight=False, soft_wrap=True)
+    _say(f"wrote {out}")
 
 
-@app.command(
-    epilog="[bold]Example[/]\n\nmegasync from-megatron checkpoints/digits models/digits models/digits-imported",
-    rich_help_panel=MODELS,
-)
+@command(MODELS, "from-megatron checkpoints/digits models/digits models/digits-imported")
 def from_megatron(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint of Megatron's own format.")],
     model: HfFolder,
@@ -492,13 +475,10 @@ def from_megatron(
     from megasync.trainer.dist_checkpoint import read_dist_checkpoint
 
     read_dist_checkpoint(checkpoint, _converted_model(model, dtype), out)
-    _console().print(f"wrote {out}", highlight=False, soft_wrap=True)
+    _say(f"wrote {out}")
 
 
-@app.command(
-    epilog="[bold]Example[/]\n\nmegasync quantize models/qwen3-8b models/qwen3-8b-fp8",
-    rich_help_panel=MODELS,
-)
+@command(MODELS, "quantize models/qwen3-8b models/qwen3-8b-fp8")
 def quantize(
     model: HfFolder,
     out: OutFolder,
@@ -517,7 +497,7 @@ def quantize(
     from megasync.layout.fp8_folder import write_fp8_folder
 
     write_fp8_folder(model, out, Block(block, block), _converted_model(model, dtype).dtype, power_of_two)
-    _console().print(f"wrote {out}", highlight=False, soft_wrap=True)
+    _say(f"wrote {out}")
 
 
 def _converted_model(path: Path, dtype: str | None) -> ModelConfig:
@@ -529,10 +509,10 @@ def _converted_model(path: Path, dtype: str | None) -> ModelConfig:
     return ModelConfig(path=str(path), dtype=dtype or str(stored))
 
 
-@app.command(
-    epilog="[bold]Examples[/]\n\nmegasync check-layout models/smollm2 --tp 3 --pp 2 --engine-tp 2\n\n"
-    "megasync check-layout models/qwen3-30b-a3b --tp 2 --pp 2 --dp 2 --ep 4 --etp 1 --engine-tp 4 --random",
-    rich_help_panel=CHECKS,
+@command(
+    CHECKS,
+    "check-layout models/smollm2 --tp 3 --pp 2 --engine-tp 2",
+    "check-layout models/qwen3-30b-a3b --tp 2 --pp 2 --dp 2 --ep 4 --etp 1 --engine-tp 4 --random",
 )
 def check_layout(
     model: HfFolder,
@@ -606,12 +586,11 @@ def check_layout(
         raise typer.Exit(UNHEALTHY)
 
 
-@app.command(
-    epilog="[bold]Examples[/]\n\nmegasync chaos configs/quickstart.yaml --minutes 10\n\n"
-    "megasync chaos configs/quickstart.yaml --kill server,rank --stop --seed 7 timeouts.train_step=60 "
-    "timeouts.weight_sync=60\n\n"
-    "megasync chaos configs/quickstart.yaml --slow --disk /mnt/small run_root=/mnt/small/runs",
-    rich_help_panel=FAULTS,
+@command(
+    FAULTS,
+    "chaos configs/quickstart.yaml --minutes 10",
+    "chaos configs/quickstart.yaml --kill server,rank --stop --seed 7 timeouts.train_step=60 timeouts.weight_sync=60",
+    "chaos configs/quickstart.yaml --slow --disk /mnt/small run_root=/mnt/small/runs",
 )
 def chaos(
     config: ConfigFile,
@@ -666,7 +645,6 @@ def chaos(
     from megasync.preflight.check import check_config
 
     loaded = load_config(config, overrides or ())
-    console = _console()
     experiment = ChaosExperiment(
         config,
         loaded,
@@ -674,19 +652,16 @@ def chaos(
         FaultPlan([kind for kind in kill.split(",") if kind], stop, slow, disk, cut),
         ChaosTiming(pause, patience, hold),
         seed,
-        log=lambda text: console.print(text, highlight=False, soft_wrap=True),
+        log=_say,
     )
     check_config(loaded)
     report = experiment.run(minutes, rounds)
-    console.print(report_tables(report))
+    _console().print(report_tables(report))
     if report.problems:
         raise typer.Exit(UNHEALTHY)
 
 
-@app.command(
-    epilog="[bold]Examples[/]\n\nmegasync simulate --seeds 10000\n\nmegasync simulate --seed 4711 --history",
-    rich_help_panel=FAULTS,
-)
+@command(FAULTS, "simulate --seeds 10000", "simulate --seed 4711 --history")
 def simulate(
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds to simulate.")] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
@@ -705,18 +680,66 @@ def simulate(
     raise typer.Exit(report(range(seed, seed + (1 if history else seeds)), history, _console(), jobs))
 
 
-app.command(
-    epilog="[bold]Examples[/]\n\nmegasync launch configs/qwen3_32b_math.yaml --hosts gpu1,gpu2,gpu3\n\n"
-    "megasync launch configs/qwen3_32b_math.yaml --hosts hosts.txt --dry-run trainer.tensor_parallel=4",
-    rich_help_panel=RUNS,
-)(launch)
-
-
-@app.command(
-    epilog="[bold]Examples[/]\n\nmegasync doctor\n\nmegasync doctor configs/quickstart.yaml\n\n"
-    "megasync doctor --cluster auto --nodes 4 my_run.yaml",
-    rich_help_panel=CHECKS,
+@command(
+    RUNS,
+    "launch configs/qwen3_32b_math.yaml --hosts gpu1,gpu2,gpu3",
+    "launch configs/qwen3_32b_math.yaml --hosts hosts.txt --dry-run trainer.tensor_parallel=4",
 )
+def launch(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    hosts: Annotated[
+        str, typer.Option(help="Hosts: h1,h2,... or a file with one host per line. The driver runs on the first.")
+    ] = "",
+    slurm: Annotated[bool, typer.Option("--slurm", help="Use the nodes of the surrounding Slurm job.")] = False,
+    shell: Annotated[str, typer.Option(metavar="COMMAND", help="Remote shell, called as COMMAND HOST ....")] = SSH,
+    interface: Annotated[
+        str, typer.Option(help="Network interface to use on all hosts. Default: the one that routes to the others.")
+    ] = "",
+    wait: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for all hosts to join.")] = 300.0,
+    continue_file: ContinueFile = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands without running them.")] = False,
+) -> None:
+    """Train with CONFIG on several hosts: starts Ray on each, runs the driver on the first, and shuts everything down.
+
+    The checkout and the run's folders must have the same paths on all hosts. Press
+    Ctrl-C once to finish the current step, save a checkpoint and stop; press it
+    twice to stop immediately. Under Slurm, SIGUSR1 saves a checkpoint and requeues
+    the job.
+    """
+    from megasync.config import load_config
+    from megasync.launch.hosts import read_hosts
+    from megasync.launch.launcher import Job, run_job
+    from megasync.launch.launcher import dry_run as commands
+    from megasync.launch.slurm import SHELL, requeue, run_file, slurm_hosts
+    from megasync.preflight.check import check_config
+
+    if bool(hosts) == slurm:
+        raise ConfigError("give either --hosts h1,h2,... or, inside a Slurm job, --slurm")
+    if slurm and continue_file is None:
+        continue_file = run_file(load_config(config, overrides or ()).run_root)
+    source, changes = _resolved(config, overrides, continue_file)
+    loaded = load_config(source, [*changes, "cluster.address=auto", "cluster.host=auto"])
+    check_config(loaded, planning=True)
+    job = Job(
+        hosts=slurm_hosts() if slurm else read_hosts(hosts),
+        config=loaded,
+        config_file=source,
+        changes=changes,
+        folder=Path.cwd(),
+        shell=SHELL if slurm else shell,
+        interface=interface,
+        continue_file=continue_file,
+        wait=wait,
+        logs=(Path(loaded.run_root) / "launch" / f"{datetime.now():%Y%m%d-%H%M%S}").absolute(),
+    )
+    if dry_run:
+        typer.echo("\n".join(commands(job)))
+        return
+    raise typer.Exit(asyncio.run(run_job(job, requeue if slurm else None)))
+
+
+@command(CHECKS, "doctor", "doctor configs/quickstart.yaml", "doctor --cluster auto --nodes 4 my_run.yaml")
 def doctor(
     config: Annotated[
         Path | None,
@@ -739,7 +762,7 @@ def doctor(
     from megasync.config import load_config
     from megasync.preflight.doctor import FAILURE, examine
     from megasync.preflight.render import findings_table
-    from megasync.preflight.run_doctor import check_contradictions
+    from megasync.preflight.run_doctor import find_contradiction
 
     loaded = load_config(config, overrides or ()) if config else None
     if cluster is None:
@@ -751,16 +774,13 @@ def doctor(
         if config is not None and loaded is not None:
             # A launcher joins the cluster for a configuration that names none.
             joins = [] if loaded.cluster.address else [f"cluster.address={cluster}", "cluster.host=auto"]
-            findings += check_contradictions(load_config(config, [*(overrides or ()), *joins]), check_run)
+            findings.append(find_contradiction(load_config(config, [*(overrides or ()), *joins]), check_run))
     _console().print(findings_table(findings))
     if any(finding.status == FAILURE for finding in findings):
         raise typer.Exit(UNHEALTHY)
 
 
-@app.command(
-    epilog="[bold]Examples[/]\n\nmegasync fetch digits\n\nmegasync fetch smollm2 --out /data/models/smollm2",
-    rich_help_panel=MODELS,
-)
+@command(MODELS, "fetch digits", "fetch smollm2 --out /data/models/smollm2")
 def fetch(
     name: Annotated[
         str, typer.Argument(help="digits or digits_moe (tiny, random weights), or smollm2 (SmolLM2-135M-Instruct).")
@@ -771,7 +791,17 @@ def fetch(
     from megasync.models import fetch as write_model
 
     folder = write_model(name, out or Path("models") / name)
-    _console().print(f"wrote {name} to {folder}", highlight=False, soft_wrap=True)
+    _say(f"wrote {name} to {folder}")
+
+
+def _resolved(config: Path, overrides: list[str] | None, continue_file: Path | None) -> tuple[Path, list[str]]:
+    """The configuration file and overrides of a run that may go on, of which the user is told."""
+    from megasync.app.resume_file import resolve_config
+
+    source, changes = resolve_config(config, overrides or (), continue_file)
+    if source != config:
+        typer.echo(f"resuming with the configuration {source}", err=True)
+    return source, changes
 
 
 def _run(trainer: AsyncTrainer) -> None:
@@ -808,6 +838,11 @@ def _interruptible() -> Iterator[None]:
         raise MegasyncError(f"some code ended the program before its goal, with SystemExit: {error.code}") from error
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _say(text: str) -> None:
+    """Prints a line that may hold a path: unbroken, and without colours."""
+    _console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _console() -> Console:

@@ -66,10 +66,10 @@ def check_access(cluster: ClusterConfig, *, external: bool = False, planning: bo
 
     Unless `planning`, it also checks that this machine can use the certificate files.
     """
-    given = {GENERATION_KEY_VARIABLE: given_generation_key()}
+    keys = {GENERATION_KEY_VARIABLE: given_generation_key()}
     if external:
-        given[EXTERNAL_KEY_VARIABLE] = given_external_key()
-    if cluster.generation_key == "never" and (name := next((each for each in given if given[each]), None)):
+        keys[EXTERNAL_KEY_VARIABLE] = given_external_key()
+    if cluster.generation_key == "never" and (name := next((each for each in keys if keys[each]), None)):
         raise ConfigError(f"cluster.generation_key=never, but {name} is set; unset it, or set generation_key=auto")
     if not planning:
         check_certificates(cluster)
@@ -153,6 +153,6 @@ class Keys:
         Raises ConfigError if the user's own key cannot be used.
         """
         admin, router, generation = (secrets.token_hex(KEY_BYTES) for _ in range(3))
-        if external and (given := given_external_key()) is not None:
-            return cls(given, router, given)
+        if external and (key := given_external_key()) is not None:
+            return cls(key, router, key)
         return cls(admin, router, (given_generation_key() or generation) if generation_needs_key(cluster) else None)

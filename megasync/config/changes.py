@@ -6,23 +6,17 @@ docs/buffer.md describes how a changed key affects groups in flight.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, get_type_hints
+from typing import Any
 
-from megasync.config.limits import as_typed, schema_fields, value_of
-from megasync.config.load import section_of
+from megasync.config.limits import as_typed, value_of
+from megasync.config.load import schema_items, section_of
 from megasync.config.schema import Config
 from megasync.errors import ConfigError
 
 
-def leaves(cls: type = Config, prefix: str = "", fixed: str = "") -> Iterator[tuple[str, str]]:
-    """Each key of the schema that is no section, with the reason why it is fixed, or "". A section's holds for all."""
-    hints = get_type_hints(cls)
-    for item in schema_fields(cls):
-        key, reason = f"{prefix}{item.name}", item.metadata.get("fixed") or fixed
-        if (below := section_of(hints[item.name])) is not None:
-            yield from leaves(below, f"{key}.", reason)
-        else:
-            yield key, reason
+def leaves() -> Iterator[tuple[str, str]]:
+    """Each key of the schema that is no section, with the reason why it is fixed, or ""."""
+    return ((item.key, item.fixed) for item in schema_items() if section_of(item.hint) is None)
 
 
 def check_changes(before: Config, after: Config, step: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,28 +73,6 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """Text that matches a pattern, which `description` gives in words."""
-
-    pattern: str
-    description: str
-
-    def refusal(self, value: str) -> str | None:
-        return None if re.fullmatch(self.pattern, value) else f"must be {self}"
-
-    def __str__(self) -> str:
-        return self.description
-
-
-class FilePath:
-    """The path of a file or folder on this machine, which need not exist."""
-
-    def refusal(self, value: str) -> str | None:
-        problem = path_problem(value)
-        return None if problem is None else f"is not a usable path: {problem}; choose another path"
-
-
-@dataclass(frozen=True, slots=True)
 class Checked:
     """Values of which a function says why they are refused; None if they are allowed."""
 
@@ -106,6 +84,11 @@ class Checked:
 
     def __str__(self) -> str:
         return self.description
+
+
+def form(pattern: str, description: str) -> Checked:
+    """Text that matches a pattern, which ``description`` gives in words."""
+    return Checked(lambda value: None if re.fullmatch(pattern, value) else f"must be {description}", description)
 
 
 def every(limit: Limit) -> Checked:
@@ -192,18 +175,24 @@ SEED = Range(0, 2**31)
 DTYPE = Choice("float32", "bfloat16")
 DATASET = Choice("digits", "reasoning_gym", "jsonl", "parquet", "hf")
 _REFERENCE = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
-FUNCTION = Form(_REFERENCE, "package.module:function")
-ADVANTAGE = Form("|".join([*builtin.ADVANTAGES, _REFERENCE]), f"{', '.join(builtin.ADVANTAGES)} or {FUNCTION}")
-LOSS = Form("|".join([*builtin.LOSSES, _REFERENCE]), f"{', '.join(builtin.LOSSES)} or {FUNCTION}")
-CURRICULUM = Form("|".join([*builtin.CURRICULA, _REFERENCE]), f"{', '.join(builtin.CURRICULA)} or {FUNCTION}")
-REWARD = Form("|".join([*builtin.REWARDS, _REFERENCE]), f"{', '.join(builtin.REWARDS)} or {FUNCTION}")
-ENVIRONMENT = Form(
-    "|".join([*builtin.ENVIRONMENTS, _REFERENCE]), f"{', '.join(builtin.ENVIRONMENTS)} or package.module:Class"
-)
-RUN_NAME = Form(r"[\w.-]+", "letters, digits, '.', '_' and '-' only (it names the run's folder)")
+FUNCTION = form(_REFERENCE, "package.module:function")
+
+
+def _named_or_reference(names: Iterable[str], reference: str = str(FUNCTION)) -> Checked:
+    return form("|".join([*names, _REFERENCE]), f"{', '.join(names)} or {reference}")
+
+
+ADVANTAGE = _named_or_reference(builtin.ADVANTAGES)
+LOSS = _named_or_reference(builtin.LOSSES)
+CURRICULUM = _named_or_reference(builtin.CURRICULA)
+REWARD = _named_or_reference(builtin.REWARDS)
+ENVIRONMENT = _named_or_reference(builtin.ENVIRONMENTS, "package.module:Class")
+RUN_NAME = form(r"[\w.-]+", "letters, digits, '.', '_' and '-' only (it names the run's folder)")
 HOST = Checked(_host, "auto, an address or a host name, such as 127.0.0.1")
-RAY_ADDRESS = Form(r"auto|[\w.\-]+:\d+|ray://[\w.\-]+:\d+|\[[0-9a-fA-F:]+\]:\d+", "auto or host:port")
-PATH = FilePath()
+RAY_ADDRESS = form(r"auto|[\w.\-]+:\d+|ray://[\w.\-]+:\d+|\[[0-9a-fA-F:]+\]:\d+", "auto or host:port")
+PATH = Checked(
+    lambda value: (problem := path_problem(value)) and f"is not a usable path: {problem}; choose another path"
+)
 NAMES = named(r"[\w-]+", "a name may have letters, digits, '_' and '-' only")
 # `megasync eval` calls the set under data.eval so.
 EVAL_NAMES = named(r"(?!eval$)[\w-]+", "a name may have letters, digits, '_' and '-' only, and 'eval' is taken")

@@ -15,18 +15,18 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
-from functools import cache
+from dataclasses import Field, dataclass, is_dataclass
+from functools import cache, reduce
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megasync.base.files import PRIVATE, atomic_write
-from megasync.config.limits import PATH, SHOWN_CHARACTERS, keys_of, limit_of, path_problem, schema_fields
+from megasync.config.limits import PATH, SHOWN_CHARACTERS, as_typed, keys_of, limit_of, path_problem, schema_fields
 from megasync.config.schema import Config
 from megasync.errors import ConfigError
 
@@ -107,26 +107,39 @@ def remember(run_dir: Path, key: str, value: Any) -> None:
     save_config(load_config(run_dir / CONFIG_FILE, [f"{key}={value}"], unset=True), run_dir / CONFIG_FILE)
 
 
+class SchemaItem(NamedTuple):
+    """A key or section of the schema: its name, field and type, and why a resumed run cannot change it, or ""."""
+
+    key: str
+    field: Field[Any]
+    hint: Any
+    fixed: str
+
+
+def schema_items(cls: type = Config, prefix: str = "", fixed: str = "") -> Iterator[SchemaItem]:
+    """Yields every key and section of the schema; why a section is fixed holds for its keys too."""
+    hints = get_type_hints(cls)
+    for field in schema_fields(cls):
+        item = SchemaItem(f"{prefix}{field.name}", field, hints[field.name], field.metadata.get("fixed") or fixed)
+        yield item
+        if (section := section_of(item.hint)) is not None:
+            yield from schema_items(section, f"{item.key}.", item.fixed)
+
+
 def schema_keys(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields every key of the schema with its annotated type, including sections: ("trainer", TrainerConfig), ..."""
-    hints = get_type_hints(cls)
-    for item in schema_fields(cls):
-        key = f"{prefix}{item.name}"
-        yield key, hints[item.name]
-        section = section_of(hints[item.name])
-        if section is not None:
-            yield from schema_keys(section, f"{key}.")
+    return ((item.key, item.hint) for item in schema_items(cls, prefix))
 
 
 # Layers
 
 
 def _mapping_layers(values: Mapping[str, Any]) -> list[Layer]:
-    own = dict(values)
-    base = own.pop(BASE_KEY, None)
+    keys = dict(values)
+    base = keys.pop(BASE_KEY, None)
     below = [] if base is None else _file_layers(_located(base), ())
     try:
-        return [*below, Layer("the given mapping", _plain(OmegaConf.create(own)))]
+        return [*below, Layer("the given mapping", _plain(OmegaConf.create(keys)))]
     except UNREADABLE as error:
         raise ConfigError(f"the given mapping cannot be read as a configuration: {_first_line(error)}") from None
 
@@ -140,12 +153,12 @@ def _file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
     if path.name == CONFIG_FILE and path.with_name(CUSTOM_FILE).is_file():
         _rename_keys(values)
     base = values.pop(BASE_KEY, None)
-    own = [Layer(str(path), values)]
+    layer = Layer(str(path), values)
     if base is None:
-        return own
+        return [layer]
     if not isinstance(base, str) or "${" in base:
         raise ConfigError(f"{path}: base={base!r} must be the path of one YAML file, relative to this file")
-    return _file_layers(_located(base, path.parent), (*above, path)) + own
+    return [*_file_layers(_located(base, path.parent), (*above, path)), layer]
 
 
 def _rename_keys(values: dict[Any, Any]) -> None:
@@ -228,7 +241,7 @@ def _merge(merged: DictConfig, layer: Layer) -> DictConfig:
             expected = dict(schema_keys()).get(key)
         raise ConfigError(
             f"{layer.place}: {key}={_value_at(layer.values, key)!r} has the wrong type; "
-            f"expected {_type_name(expected)}" + ("" if expected else f" ({_first_line(error)})")
+            f"expected {type_name(expected)}" + ("" if expected else f" ({_first_line(error)})")
         ) from None
     assert isinstance(result, DictConfig)
     return result
@@ -272,10 +285,10 @@ def _check_type(key: str, value: Any, hint: Any, place: str) -> None:
     is_list = any(get_origin(kind) is list for kind in (hint, *get_args(hint)))
     not_bool = hint is bool and not isinstance(value, bool | str)
     if isinstance(value, Mapping) != is_section or isinstance(value, list) != is_list or not_bool:
-        raise ConfigError(f"{place}: {key}={value!r} has the wrong type; expected {_type_name(hint)}")
+        raise ConfigError(f"{place}: {key}={value!r} has the wrong type; expected {type_name(hint)}")
     # OmegaConf takes any list or mapping as an entry.
     if isinstance(value, list) and (nested := [entry for entry in value if isinstance(entry, Mapping | list)]):
-        raise ConfigError(f"{place}: {key} contains {nested[0]!r:.{SHOWN_CHARACTERS}}; expected {_type_name(hint)}")
+        raise ConfigError(f"{place}: {key} contains {nested[0]!r:.{SHOWN_CHARACTERS}}; expected {type_name(hint)}")
     if isinstance(value, bool) and str in (hint, *get_args(hint)):
         raise ConfigError(f"{place}: {key}={value!r} must be text; quote it, because YAML reads it as a boolean")
 
@@ -317,9 +330,9 @@ def _to_object(merged: DictConfig, unset: bool) -> Config:
     for _, section, item in keys_of(config):
         if limit_of(item) is PATH and (path := getattr(section, item.name)) is not None:
             setattr(section, item.name, os.path.expanduser(path))
-    found = {path: (text, _at(config, path)) for path, text in written.items()}
+    values = {path: (text, reduce(_entry, path, config)) for path, text in written.items()}
     # Numbers are no secrets: a resumed run goes on with those that it began with.
-    config.as_written = {path: each for path, each in found.items() if not isinstance(each[1], int | float | None)}
+    config.as_written = {path: each for path, each in values.items() if not isinstance(each[1], int | float | None)}
     return config
 
 
@@ -329,14 +342,14 @@ def _to_object(merged: DictConfig, unset: bool) -> Config:
 def _from_environment(merged: DictConfig) -> dict[_Path, str]:
     """The values that a resolver gives, directly or through references to other keys, as they are written."""
     texts = dict(_interpolations(merged, ()))
-    found = {path for path, text in texts.items() if _CALL.search(text) or text.count("${") > len(_refer(path, text))}
+    paths = {path for path, text in texts.items() if _CALL.search(text) or text.count("${") > len(_refer(path, text))}
     while more := {
         path
         for path, text in texts.items()
-        if path not in found and any(_within(place, known) for place in _refer(path, text) for known in found)
+        if path not in paths and any(_within(place, source) for place in _refer(path, text) for source in paths)
     }:
-        found |= more
-    return {path: texts[path] for path in texts if path in found}
+        paths |= more
+    return {path: texts[path] for path in texts if path in paths}
 
 
 def _interpolations(node: DictConfig | ListConfig, above: _Path) -> Iterator[tuple[_Path, str]]:
@@ -387,9 +400,7 @@ def _saved(config: Config) -> Any:
     """
     values: Any = _plain_data(config)
     for path, (text, value) in config.as_written.items():
-        holder = values
-        for key in path[:-1]:
-            holder = _entry(holder, key)
+        holder = reduce(_entry, path[:-1], values)
         # What was changed since is no longer what was written.
         if _plain_data(_entry(holder, path[-1])) == _plain_data(value):
             holder[int(path[-1]) if isinstance(holder, list) else path[-1]] = _Written(text)
@@ -420,13 +431,6 @@ def _escaped(value: Any) -> Any:
         # A backslash before a reference is one more to OmegaConf.
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     return str(value) if isinstance(value, _Written) else value
-
-
-def _at(config: Config, path: _Path) -> Any:
-    node: Any = config
-    for key in path:
-        node = _entry(node, key)
-    return node
 
 
 def _entry(node: Any, key: str) -> Any:
@@ -463,14 +467,17 @@ def _value_at(values: dict[Any, Any], key: str) -> Any:
     return node
 
 
-def _type_name(hint: Any) -> str:
+def type_name(hint: Any) -> str:
+    """A type of the schema in words."""
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     if hint in words:
         return words[hint]
     if get_origin(hint) in (Union, UnionType):
-        return " or ".join(_type_name(t) for t in get_args(hint))
+        return " or ".join(type_name(t) for t in get_args(hint))
+    if get_origin(hint) is Literal:
+        return " or ".join(map(as_typed, get_args(hint)))
     if get_origin(hint) is list:
-        return f"a list in which each entry is {_type_name(get_args(hint)[0])}"
+        return f"a list in which each entry is {type_name(get_args(hint)[0])}"
     if get_origin(hint) is dict:
         return "`key: value` pairs"
     if is_dataclass(hint):

@@ -78,10 +78,9 @@ def frozen_pool(key: str) -> str:
 
 
 def pool_specs(config: Config, *, training: bool = True) -> dict[str, PoolSpec]:
-    """The pools of a run by name; without the trainer's unless `training`.
+    """The pools of a run by name; without the trainer's unless `training`. The configuration meets the rules of keys.
 
-    Raises ConfigError if a tensor-parallel group does not fit on a node, or if a pool that is larger than a node does
-    not fill whole nodes.
+    Raises ConfigError if a pool that is larger than a node does not fill whole nodes.
     """
     rollout, per_node = config.rollout, config.cluster.devices_per_node
     pools = [trainer_pool(config)] if training else []
@@ -95,9 +94,11 @@ def pool_specs(config: Config, *, training: bool = True) -> dict[str, PoolSpec]:
     else:
         pools.append(_server_pool("rollout", "rollout", rollout.servers, server_devices(rollout), per_node))
     if training and config.cluster.share_device:
-        pools = _on_one_device(*pools)
+        # Ray guarantees that two halves are of one device for halves of a single device only.
+        pools = [replace(pool, share=0.5) for pool in pools]
     elif training and config.cluster.colocate:
-        pools = _colocated(*pools)
+        trainer, rollout_pool = pools
+        pools = [trainer, replace(rollout_pool, slots_per_node=rollout_pool.slots, share=0, within=trainer.name)]
     pools += [
         _server_pool(frozen_pool(key), key, model.servers, model.tensor_parallel, per_node)
         for key, model in frozen_models(config).items()
@@ -110,7 +111,6 @@ def trainer_pool(config: Config) -> PoolSpec:
     """The trainer's pool alone. Raises ConfigError as `pool_specs` does."""
     trainer, per_node = config.trainer, config.cluster.devices_per_node
     world = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel * trainer.context_parallel
-    _check_fits("trainer", trainer.tensor_parallel, per_node)
     if world > per_node and world % per_node:
         raise ConfigError(
             f"the trainer needs {world} ranks (trainer.tensor_parallel x context_parallel x pipeline_parallel x "
@@ -154,13 +154,6 @@ def attention_ranks(rollout: RolloutConfig) -> int:
 def _engine_pool(config: Config) -> PoolSpec:
     """A pool with a slot for each engine of each server. Engines of one server may be on several nodes."""
     rollout, per_node = config.rollout, config.cluster.devices_per_node
-    for key in ("share_device", "colocate"):
-        if getattr(config.cluster, key):
-            raise ConfigError(
-                f"rollout.prefill_engines={rollout.prefill_engines} and decode_engines={rollout.decode_engines} are "
-                f"not possible with cluster.{key}=true; change one of them"
-            )
-    _check_fits("rollout", rollout.tensor_parallel, per_node)
     devices, count = engine_devices(rollout), rollout.servers * engines(rollout)
     if count > (room := max(1, per_node // devices)) and count % room:
         raise ConfigError(
@@ -175,9 +168,9 @@ def _spread_pool(config: Config) -> PoolSpec:
     rollout, per_node, nodes = config.rollout, config.cluster.devices_per_node, engine_nodes(config)
     tensor, pipeline = rollout.tensor_parallel, rollout.pipeline_parallel
     if tensor * pipeline % per_node:
-        given = f"rollout.tensor_parallel={tensor}" + (f" x pipeline_parallel={pipeline}" if pipeline > 1 else "")
+        size = f"rollout.tensor_parallel={tensor}" + (f" x pipeline_parallel={pipeline}" if pipeline > 1 else "")
         raise ConfigError(
-            f"{given} is more than a node has (cluster.devices_per_node={per_node}) and not whole nodes; make it a "
+            f"{size} is more than a node has (cluster.devices_per_node={per_node}) and not whole nodes; make it a "
             f"multiple of {per_node}"
         )
     if per_node % tensor and tensor % per_node:
@@ -190,51 +183,13 @@ def _spread_pool(config: Config) -> PoolSpec:
 
 def _server_pool(name: str, key: str, servers: int, devices: int, per_node: int) -> PoolSpec:
     """A pool of servers of ``devices`` each; `key` is the configuration section that describes them."""
-    _check_fits(key, devices, per_node)
-    servers_per_node = per_node // devices
+    servers_per_node = max(1, per_node // devices)
     if servers > servers_per_node and servers % servers_per_node:
         raise ConfigError(
             f"{key}.servers={servers} of {devices} devices each are more than one node holds ({servers_per_node}) and "
             f"do not fill whole nodes; make {key}.servers a multiple of {servers_per_node}"
         )
     return PoolSpec(name, servers, devices, slots_per_node=servers_per_node)
-
-
-def _on_one_device(trainer: PoolSpec, rollout: PoolSpec) -> list[PoolSpec]:
-    """Both pools with half of the same device. Ray guarantees that for halves of a single device only."""
-    if trainer.total_devices > 1 or rollout.total_devices > 1:
-        raise ConfigError(
-            f"cluster.share_device=true puts one trainer rank and one server on one device, but the trainer has "
-            f"{trainer.slots} rank(s), and there are {rollout.slots} server(s) of {rollout.devices} device(s); set "
-            f"trainer.tensor_parallel, pipeline_parallel and data_parallel and rollout.servers and tensor_parallel to "
-            f"1, or share_device=false"
-        )
-    return [replace(pool, share=0.5) for pool in (trainer, rollout)]
-
-
-def _colocated(trainer: PoolSpec, rollout: PoolSpec) -> list[PoolSpec]:
-    """The servers on the devices of the trainer ranks."""
-    if trainer.nodes > 1:
-        raise ConfigError(
-            f"cluster.colocate=true is for one node, but the trainer's {trainer.slots} ranks take {trainer.nodes} "
-            f"(cluster.devices_per_node={trainer.slots_per_node}); lower trainer.data_parallel, or set it to false"
-        )
-    devices = rollout.slots * rollout.devices
-    if devices > trainer.slots:
-        raise ConfigError(
-            f"cluster.colocate=true puts the servers on the devices of the trainer ranks, but {rollout.slots} servers "
-            f"of {rollout.devices} devices each take {devices}, and there are {trainer.slots} ranks; lower "
-            f"rollout.servers to {trainer.slots // rollout.devices}"
-        )
-    return [trainer, replace(rollout, slots_per_node=rollout.slots, share=0, within=trainer.name)]
-
-
-def _check_fits(key: str, tensor_parallel: int, per_node: int) -> None:
-    if tensor_parallel > per_node:
-        raise ConfigError(
-            f"{key}.tensor_parallel={tensor_parallel} does not fit on one node (cluster.devices_per_node={per_node}); "
-            f"lower it, or raise cluster.devices_per_node"
-        )
 
 
 def devices_needed(specs: Mapping[str, PoolSpec]) -> int:

@@ -18,7 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from omegaconf import MISSING as REQUIRED
 
 from megasync.base.files import atomic_write
-from megasync.config.limits import Checked, Choice, Form, Range, limit_of, schema_fields
+from megasync.config.limits import Checked, Choice, Range, limit_of, schema_fields
 from megasync.config.load import entry_of, section_of
 from megasync.config.rules import Rule
 from megasync.config.schema import Config
@@ -116,7 +116,7 @@ def _written(section: Section, first: dict[type, str]) -> Iterator[str]:
 def _value(item: Field[Any], hint: Any) -> str:
     """The allowed values of a key, in words."""
     limit, optional = limit_of(item), NoneType in get_args(hint)
-    if isinstance(limit, Choice | Form | Checked) and str(limit):
+    if isinstance(limit, Choice | Checked) and str(limit):
         words = str(limit)
     else:
         words = ", ".join(_kind(kind) for kind in (get_args(hint) if optional else (hint,)) if kind is not NoneType)

@@ -26,6 +26,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 from omegaconf import MISSING as REQUIRED
@@ -107,7 +108,7 @@ class View:
             if node is None:
                 return None
             node = node.get(part) if isinstance(node, Mapping) else getattr(node, part)
-        return next((given for given in node or () if given.startswith(flag)), None) if flag else node
+        return next((argument for argument in node or () if argument.startswith(flag)), None) if flag else node
 
     def item(self, key: str) -> tuple[Any, Limit | None]:
         """Default and limit of a key; UNKNOWN for facts and for entries of a dictionary."""
@@ -171,16 +172,16 @@ class Rule:
             wanted = self.condition.example
         both = ((self.other, wanted), (key, _unlike(self.when, view.item(key)[0])))
         fixes = [(name, fix) for name, fix in both if fix is not UNKNOWN and not _is_fact(name)]
-        given, there = shown(key, view.value(key)), shown(self.other, other)
+        setting, there = shown(key, view.value(key)), shown(self.other, other)
         if _is_fact(self.other):
-            said = self._about_fact(given, other)
+            said = self._about_fact(setting, other)
         elif self.form == "unused":
-            said = f"{given} has no effect with {there}"
+            said = f"{setting} has no effect with {there}"
         elif self.form == "excludes":
-            said = f"{given} and {there} exclude each other"
+            said = f"{setting} and {there} exclude each other"
         else:
             words = self.condition.words if self.condition else " to be set"
-            said = f"{given} needs {self.other}{words}, but {there}"
+            said = f"{setting} needs {self.other}{words}, but {there}"
         return self._refusal(said, view, (key, self.other), fixes)
 
     def _about_fact(self, given: str, value: Any) -> str:
@@ -282,28 +283,14 @@ RELATIONS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 }
 
 
-def needs(other: str, *condition: Any, **options: Any) -> Rule:
-    return Rule("needs", other, _condition(condition), **options)
+def _about(form: str) -> Callable[..., Rule]:
+    return lambda other, *condition, **options: Rule(form, other, _condition(condition), **options)
 
 
-def excludes(other: str, *condition: Any, **options: Any) -> Rule:
-    return Rule("excludes", other, _condition(condition), **options)
-
-
-def unused_without(other: str, *condition: Any, **options: Any) -> Rule:
-    return Rule("unused", other, _condition(condition), **options)
-
-
-def at_most(other: str, **options: Any) -> Rule:
-    return Rule("<=", other, **options)
-
-
-def at_least(other: str, **options: Any) -> Rule:
-    return Rule(">=", other, **options)
-
-
-def below(other: str, **options: Any) -> Rule:
-    return Rule("<", other, **options)
+needs, excludes, unused_without = map(_about, ("needs", "excludes", "unused"))
+at_most, at_least, below = (partial(Rule, form) for form in ("<=", ">=", "<"))
+multiple_of, divides = partial(Rule, "multiple"), partial(Rule, "divides")
+as_many_as = partial(Rule, "==", when=SET)
 
 
 def longer_than(other: str, because: str, **where: Any) -> Rule:
@@ -311,30 +298,20 @@ def longer_than(other: str, because: str, **where: Any) -> Rule:
     return Rule(">", other, because=because, training=True, **where)
 
 
-def as_many_as(other: str, **options: Any) -> Rule:
-    return Rule("==", other, when=SET, **options)
-
-
-def multiple_of(other: str, **options: Any) -> Rule:
-    return Rule("multiple", other, **options)
-
-
-def divides(other: str, **options: Any) -> Rule:
-    return Rule("divides", other, **options)
-
-
 def when(condition: Any, *rules: Rule) -> tuple[Rule, ...]:
     return tuple(replace(rule, when=_condition(condition)) for rule in rules)
 
 
-def key(default: Any, *parts: Limit | Rule | tuple[Rule, ...], fixed: str = "") -> Any:
+def key(default: Any, *parts: Limit | Rule | tuple[Rule, ...], fixed: str = "", megatron: str = "") -> Any:
     """A key of the configuration: its default (or what makes it), its limit if it has one, and its rules.
 
     ``fixed`` says why a run cannot change it when it is resumed, and what to do instead; all other keys may change.
+    ``megatron`` names the fields of Megatron's classes that it decides, beside one of its own name; a * is any text.
     """
     limits = [part for part in parts if not isinstance(part, Rule | tuple)]
     rules = [rule for part in parts if isinstance(part, Rule | tuple) for rule in _each(part)]
-    return _field(default, {"limit": limits[0] if limits else None, "rules": tuple(rules), "fixed": fixed})
+    metadata = {"limit": limits[0] if limits else None, "rules": tuple(rules), "fixed": fixed, "megatron": megatron}
+    return _field(default, metadata)
 
 
 def section(default: Any, *rules: Rule, read_where: Mapping[str, Any] | None = None, fixed: str = "") -> Any:
@@ -377,18 +354,18 @@ def refusals(
     within: Collection[str] = ("",),
     without: Collection[str] = (),
     training: bool = True,
-    known: Collection[str] = ("",),
+    readable: Collection[str] = ("",),
 ) -> Iterator[Refusal]:
     """Yields the refusal of each rule that a configuration breaks, in the order of the schema.
 
     ``within`` and ``without`` are sections or keys whose rules are read. Rules about keys that are not among those
-    ``known`` are not checked. Without ``training`` only servers are started.
+    ``readable`` are not checked. Without ``training`` only servers are started.
     """
     view = View(config, facts)
     for name, rule in rules_of(view, config):
         if not _among(name, within) or _among(name, without) or (rule.training and not training):
             continue
-        if not all(_is_fact(other) or _among(other, known) for other in rule.names(name)):
+        if not all(_is_fact(other) or _among(other, readable) for other in rule.names(name)):
             continue
         if (refusal := rule.refusal(view, name)) is not None:
             yield refusal

@@ -9,40 +9,34 @@ from typing import Any
 
 from megasync.config.limits import Checked
 
-# The key that sets the value instead (after a dot, of the servers' section); None if megasync must choose the value.
-RESERVED: dict[str, str | None] = {
-    "--tp": ".tensor_parallel",
-    "--tp-size": ".tensor_parallel",
-    "--tensor-parallel-size": ".tensor_parallel",
-    "--context-length": ".context_length",
-    "--max-total-tokens": ".max_total_tokens",
-    "--max-running-requests": ".max_running_requests",
-    "--mem-fraction-static": ".mem_fraction",
-    "--random-seed": "seed",
-    # A server is one group of tensor-parallel ranks on the GPUs of its slot, or several of pipeline stages.
-    "--dp-size": ".servers",
-    "--data-parallel-size": ".servers",
-    "--nnodes": None,
-    "--node-rank": None,
-    "--base-gpu-id": None,
-    "--gpu-id-step": None,
-    "--device": "cluster.device",
-    "--host": "cluster.host",
-    "--port": None,
-    "--weight-version": None,
-    "--api-key": "cluster.generation_key",
-    "--admin-api-key": None,
-    # Reads keys, or any other argument, from a user's file.
-    "--config": None,
-    # Additional workers and servers that the guard of the HTTP server would not protect.
-    "--tokenizer-worker-num": None,
-    "--grpc-port": None,
-    "--grpc-mode": None,
-    "--smg-grpc-mode": None,
-    "--sidecar": None,
-    "--encoder-only": None,
-    "--use-ray": None,
-}
+
+def _by_flag(flags: Mapping[str | None, str]) -> dict[str, str | None]:
+    return {flag: key for key, words in flags.items() for flag in words.split()}
+
+
+# By flag: the key that sets the value instead (after a dot, of the servers' section); None if megasync must choose it.
+RESERVED = _by_flag(
+    {
+        ".tensor_parallel": "--tp --tp-size --tensor-parallel-size",
+        ".context_length": "--context-length",
+        ".max_total_tokens": "--max-total-tokens",
+        ".max_running_requests": "--max-running-requests",
+        ".mem_fraction": "--mem-fraction-static",
+        "seed": "--random-seed",
+        # A server is one group of tensor-parallel ranks on the GPUs of its slot, or several of pipeline stages.
+        ".servers": "--dp-size --data-parallel-size",
+        "cluster.device": "--device",
+        "cluster.host": "--host",
+        "cluster.generation_key": "--api-key",
+        None: (
+            "--nnodes --node-rank --base-gpu-id --gpu-id-step --port --weight-version --admin-api-key "
+            # Reads keys, or any other argument, from a user's file.
+            "--config "
+            # Additional workers and servers that the guard of the HTTP server would not protect.
+            "--tokenizer-worker-num --grpc-port --grpc-mode --smg-grpc-mode --sidecar --encoder-only --use-ray"
+        ),
+    }
+)
 # Flags that make servers sample from another distribution than the trainer scores. The value is the only harmless one;
 # None if there is none.
 _DISTRIBUTION: dict[str, float | None] = {
@@ -54,39 +48,34 @@ _DISTRIBUTION: dict[str, float | None] = {
 }
 # Computes logits in float32 from a model in bfloat16.
 FLOAT32_HEAD = "--enable-fp32-lm-head"
-OF_ROLLOUT: dict[str, str | None] = {
-    "--attn-dp-size": "rollout.attention_data_parallel",
-    "--enable-dp-attention": "rollout.attention_data_parallel",
-    # All groups must take a pause or an update between the same two batches.
-    "--enable-dp-attention-local-control-broadcast": None,
-    "--pp": "rollout.pipeline_parallel",
-    "--pp-size": "rollout.pipeline_parallel",
-    "--pipeline-parallel-size": "rollout.pipeline_parallel",
-    "--ep": "rollout.expert_parallel",
-    "--ep-size": "rollout.expert_parallel",
-    "--expert-parallel-size": "rollout.expert_parallel",
-    "--model-path": "model.path",
-    "--model": "model.path",
-    "--dtype": "model.dtype",
-    "--enable-deterministic-inference": "rollout.deterministic",
-    "--stream-interval": "rollout.stream_interval",
-    "--incremental-streaming-output": "rollout.stream_interval",
-    "--enable-return-routed-experts": "rollout.routing_replay",
-    "--disaggregation-mode": "rollout.prefill_engines",
-    "--disaggregation-transfer-backend": None,
-    "--disaggregation-bootstrap-port": None,
-}
-OF_FROZEN_MODELS: dict[str, str | None] = {
-    "--pp": ".tensor_parallel",
-    "--pp-size": ".tensor_parallel",
-    "--pipeline-parallel-size": ".tensor_parallel",
-    "--model-path": ".path",
-    "--model": ".path",
-    "--dtype": ".dtype",
-    "--is-embedding": ".kind",
-    # Nothing would send it requests together with a server of the other kind.
-    "--disaggregation-mode": None,
-}
+OF_ROLLOUT = _by_flag(
+    {
+        "rollout.attention_data_parallel": "--attn-dp-size --enable-dp-attention",
+        "rollout.pipeline_parallel": "--pp --pp-size --pipeline-parallel-size",
+        "rollout.expert_parallel": "--ep --ep-size --expert-parallel-size",
+        "model.path": "--model-path --model",
+        "model.dtype": "--dtype",
+        "rollout.deterministic": "--enable-deterministic-inference",
+        "rollout.stream_interval": "--stream-interval --incremental-streaming-output",
+        "rollout.routing_replay": "--enable-return-routed-experts",
+        "rollout.prefill_engines": "--disaggregation-mode",
+        None: (
+            # All groups must take a pause or an update between the same two batches.
+            "--enable-dp-attention-local-control-broadcast "
+            "--disaggregation-transfer-backend --disaggregation-bootstrap-port"
+        ),
+    }
+)
+OF_FROZEN_MODELS = _by_flag(
+    {
+        ".tensor_parallel": "--pp --pp-size --pipeline-parallel-size",
+        ".path": "--model-path --model",
+        ".dtype": "--dtype",
+        ".kind": "--is-embedding",
+        # Nothing would send it requests together with a server of the other kind.
+        None: "--disaggregation-mode",
+    }
+)
 # Flags that quantize weights as the server starts; the weights of a sync would not fit them afterwards.
 _QUANTIZING = ("--quantization", "--torchao-config")
 # Values that replace those of a config.json.
@@ -100,13 +89,13 @@ def serves_float32_head(arguments: Mapping[str, Any]) -> bool:
 
 def _refused(arguments: Mapping[str, Any], reserved: Mapping[str, str | None]) -> Iterator[str]:
     """What is wrong with the arguments of any server."""
-    known = {*reserved, *_DISTRIBUTION, *_QUANTIZING, OVERRIDES}
+    flags = {*reserved, *_DISTRIBUTION, *_QUANTIZING, OVERRIDES}
     for argument in arguments:
         # The flag may also be written as --flag=value.
         name = argument.partition("=")[0]
         if not argument.startswith("--"):
             yield f"has {argument!r}, which must be a server flag such as --chunked-prefill-size"
-        elif name not in known and (flag := min((each for each in known if each.startswith(name)), default=None)):
+        elif name not in flags and (flag := min((each for each in flags if each.startswith(name)), default=None)):
             # SGLang would take it for that flag, past the checks of the whole name.
             yield f"must not contain {argument}: it abbreviates {flag}; write it out"
         elif name in reserved:

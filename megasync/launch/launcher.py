@@ -13,6 +13,7 @@ shutdown      every host, concurrently, the       END_SECONDS per host
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import secrets
@@ -24,6 +25,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megasync.concurrency.event_loop import handle_signals
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config import Config
 from megasync.config.access import GENERATION_KEY_VARIABLE, given_generation_key
@@ -272,3 +274,44 @@ class Launcher:
         finally:
             self._driver = None
             await remote.end(stop_seconds + END_SECONDS)
+
+
+async def run_job(job: Job, requeue: Callable[[], None] | None) -> int:
+    """Runs a job until it ends, or the user ends it, and returns its exit status. At SIGUSR1 it calls `requeue`."""
+    launcher = Launcher(job, _print_line)
+    task = asyncio.create_task(launcher.run(), name="launcher")
+    received: list[signal.Signals] = []
+    requests: set[asyncio.Task[None]] = set()
+
+    def on_signal(number: signal.Signals) -> None:
+        received.append(number)
+        if len(received) > 2:
+            task.cancel()
+            return
+        request = asyncio.create_task(launcher.request_stop(signal.SIGINT))
+        requests.add(request)
+        request.add_done_callback(requests.discard)
+
+    numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if requeue else [])]
+    try:
+        with handle_signals(numbers, on_signal):
+            code = await task
+    except asyncio.CancelledError:
+        return STOPPED
+    except MegasyncError:
+        if not received:
+            raise
+        code = STOPPED
+    if requeue is not None and signal.SIGUSR1 in received:
+        outcome = f"exited with status {code}" if code else "saved a checkpoint"
+        _print_line(f"the run {outcome}; requeueing the job")
+        await asyncio.to_thread(requeue)
+    elif code:
+        _print_line(f"the run exited with status {code}")
+    return code
+
+
+def _print_line(line: str) -> None:
+    """Prints a line; a full disk or a closed reader loses the line, not the run."""
+    with contextlib.suppress(OSError):
+        print(line, flush=True)

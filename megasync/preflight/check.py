@@ -13,7 +13,7 @@ import math
 import netrc
 import os
 import socket
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -124,8 +124,6 @@ def check_config(
     check_formats(config.rollout.chat)
     _check_rewards(config)
     _check_frozen_models(config, planning)
-    if config.rollout.external:
-        _check_external(config)
     _check_nodes(config, pool_specs(config, training=training))
     check_access(config.cluster, external=bool(config.rollout.external), planning=planning)
     _check_model(config, facts, passed, planning, training)
@@ -161,11 +159,7 @@ def check_supervised(config: Config, *, planning: bool = False) -> None:
                 f"{source} has no max_position_embeddings, so sft.max_tokens must say how long a row may be"
             )
         check_rules(replace(config, sft=replace(sft, max_tokens=limit)), within=("sft.max_tokens",))
-    check_megatron(vars(config.trainer.megatron), latent=layout.family.latent)
-    if not planning:
-        check_model_folder(config.model)
-    _check_vision_folder(source, layout)
-    check_weights(source.parent, layout)
+    _check_model_folder(config, layout, source, planning)
     _check_nodes(config, {"trainer": trainer_pool(config)})
     _check_folder("run_root", config.run_root)
     check_observe(config, planning)
@@ -205,22 +199,29 @@ def _check_options(algorithm: AlgorithmConfig, key: str, table: Mapping[str, Alg
         (loss_of if table is LOSSES else estimator_of)(algorithm)
         return
     item = table[name]
+    _check_option_names(f"algorithm.{key}", name, options, item.options)
     for option, value in options.items():
-        given = f"algorithm.{key}_options.{option}={as_typed(value)}"
-        if option not in item.options:
-            known = f"its options are {', '.join(item.options)}" if item.options else "it has none"
-            raise ConfigError(f"{given}: algorithm.{key}={name} has no such option; {known}")
+        option_text = f"algorithm.{key}_options.{option}={as_typed(value)}"
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ConfigError(f"{given} must be a number above 0")
+            raise ConfigError(f"{option_text} must be a number above 0")
         if item.critic and value > 1:
-            raise ConfigError(f"{given} must be at most 1")
+            raise ConfigError(f"{option_text} must be at most 1")
+
+
+def _check_option_names(key: str, name: str, options: Mapping[str, Any], accepted: Collection[str]) -> None:
+    """Refuses options that what the key names does not take."""
+    if unknown := next((option for option in options if option not in accepted), None):
+        said = f"its options are {', '.join(accepted)}" if accepted else "it has none"
+        raise ConfigError(
+            f"{key}_options.{unknown}={as_typed(options[unknown])}: {key}={name} has no such option; {said}"
+        )
 
 
 def _check_token_estimates(config: Config) -> None:
     """Refuses a loss of whole responses with an estimator of a user's own whose advantages are of tokens."""
     algorithm, loss = config.algorithm, LOSSES.get(config.algorithm.loss)
-    own = bool(algorithm.reward_coef) and algorithm.advantage not in ADVANTAGES
-    if loss is not None and loss.responses and own and takes_tokens(algorithm, config.critic.enabled):
+    custom = bool(algorithm.reward_coef) and algorithm.advantage not in ADVANTAGES
+    if loss is not None and loss.responses and custom and takes_tokens(algorithm, config.critic.enabled):
         raise ConfigError(
             f"algorithm.loss={algorithm.loss} gives all tokens of a response the same gradient, but "
             f"algorithm.advantage={algorithm.advantage} estimates one for each token; choose an estimator of "
@@ -269,8 +270,8 @@ def _check_rewards(config: Config) -> None:
         if reward.model is None and (refusal := REWARD.refusal(function)):
             raise ConfigError(f"{key}.function={function!r} {refusal}")
         if reward.model is not None and reward.model not in config.reward_models:
-            known = ", ".join(config.reward_models) or "none"
-            raise ConfigError(f"{key}.model={reward.model!r} is not among reward_models ({known}); name one of them")
+            names = ", ".join(config.reward_models) or "none"
+            raise ConfigError(f"{key}.model={reward.model!r} is not among reward_models ({names}); name one of them")
     asked = {reward.model for reward in config.rollout.rewards.values()}
     if idle := next((name for name in config.reward_models if name not in asked), None):
         raise ConfigError(
@@ -286,7 +287,7 @@ def _check_frozen_models(config: Config, planning: bool) -> None:
         if isinstance(model, RewardModelConfig) and model.read == "yes_no" and model.yes_token == model.no_token:
             raise ConfigError(f"{key}.yes_token and {key}.no_token are both {model.yes_token!r}; they must differ")
         if not planning or Path(model.path).expanduser().is_dir():
-            check_frozen_folder(key, model)
+            _check_frozen_folder(key, model)
     _check_memory(config)
 
 
@@ -314,26 +315,10 @@ def _check_sources(config: Config) -> None:
                 )
 
 
-def _check_external(config: Config) -> None:
-    urls = config.rollout.external
-    if is_loopback(config.cluster.host) and (
-        far := [url for url in urls if not is_loopback(urlsplit(url).hostname or "")]
-    ):
-        raise ConfigError(
-            f"rollout.external names {far[0]}, which cannot reach the trainer ranks at cluster.host="
-            f"{config.cluster.host}; set cluster.host=auto"
-        )
-
-
 def _check_smallest(trainer: TrainerConfig) -> None:
     least = trainer.min_data_parallel
     if least is None:
         return
-    if least > trainer.data_parallel:
-        raise ConfigError(
-            f"trainer.min_data_parallel={least} exceeds trainer.data_parallel={trainer.data_parallel}; lower it, or "
-            f"set it to null"
-        )
     try:
         replace(Topology.from_config(trainer), data=least)
     except ConfigError as error:
@@ -373,7 +358,6 @@ def _check_model(
     facts = {**facts, **model_facts(layout), "model's vision tower": bool(layout.frozen_tensors)}
     if facts["model's max_position_embeddings"] is None:
         raise ConfigError(f"{source} has no max_position_embeddings; the model folder is incomplete")
-    check_megatron(vars(config.trainer.megatron), latent=layout.family.latent)
     check_rules(config, facts, without=passed, training=training)
     _check_chunks(config, layout, source)
     _check_server_split(config.rollout, layout.sizes, source)
@@ -387,12 +371,9 @@ def _check_model(
         _check_served_adapters(config, layout)
     if config.rollout.fp8:
         _check_fp8_servers(config, layout, source)
-    _check_vision_folder(source, layout)
     if config.critic.enabled:
         _check_critic_model(config, layout)
-    if not planning:
-        check_model_folder(config.model)
-    check_weights(source.parent, layout)
+    _check_model_folder(config, layout, source, planning)
 
 
 def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Path]:
@@ -549,13 +530,17 @@ def _check_critic_model(config: Config, policy: Layout) -> None:
         raise ConfigError(f"critic.path: {error}") from None
 
 
-def _check_vision_folder(source: Path, layout: Layout) -> None:
-    """Refuses a quantized folder; ``source`` is its config.json."""
+def _check_model_folder(config: Config, layout: Layout, source: Path, planning: bool) -> None:
+    """Checks Megatron's fields and the files beside ``source``, a config.json; with `planning` they may be missing."""
+    check_megatron(vars(config.trainer.megatron))
     if layout.frozen_tensors and read_storage(source) is not None:
         raise ConfigError(
             f"{source} describes a quantized model with a vision tower, which has not been tested; give an unquantized "
             f"folder"
         )
+    if not planning:
+        check_model_folder(config.model)
+    check_weights(source.parent, layout)
 
 
 # Folders and files
@@ -575,31 +560,10 @@ def check_weights(folder: Path, layout: Layout, absent: Container[str] = ()) -> 
         raise ConfigError(str(error)) from None
 
 
-def check_frozen_weights(key: str, folder: Path, values: Mapping[str, Any], *, generates: bool) -> int:
-    """Raises ConfigError unless the files of a frozen model can be read, and hold the tensors that servers look for.
-
-    The tensors are known for the families that megasync trains, if the folder is not quantized; ``values`` are its
-    config.json. A model that does not generate has another head. Returns the number of tensors.
-    """
-    try:
-        stored = stored_shapes(folder)
-        for name, shape in _expected(values, generates).items():
-            if (found := stored.get(name)) is None:
-                raise CheckpointError(f"{folder} has no tensor {name!r}, which its config.json requires")
-            if found != shape:
-                raise CheckpointError(
-                    f"{name!r} in {folder} has shape {list(found)}, but its config.json requires {list(shape)}"
-                )
-    except CheckpointError as error:
-        raise ConfigError(f"{key}.path: {error}; copy the model again") from None
-    return len(stored)
-
-
 def _expected(values: Mapping[str, Any], generates: bool) -> dict[str, tuple[int, ...]]:
-    if values.get("model_type") not in FAMILIES:
-        return {}
+    """Shapes of the tensors that servers look for, for families that megasync trains; a scorer has another head."""
     try:
-        if storage_of(values) is not None:
+        if values.get("model_type") not in FAMILIES or storage_of(values) is not None:
             return {}
         shapes = Layout(language_model(values), Topology()).hf_tensors
     except ConfigError:
@@ -609,8 +573,8 @@ def _expected(values: Mapping[str, Any], generates: bool) -> dict[str, tuple[int
     return {name: shape for name, shape in shapes.items() if generates or name not in heads}
 
 
-def check_frozen_folder(key: str, model: FrozenModelConfig) -> int:
-    """Raises ConfigError unless the folder holds a model of the configured kind; returns how many tensors it has."""
+def _check_frozen_folder(key: str, model: FrozenModelConfig) -> None:
+    """Refuses a folder that holds no model of the configured kind, or whose files lack tensors or cannot be read."""
     folder = Path(model.path).expanduser()
     values = read_frozen_model(key, model)
     if not any(folder.glob("*.safetensors")):
@@ -641,7 +605,17 @@ def check_frozen_folder(key: str, model: FrozenModelConfig) -> int:
             f"{key}.context_length={model.context_length} allows more than attention_chunk_size={chunks.size} tokens, "
             f"but servers of {values['model_type']} do not end attention at a chunk; set it to at most {chunks.size}"
         )
-    return check_frozen_weights(key, folder, values, generates=not (scores and model.kind == "classifier"))
+    try:
+        stored = stored_shapes(folder)
+        for name, shape in _expected(values, generates=not (scores and model.kind == "classifier")).items():
+            if name not in stored:
+                raise CheckpointError(f"{folder} has no tensor {name!r}, which its config.json requires")
+            if stored[name] != shape:
+                raise CheckpointError(
+                    f"{name!r} in {folder} has shape {list(stored[name])}, but its config.json requires {list(shape)}"
+                )
+    except CheckpointError as error:
+        raise ConfigError(f"{key}.path: {error}; copy the model again") from None
 
 
 def _check_classifier(
@@ -680,11 +654,9 @@ def _check_curriculum(data: DataConfig) -> None:
     policy, options = data.curriculum, data.curriculum_options
     if policy is None:
         return
-    known = keyword_options(load_function(builtin.CURRICULA.get(policy, policy)))
+    parameters = keyword_options(load_function(builtin.CURRICULA.get(policy, policy)))
+    _check_option_names("data.curriculum", policy, options, parameters)
     for name, value in options.items():
-        if name not in known:
-            said = f"its options are {', '.join(known)}" if known else "it has none"
-            raise ConfigError(f"data.curriculum_options.{name}: data.curriculum={policy} has no such option; {said}")
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if policy in builtin.CURRICULA and not number:
             raise ConfigError(f"data.curriculum_options.{name}={as_typed(value)} must be a finite number")

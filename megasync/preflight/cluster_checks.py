@@ -113,8 +113,8 @@ def _equal(looks: Answers) -> Iterator[Finding]:
 
 def _difference(value: str, usual: str) -> str:
     """How a comma-separated value differs from the usual one."""
-    own, others = value.split(", "), usual.split(", ")
-    extra, missing = ([word for word in one if word not in two] for one, two in ((own, others), (others, own)))
+    words, others = value.split(", "), usual.split(", ")
+    extra, missing = ([word for word in one if word not in two] for one, two in ((words, others), (others, words)))
     return f"{', '.join(extra) or 'fewer'}, others have {', '.join(missing) or 'fewer'}"
 
 

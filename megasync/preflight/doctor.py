@@ -73,8 +73,8 @@ def examine(config: Config | None = None, host: str = LOOPBACK, refuse: Refuse =
     `host` is the address whose ports are tried if no `config` names one. verl, which takes seconds to import, is
     examined without a `config` only: megasync's own runs do not use it.
     """
-    found = [finding for check in CHECKS for finding in check()]
-    return [*found, *(examine_for(config, refuse) if config else [*check_verl(), *check_ports(host)])]
+    findings = [finding for check in CHECKS for finding in check()]
+    return [*findings, *(examine_for(config, refuse) if config else [*check_verl(), *check_ports(host)])]
 
 
 def check_python() -> Iterator[Finding]:
@@ -123,21 +123,21 @@ def _read_lock(lock: Path) -> list[Requirement]:
 
 def _own_requirements() -> list[Requirement]:
     """Requirements that megasync declares, including the `gpu` extra."""
-    found = [Requirement(text) for text in requires("megasync") or ()]
-    return [r for r in found if r.marker is None or r.marker.evaluate({"extra": "gpu"})]
+    declared = [Requirement(text) for text in requires("megasync") or ()]
+    return [r for r in declared if r.marker is None or r.marker.evaluate({"extra": "gpu"})]
 
 
 def _against(subject: str, wanted: list[Requirement], fix: str, status: str = FAILURE) -> Iterator[Finding]:
     wrong = []
     for requirement in wanted:
         try:
-            found = version(requirement.name)
+            installed = version(requirement.name)
         except PackageNotFoundError:
             wrong.append(f"{requirement.name} is missing")
             continue
         # A local version tag such as +cpu names the build, not the version.
-        if not requirement.specifier.contains(found.split("+")[0], prereleases=True):
-            wrong.append(f"{requirement.name} is {found}, not {requirement.specifier}")
+        if not requirement.specifier.contains(installed.split("+")[0], prereleases=True):
+            wrong.append(f"{requirement.name} is {installed}, not {requirement.specifier}")
     yield verdict(subject, not wrong, "; ".join(wrong) or f"all {len(wanted)} installed", fix, status)
 
 
@@ -159,11 +159,11 @@ def check_patches() -> Iterator[Finding]:
         except megasync_patches.PatchError as error:
             yield Finding(subject, FAILURE, str(error), f"{SETUP}, or install {patch.package} {patch.versions[-1]}")
             continue
-        found = patch.installed()
+        installed = patch.installed()
         if needed:
-            detail = f"active for {patch.package} {found}: {patch.reason}"
-        elif found:
-            detail = f"not needed by {patch.package} {found}"
+            detail = f"active for {patch.package} {installed}: {patch.reason}"
+        elif installed:
+            detail = f"not needed by {patch.package} {installed}"
         else:
             detail = f"not needed: {patch.package} is not installed"
         yield Finding(subject, OK, detail)
@@ -328,7 +328,7 @@ def check_verl() -> Iterator[Finding]:
     """Checks in a fresh interpreter that verl finds megasync's engine, because verl hides a plugin's error."""
     wanted = " or ".join(SUPPORTED)
     try:
-        found = version("verl")
+        installed = version("verl")
     except PackageNotFoundError:
         yield Finding(VERL_SUBJECT, OK, f"verl is not installed; the plugin is for verl {wanted}")
         return
@@ -342,15 +342,15 @@ def check_verl() -> Iterator[Finding]:
             timeout=VERL_IMPORT_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        detail = f"importing verl {found} took more than {VERL_IMPORT_SECONDS} s"
+        detail = f"importing verl {installed} took more than {VERL_IMPORT_SECONDS} s"
         yield Finding(VERL_SUBJECT, FAILURE, detail, "import verl in a Python shell to see why")
         return
     if probe.returncode == 0:
-        yield Finding(VERL_SUBJECT, OK, f"verl {found} has the engine of {probe.stdout.split()[-1]}")
+        yield Finding(VERL_SUBJECT, OK, f"verl {installed} has the engine of {probe.stdout.split()[-1]}")
         return
     reason = (probe.stderr.strip().splitlines() or [f"exit status {probe.returncode}"])[-1]
     fix = f"install verl {wanted} and megasync in one environment, and leave VERL_USE_EXTERNAL_PLUGINS unset"
-    yield Finding(VERL_SUBJECT, FAILURE, f"verl {found} does not have the engine: {reason}", fix)
+    yield Finding(VERL_SUBJECT, FAILURE, f"verl {installed} does not have the engine: {reason}", fix)
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (

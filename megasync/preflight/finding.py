@@ -38,10 +38,15 @@ def check_space(subject: str, path: Path, wanted: int, fix: str, why: str = "") 
 
 def bytes_text(count: int) -> str:
     """A human-readable number of bytes, in powers of 1,000."""
-    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= limit:
-            return f"{count / limit:.1f} {unit}"
-    return f"{count} B"
+    return scaled(count, (" GB", " MB", " kB"), " B")
+
+
+def scaled(count: int, units: tuple[str, str, str], one: str) -> str:
+    """A number in units of 10**9, 10**6 or 10**3, or of ``one``."""
+    for power, unit in zip((9, 6, 3), units, strict=True):
+        if count >= 10**power:
+            return f"{count / 10**power:.1f}{unit}"
+    return f"{count}{one}"
 
 
 def writable(path: Path) -> bool:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from itertools import product
 from math import log2
 
-from megasync.config.limits import as_typed, value_of
+from megasync.config.changes import changes
+from megasync.config.limits import as_typed
 from megasync.config.pools import frozen_models, nodes_needed, pool_specs
 from megasync.config.schema import Config, RolloutConfig, TrainerConfig
 from megasync.errors import ConfigError
@@ -33,17 +34,6 @@ MOST_DEVICES = 64
 # Divisors of the token budget that are tried.
 BUDGETS = (1, 2, 4, 8, 16)
 MEM_FRACTIONS = (0.85, 0.9)
-# Keys that a proposal may change, in the order in which they are printed.
-KEYS = (
-    *(f"trainer.{key}_parallel" for key in ("tensor", "pipeline", "data")),
-    *(f"trainer.{key}" for key in ("sequence_parallel", "distributed_optimizer", "recompute", "tokens_per_microbatch")),
-    *(f"trainer.{key}" for key in ("recompute_layers", "recompute_modules")),
-    *(f"trainer.{key}" for key in ("overlap_grad_reduce", "overlap_param_gather")),
-    *(f"rollout.{key}" for key in ("tensor_parallel", "servers", "min_servers", "mem_fraction")),
-    "sync.arena",
-    "cluster.address",
-    "cluster.host",
-)
 
 
 def rank_refusals(stages: tuple[RankMemory, ...], device_bytes: int, server: ServerMemory | None = None) -> list[str]:
@@ -68,25 +58,25 @@ def refusals(
     device_bytes: int,
 ) -> tuple[str, ...]:
     """The sizes that do not fit, with the keys that determine them."""
-    found = rank_refusals(stages, device_bytes, server if config.cluster.share_device else None)
+    texts = rank_refusals(stages, device_bytes, server if config.cluster.share_device else None)
     if not _server_fits(config, server):
-        found.append(
+        texts.append(
             f"a server's KV cache holds {server.kv_tokens} tokens, less than one longest sequence "
             f"({longest_sequence(config)}); raise rollout.tensor_parallel or rollout.mem_fraction"
         )
     if not _arena_fits(config.rollout, server, device_bytes):
-        found.append(
+        texts.append(
             f"sync.arena=device takes {server.arena / 1e9:.1f} GB beside rollout.mem_fraction="
             f"{config.rollout.mem_fraction:g} of {device_bytes / 1e9:.0f} GB; set sync.arena=host, or lower "
             "mem_fraction"
         )
     for key, memory in frozen.items():
         if memory.kv_tokens == 0:
-            found.append(
+            texts.append(
                 f"{key}.mem_fraction={frozen_models(config)[key].mem_fraction:g} leaves no room beside weights of "
                 f"{memory.weights / 1e9:.1f} GB a rank; raise {key}.mem_fraction or {key}.tensor_parallel"
             )
-    return tuple(found)
+    return tuple(texts)
 
 
 def context_needed(config: Config, bucket: int, device_bytes: int) -> str | None:
@@ -126,9 +116,9 @@ def nearest_fit(config: Config, bucket: int, device_bytes: int) -> tuple[str, ..
         if not _split_fits(config, trainer, bucket, device_bytes):
             continue
         for rollout, arena in servers:
-            found = _admitted(replace(config, trainer=trainer, rollout=rollout, sync=replace(config.sync, arena=arena)))
-            if found is not None:
-                return _overrides(config, found)
+            sync = replace(config.sync, arena=arena)
+            if (fitting := _admitted(replace(config, trainer=trainer, rollout=rollout, sync=sync))) is not None:
+                return tuple(f"{key}={as_typed(value)}" for key, _, value in changes(config, fitting))
     return None
 
 
@@ -194,8 +184,8 @@ def _split_fits(config: Config, trainer: TrainerConfig, bucket: int, device_byte
     except ConfigError:
         return False
     stages = [stage_memory(candidate, layout, bucket, stage) for stage in range(trainer.pipeline_parallel)]
-    free = free_for_servers(candidate, stages, device_bytes)
-    room = _trainer_room(config, server_memory(candidate, layout, free), device_bytes)
+    server = server_memory(candidate, layout, free_for_servers(candidate, stages, device_bytes))
+    room = device_bytes - (server.total if config.cluster.share_device else 0)
     # The given split may fill the device completely.
     limit = room if trainer == config.trainer else FILL * room
     return all(memory.total <= limit for memory in stages)
@@ -231,13 +221,8 @@ def _servers_fit(config: Config, rollout: RolloutConfig, arena: str, device_byte
     return _server_fits(candidate, memory) and _arena_fits(rollout, memory, device_bytes)
 
 
-def _trainer_room(config: Config, server: ServerMemory, device_bytes: int) -> int:
-    """Bytes of a device that a trainer rank may use."""
-    return device_bytes - (server.total if config.cluster.share_device else 0)
-
-
 def _server_fits(config: Config, server: ServerMemory) -> bool:
-    return bool(config.rollout.external) or server.kv_tokens is None or server.kv_tokens >= longest_sequence(config)
+    return bool(config.rollout.external) or server.kv_tokens >= longest_sequence(config)
 
 
 def _arena_fits(rollout: RolloutConfig, server: ServerMemory, device_bytes: int) -> bool:
@@ -254,8 +239,3 @@ def _admitted(config: Config) -> Config | None:
     except ConfigError:
         return None
     return config
-
-
-def _overrides(before: Config, after: Config) -> tuple[str, ...]:
-    changed = (key for key in KEYS if value_of(before, key) != value_of(after, key))
-    return tuple(f"{key}={as_typed(value_of(after, key))}" for key in changed)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 
 from megasync.config.builtin import ADVANTAGES
+from megasync.config.megatron_options import newer_megatron
 from megasync.config.schema import Config, FrozenModelConfig, LoraConfig, RolloutConfig, SyncConfig
 from megasync.layout.adapter import AdapterLayout, adapter_layout
 from megasync.layout.layout import Layout
@@ -67,8 +67,8 @@ class RankMemory:
     activations: int
     logits: int
     reference: int
+    critic: int
     sync_buckets: int
-    critic: int = 0
 
     @property
     def total(self) -> int:
@@ -120,39 +120,44 @@ class HostMemory:
 
 def host_memory(config: Config, layout: Layout, ranks: int, servers: int) -> HostMemory:
     """``ranks`` and ``servers`` are the most trainer ranks and server ranks on one node."""
-    item, topology = ITEM_BYTES[config.model.dtype], layout.topology
-    copies, references, states, kept = [], [], [], []
-    trained = adapter_layout(layout, config.trainer) or layout
-    in_host = _has_reference(config) and trained is layout
-    for rank in (topology.rank(0, 0, stage) for stage in range(topology.pipeline)):
-        shapes = {name: prod(shape) for name, shape in layout.params(rank).items()}
-        copies.append(_copied(config, trained, rank))
-        references.append(sum(shapes.values()) * item if in_host else 0)
-        states.append(_state(config, trained, rank))
-        kept.append(host_state(config, trained, rank))
-        if config.critic.enabled:
-            critic, own = _critic_config(config), critic_layout(layout)
-            copies[-1] += _copied(critic, own, rank)
-            kept[-1] += host_state(critic, own, rank)
-            # In turns, one of the two is in host memory.
-            both = (states[-1], _state(critic, own, rank))
-            states[-1] = max(both) if config.critic.offload else sum(both)
+    learners, item = _learners(config, layout), ITEM_BYTES[config.model.dtype]
+    stages = [layout.topology.rank(0, 0, stage) for stage in range(layout.topology.pipeline)]
+    # In turns, one of policy and critic is in host memory.
+    both = max if config.critic.offload else sum
+
+    def fullest(nbytes: Callable[[Config, Layout, int], int], both: Callable[[Iterable[int]], int] = sum) -> int:
+        return ranks * max(both(nbytes(*learner, rank) for learner in learners) for rank in stages)
+
     sync, synced = config.sync, _server_weights(config, layout)
     staged = offloaded = 0
     if config.cluster.colocate:
-        offloaded = ranks * max(states) + servers * (synced + _frozen_weights(config, layout))
+        offloaded = fullest(_state, both) + servers * (synced + _frozen_weights(config, layout))
     else:
         if config.critic.offload:
-            offloaded = ranks * max(states)
+            offloaded = fullest(_state, both)
         if sync.arena == "host" and sync.transport in ("auto", "p2p"):
             staged = synced if sync.arena_mb is None else sync.arena_mb * 2**20
+    in_host = _has_reference(config) and not config.trainer.lora.rank
     return HostMemory(
-        checkpoint=ranks * max(copies),
-        reference=ranks * max(references),
+        checkpoint=fullest(_copied),
+        reference=ranks * max(_elements(layout, rank) * item for rank in stages) if in_host else 0,
         staging=servers * staged,
         offloaded=offloaded,
-        optimizer=ranks * max(kept),
+        optimizer=fullest(host_state),
     )
+
+
+def _learners(config: Config, layout: Layout) -> list[tuple[Config, Layout]]:
+    """What is trained, the policy or its adapters and perhaps a critic, each as the configuration of a policy."""
+    learners = [(config, adapter_layout(layout, config.trainer) or layout)]
+    if config.critic.enabled:
+        trainer = replace(config.trainer, optimizer=config.critic.optimizer, lora=LoraConfig())
+        learners.append((replace(config, trainer=trainer), critic_layout(layout)))
+    return learners
+
+
+def _elements(layout: Layout, rank: int) -> int:
+    return sum(map(prod, layout.params(rank).values()))
 
 
 def _copied(config: Config, layout: Layout, rank: int) -> int:
@@ -165,51 +170,39 @@ def _copied(config: Config, layout: Layout, rank: int) -> int:
 
 def stage_memory(config: Config, layout: Layout, bucket: int, stage: int) -> RankMemory:
     """Memory of the fullest rank of a pipeline stage, which also sends weights in buckets of `bucket` bytes."""
-    trainer, item = config.trainer, ITEM_BYTES[config.model.dtype]
-    topology = layout.topology
-    rank = topology.rank(0, 0, stage)
-    elements = sum(prod(shape) for shape in layout.params(rank).values())
-    trained = adapter_layout(layout, config.trainer) or layout
-    learned = sum(prod(shape) for shape in trained.params(rank).values())
+    item, rank = ITEM_BYTES[config.model.dtype], layout.topology.rank(0, 0, stage)
+    elements = _elements(layout, rank)
+    (_, trained), *critics = _learners(config, layout)
     if isinstance(trained, AdapterLayout):
-        elements += learned
+        elements += _elements(trained, rank)
         if config.sync.transport != "adapters":
             # The weights with the adapters merged, for servers.
             shapes = layout.params(rank)
             elements += sum(prod(shapes[each.item.param]) for each in trained.adapted(rank))
-    last = stage == trainer.pipeline_parallel - 1
     copies = 0
     if (quantized := _in_fp8(config, layout)) is not None:
         # Values and scales, for servers that keep them.
         shapes = quantized.params(rank)
-        own = [each for each in quantized.of_rank(rank) if each.dtype in (VALUES_DTYPE, SCALES_DTYPE)]
-        copies = sum(prod(shapes[each.param]) * ITEM_BYTES[each.dtype] for each in own if each.dtype)
+        quantized_items = [each for each in quantized.of_rank(rank) if each.dtype in (VALUES_DTYPE, SCALES_DTYPE)]
+        copies = sum(prod(shapes[each.param]) * ITEM_BYTES[each.dtype] for each in quantized_items if each.dtype)
+    gradients, optimizer = _elements(trained, rank) * GRAD_BYTES, _state(config, trained, rank)
+    critic = 0
+    for learner, learned in critics:
+        # Its activations exist while the policy's do not, and it has no logits.
+        learning = _elements(learned, rank) * GRAD_BYTES + _state(learner, learned, rank)
+        critic = _elements(learned, rank) * item + learning
+        if config.critic.offload:
+            critic -= min(learning, gradients + optimizer)
     return RankMemory(
         weights=elements * item + copies,
-        gradients=learned * GRAD_BYTES,
-        optimizer=_state(config, trained, rank),
+        gradients=gradients,
+        optimizer=optimizer,
         activations=_activations(config, layout, stage, item),
-        logits=_logits(config, layout, item) if last else 0,
+        logits=_logits(config, layout, item) if stage == layout.topology.pipeline - 1 else 0,
         reference=reference_bytes(config, layout, rank),
+        critic=critic,
         sync_buckets=BUCKETS * bucket,
-        critic=_critic(config, layout, rank) if config.critic.enabled else 0,
     )
-
-
-def _critic(config: Config, layout: Layout, rank: int) -> int:
-    """Bytes that a critic adds to a rank. Its activations exist while the policy's do not, and it has no logits."""
-    critic = _critic_config(config)
-    own, less = _learning(critic, critic_layout(layout), rank), 0
-    if config.critic.offload:
-        less = min(own, _learning(config, adapter_layout(layout, config.trainer) or layout, rank))
-    elements = sum(prod(shape) for shape in critic_layout(layout).params(rank).values())
-    return elements * ITEM_BYTES[config.model.dtype] + own - less
-
-
-def _learning(config: Config, layout: Layout, rank: int) -> int:
-    """Bytes of gradients and optimizer state, which only the model that learns needs."""
-    elements = sum(prod(shape) for shape in layout.params(rank).values())
-    return elements * GRAD_BYTES + _state(config, layout, rank)
 
 
 def critic_layout(layout: Layout) -> Layout:
@@ -217,15 +210,9 @@ def critic_layout(layout: Layout) -> Layout:
     return Layout(layout.hf_config, layout.topology, layout.spec, value_head=True)
 
 
-def _critic_config(config: Config) -> Config:
-    """The configuration of a critic in place of a policy."""
-    return replace(config, trainer=replace(config.trainer, optimizer=config.critic.optimizer, lora=LoraConfig()))
-
-
 def _optimizer_elements(config: Config, layout: Layout, rank: int) -> int:
     """Elements of which a rank keeps the optimizer's state."""
-    topology, shapes = layout.topology, layout.params(rank)
-    elements = sum(prod(shape) for shape in shapes.values())
+    topology, shapes, elements = layout.topology, layout.params(rank), _elements(layout, rank)
     copies = topology.data * topology.context
     if not config.trainer.distributed_optimizer or copies == 1:
         return elements
@@ -272,19 +259,14 @@ def _stored_bytes(config: Config) -> int:
 
 def checkpoint_bytes(config: Config, layout: Layout) -> int:
     """Bytes of one training checkpoint: weights and optimizer state, each element once; also those of a critic."""
-    stored = _checkpoint_bytes(config, adapter_layout(layout, config.trainer) or layout)
-    if config.critic.enabled:
-        stored += _checkpoint_bytes(_critic_config(config), critic_layout(layout))
+    stored = 0
+    for learner, trained in _learners(config, layout):
+        elements = sum(map(prod, trained.hf_tensors.values()))
+        if not isinstance(trained, AdapterLayout):
+            vocabularies = 1 if trained.tied or trained.value_head else 2
+            elements += vocabularies * (trained.padded_vocab - trained.sizes.vocab) * trained.sizes.hidden
+        stored += elements * (ITEM_BYTES[config.model.dtype] + _stored_bytes(learner))
     return stored
-
-
-def _checkpoint_bytes(config: Config, layout: Layout) -> int:
-    item, sizes = ITEM_BYTES[config.model.dtype], layout.sizes
-    vocabularies = 1 if layout.tied or layout.value_head else 2
-    padding = vocabularies * (layout.padded_vocab - sizes.vocab) * sizes.hidden
-    if isinstance(layout, AdapterLayout):
-        padding = 0
-    return (sum(prod(shape) for shape in layout.hf_tensors.values()) + padding) * (item + _stored_bytes(config))
 
 
 def microbatch_tokens(config: Config) -> int:
@@ -315,7 +297,7 @@ def reference_bytes(config: Config, layout: Layout, rank: int) -> int:
     if not _has_reference(config):
         return 0
     if (adapters := adapter_layout(layout, config.trainer)) is not None:
-        return sum(prod(shape) for shape in adapters.params(rank).values()) * ITEM_BYTES[config.model.dtype]
+        return _elements(adapters, rank) * ITEM_BYTES[config.model.dtype]
     blocks: dict[str, int] = defaultdict(int)
     shapes = layout.params(rank)
     for item in layout.of_rank(rank):
@@ -507,7 +489,7 @@ def _saved_around_experts(config: Config, layout: Layout) -> float:
     if any("shared_experts.gate_weight" in rule.local for rule in layout.family.sparse):
         # The output of the shared expert, which the gate multiplies.
         elements += hidden
-    if _newer_megatron() and not config.trainer.moe_permute_fusion:
+    if newer_megatron() and not config.trainer.moe_permute_fusion:
         # The tokens of an expert are part of a sort of all pairs of a token and an expert.
         elements += sizes.experts * INDEX_BYTES / ITEM_BYTES[config.model.dtype] * hidden / sizes.hidden
     return elements
@@ -546,7 +528,7 @@ def _saved_by_attention(config: Config, layout: Layout) -> float:
         latents = 2 * (sizes.q_lora + sizes.kv_lora) / (tensor if config.trainer.sequence_parallel else 1)
         # Since 0.19, for packed sequences, values are padded to the width of queries and the output is cut: they are as
         # wide as queries, and the output is saved a second time (`megatron.core.transformer.multi_latent_attention`).
-        heads = 4 * sizes.q_rows + sizes.value_rows if _newer_megatron() else 2 * (sizes.q_rows + sizes.value_rows)
+        heads = 4 * sizes.q_rows + sizes.value_rows if newer_megatron() else 2 * (sizes.q_rows + sizes.value_rows)
         return latents + heads / tensor
     normed: float = any("q_layernorm" in rule.local for rule in layout.family.layer)
     if layout.family.norms_all_heads:
@@ -571,15 +553,6 @@ def _saved_by_delta_net(config: Config, layout: Layout) -> float:
     scalars = 5 * FLOAT32_BYTES // ITEM_BYTES[config.model.dtype] + 2
     width = heads.conv_rows + keys + 4 * heads.value_rows + heads.values * (DELTA_CHUNK + scalars)
     return width / config.trainer.tensor_parallel
-
-
-def _newer_megatron() -> bool:
-    """Whether the installed Megatron is 0.19 or later, which saves more. Assumed if Megatron is not installed."""
-    try:
-        major, minor = version("megatron-core").split(".")[:2]
-    except PackageNotFoundError:
-        return True
-    return (int(major), int(minor)) >= (0, 19)
 
 
 def _received(config: Config, layout: Layout) -> float:

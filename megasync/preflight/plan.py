@@ -111,17 +111,13 @@ class TrainerPlan:
     def warnings(self) -> tuple[str, ...]:
         trainer, longest = self.config.trainer, longest_sequence(self.config)
         budget, context = trainer.tokens_per_microbatch, trainer.context_parallel
-        found: list[str] = []
-        if longest > budget * context:
-            shared = f" x trainer.context_parallel={context}" if context > 1 else ""
-            found.append(
-                f"the longest sequence ({longest} tokens) exceeds trainer.tokens_per_microbatch={budget}{shared}; "
-                "such a sequence gets a microbatch of its own"
-            )
-        return (*found, *self._other_warnings())
-
-    def _other_warnings(self) -> tuple[str, ...]:
-        return ()
+        if longest <= budget * context:
+            return ()
+        shared = f" x trainer.context_parallel={context}" if context > 1 else ""
+        return (
+            f"the longest sequence ({longest} tokens) exceeds trainer.tokens_per_microbatch={budget}{shared}; such a "
+            "sequence gets a microbatch of its own",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,14 +157,12 @@ class Plan(TrainerPlan):
                 pools[model.key] = model.memory.total * model.pool.spec.slots * model.pool.spec.devices
         return {key: nbytes for key, nbytes in pools.items() if nbytes}
 
-    def _other_warnings(self) -> tuple[str, ...]:
-        workers = self.config.rollout.workers
-        if workers <= self.max_inflight:
-            return ()
-        return (
-            f"rollout.workers={workers} exceeds the {self.max_inflight} groups in generation: "
-            f"{workers - self.max_inflight} workers are idle",
-        )
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        workers, most = self.config.rollout.workers, self.max_inflight
+        idle = f"rollout.workers={workers} exceeds the {most} groups in generation: {workers - most} workers are idle"
+        # `super` alone fails: a dataclass with slots is another class than the one that defines this.
+        return (*super(Plan, self).warnings, *([idle] if workers > most else []))
 
 
 def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
@@ -190,8 +184,8 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
     refused: tuple[str, ...] = ()
     nearest = None
     if device_bytes is not None:
-        known = {model.key: model.memory for model in frozen if model.memory is not None}
-        refused = refusals(config, memory, server, known, device_bytes)
+        frozen_memories = {model.key: model.memory for model in frozen if model.memory is not None}
+        refused = refusals(config, memory, server, frozen_memories, device_bytes)
         if refused:
             nearest = nearest_fit(config, max(largest), device_bytes)
             needed = context_needed(config, max(largest), device_bytes)
@@ -255,12 +249,12 @@ def resolve_supervised(config: Config, device_bytes: int | None = None) -> Train
     )
 
 
-def _device_bytes(config: Config, given: int | None) -> int | None:
+def _device_bytes(config: Config, device_bytes: int | None) -> int | None:
     if config.cluster.device == "cpu":
-        if given is not None:
+        if device_bytes is not None:
             raise ConfigError("--device-memory is the memory of a GPU, but cluster.device=cpu; drop one of them")
         return None
-    return DEFAULT_DEVICE_BYTES if given is None else given
+    return DEFAULT_DEVICE_BYTES if device_bytes is None else device_bytes
 
 
 def _host_memory(config: Config, layout: Layout, nodes: int, pools: dict[str, PlannedPool]) -> HostMemory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from itertools import groupby, zip_longest
 from math import prod
 from pathlib import Path
@@ -17,25 +18,12 @@ from megasync.config.pools import engines, server_slots
 from megasync.config.schema import Config, RolloutConfig
 from megasync.layout.routes import RouteFormat
 from megasync.observe.trackers import describe_sinks
-from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, bytes_text
-from megasync.preflight.memory import HostMemory, ServerMemory, longest_sequence, microbatch_tokens
+from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, bytes_text, scaled
+from megasync.preflight.memory import HostMemory, RankMemory, ServerMemory, longest_sequence, microbatch_tokens
 from megasync.preflight.plan import Plan, PlannedPool, PlannedRank, TrainerPlan
 
 # Nodes with more devices than this show them in runs.
 CELLS = 16
-MEMORY_COLUMNS = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "logits",
-    "reference",
-    "critic",
-    "sync_buckets",
-    "total",
-)
-
-
 TURNS = "ranks and servers use them in turns: for each step the servers free theirs, and for generation the ranks"
 
 
@@ -79,6 +67,10 @@ def _summary(plan: Plan) -> Table:
     schedule, rollout, health = config.schedule, config.rollout, config.rollout.health
     lost = f"at most {tokens} token(s)" if (tokens := rollout.stream_interval) else "all tokens"
     workers, nodes = config.rollout.workers, plan.rollout.spec.nodes
+    teachers = [
+        f"{name} ({model.path}) for {', '.join(model.sources) or 'all other rows'}"
+        for name, model in config.teachers.items()
+    ]
     shared = f"{workers} processes on {min(workers, nodes)} node(s) of the rollout pool"
     rows = {
         "run": config.name,
@@ -88,7 +80,7 @@ def _summary(plan: Plan) -> Table:
         **({} if not workers else {"rollout workers": shared}),
         "staleness": f"trained tokens are at most {pacing.staleness_bound} version(s) old, {pacing.window_slack} of "
         f"them due to the look-ahead window; staler groups: {schedule.stale}",
-        **_teachers(config),
+        **({"teachers": "; ".join(teachers)} if teachers else {}),
         "weight sync": f"every {schedule.weight_sync_steps} step(s): {bytes_text(plan.broadcast.nbytes)} "
         f"{_transport(plan)}",
         "fleet": f"continues with at least {rollout.min_servers} of {rollout.servers} server(s){_engines(rollout)}; "
@@ -140,14 +132,6 @@ def _adapters(plan: TrainerPlan) -> dict[str, str]:
     if held_out:
         rows["held-out adapters"] = ", ".join(f"{path} for the set {name}" for name, path in held_out.items())
     return rows
-
-
-def _teachers(config: Config) -> dict[str, str]:
-    each = (
-        f"{name} ({model.path}) for {', '.join(model.sources) or 'all other rows'}"
-        for name, model in config.teachers.items()
-    )
-    return {"teachers": "; ".join(each)} if config.teachers else {}
 
 
 def _cpu_memory(plan: Plan) -> dict[str, str]:
@@ -250,8 +234,8 @@ def _pool_row(name: str, what: str, pool: PlannedPool, shared: bool = False) -> 
 def _nodes(plan: Plan) -> Table:
     """The owner of each device, node by node. Which device of its node a process gets is up to Ray."""
     owners = [("t", "trainer rank", plan.trainer), ("s", "server", plan.rollout)]
-    own = [model for model in plan.frozen_models if not model.shared]
-    owners += [(f"m{number}.", f"server of {model.name}", model.pool) for number, model in enumerate(own)]
+    apart = [model for model in plan.frozen_models if not model.shared]
+    owners += [(f"m{number}.", f"server of {model.name}", model.pool) for number, model in enumerate(apart)]
     title = ", ".join(f"{sign} {what}" for sign, what, _ in owners)
     table = Table(title=f"Devices of each node: {title}, . free", title_justify="left", show_header=False)
     for node in range(plan.nodes):
@@ -314,7 +298,9 @@ def _memory(plan: TrainerPlan) -> Table:
     table = Table(title=title, title_justify="left", collapse_padding=True, pad_edge=False)
     table.add_column("stage")
     rare = ("reference", "critic", "sync_buckets")
-    columns = [name for name in MEMORY_COLUMNS if name not in rare or any(getattr(each, name) for each in plan.stages)]
+    names = [field.name for field in fields(RankMemory)]
+    columns = [name for name in names if name not in rare or any(getattr(each, name) for each in plan.stages)]
+    columns.append("total")
     for column in columns:
         table.add_column(column.replace("_", "\n"), justify="right")
     for stage, memory in enumerate(plan.stages):
@@ -325,8 +311,8 @@ def _memory(plan: TrainerPlan) -> Table:
 def _server(plan: Plan) -> Table:
     table = Table(title="Memory of a server rank", title_justify="left")
     # The owner is obvious if there is only one kind of server.
-    own = [] if plan.config.rollout.external else [("rollout", plan.server)]
-    of = [*own, *((model.name, model.memory) for model in plan.frozen_models)]
+    of = [] if plan.config.rollout.external else [("rollout", plan.server)]
+    of += [(model.name, model.memory) for model in plan.frozen_models]
     if len(of) > 1:
         table.add_column("of")
     for column in ("weights", "arena", "KV per token", "KV room", "KV tokens", "from"):
@@ -339,11 +325,9 @@ def _server(plan: Plan) -> Table:
 
 def _server_cells(server: ServerMemory | None) -> list[str]:
     if server is None:
-        return ["-", "-", "-", "-", "-", "the model is not on this machine"]
-    arena = bytes_text(server.arena) if server.arena else "-"
-    sizes = (server.weights, server.kv_bytes_per_token, server.kv_room)
-    weights, per_token, room = map(bytes_text, sizes)
-    return [weights, arena, per_token, room, f"{server.kv_tokens:,}", server.kv_source]
+        return ["-"] * 5 + ["the model is not on this machine"]
+    sizes = (server.weights, server.arena, server.kv_bytes_per_token, server.kv_room)
+    return [*(bytes_text(size) if size else "-" for size in sizes), f"{server.kv_tokens:,}", server.kv_source]
 
 
 def _span(numbers: Sequence[int]) -> str:
@@ -351,7 +335,4 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def _count(count: int) -> str:
-    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= limit:
-            return f"{count / limit:.1f}{unit}"
-    return str(count)
+    return scaled(count, ("B", "M", "k"), "")

@@ -1,4 +1,4 @@
-"""Checks one configuration on this machine: model, disk space, access, devices, address, and contradictions.
+"""Checks one configuration on this machine: contradictions, tokenizer, disk space, access, memory, devices, ports.
 
 As in `doctor`, each check is a function that yields findings, never raises, and leaves nothing behind.
 """
@@ -13,15 +13,13 @@ from pathlib import Path
 import psutil
 
 from megasync.config import Config
-from megasync.config.access import check_access, describe_access, generation_needs_key
+from megasync.config.access import describe_access, generation_needs_key
 from megasync.config.host import is_loopback, resolve_host
-from megasync.config.limits import check_limits
-from megasync.config.pools import devices_needed, frozen_models, pool_specs, trainer_pool
+from megasync.config.pools import devices_needed, pool_specs, trainer_pool
 from megasync.config.supervised import is_supervised
 from megasync.device import check_machine, resolve_device
 from megasync.errors import ConfigError, DataError
-from megasync.layout.model_files import check_model_folder
-from megasync.preflight.check import check_frozen_folder, check_weights, model_layout
+from megasync.preflight.check import model_layout
 from megasync.preflight.finding import (
     FAILURE,
     OK,
@@ -44,72 +42,39 @@ Refuse = Callable[[Config], Sequence[str]]
 
 
 def examine_for(config: Config, refuse: Refuse) -> Iterator[Finding]:
-    """All findings about a configuration on this machine, which may be one of several nodes."""
-    try:
-        check_limits(config)  # the other checks compute with these values
-    except ConfigError as error:
-        yield _refused(error)
-        return
-    frozen = [] if is_supervised(config) else check_frozen_models(config)
-    found = [*check_model(config), *frozen, *check_run_folder(config), *check_keys(config)]
-    yield from found
-    if all(finding.status == OK for finding in found):  # else it would repeat them
-        yield from check_contradictions(config, refuse)
-        yield from check_cpu_memory(config)
-    yield from check_gpus(config)
-    yield from check_ports(resolve_host(config.cluster.host))
+    """All findings about a configuration on this machine, which may be one of several nodes.
+
+    One that a run would refuse is reported first, and alone: the other checks compute with its values.
+    """
+    first = find_contradiction(config, refuse)
+    yield first
+    if first.status == OK:
+        for check in (check_tokenizer, check_run_folder, check_keys, check_cpu_memory, check_gpus):
+            yield from check(config)
+        yield from check_ports(resolve_host(config.cluster.host))
 
 
-def _refused(error: ConfigError | DataError) -> Finding:
-    return Finding("configuration", FAILURE, str(error), "change it in the file, or with an override KEY=VALUE")
-
-
-def check_contradictions(config: Config, refuse: Refuse) -> Iterator[Finding]:
-    """Checks what `megasync train`, or for a supervised run `megasync sft`, would refuse."""
+def find_contradiction(config: Config, refuse: Refuse) -> Finding:
+    """The first thing that `megasync train`, or for a supervised run `megasync sft`, would refuse."""
     try:
         left_out = refuse(config)
     except (ConfigError, DataError) as error:
-        yield _refused(error)
-    else:
-        later = f"; the run itself will check {', '.join(left_out)}" if left_out else ""
-        yield Finding("configuration", OK, f"no contradictions{later}")
+        fix = "change the named keys, in the file or with overrides KEY=VALUE, or repair what they name"
+        return Finding("configuration", FAILURE, str(error), fix)
+    later = f"; the run itself will check {', '.join(left_out)}" if left_out else ""
+    return Finding("configuration", OK, f"no contradictions{later}")
 
 
-def check_model(config: Config) -> Iterator[Finding]:
-    """Checks that the tokenizer loads, and that every tensor has the shape that config.json implies."""
-    complete = "set model.path to a complete Hugging Face folder of a supported model"
-    try:
-        layout, source = model_layout(config)
-        check_model_folder(config.model)
-    except ConfigError as error:
-        yield Finding("model", FAILURE, str(error), f"change the named keys, or {complete}")
-        return
-    try:
-        check_weights(source.parent, layout)
-    except ConfigError as error:
-        yield Finding("model", FAILURE, str(error), f"copy the model again, or {complete}")
-        return
-
+def check_tokenizer(config: Config) -> Iterator[Finding]:
+    """Checks that the model's tokenizer loads on this machine."""
     from megasync.data.render import load_tokenizer
 
     try:
         load_tokenizer(config.model.path)
     except DataError as error:
-        yield Finding("model", FAILURE, str(error), f"copy its tokenizer files again, or {complete}")
-        return
-    yield Finding("model", OK, f"{config.model.path}, {len(layout.hf_tensors)} tensors and a tokenizer")
-
-
-def check_frozen_models(config: Config) -> Iterator[Finding]:
-    """Checks that each reward model, auxiliary model and teacher has the weights of its kind, by their headers."""
-    for key, model in frozen_models(config).items():
-        fix = f"copy the model again, or set {key}.path to another folder"
-        try:
-            tensors = check_frozen_folder(key, model)
-        except ConfigError as error:
-            yield Finding(key, FAILURE, str(error), fix)
-        else:
-            yield Finding(key, OK, f"{model.path}, {tensors} tensors")
+        yield Finding("model", FAILURE, str(error), "copy the tokenizer files of the model again")
+    else:
+        yield Finding("model", OK, f"{config.model.path}, with its weights and a tokenizer")
 
 
 def check_run_folder(config: Config) -> Iterator[Finding]:
@@ -118,10 +83,7 @@ def check_run_folder(config: Config) -> Iterator[Finding]:
     if not writable(root):
         yield Finding("run folder", FAILURE, f"{root} is not writable", "set run_root to a writable folder")
         return
-    try:
-        layout, _ = model_layout(config)
-    except ConfigError:  # reported by `check_model`
-        return
+    layout, _ = model_layout(config)
     each, kept = checkpoint_bytes(config, layout), config.checkpoint.keep + 1
     present = next(place for place in (root, *root.parents) if place.exists())
     fix = f"free some space, lower checkpoint.keep={config.checkpoint.keep}, or set run_root to a larger disk"
@@ -138,7 +100,7 @@ def check_cpu_memory(config: Config) -> Iterator[Finding]:
         return
     try:
         plan = resolve_plan(replace(config, cluster=replace(config.cluster, device="cpu")))
-    except ConfigError:  # reported by `check_contradictions`
+    except ConfigError:  # what is for GPUs only is reported by `check_gpus`
         return
     servers = [plan.rollout, *(model.pool for model in plan.frozen_models)]
     programs = PROCESS_BYTES * (plan.trainer.spec.slots + sum(pool.spec.slots for pool in servers))
@@ -150,13 +112,8 @@ def check_cpu_memory(config: Config) -> Iterator[Finding]:
 
 
 def check_keys(config: Config) -> Iterator[Finding]:
-    """Checks the keys and certificates of servers and router, and reports who may generate."""
+    """Reports who may reach the servers and generate."""
     cluster = config.cluster
-    try:
-        check_access(cluster)
-    except ConfigError as error:
-        yield Finding("access", FAILURE, str(error), "change the named keys, in the file or in the environment")
-        return
     protected = is_loopback(cluster.host) or generation_needs_key(cluster)
     fix = "set cluster.generation_key=auto, or isolate that network"
     yield verdict("access", protected, describe_access(cluster), fix, WARNING)
@@ -174,11 +131,7 @@ def check_gpus(config: Config) -> Iterator[Finding]:
         else:
             yield Finding("devices", WARNING, str(error), f"to use this machine for more than the driver, {fix}")
         return
-    try:
-        pools = {"trainer": trainer_pool(config)} if is_supervised(config) else pool_specs(config)
-        needed = devices_needed(pools)
-    except ConfigError:  # reported by `check_contradictions`
-        return
+    needed = devices_needed({"trainer": trainer_pool(config)} if is_supervised(config) else pool_specs(config))
     if device.kind == "cpu":
         yield Finding("devices", OK, f"{needed} ranks and servers on {len(os.sched_getaffinity(0))} core(s)")
         return

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from math import lcm
 from typing import Any, NamedTuple
 
-from megasync.config.rules import check_rules
+from megasync.config.rules import View, check_rules, rules_of
 from megasync.config.schema import ClusterConfig, Config, ModelConfig, TrainerConfig
 from megasync.config.schema.rollout import PIPELINED, UNTIED
 from megasync.errors import ConfigError
@@ -249,19 +249,14 @@ def model_facts(layout: Layout) -> dict[str, Any]:
     }
 
 
-# Keys whose rules depend on the model's layers.
-BY_MODEL = tuple(
-    f"trainer.{key}"
-    for key in ("tensor_parallel", "context_parallel", "tp_comm_overlap", "cuda_graphs", "fp8", "lora", "moe_aux_loss")
-)
-
-
 def check_trainer(layout: Layout, trainer: TrainerConfig, model: ModelConfig) -> None:
-    """Raises ConfigError if ranks cannot train this model as configured."""
+    """Raises ConfigError if ranks cannot train this model as configured: by the keys with a rule about the model."""
     device = "cpu" if layout.spec == "local" else "cuda"
     config = Config(trainer=trainer, model=model, cluster=ClusterConfig(device=device))
-    read = ("trainer", "model.dtype", "cluster.device")
-    check_rules(config, model_facts(layout), within=BY_MODEL, known=read)
+    facts, read = model_facts(layout), ("trainer", "model.dtype", "cluster.device")
+    rules = rules_of(View(config), config.trainer, "trainer.")
+    by_model = {key for key, rule in rules if not facts.keys().isdisjoint(rule.names(key))}
+    check_rules(config, facts, within=by_model, readable=read)
     if trainer.fp8 is not None:
         _check_fp8(layout, trainer)
 

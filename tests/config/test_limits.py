@@ -72,7 +72,8 @@ def test_an_infinite_or_huge_number_is_refused_for_every_key(value):
 @pytest.mark.parametrize("key", PATHS)
 @pytest.mark.parametrize(
     ("path", "reason"),
-    [("", "empty"), ("a" * 300, "too long"), ("a\0b", "null byte"), ("~no-such-user/a", "home directory")],
+    [("", "empty"), ("a" * 300, "too long"), ("a\0b", "null byte"), ("~no-such-user/a", "home directory")]
+    + [(f"{scheme}://a", "addresses are not supported") for scheme in ("s3", "file", "abfs+x")],
 )
 def test_an_invalid_path_is_refused_with_the_reason(config, key, path, reason):
     set_value(config, key, path)

@@ -156,6 +156,7 @@ def test_an_unknown_key_without_suggestion_lists_the_keys_of_the_section():
         ("trainer.optimizer.betas.a=1", ("trainer.optimizer.betas={'a': 1}", "list")),
         ("rollout.server_args=[1]", ("rollout.server_args=[1]", "key: value")),
         ("model.path=null", ("model.path", "text")),
+        ("eval.sets.hard.temperatures=0", ("eval.sets.hard.temperatures=0", "list")),
     ],
 )
 def test_a_wrong_type_names_key_value_and_expected_type(override, parts):

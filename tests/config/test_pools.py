@@ -116,13 +116,6 @@ def test_engines_that_do_not_fill_whole_nodes_are_refused():
     assert pool_specs(with_engines(1, 3, per_node=10, servers=5, tensor_parallel=2))["rollout"].nodes == 4
 
 
-def test_an_engine_that_is_larger_than_a_node_is_refused():
-    with pytest.raises(ConfigError, match=r"tensor_parallel=16 does not fit on one node .*devices_per_node=8"):
-        pool_specs(with_engines(1, 1, tensor_parallel=16))
-    # A server may be.
-    assert pool_specs(with_engines(1, 1, tensor_parallel=8))["rollout"].nodes == 4
-
-
 def test_small_pools_share_a_node_and_large_ones_do_not():
     def nodes(data, servers):
         config = Config(trainer=TrainerConfig(data_parallel=data), rollout=RolloutConfig(servers=servers))
@@ -155,14 +148,6 @@ def test_a_rank_and_a_server_can_share_one_device():
     assert alone.bundles("cuda") == [{"GPU": 1.0, "CPU": 1.0}]
 
 
-@pytest.mark.parametrize(("data", "servers"), [(2, 1), (1, 2)])
-def test_only_one_rank_and_one_server_share_a_device(data, servers):
-    config = shared_device(data, servers)
-    config.cluster.devices_per_node = 8
-    with pytest.raises(ConfigError, match=rf"{data} rank\(s\), and there are {servers} server\(s\)"):
-        pool_specs(config)
-
-
 def colocated(**rollout) -> Config:
     return Config(
         trainer=TrainerConfig(tensor_parallel=4, data_parallel=2),
@@ -178,14 +163,3 @@ def test_colocated_servers_use_the_devices_of_the_ranks():
     # An evaluation starts no ranks, so servers have devices of their own.
     (alone,) = pool_specs(colocated(servers=4, tensor_parallel=2), training=False).values()
     assert alone.bundles("cuda") == [{"GPU": 8.0, "CPU": 8.0}]
-
-
-def test_colocated_servers_need_a_rank_each_device_on_one_node():
-    with pytest.raises(
-        ConfigError, match=r"4 servers of 4 devices each take 16, and there are 8 .* rollout.servers to 2"
-    ):
-        pool_specs(colocated(servers=4, tensor_parallel=4))
-    config = colocated(servers=4)
-    config.trainer.data_parallel = 4
-    with pytest.raises(ConfigError, match=r"colocate=true is for one node, but the trainer's 16 ranks take 2"):
-        pool_specs(config)

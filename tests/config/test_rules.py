@@ -56,7 +56,7 @@ SOUND: dict[str, Any] = {
 }
 # Values that no type says.
 VALUES: dict[str, list[Any]] = {
-    "rollout.external": [["http://127.0.0.1:1"], ["http://127.0.0.1:1", "http://127.0.0.1:2"], []],
+    "rollout.external": [["http://127.0.0.1:1"], ["http://127.0.0.1:1", "http://127.0.0.1:2"], ["http://a:1"], []],
     "rollout.server_args": [{"--enable-fp32-lm-head": True}, {}],
     "rollout.server_args --speculative-": ["--speculative-algorithm"],
     "rollout.environment": [EnvironmentConfig(kind="gymnasium"), None],
@@ -88,6 +88,8 @@ def candidates(name: str) -> list[Any]:
         options: list[Any] = list(limit.options)
     elif limit in (ADVANTAGE, LOSS):
         options = list(ADVANTAGES if limit is ADVANTAGE else LOSSES)
+    elif default is UNKNOWN and type(value) is int and value > 2:
+        options = [1009, 97, 7, 0]
     elif isinstance(default, bool) or default is UNKNOWN:
         options = [True, False, *([0, 1, 2, 7, "other"] if default is UNKNOWN else ())]
     elif isinstance(default, dict | list):

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megasync.cli.commands import app
-from megasync.launch import command as launch_command
+from megasync.errors import MegasyncError
 
 
 def dry_run(config: Path, *arguments: str) -> list[list[str]]:
@@ -72,5 +72,5 @@ def test_ssh_receives_the_command_as_one_line(config_file: Path) -> None:
 def test_invalid_launches_are_refused(config_file: Path, arguments: list[str], words: str, monkeypatch) -> None:
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-    with pytest.raises(launch_command.MegasyncError, match=words):
+    with pytest.raises(MegasyncError, match=words):
         CliRunner().invoke(app, ["launch", str(config_file), *arguments], catch_exceptions=False)

@@ -14,9 +14,8 @@ import pytest
 from megasync.config import load_config
 from megasync.config.access import GENERATION_KEY_VARIABLE
 from megasync.errors import MegasyncError
-from megasync.launch import command
 from megasync.launch.hosts import Host
-from megasync.launch.launcher import STOPPED, Job, Launcher
+from megasync.launch.launcher import STOPPED, Job, Launcher, _print_line
 
 pytestmark = pytest.mark.processes
 
@@ -100,7 +99,7 @@ async def test_a_stop_requested_during_the_doctor_is_honoured(job) -> None:
 
 async def test_a_full_disk_loses_output_lines_but_not_the_run(job, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdout", FullDisk())
-    launcher = Launcher(job(other="for i in 1 2 3; do echo noise; done; cat >/dev/null"), command._print_line)
+    launcher = Launcher(job(other="for i in 1 2 3; do echo noise; done; cat >/dev/null"), _print_line)
     running = asyncio.create_task(launcher.run())
     async with asyncio.timeout(PATIENCE):
         while not launcher._run_started or launcher._driver is None:

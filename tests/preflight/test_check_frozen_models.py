@@ -142,7 +142,7 @@ def test_an_auxiliary_model_has_a_pool_of_its_own_beside_reward_models(judged, f
         ),
         (
             ["reward_models.grader.tensor_parallel=16"],
-            ["reward_models.grader.tensor_parallel=16", "num_attention_heads=4"],
+            ["reward_models.grader.tensor_parallel=16", "devices_per_node=8"],
         ),
         (["cluster.devices_per_node=2", "reward_models.grader.tensor_parallel=4"], ["tensor_parallel=4", "one node"]),
         (["reward_models.grader.label=2"], ["reward_models.grader.label=2", "2 output(s)"]),

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from megasync.config.pools import pool_specs
 from megasync.config.rules import refusals
 from megasync.config.schema.rollout import HANDED_OVER
 from megasync.errors import ConfigError
@@ -61,13 +60,6 @@ def test_what_engines_do_not_support_is_refused(make, named, overrides):
     assert ("rollout.prefill_engines", named) in pairs
     with pytest.raises(ConfigError):
         check_config(config)
-
-
-@pytest.mark.parametrize("key", ["colocate", "share_device"])
-def test_engines_have_devices_of_their_own(make, key):
-    with pytest.raises(ConfigError) as caught:
-        pool_specs(make(*ENGINES, f"cluster.{key}=true"))
-    assert str(caught.value) == f"{GIVEN} are not possible with cluster.{key}=true; change one of them"
 
 
 def test_only_tested_models_have_engines(make, model):

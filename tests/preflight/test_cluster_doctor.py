@@ -269,7 +269,7 @@ def test_a_probe_examines_its_machine_for_the_configuration(config, monkeypatch)
     look = NodeProbe().look(config)
     assert set(look["facts"]) == set(USUAL) and look["gpus"] == 0
     wrong = [finding["subject"] for finding in look["findings"] if finding["status"] == FAILURE]
-    assert wrong == ["model"]
+    assert wrong == ["configuration"]
 
 
 def test_the_digest_of_the_code_is_stable():

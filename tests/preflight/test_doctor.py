@@ -22,6 +22,22 @@ from megasync.preflight import doctor
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, check_ports
 from megasync.preflight.render import findings_table
 
+PLUGINS = doctor.SERVER_PLUGINS
+
+
+class BrokenPlugin:
+    name, value, dist = "x", "gone:plugin", None
+
+    def load(self):
+        raise ImportError("no module named gone")
+
+
+BROKEN = BrokenPlugin()
+
+
+def test_the_server_plugin_is_registered():
+    assert {finding.subject: finding.status for finding in doctor.check_plugins()}[f"plugin {PLUGINS}:megasync"] == OK
+
 
 @pytest.mark.processes
 def test_this_environment_has_no_failures_and_warnings_have_fixes():
@@ -40,22 +56,40 @@ def test_findings_are_not_truncated_on_a_narrow_terminal():
     assert path[-5:] in shown and shown.count("long") == 30 and "[1]" in shown
 
 
-def test_an_old_python_is_a_failure(monkeypatch):
-    monkeypatch.setattr(doctor, "OLDEST_PYTHON", (99, 1))
-    found = next(iter(doctor.check_python()))
-    assert found.status == FAILURE and "needs 99.1 or newer" in found.fix
+def no_room(*_: object) -> SimpleNamespace:
+    return SimpleNamespace(available=10**9)
 
 
-def test_an_old_system_is_a_failure(monkeypatch):
-    monkeypatch.delattr(os, "pidfd_open")
-    *_, found = doctor.check_python()
-    assert (found.subject, found.status) == ("system", FAILURE) and "5.3" in found.fix
-
-
-def test_a_single_core_is_a_warning(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
-    found = next(iter(doctor.check_devices()))
-    assert (found.subject, found.status) == ("cpu", WARNING) and found.fix
+@pytest.mark.parametrize(
+    ("place", "name", "value", "check", "subject", "status", "words"),
+    [
+        (doctor, "OLDEST_PYTHON", (99, 1), doctor.check_python, "python", FAILURE, "needs 99.1 or newer"),
+        (os, "pidfd_open", None, doctor.check_python, "system", FAILURE, "5.3"),
+        (os, "sched_getaffinity", lambda _: {0}, doctor.check_devices, "cpu", WARNING, "at least 2 cores"),
+        (psutil, "virtual_memory", no_room, doctor.check_memory, "memory", WARNING, "stop other programs"),
+        (doctor, "SHARED_MEMORY_BYTES", 10**18, doctor.check_memory, "shared memory", FAILURE, "--shm-size"),
+        (doctor, "OPEN_FILES", 10**12, doctor.check_disk, "open files", FAILURE, "ulimit -n"),
+        (doctor, "DISK_BYTES", 10**18, doctor.check_disk, "disk", FAILURE, "run_root"),
+        (doctor, "writable", lambda _: False, doctor.check_disk, "run folder", FAILURE, "run_root"),
+        (doctor, "entry_points", lambda group: [], doctor.check_plugins, f"plugin {PLUGINS}", FAILURE, "setup.sh"),
+        (
+            doctor,
+            "entry_points",
+            lambda group: [BROKEN],
+            doctor.check_plugins,
+            f"plugin {PLUGINS}:x",
+            FAILURE,
+            "repair",
+        ),
+    ],
+)
+def test_a_requirement_that_is_not_met_has_a_fix(monkeypatch, place, name, value, check, subject, status, words):
+    if value is None:
+        monkeypatch.delattr(place, name)
+    else:
+        monkeypatch.setattr(place, name, value)
+    found = next(finding for finding in check() if finding.subject == subject)
+    assert found.status == status and words in found.fix
 
 
 def test_a_gpu_used_by_another_process_is_a_warning(monkeypatch):
@@ -69,38 +103,15 @@ def test_a_gpu_used_by_another_process_is_a_warning(monkeypatch):
     assert free.status == OK
 
 
-def test_little_memory_is_a_warning(monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10**9))
-    found = next(iter(doctor.check_memory()))
-    assert (found.subject, found.status) == ("memory", WARNING) and "1.0 GB" in found.detail and found.fix
-
-
-def test_little_shared_memory_is_a_failure(monkeypatch):
-    monkeypatch.setattr(doctor, "SHARED_MEMORY_BYTES", 10**18)
-    *_, found = doctor.check_memory()
-    assert (found.subject, found.status) == ("shared memory", FAILURE) and "--shm-size" in found.fix
-
-
-def test_few_open_files_are_a_failure(monkeypatch):
-    monkeypatch.setattr(doctor, "OPEN_FILES", 10**12)
-    *_, found = doctor.check_disk()
-    assert (found.subject, found.status) == ("open files", FAILURE) and "ulimit -n" in found.fix
-
-
 def test_a_version_that_differs_from_the_lock_is_a_failure(tmp_path):
+    """A build tag is no difference."""
     lock = tmp_path / "cpu.lock"
-    lock.write_text(f"# comment\nnumpy==1.0.0\nrich=={version('rich')}\nno-such-package==1\n")
+    same = f"rich=={version('rich')}\ntorch=={version('torch').split('+')[0]}\n"
+    lock.write_text(f"# comment\nnumpy==1.0.0\n{same}no-such-package==1\n")
     (finding,) = doctor.check_versions(lock)
     assert finding.status == FAILURE and "setup.sh" in finding.fix
     assert "numpy is" in finding.detail and "==1.0.0" in finding.detail
-    assert "no-such-package is missing" in finding.detail and "rich" not in finding.detail
-
-
-def test_a_build_tag_is_not_a_different_version(tmp_path):
-    lock = tmp_path / "cpu.lock"
-    lock.write_text(f"torch=={version('torch').split('+')[0]}\n")
-    (finding,) = doctor.check_versions(lock)
-    assert finding.status == OK
+    assert "no-such-package is missing" in finding.detail and not {"rich", "torch"} & set(finding.detail.split())
 
 
 def test_without_a_lock_the_package_requirements_are_checked(monkeypatch, tmp_path):
@@ -264,40 +275,6 @@ def test_a_token_must_exist_or_be_creatable(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
     (finding,) = doctor.check_ray()
     assert finding.status == OK and "secret" not in finding.detail
-
-
-def test_too_little_disk_is_a_failure(monkeypatch):
-    monkeypatch.setattr(doctor, "DISK_BYTES", 10**18)
-    disk = next(iter(doctor.check_disk()))
-    assert disk.status == FAILURE and "run_root" in disk.fix
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written_is_a_failure(monkeypatch, tmp_path):
-    tmp_path.chmod(0o500)
-    monkeypatch.chdir(tmp_path)
-    assert any(finding.subject == "run folder" for finding in doctor.check_disk())
-
-
-def test_the_server_plugin_is_registered_and_its_absence_is_a_failure(monkeypatch):
-    found = {finding.subject: finding.status for finding in doctor.check_plugins()}
-    assert found["plugin sglang.srt.plugins:megasync"] == OK
-    monkeypatch.setattr(doctor, "entry_points", lambda group: [])
-    (finding,) = doctor.check_plugins()
-    assert finding.status == FAILURE and "by broadcast only" in finding.detail and finding.fix
-
-
-class Broken:
-    name, value, dist = "broken", "gone:plugin", None
-
-    def load(self):
-        raise ImportError("no module named gone")
-
-
-def test_a_plugin_that_cannot_be_loaded_is_a_failure(monkeypatch):
-    monkeypatch.setattr(doctor, "entry_points", lambda group: [Broken()] if group == doctor.SERVER_PLUGINS else [])
-    finding = next(iter(doctor.check_plugins()))
-    assert finding.status == FAILURE and "no module named gone" in finding.detail and finding.fix
 
 
 @pytest.mark.parametrize("config", [None, Config()], ids=["the machine", "a run"])

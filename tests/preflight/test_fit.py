@@ -100,7 +100,7 @@ def test_a_configuration_that_fits_is_not_changed():
             60,
             ["rollout.tensor_parallel=1", "rollout.servers=16"],
             "a server's KV cache holds 0 tokens",
-            ("rollout.tensor_parallel=2", "rollout.servers=8"),
+            ("rollout.servers=8", "rollout.tensor_parallel=2"),
         ),
         ("qwen3_8b_math", 80, ["sync.arena=device"], "sync.arena=device takes 16.4 GB", ("sync.arena=host",)),
     ],

@@ -41,7 +41,7 @@ def test_options_of_the_model(models, monkeypatch, options, fields):
 
 
 def test_an_unknown_field_is_refused_before_anything_is_built(models):
-    with pytest.raises(ConfigError, match=r"trainer\.megatron\.model\.batch_p2p_com is not a field.*'batch_p2p_comm'"):
+    with pytest.raises(ConfigError, match=r"trainer\.megatron\.model\.batch_p2p_com cannot be set.*'batch_p2p_comm'"):
         engine(models["llama"], megatron=MegatronConfig(model={"batch_p2p_com": False}))
 
 

@@ -5,8 +5,23 @@ nested section needs no comment, because its class has a docstring. `key` declar
 limit (`megasync.config.limits`) and its rules (`megasync.config.rules`). Nothing here imports torch or Ray.
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megasync.config.limits import NAMES, NO_KEY, PATH, RUN_NAME, SEED
+from megasync.config.rules import key
 from megasync.config.schema.cluster import ClusterConfig, SyncConfig, TimeoutConfig
-from megasync.config.schema.data import DataConfig, DatasetConfig, ModelConfig, PromptConfig, SftConfig, TrainSetConfig
+from megasync.config.schema.data import (
+    ORDER,
+    DataConfig,
+    DatasetConfig,
+    ModelConfig,
+    PromptConfig,
+    SftConfig,
+    TrainSetConfig,
+)
 from megasync.config.schema.evaluation import (
     EvalConfig,
     EvalSamplingConfig,
@@ -34,7 +49,6 @@ from megasync.config.schema.rollout import (
     SamplingConfig,
     ToolsConfig,
 )
-from megasync.config.schema.run import Config
 from megasync.config.schema.training import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -87,3 +101,42 @@ __all__ = [
     "TrainerConfig",
     "WandbConfig",
 ]
+
+# Why keys cannot change when a run is resumed.
+_PLACE = "it determines the run directory; move that folder instead, while the run is stopped"
+
+
+@dataclass
+class Config:
+    """A run."""
+
+    # Prefix of the run directory's name.
+    name: str = key("run", RUN_NAME, fixed=_PLACE)
+    # Seed of prompt order, servers and trainer ranks.
+    seed: int = key(0, SEED, fixed=ORDER)
+    # Folder in which run directories are made, as `<name>-<time>`.
+    run_root: str = key("runs", PATH, fixed=_PLACE)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    # Models that score responses, by names of your choice.
+    reward_models: dict[str, RewardModelConfig] = key(dict, NAMES)
+    # Models that workflows ask, such as a refiner of search results, by names of your choice.
+    auxiliary_models: dict[str, AuxiliaryModelConfig] = key(dict, NAMES)
+    # Models that the policy learns from token by token, by names of your choice.
+    teachers: dict[str, TeacherConfig] = key(dict, NAMES)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    # No key. Text that the environment gives: how it was written, and its value. `config.load` fills and saves it.
+    as_written: dict[tuple[str, ...], tuple[str, Any]] = field(
+        default_factory=dict, repr=False, compare=False, metadata=NO_KEY
+    )

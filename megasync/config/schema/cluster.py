@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megasync.config.limits import AT_LEAST_ONE, HOST, NOT_NEGATIVE, PATH, POSITIVE, RAY_ADDRESS, Choice, Range
-from megasync.config.rules import above, excludes, key, longer_than, needs, none_of, unused_without, when
+from megasync.config.rules import SET, above, at_most, excludes, key, longer_than, needs, none_of, unused_without, when
 
 _IN_TURNS = "trainer ranks and servers compute in turns, not both at once"
 _ONE_DEVICE = "broadcast has no links between processes on one device"
+_RANKS = "trainer.tensor_parallel * trainer.context_parallel * trainer.pipeline_parallel * trainer.data_parallel"
+_SERVERS = "rollout.servers * rollout.tensor_parallel * rollout.pipeline_parallel"
 _GIVEN_BACK = "servers that give their memory back are not known to keep adapters"
 # Keys of p2p transfers. Syncs between colocated ranks and servers are copies on the device.
 OF_P2P = (
@@ -32,7 +34,7 @@ class ClusterConfig:
     """The machines that a run uses."""
 
     # auto takes cuda if this machine has a GPU. Training on cuda needs Transformer Engine.
-    device: str = key("auto", Choice("auto", "cpu", "cuda"))
+    device: str = key("auto", Choice("auto", "cpu", "cuda"), megatron="use_cpu_initialization transformer_impl")
     # Ray cluster: null starts one here for the run; "auto" or host:port joins one.
     address: str | None = key(None, RAY_ADDRESS)
     # GPUs (cuda) or ranks (cpu) per node. A pool that spans several nodes takes whole nodes.
@@ -47,6 +49,10 @@ class ClusterConfig:
             because="by default NCCL refuses to connect two processes on one GPU",
             training=True,
         ),
+        *(
+            when(SET, at_most("1", left=count, because="one rank and one server share a device", training=True))
+            for count in (_RANKS, _SERVERS)
+        ),
     )
     # Whether trainer ranks and servers share all devices of one node and compute in turns: docs/colocation.md.
     colocate: bool = key(
@@ -57,6 +63,8 @@ class ClusterConfig:
         excludes("rollout.external", because="those servers run already", training=True),
         needs("sync.transport", none_of("broadcast", instead="auto"), because=_ONE_DEVICE, training=True),
         needs("sync.transport", none_of("adapters", instead="auto"), because=_GIVEN_BACK, training=True),
+        when(SET, at_most("cluster.devices_per_node", left=_RANKS, because="it is for one node", training=True)),
+        when(SET, at_most(_RANKS, left=_SERVERS, because="servers take the devices of the ranks", training=True)),
     )
     # Address that servers and collectives bind to; auto is each node's own, which pools that span nodes require.
     host: str = key("127.0.0.1", HOST)

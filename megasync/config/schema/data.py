@@ -46,6 +46,7 @@ class ModelConfig:
         DTYPE,
         NAMES,
         fixed="the checkpoint's weights have it; export the newest checkpoint and start a new run from that",
+        megatron="params_dtype pipeline_dtype bf16 fp16 enable_autocast autocast_dtype fp32_residual_connection",
     )
 
 

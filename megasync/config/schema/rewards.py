@@ -118,7 +118,10 @@ class FrozenModelConfig:
     servers: int = key(1, AT_LEAST_ONE, at_most("rollout.servers", because=_SHARED, where={".pool": "rollout"}))
     # Tensor-parallel ranks (GPUs) of each server.
     tensor_parallel: int = key(
-        1, AT_LEAST_ONE, at_most("rollout.tensor_parallel", because=_SHARED, where={".pool": "rollout"})
+        1,
+        AT_LEAST_ONE,
+        at_most("rollout.tensor_parallel", because=_SHARED, where={".pool": "rollout"}),
+        at_most("cluster.devices_per_node", because="a server is on one node"),
     )
     # Fraction of a device's memory for weights and KV cache. With pool=rollout this, `rollout.mem_fraction` and those
     # of other models there must sum to less than 1.

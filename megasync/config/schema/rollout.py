@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from omegaconf import MISSING
 
+from megasync.config.host import is_loopback
 from megasync.config.limits import (
     AT_LEAST_ONE,
     ENVIRONMENT,
@@ -59,7 +61,13 @@ _DISTRIBUTION = (
 )
 _GENERATES = "both would generate the samples"
 _HEADS = "if servers or the trainer alone compute logits in float32, every log-prob has a gap"
+_FLOAT32_HEADS = Condition(serves_float32_head, f"with {FLOAT32_HEAD}")
+_OTHER_HEADS = Condition(
+    lambda value: not serves_float32_head(value), f"without {FLOAT32_HEAD}", opposite={FLOAT32_HEAD: True}
+)
+_SERVED_BF16 = {"model.dtype": "bfloat16", ".external": one_of([])}
 _UNTESTED = "the two have not been tested together"
+_FAR = "servers of other machines cannot reach the trainer ranks at a loopback address"
 _LONGEST = "data.prompt.max_tokens + rollout.sampling.max_new_tokens"
 _SUPPORT = "servers report which tokens could be sampled, at most that many; evaluation may truncate in any way"
 # Rules of keys that sample from a part of the vocabulary.
@@ -94,8 +102,14 @@ OF_TWO_ENGINES = (
         for name in ("routing_replay", "sampling.top_k", "deterministic", "fp8", "expert_parallel")
     ),
     *(excludes(f"rollout.{name}", because=_UNTESTED) for name in ("pipeline_parallel", "attention_data_parallel")),
+    *(excludes(name, because=_UNTESTED) for name in ("cluster.share_device", "cluster.colocate")),
     excludes("run's models on rollout servers", because=_UNTESTED),
+    *when(SET, at_most("cluster.devices_per_node", left="rollout.tensor_parallel", because="an engine is on one node")),
 )
+
+
+def _hosts(urls: list[str]) -> list[str]:
+    return [urlsplit(url).hostname or "" for url in urls]
 
 
 @dataclass
@@ -262,6 +276,10 @@ class RolloutConfig:
         list,
         SERVER_URLS,
         as_many_as(".servers"),
+        when(
+            Condition(lambda urls: not all(map(is_loopback, _hosts(urls))), " of other machines", opposite=[]),
+            needs("cluster.host", Condition(lambda host: not is_loopback(host), " of a network", "auto"), because=_FAR),
+        ),
         excludes("model's attention in chunks", because="others do not serve it by megasync's class"),
     )
     # Minimum number of available servers. The run continues while other servers restart, and ends below this number.
@@ -379,6 +397,7 @@ class RolloutConfig:
         needs("model's experts"),
         excludes("trainer.megatron.model.moe_router_fusion", because="it chooses experts within one kernel"),
         excludes("rollout.server_args --speculative-", because="SGLang does not report those routes reliably"),
+        megatron="moe_enable_routing_replay",
     )
     # Maximum length of prompt plus response that a server accepts, in tokens; null takes the model's own limit.
     context_length: int | None = key(None, AT_LEAST_ONE, at_least(_LONGEST), at_most("model's max_position_embeddings"))
@@ -421,23 +440,6 @@ class RolloutConfig:
         dict,
         ROLLOUT_FLAGS,
         excludes(".external", because="they are for servers that the run starts"),
-        when(
-            Condition(serves_float32_head, "with --enable-fp32-lm-head"),
-            needs(
-                "trainer.float32_head", True, because=_HEADS, where={"model.dtype": "bfloat16", ".external": one_of([])}
-            ),
-        ),
-        when(
-            Condition(
-                lambda value: not serves_float32_head(value),
-                "without --enable-fp32-lm-head",
-                opposite={FLOAT32_HEAD: True},
-            ),
-            needs(
-                "trainer.float32_head",
-                False,
-                because=_HEADS,
-                where={"model.dtype": "bfloat16", ".external": one_of([])},
-            ),
-        ),
+        when(_FLOAT32_HEADS, needs("trainer.float32_head", True, because=_HEADS, where=_SERVED_BF16)),
+        when(_OTHER_HEADS, needs("trainer.float32_head", False, because=_HEADS, where=_SERVED_BF16)),
     )

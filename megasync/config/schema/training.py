@@ -331,9 +331,9 @@ class OptimizerConfig:
         0.0, NOT_NEGATIVE, at_most(".lr"), needs(".decay", "linear", "cosine", because="it is never reached")
     )
     # Adam's two decay rates.
-    betas: list[float] = key(lambda: [0.9, 0.99], BETAS)
+    betas: list[float] = key(lambda: [0.9, 0.99], BETAS, megatron="adam_beta1 adam_beta2")
     # Adam's epsilon.
-    eps: float = key(1e-8, POSITIVE)
+    eps: float = key(1e-8, POSITIVE, megatron="adam_eps")
     # Decoupled weight decay.
     weight_decay: float = key(0.0, NOT_NEGATIVE)
     # Maximum gradient norm; 0 turns clipping off.
@@ -362,6 +362,7 @@ class OptimizerConfig:
         excludes(".exp_avg_dtype", because=_FLOAT32),
         excludes(".exp_avg_sq_dtype", because=_FLOAT32),
         excludes(".store_param_remainders", because=_FLOAT32),
+        megatron="optimizer_cpu_offload optimizer_offload_fraction pin_cpu_*",
     )
 
     @property
@@ -413,7 +414,7 @@ class CriticConfig:
 
 @dataclass
 class MegatronConfig:
-    """Fields of Megatron's own classes that no key of megasync decides: docs/megatron_options.md."""
+    """Fields of Megatron's own classes for which there is no key: docs/megatron_options.md lists them."""
 
     # Fields of TransformerConfig, with latent attention of MLATransformerConfig.
     model: dict[str, Any] = key(dict)
@@ -457,9 +458,11 @@ class TrainerConfig:
             because="Megatron dispatches tokens to experts per tensor-parallel rank",
             where={"model's experts": ()},
         ),
+        at_most("cluster.devices_per_node", because="ranks that share a layer must be on one node", training=True),
+        megatron="tensor_model_parallel_size",
     )
     # Pipeline-parallel size: stages that the layers are split into.
-    pipeline_parallel: int = key(1, PROCESSES)
+    pipeline_parallel: int = key(1, PROCESSES, megatron="pipeline_model_parallel_size")
     # Data-parallel size: replicas of the model that share the batch.
     data_parallel: int = key(1, PROCESSES)
     # Smallest data-parallel size with which training goes on while nodes of the trainer are lost, on the same batches;
@@ -490,33 +493,38 @@ class TrainerConfig:
                 )
             ),
         ),
+        megatron="context_parallel_size",
     )
     # How context-parallel ranks on GPUs exchange keys and values: in a ring (p2p), all at once (all_gather), or by
     # exchanging heads for tokens (a2a). Ranks on CPUs gather them.
-    context_parallel_comm: str = key("p2p", Choice("p2p", "all_gather", "a2a"))
+    context_parallel_comm: str = key("p2p", Choice("p2p", "all_gather", "a2a"), megatron="cp_comm_type")
     # Expert-parallel size: ranks that the experts of a layer are distributed over, taken from a stage's tensor, context
     # and data ranks.
-    expert_parallel: int = key(1, PROCESSES)
+    expert_parallel: int = key(1, PROCESSES, megatron="expert_model_parallel_size")
     # Expert tensor-parallel size: ranks that share one expert; null takes `tensor_parallel`, as Megatron does.
-    expert_tensor_parallel: int | None = key(None, PROCESSES)
+    expert_tensor_parallel: int | None = key(None, PROCESSES, megatron="expert_tensor_parallel_size moe_extended_tp")
     # Chunks of layers per pipeline stage (interleaved schedule); 1 is the plain schedule.
-    virtual_pipeline: int = key(1, AT_LEAST_ONE)
+    virtual_pipeline: int = key(1, AT_LEAST_ONE, megatron="virtual_pipeline_model_parallel_size *_per_vp_stage")
     # Layers of the first pipeline stage if the split is uneven; null splits evenly.
-    first_stage_layers: int | None = key(None, AT_LEAST_ONE, needs(".pipeline_parallel", above(1)))
+    first_stage_layers: int | None = key(
+        None, AT_LEAST_ONE, needs(".pipeline_parallel", above(1)), megatron="num_layers_in_first_pipeline_stage"
+    )
     # Layers of the last pipeline stage if the split is uneven; null splits evenly.
-    last_stage_layers: int | None = key(None, AT_LEAST_ONE, needs(".pipeline_parallel", above(1)))
+    last_stage_layers: int | None = key(
+        None, AT_LEAST_ONE, needs(".pipeline_parallel", above(1)), megatron="num_layers_in_last_pipeline_stage"
+    )
     # Layers of each chunk of the pipeline, in the model's order, `pipeline_parallel` x `virtual_pipeline` numbers: the
     # first chunks of all stages, then their second ones. Instead of `first_stage_layers` and `last_stage_layers`.
-    pipeline_layout: list[int] = key(list)
+    pipeline_layout: list[int] = key(list, megatron="pipeline_model_parallel_layout")
     # Split activations between layers over the tensor-parallel ranks.
     sequence_parallel: bool = key(False, needs(".tensor_parallel", above(1)))
     # Shard the optimizer state over the data-parallel ranks.
-    distributed_optimizer: bool = True
+    distributed_optimizer: bool = key(True, megatron="use_distributed_optimizer")
     # Packed tokens per microbatch and rank. A longer sequence gets a microbatch of its own.
     tokens_per_microbatch: int = key(8192, AT_LEAST_ONE)
     # Pad every microbatch to `tokens_per_microbatch`, so that all have one length; no sequence may be longer. Padding
     # costs time, but changes no loss or gradient: docs/launching.md#microbatches-of-one-length.
-    pad_microbatches: bool = False
+    pad_microbatches: bool = key(False, megatron="variable_seq_lengths")
     # Overlap the exchange of tokens between tensor-parallel ranks with matrix products, in buffers of Transformer
     # Engine. Needs GPUs, `sequence_parallel` and `pad_microbatches`: docs/launching.md#microbatches-of-one-length.
     tp_comm_overlap: bool = key(
@@ -530,9 +538,7 @@ class TrainerConfig:
         excludes(".lora.rank"),
         excludes("model's latent attention", because="Megatron has no buffers for its projections"),
         excludes("model's gated delta nets", because="there are no buffers for their projections"),
-        *when(
-            SET, at_most("cluster.devices_per_node", left=".tensor_parallel", because="all ranks must be on one node")
-        ),
+        megatron="tp_comm_*",
     )
     # Launch the forward and backward pass of each decoder layer as one CUDA graph. Needs GPUs, a dense model and
     # `pad_microbatches`: docs/launching.md#cuda-graphs.
@@ -549,6 +555,7 @@ class TrainerConfig:
         excludes("model's gated delta nets"),
         excludes("model's attention in chunks"),
         excludes("model's rotated pairs of adjacent channels", because="Megatron reads lengths on the host for them"),
+        megatron="enable_cuda_graph external_cuda_graph cuda_graph_*",
     )
     # Optimizer steps per batch. With more than one, proximal log-probs are computed first.
     minibatches: int = key(1, AT_LEAST_ONE)
@@ -558,9 +565,12 @@ class TrainerConfig:
         None,
         Choice("full", "selective"),
         when("selective", needs(".recompute_modules", none_of([], instead=["core_attn"]))),
+        megatron="recompute_granularity recompute_method moe_layer_recompute",
     )
     # full: the number of layers of each chunk of a stage that are recomputed; null is all of them.
-    recompute_layers: int | None = key(None, AT_LEAST_ONE, unused_without(".recompute", "full"))
+    recompute_layers: int | None = key(
+        None, AT_LEAST_ONE, unused_without(".recompute", "full"), megatron="recompute_num_layers"
+    )
     # selective: modules of each layer, by Megatron's names: mlp (dense MLPs), moe (whole expert layers), moe_act (the
     # activation of experts), shared_experts, layernorm (norms that are not fused with a linear layer), core_attn.
     recompute_modules: list[str] = key(
@@ -597,6 +607,7 @@ class TrainerConfig:
         Choice("tensorwise", "blockwise"),
         needs("cluster.device", GPU),
         needs("model.dtype", "bfloat16"),
+        megatron="fp8_*",
     )
     # Add gradients of weights to Megatron's float32 buffer within the matrix product. Needs a GPU.
     gradient_accumulation_fusion: bool = key(False, needs("cluster.device", GPU))
@@ -610,6 +621,7 @@ class TrainerConfig:
         needs("model's experts"),
         needs("trainer's ranks of an expert layer", above(1), because="they exchange tokens; raise expert_parallel"),
         excludes(".moe_shared_expert_overlap", because="Megatron overlaps shared experts with all-to-all only"),
+        megatron="moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend",
     )
     # Compute shared experts while tokens are exchanged between expert-parallel ranks. Needs a GPU.
     moe_shared_expert_overlap: bool = key(
@@ -626,9 +638,11 @@ class TrainerConfig:
         "an export of the newest checkpoint",
     )
     # Coefficient of the auxiliary loss that balances load over experts; 0 turns it off.
-    moe_aux_loss: float = key(0.0, NOT_NEGATIVE, needs("model's experts"))
+    moe_aux_loss: float = key(
+        0.0, NOT_NEGATIVE, needs("model's experts"), megatron="moe_aux_loss_coeff moe_router_load_balancing_type"
+    )
     # Maximum number of consecutive non-finite steps, which are skipped; one more stops the run.
-    max_skipped_steps: int = key(3, NOT_NEGATIVE)
+    max_skipped_steps: int = key(3, NOT_NEGATIVE, megatron="grad_norm_skip_threshold")
     # Attempts at a step that raises an error, on the same groups. After that the groups are dropped as failed_step,
     # with a record in RUN/failed_steps/. The count survives restarts of the run.
     step_attempts: int = key(2, AT_LEAST_ONE)
