@@ -36,13 +36,14 @@ from rollout import null_server, watch_lag
 from megasync.cluster.actors import ActorGroup
 from megasync.cluster.fleet import Fleet
 from megasync.cluster.fleet_processes import FleetProcesses
-from megasync.cluster.node_agents import NodeAgents
+from megasync.cluster.node_agents import NodeAgent, NodeAgents
 from megasync.cluster.ray_cluster import RayCluster
 from megasync.concurrency.garbage import short_collections
 from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
 from megasync.config import Config
 from megasync.config.access import Keys
 from megasync.config.schema import SamplingConfig
+from megasync.observe.context import RunContext
 from megasync.observe.stacks import ProcessStacks
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.serving.control import ServerControl
@@ -65,7 +66,7 @@ class Watches:
         return await self._watches.setdefault(node, ProcessWatch()).ended(processes, seconds)
 
 
-class NodeAgent:
+class SharedAgent(NodeAgent):
     """The agent of one node: a watch in a Ray actor that several nodes share."""
 
     def __init__(self, group: ActorGroup, node: str) -> None:
@@ -74,7 +75,7 @@ class NodeAgent:
 
     async def ended(self, processes: Sequence[ProcessId], seconds: float, timeout: float) -> list[ProcessId]:
         slot = hash(self._node) % len(self._group.handles)
-        return await self._group.call_one(slot, "ended", self._node, list(processes), seconds, timeout=timeout)
+        return await self._group.on_one(slot, timeout, Watches.ended, self._node, list(processes), seconds)
 
     async def stacks(self, families: Sequence[tuple[str, int]], seconds: float) -> list[ProcessStacks]:
         return []
@@ -132,7 +133,7 @@ class NullProcesses(FleetProcesses):
         self._starts = Counter[int]()
         self.started: dict[int, NullProcess] = {}
 
-    def server(self, index: int) -> NullProcess:
+    def server(self, index: int, shared_gpus: Sequence[str] = ()) -> NullProcess:
         self._starts[index] += 1
         url = f"{self._base}/s{index}-{self._starts[index]}"
         self.started[index] = NullProcess(url, f"node {index // SERVERS_PER_NODE}", self._agents)
@@ -182,7 +183,7 @@ async def drive(
     config = Config()
     config.rollout.servers, config.rollout.stream_interval = servers, 0
     processes = NullProcesses(config, url, agents)
-    fleet = Fleet(config, processes, VOCABULARY)
+    fleet = Fleet(config, processes, VOCABULARY, RunContext())
     departed = asyncio.Event()
     fleet.on_departure(lambda *_: departed.set())
     await fleet.start()
@@ -224,7 +225,7 @@ def measure(
         group = ActorGroup(
             "node agent", [ray.remote(Watches).options(num_cpus=0).remote() for _ in range(AGENT_PROCESSES)]
         )
-        agents = NodeAgents(lambda node: NodeAgent(group, node))
+        agents = NodeAgents(lambda node: SharedAgent(group, node))
         try:
             async with short_collections():
                 return await drive(url, generation, servers, count, seconds, hold, settle, agents)

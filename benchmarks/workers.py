@@ -28,6 +28,7 @@ from megasync.cluster.ray_cluster import RayCluster
 from megasync.cluster.rollout_workers import RolloutWorkers, WorkerActor
 from megasync.config import Config
 from megasync.config.schema import GroupConfig, SamplingConfig, ScheduleConfig
+from megasync.observe.context import RunContext
 from megasync.rewards import RewardRunner
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.group_worker import GroupSpec, GroupWorker
@@ -118,11 +119,14 @@ class NoPools(Pools):
     def __init__(self) -> None:
         super().__init__({}, "cpu")
 
-    def node_options(self, pool: str, node: int = 0) -> dict[str, Any]:
+    def slot_on_node(self, pool: str, node: int) -> int:
+        return 0
+
+    def same_node_options(self, pool: str, slot: int) -> dict[str, Any]:
         return {"num_cpus": 0}
 
-    async def node_of(self, pool: str, node: int) -> str:
-        return ""
+    async def nodes(self, pool: str) -> dict[int, str]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -182,7 +186,7 @@ async def play(work: Work, workers: int, groups: int) -> Round:
     def process(number: int) -> WorkerProcess:
         return WorkerActor(number, pools, partial(build, work)) if workers else LocalProcess(partial(build_here, work))
 
-    crew = RolloutWorkers(config, process, quarantine, lambda: None)
+    crew = RolloutWorkers(config, process, quarantine, lambda: None, RunContext())
     await crew.start()
     crew.follow(rollouter.add, rollouter.remove)
     links = list(crew._links.values()) if workers else []

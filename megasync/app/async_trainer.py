@@ -12,7 +12,7 @@ from rich.console import Console
 
 from megasync.app.resume_file import is_resumable, read_resume_file, write_resume_file
 from megasync.app.run import Run
-from megasync.app.run_directory import finished_run, new_run_dir, refuse_running_loop, stop_signals
+from megasync.app.run_directory import finished_run, new_run_dir, refuse_running_loop, run_stoppable
 from megasync.app.start_checks import prepare_run
 from megasync.app.workload import PythonArguments
 from megasync.concurrency.event_loop import run_to_end
@@ -149,6 +149,4 @@ class AsyncTrainer:
         if self._resume_file is not None:
             await asyncio.to_thread(write_resume_file, self._resume_file, run_dir)
         run = Run(self.config, run_dir, workload, self._checkpoint, self._custom)
-        task = asyncio.create_task(run.execute(), name="run")
-        with stop_signals(run, task, run_dir, self.config):
-            return await task
+        return await run_stoppable(run.execute(), run_dir, self.config, run)

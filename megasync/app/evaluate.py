@@ -9,22 +9,19 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import signal
 import time
-from collections.abc import Collection, Coroutine, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, closing, contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from megasync.app.rollout_worker import answers_of
-from megasync.app.run_directory import LAST_SECONDS
+from megasync.app.run_directory import run_stoppable
 from megasync.app.servers import InferenceServers, open_task, reserve_pools
 from megasync.app.workload import Task, prepare_task
-from megasync.cluster.roles import check_capabilities
-from megasync.concurrency.event_loop import handle_signals, run_to_end
+from megasync.concurrency.event_loop import run_to_end
 from megasync.concurrency.tasks import wait_for_first
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
 from megasync.config.pools import pool_specs
@@ -33,6 +30,7 @@ from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError
 from megasync.evaluation.evaluate import HeldOutScores, evaluate
 from megasync.evaluation.report import EvaluationProgress, write_scores
+from megasync.observe.context import RunContext
 from megasync.observe.logfile import log_to_file
 from megasync.observe.names import UNNAMED_SET
 from megasync.preflight.check import check_config
@@ -137,7 +135,7 @@ def run_evaluation(
     task = prepare_task(config, only)
     save_config(config, out / CONFIG_FILE)
     with closing(log_to_file(out / "logs" / "evaluation.log")):
-        return run_to_end(_interruptible(config, _evaluate(config, out, name, task, console)))
+        return run_to_end(run_stoppable(_evaluate(config, out, name, task, console), out, config))
 
 
 def _drop_unused_rewards(config: Config, only: Collection[str]) -> None:
@@ -149,7 +147,6 @@ def _drop_unused_rewards(config: Config, only: Collection[str]) -> None:
 
 
 async def _evaluate(config: Config, out: Path, name: str, task: Task, console: Console) -> list[HeldOutScores]:
-    check_capabilities()
     parts = [
         (each.name, temperature, len(each.prompts) * each.repeats_at(temperature))
         for each in task.eval_sets
@@ -161,7 +158,7 @@ async def _evaluate(config: Config, out: Path, name: str, task: Task, console: C
         await open_task(stack, config, task)
         progress.message(f"starting {config.rollout.servers} server(s) of {name}")
         pools = await reserve_pools(stack, config, pool_specs(config, training=False), device)
-        servers = InferenceServers.build(stack, config, out, device, pools, task)
+        servers = InferenceServers.build(stack, config, out, device, pools, task, RunContext())
         await servers.start()
         await servers.fleet.joined([control.url for control in servers.fleet.joiners()])
         start = time.monotonic()
@@ -185,24 +182,3 @@ async def _watch_servers(servers: InferenceServers) -> None:
         if joiners := servers.fleet.joiners():
             await servers.fleet.joined([control.url for control in joiners])
         await asyncio.sleep(WATCH_SECONDS)
-
-
-async def _interruptible(config: Config, evaluating: Coroutine[Any, Any, list[HeldOutScores]]) -> list[HeldOutScores]:
-    """Ctrl-C or SIGTERM ends the evaluation cleanly: the servers are shut down first. Twice bounds that."""
-    task = asyncio.create_task(evaluating, name="evaluating")
-    received: list[str] = []
-
-    def on_signal(number: signal.Signals) -> None:
-        # Once: a second cancellation would only interrupt the cleanup.
-        if not received:
-            task.cancel()
-        received.append(number.name)
-
-    try:
-        timeouts, last = config.timeouts, config.timeouts.shutdown + LAST_SECONDS
-        with handle_signals((signal.SIGINT, signal.SIGTERM), on_signal, patience=timeouts.no_progress, last=last):
-            return await task
-    except asyncio.CancelledError:
-        if not received:
-            raise
-        raise KeyboardInterrupt(f"stopped by {received[0]}") from None

@@ -34,5 +34,5 @@ def report_of(run_dir: Path) -> str:
         driver = holder(run_dir)
         if driver is None or driver["host"] != socket.gethostname() or not is_held(run_dir):
             raise
-        found = stacks_of("driver", driver["pid"], time.monotonic() + DRIVER_SECONDS)
-        return f"{error}\n\ndriver (process {found.pid}), {found.state}: {found.place}\n{found.text}"
+        process = stacks_of("driver", driver["pid"], time.monotonic() + DRIVER_SECONDS)
+        return f"{error}\n\ndriver (process {process.pid}), {process.state}: {process.place}\n{process.text}"

@@ -1,7 +1,7 @@
 """Builds rollout workers: in the driver, or in processes of their own (`rollout.workers`).
 
-    driver: worker_setup ──▶ WorkerSetup ──(Ray)──▶ process: start_worker ──▶ build_worker ──▶ WorkerEnd
-    driver: local_worker ──────────────────────────────────────────────────▶ build_worker ──▶ WorkerEnd
+    driver: WorkerSetup ──(Ray)──▶ process: start_worker ──▶ build_worker ──▶ WorkerEnd
+    driver: WorkerSetup ──▶ local_worker ──────────────────▶ build_worker ──▶ WorkerEnd
 
 Whatever was passed from Python travels with the setup; a process loads everything else as the driver loaded it, so a
 mistake in the configuration was refused before. A worker in the driver uses the driver's own objects.
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """The setup that a worker's process gets from the driver. `router_url` stays the same for the life of the run.
+    """The parts that a worker is built from, sent to its process. `router_url` stays the same for the life of the run.
 
     With `shared_files`, processes on other machines read what it writes.
     """
@@ -63,29 +63,24 @@ class WorkerSetup:
     verifiers: Mapping[str, Callable | None]
     shared_files: bool
 
-
-def worker_setup(
-    config: Config,
-    run_dir: Path,
-    number: int,
-    router_url: str,
-    keys: Keys,
-    task: Task,
-    custom: PythonArguments,
-    shared_files: bool,
-) -> WorkerSetup:
-    """The setup of worker `number`, whose functions are those of the driver's `task`."""
-    return WorkerSetup(
-        config=config_of_worker(config, number),
-        run_dir=run_dir.absolute(),
-        number=number,
-        router_url=router_url,
-        keys=keys,
-        custom=replace(custom, train_dataset=None, eval_dataset=None),
-        verifier=task.verifier if isinstance(task, Workload) else None,
-        verifiers={held_out.name: held_out.verifier for held_out in task.eval_sets},
-        shared_files=shared_files,
-    )
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        run_dir: Path,
+        number: int,
+        router_url: str,
+        keys: Keys,
+        task: Task,
+        custom: PythonArguments,
+        shared_files: bool,
+    ) -> WorkerSetup:
+        """The setup of worker `number`, whose functions are those of the driver's `task`."""
+        verifiers = {held_out.name: held_out.verifier for held_out in task.eval_sets}
+        verifier = task.verifier if isinstance(task, Workload) else None
+        custom = replace(custom, train_dataset=None, eval_dataset=None)
+        config, run_dir = config_of_worker(config, number), run_dir.absolute()
+        return cls(config, run_dir, number, router_url, keys, custom, verifier, verifiers, shared_files)
 
 
 def answers_of(workers: RolloutWorkers) -> AnswerAt:
@@ -112,6 +107,8 @@ def answers_of(workers: RolloutWorkers) -> AnswerAt:
 def config_of_worker(config: Config, number: int) -> Config:
     """The configuration of one worker: a gateway port of its own, and its share of the requests to frozen models."""
     rollout = config.rollout
+    if not rollout.workers:
+        return config
 
     def shared(models: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -129,15 +126,13 @@ def config_of_worker(config: Config, number: int) -> Config:
     )
 
 
-def local_worker(
-    config: Config, run_dir: Path, router_url: str, keys: Keys, task: Task, buffer: GroupSink | None
-) -> WorkerEnd:
+def local_worker(setup: WorkerSetup, task: Task, buffer: GroupSink | None) -> WorkerEnd:
     """A worker in the driver, which closes the task itself."""
     end = WorkerEnd()
 
     async def close() -> None: ...
 
-    build_worker(end, config, run_dir, "driver", router_url, keys, task, buffer, close)
+    build_worker(end, setup, "driver", task, buffer, close)
     return end
 
 
@@ -182,17 +177,14 @@ async def start_worker(setup: WorkerSetup, clock_offset: float = 0.0) -> PolledE
     bodies = BodyWriter(segments_of(setup.run_dir / LEDGER_FILE), name, setup.shared_files)
     stack.push_async_callback(bodies.close)
     buffer = RemoteBuffer(partial(end.ask, "buffer"), bodies)
-    build_worker(end, config, setup.run_dir, name, setup.router_url, setup.keys, task, buffer, stack.aclose)
+    build_worker(end, setup, name, task, buffer, stack.aclose)
     return polled
 
 
 def build_worker(
     end: WorkerEnd,
-    config: Config,
-    run_dir: Path,
+    setup: WorkerSetup,
     name: str,
-    router_url: str,
-    keys: Keys,
     task: Task,
     buffer: Any,
     close: Callable[[], Awaitable[None]],
@@ -202,9 +194,10 @@ def build_worker(
     `close` closes what was opened for the worker. Its `name` is that of what it records. `buffer` is a `GroupSink`;
     None if only held-out prompts are answered.
     """
+    config, keys = setup.config, setup.keys
     quarantine = QuarantineClient(partial(end.ask, "enter"), partial(end.tell, "end"))
     client = RolloutClient(
-        router_url,
+        setup.router_url,
         [],
         ServedModel(task.vocab_size, task.context_length, task.tokenizer, task.stop_ids, task.routes),
         RequestSettings.of(config),
@@ -214,7 +207,7 @@ def build_worker(
         on_invalid_answer=partial(end.tell, "invalid_answer"),
         auxiliary=task.auxiliary,
     )
-    record = DropRecord.of(config, run_dir, name)
+    record = DropRecord.of(config, setup.run_dir, name)
     serve_worker(
         end, config, task, client, quarantine, buffer, lambda url: ServerControl(url, keys.admin), record, close
     )

@@ -8,23 +8,19 @@ whatever can be refused is refused before the first process starts.
 from __future__ import annotations
 
 import asyncio
-import logging
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from megasync.app.hang_request import answer_with_report
-from megasync.app.mailbox import Mailbox
 from megasync.app.rollout_worker import answers_of
-from megasync.app.run_directory import EXPORTS, export_newest, export_step
-from megasync.app.run_lock import RunLock
+from megasync.app.run_directory import AnyRun, OpenedRun
 from megasync.app.servers import InferenceServers, open_task, reserve_pools
 from megasync.app.workload import PythonArguments, Workload
 from megasync.buffer import AsyncBuffer
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.cluster.fleet import Fleet
-from megasync.cluster.roles import check_capabilities
 from megasync.cluster.trainer_group import TrainerGroup
 from megasync.concurrency.garbage import short_collections
 from megasync.concurrency.tasks import gather_or_cancel
@@ -43,10 +39,7 @@ from megasync.layout.model_files import read_hf_config
 from megasync.layout.quantized import VALUES_DTYPE
 from megasync.layout.shards import served_in_fp8
 from megasync.layout.topology import Topology
-from megasync.observe import stacks, trace
-from megasync.observe.awaits import describe_tasks
-from megasync.observe.hang import HangReporter
-from megasync.observe.logfile import log_to_file
+from megasync.observe.context import RunContext
 from megasync.observe.observer import RunObserver
 from megasync.observe.result import RunResult
 from megasync.rollout.client import RolloutClient
@@ -56,8 +49,6 @@ from megasync.serving.control import ServerControl
 from megasync.sync.choose import choose_sync
 from megasync.sync.disk.adapters import AdapterSync
 from megasync.sync.publisher import VersionPublisher
-
-log = logging.getLogger(__name__)
 
 # Prompts on whose log-probs trainer and servers must agree after a sync.
 PARITY_PROBES = 4
@@ -77,7 +68,7 @@ class StartedRun:
     scorer: RolloutClient
 
 
-class Run:
+class Run(AnyRun):
     """A run in `run_dir`, new or resumed. `checkpoint` is the one that it resumes from, if any.
 
     `custom` is what the workload got from Python.
@@ -91,62 +82,45 @@ class Run:
         checkpoint: Path | None = None,
         custom: PythonArguments | None = None,
     ) -> None:
-        self.config = config
-        self.run_dir = run_dir
+        super().__init__(config, run_dir)
         self._workload = workload
         self._custom = custom or PythonArguments()
         self._checkpoint = checkpoint
-        self._mailbox = Mailbox(run_dir)
         self._controller: Controller | None = None
-        self._reports: HangReporter | None = None
 
     def request_stop(self, reason: str) -> bool:
-        """Requests a clean end. Returns False while the run is still starting: then it can only be cancelled."""
         if self._controller is None:
             return False
         self._controller.request_stop(reason)
         return True
 
+    async def describe(self) -> str:
+        return "it is starting" if self._controller is None else await self._controller.describe()
+
     async def execute(self) -> RunResult:
-        trace_bytes = trace.share_bytes(self.config.observe, 1 + self.config.rollout.workers)
-        with (
-            RunLock(self.run_dir),
-            closing(log_to_file(self.run_dir / "logs" / "controller.log")),
-            trace.recording(self.run_dir, "driver", trace_bytes),
-        ):
-            check_capabilities()
-            self._mailbox.open()
-            with RunObserver(self.config, self.run_dir) as observer:
-                self._reports = HangReporter(self.run_dir, observer.state, observer.message)
-                stacks.answer(asyncio.get_running_loop())
-                async with short_collections(), observer.writing_state(), AsyncExitStack() as stack:
-                    self._controller = await self._build(stack, observer, self._reports)
-                    self._reports.describe = self._controller.describe
-                    with observer.running():
-                        progress = await self._controller.run()
-                    observer.stopped, observer.finished = self._controller.stop_reason, self._controller.finished
-                    observer.message("shutting down servers and trainer ranks")
-                newest = partial(export_newest, self.config, self.run_dir, observer.message)
-                export_dir = await EXPORTS.call(newest, "export")
-            return RunResult(
-                run_dir=self.run_dir,
-                step=progress.step,
-                version=progress.version,
-                scores=list(progress.history),
-                export_dir=export_dir,
-                stopped=self._controller.stop_reason,
-                finished=self._controller.finished,
-            )
+        with self._open(traced_processes=1 + self.config.rollout.workers) as opened:
+            observer = opened.observer
+            async with short_collections(), observer.writing_state(), AsyncExitStack() as stack:
+                controller = self._controller = await self._build(stack, opened)
+                with observer.running():
+                    progress = await controller.run()
+                observer.stopped, observer.finished = controller.stop_reason, controller.finished
+                observer.message("shutting down servers and trainer ranks")
+            export_dir = await self._export_newest(observer)
+        return RunResult(
+            run_dir=self.run_dir,
+            step=progress.step,
+            version=progress.version,
+            scores=list(progress.history),
+            export_dir=export_dir,
+            # As it ended: a stop that is requested during the export has nothing left to stop.
+            stopped=observer.stopped,
+            finished=observer.finished,
+        )
 
-    async def dump(self) -> None:
-        """Logs what each part of the run waits for, and writes a hang report."""
-        parts = describe_tasks() if self._controller is None else await self._controller.dump()
-        log.warning("State of the run, requested by a signal:\n%s", parts)
-        if self._reports is not None:
-            await self._reports.report("requested by SIGUSR1")
-
-    async def _build(self, stack: AsyncExitStack, observer: RunObserver, reports: HangReporter) -> Controller:
+    async def _build(self, stack: AsyncExitStack, opened: OpenedRun) -> Controller:
         """Restores progress, starts every process, publishes the weights, and wires the controller."""
+        observer = opened.observer
         device = resolve_device(self.config.cluster.device)
         # The driver resolves the device: the ranks may run on another kind of machine.
         config = replace(self.config, cluster=replace(self.config.cluster, device=device.kind))
@@ -156,9 +130,9 @@ class Run:
             *(self._checkpoint, ledger, config.schedule, self._workload.source, observer.message),
             self._workload.curriculum,
         )
-        started = await self._start_processes(stack, config, device, ledger, observer, reports)
+        context = RunContext(events=observer, reports=opened.reports, newest_version=lambda: progress.claimed)
+        started = await self._start_processes(stack, config, device, ledger, opened, context)
         fleet, workers = started.servers.fleet, started.servers.workers
-        fleet.newest_version = lambda: progress.claimed
         publisher, held_adapters = await self._build_publisher(stack, device, started, observer)
         evaluation = None
         if self._workload.eval_sets and config.eval.every_steps:
@@ -175,24 +149,22 @@ class Run:
             buffer=started.buffer,
             rollouter=self._build_rollouter(config, started),
             fleet=fleet,
+            reservations=fleet.reservations,
             frozen_models=started.servers.frozen_models,
             evaluate=evaluation,
             held_adapters=held_adapters,
             cursor=self._workload.source.state,
             observer=observer,
             rollout_workers=workers,
-            reports=reports,
-            export=lambda path: EXPORTS.call(
-                partial(export_step, config, self.run_dir, path, observer.message), "export"
-            ),
+            export=partial(self._export_step, observer),
         )
         await self._first_weights(publisher, progress, fleet, observer)
         await workers.announce(progress.version, progress.claimed)
         await started.buffer.publish(progress.version)
         await fleet.joined([control.url for control in fleet.joiners() if control in started.controls])
-        handlers = {"scale": partial(self._scale, fleet), "stacks": partial(answer_with_report, reports)}
-        await stack.enter_async_context(self._mailbox.answering(handlers))
-        return Controller(config, parts, progress, self.run_dir / FAILED_STEPS_FOLDER)
+        handlers = {"scale": partial(self._scale, fleet), "stacks": partial(answer_with_report, opened.reports)}
+        await stack.enter_async_context(opened.mailbox.answering(handlers))
+        return Controller(config, context, parts, progress, self.run_dir / FAILED_STEPS_FOLDER)
 
     async def _start_processes(
         self,
@@ -200,26 +172,23 @@ class Run:
         config: Config,
         device: Device,
         ledger: Path,
-        observer: RunObserver,
-        reports: HangReporter,
+        opened: OpenedRun,
+        context: RunContext,
     ) -> StartedRun:
         """Starts trainer ranks and servers at the same time; where they share devices, first the ranks."""
         workload, schedule = self._workload, config.schedule
         await open_task(stack, config, workload)
-        observer.message("starting Ray, trainer ranks and servers")
+        opened.observer.message("starting Ray, trainer ranks and servers")
         pools = await reserve_pools(stack, config, pool_specs(config), device)
         total = schedule.total_steps * schedule.groups_per_step
-        opened = partial(AsyncBuffer, schedule, total, ledger=ledger, shared=pools.several_nodes)
-        buffer = await asyncio.to_thread(opened)
+        open_buffer = partial(AsyncBuffer, schedule, total, ledger=ledger, shared=pools.several_nodes)
+        buffer = await asyncio.to_thread(open_buffer)
         stack.push_async_callback(buffer.release)
-        servers = InferenceServers.build(stack, config, self.run_dir, device, pools, workload, buffer, self._custom)
-        trainer = TrainerGroup(config, self.run_dir, pools)
+        places = config, self.run_dir, device, pools
+        servers = InferenceServers.build(stack, *places, workload, context, buffer, self._custom)
+        trainer = TrainerGroup(config, self.run_dir, pools, context)
         stack.push_async_callback(trainer.stop)
-        servers.report_to(observer, reports)
-        observer.parts.ranks = trainer.states
-        trainer.reports = reports
-        reports.read_node = pools.stacks
-        reports.processes.append(trainer.processes)
+        servers.show(opened, pools, trainer)
         if config.cluster.colocate:
             await trainer.start(self._checkpoint)
             await trainer.offload()
@@ -291,7 +260,7 @@ class Run:
 
     async def _scale(self, fleet: Fleet, servers: int) -> str:
         """Changes the number of servers, also for a later resume of the run."""
-        done = await fleet.resize(servers)
+        done = await fleet.scaling.resize(servers)
         try:
             remember(self.run_dir, "rollout.servers", servers)
         except OSError as error:

@@ -7,12 +7,17 @@ import contextlib
 import json
 import logging
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
+from megasync.app.mailbox import Mailbox
 from megasync.app.resume_file import is_resumable
+from megasync.app.run_lock import RunLock
 from megasync.base.files import atomic_write
 from megasync.concurrency.event_loop import handle_signals
 from megasync.concurrency.foreign import explain
@@ -20,12 +25,19 @@ from megasync.concurrency.threads import DaemonThreads
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
 from megasync.errors import ConfigError, TrainingError
 from megasync.layout.shards import export_checkpoint
+from megasync.observe import stacks, trace
+from megasync.observe.awaits import describe_tasks
 from megasync.observe.curve import points
+from megasync.observe.hang import HangReporter
+from megasync.observe.logfile import log_to_file
 from megasync.observe.metrics import STEP, read_metrics
 from megasync.observe.names import SCORE, VALIDATION_LOSS
+from megasync.observe.observer import RunObserver
 from megasync.observe.result import RunResult, SupervisedResult, resume_command
 from megasync.observe.state_file import RunState, read_state
 from megasync.trainer.checkpoint import latest
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -143,57 +155,95 @@ def _hint_to_resume(run_dir: Path) -> Iterator[None]:
 LAST_SECONDS = 60.0
 
 
-class Stoppable(Protocol):
-    """A run that signals can end, or ask what it waits for."""
+@dataclass(frozen=True, slots=True)
+class OpenedRun:
+    """The files that a run writes in its directory, and the requests to it."""
 
+    observer: RunObserver
+    reports: HangReporter
+    mailbox: Mailbox
+
+
+class AnyRun(ABC):
+    """A run of any kind, in `run_dir`."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self._opened: OpenedRun | None = None
+
+    @abstractmethod
     def request_stop(self, reason: str) -> bool:
         """Requests a clean end. Returns False while the run is still starting: then it can only be cancelled."""
-        ...
+
+    @abstractmethod
+    async def describe(self) -> str:
+        """How far the run is, and what its parts wait for."""
 
     async def dump(self) -> None:
-        """Logs what each part of the run waits for."""
-        ...
+        """Logs what each part of the run waits for, and writes a hang report."""
+        description = f"{await self.describe()}\n{describe_tasks()}"
+        log.warning("State of the run, requested by a signal:\n%s", description)
+        if self._opened is not None:
+            await self._opened.reports.report("requested by SIGUSR1")
+
+    @contextlib.contextmanager
+    def _open(self, traced_processes: int) -> Iterator[OpenedRun]:
+        """Takes the run directory and opens what every run has in it. Raises ConfigError if another process has it."""
+        trace_bytes = trace.share_bytes(self.config.observe, traced_processes)
+        with (
+            RunLock(self.run_dir),
+            contextlib.closing(log_to_file(self.run_dir / "logs" / "controller.log")),
+            trace.recording(self.run_dir, "driver", trace_bytes),
+        ):
+            mailbox = Mailbox(self.run_dir)
+            mailbox.open()
+            with RunObserver(self.config, self.run_dir) as observer:
+                reports = HangReporter(self.run_dir, observer.state, observer.message, self.describe)
+                stacks.answer(asyncio.get_running_loop())
+                self._opened = OpenedRun(observer, reports, mailbox)
+                yield self._opened
+
+    async def _export_newest(self, observer: RunObserver) -> Path | None:
+        return await EXPORTS.call(partial(export_newest, self.config, self.run_dir, observer.message), "export")
+
+    async def _export_step(self, observer: RunObserver, checkpoint: Path) -> None:
+        await EXPORTS.call(partial(export_step, self.config, self.run_dir, checkpoint, observer.message), "export")
 
 
-@contextlib.contextmanager
-def stop_signals(run: Stoppable, task: asyncio.Task, run_dir: Path, config: Config | None = None) -> Iterator[None]:
-    """First Ctrl-C (or SIGTERM): finish cleanly. Second: stop immediately. SIGUSR1: log what every part waits for.
+async def run_stoppable(main: Coroutine[Any, Any, T], run_dir: Path, config: Config, run: AnyRun | None = None) -> T:
+    """Runs `main`. First Ctrl-C (or SIGTERM): finish cleanly. Second: stop immediately. SIGUSR1: log what it waits for.
 
-    `config` has the deadlines of what blocks the event loop and of the end; the defaults apply without one. Raises
-    TrainingError for code that tries to end the process, which is no end of a run. Whatever ends the run early says how
-    it is resumed.
+    Without a `run`, which knows how to finish, the first one stops `main` too. `config` has the deadlines of what
+    blocks the event loop and of the end. Raises KeyboardInterrupt for what was stopped, and TrainingError for code that
+    tries to end the process, which is no end of a run. Whatever ends a run early says how it is resumed.
     """
-    with _hint_to_resume(run_dir), _signals(run, task, config):
-        yield
-
-
-@contextlib.contextmanager
-def _signals(run: Stoppable, task: asyncio.Task, config: Config | None) -> Iterator[None]:
+    task = asyncio.create_task(main, name="run")
     received: list[str] = []
     dumps: set[asyncio.Task] = set()
 
-    def on_stop(number: signal.Signals) -> None:
-        if task.cancelling():
-            return  # stopping already: another cancellation would only interrupt the cleanup
-        received.append(number.name)
-        if len(received) > 1 or not run.request_stop(number.name):
-            task.cancel(f"{number.name}: stopping immediately")
-
     def on_signal(number: signal.Signals) -> None:
-        if number != signal.SIGUSR1:
-            on_stop(number)
-            return
-        dump = asyncio.create_task(run.dump(), name="dump")
-        dumps.add(dump)
-        dump.add_done_callback(dumps.discard)
+        if number == signal.SIGUSR1:
+            dump = asyncio.create_task(_dump() if run is None else run.dump(), name="dump")
+            dumps.add(dump)
+            dump.add_done_callback(dumps.discard)
+        elif not task.cancelling():  # another cancellation would only interrupt the cleanup
+            received.append(number.name)
+            if len(received) > 1 or run is None or not run.request_stop(number.name):
+                task.cancel(f"{number.name}: stopping immediately")
 
-    try:
-        timeouts, numbers = (config or Config()).timeouts, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        with handle_signals(numbers, on_signal, patience=timeouts.no_progress, last=timeouts.shutdown + LAST_SECONDS):
-            yield
-    except asyncio.CancelledError:
-        if not received:
-            raise
-        raise KeyboardInterrupt(f"stopped by {received[-1]} before the run could finish cleanly") from None
-    except (SystemExit, GeneratorExit) as error:
-        raise TrainingError(f"the run ended before its goal: some code raised {explain(error)}") from error
+    timeouts, numbers = config.timeouts, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    deadlines = {"patience": timeouts.no_progress, "last": timeouts.shutdown + LAST_SECONDS}
+    with _hint_to_resume(run_dir), handle_signals(numbers, on_signal, **deadlines):
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if not received:
+                raise
+            raise KeyboardInterrupt(f"stopped by {received[-1]} before the run could finish cleanly") from None
+        except (SystemExit, GeneratorExit) as error:
+            raise TrainingError(f"the run ended before its goal: some code raised {explain(error)}") from error
+
+
+async def _dump() -> None:
+    log.warning("State, requested by a signal:\n%s", describe_tasks())

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megasync.app.rollout_worker import local_worker, start_worker, worker_setup
+from megasync.app.rollout_worker import WorkerSetup, local_worker, start_worker
+from megasync.app.run_directory import OpenedRun
 from megasync.app.workload import PythonArguments, Task
 from megasync.buffer import AsyncBuffer
 from megasync.cluster.fleet import Fleet
@@ -21,13 +22,14 @@ from megasync.cluster.frozen_servers import FrozenServers
 from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
 from megasync.cluster.rollout_workers import RolloutWorkers, WorkerActor
+from megasync.cluster.trainer_group import TrainerGroup
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config import Config
 from megasync.config.access import Keys
 from megasync.config.pools import PoolSpec, devices_needed
 from megasync.device import Device
-from megasync.observe.hang import HangReporter
-from megasync.observe.observer import RunObserver
+from megasync.observe.context import RunContext
+from megasync.observe.observer import RunParts
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.quarantine import Quarantine
 from megasync.rollout.worker_link import LocalProcess, WorkerProcess
@@ -91,6 +93,7 @@ class InferenceServers:
         device: Device,
         pools: Pools,
         task: Task,
+        context: RunContext,
         buffer: AsyncBuffer | None = None,
         custom: PythonArguments | None = None,
     ) -> InferenceServers:
@@ -100,40 +103,43 @@ class InferenceServers:
         """
         keys = Keys.draw(config.cluster, external=bool(config.rollout.external))
         processes = FleetProcesses(config, run_dir, device, pools, keys)
-        fleet = Fleet(config, processes, task.vocab_size)
+        fleet = Fleet(config, processes, task.vocab_size, context)
         stack.push_async_callback(fleet.stop)
         health = config.rollout.health
         hang_seconds = health.request_failures * (health.request_seconds + health.request_timeout)
-        quarantine = Quarantine(fleet, run_dir / POISON_FOLDER, hang_seconds=hang_seconds)
+        quarantine = Quarantine(fleet.reservations, run_dir / POISON_FOLDER, hang_seconds=hang_seconds)
         fleet.on_departure(quarantine.left)
 
         def process(number: int) -> WorkerProcess:
+            parts = fleet.router.url, keys, task, custom or PythonArguments(), pools.several_nodes
+            setup = WorkerSetup.of(config, run_dir, number, *parts)
             if not config.rollout.workers:
-                return LocalProcess(partial(local_worker, config, run_dir, fleet.router_url, keys, task, buffer))
-            parts = task, custom or PythonArguments(), pools.several_nodes
-            setup = worker_setup(config, run_dir, number, fleet.router_url, keys, *parts)
+                return LocalProcess(partial(local_worker, setup, task, buffer))
             return WorkerActor(number, pools, partial(start_worker, setup))
 
         questions = {} if buffer is None else {"buffer": buffer.of_worker}
         poison = run_dir / POISON_FOLDER
-        workers = RolloutWorkers(config, process, quarantine, fleet.check_all, poison, questions=questions)
-        frozen_models = FrozenServers(config, run_dir, device, pools, keys, workers)
+        workers = RolloutWorkers(config, process, quarantine, fleet.check_all, context, poison, questions)
+        frozen_models = FrozenServers(config, run_dir, device, pools, keys, workers, context)
         stack.push_async_callback(frozen_models.stop)
         stack.push_async_callback(quarantine.close)
         stack.push_async_callback(workers.stop)
         return cls(fleet, frozen_models, keys, quarantine, workers)
 
-    def report_to(self, observer: RunObserver, reports: HangReporter) -> None:
-        """Shows the servers and workers to the observer, with their faults and recoveries, and in hang reports."""
-        self.fleet.reports = self.frozen_models.reports = self.workers.reports = reports
-        reports.processes += [self.fleet.processes, self.frozen_models.processes, self.workers.processes]
-        self.fleet.report_to(observer)
-        self.frozen_models.report_to(observer)
-        self.workers.events = observer
-        parts = observer.parts
-        parts.servers, parts.router = self.fleet.states, self.fleet.router_state
-        parts.frozen_models, parts.workers = self.frozen_models.states, self.workers.states
-        observer.server_metrics = lambda: {**self.fleet.metrics_urls(), **self.frozen_models.metrics_urls()}
+    def show(self, opened: OpenedRun, pools: Pools, trainer: TrainerGroup) -> None:
+        """Shows all processes of a run to its observer, and in its hang reports."""
+        fleet, models, workers = self.fleet, self.frozen_models, self.workers
+        opened.reports.cover(pools.stacks, *(part.processes for part in (trainer, fleet, models, workers)))
+        opened.observer.show(
+            RunParts(
+                servers=fleet.states,
+                router=fleet.router.described,
+                ranks=trainer.states,
+                workers=workers.states,
+                frozen_models=models.states,
+                metrics_urls=lambda: {**fleet.metrics_urls(), **models.metrics_urls()},
+            )
+        )
 
     async def start(self, shared_gpus: Sequence[str] = ()) -> None:
         """Starts all servers, then the workers. Frozen models that share devices start after the rollout servers.
@@ -153,6 +159,6 @@ class InferenceServers:
     def scorer(self, stack: AsyncExitStack, config: Config, task: Task) -> RolloutClient:
         """A client that compares the log-probs of servers; whatever is generated is generated by the workers."""
         model = ServedModel(task.vocab_size, task.context_length)
-        client = RolloutClient(self.fleet.router_url, [], model, RequestSettings.of(config))
+        client = RolloutClient(self.fleet.router.url, [], model, RequestSettings.of(config))
         stack.push_async_callback(client.close)
         return client

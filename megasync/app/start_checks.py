@@ -59,11 +59,11 @@ def check_run(config: Config, *, planning: bool = False) -> list[str]:
 def _datasets(config: Config) -> dict[str, DatasetConfig]:
     """The datasets that the run reads, by their keys."""
     data, sft = config.data, config.sft
-    given = {"sft.train": sft.train, "sft.validation": sft.validation}
+    named = {"sft.train": sft.train, "sft.validation": sft.validation}
     if not is_supervised(config):
-        given = {"data.train": data.train} | {f"data.sets.{name}.data": each.data for name, each in data.sets.items()}
-        given |= {"data.eval": data.eval} | {f"eval.sets.{name}.data": e.data for name, e in config.eval.sets.items()}
-    return {key: dataset for key, dataset in given.items() if dataset is not None}
+        named = {"data.train": data.train} | {f"data.sets.{name}.data": each.data for name, each in data.sets.items()}
+        named |= {"data.eval": data.eval} | {f"eval.sets.{name}.data": e.data for name, e in config.eval.sets.items()}
+    return {key: dataset for key, dataset in named.items() if dataset is not None}
 
 
 def _is_here(dataset: DatasetConfig, planning: bool) -> bool:

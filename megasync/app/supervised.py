@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import logging
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, closing
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -21,20 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasync.app.hang_request import answer_with_report
-from megasync.app.mailbox import Mailbox
-from megasync.app.run_directory import (
-    EXPORTS,
-    export_newest,
-    export_step,
-    finished_supervised,
-    new_run_dir,
-    stop_signals,
-)
-from megasync.app.run_lock import RunLock
+from megasync.app.run_directory import AnyRun, OpenedRun, finished_supervised, new_run_dir, run_stoppable
 from megasync.app.servers import reserve_pools
 from megasync.app.workload import stop_ids
 from megasync.base.files import atomic_write
-from megasync.cluster.roles import check_capabilities
 from megasync.cluster.trainer_group import TrainerGroup
 from megasync.concurrency.event_loop import run_to_end
 from megasync.concurrency.foreign import invoke
@@ -51,16 +40,11 @@ from megasync.data.supervised import SupervisedRenderer, TokenRow
 from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError, RankLost, TrainingError
 from megasync.layout.model_files import read_hf_config
-from megasync.observe import stacks, trace
-from megasync.observe.awaits import describe_tasks
-from megasync.observe.hang import HangReporter
-from megasync.observe.logfile import log_to_file
-from megasync.observe.observer import RunObserver
+from megasync.observe.context import RunContext
+from megasync.observe.observer import RunObserver, RunParts
 from megasync.observe.result import SupervisedResult
 from megasync.preflight.check import check_steps, check_supervised
 from megasync.trainer.checkpoint import latest, step_of
-
-log = logging.getLogger(__name__)
 
 # The rows that ranks read, in the run directory.
 TRAIN_FILE, VALIDATION_FILE = "sft-train.safetensors", "sft-validation.safetensors"
@@ -114,7 +98,7 @@ def prepare_rows(config: Config) -> tuple[SupervisedRows, list[str]]:
     limit = sft.max_tokens or model["max_position_embeddings"]
     stops = stop_ids(config.model.path, tokenizer)
     renderer = SupervisedRenderer(tokenizer, sft, config.data.prompt, model["vocab_size"], stops, limit)
-    found: dict[str, list[TokenRow]] = {"train": [], "validation": []}
+    rows: dict[str, list[TokenRow]] = {"train": [], "validation": []}
     messages = []
     if (end := renderer.added_stop) is not None:
         messages.append(
@@ -125,11 +109,11 @@ def prepare_rows(config: Config) -> tuple[SupervisedRows, list[str]]:
     for name, dataset in (("train", sft.train), ("validation", sft.validation)):
         if dataset is None:
             continue
-        found[name], long = renderer.rows(load_conversations(dataset, config.data), f"sft.{name}")
-        trained = sum(int(row.trained.sum()) for row in found[name])
+        rows[name], long = renderer.rows(load_conversations(dataset, config.data), f"sft.{name}")
+        trained = sum(int(row.trained.sum()) for row in rows[name])
         left_out = f"; {long} longer than sft.max_tokens={limit} are left out" if long else ""
-        messages.append(f"sft.{name}: {len(found[name])} rows with {trained} trained tokens{left_out}")
-    return SupervisedRows(found["train"], found["validation"], sft.rows_per_step, config.seed), messages
+        messages.append(f"sft.{name}: {len(rows[name])} rows with {trained} trained tokens{left_out}")
+    return SupervisedRows(rows["train"], rows["validation"], sft.rows_per_step, config.seed), messages
 
 
 def train_supervised(config: Config) -> SupervisedResult:
@@ -174,9 +158,7 @@ async def _begin(config: Config, run_dir: Path | None) -> SupervisedResult:
     else:
         _check_rows(run_dir / ROWS_FILE, described)
     run = SupervisedRun(config, run_dir, rows, messages)
-    task = asyncio.create_task(run.execute(), name="run")
-    with stop_signals(run, task, run_dir, config):
-        return await task
+    return await run_stoppable(run.execute(), run_dir, config, run)
 
 
 def _for_ranks(config: Config, rows: SupervisedRows) -> Config:
@@ -186,23 +168,22 @@ def _for_ranks(config: Config, rows: SupervisedRows) -> Config:
 
 def _check_rows(file: Path, described: dict[str, object]) -> None:
     try:
-        known = json.loads(file.read_text())
+        before = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}; start the run again") from None
-    if known != described:
+    if before != described:
         raise ConfigError(
             f"the rows of sft.train are not those that the run was started with ({described['rows']} rows and "
-            f"{known.get('rows')} before, sft.rows_per_step={described['rows_per_step']} and "
-            f"{known.get('rows_per_step')} before); put them back, or start a new run from this run's export"
+            f"{before.get('rows')} before, sft.rows_per_step={described['rows_per_step']} and "
+            f"{before.get('rows_per_step')} before); put them back, or start a new run from this run's export"
         )
 
 
-class SupervisedRun:
+class SupervisedRun(AnyRun):
     """A supervised run in `run_dir`, new or resumed. `messages` are shown when it starts."""
 
     def __init__(self, config: Config, run_dir: Path, rows: SupervisedRows, messages: Sequence[str] = ()) -> None:
-        self.config = config
-        self.run_dir = run_dir
+        super().__init__(config, run_dir)
         self._rows = rows
         self._notes = messages
         self._checkpoint = latest(run_dir)
@@ -216,66 +197,50 @@ class SupervisedRun:
         self._stop = asyncio.Event()
         self._reason = ""
         self._started = False
-        self._reports: HangReporter | None = None
-        self._say: Callable[[str], None] = log.info
 
     def request_stop(self, reason: str) -> bool:
-        """Requests a clean end. Returns False while the run is still starting: then it can only be cancelled."""
-        if self._started and not self._stop.is_set():
+        if self._started and self._opened is not None and not self._stop.is_set():
             self._reason = reason
-            self._say(f"stopping: {reason}")
+            self._opened.observer.message(f"stopping: {reason}")
             self._stop.set()
         return self._started
 
-    async def dump(self) -> None:
-        """Logs what each part of the run waits for, and writes a hang report."""
-        log.warning("State of the run, requested by a signal:\nstep %d\n%s", self._step, describe_tasks())
-        if self._reports is not None:
-            await self._reports.report("requested by SIGUSR1")
+    async def describe(self) -> str:
+        return f"step {self._step}"
 
     async def execute(self) -> SupervisedResult:
-        with (
-            RunLock(self.run_dir),
-            closing(log_to_file(self.run_dir / "logs" / "controller.log")),
-            trace.recording(self.run_dir, "driver", trace.share_bytes(self.config.observe, 1)),
-        ):
-            check_capabilities()
-            with RunObserver(self.config, self.run_dir) as observer:
-                self._say = observer.message
-                reports = self._reports = HangReporter(self.run_dir, observer.state, observer.message)
-                stacks.answer(asyncio.get_running_loop())
-                mailbox = Mailbox(self.run_dir)
-                mailbox.open()
-                answers = mailbox.answering({"stacks": partial(answer_with_report, reports)})
-                # A resumed run writes them again: the held-out rows may be others.
-                await asyncio.to_thread(self._rows.write, self.run_dir)
-                for note in self._notes:
-                    self._say(note)
-                async with observer.writing_state(), answers, AsyncExitStack() as stack:
-                    trainer = await self._start(stack, observer, reports)
-                    self._started = True
-                    try:
-                        with observer.running():
-                            await self._train(trainer, observer)
-                    finally:
-                        await self._exported()
+        with self._open(traced_processes=1) as opened:
+            observer = opened.observer
+            answers = opened.mailbox.answering({"stacks": partial(answer_with_report, opened.reports)})
+            # A resumed run writes them again: the held-out rows may be others.
+            await asyncio.to_thread(self._rows.write, self.run_dir)
+            for note in self._notes:
+                observer.message(note)
+            async with observer.writing_state(), answers, AsyncExitStack() as stack:
+                trainer = await self._start(stack, opened)
+                self._started = True
+                try:
+                    with observer.running():
+                        await self._train(trainer, observer)
+                    # A stop that is requested later, during an export, has nothing left to stop.
                     observer.stopped, observer.finished = self._reason, not self._reason
-                    observer.message("shutting down trainer ranks")
-                newest = partial(export_newest, self.config, self.run_dir, observer.message)
-                export_dir = await EXPORTS.call(newest, "export")
-            return SupervisedResult(self.run_dir, self._step, self._losses, export_dir, self._reason, not self._reason)
+                finally:
+                    await self._exported()
+                observer.message("shutting down trainer ranks")
+            export_dir = await self._export_newest(observer)
+        stopped, finished = observer.stopped, observer.finished
+        return SupervisedResult(self.run_dir, self._step, self._losses, export_dir, stopped, finished)
 
-    async def _start(self, stack: AsyncExitStack, observer: RunObserver, reports: HangReporter) -> TrainerGroup:
+    async def _start(self, stack: AsyncExitStack, opened: OpenedRun) -> TrainerGroup:
         device = resolve_device(self.config.cluster.device)
         config = replace(self.config, cluster=replace(self.config.cluster, device=device.kind))
-        observer.message("starting Ray and trainer ranks")
+        opened.observer.message("starting Ray and trainer ranks")
         pools = await reserve_pools(stack, config, {"trainer": trainer_pool(config)}, device)
-        trainer = TrainerGroup(config, self.run_dir, pools)
+        context = RunContext(events=opened.observer, reports=opened.reports)
+        trainer = TrainerGroup(config, self.run_dir, pools, context)
         stack.push_async_callback(trainer.stop)
-        observer.parts.ranks = trainer.states
-        trainer.reports = reports
-        reports.read_node = pools.stacks
-        reports.processes.append(trainer.processes)
+        opened.reports.cover(pools.stacks, trainer.processes)
+        opened.observer.show(RunParts(ranks=trainer.states))
         await trainer.start(self._checkpoint)
         return trainer
 
@@ -375,8 +340,7 @@ class SupervisedRun:
 
     async def _export(self, checkpoint: Path, observer: RunObserver) -> None:
         try:
-            export = partial(export_step, self.config, self.run_dir, checkpoint, observer.message)
-            await EXPORTS.call(export, "export")
+            await self._export_step(observer, checkpoint)
         except CheckpointError as error:
             observer.message(f"the run goes on without an export: {error}")
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megasync.base.importing import check_call, load_callable, load_function, name_of
 from megasync.concurrency.foreign import explain, is_async, run
@@ -144,10 +144,11 @@ def prepare_workload(config: Config, custom: PythonArguments) -> Workload:
     else:
         rows, verifier = _rows(config.data, custom.train_dataset)
     examples, rows = split_examples(rows, config.data.prompt)
-    tokenizer, vocab_size, context_length = _model(config)
-    renderer = Renderer(tokenizer, config.data.prompt, vocab_size, examples)
+    model = _model(config)
+    renderer = Renderer(model.tokenizer, config.data.prompt, model.vocab_size, examples)
     reward = scoring.named or verifier
-    if reward is None and not _scores_itself(config, custom):
+    itself = _scores_itself(config, custom)
+    if reward is None and not itself:
         raise ConfigError(
             f"there is no reward: {no_default_reward(rows)}. Name the column with the references in data.columns, such "
             f"as {{answer: solution}}, or a reward in rollout.reward as math, code or 'package.module:function'; pass "
@@ -158,23 +159,14 @@ def prepare_workload(config: Config, custom: PythonArguments) -> Workload:
     rewards = scoring.runner(reward)
     rewards.check_rows(rows, "the training data")
     policy = curriculum_of(config.data)
+    source = PromptSource(rows, renderer, config.data.shuffle, config.seed, sets)
+    held_out = held_out_sets(config, renderer, scoring, verifier, custom.eval_dataset, scores_itself=itself)
+    task = _task(config, custom, model, scoring, held_out, rewards)
     return Workload(
+        **{field.name: getattr(task, field.name) for field in fields(Task)},
         curriculum=None if policy is None else Curriculum(policy, len(rows)),
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        context_length=context_length,
-        source=PromptSource(rows, renderer, config.data.shuffle, config.seed, sets),
-        eval_sets=held_out_sets(
-            config, renderer, scoring, verifier, custom.eval_dataset, scores_itself=_scores_itself(config, custom)
-        ),
-        rewards=rewards,
+        source=source,
         verifier=None if scoring.named else verifier,
-        workflow=load_workflow(config, custom, tokenizer),
-        scoring=scoring,
-        auxiliary=load_auxiliary_models(config),
-        teachers=load_teachers(config, tokenizer),
-        routes=route_format(config),
-        stop_ids=run_stop_ids(config, custom, tokenizer),
     )
 
 
@@ -187,26 +179,13 @@ def prepare_worker(
     from the driver. Raises as `prepare_workload` does.
     """
     scoring = Scoring(config, custom.reward)
-    tokenizer, vocab_size, context_length = _model(config)
-    return Task(
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        context_length=context_length,
-        eval_sets=list(sets_of_worker(config, scoring, verifiers).values()),
-        workflow=load_workflow(config, custom, tokenizer),
-        scoring=scoring,
-        auxiliary=load_auxiliary_models(config),
-        teachers=load_teachers(config, tokenizer),
-        routes=route_format(config),
-        stop_ids=run_stop_ids(config, custom, tokenizer),
-        rewards=scoring.runner(scoring.named or verifier),
-    )
+    sets = list(sets_of_worker(config, scoring, verifiers).values())
+    return _task(config, custom, _model(config), scoring, sets, scoring.runner(scoring.named or verifier))
 
 
 def prepare_task(config: Config, only: Collection[str] = ()) -> Task:
     """The task of an evaluation without a trainer. `only` names the held-out sets; empty means all. Raises as above."""
-    custom = PythonArguments()
-    tokenizer, vocab_size, context_length = _model(config)
+    custom, model = PythonArguments(), _model(config)
     examples: list[dict] = []
     if config.data.prompt.examples:
         if config.data.train is None:
@@ -214,27 +193,46 @@ def prepare_task(config: Config, only: Collection[str] = ()) -> Task:
                 f"data.prompt.examples={config.data.prompt.examples} takes examples from data.train; set that"
             )
         examples, _ = split_examples(_rows(config.data, None)[0], config.data.prompt)
-    renderer = Renderer(tokenizer, config.data.prompt, vocab_size, examples)
+    renderer = Renderer(model.tokenizer, config.data.prompt, model.vocab_size, examples)
     scoring = Scoring(config)
-    itself = _scores_itself(config, custom)
-    sets = held_out_sets(config, renderer, scoring, only=only, scores_itself=itself)
+    sets = held_out_sets(config, renderer, scoring, only=only, scores_itself=_scores_itself(config, custom))
     if not sets:
         raise ConfigError("nothing to evaluate: name a held-out set in data.eval or eval.sets")
+    return _task(config, custom, model, scoring, sets, scoring.runner(scoring.named), trains=False)
+
+
+def _task(
+    config: Config,
+    custom: PythonArguments,
+    model: _Model,
+    scoring: Scoring,
+    eval_sets: list[HeldOutSet],
+    rewards: RewardRunner,
+    trains: bool = True,
+) -> Task:
     return Task(
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        context_length=context_length,
-        eval_sets=sets,
-        workflow=load_workflow(config, custom, tokenizer),
+        tokenizer=model.tokenizer,
+        vocab_size=model.vocab_size,
+        context_length=model.context_length,
+        eval_sets=eval_sets,
+        workflow=load_workflow(config, custom, model.tokenizer),
         scoring=scoring,
-        rewards=scoring.runner(scoring.named),
+        rewards=rewards,
         auxiliary=load_auxiliary_models(config),
-        stop_ids=run_stop_ids(config, custom, tokenizer),
+        teachers=load_teachers(config, model.tokenizer) if trains else None,
+        stop_ids=run_stop_ids(config, custom, model.tokenizer),
+        routes=route_format(config) if trains else None,
     )
 
 
-def _model(config: Config) -> tuple[Any, int, int]:
-    """Tokenizer, size of the vocabulary, and the longest prompt plus response in tokens."""
+class _Model(NamedTuple):
+    tokenizer: Any
+    vocab_size: int
+    # Longest prompt plus response, in tokens.
+    context_length: int
+
+
+def _model(config: Config) -> _Model:
     model = read_hf_config(config.model.path)
     context_length = config.rollout.context_length or model["max_position_embeddings"]
     if config.data.prompt.max_tokens + 1 > context_length:
@@ -242,7 +240,7 @@ def _model(config: Config) -> tuple[Any, int, int]:
             f"data.prompt.max_tokens={config.data.prompt.max_tokens} leaves no room for an answer within the context "
             f"of {context_length} tokens; lower it or raise rollout.context_length"
         )
-    return load_tokenizer(config.model.path), model["vocab_size"], context_length
+    return _Model(load_tokenizer(config.model.path), model["vocab_size"], context_length)
 
 
 def route_format(config: Config) -> RouteFormat | None:

@@ -7,12 +7,10 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 
-from megasync.cluster.actors import ServiceActor
-from megasync.cluster.engine_group import EngineGroup
 from megasync.cluster.pools import Pools
-from megasync.cluster.router_slot import Members, RouterProcess
+from megasync.cluster.router_slot import RouterProcess, ServerList
 from megasync.cluster.server_slot import ServerProcess
-from megasync.cluster.spread_server import SpreadServer
+from megasync.cluster.service_actors import EngineGroup, ServiceActor, SpreadServer
 from megasync.config import Config
 from megasync.config.access import KEY_BYTES, Keys, router_trust
 from megasync.config.pools import engine_devices, engine_nodes, engines, server_devices, server_slots
@@ -21,8 +19,8 @@ from megasync.serving.cache_size import longest_request
 from megasync.serving.control import ServerControl
 from megasync.serving.disaggregated_control import DisaggregatedControl
 from megasync.serving.external_server import ExternalServer
-from megasync.serving.router import RouterMembers
-from megasync.serving.server import EngineRole, ServerSpec, served_adapters
+from megasync.serving.router import Router, RouterMembers
+from megasync.serving.server import EngineRole, ServerSpec, SGLangServer, served_adapters
 
 # Seconds to wait for Ray to place an added server; where there is room it answers immediately.
 PLACE_SECONDS = 15.0
@@ -38,8 +36,6 @@ class FleetProcesses:
         self._device = device
         self._pools = pools
         self._keys = keys
-        # The GPUs of the trainer ranks, if the servers share them.
-        self.shared_gpus: Sequence[str] = ()
 
     @property
     def shared_devices(self) -> int | None:
@@ -74,14 +70,14 @@ class FleetProcesses:
         # The router before several decode engines does not get the admin key.
         return DisaggregatedControl(url, prefill, decode, admin if url in process.decode else self._keys.generation)
 
-    def members(self, router_url: str) -> Members:
+    def members(self, router_url: str) -> ServerList:
         """A client of the router's list of servers."""
         router = ServerControl(router_url, self._keys.router, router_trust(self._config.cluster))
         return RouterMembers(router, self._keys.generation)
 
-    def server(self, index: int) -> ServerProcess:
-        """The process of a server, not started."""
-        config = self._config
+    def server(self, index: int, shared_gpus: Sequence[str] = ()) -> ServerProcess:
+        """The process of a server, not started. `shared_gpus` are those of the trainer ranks, if servers share them."""
+        config, devices = self._config, server_devices(self._config.rollout)
         if config.rollout.external:
             return ExternalServer(config.rollout.external[index], config, self._keys.admin)
         spec = ServerSpec(
@@ -92,7 +88,7 @@ class FleetProcesses:
             config.seed + index,
             config.rollout.deterministic,
             self._nodes,
-            gpus=self._shared_gpus_of(index),
+            gpus=",".join(shared_gpus[index * devices : (index + 1) * devices]),
             releases_memory=config.cluster.colocate,
             metrics=config.observe.prometheus is not None,
             adapters=served_adapters(config),
@@ -103,9 +99,7 @@ class FleetProcesses:
         def actor(slot: int, log_name: str, *rest: object) -> ServiceActor:
             keys = self._keys.admin, self._keys.generation
             arguments = (spec, config.cluster.host, 0, str(self._logs / f"{log_name}.log"), *keys, *rest)
-            ended = partial(self._pools.ended, "rollout", slot)
-            place = partial(self._pools.node, "rollout", slot)
-            return ServiceActor("server", index, self._pools.options("rollout", slot), arguments, ended, place)
+            return ServiceActor(SGLangServer, arguments, self._pools, "rollout", slot)
 
         def part(node: int, meeting_point: tuple[str, int] | None = None) -> ServiceActor:
             return actor(slots[node], name if node == 0 else f"{name}-node-{node}", node, meeting_point)
@@ -126,17 +120,10 @@ class FleetProcesses:
 
     def _front(self, index: int, decode: Sequence[str]) -> ServiceActor:
         """The router before the decode engines of a server, beside its first engine."""
-        config, slot = self._config, self._pool_slots(index)[0]
-        log_path = str(self._logs / f"{server_name(index)}-router.log")
+        config, log_path = self._config, str(self._logs / f"{server_name(index)}-router.log")
         timeout = config.timeouts.request
         arguments = (list(decode), "round_robin", config.cluster.host, 0, log_path, timeout, self._keys)
-        options = self._pools.same_node_options("rollout", slot)
-        ended, place = partial(self._pools.ended, "rollout", slot), partial(self._pools.node, "rollout", slot)
-        return ServiceActor("router", index, options, arguments, ended, place)
-
-    def _shared_gpus_of(self, index: int) -> str:
-        width = server_devices(self._config.rollout)
-        return ",".join(self.shared_gpus[index * width : (index + 1) * width])
+        return ServiceActor(Router, arguments, self._pools, "rollout", self._pool_slots(index)[0], beside=True)
 
     def router(self, servers: Collection[str], port: int) -> RouterProcess:
         """The process of a router before these servers, not started; ``port`` is 0 for any."""
@@ -152,9 +139,7 @@ class FleetProcesses:
             self._keys,
             config.cluster,
         )
-        options = self._pools.node_options("rollout")
-        ended, node = partial(self._pools.ended, "rollout", 0), partial(self._pools.node, "rollout", 0)
-        return ServiceActor("router", 0, options, arguments, ended, node)
+        return ServiceActor(Router, arguments, self._pools, "rollout", 0, beside=True)
 
 
 def server_name(index: int) -> str:

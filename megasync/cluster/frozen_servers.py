@@ -12,41 +12,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-from megasync.cluster.actors import ServiceActor
 from megasync.cluster.pools import Pools
-from megasync.cluster.server_slot import ServerProcess, ServerSlot, raise_supervision_error
-from megasync.cluster.slot_faults import SlotFaults
-from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
+from megasync.cluster.rollout_workers import RolloutWorkers
+from megasync.cluster.server_slot import ServerProcess, ServerSlot
+from megasync.cluster.service_actors import ServiceActor
+from megasync.cluster.slots import Slots
+from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config import Config
 from megasync.config.access import Keys
 from megasync.config.pools import frozen_models, frozen_pool
 from megasync.device import Device
 from megasync.errors import ServerError
-from megasync.observe.events import NO_EVENTS, EventSink
-from megasync.observe.hang import NO_REPORTS, HangSink, RunProcess
+from megasync.observe.context import RunContext
+from megasync.observe.hang import RunProcess
 from megasync.observe.state_file import ProcessState
 from megasync.serving.cache_size import longest_request
 from megasync.serving.control import ServerControl
 from megasync.serving.health import ServerState
-from megasync.serving.server import frozen_server_spec
+from megasync.serving.server import FrozenModelServer, frozen_server_spec
 
 log = logging.getLogger(__name__)
 
 # Maps a rollout server's number to its GPUs.
 DevicesOf = Callable[[int], Awaitable[str]]
-
-
-class ModelUsers(Protocol):
-    """Learns which servers of a model, named by its key, there are."""
-
-    def add_server(self, model: str, url: str) -> None: ...
-    def remove_server(self, model: str, url: str) -> None: ...
 
 
 class FrozenServers:
@@ -62,8 +54,8 @@ class FrozenServers:
         device: Device,
         pools: Pools,
         keys: Keys,
-        users: ModelUsers,
-        clock: Callable[[], float] = time.monotonic,
+        users: RolloutWorkers,
+        context: RunContext,
     ) -> None:
         self._config = config
         self._logs = run_dir / "logs"
@@ -71,18 +63,11 @@ class FrozenServers:
         self._pools = pools
         self._keys = keys
         self._users = users
-        self._clock = clock
         self._models = frozen_models(config)
-        self._slots: dict[str, list[ServerSlot]] = {key: [] for key in self._models}
-        self._restarts = dict.fromkeys(self._models, 0)
-        self._tasks: list[asyncio.Task[None]] = []
-        self._last_retired: dict[str, str] = {}
-        self._faults = SlotFaults(NO_EVENTS)
-        self.reports: HangSink = NO_REPORTS
-
-    def report_to(self, events: EventSink) -> None:
-        """Records faults and recoveries of the servers there."""
-        self._faults = SlotFaults(events)
+        self._slots = {
+            key: Slots(config, context, partial(_server_name, key), partial(self._on_change, key))
+            for key in self._models
+        }
 
     async def start_own(self) -> None:
         """Starts the models that have a pool. Raises MegasyncError, with the log, when a server does not start."""
@@ -94,59 +79,47 @@ class FrozenServers:
 
     async def watch(self) -> None:
         """Raises ServerError when a model has no server left and none can be restarted."""
-        raise_supervision_error(self._tasks)
         for key, slots in self._slots.items():
-            if key in self._last_retired and not slots:
-                raise ServerError(f"{key} has no server left (rollout.health.restarts). {self._last_retired[key]}")
+            slots.watch()
+            if slots.last_lost and not len(slots):
+                raise ServerError(f"{key} has no server left (rollout.health.restarts). {slots.last_lost}")
 
     def processes(self) -> list[RunProcess]:
         """The running processes of the servers."""
-        slots = [(frozen_name(key, slot.index), slot) for key, slots in self._slots.items() for slot in slots]
-        return [process for name, slot in slots for process in slot.processes(name)]
+        return [process for slots in self._slots.values() for process in slots.processes()]
 
     def states(self) -> list[ProcessState]:
         """Every server, for `state.json`."""
-        return [slot.described(frozen_name(key, slot.index)) for key, slots in self._slots.items() for slot in slots]
+        return [slot.described() for slots in self._slots.values() for slot in slots]
 
     def metrics(self) -> dict[str, float]:
         """Per model: servers that are up, and restarts."""
         metrics: dict[str, float] = {}
         for key, slots in self._slots.items():
-            values = {
-                "servers": float(sum(slot.health.up for slot in slots)),
-                "restarts": float(self._restarts[key]),
-            }
-            metrics |= {f"{key.replace('.', '/')}/{name}": value for name, value in values.items()}
+            prefix = key.replace(".", "/")
+            metrics[f"{prefix}/servers"] = float(sum(slot.health.up for slot in slots))
+            metrics[f"{prefix}/restarts"] = float(slots.restarts)
         return metrics
 
     def metrics_urls(self) -> dict[str, str]:
         """Where the metrics of each server that is up can be scraped. Safe in any thread."""
-        return {
-            frozen_name(key, slot.index): f"{slot.url}/metrics"
-            for key, slots in list(self._slots.items())
-            for slot in list(slots)
-            if slot.health.up
-        }
+        every = [slot for slots in self._slots.values() for slot in slots]
+        return {slot.name: f"{slot.url}/metrics" for slot in every if slot.health.up}
 
     async def stop(self) -> None:
-        try:
-            await cancel_and_wait(*self._tasks)
-        finally:
-            self._tasks.clear()
-            await asyncio.gather(*(slot.close() for slots in self._slots.values() for slot in slots))
-            self._slots = {key: [] for key in self._slots}
+        await asyncio.gather(*(slots.stop() for slots in self._slots.values()))
 
     async def _start(self, pool: str, devices_of: DevicesOf | None) -> None:
         # Models that share memory start one after the other: each gets a share of what the earlier ones left free.
         for batch in self._batches(pool):
             slots = []
             for key, index in batch:
-                gpus = await self._gpus(key, index, devices_of)
-                slots.append((key, self._new_slot(key, index, gpus)))
+                process = partial(self._process, key, index, await self._gpus(key, index, devices_of))
+                slots.append((key, self._slots[key].add(index, process, self._control)))
             await gather_or_cancel(*(slot.start() for _, slot in slots))
             for key, slot in slots:
                 log.info("%s: server at %s", key, slot.url)
-                self._tasks.append(asyncio.create_task(slot.run(), name=f"{key} {slot.index}"))
+                self._slots[key].supervise(slot)
 
     def _batches(self, pool: str) -> list[list[tuple[str, int]]]:
         """(key, number) of the servers, in batches that start concurrently."""
@@ -160,34 +133,17 @@ class FrozenServers:
         gpus = (await devices_of(index)).split(",")
         return ",".join(gpus[: self._models[key].tensor_parallel])
 
-    def _new_slot(self, key: str, index: int, gpus: str) -> ServerSlot:
-        slot = ServerSlot(
-            self._config,
-            index,
-            lambda: self._process(key, index, gpus),
-            lambda url, _: ServerControl(url, self._keys.admin),
-            lambda slot, before: self._on_change(key, slot, before),
-            self._clock,
-            f"{key}, server",
-        )
-        name = frozen_name(key, index)
-        slot.on_silent = lambda reason: self.reports.report(f"{name} does not answer: {reason}", {name})
-        self._slots[key].append(slot)
-        return slot
+    def _control(self, url: str, process: ServerProcess) -> ServerControl:
+        return ServerControl(url, self._keys.admin)
 
     def _on_change(self, key: str, slot: ServerSlot, before: ServerState) -> None:
         state = slot.health.state
-        self._faults.changed(frozen_name(key, slot.index), slot, before)
         if state.up and not before.up and slot.control:
-            self._restarts[key] += slot.starts > 1
             self._users.add_server(key, slot.url)
             # Its weights never change.
             slot.note(slot.health.synced)
         elif before.up and not state.up:
             self._users.remove_server(key, slot.url)
-        if state is ServerState.RETIRED:
-            self._slots[key].remove(slot)
-            self._last_retired[key] = f"The last server lost was {slot.index}: {slot.health.reason}"
 
     def _process(self, key: str, index: int, gpus: str) -> ServerProcess:
         config, model = self._config, self._models[key]
@@ -200,13 +156,11 @@ class FrozenServers:
         seed = config.seed + index
         longest = longest_request(config, model)
         spec = frozen_server_spec(model, dtype, self._device.kind, mem_fraction, seed, gpus, scraped, exact, longest)
-        log_path = str(self._logs / f"{frozen_name(key, index)}.log")
+        log_path = str(self._logs / f"{_server_name(key, index)}.log")
         keys = (self._keys.admin, self._keys.generation)
         arguments = (model, spec, config.cluster.host, 0, log_path, *keys)
         pool = "rollout" if shared else frozen_pool(key)
-        options = self._pools.same_node_options(pool, index) if shared else self._pools.options(pool, index)
-        ended, node = partial(self._pools.ended, pool, index), partial(self._pools.node, pool, index)
-        return ServiceActor("frozen_model", index, options, arguments, ended, node)
+        return ServiceActor(FrozenModelServer, arguments, self._pools, pool, index, beside=shared)
 
     def _free_share(self, key: str) -> float:
         """The model's share of a shared device, as SGLang expects it: as a share of what earlier servers left free."""
@@ -219,6 +173,6 @@ class FrozenServers:
         return self._models[key].mem_fraction / free
 
 
-def frozen_name(key: str, index: int) -> str:
+def _server_name(key: str, index: int) -> str:
     """The name of a server of a frozen model in logs and events, such as `reward-judge-0`."""
     return f"{frozen_pool(key)}-{index}"

@@ -18,12 +18,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megasync.cluster.actors import ActorGroup
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import MegasyncError, ProcessLost
 from megasync.observe.stacks import ProcessStacks
-from megasync.serving.process_watch import ProcessId
+from megasync.serving.process_watch import ProcessId, ProcessWatch
 
 log = logging.getLogger(__name__)
 
@@ -37,39 +39,46 @@ REPLACEMENT_SECONDS = 20.0
 FIRST_ANSWER_SECONDS = 120.0
 
 
-class Agent(Protocol):
-    """A `ProcessWatch` on a node."""
+class NodeAgent:
+    """A `ProcessWatch` on a node, in an actor that holds no device. Callers of `stacks` have a deadline."""
+
+    def __init__(self, node: str) -> None:
+        """Starts the actor on the node with this Ray id; it fails if the node is gone."""
+        place = NodeAffinitySchedulingStrategy(node, soft=False)
+        self._group = ActorGroup.create(
+            "node agent", ProcessWatch, [()], [{"scheduling_strategy": place, "num_cpus": 0}]
+        )
 
     async def ended(self, processes: Sequence[ProcessId], seconds: float, timeout: float) -> list[ProcessId]:
-        """Calls `ProcessWatch.ended`; raises MegasyncError when no answer comes within `timeout` seconds."""
-        ...
+        return await self._group.on_one(0, timeout, ProcessWatch.ended, list(processes), seconds)
 
     async def stacks(self, families: Sequence[tuple[str, int]], seconds: float) -> list[ProcessStacks]:
-        """Calls `ProcessWatch.stacks`; the caller has a deadline."""
-        ...
+        return await self._group.on_one(0, None, ProcessWatch.stacks, list(families), seconds)
 
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        self._group.kill()
 
 
 class NodeAgents:
     """Starts agents where they are needed. `close` ends them, and every wait with ProcessLost."""
 
-    def __init__(self, start: Callable[[str], Agent]) -> None:
+    def __init__(self, start: Callable[[str], NodeAgent] = NodeAgent) -> None:
         """`start` starts an agent on a node, without waiting for it."""
         self._start = start
         self._nodes: dict[str, _Node] = {}
 
     async def ended(self, node: str, process: ProcessId) -> None:
         """Returns when a process of the node has ended. Raises ProcessLost when the node is lost."""
-        if node not in self._nodes:
-            self._nodes[node] = _Node(node, self._start)
-        await self._nodes[node].ended(process)
+        await self._node(node).ended(process)
 
     async def stacks(self, node: str, families: Sequence[tuple[str, int]], seconds: float) -> list[ProcessStacks]:
         """The stacks of processes of a node, for at most ``seconds``; the agent may have to start first."""
-        if node not in self._nodes:
-            self._nodes[node] = _Node(node, self._start)
-        return await self._nodes[node].agent().stacks(families, seconds)
+        return await self._node(node).agent().stacks(families, seconds)
+
+    def _node(self, name: str) -> _Node:
+        if name not in self._nodes:
+            self._nodes[name] = _Node(name, self._start)
+        return self._nodes[name]
 
     def close(self) -> None:
         for node in self._nodes.values():
@@ -78,10 +87,10 @@ class NodeAgents:
 
 
 class _Node:
-    def __init__(self, name: str, start: Callable[[str], Agent]) -> None:
+    def __init__(self, name: str, start: Callable[[str], NodeAgent]) -> None:
         self._name = name
         self._start = start
-        self._agent: Agent | None = None
+        self._agent: NodeAgent | None = None
         self._waits: dict[ProcessId, asyncio.Future[None]] = {}
         self._added = asyncio.Event()
         self._task = asyncio.create_task(self._follow(), name=f"agent of node {name}")
@@ -94,7 +103,7 @@ class _Node:
         finally:
             self._waits.pop(process, None)
 
-    def agent(self) -> Agent:
+    def agent(self) -> NodeAgent:
         if self._agent is None:
             self._agent = self._start(self._name)
         return self._agent

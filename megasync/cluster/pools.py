@@ -19,9 +19,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megasync.cluster.actors import AgentActor, kill_process
+from megasync.cluster.actors import kill_process
 from megasync.cluster.node_agents import NodeAgents
-from megasync.cluster.roles import ROLES
 from megasync.concurrency.tasks import within
 from megasync.config.pools import PoolSpec, node_resource
 from megasync.errors import MegasyncError
@@ -40,7 +39,7 @@ class Pools:
         self._kind = device_kind
         self._groups: dict[str, PlacementGroup] = {}
         self._added: dict[tuple[str, int], PlacementGroup] = {}
-        self._agents = NodeAgents(AgentActor)
+        self._agents = NodeAgents()
         # The nodes of slots, as far as somebody has asked for them.
         self._nodes: dict[tuple[str, int], str] = {}
 
@@ -116,11 +115,6 @@ class Pools:
         """The Ray id of the node of a slot whose process is waited for (`ended`); empty where it is not known."""
         return self._nodes.get((pool, slot), "")
 
-    async def node_of(self, pool: str, node: int) -> str:
-        """The Ray id of the node that `node_options` chooses; empty where it is not known."""
-        spec = self.specs[pool]
-        return (await self.nodes(pool)).get(node % spec.nodes * spec.slots_per_node, "")
-
     async def stacks(self, node: str, processes: Sequence[RunProcess], seconds: float) -> list[ProcessStacks]:
         """The stacks of processes of a node and of all that they have started (`observe.hang.ReadNode`)."""
         return await self._agents.stacks(node, [(process.name, process.pid) for process in processes], seconds)
@@ -133,11 +127,11 @@ class Pools:
             return dict.fromkeys(range(spec.slots), str(table["bundles_to_node_id"].get(0) or ""))
         table = await asyncio.to_thread(placement_group_table, self._groups[pool])
         nodes = table["bundles_to_node_id"]
-        found = {slot: nodes.get(slot // spec.slots_per_node, "") for slot in range(spec.slots)}
+        by_slot = {slot: nodes.get(slot // spec.slots_per_node, "") for slot in range(spec.slots)}
         for (name, slot), group in list(self._added.items()):
             if name == pool:
-                found[slot] = (await asyncio.to_thread(placement_group_table, group))["bundles_to_node_id"].get(0, "")
-        return {slot: str(node) for slot, node in found.items() if node}
+                by_slot[slot] = (await asyncio.to_thread(placement_group_table, group))["bundles_to_node_id"].get(0, "")
+        return {slot: str(node) for slot, node in by_slot.items() if node}
 
     async def living_slots(self, pool: str) -> list[int]:
         """The initial slots of a pool on nodes that Ray does not know to be lost, ascending.
@@ -164,28 +158,25 @@ class Pools:
         devices = {"num_gpus": spec.devices_reserved} if self._kind == "cuda" else {}
         return {"scheduling_strategy": strategy, "num_cpus": spec.devices_reserved, **devices}
 
-    def node_options(self, pool: str, node: int = 0) -> dict[str, Any]:
-        """Ray options for a process without devices on a node of the pool, counted around from 0."""
+    def slot_on_node(self, pool: str, node: int) -> int:
+        """A slot on a node of the pool; nodes are counted around from 0."""
         spec = self.specs[pool]
-        group, bundle = self._place(pool, node % spec.nodes * spec.slots_per_node)
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        return {"scheduling_strategy": strategy, "num_cpus": 0}
+        return node % spec.nodes * spec.slots_per_node
 
     def same_node_options(self, pool: str, slot: int) -> dict[str, Any]:
         """Ray options for a process that reserves no device, on the node of a slot."""
         return self.options(pool, slot) | {"num_cpus": 0, "num_gpus": 0}
 
-    async def kill_unresponsive(self, role: str, pids: Mapping[int, int], timeout: float) -> None:
-        """Kills the processes of actors that may no longer respond to Ray; `pids` are by slot.
+    async def kill_unresponsive(self, pool: str, actor: type, pids: Mapping[int, int], timeout: float) -> None:
+        """Kills the processes of actors of this class that may no longer respond to Ray; `pids` are by slot.
 
         A stopped process responds to nothing and keeps its device. The kill comes from a task on the process's own
         node, because a process id is valid only there. Returns once none is left, or logs those that remain after
         `timeout` seconds.
         """
         kill = ray.remote(max_retries=0)(kill_process)
-        title = ROLES[role].actor.__name__
         refs: list[Any] = [
-            kill.options(**self.same_node_options(role, slot)).remote(pid, title) for slot, pid in pids.items()
+            kill.options(**self.same_node_options(pool, slot)).remote(pid, actor.__name__) for slot, pid in pids.items()
         ]
         kills = [asyncio.wrap_future(ref.future()) for ref in refs]
         if not kills:
@@ -195,7 +186,7 @@ class Pools:
             task.cancel()
         failures = [task.exception() for task in done if task.exception()]
         if late or failures:
-            log.warning("%d %s processes may still be alive: %s", len(late) + len(failures), role, failures[:1])
+            log.warning("%d %s processes may still be alive: %s", len(late) + len(failures), pool, failures[:1])
 
     def remove(self) -> None:
         """Removes all placement groups, and the agents."""

@@ -18,7 +18,7 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,15 +30,14 @@ from ray.exceptions import RayActorError
 from megasync.base.importing import name_of
 from megasync.cluster.actors import ANSWER_SECONDS, EXIT_SECONDS, ActorGroup, kill_process
 from megasync.cluster.pools import Pools
-from megasync.cluster.roles import ROLES
 from megasync.concurrency.foreign import explain, invoke, shown
 from megasync.concurrency.orphans import kill_orphans
 from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
 from megasync.config import Config
 from megasync.errors import ConfigError, MegasyncError, ProcessLost, ServerError
 from megasync.observe.clock import clock_offset
-from megasync.observe.events import NO_EVENTS, EventSink
-from megasync.observe.hang import NO_REPORTS, HangSink, RunProcess
+from megasync.observe.context import RunContext
+from megasync.observe.hang import RunProcess
 from megasync.observe.state_file import ProcessState
 from megasync.rollout.placement import Placement
 from megasync.rollout.quarantine import Quarantine
@@ -49,12 +48,14 @@ from megasync.rollout.worker_link import (
     Questions,
     RemoteProcess,
     Report,
+    RolloutWorker,
     WorkerLink,
     WorkerProcess,
 )
 from megasync.serving.restart_budget import RestartBudget
 from megasync.trajectory import Prompt
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -76,8 +77,8 @@ class RolloutWorkers:
         make_process: Callable[[int], WorkerProcess],
         quarantine: Quarantine,
         on_invalid_answer: Callable[[], None],
+        context: RunContext,
         poison_folder: Path | None = None,
-        clock: Callable[[], float] = time.monotonic,
         questions: Questions | None = None,
     ) -> None:
         """Reports of prompts that kill workers are written to `poison_folder`. `questions` answer those of workers."""
@@ -86,12 +87,11 @@ class RolloutWorkers:
         self._make_process = make_process
         self._quarantine = quarantine
         self._on_invalid_answer = on_invalid_answer
-        self._clock = clock
+        self._context = context
         self._questions = questions or {}
         quarantine.follow(partial(self.tell, "watch", ""))
         self._links: dict[int, WorkerLink] = {}
         self._processes: dict[int, WorkerProcess] = {}
-        self.reports: HangSink = NO_REPORTS
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._followers: list[tuple[Callable[[WorkerLink], None], Callable[[WorkerLink], None]]] = []
         self._servers: dict[str, list[str]] = {}
@@ -99,12 +99,13 @@ class RolloutWorkers:
         self._states: dict[tuple[str, str], Message] = {}
         self._budgets: dict[int, RestartBudget] = {}
         # What runs where. Followers give their own work a place with it.
-        self.placement: Placement[Any] = Placement(poison_folder, lambda number: self._budgets[number].refund(), clock)
+        self.placement: Placement[Any] = Placement(
+            poison_folder, lambda number: self._budgets[number].refund(), context.clock
+        )
         self.placement.follow(self._wake)
         self._placeable = asyncio.Event()
         self._asked = 0
         self._last_retired = ""
-        self.events: EventSink = NO_EVENTS
         # Of each worker: its state, why, and since when.
         self._states_of: dict[int, tuple[str, str, float]] = {}
 
@@ -120,7 +121,7 @@ class RolloutWorkers:
         for number, process in zip(numbers, processes, strict=True):
             supervising = self._supervise(number, process)
             self._tasks[number] = asyncio.create_task(supervising, name=f"rollout worker {number}")
-            self._budgets[number] = RestartBudget(health.restarts, health.restart_window, self._clock)
+            self._budgets[number] = RestartBudget(health.restarts, health.restart_window, self._context.clock)
         # Every worker is up once its task has run.
         await asyncio.sleep(0)
 
@@ -244,7 +245,7 @@ class RolloutWorkers:
                 await process.kill()
                 raise
             else:
-                self.events.recovery(worker_name(number), "replaced")
+                self._context.events.recovery(worker_name(number), "replaced")
                 reason = await self._follow_process(number, process)
         self._note(number, "retired", reason)
         self._last_retired = f"The last one lost was {number}: {reason}"
@@ -273,9 +274,9 @@ class RolloutWorkers:
             await connection
         except ProcessLost as error:
             loss, died = error, True
-            self.events.fault(worker_name(number), str(loss))
+            self._context.events.fault(worker_name(number), str(loss))
             if loss.silent:
-                await self.reports.report(f"{worker_name(number)}: {loss}", {worker_name(number)})
+                await self._context.reports.report(f"{worker_name(number)}: {loss}", {worker_name(number)})
         finally:
             del self._links[number], self._processes[number]
             self.placement.remove(link, str(loss), by_prompts=died)
@@ -292,7 +293,8 @@ class WorkerActor(RemoteProcess):
 
     def __init__(self, number: int, pools: Pools, build: Callable[[float], Awaitable[PolledEnd]]) -> None:
         self._number = number
-        self._options = pools.node_options("rollout", number)
+        self._slot = pools.slot_on_node("rollout", number)
+        self._options = pools.same_node_options("rollout", self._slot)
         self._build = build
         self._mark = uuid.uuid4().hex
         self._pid: int | None = None
@@ -304,19 +306,17 @@ class WorkerActor(RemoteProcess):
         return [] if self._pid is None else [(self._node, self._pid)]
 
     async def start(self, timeout: float) -> None:
-        role = ROLES["rollout_worker"]
-        remote = ray.remote(role.actor).options(**self._options, max_restarts=0)
-        self._group = ActorGroup(role.name, [remote.remote()])
-        self._pid = await self._group.call_one(0, "prepare", sys.path, self._mark, timeout=timeout)
-        self._node = await self._pools.node_of("rollout", self._number)
-        offset = await clock_offset(partial(self._group.call_one, 0, "clock", timeout=timeout))
-        await self._group.call_one(0, "open", self._build, offset, timeout=timeout)
+        group = self._group = ActorGroup.create("rollout_worker", RolloutWorker, [()], [self._options])
+        self._pid = await group.on_one(0, timeout, RolloutWorker.prepare, sys.path, self._mark)
+        self._node = (await self._pools.nodes("rollout")).get(self._slot, "")
+        offset = await clock_offset(lambda: group.on_one(0, timeout, RolloutWorker.clock))
+        await group.on_one(0, timeout, RolloutWorker.open, self._build, offset)
 
     async def poll(self, seconds: float, timeout: float) -> Report:
-        return await self._call("poll", seconds, timeout=timeout)
+        return await self._call(timeout, RolloutWorker.poll, seconds)
 
     async def send(self, commands: list[Message], timeout: float) -> None:
-        await self._call("send", commands, timeout=timeout)
+        await self._call(timeout, RolloutWorker.send, commands)
 
     async def kill(self) -> None:
         if self._group is not None:
@@ -335,11 +335,13 @@ class WorkerActor(RemoteProcess):
                 log.warning("Processes of rollout worker %d may still be alive: %s", self._number, left)
             self._pid = None
 
-    async def _call(self, method: str, *arguments: Any, timeout: float) -> Any:
+    async def _call(
+        self, timeout: float, method: Callable[[RolloutWorker, A], Coroutine[Any, Any, T]], argument: A
+    ) -> T:
         if self._group is None:
             raise ProcessLost(f"rollout worker {self._number} does not run")
         try:
-            return await self._group.call_one(0, method, *arguments, timeout=timeout)
+            return await self._group.on_one(0, timeout, method, argument)
         except ProcessLost as loss:
             if isinstance(loss.__cause__, RayActorError):
                 # Ray describes the actor first, on many lines.
@@ -355,7 +357,7 @@ class WorkerActor(RemoteProcess):
 
 def _kill_family(pid: int, mark: str) -> list[int]:
     """Kills a worker of this node and what it has started. Returns the ids of processes that remain."""
-    kill_process(pid, ROLES["rollout_worker"].actor.__name__)
+    kill_process(pid, RolloutWorker.__name__)
     return kill_orphans(pid, MARK, mark, EXIT_SECONDS)
 
 

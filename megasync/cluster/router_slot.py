@@ -1,7 +1,8 @@
 """The fleet's router: its process, restarted on the same port when it dies, and its list of servers.
 
 Invariant: the router lists the servers that `wanted` returns, which is called again at every poll of the list.
-When the router dies, its running requests are cut, and the client retries until the router is back.
+The one exception is the first list, before `supervise`. When the router dies, its running requests are cut, and the
+client retries until the router is back.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from megasync.cluster.server_slot import TAIL_LINES, ServiceProcess
+from megasync.cluster.server_slot import TAIL_LINES, ServiceProcess, raise_supervision_error
 from megasync.concurrency.tasks import cancel_and_wait, set_within
 from megasync.config import Config
 from megasync.errors import MegasyncError, ServerError
-from megasync.observe.events import NO_EVENTS, EventSink
+from megasync.observe.context import RunContext
 from megasync.observe.hang import RunProcess
 from megasync.observe.state_file import ProcessState
 from megasync.serving.restart_budget import RestartBudget
@@ -28,9 +29,11 @@ log = logging.getLogger(__name__)
 LIST_POLL_SECONDS = 2.0
 LEAST_LIST_SECONDS = 0.5
 _CHANGE_POLL_SECONDS = 0.1
+# Seconds to wait until the router has applied a change of its list; it keeps trying after that.
+SETTLE_SECONDS = 30.0
 
 
-class Members(Protocol):
+class ServerList(Protocol):
     """The list of servers of a running router; see `serving.router.RouterMembers`."""
 
     async def adjust(self, wanted: Collection[str]) -> bool: ...
@@ -50,26 +53,27 @@ class RouterSlot:
 
     def __init__(
         self,
-        make_process: Callable[[Collection[str], int], RouterProcess],
-        wanted: Callable[[], Collection[str]],
-        members: Callable[[str], Members],
         config: Config,
-        clock: Callable[[], float],
+        context: RunContext,
+        make_process: Callable[[Collection[str], int], RouterProcess],
+        members: Callable[[str], ServerList],
+        wanted: Callable[[], Collection[str]],
     ) -> None:
         """`make_process` takes the servers to start with and the port, 0 for any; `members` the router's URL."""
         self.url = self.metrics_url = ""
         self.starts = 0
-        self.events: EventSink = NO_EVENTS
+        self._events = context.events
         self._since = time.time()
         self._make_process = make_process
         self._wanted = wanted
         self._config = config.rollout.health
         self._timeouts = config.timeouts
         self._scraped = config.observe.prometheus is not None
-        self._restarts = RestartBudget(self._config.restarts, self._config.restart_window, clock)
+        self._restarts = RestartBudget(self._config.restarts, self._config.restart_window, context.clock)
         self._reach_members = members
         self._process: RouterProcess | None = None
-        self._members: Members | None = None
+        self._members: ServerList | None = None
+        self._supervision: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
         self._due = asyncio.Event()
 
@@ -87,12 +91,21 @@ class RouterSlot:
         if self._members is None:
             self._members = self._reach_members(self.url)
 
-    async def run(self) -> None:
-        """Keeps the router running with the wanted servers. Raises ServerError when its restart budget is spent."""
+    def supervise(self) -> None:
+        """Keeps the router running with the wanted servers, in the background."""
+        if self._supervision is None:
+            self._supervision = asyncio.create_task(self._run(), name="router")
+
+    def watch(self) -> None:
+        """Raises ServerError once the restart budget is spent."""
+        if self._supervision is not None:
+            raise_supervision_error([self._supervision])
+
+    async def _run(self) -> None:
         while True:
-            reason = await self._watch()
+            reason = await self._until_lost()
             log.warning("Router at %s: %s", self.url, reason)
-            self.events.fault("router", reason, url=self.url)
+            self._events.fault("router", reason, url=self.url)
             self._since = time.time()
             await self._end_process()
             while self._process is None:
@@ -109,7 +122,7 @@ class RouterSlot:
                 except MegasyncError as error:
                     reason = str(error)
             log.warning("Router restarted at %s", self.url)
-            self.events.recovery("router", f"restarted at {self.url}", starts=self.starts)
+            self._events.recovery("router", f"restarted at {self.url}", starts=self.starts)
             self._since = time.time()
 
     def processes(self) -> list[RunProcess]:
@@ -122,26 +135,36 @@ class RouterSlot:
         return ProcessState(name="router", state=state, since=self._since, url=self.url, starts=self.starts)
 
     def refresh(self) -> None:
-        """Makes `run` adjust the list now, because the wanted servers have changed."""
+        """Makes the supervision adjust the list now, because the wanted servers have changed."""
         self._due.set()
 
-    async def settle(self, timeout: float) -> bool:
-        """Waits until the router lists the wanted servers; False after `timeout` seconds, while `run` keeps trying."""
-        deadline = asyncio.get_running_loop().time() + timeout
-        while True:
+    async def settle(self) -> bool:
+        """Waits until the router lists the wanted servers; False after SETTLE_SECONDS, while it is tried further.
+
+        Nothing is waited for before `supervise`.
+        """
+        deadline = asyncio.get_running_loop().time() + SETTLE_SECONDS
+        while self._supervision is not None:
             try:
                 if await self._adjust():
                     return True
             except ServerError as error:
                 log.debug("Router: list of servers not changed: %s", error)
             if asyncio.get_running_loop().time() >= deadline:
+                log.warning("Router has not applied its new list in %.0f s; retrying in the background", SETTLE_SECONDS)
                 return False
             await asyncio.sleep(_CHANGE_POLL_SECONDS)
+        return True
 
-    async def close(self) -> None:
-        await self._end_process()
-        if self._members is not None:
-            await self._members.close()
+    async def stop(self) -> None:
+        """Ends the supervision and the process."""
+        try:
+            if self._supervision is not None:
+                await cancel_and_wait(self._supervision)
+        finally:
+            await self._end_process()
+            if self._members is not None:
+                await self._members.close()
 
     async def _adjust(self) -> bool:
         """Adjusts the list; True when the router listed exactly the wanted servers already."""
@@ -150,7 +173,7 @@ class RouterSlot:
         async with self._lock:
             return await self._members.adjust(self._wanted())
 
-    async def _watch(self) -> str:
+    async def _until_lost(self) -> str:
         """Returns why the router must be restarted."""
         process = self._process
         if process is None:

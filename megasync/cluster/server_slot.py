@@ -13,20 +13,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import orjson
 
+from megasync.cluster.gray_failures import CHECK, STREAMED_CHECK, CheckAborted, CheckAnswer, GrayFailures
 from megasync.concurrency.tasks import set_within, wait_for_first
 from megasync.config import Config
 from megasync.errors import InvalidAnswer, MegasyncError, ServerError
 from megasync.observe import trace
+from megasync.observe.context import RunContext
 from megasync.observe.hang import RunProcess
 from megasync.observe.state_file import ProcessState
 from megasync.rollout.inflight import ServerLoad
-from megasync.rollout.partials import PartialResponse
-from megasync.serving.answers import AnswerLimits, StreamedError, events, read_generated, read_scored
+from megasync.serving.answers import StreamedError, events
 from megasync.serving.control import ServerControl
 from megasync.serving.health import ServerHealth, ServerState
 
@@ -37,14 +38,8 @@ TAIL_LINES = 30
 # Seconds between two checks of a server's answers, and between a failed check and its repetition.
 CHECK_SECONDS = 60.0
 RECHECK_SECONDS = 1.0
-# Every vocabulary has these ids. Two tokens, because a stream without an end shows only after the first one.
-CHECK = {
-    "input_ids": [1, 2, 3],
-    "sampling_params": {"max_new_tokens": 2, "temperature": 1.0, "ignore_eos": True},
-    "return_logprob": True,
-    "logprob_start_len": 0,
-}
-STREAMED_CHECK = CHECK | {"stream": True}
+# Seconds for a server to finish aborting its requests, which continue elsewhere. It is stopped afterwards in any case.
+DRAIN_SECONDS = 10.0
 # Seconds between two polls of a server that drains its requests.
 _DRAIN_POLL = 0.2
 # The golden ratio's fraction: its multiples spread the loops of all slots evenly over a period, however many there are.
@@ -80,45 +75,33 @@ class ServerProcess(ServiceProcess, Protocol):
         ...
 
 
-class Judge(Protocol):
-    """Compares a server with its peers. `reported` and `checked` return why it must be restarted, or None."""
-
-    # Bounds the answer to `CHECK`.
-    limits: AnswerLimits
-    # Whether rollouts stream responses, so that the check does too.
-    streams: bool
-
-    def reported(self, slot: int, load: ServerLoad) -> str | None: ...
-    def checked(self, slot: int, problem: str | None) -> str | None: ...
-    def unanswered(self, slot: int) -> None: ...
-
-
 class ServerSlot:
     """Runs one server and restarts it. `control` belongs to the current server; None while none runs."""
 
     def __init__(
         self,
         config: Config,
+        context: RunContext,
         index: int,
+        name: str,
         make_process: Callable[[], ServerProcess],
         make_control: Callable[[str, ServerProcess], ServerControl],
         on_change: Callable[[ServerSlot, ServerState], None],
-        clock: Callable[[], float] = time.monotonic,
-        name: str = "server",
-        judge: Judge | None = None,
+        peers: GrayFailures | None = None,
         may_start: asyncio.Event | None = None,
     ) -> None:
         """Stores the parts; `start` starts the server.
 
         Args:
+            name: of the server in logs and events.
             make_control: opens a control of the server at a URL, which this process is.
             on_change: called after each transition with the slot and the previous state, while `control` is unchanged.
-            name: of this slot in the log.
-            judge: compares the server with its peers. Without one its answers are not checked.
+            peers: compares the server with its peers. Without one its answers are not checked.
             may_start: no process starts while it is not set, because its devices are in use.
         """
         self.index = index
-        self.health = ServerHealth(config.rollout.health, clock)
+        self.name = name
+        self.health = ServerHealth(config.rollout.health, context.clock)
         self.control: ServerControl | None = None
         self.load: ServerLoad | None = None
         self.starts = 0
@@ -131,29 +114,28 @@ class ServerSlot:
         self._reported = self.health.state
         # Since when it is in this state, in seconds since the epoch.
         self._since = time.time()
-        self._name = f"{name} {index}"
-        self._judge = judge
+        self._peers = peers
+        self._reports = context.reports
         self._may_start = may_start
         self._ending = False
         # The control of the server that has released its memory.
         self._released: ServerControl | None = None
+        # When a check is due before its time, and the seconds to wait then.
         self._check_due = asyncio.Event()
-        self._check_timer: asyncio.TimerHandle | None = None
+        self._check_delay = 0.0
         self._phase = (index + 1) * _GOLDEN % 1
         self._wake = asyncio.Event()
-        # Writes a hang report about this server, before one that does not answer is ended.
-        self.on_silent: Callable[[str], Awaitable[object]] | None = None
 
     @property
     def url(self) -> str:
         """Empty while no server runs in this slot."""
         return self.control.url if self.control is not None else ""
 
-    def described(self, name: str) -> ProcessState:
-        """This server under the name that it has in logs and events, for `state.json`."""
+    def described(self) -> ProcessState:
+        """The server, for `state.json`."""
         load = self.load
         return ProcessState(
-            name=name,
+            name=self.name,
             state=self._reported,
             reason=self.health.reason,
             since=self._since,
@@ -178,7 +160,7 @@ class ServerSlot:
         self._since = time.time()
         expected = state in (ServerState.HEALTHY, ServerState.STALE, ServerState.RESTARTING)
         level = logging.INFO if expected else logging.WARNING
-        log.log(level, "%s: %s -> %s %s %s", self._name, before, state, self.url, self.health.reason)
+        log.log(level, "%s: %s -> %s %s %s", self.name, before, state, self.url, self.health.reason)
         self._wake.set()
         self._on_change(self, before)
 
@@ -201,8 +183,8 @@ class ServerSlot:
         while True:
             if self.health.up:
                 await self._watch()
-            if self.health.silent and self.on_silent is not None:
-                await self.on_silent(self.health.reason)
+            if self.health.silent:
+                await self._reports.report(f"{self.name} does not answer: {self.health.reason}", {self.name})
             await self.close()
             if self.health.state is ServerState.RETIRED:
                 return
@@ -219,29 +201,26 @@ class ServerSlot:
             except MegasyncError as error:
                 self.note(self.health.died, str(error))
 
-    def processes(self, name: str) -> list[RunProcess]:
-        """The running processes of this server, whose name is ``name``."""
-        return [RunProcess(name, node, pid) for node, pid in self._process.processes()] if self._process else []
+    def processes(self) -> list[RunProcess]:
+        """The running processes of this server."""
+        return [RunProcess(self.name, node, pid) for node, pid in self._process.processes()] if self._process else []
 
     async def visible_devices(self) -> str:
         """The GPUs of the running process. Raises MegasyncError when there is none."""
         if self._process is None:
-            raise ServerError(f"{self._name} does not run")
+            raise ServerError(f"{self.name} does not run")
         return await self._process.visible_devices()
 
     def check_soon(self, seconds: float = 0.0) -> None:
         """Makes the next check due in `seconds`, because some server, perhaps this one, gave an invalid answer."""
-        if self._check_timer is None and not self._check_due.is_set():
-            self._check_timer = asyncio.get_running_loop().call_later(seconds, self._make_check_due)
+        if not self._check_due.is_set():
+            self._check_delay = seconds
+            self._check_due.set()
 
-    def _make_check_due(self) -> None:
-        self._check_timer = None
-        self._check_due.set()
-
-    async def drain(self, seconds: float) -> bool:
+    async def drain(self) -> bool:
         """Aborts the running requests, which continue elsewhere from their partial tokens; False when some remain."""
         control = self.control
-        deadline = asyncio.get_running_loop().time() + seconds
+        deadline = asyncio.get_running_loop().time() + DRAIN_SECONDS
         while control is not None and asyncio.get_running_loop().time() < deadline:
             left = max(_DRAIN_POLL, deadline - asyncio.get_running_loop().time())
             try:
@@ -299,13 +278,13 @@ class ServerSlot:
         if control is None or process is None:
             return
         polls = [
-            asyncio.create_task(self._await_end(process), name=f"process of {self._name}"),
-            asyncio.create_task(self._probe(control), name=f"probe of {self._name}"),
-            asyncio.create_task(self._request(control), name=f"request to {self._name}"),
-            asyncio.create_task(self._until_down(), name=f"end of {self._name}"),
+            asyncio.create_task(self._await_end(process), name=f"process of {self.name}"),
+            asyncio.create_task(self._probe(control), name=f"probe of {self.name}"),
+            asyncio.create_task(self._request(control), name=f"request to {self.name}"),
+            asyncio.create_task(self._until_down(), name=f"end of {self.name}"),
         ]
-        if self._judge is not None:
-            polls.append(asyncio.create_task(self._check(control, self._judge), name=f"check of {self._name}"))
+        if self._peers is not None:
+            polls.append(asyncio.create_task(self._check(control, self._peers), name=f"check of {self.name}"))
         await wait_for_first(*polls)
 
     async def _until_down(self) -> None:
@@ -344,15 +323,15 @@ class ServerSlot:
                 self.note(self.health.probe_failed, f"{type(error).__name__}: {error}")
             else:
                 self.note(self.health.probe_ok)
-                if self._judge is not None and self.health.serves:
-                    self._restart_if(self._judge.reported(self.index, self.load))
+                if self._peers is not None and self.health.serves:
+                    self._restart_if(self._peers.reported(self.index, self.load))
             await asyncio.sleep(self._config.probe_seconds)
 
     def _trace_load(self, load: ServerLoad, before: float) -> float:
         """Records what the server has done since the probe before, as far as this one tells; returns the time."""
         now, busy = time.time(), load.running + load.waiting > 0
         loads = {"running": load.running, "waiting": load.waiting, "cache": round(load.token_usage, 3)}
-        trace.complete(self._name.replace(" ", "-"), "generating" if busy else "idle", before, now, **loads)
+        trace.complete(self.name, "generating" if busy else "idle", before, now, **loads)
         return now
 
     async def _request(self, control: ServerControl) -> None:
@@ -367,40 +346,40 @@ class ServerSlot:
             else:
                 self.note(self.health.request_ok)
 
-    async def _check(self, control: ServerControl, judge: Judge) -> None:
+    async def _check(self, control: ServerControl, peers: GrayFailures) -> None:
         """Asks for two tokens and the log-probs of a few, like any request."""
         wait = self._phase * CHECK_SECONDS
         while True:
-            await set_within(self._check_due, wait)
+            if await set_within(self._check_due, wait):
+                await asyncio.sleep(self._check_delay)
             wait = CHECK_SECONDS
             self._check_due.clear()
             # A paused server would not answer. Its new weights are checked after the sync.
-            if self._settled and await self._check_once(control, judge):
+            if self._settled and await self._check_once(control, peers):
                 # Repeats the check soon, because one bad answer is not enough for a verdict.
-                await asyncio.sleep(RECHECK_SECONDS)
-                self._check_due.set()
+                self.check_soon(RECHECK_SECONDS)
             await asyncio.sleep(RECHECK_SECONDS)
 
-    async def _check_once(self, control: ServerControl, judge: Judge) -> bool:
+    async def _check_once(self, control: ServerControl, peers: GrayFailures) -> bool:
         """Checks the server once; returns whether to check again soon."""
         expected, syncs = self._answer_expected, self.health.syncs
         try:
-            problem = await self._problem(control, judge)
+            problem = await self._problem(control, peers)
         except CheckAborted:
             return True
         except ServerError as error:
             if not self._settled or self.health.syncs != syncs:
                 return False
             if not (expected and self._answer_expected):
-                log.debug("%s: check failed without a verdict: %s", self._name, error)
-                judge.unanswered(self.index)
+                log.debug("%s: check failed without a verdict: %s", self.name, error)
+                peers.outliers.unanswered(self.index)
                 return True
             problem = f"it answers probes and its queue is empty, but it does not answer the check: {error}"
         if not self._settled:
             return False
         if problem:
-            log.warning("%s: invalid answer: %s", self._name, problem)
-        self._restart_if(judge.checked(self.index, problem))
+            log.warning("%s: invalid answer: %s", self.name, problem)
+        self._restart_if(peers.checked(self.index, problem))
         return problem is not None
 
     @property
@@ -413,19 +392,19 @@ class ServerSlot:
         """Whether a missing answer is a fault: probes and requests are answered, and nothing waits in the queue."""
         return self.health.state is ServerState.HEALTHY and self.load is not None and self.load.waiting == 0
 
-    async def _problem(self, control: ServerControl, judge: Judge) -> str | None:
+    async def _problem(self, control: ServerControl, peers: GrayFailures) -> str | None:
         """What is wrong with the server's answer to `CHECK`.
 
         Raises ServerError when the answer does not arrive in time, CheckAborted when it was aborted.
         """
         seconds, clock = self._config.request_timeout, asyncio.get_running_loop().time
-        answer = CheckAnswer(judge.limits)
+        answer = CheckAnswer(peers.limits)
         try:
-            if not judge.streams:
+            if not peers.streams:
                 answer.add(orjson.dumps(await control.post("/generate", CHECK, seconds)))
                 return answer.problem()
             async with asyncio.timeout(seconds) as deadline, control.stream("/generate", STREAMED_CHECK) as response:
-                async for piece in events(response, judge.limits.most_bytes):
+                async for piece in events(response, peers.limits.most_bytes):
                     answer.add(piece)
                     # The answer has begun. Empty pieces reveal a stream without an end, but they may come slowly.
                     deadline.reschedule(clock() + max(seconds, CHECK_SECONDS))
@@ -442,9 +421,6 @@ class ServerSlot:
     async def close(self) -> None:
         """Ends the process and closes the control. Only `run` starts another."""
         control, self.control, self.load = self.control, None, None
-        if self._check_timer is not None:
-            self._check_timer.cancel()
-            self._check_timer = None
         if control is not None:
             await control.close()
         await self._end_process()
@@ -466,40 +442,3 @@ def raise_supervision_error(tasks: Iterable[asyncio.Task[Any]]) -> None:
             if isinstance(error, MegasyncError):
                 raise error
             raise ServerError(f"internal error in the supervision of {task.get_name()}: {error!r}") from error
-
-
-class CheckAborted(Exception):
-    """The check was aborted together with all requests of the server."""
-
-
-class CheckAnswer:
-    """An answer to `CHECK`, parsed as it arrives: tokens like the client does, scores like the parity check does."""
-
-    def __init__(self, limits: AnswerLimits) -> None:
-        self._limits = limits
-        self._parts = PartialResponse()
-        self._parts.begin_request(limits.tokens)
-        self._last = b""
-        self._finished = False
-
-    @property
-    def tokens(self) -> int:
-        """Tokens sampled so far."""
-        return len(self._parts)
-
-    def add(self, piece: bytes) -> None:
-        """Adds a piece, or the whole answer. Raises InvalidAnswer, StreamedError, CheckAborted."""
-        generated = read_generated(piece, self._limits)
-        self._finished = self._parts.add(generated)
-        self._last = piece
-        if generated.finish is not None and generated.finish.type == "abort":
-            if generated.finish.status_code:
-                raise StreamedError(generated.finish.status_code, generated.finish.message)
-            raise CheckAborted
-
-    def problem(self) -> str | None:
-        """The problem of the complete answer; None if there is none. Raises InvalidAnswer."""
-        if not self._finished:
-            return "it has no finish_reason"
-        read_scored(orjson.loads(self._last), CHECK["input_ids"])
-        return None

@@ -22,7 +22,8 @@ from megasync.errors import CheckpointError, MegasyncError, ProcessLost, RankLos
 from megasync.layout.topology import Topology
 from megasync.observe import trace
 from megasync.observe.clock import clock_offsets
-from megasync.observe.hang import NO_REPORTS, HangSink, RunProcess
+from megasync.observe.context import RunContext
+from megasync.observe.hang import RunProcess
 from megasync.observe.state_file import RankState
 from megasync.sync.weight_sync import SendingRank
 from megasync.trainer import checkpoint
@@ -58,7 +59,7 @@ class TrainerGroup:
     them.
     """
 
-    def __init__(self, config: Config, run_dir: Path, pools: Pools) -> None:
+    def __init__(self, config: Config, run_dir: Path, pools: Pools, context: RunContext) -> None:
         self._config = config
         self._timeouts = config.timeouts
         self._run_dir = run_dir
@@ -74,7 +75,7 @@ class TrainerGroup:
         # The checkpoint that was begun last.
         self._saving = run_dir
         self._actors = self._create()
-        self.reports: HangSink = NO_REPORTS
+        self._reports = context.reports
 
     @property
     def data_parallel(self) -> int:
@@ -84,7 +85,7 @@ class TrainerGroup:
     def states(self) -> list[RankState]:
         """The present ranks, for `state.json`; without process ids until they are placed."""
         pids: list[int | None] = [*self._pids] or [None] * self._topology.world
-        nodes, devices = (known or [""] * len(pids) for known in (self._nodes, self._devices))
+        nodes, devices = (names or [""] * len(pids) for names in (self._nodes, self._devices))
         return [
             RankState(rank=rank, pid=pid, node=node, device=device)
             for rank, (pid, node, device) in enumerate(zip(pids, nodes, devices, strict=True))
@@ -98,7 +99,7 @@ class TrainerGroup:
         config = replace(self._config, trainer=replace(self._config.trainer, data_parallel=self.data_parallel))
         arguments = [(config, rank, self._topology.world, str(self._run_dir)) for rank in range(self._topology.world)]
         options = [self._pools.options("trainer", slot) for slot in self._slots]
-        return ActorGroup.create("trainer", arguments, options)
+        return ActorGroup.create("trainer", TrainerRank, arguments, options)
 
     async def start(self, path: Path | None) -> None:
         """Builds the ranks' process group and models, from the checkpoint at `path` if given."""
@@ -132,9 +133,8 @@ class TrainerGroup:
             self._actors.kill()
             pids = dict(zip(self._slots, self._pids, strict=False))
             living = await self._pools.living_slots("trainer")
-            await self._pools.kill_unresponsive(
-                "trainer", {slot: pid for slot, pid in pids.items() if slot in living}, ANSWER_SECONDS
-            )
+            remaining = {slot: pid for slot, pid in pids.items() if slot in living}
+            await self._pools.kill_unresponsive("trainer", TrainerRank, remaining, ANSWER_SECONDS)
             self._pids, self._nodes, self._devices = [], [], []
             if self._config.trainer.min_data_parallel is not None:
                 await self._place(self._config.trainer.min_data_parallel)
@@ -145,15 +145,15 @@ class TrainerGroup:
 
     async def _place(self, least: int) -> None:
         """Chooses the slots of new ranks: all, or those of the nodes that are left if the others do not return."""
-        whole, deadline = Topology.from_config(self._config.trainer), time.monotonic() + self._timeouts.lost_node
+        configured, deadline = Topology.from_config(self._config.trainer), time.monotonic() + self._timeouts.lost_node
         slots = await self._pools.living_slots("trainer")
-        while len(slots) < whole.world and time.monotonic() < deadline:
+        while len(slots) < configured.world and time.monotonic() < deadline:
             await asyncio.sleep(POLL_SECONDS)
             slots = await self._pools.living_slots("trainer")
-        topology = whole.largest_on(len(slots), least)
+        topology = configured.largest_on(len(slots), least)
         if topology is None:
             raise RankLost(
-                f"the nodes that are left have room for {len(slots)} of {whole.world} trainer ranks, fewer than "
+                f"the nodes that are left have room for {len(slots)} of {configured.world} trainer ranks, fewer than "
                 f"trainer.min_data_parallel={least} needs"
             )
         self._topology, self._slots = topology, slots[: topology.world]
@@ -166,12 +166,12 @@ class TrainerGroup:
 
     async def can_grow(self) -> bool:
         """Whether `restart` would find room for more ranks, because nodes are back. Asks Ray every `GROW_SECONDS`."""
-        whole, now = Topology.from_config(self._config.trainer), time.monotonic()
-        if self._topology == whole or now < self._ask_again:
+        configured, now = Topology.from_config(self._config.trainer), time.monotonic()
+        if self._topology == configured or now < self._ask_again:
             return False
         self._ask_again = now + GROW_SECONDS
         room = len(await self._pools.living_slots("trainer"))
-        return whole.largest_on(room, self.data_parallel + 1) is not None
+        return configured.largest_on(room, self.data_parallel + 1) is not None
 
     async def check(self) -> None:
         """Raises RankLost when a rank is dead or does not answer. Call it only while the ranks are idle."""
@@ -188,7 +188,7 @@ class TrainerGroup:
             loss.slots, loss.silent = error.slots, error.silent
             if loss.silent:
                 # Before anybody ends the ranks.
-                await self.reports.report(str(loss), {process.name for process in self.processes()})
+                await self._reports.report(str(loss), {process.name for process in self.processes()})
             raise loss from error
 
     async def step(self, groups: list[LeasedGroup], step: int, version: int) -> dict[str, float]:
@@ -259,9 +259,9 @@ class TrainerGroup:
 
     async def stop(self) -> None:
         """Asks the ranks to leave their process groups, then kills their processes whatever they answered."""
-        self.reports = NO_REPORTS
         try:
-            await self.on_all(self._timeouts.shutdown, TrainerRank.stop)
+            # Not by `on_all`: a rank that hangs now is not worth a report.
+            await self._actors.on_all(self._timeouts.shutdown, TrainerRank.stop)
         except (MegasyncError, asyncio.CancelledError) as error:
             log.debug("Trainer ranks did not stop cleanly: %r", error)
         finally:

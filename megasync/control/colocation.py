@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megasync.control.interfaces import Observer, ServerFleet, Trainer
+    from megasync.cluster.fleet import Fleet
+    from megasync.control.interfaces import Observer, Trainer
     from megasync.control.watchdog import Watchdog
 
 
@@ -28,7 +29,7 @@ class Colocation:
         self,
         enabled: bool,
         trainer: Trainer,
-        fleet: ServerFleet,
+        fleet: Fleet,
         observer: Observer,
         watchdog: Watchdog,
         clock: Callable[[], float],

@@ -30,8 +30,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 
 from megasync.buffer.payload import LeasedGroup
@@ -57,6 +56,7 @@ from megasync.errors import (
 )
 from megasync.observe import trace
 from megasync.observe.awaits import describe_tasks
+from megasync.observe.context import RunContext
 
 log = logging.getLogger(__name__)
 
@@ -74,16 +74,16 @@ DUMP_SECONDS = 5.0
 class Controller:
     """Runs the loops until `schedule.total_steps`, the target score, a stop request, or the first error.
 
-    Batches of failed steps are written to the folder `failed_steps`; None writes none. `clock` returns seconds.
+    Batches of failed steps are written to the folder `failed_steps`; None writes none.
     """
 
     def __init__(
         self,
         config: Config,
+        context: RunContext,
         parts: ControlledParts,
         progress: Progress | None = None,
         failed_steps: Path | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.progress = progress = progress or Progress()
@@ -99,8 +99,8 @@ class Controller:
         # The export that is being written beside the training.
         self._exporting: asyncio.Task[None] | None = None
         self._observer = parts.observer
-        self._reports = parts.reports
-        self._clock = clock
+        self._reports = context.reports
+        self._clock = clock = context.clock
         self._watchdog = Watchdog(clock)
         self._colocation = Colocation(
             config.cluster.colocate, parts.trainer, parts.fleet, parts.observer, self._watchdog, clock

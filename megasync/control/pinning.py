@@ -24,8 +24,9 @@ from megasync.errors import EvaluationAbandoned, SyncError
 from megasync.rollout.client import Destination
 
 if TYPE_CHECKING:
+    from megasync.cluster.reservations import Reservations
     from megasync.config import Config
-    from megasync.control.interfaces import ControlledParts, PinnedVersion, ServerFleet
+    from megasync.control.interfaces import ControlledParts, PinnedVersion
     from megasync.control.progress import Progress
 
 # Seconds between two attempts to pin, while a publish is in progress or too few servers serve.
@@ -49,34 +50,35 @@ class EveryServer:
 class PinnedServers:
     """A version on servers that answer nothing else. A lost one is replaced while the version is still the newest."""
 
-    def __init__(self, fleet: ServerFleet, progress: Progress, version: int, urls: list[str]) -> None:
+    def __init__(self, servers: Reservations, progress: Progress, version: int, urls: list[str]) -> None:
         self.version = version
         self.urls = urls
-        self._fleet = fleet
+        self._servers = servers
         self._progress = progress
         self._replacing = asyncio.Lock()
 
     async def destination(self, number: int) -> Destination:
         """Spreads the prompts over the servers; all responses to one prompt go to the same."""
         async with self._replacing:
-            pinned = {server.url for server in self._fleet.pinned()}
+            pinned = {server.url for server in self._servers.pinned()}
             self.urls = [url for url in self.urls if url in pinned]
             if not self.urls and is_settled(self._progress, self.version):
-                self.urls = [*await self._fleet.pin(1, self.version)]
+                self.urls = [*await self._servers.pin(1, self.version)]
         if not self.urls:
             raise EvaluationAbandoned(f"the server kept at version {self.version} is lost, and no other can be spared")
         return Destination(server=self.urls[number % len(self.urls)])
 
     async def lost(self, destination: Destination) -> None:
-        await self._fleet.unpinned(destination.server or "")
+        await self._servers.unpinned(destination.server or "")
 
 
 class Pinning:
     """Pins the published version, one evaluation at a time."""
 
     def __init__(self, config: Config, parts: ControlledParts, progress: Progress) -> None:
-        self._servers = config.eval.servers
+        self._count = config.eval.servers
         self._fleet = parts.fleet
+        self._servers = parts.reservations
         self._adapters = parts.held_adapters
         self._progress = progress
 
@@ -112,12 +114,12 @@ class Pinning:
                     finally:
                         self._adapters.let_go(name)
                     return
-            elif is_settled(self._progress, version) and (urls := await self._fleet.pin(self._servers, version)):
-                servers = PinnedServers(self._fleet, self._progress, version, [*urls])
+            elif is_settled(self._progress, version) and (urls := await self._servers.pin(self._count, version)):
+                servers = PinnedServers(self._servers, self._progress, version, [*urls])
                 try:
                     yield step, servers
                 finally:
-                    self._fleet.unpin(servers.urls)
+                    self._servers.unpin(servers.urls)
                 return
             await asyncio.sleep(RETRY_SECONDS)
         if not over():

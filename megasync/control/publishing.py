@@ -49,6 +49,7 @@ class FleetSync:
         self._rollouter = parts.rollouter
         self._workers = parts.rollout_workers
         self._fleet = parts.fleet
+        self._reservations = parts.reservations
         self._observer = parts.observer
         self._progress = progress
         self._watchdog = watchdog
@@ -152,7 +153,7 @@ class FleetSync:
             if targets <= failed:
                 # Every server left has failed before and is alive; the fleet ends those that fail too often.
                 failed.clear()
-            only = targets - failed if failed or self._fleet.pinned() else None
+            only = targets - failed if failed or self._reservations.pinned() else None
             try:
                 metrics, disagreeing = await self._publish_to(version, targets, only)
             except PublishError as error:

@@ -52,9 +52,6 @@ class NoEvents:
     def recovery(self, what: str, text: str, **fields: Any) -> None: ...
 
 
-NO_EVENTS = NoEvents()
-
-
 @dataclass(frozen=True, slots=True)
 class Event:
     """One line. ``what`` names a part of the run, such as `rank 1`, `server-0`, `worker-2`, `router` or `driver`."""

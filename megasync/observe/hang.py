@@ -12,7 +12,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -66,8 +66,6 @@ class NoReports:
         return None
 
 
-NO_REPORTS = NoReports()
-
 # Reads the stacks of processes on one node, within these seconds.
 ReadNode = Callable[[str, Sequence[RunProcess], float], Awaitable[list[ProcessStacks]]]
 
@@ -80,21 +78,19 @@ class HangReporter:
         run_dir: Path,
         state: Callable[[], RunState],
         say: Callable[[str], None],
-        read_node: ReadNode | None = None,
-        processes: Iterable[Callable[[], list[RunProcess]]] = (),
+        describe: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
-        """`state` is that of the run, and `say` announces a report.
-
-        `processes` return the processes of the run, without asking them.
-        """
+        """`state` is that of the run, `say` announces a report, and `describe` asks more about the run's state."""
         self._folder = Path(run_dir) / HANG_FOLDER
         self._observed = state
         self._say = say
-        self.read_node = read_node
-        self.processes = list(processes)
-        # Asks more about the state of the run.
-        self.describe: Callable[[], Awaitable[str]] | None = None
+        self._describe = describe
+        self._sources: list[tuple[ReadNode, Callable[[], list[RunProcess]]]] = []
         self._writing = asyncio.Lock()
+
+    def cover(self, read_node: ReadNode, *sources: Callable[[], list[RunProcess]]) -> None:
+        """Shows from now on what the processes do that these sources return, without asking them, for each report."""
+        self._sources += [(read_node, source) for source in sources]
 
     async def report(self, reason: str, only: Collection[str] | None = None) -> Path | None:
         try:
@@ -121,31 +117,29 @@ class HangReporter:
     async def _state(self) -> str:
         try:
             description = described(self._observed())
-            if self.describe is not None:
-                description += "\n" + await within(self.describe(), STATE_SECONDS)
+            if self._describe is not None:
+                description += "\n" + await within(self._describe(), STATE_SECONDS)
         except Exception as error:  # noqa: BLE001 - the rest of the report is worth more
             description = f"(unknown: {type(error).__name__} {error})"
         return description
 
     async def _stacks(self, only: Collection[str] | None) -> tuple[list[ProcessStacks], list[str]]:
         """The stacks by processes, and what is missing."""
-        by_node: dict[str, list[RunProcess]] = {}
+        by_node: dict[tuple[ReadNode, str], list[RunProcess]] = {}
         missing = []
-        for source in self.processes:
+        for read_node, source in self._sources:
             for process in source():
                 if only is None or process.name in only:
-                    by_node.setdefault(process.node, []).append(process)
-        read = self.read_node
-        if read is None:
-            return [], []
+                    by_node.setdefault((read_node, process.node), []).append(process)
         calls = {
-            node: asyncio.ensure_future(read(node, processes, NODE_SECONDS)) for node, processes in by_node.items()
+            (read_node, node): asyncio.ensure_future(read_node(node, processes, NODE_SECONDS))
+            for (read_node, node), processes in by_node.items()
         }
         if calls:
             await asyncio.wait(calls.values(), timeout=STACKS_SECONDS)
         stacks = []
-        for node, call in calls.items():
-            names = ", ".join(process.name for process in by_node[node])
+        for (read_node, node), call in calls.items():
+            names = ", ".join(process.name for process in by_node[read_node, node])
             if not call.done():
                 call.cancel()
                 missing.append(f"{names}: node {node or '?'} did not answer within {STACKS_SECONDS:g} s")

@@ -84,12 +84,15 @@ class RunParts:
     ranks: Callable[[], list[RankState]] = list
     workers: Callable[[], list[ProcessState]] = list
     frozen_models: Callable[[], list[ProcessState]] = list
+    # Addresses of the servers' own metrics by the server's name; asked from another thread.
+    metrics_urls: Callable[[], Mapping[str, str]] = dict
 
     def as_now(self) -> RunParts:
         """Reports of the present, for ever."""
         servers, router, ranks = self.servers(), self.router(), self.ranks()
         workers, frozen_models = self.workers(), self.frozen_models()
-        return RunParts(lambda: servers, lambda: router, lambda: ranks, lambda: workers, lambda: frozen_models)
+        states = lambda: servers, lambda: router, lambda: ranks, lambda: workers, lambda: frozen_models
+        return RunParts(*states, self.metrics_urls)
 
 
 class RunObserver:
@@ -108,9 +111,7 @@ class RunObserver:
         self._clock = clock
         self._pacing = Pacing.of(config.schedule)
         self._metrics = MetricsLog(self._run_dir, config.observe.tensorboard)
-        # Addresses of the servers' own metrics by the server's name; asked from another thread.
-        self.server_metrics: Callable[[], Mapping[str, str]] = dict
-        self._sinks = Sinks(configured_sinks(config, self._run_dir, self.snapshot, lambda: self.server_metrics()))
+        self._sinks = Sinks(configured_sinks(config, self._run_dir, self.snapshot, lambda: self.parts.metrics_urls()))
         self._start = clock()
         self._step = 0
         self._version = 0
@@ -193,6 +194,10 @@ class RunObserver:
             with self._guarded("write the state"):
                 # In a thread: the folder may be on a slow file system.
                 await asyncio.to_thread(write_state, self._run_dir, self.state())
+
+    def show(self, parts: RunParts) -> None:
+        """Reports the states of these parts from now on."""
+        self.parts = parts
 
     # Reports from the controller
 

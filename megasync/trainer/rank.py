@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from megasync.errors import CheckpointError
 from megasync.observe import trace
 from megasync.observe.clock import Reading, read_clock
 from megasync.observe.rollouts import RolloutLog, rollout_bytes
+from megasync.sync.weight_sync import SendingRank
 from megasync.trainer.user_buffers import close_buffers
 
 if TYPE_CHECKING:
@@ -40,18 +41,29 @@ if TYPE_CHECKING:
     from megasync.trainer.critic import Critic
     from megasync.trainer.quantized import QuantizedWeights
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 log = logging.getLogger(__name__)
 
 
-def _delegate(part: str, method: str) -> Callable[..., Any]:
-    """A method that calls `method` of the sender `part`, which sends present weights."""
+# The sender of each prefix of the methods of `SendingRank`.
+_SENDERS = {"sync": "_broadcast", "shard": "_shard", "disk": "_disk"}
 
-    def call(rank: TrainerRank, *arguments: Any) -> Any:
-        if method in ("send", "write") and rank._quantized is not None:
+
+def _of_sender(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[TrainerRank, P], R]:
+    """Implements a method of `SendingRank`: ``sync_x`` calls x of the sender of broadcasts.
+
+    Senders send present weights.
+    """
+    prefix, _, name = method.__name__.partition("_")
+
+    def call(rank: TrainerRank, *arguments: P.args, **options: P.kwargs) -> R:
+        if name in ("send", "write") and rank._quantized is not None:
             with trace.span("rank", "quantize"):
                 rank._quantized.refresh()
-        with trace.span("rank", method):
-            return getattr(getattr(rank, part), method)(*arguments)
+        with trace.span("rank", name):
+            return getattr(getattr(rank, _SENDERS[prefix]), name)(*arguments, **options)
 
     return call
 
@@ -297,25 +309,25 @@ class TrainerRank:
         links = link_backend(self._config.cluster.colocate, self._device)
         return ShardSender(self._shards, self._bucket_bytes, self._device, self._host, links)
 
-    sync_listen = _delegate("_broadcast", "listen")
-    sync_join = _delegate("_broadcast", "join")
-    sync_send = _delegate("_broadcast", "send")
-    sync_leave = _delegate("_broadcast", "leave")
-    shard_listen = _delegate("_shard", "listen")
-    shard_prepare = _delegate("_shard", "prepare")
-    shard_send = _delegate("_shard", "send")
-    shard_leave = _delegate("_shard", "leave")
-    disk_listen = _delegate("_disk", "listen")
-    disk_join = _delegate("_disk", "join")
-    disk_write = _delegate("_disk", "write")
-    disk_leave = _delegate("_disk", "leave")
+    sync_listen = _of_sender(SendingRank.sync_listen)
+    sync_join = _of_sender(SendingRank.sync_join)
+    sync_send = _of_sender(SendingRank.sync_send)
+    sync_leave = _of_sender(SendingRank.sync_leave)
+    shard_listen = _of_sender(SendingRank.shard_listen)
+    shard_prepare = _of_sender(SendingRank.shard_prepare)
+    shard_send = _of_sender(SendingRank.shard_send)
+    shard_leave = _of_sender(SendingRank.shard_leave)
+    disk_listen = _of_sender(SendingRank.disk_listen)
+    disk_join = _of_sender(SendingRank.disk_join)
+    disk_write = _of_sender(SendingRank.disk_write)
+    disk_leave = _of_sender(SendingRank.disk_leave)
 
     def stop(self) -> None:
         """Leaves all groups and ends the process group."""
         import torch
 
         trace.stop()
-        for sender in ("_broadcast", "_disk", "_shard"):
+        for sender in _SENDERS.values():
             if sender in vars(self):
                 getattr(self, sender).leave()
         close_buffers()

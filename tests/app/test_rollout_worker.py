@@ -10,26 +10,19 @@ from functools import partial
 import pytest
 from fake_sglang import FakeSGLang
 from rollout_bench import FakeBuffer
-from worker_crew import sent
+from worker_crew import NoTrials, sent
 
-from megasync.app.rollout_worker import answers_of, local_worker, start_worker, worker_setup
+from megasync.app.rollout_worker import WorkerSetup, answers_of, local_worker, start_worker
 from megasync.app.workload import PythonArguments, prepare_workload
 from megasync.cluster.rollout_workers import RolloutWorkers
 from megasync.config import load_config
 from megasync.config.access import Keys
+from megasync.observe.context import RunContext
 from megasync.rollout.quarantine import Quarantine
 from megasync.rollout.rollouter import Rollouter
 from megasync.rollout.worker_link import LocalProcess, RemoteProcess
 
 PATIENCE = 60
-
-
-class NoTrials:
-    async def isolate(self, avoid):
-        return None
-
-    def release(self, slot): ...
-    def refund_restart(self, slot): ...
 
 
 class PolledProcess(RemoteProcess):
@@ -88,16 +81,19 @@ async def run(request, config_file, tmp_path, monkeypatch, own_log_handlers):
     async with FakeSGLang(vocab=workload.vocab_size) as fake:
 
         def process(number):
+            parts = fake.url, keys, workload, PythonArguments(), False
+            setup = WorkerSetup.of(config, tmp_path, number, *parts)
             if not config.rollout.workers:
-                return LocalProcess(partial(local_worker, config, tmp_path, fake.url, keys, workload, buffer))
-            setup = worker_setup(config, tmp_path, number, fake.url, keys, workload, PythonArguments(), False)
+                return LocalProcess(partial(local_worker, setup, workload, buffer))
             return PolledProcess(setup)
 
         async def of_worker(call, *arguments):
             return {"commit": True, "partials": {}, "save_partials": None}[call]
 
         quarantine = Quarantine(NoTrials())
-        workers = RolloutWorkers(config, process, quarantine, lambda: None, questions={"buffer": of_worker})
+        workers = RolloutWorkers(
+            config, process, quarantine, lambda: None, RunContext(), questions={"buffer": of_worker}
+        )
         rollouter = Rollouter(workload.source, buffer, config.schedule, placement=workers.placement)
         workers.follow(rollouter.add, rollouter.remove)
         workers.add_server("", fake.url)

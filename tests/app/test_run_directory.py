@@ -17,7 +17,8 @@ from megasync.trainer import checkpoint
 RUN = """
 import asyncio, sys, threading
 from pathlib import Path
-from megasync.app.run_directory import EXPORTS, stop_signals
+from megasync.app.run_directory import EXPORTS, run_stoppable
+from megasync.config import Config
 
 class Run:
     def request_stop(self, reason):
@@ -28,11 +29,7 @@ def export():
     print("exports", flush=True)
     threading.Event().wait()
 
-async def main():
-    with stop_signals(Run(), asyncio.current_task(), Path(sys.argv[1])):
-        await EXPORTS.call(export, "export")
-
-asyncio.run(main())
+asyncio.run(run_stoppable(EXPORTS.call(export, "export"), Path(sys.argv[1]), Config(), Run()))
 """
 
 

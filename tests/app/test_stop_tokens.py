@@ -20,6 +20,6 @@ def test_the_end_of_a_turn_ends_responses_if_the_run_chats(tmp_path, caplog, for
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
     config = Config()
     config.model.path, config.data.prompt.format, config.rollout.agent = str(tmp_path), format, agent
-    found = run_stop_ids(config, PythonArguments(), tokenizer)
-    assert sorted(tokenizer.convert_ids_to_tokens(found)) == expected
+    ids = run_stop_ids(config, PythonArguments(), tokenizer)
+    assert sorted(tokenizer.convert_ids_to_tokens(ids)) == expected
     assert ("ends a turn with '<|im_end|>'" in caplog.text) == (len(expected) == 2)

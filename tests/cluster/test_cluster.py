@@ -1,4 +1,4 @@
-"""Roles, pools and actor handles: a mismatch is refused before launch, and every failure says who and why."""
+"""Pools and actors: every failure says who and why."""
 
 from __future__ import annotations
 
@@ -15,21 +15,19 @@ import ray
 from processes import lives
 from ray import cloudpickle
 
-from megasync.cluster import actors as actors_module
 from megasync.cluster.actors import ActorGroup
 from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
-from megasync.cluster.roles import ROLES, Role, check_capabilities
 from megasync.cluster.rollout_workers import WorkerActor
 from megasync.config import Config
 from megasync.config.pools import PoolSpec
-from megasync.errors import ConfigError, DataError, MegasyncError, ProcessLost, TrainingError
+from megasync.errors import DataError, MegasyncError, ProcessLost, TrainingError
 
 # Whether a worker finds this module by its name depends on what else is installed under the name "tests".
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-class FakeWorker:
+class FakeRank:
     def __init__(self, slot: int) -> None:
         self._slot = slot
 
@@ -55,19 +53,6 @@ class FakeWorker:
         time.sleep(seconds if self._slot == 1 else 0)
 
 
-FAKE = Role("fake", "rollout", FakeWorker, ("whoami", "add", "refuse", "crash", "die", "sleep"))
-
-
-def test_every_role_has_the_methods_that_its_pool_calls() -> None:
-    check_capabilities()
-
-
-def test_a_role_without_a_method_is_refused_by_name() -> None:
-    broken = Role("trainer", "trainer", FakeWorker, ("add", "step", "save"))
-    with pytest.raises(ConfigError, match="role 'trainer', FakeWorker, has no method step, save"):
-        check_capabilities({"trainer": broken})
-
-
 @pytest.mark.parametrize("cause", [OSError(28, "No space left on device"), Exception("The node timed out.")])
 def test_the_cause_of_a_failed_ray_start_is_reported(monkeypatch: pytest.MonkeyPatch, cause: Exception) -> None:
     def fail(**_: object) -> None:
@@ -89,40 +74,39 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.fixture
-async def workers(cluster: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(actors_module.ROLES, "fake", FAKE)
+async def ranks(cluster: None):
     pools = Pools({"rollout": PoolSpec("rollout", slots=2, devices=1, slots_per_node=8)}, "cpu")
     await pools.create(timeout=60)
-    found = ActorGroup.create("fake", [(0,), (1,)], [pools.options("rollout", slot) for slot in range(2)])
-    yield found
-    found.kill()
+    group = ActorGroup.create("fake", FakeRank, [(0,), (1,)], [pools.options("rollout", slot) for slot in range(2)])
+    yield group
+    group.kill()
     pools.remove()
 
 
 @pytest.mark.processes
-async def test_calls_reach_every_member_in_slot_order(workers: ActorGroup) -> None:
-    answers = await workers.on_all(60, FakeWorker.whoami)
+async def test_calls_reach_every_member_in_slot_order(ranks: ActorGroup) -> None:
+    answers = await ranks.on_all(60, FakeRank.whoami)
     assert [slot for slot, _ in answers] == [0, 1]
     assert len({pid for _, pid in answers} | {os.getpid()}) == 3
-    assert await workers.on_all(60, FakeWorker.add, [1, 2], 3) == [6, 6]
-    assert (await workers.on_one(1, 60, FakeWorker.whoami))[0] == 1
+    assert await ranks.on_all(60, FakeRank.add, [1, 2], 3) == [6, 6]
+    assert (await ranks.on_one(1, 60, FakeRank.whoami))[0] == 1
 
 
 @pytest.mark.processes
-async def test_megasync_errors_are_re_raised_and_others_name_the_actor_and_method(workers: ActorGroup) -> None:
+async def test_megasync_errors_are_re_raised_and_others_name_the_actor_and_method(ranks: ActorGroup) -> None:
     with pytest.raises(DataError, match="slot 1 refuses"):
-        await workers.on_all(60, FakeWorker.refuse, 1)
+        await ranks.on_all(60, FakeRank.refuse, 1)
     with pytest.raises(TrainingError, match=r"fake 1 failed in crash\(\): ZeroDivisionError: by zero"):
-        await workers.on_all(60, FakeWorker.crash)
+        await ranks.on_all(60, FakeRank.crash)
 
 
 @pytest.mark.processes
-async def test_a_late_or_dead_actor_is_named(workers: ActorGroup) -> None:
-    await workers.on_all(60, FakeWorker.whoami)
+async def test_a_late_or_dead_actor_is_named(ranks: ActorGroup) -> None:
+    await ranks.on_all(60, FakeRank.whoami)
     with pytest.raises(TrainingError, match=r"fake \[1\] did not finish sleep\(\) within 1 s"):
-        await workers.on_all(1.0, FakeWorker.sleep, 20.0)
+        await ranks.on_all(1.0, FakeRank.sleep, 20.0)
     with pytest.raises(TrainingError, match=r"fake 0 died during die\(\)"):
-        await workers.on_one(0, 60, FakeWorker.die)
+        await ranks.on_one(0, 60, FakeRank.die)
 
 
 @pytest.mark.processes
@@ -169,7 +153,3 @@ async def test_a_rollout_worker_imports_what_the_driver_can_and_leaves_no_progra
         await worker.kill()
         pools.remove()
     assert not any(map(lives, programs))
-
-
-def test_roles_live_in_pools_that_exist() -> None:
-    assert {role.pool for role in ROLES.values()} == {"trainer", "rollout", None}

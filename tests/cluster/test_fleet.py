@@ -30,6 +30,7 @@ from megasync.config.pools import PoolSpec
 from megasync.config.schema import HealthConfig, SamplingConfig
 from megasync.device import resolve_device
 from megasync.errors import MegasyncError, ServerError
+from megasync.observe.context import RunContext
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.partials import PartialResponse
 
@@ -75,14 +76,14 @@ async def rig(tmp_path_factory):
     cluster.connect()
     pools = Pools({"rollout": PoolSpec("rollout", slots=2, devices=1, slots_per_node=8)}, "cpu")
     keys = Keys("admin-key-of-this-test", "router-key-of-this-test", "generation-key-of-this-test")
-    fleet = Fleet(config, FleetProcesses(config, folder, resolve_device("cpu"), pools, keys), VOCAB)
+    fleet = Fleet(config, FleetProcesses(config, folder, resolve_device("cpu"), pools, keys), VOCAB, RunContext())
     client = None
     try:
         await pools.create(60)
         await fleet.start()
         gone: list[str] = []
         client = RolloutClient(
-            fleet.router_url,
+            fleet.router.url,
             [],
             ServedModel(VOCAB, 2048),
             RequestSettings(SamplingConfig(max_new_tokens=TOKENS), 300.0, stream_interval=8),
@@ -173,10 +174,10 @@ async def test_a_stopped_server_is_detected_and_its_requests_continue(rig):
 
 async def test_a_killed_router_restarts_at_its_address_with_the_serving_servers(rig):
     await rig.all_serve(2)
-    url = rig.fleet.router_url
+    url = rig.fleet.router.url
     answers = await interrupted(rig, lambda: family(url)[1].kill())
     assert all(answer.parts > 1 for answer in answers)
-    assert rig.fleet.router_url == url
+    assert rig.fleet.router.url == url
     assert rig.fleet.metrics()["fleet/router_restarts"] == 1.0
     await rig.fleet.watch()
 
@@ -193,14 +194,14 @@ async def test_a_server_whose_sync_failed_leaves_the_router_until_the_next_sync(
 async def test_the_fleet_grows_and_shrinks_while_requests_run(rig, monkeypatch):
     monkeypatch.setattr(fleet_processes, "PLACE_SECONDS", 3.0)
     before = await rig.all_serve(2)
-    assert await rig.fleet.resize(3) == "2 -> 3 servers; the new ones serve after the next weight sync"
+    assert await rig.fleet.scaling.resize(3) == "2 -> 3 servers; the new ones serve after the next weight sync"
     assert len(rig.fleet.serving()) == 2
     (added,) = set(await rig.all_serve(3)) - set(before)
     with pytest.raises(MegasyncError, match="0 of 3 servers were added; the Ray cluster has no room.*needs {'CPU': 1}"):
-        await rig.fleet.resize(6)
+        await rig.fleet.scaling.resize(6)
     with pytest.raises(ServerError, match="rollout=0 is below rollout.min_servers=1"):
-        await rig.fleet.resize(0)
-    answers = await interrupted(rig, lambda: rig.fleet.resize(1))
+        await rig.fleet.scaling.resize(0)
+    answers = await interrupted(rig, lambda: rig.fleet.scaling.resize(1))
     assert any(answer.parts > 1 for answer in answers)
     assert [control.url for control in rig.fleet.serving()] == before[:1]
     assert {added, before[1]} <= set(rig.gone)
@@ -213,7 +214,7 @@ async def test_the_fleet_grows_and_shrinks_while_requests_run(rig, monkeypatch):
 
 async def test_a_fleet_without_restarts_left_ends_with_the_last_log_lines(rig, monkeypatch):
     await rig.all_serve(1)
-    for slot in rig.fleet._slots.values():
+    for slot in rig.fleet.slots:
         monkeypatch.setattr(slot.health._restarts, "limit", 0)
     for control in rig.fleet.serving():
         family(control.url)[1].kill()

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+import inspect
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import orjson
 import pytest
 
-from megasync.cluster import server_slot
 from megasync.cluster.fleet import Fleet
-from megasync.cluster.server_slot import CheckAnswer
+from megasync.cluster.gray_failures import CheckAnswer
+from megasync.cluster.server_slot import CHECK_SECONDS
 from megasync.config import Config
 from megasync.errors import InvalidAnswer, ServerError
 from megasync.lab.sim.clock import VirtualLoop
+from megasync.observe.context import RunContext
 from megasync.serving.answers import EVENT_STREAM, AnswerLimits, StreamedError
-from megasync.serving.health import ServerState
 
 VOCABULARY = 100
 
@@ -149,32 +152,48 @@ class FakeRouter:
 
 
 class FakeFleet(Fleet):
+    """`left` has the departures of servers, `recorded` the faults and recoveries, `newest` is the newest version."""
+
     def __init__(self, servers: int) -> None:
         config = Config()
         config.rollout.servers = servers
         self.made: list[FakeServer] = []
-        self.router = FakeRouter()
+        self.fake_router = FakeRouter()
+        self.newest: int | None = None
+        self.start_seconds = 0.0
+        self.left: list[tuple[int, bool, bool]] = []
+        self.recorded: list[tuple[str, str]] = []
         processes: Any = SimpleNamespace(
             server=self._server,
             control=lambda url, process: next(server for server in self.made if server.url == url),
-            router=lambda servers, port: self.router,
-            members=lambda url: self.router,
+            router=lambda servers, port: self.fake_router,
+            members=lambda url: self.fake_router,
             shared_devices=None,
+            place=AsyncMock(),
             release=lambda index: None,
         )
-        super().__init__(config, processes, VOCABULARY, asyncio.get_running_loop().time)
-        self.left: list[tuple[int, bool, bool]] = []
+        events: Any = SimpleNamespace(
+            fault=lambda what, text, **_: self.recorded.append(("fault", what)),
+            recovery=lambda what, text, **_: self.recorded.append(("recovery", what)),
+        )
+        clock = asyncio.get_running_loop().time
+        context = RunContext(events=events, newest_version=lambda: self.newest, clock=clock)
+        super().__init__(config, processes, VOCABULARY, context)
         self.on_departure(lambda *news: self.left.append(news))
 
-    def _server(self, index: int) -> FakeServer:
+    def _server(self, index: int, shared_gpus: Sequence[str]) -> FakeServer:
         self.made.append(FakeServer(f"http://{index}-{len(self.made)}"))
+        self.made[-1].start_seconds = self.start_seconds
         return self.made[-1]
 
-    async def all_join(self) -> list[FakeServer]:
+    @property
+    def listed(self) -> set[str]:
+        return self.fake_router.listed
+
+    async def all_join(self) -> None:
         while not self.joiners():
             await self.changed()
         await self.joined([control.url for control in self.joiners()])
-        return self.serving()
 
     async def until(self, holds: Callable[[], bool], seconds: float = 1000.0) -> None:
         async with asyncio.timeout(seconds):
@@ -183,23 +202,25 @@ class FakeFleet(Fleet):
 
 
 def in_virtual_time(test: Callable[..., Coroutine]) -> Callable[..., None]:
-    """Runs the test with a fleet of `servers` that all serve."""
+    """Runs the test with a fleet of three servers that all serve."""
 
-    def run(servers: int = 3) -> None:
+    @wraps(test)
+    def run(**arguments: Any) -> None:
         async def body() -> None:
-            fleet = FakeFleet(servers)
+            fleet = FakeFleet(3)
             await fleet.start()
             try:
                 await fleet.all_join()
-                await test(fleet)
+                await test(fleet, **arguments)
             finally:
                 await fleet.stop()
 
         with asyncio.Runner(loop_factory=VirtualLoop) as runner:
             runner.run(body())
 
-    run.__name__ = test.__name__
-    run.__doc__ = test.__doc__
+    # pytest takes the names of arguments from it.
+    parameters = [*inspect.signature(test).parameters.values()][1:]
+    run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
     return run
 
 
@@ -236,14 +257,7 @@ async def test_a_server_that_does_not_release_its_memory_ends_before_others_use_
 
 @in_virtual_time
 async def test_a_server_that_starts_is_up_before_the_memory_is_released(fleet):
-    make = fleet._processes.server
-
-    def slow(index):
-        server = make(index)
-        server.start_seconds = 30.0
-        return server
-
-    fleet._processes.server = slow
+    fleet.start_seconds = 30.0
     fleet.made[0].living = False
     await fleet.until(lambda: len(fleet.made) == 4)
     await fleet.release_memory()
@@ -269,59 +283,45 @@ async def test_an_isolated_server_leaves_the_router_drains_and_still_takes_part_
     first = fleet.made[0]
     await fleet.until(lambda: len(fleet.loads()) == 3)
     first.running = 5
-    slot, url = await fleet.isolate(())
-    assert (slot, url) == (0, first.url)
+    assert await fleet.reservations.isolate(()) == (0, first.url)
     assert first.aborts and first.running == 0
-    assert fleet.router.listed == {server.url for server in fleet.made[1:]}
+    assert fleet.listed == {server.url for server in fleet.made[1:]}
     assert len(fleet.loads()) == 2
     assert first in fleet.serving()
     assert fleet.metrics()["fleet/isolated"] == 1.0
-    fleet.release(slot)
-    await fleet.until(lambda: len(fleet.router.listed) == 3)
+    fleet.reservations.release(0)
+    await fleet.until(lambda: len(fleet.listed) == 3)
 
 
 @in_virtual_time
-async def test_isolation_prefers_another_server(fleet):
-    slot, _ = await fleet.isolate({0, 1})
-    assert slot == 2
-    fleet.release(2)
-    slot, _ = await fleet.isolate({0, 1, 2})
-    assert slot == 0
-
-
-@in_virtual_time
-async def test_no_server_is_isolated_when_none_serves(fleet):
+async def test_isolation_prefers_another_server_and_needs_one_that_serves(fleet):
+    for avoid, slot in (({0, 1}, 2), ({0, 1, 2}, 0)):
+        assert (await fleet.reservations.isolate(avoid))[0] == slot
+        fleet.reservations.release(slot)
     for server in fleet.made[:3]:
         server.living = False
     await fleet.until(lambda: not fleet.serving())
-    assert await fleet.isolate(()) is None
+    assert await fleet.reservations.isolate(()) is None
 
 
 @in_virtual_time
 async def test_a_server_that_dies_in_isolation_is_in_the_router_again_once_it_joins(fleet):
-    slot, _ = await fleet.isolate(())
+    slot, _ = await fleet.reservations.isolate(())
     fleet.made[0].living = False
     await fleet.until(lambda: fleet.left == [(slot, True, True)])
-    fleet.refund_restart(slot)
+    fleet.reservations.refund_restart(slot)
     await fleet.all_join()
-    assert fleet.made[3].url in fleet.router.listed
-    assert not fleet._slots[slot].health._restarts._times
+    assert fleet.made[3].url in fleet.listed
+    assert not fleet.slots[slot].health._restarts._times
 
 
 @in_virtual_time
-async def test_requests_are_not_suspected_for_a_death_in_a_sync(fleet):
+async def test_requests_are_suspected_for_a_death_outside_a_sync_alone(fleet):
+    await fleet.sync_failed({fleet.made[2].url: "lost"})
     with fleet.syncing([fleet.made[0].url]):
         fleet.made[0].living = fleet.made[1].living = False
-        await fleet.until(lambda: len(fleet.left) == 2)
-    assert sorted(fleet.left) == [(0, True, False), (1, True, True)]
-
-
-@in_virtual_time
-async def test_a_removed_server_is_distinguished_from_a_dead_one(fleet):
-    await fleet.sync_failed({fleet.made[0].url: "lost"})
-    fleet.made[1].living = False
-    await fleet.until(lambda: len(fleet.left) == 2)
-    assert fleet.left == [(0, False, False), (1, True, True)]
+        await fleet.until(lambda: len(fleet.left) == 3)
+    assert sorted(fleet.left) == [(0, True, False), (1, True, True), (2, False, False)]
 
 
 # Servers that keep a version for an evaluation
@@ -332,12 +332,12 @@ async def test_a_pinned_server_leaves_the_router_and_the_syncs_and_answers_direc
     await fleet.until(lambda: len(fleet.loads()) == 3)
     fleet.made[0].running = fleet.made[2].running = 5
     await fleet.until(lambda: sum(load.running for load in fleet.loads()) == 10)
-    (url,) = await fleet.pin(1, 7)
+    (url,) = await fleet.reservations.pin(1, 7)
     assert url == fleet.made[1].url, "the one with the fewest requests"
     assert fleet.made[1].aborts
     others = [fleet.made[0], fleet.made[2]]
-    assert fleet.serving() == others and fleet.router.listed == {server.url for server in others}
-    assert fleet.pinned() == [fleet.made[1]] and len(fleet.loads()) == 2
+    assert fleet.serving() == others and fleet.listed == {server.url for server in others}
+    assert fleet.reservations.pinned() == [fleet.made[1]] and len(fleet.loads()) == 2
     described = fleet.states()[1]
     assert (described.state, described.version, described.reason) == ("healthy", 7, "pinned for an evaluation")
     assert fleet.metrics()["fleet/pinned"] == 1.0 and fleet.metrics()["fleet/healthy"] == 3.0
@@ -345,53 +345,52 @@ async def test_a_pinned_server_leaves_the_router_and_the_syncs_and_answers_direc
 
 
 @in_virtual_time
-async def test_an_unpinned_server_serves_at_once_if_it_missed_nothing(fleet):
-    fleet.newest_version = lambda: 7
-    urls = await fleet.pin(2, 7)
+async def test_an_unpinned_server_serves_at_once_or_if_it_missed_a_version_after_a_sync(fleet):
+    fleet.newest = 7
+    urls = await fleet.reservations.pin(2, 7)
     assert len(urls) == 2
-    fleet.unpin(urls)
-    assert len(fleet.serving()) == 3 and not fleet.joiners() and not fleet.pinned()
-    await fleet.until(lambda: len(fleet.router.listed) == 3)
+    fleet.reservations.unpin(urls)
+    assert len(fleet.serving()) == 3 and not fleet.joiners() and not fleet.reservations.pinned()
+    await fleet.until(lambda: len(fleet.listed) == 3)
 
-
-@in_virtual_time
-async def test_an_unpinned_server_that_missed_a_version_waits_for_a_sync(fleet):
-    urls = await fleet.pin(1, 7)
-    fleet.newest_version = lambda: 8
-    fleet.unpin(urls)
+    urls = await fleet.reservations.pin(1, 7)
+    fleet.newest = 8
+    fleet.reservations.unpin(urls)
     assert [server.url for server in fleet.joiners()] == urls
     await fleet.changed()
-    assert fleet.metrics()["fleet/restarts"] == 0.0
     await fleet.joined(urls)
     assert len(fleet.serving()) == 3
-    await fleet.until(lambda: len(fleet.router.listed) == 3)
+    await fleet.until(lambda: len(fleet.listed) == 3)
+    assert fleet.metrics()["fleet/restarts"] == 0.0 and not fleet.recorded, "it has no fault"
 
 
 @in_virtual_time
 async def test_the_last_server_is_never_pinned_and_no_isolated_one(fleet):
-    assert len(await fleet.pin(5, 7)) == 2
-    assert await fleet.pin(1, 7) == []
-    fleet.unpin([server.url for server in fleet.pinned()])
+    reservations = fleet.reservations
+    assert len(await reservations.pin(5, 7)) == 2
+    assert await reservations.pin(1, 7) == []
+    reservations.unpin([server.url for server in reservations.pinned()])
     await fleet.all_join()
-    slot, url = await fleet.isolate(())
-    assert url not in await fleet.pin(5, 7)
-    assert len(fleet.pinned()) == 1, "another stays in the router"
-    _, other = await fleet.isolate({slot})
-    assert other not in [server.url for server in fleet.pinned()]
+    slot, url = await reservations.isolate(())
+    assert url not in await reservations.pin(5, 7)
+    assert len(reservations.pinned()) == 1, "another stays in the router"
+    _, other = await reservations.isolate({slot})
+    assert other not in [server.url for server in reservations.pinned()]
 
 
 @in_virtual_time
 async def test_who_waits_for_a_pinned_server_learns_of_its_death_and_of_its_release(fleet):
-    first, second = await fleet.pin(2, 7)
-    waits = [asyncio.create_task(fleet.unpinned(url)) for url in (first, second)]
+    reservations = fleet.reservations
+    first, second = await reservations.pin(2, 7)
+    waits = [asyncio.create_task(reservations.unpinned(url)) for url in (first, second)]
     await asyncio.sleep(1)
     assert not any(wait.done() for wait in waits)
     next(server for server in fleet.made if server.url == first).living = False
     await waits[0]
-    assert [server.url for server in fleet.pinned()] == [second]
-    fleet.unpin([first, second])
+    assert [server.url for server in reservations.pinned()] == [second]
+    reservations.unpin([first, second])
     await waits[1]
-    await fleet.unpinned("http://unknown")
+    await reservations.unpinned("http://unknown")
     await fleet.until(lambda: len(fleet.made) == 4 and len(fleet.joiners()) == 2)
 
 
@@ -402,34 +401,42 @@ async def test_a_server_that_does_not_end_its_requests_is_not_pinned(fleet):
 
     for server in fleet.made:
         server.post = refuse
-    fleet.newest_version = lambda: 7
-    assert await fleet.pin(1, 7) == []
-    assert not fleet.pinned() and len(fleet.serving()) == 3
+    fleet.newest = 7
+    assert await fleet.reservations.pin(1, 7) == []
+    assert not fleet.reservations.pinned() and len(fleet.serving()) == 3
 
 
 # Servers that alone misbehave
 
+OUTSIDE = answer(sampled=[[-0.5, VOCABULARY, None]])
+QUEUED = {"silent": True, "waiting": 3}
 
+
+@pytest.mark.parametrize(
+    ("faults", "checks", "left"),
+    [
+        pytest.param({1: {"answer": BAD}}, 2, 1, id="an invalid answer"),
+        pytest.param({2: {"answer": OUTSIDE}}, 2, 2, id="a token outside the vocabulary"),
+        pytest.param({1: {"endless": True}}, 3, 1, id="a stream without an end"),
+        pytest.param({1: {"silent": True}}, 5, 1, id="no answer, with an empty queue"),
+        # No peer confirms that better answers are possible, but the silent ones cannot be waited for.
+        pytest.param({0: QUEUED, 2: QUEUED, 1: {"answer": BAD}}, 10, 1, id="an invalid answer beside silent peers"),
+    ],
+)
 @in_virtual_time
-async def test_a_server_that_alone_gives_invalid_answers_is_restarted(fleet):
-    fleet.made[1].answer = BAD
-    await fleet.until(lambda: fleet.left, 2 * server_slot.CHECK_SECONDS)
-    assert fleet.left == [(1, True, False)]
+async def test_a_server_whose_answers_are_bad_is_restarted(fleet, faults, checks, left):
+    for number, values in faults.items():
+        vars(fleet.made[number]).update(values)
+    await fleet.until(lambda: fleet.left, checks * CHECK_SECONDS)
+    assert fleet.left == [(left, True, False)]
     assert fleet.metrics()["fleet/gray_answers"] == 1.0
     await fleet.all_join()
     assert len(fleet.serving()) == 3
 
 
 @in_virtual_time
-async def test_a_server_that_alone_samples_outside_the_vocabulary_is_restarted(fleet):
-    fleet.made[2].answer = answer(sampled=[[-0.5, VOCABULARY, None]])
-    await fleet.until(lambda: fleet.left, 2 * server_slot.CHECK_SECONDS)
-    assert fleet.left == [(2, True, False)]
-
-
-@in_virtual_time
 async def test_an_invalid_answer_triggers_an_immediate_check(fleet):
-    await asyncio.sleep(server_slot.CHECK_SECONDS + 10)
+    await asyncio.sleep(CHECK_SECONDS + 10)
     fleet.made[1].answer = BAD
     fleet.check_all()
     await fleet.until(lambda: fleet.left, 10.0)
@@ -440,78 +447,46 @@ async def test_an_invalid_answer_triggers_an_immediate_check(fleet):
 async def test_when_all_give_invalid_answers_one_is_restarted_and_compared_with_the_trainer(fleet):
     for server in fleet.made:
         server.answer = BAD
-    await asyncio.sleep(10 * server_slot.CHECK_SECONDS)
-    assert len(fleet.left) == 1
-    assert len(fleet.serving()) == 2
-    assert len(fleet.joiners()) == 1
+    await asyncio.sleep(10 * CHECK_SECONDS)
+    assert (len(fleet.left), len(fleet.serving()), len(fleet.joiners())) == (1, 2, 1)
     assert all(server.asked for server in fleet.made[:3])
 
 
 @in_virtual_time
 async def test_servers_are_not_checked_during_a_weight_sync(fleet):
     with fleet.syncing([server.url for server in fleet.made]):
-        await asyncio.sleep(5 * server_slot.CHECK_SECONDS)
+        await asyncio.sleep(5 * CHECK_SECONDS)
     assert not any(server.asked for server in fleet.made)
 
 
 @in_virtual_time
-async def test_a_server_with_endless_streams_is_restarted(fleet):
-    fleet.made[1].endless = True
-    fleet.check_all()
-    await fleet.until(lambda: fleet.left, 60.0)
-    assert fleet.left == [(1, True, False)]
-
-
-@in_virtual_time
-async def test_a_server_with_an_empty_queue_that_answers_no_check_is_restarted(fleet):
-    fleet.made[1].silent = True
-    await fleet.until(lambda: fleet.left, 5 * server_slot.CHECK_SECONDS)
-    assert fleet.left == [(1, True, False)]
-    assert fleet.metrics()["fleet/gray_answers"] == 1.0
-
-
-@in_virtual_time
 async def test_a_silent_server_is_also_detected_without_streams(fleet):
-    fleet.streams = False
+    fleet._gray.streams = False
     fleet.made[1].silent = True
-    await fleet.until(lambda: fleet.left, 5 * server_slot.CHECK_SECONDS)
+    await fleet.until(lambda: fleet.left, 5 * CHECK_SECONDS)
     assert fleet.left == [(1, True, False)]
 
 
-@in_virtual_time
-async def test_a_server_with_a_queue_may_leave_its_check_unanswered(fleet):
-    fleet.made[1].silent, fleet.made[1].waiting = True, 3
-    await asyncio.sleep(20 * server_slot.CHECK_SECONDS)
-    assert fleet.left == []
+ABORTED = answer(sampled=[], finish_reason={"type": "abort"})
+del ABORTED["meta_info"]["input_token_logprobs"]
 
 
+@pytest.mark.parametrize(
+    ("fault", "syncs"),
+    [
+        pytest.param(QUEUED, False, id="its queue is long"),
+        pytest.param({"answer": ABORTED}, False, id="it was aborted"),
+        pytest.param({"silent": True}, True, id="a sync fell into it"),
+    ],
+)
 @in_virtual_time
-async def test_a_check_that_falls_into_a_sync_may_stay_unanswered(fleet):
-    fleet.made[1].silent = True
+async def test_a_check_without_an_answer_gives_no_verdict_if(fleet, fault, syncs):
+    vars(fleet.made[1]).update(fault)
     for _ in range(20):
-        await asyncio.sleep(server_slot.CHECK_SECONDS / 2)
-        with fleet.syncing([fleet.made[1].url]):
+        await asyncio.sleep(CHECK_SECONDS / 2)
+        with fleet.syncing([fleet.made[1].url] if syncs else []):
             await asyncio.sleep(1.0)
     assert fleet.left == []
-
-
-@in_virtual_time
-async def test_an_aborted_check_gives_no_verdict(fleet):
-    aborted = answer(sampled=[], finish_reason={"type": "abort"})
-    del aborted["meta_info"]["input_token_logprobs"]
-    fleet.made[1].answer = aborted
-    await asyncio.sleep(20 * server_slot.CHECK_SECONDS)
-    assert fleet.left == []
-
-
-@in_virtual_time
-async def test_a_server_with_invalid_answers_beside_a_silent_one_is_restarted(fleet):
-    """No peer confirms that better answers are possible, but the silent server cannot be waited for."""
-    fleet.made[0].silent, fleet.made[0].waiting = True, 3
-    fleet.made[2].silent, fleet.made[2].waiting = True, 3
-    fleet.made[1].answer = BAD
-    await fleet.until(lambda: fleet.left, 10 * server_slot.CHECK_SECONDS)
-    assert fleet.left == [(1, True, False)]
 
 
 @in_virtual_time
@@ -529,7 +504,7 @@ async def test_a_server_that_alone_fails_parity_is_restarted(fleet):
     url = fleet.made[0].url
     await fleet.parity_failed({url: f"{url}, version 3: off by 3 nats"})
     assert fleet.left == [(0, True, False)]
-    assert fleet.router.listed == {server.url for server in fleet.made[1:3]}
+    assert fleet.listed == {server.url for server in fleet.made[1:3]}
     await fleet.all_join()
     assert len(fleet.serving()) == 3
     assert fleet.metrics()["fleet/gray_parity"] == 1.0
@@ -560,69 +535,49 @@ def test_the_check_refuses_what_the_client_refuses(body: Any, problem: str | Non
     check = CheckAnswer(AnswerLimits(VOCABULARY, tokens=2, newest=lambda: 4))
     try:
         check.add(orjson.dumps(body))
-        found = check.problem()
+        verdict = check.problem()
     except (InvalidAnswer, StreamedError) as error:
-        found = str(error)
-    assert (found is None) if problem is None else (problem in found)
-
-
-def test_states_that_serve() -> None:
-    assert {state for state in ServerState if state.serves} == {ServerState.HEALTHY, ServerState.SUSPECT}
+        verdict = str(error)
+    assert (verdict is None) if problem is None else (problem in verdict)
 
 
 # What the fleet records
 
 
-class Recorded:
-    def __init__(self):
-        self.events = []
-
-    def fault(self, what, text, **fields):
-        self.events.append(("fault", what, text))
-
-    def recovery(self, what, text, **fields):
-        self.events.append(("recovery", what, text))
-
-
 @in_virtual_time
 async def test_the_death_of_a_server_and_its_return_are_recorded(fleet):
-    recorded = Recorded()
-    fleet.report_to(recorded)
-    victim = fleet._slots[1]
+    victim = fleet.slots[1]
     victim.note(victim.health.died, "killed by hand")
     dead = fleet.states()[1]
     assert (dead.name, dead.state, dead.reason) == ("server-1", "dead", "killed by hand")
     await fleet.until(lambda: bool(fleet.joiners()))
-    assert [event[:2] for event in recorded.events] == [("fault", "server-1")], "it is back once it serves"
+    assert fleet.recorded == [("fault", "server-1")], "it is back once it serves"
     await fleet.all_join()
-    assert [event[:2] for event in recorded.events] == [("fault", "server-1"), ("recovery", "server-1")]
-    assert "killed by hand" in recorded.events[0][2]
+    assert fleet.recorded == [("fault", "server-1"), ("recovery", "server-1")]
     assert [server.state for server in fleet.states()] == ["healthy"] * 3 and fleet.states()[1].starts == 2
 
 
 @in_virtual_time
 async def test_a_failed_sync_is_a_fault_of_the_server_until_one_succeeds(fleet):
-    recorded = Recorded()
-    fleet.report_to(recorded)
     await fleet.sync_failed({fleet.made[0].url: "phase transfer"})
     await fleet.all_join()
-    assert [event[:2] for event in recorded.events] == [("fault", "server-0"), ("recovery", "server-0")]
+    assert fleet.recorded == [("fault", "server-0"), ("recovery", "server-0")]
 
 
 @in_virtual_time
-async def test_a_server_that_is_scaled_away_is_no_fault(fleet):
-    recorded = Recorded()
-    fleet.report_to(recorded)
-    fleet._slots[2].note(fleet._slots[2].health.retire, "removed by a resize")
-    assert recorded.events == [] and [server.name for server in fleet.states()] == ["server-0", "server-1"]
-
-
-@in_virtual_time
-async def test_a_server_that_missed_a_sync_has_no_fault(fleet):
-    recorded = Recorded()
-    fleet.report_to(recorded)
-    urls = await fleet.pin(1, 7)
-    fleet.newest_version = lambda: 8
-    fleet.unpin(urls)
-    await fleet.joined(urls)
-    assert recorded.events == [] and len(fleet.serving()) == 3
+async def test_the_fleet_is_scaled_and_servers_that_it_gives_up_are_no_faults(fleet):
+    with pytest.raises(ServerError, match=r"rollout=0 is below rollout\.min_servers=1"):
+        await fleet.scaling.resize(0)
+    assert await fleet.scaling.resize(3) == "there are already 3 servers"
+    (pinned,) = await fleet.reservations.pin(1, 7)
+    fleet.made[0].living = False
+    await fleet.until(lambda: len(fleet.made) == 4 and len(fleet.joiners()) == 1)
+    recorded = [*fleet.recorded]
+    # First what does not serve, a pinned server last.
+    assert await fleet.scaling.resize(2) == "3 -> 2 servers"
+    assert [server.name for server in fleet.states()] == ["server-1", "server-2"]
+    assert await fleet.scaling.resize(1) == "2 -> 1 servers"
+    assert [server.url for server in fleet.reservations.pinned()] == [pinned]
+    assert fleet.recorded == recorded
+    assert await fleet.scaling.resize(2) == "1 -> 2 servers; the new ones serve after the next weight sync"
+    assert fleet.size == 2 and len(fleet.joiners()) == 1

@@ -25,6 +25,7 @@ from megasync.config.pools import pool_specs
 from megasync.config.schema import AuxiliaryModelConfig, HealthConfig, PrometheusConfig, RewardModelConfig
 from megasync.device import resolve_device
 from megasync.errors import ServerError
+from megasync.observe.context import RunContext
 from megasync.rewards.model_reward import ModelReward, load_model_reward
 from megasync.rollout.auxiliary import AuxiliaryModel, load_auxiliary_models
 from megasync.serving.control import ServerControl
@@ -99,7 +100,7 @@ async def rig(tmp_path_factory):
     clients = {f"reward_models.{name}": reward for name, reward in rewards.items()}
     clients["auxiliary_models.refiner"] = refiner
     keys = Keys("admin-key-of-this-test", "router-key")
-    servers = FrozenServers(config, folder, resolve_device("cpu"), pools, keys, Users(clients, keys))
+    servers = FrozenServers(config, folder, resolve_device("cpu"), pools, keys, Users(clients, keys), RunContext())
     try:
         await pools.create(60)
 

@@ -15,6 +15,7 @@ from megasync.cluster.trainer_group import TrainerGroup
 from megasync.config import Config
 from megasync.errors import ProcessLost, RankLost
 from megasync.observe.clock import read_clock
+from megasync.observe.context import RunContext
 from megasync.trainer.rank import TrainerRank
 
 
@@ -49,7 +50,7 @@ class FakeActors:
         self.slots = [each["slot"] for each in options]
 
     @classmethod
-    def create(cls, role: str, arguments: list[tuple], options: list[dict[str, int]]) -> FakeActors:
+    def create(cls, role: str, actor: type, arguments: list[tuple], options: list[dict[str, int]]) -> FakeActors:
         return cls(arguments, options)
 
     async def on_all(self, timeout: float, method: Callable[..., Any], *args: Any) -> list[Any]:
@@ -65,13 +66,15 @@ class FakeActors:
     def kill(self) -> None: ...
 
 
+class Reports:
+    def __init__(self) -> None:
+        self.asked: list[set[str]] = []
+
+    async def report(self, reason: str, only: Any = None) -> None:
+        self.asked.append(only)
+
+
 async def test_ranks_that_do_not_answer_are_reported_before_anybody_ends_them(group: TrainerGroup, monkeypatch) -> None:
-    reported: list[set[str]] = []
-
-    class Reports:
-        async def report(self, reason: str, only: set[str]) -> None:
-            reported.append(only)
-
     def lost(silent: bool) -> Any:
         async def call(*_: object, **__: object) -> None:
             loss = ProcessLost("trainer [1] did not finish step()")
@@ -82,13 +85,12 @@ async def test_ranks_that_do_not_answer_are_reported_before_anybody_ends_them(gr
 
     await group.start(None)
     group._pids = [*range(100, 108)]
-    group.reports = Reports()
     for silent in (False, True):
         monkeypatch.setattr(group._actors, "on_all", lost(silent))
         with pytest.raises(RankLost) as error:
             await group.on_all(1, TrainerRank.pid)
         assert error.value.slots == (1,)
-    assert reported == [{f"rank {rank}" for rank in range(8)}], "only of those that are alive"
+    assert group._reports.asked == [{f"rank {rank}" for rank in range(8)}], "only of those that are alive"
     assert [state.node for state in group.states()][::2] == [f"node {node}" for node in range(4)]
     assert {state.device for state in group.states()} == {"GPU"}
 
@@ -102,7 +104,7 @@ def group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> TrainerGroup:
     config.trainer.tensor_parallel, config.trainer.data_parallel = 2, 4
     config.trainer.min_data_parallel = 2
     config.timeouts.lost_node = 0.05
-    return TrainerGroup(config, tmp_path, FakePools())
+    return TrainerGroup(config, tmp_path, FakePools(), RunContext(reports=Reports()))
 
 
 async def test_ranks_fill_the_nodes_that_are_left_and_return_to_all(group: TrainerGroup) -> None:

@@ -38,7 +38,7 @@ cluster.close()
 
 def started(folder: str, *words: str) -> tuple[int, list[list[str]]]:
     """The number of nodes, and the addresses on which each process listens."""
-    found = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, *words],
         env=os.environ | {"RAY_TMPDIR": folder, "PYTHONPATH": str(Path(__file__).parents[1] / "support")},
         capture_output=True,
@@ -46,8 +46,8 @@ def started(folder: str, *words: str) -> tuple[int, list[list[str]]]:
         timeout=180,
         check=False,
     )
-    assert found.returncode == 0, found.stderr
-    return tuple(json.loads(found.stdout.splitlines()[-1]))
+    assert ended.returncode == 0, ended.stderr
+    return tuple(json.loads(ended.stdout.splitlines()[-1]))
 
 
 @pytest.fixture

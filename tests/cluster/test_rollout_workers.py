@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_bench import FakeBuffer, FakeClient, FakeSource, by_place
-from worker_crew import LoopbackProcess, crew_config
+from worker_crew import LoopbackProcess, NoTrials, crew_config
 
 from megasync.buffer import BufferClosed
 from megasync.cluster import rollout_workers
 from megasync.cluster.rollout_workers import RolloutWorkers, check_travels
 from megasync.config.schema import GroupConfig, ScheduleConfig
 from megasync.errors import ConfigError, DataError, HttpStatusError, MegasyncError, PoisonPrompt, ServerError
+from megasync.observe.context import RunContext
 from megasync.rewards import RewardRunner
 from megasync.rollout.group_worker import FailurePolicy, GroupSpec, GroupWorker
 from megasync.rollout.quarantine import Quarantine
@@ -28,14 +29,6 @@ from megasync.trajectory import Prompt
 
 PATIENCE = 30
 PROMPT = Prompt("0:0", [1], {})
-
-
-class NoTrials:
-    async def isolate(self, avoid):
-        return None
-
-    def release(self, slot): ...
-    def refund_restart(self, slot): ...
 
 
 class Buffer(FakeBuffer):
@@ -66,6 +59,7 @@ class Crew:
         restarts=5,
         patience=10.0,
         killers=(),
+        context=None,
     ):
         self.buffer, self.source = Buffer(total, capacity), FakeSource(5)
         self.processes, self.clients, self.told = [], [], []
@@ -76,7 +70,9 @@ class Crew:
         self.refuse = None
         self.quarantine = Quarantine(NoTrials(), verdict_seconds=0.01)
         self.config = crew_config(workers, restarts, patience)
-        self.workers = RolloutWorkers(self.config, self.process, self.quarantine, lambda: self.told.append("invalid"))
+        self.workers = RolloutWorkers(
+            self.config, self.process, self.quarantine, lambda: self.told.append("invalid"), context or RunContext()
+        )
         schedule = ScheduleConfig(groups_per_step=2, samples_per_group=2)
         self.rollouter = Rollouter(self.source, self.buffer, schedule, placement=self.workers.placement)
 
@@ -157,39 +153,19 @@ async def test_workers_end_all_groups_and_report_them(workers):
 
 
 async def test_a_worker_in_the_driver_gets_the_objects_themselves_and_is_not_watched():
-    given, refusal = threading.Lock(), DataError("with a lock", threading.Lock())
+    lock, refusal = threading.Lock(), DataError("with a lock", threading.Lock())
     async with Crew(workers=0) as crew:
 
         async def takes(value):
-            assert value is given, "it could not be pickled"
+            assert value is lock, "it could not be pickled"
             raise refusal
 
         (link,) = crew.workers._links.values()
         link.source.questions["take"] = takes
         with pytest.raises(DataError) as raised:
-            await crew.workers.ask("eval", PROMPT, "take", given)
+            await crew.workers.ask("eval", PROMPT, "take", lock)
         assert raised.value is refusal
         assert crew.workers.states() == [] == crew.workers.processes()
-
-
-@pytest.mark.parametrize("fault", ["die", "hang"])
-async def test_the_groups_of_a_worker_that_dies_or_hangs_continue_on_others(fault):
-    release = asyncio.Event()
-
-    async def behave():
-        await release.wait()
-        return "x"
-
-    async with Crew(2, 6, 6, lambda ids, options: behave(), patience=0.3) as crew:
-        run = asyncio.create_task(crew.rollouter.run())
-        await until(lambda: sum(client.running for client in crew.clients) == 12)
-        getattr(crew.processes[0], fault)()
-        await until(lambda: len(crew.processes) == 3 and crew.clients[1].running + crew.clients[-1].running == 12)
-        assert crew.processes[0].killed
-        release.set()
-        await asyncio.wait_for(run, PATIENCE)
-        assert len(crew.buffer.committed) == 6
-        assert crew.rollouter.metrics()["rollout/workers_lost"] == 1.0
 
 
 async def test_a_replacement_learns_the_state_that_the_others_were_told():
@@ -262,8 +238,7 @@ async def test_a_lost_worker_and_its_replacement_are_recorded():
             events.append(("recovery", what))
 
     events = []
-    async with Crew(workers=2) as crew:
-        crew.workers.events = Recorded()
+    async with Crew(workers=2, context=RunContext(events=Recorded())) as crew:
         crew.processes[1].die()
         await until(lambda: len(events) == 2)
         assert events == [("fault", "worker-1"), ("recovery", "worker-1")]
@@ -274,12 +249,11 @@ async def test_a_lost_worker_and_its_replacement_are_recorded():
 
 async def test_a_worker_that_hangs_is_reported_before_it_is_killed():
     class Reports:
-        async def report(self, reason, only):
+        async def report(self, reason, only=None):
             seen.append((only, crew.processes[0].killed))
 
     seen = []
-    async with Crew(workers=2, patience=0.1) as crew:
-        crew.workers.reports = Reports()
+    async with Crew(workers=2, patience=0.1, context=RunContext(reports=Reports())) as crew:
         crew.processes[0].hang()
         await until(lambda: len(crew.processes) == 3)
         assert seen == [({"worker-0"}, False)]

@@ -6,7 +6,6 @@ import asyncio
 from contextlib import asynccontextmanager
 from itertools import pairwise
 
-import pytest
 from aiohttp import web
 
 from megasync.cluster.server_slot import ServerSlot
@@ -15,6 +14,7 @@ from megasync.config import Config
 from megasync.config.schema import HealthConfig, TimeoutConfig
 from megasync.errors import ServerError
 from megasync.observe import trace
+from megasync.observe.context import RunContext
 from megasync.observe.spans import TraceReader
 from megasync.serving.control import ServerControl
 from megasync.serving.health import ServerState
@@ -71,7 +71,7 @@ class FakeProcess:
 
 
 @asynccontextmanager
-async def living(monkeypatch: pytest.MonkeyPatch, *processes: FakeProcess, restarts: int = 5):
+async def living(*processes: FakeProcess, restarts: int = 5, context: RunContext | None = None):
     """(slot, transitions as they come), started with the first of the processes."""
     config = Config()
     config.timeouts = TimeoutConfig(server_start=10.0, shutdown=1.0)
@@ -88,7 +88,9 @@ async def living(monkeypatch: pytest.MonkeyPatch, *processes: FakeProcess, resta
     queue = iter(processes)
     slot = ServerSlot(
         config,
+        context or RunContext(),
         0,
+        "server-0",
         lambda: next(queue),
         lambda url, _: ServerControl(url, "key"),
         lambda slot, before: seen.put_nowait((before, slot.health.state, slot.url)),
@@ -111,9 +113,9 @@ async def until(seen: asyncio.Queue, state: ServerState) -> str:
     return change[2]
 
 
-async def test_a_dead_process_is_replaced_by_another_server_which_is_stale(monkeypatch):
+async def test_a_dead_process_is_replaced_by_another_server_which_is_stale():
     first, second = FakeProcess(), FakeProcess()
-    async with living(monkeypatch, first, second) as (slot, seen):
+    async with living(first, second) as (slot, seen):
         old = await until(seen, ServerState.STALE)
         slot.note(slot.health.synced)
         first.end()
@@ -124,9 +126,9 @@ async def test_a_dead_process_is_replaced_by_another_server_which_is_stale(monke
         await first._runner.cleanup()
 
 
-async def test_probes_trace_what_the_server_does(monkeypatch, tmp_path):
+async def test_probes_trace_what_the_server_does(tmp_path):
     with trace.recording(tmp_path, "driver"):
-        async with living(monkeypatch, FakeProcess()) as (slot, seen):
+        async with living(FakeProcess()) as (slot, seen):
             await until(seen, ServerState.STALE)
             while slot.load is None:
                 await asyncio.sleep(0.01)
@@ -137,40 +139,41 @@ async def test_probes_trace_what_the_server_does(monkeypatch, tmp_path):
     )
 
 
-class Silence:
-    """Whether each process still lived when the slot was reported as silent."""
+class Reports:
+    """Whether the process still lived when the slot was reported as silent."""
 
     def __init__(self, process):
         self.process, self.lived = process, []
 
-    async def __call__(self, reason):
+    async def report(self, reason, only=None):
+        assert only == {"server-0"} and "does not answer" in reason
         self.lived.append(self.process.living)
 
 
-async def test_a_silent_server_is_reported_before_its_process_is_ended(monkeypatch):
+async def test_a_silent_server_is_reported_before_its_process_is_ended():
     first, second = FakeProcess(), FakeProcess()
-    async with living(monkeypatch, first, second) as (slot, seen):
-        slot.on_silent = silence = Silence(first)
+    reports = Reports(first)
+    async with living(first, second, context=RunContext(reports=reports)) as (_, seen):
         first.hung = True
         await until(seen, ServerState.DEAD)
         await until(seen, ServerState.STALE)
-        assert silence.lived == [True]
+        assert reports.lived == [True]
 
 
-async def test_a_server_whose_process_has_ended_is_not_reported_as_silent(monkeypatch):
+async def test_a_server_whose_process_has_ended_is_not_reported_as_silent():
     first, second = FakeProcess(), FakeProcess()
-    async with living(monkeypatch, first, second) as (slot, seen):
+    reports = Reports(first)
+    async with living(first, second, context=RunContext(reports=reports)) as (_, seen):
         await until(seen, ServerState.STALE)
-        slot.on_silent = silence = Silence(first)
         first.end()
         await until(seen, ServerState.STALE)
-        assert silence.lived == []
+        assert reports.lived == []
         await first._runner.cleanup()
 
 
-async def test_a_hung_scheduler_is_detected_although_probes_are_answered(monkeypatch):
+async def test_a_hung_scheduler_is_detected_although_probes_are_answered():
     first, second = FakeProcess(), FakeProcess()
-    async with living(monkeypatch, first, second) as (slot, seen):
+    async with living(first, second) as (slot, seen):
         async with asyncio.timeout(20):
             while slot.load is None:
                 await asyncio.sleep(0.01)
@@ -182,16 +185,16 @@ async def test_a_hung_scheduler_is_detected_although_probes_are_answered(monkeyp
         assert not first.living and second.living
 
 
-async def test_a_slot_retires_when_failed_starts_have_used_up_its_restarts(monkeypatch):
+async def test_a_slot_retires_when_failed_starts_have_used_up_its_restarts():
     first = FakeProcess()
-    async with living(monkeypatch, first, FakeProcess(starts=False), restarts=1) as (slot, seen):
+    async with living(first, FakeProcess(starts=False), restarts=1) as (slot, seen):
         slot.note(slot.health.died, "killed")
         await until(seen, ServerState.RETIRED)
         assert slot.health.reason == "1 restarts in 600 s were not enough; last failure: no memory"
         assert slot.control is None
 
 
-async def test_a_cancelled_slot_starts_no_further_server(monkeypatch):
+async def test_a_cancelled_slot_starts_no_further_server():
     first, second = FakeProcess(), FakeProcess()
     stopping = asyncio.Event()
 
@@ -203,15 +206,15 @@ async def test_a_cancelled_slot_starts_no_further_server(monkeypatch):
             first.end()
 
     first.stop = slow_stop
-    async with living(monkeypatch, first, second) as (slot, _):
+    async with living(first, second) as (slot, _):
         slot.note(slot.health.died, "killed")
         await asyncio.wait_for(stopping.wait(), 20)
     assert slot.starts == 1
     await first._runner.cleanup()
 
 
-async def test_retiring_a_slot_ends_its_process(monkeypatch):
-    async with living(monkeypatch, FakeProcess()) as (slot, seen):
+async def test_retiring_a_slot_ends_its_process():
+    async with living(FakeProcess()) as (slot, seen):
         slot.note(slot.health.retire, "it was scaled away")
         await until(seen, ServerState.RETIRED)
         async with asyncio.timeout(20):

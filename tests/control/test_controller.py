@@ -35,13 +35,13 @@ async def test_weights_are_published_every_nth_step_and_after_the_last() -> None
 
 
 async def test_generation_is_gated_during_a_sync_only_without_partial_rollout() -> None:
-    partial, whole = Rig(total_steps=1), Rig(total_steps=1, partial_rollout=False)
+    partial, complete = Rig(total_steps=1), Rig(total_steps=1, partial_rollout=False)
     await partial.run()
-    await whole.run()
+    await complete.run()
     assert "closed" not in partial.rollouter.gates
-    assert whole.rollouter.gates == ["closed", "open"]
+    assert complete.rollouter.gates == ["closed", "open"]
     # A turn may consist of a generation and two calls to parsers, each with the deadline of a request.
-    assert whole.rollouter.gate_timeout == 3 * whole.controller.config.timeouts.request
+    assert complete.rollouter.gate_timeout == 3 * complete.controller.config.timeouts.request
 
 
 async def test_checkpoints_hold_what_a_resumed_run_needs() -> None:
@@ -168,17 +168,30 @@ async def test_a_fleet_that_is_lost_ends_the_run_and_the_trainer_saves() -> None
 
 
 async def test_a_lost_fleet_is_named_even_when_a_sync_noticed_it_first() -> None:
-    rig = Rig(publisher=FakePublisher(fail_at=2), evaluate=False)
-    rig.fleet.dead.set()
+    class DeadServers(FakePublisher):
+        async def publish(self, version, only=None):
+            try:
+                return await super().publish(version, only)
+            finally:
+                rig.fleet.dead.set()
+
+    rig = Rig(publisher=DeadServers(fail_at=1), evaluate=False)
     with pytest.raises(MegasyncError, match="no server is left") as caught:
         await rig.run()
     assert "phase transfer" in str(caught.value.__cause__)
 
 
 async def test_a_run_without_progress_ends_and_says_what_everyone_waits_for() -> None:
-    rig = Rig(rollout={"stall_after": 0}, no_progress=0.5)
+    now = 0.0
+    rig = Rig(rollout={"stall_after": 0}, no_progress=100.0, clock=lambda: now)
+    running = asyncio.create_task(rig.run())
+    while "lease 1" not in await rig.buffer.waiting():
+        await asyncio.sleep(0)
+    while not running.done():
+        now += 1.0
+        await asyncio.sleep(0)
     with pytest.raises(TrainingError, match=r"no group was finished[\s\S]*lease 1[\s\S]*x training: .*_next_batch"):
-        await rig.run()
+        await running
 
 
 async def test_a_full_disk_at_the_end_is_an_error_and_does_not_hide_an_earlier_one() -> None:

@@ -81,13 +81,13 @@ def resumed(rig: Rig, ledger: Path, trainer: FakeTrainer, **arguments: object) -
     """The next driver of the same run, from its start: nothing was saved."""
     kill(rig.buffer)
     schedule = rig.controller.config.schedule
-    found = resume_ledger(ledger, schedule, schedule.total_steps * schedule.groups_per_step, 0)
+    resumed_ledger = resume_ledger(ledger, schedule, schedule.total_steps * schedule.groups_per_step, 0)
     return Rig(
         trainer=trainer,
         ledger=ledger,
-        progress=Progress(version=found.version),
+        progress=Progress(version=resumed_ledger.version),
         evaluate=False,
-        rollout={"first": len(found.admitted)},
+        rollout={"first": len(resumed_ledger.admitted)},
         **arguments,
     )
 

@@ -114,7 +114,6 @@ async def test_a_slow_step_save_restart_or_publish_is_not_a_stall(monkeypatch, p
 
 async def test_an_endless_wait_for_servers_is_a_stall(monkeypatch) -> None:
     """A sync without a server to go to has no deadline of its own."""
-    monkeypatch.setattr("megasync.control.controller.WATCH_SECONDS", 0.01)
     rig = Rig(publisher=FakePublisher(lose={2: ["a", "b"]}), no_progress=0.2)
     rig.controller.config.timeouts.shutdown = 0.1
     with pytest.raises(TrainingError, match="no group was finished"):
@@ -122,9 +121,6 @@ async def test_an_endless_wait_for_servers_is_a_stall(monkeypatch) -> None:
 
 
 async def test_a_stall_is_reported_before_the_run_ends(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr("megasync.control.controller.WATCH_SECONDS", 0.01)
-    rig = Rig(publisher=FakePublisher(lose={2: ["a", "b"]}), no_progress=0.2)
-    rig.controller.config.timeouts.shutdown = 0.1
     reported: list[str] = []
 
     class Reports:
@@ -133,7 +129,8 @@ async def test_a_stall_is_reported_before_the_run_ends(monkeypatch, tmp_path) ->
             reported.append(reason)
             return tmp_path / "report.txt"
 
-    rig.controller._reports = Reports()
+    rig = Rig(publisher=FakePublisher(lose={2: ["a", "b"]}), no_progress=0.2, reports=Reports())
+    rig.controller.config.timeouts.shutdown = 0.1
     with pytest.raises(TrainingError, match=r"report\.txt"):
         await rig.run()
     assert len(reported) == 1

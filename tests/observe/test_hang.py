@@ -52,7 +52,12 @@ def said() -> list[str]:
 
 @pytest.fixture
 def reporter(tmp_path: Path, nodes: Nodes, said: list[str]) -> HangReporter:
-    return HangReporter(tmp_path, lambda: STATE, said.append, nodes.read, [lambda: PROCESSES])
+    async def waits() -> str:
+        return "lease 8: waits for 16 groups"
+
+    reporter = HangReporter(tmp_path, lambda: STATE, said.append, waits)
+    reporter.cover(nodes.read, lambda: PROCESSES)
+    return reporter
 
 
 async def test_a_report_joins_tasks_stacks_and_states(reporter, said) -> None:
@@ -62,10 +67,6 @@ async def test_a_report_joins_tasks_stacks_and_states(reporter, said) -> None:
     task = asyncio.create_task(sample(), name="sample 1")
     await asyncio.sleep(0)
 
-    async def waits():
-        return "lease 8: waits for 16 groups"
-
-    reporter.describe = waits
     path = await reporter.report("no group was finished")
     task.cancel()
     text = path.read_text()
@@ -101,11 +102,12 @@ async def test_a_node_that_does_not_answer_is_named_and_the_others_are_shown(rep
     assert "no stacks of server-0: node b did not answer" in text and "rank 1 (process 11)" in text
 
 
-async def test_a_node_that_fails_and_a_state_that_is_unknown_are_said(reporter, monkeypatch) -> None:
+async def test_a_node_that_fails_and_a_state_that_is_unknown_are_said(tmp_path, said) -> None:
     async def broken(*_):
         raise OSError("lost")
 
-    reporter.read_node, reporter.describe = broken, broken
+    reporter = HangReporter(tmp_path, lambda: STATE, said.append, broken)
+    reporter.cover(broken, lambda: PROCESSES)
     text = (await reporter.report("slow")).read_text()
     assert "OSError: lost" in text and "unknown: OSError" in text
 

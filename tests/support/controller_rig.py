@@ -8,12 +8,13 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megasync.buffer import AsyncBuffer
 from megasync.buffer.payload import encode
 from megasync.config import Config
 from megasync.control.controller import Controller
-from megasync.control.interfaces import ControlledParts, HeldAdapters, PinnedVersion
+from megasync.control.interfaces import ControlledParts, PinnedVersion
 from megasync.control.progress import Progress
 from megasync.errors import (
     CheckpointError,
@@ -24,6 +25,8 @@ from megasync.errors import (
     SyncError,
     TrainingError,
 )
+from megasync.observe.context import RunContext
+from megasync.observe.hang import HangSink, NoReports
 from megasync.sync.attempt import PublishError
 from megasync.trajectory import Group, Trajectory
 
@@ -398,7 +401,8 @@ class Rig:
         fleet: FakeFleet | None = None,
         exact: bool = False,
         evaluation: Callable[[int, int, PinnedVersion | None], Awaitable[None]] | None = None,
-        held_adapters: HeldAdapters | None = None,
+        held_adapters: Any | None = None,
+        reports: HangSink | None = None,
         clock: Callable[[], float] = time.monotonic,
         **schedule: object,
     ) -> None:
@@ -433,6 +437,7 @@ class Rig:
             rollouter=self.rollouter,
             rollout_workers=FakeCrew(),
             fleet=self.fleet,
+            reservations=self.fleet,
             frozen_models=frozen_models,
             evaluate=held_out if evaluate else None,
             held_adapters=held_adapters,
@@ -440,7 +445,8 @@ class Rig:
             observer=self.observer,
             export=export,
         )
-        self.controller = Controller(config, parts, progress, failed_steps, clock)
+        context = RunContext(events=self.observer, reports=reports or NoReports(), clock=clock)
+        self.controller = Controller(config, context, parts, progress, failed_steps)
         self.fleet.newest = lambda: self.controller.progress.claimed
 
     async def run(self) -> Progress:

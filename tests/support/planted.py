@@ -44,10 +44,12 @@ FAULTS = (
         "behaviour.float() - trainer.float()",
     ),
     Fault("megasync/algorithms/advantages/grpo.py", "/ (len(rewards) - 1))", "/ len(rewards))"),
-    Fault("megasync/control/publishing.py", "if failed or self._fleet.pinned() else None", "if failed else None"),
+    Fault(
+        "megasync/control/publishing.py", "if failed or self._reservations.pinned() else None", "if failed else None"
+    ),
     Fault(
         "megasync/control/pinning.py",
-        "finally:\n                    self._fleet.unpin(servers.urls)",
+        "finally:\n                    self._servers.unpin(servers.urls)",
         "finally:\n                    pass",
     ),
     Fault("megasync/layout/engine_layout.py", "if slot.hf_name in frozen}", "if slot.hf_name not in frozen}"),

@@ -11,6 +11,16 @@ from megasync.errors import ProcessLost
 from megasync.rollout.worker_link import PolledEnd, RemoteProcess, WorkerEnd
 
 
+class NoTrials:
+    """Servers of which none can be isolated."""
+
+    async def isolate(self, avoid):
+        return None
+
+    def release(self, slot): ...
+    def refund_restart(self, slot): ...
+
+
 def sent(value):
     """As another process receives it."""
     return cloudpickle.loads(cloudpickle.dumps(value))

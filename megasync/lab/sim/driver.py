@@ -46,6 +46,7 @@ from megasync.lab.sim.servers import LIES, SimServer
 from megasync.lab.sim.transport import SimPublisher
 from megasync.lab.sim.workers import SimWorkerProcess, serve_sim_worker
 from megasync.lab.sim.world import World
+from megasync.observe.context import RunContext
 from megasync.rewards import RewardRunner
 from megasync.rewards.scoring import Scoring
 from megasync.rollout.client import RolloutClient
@@ -109,10 +110,14 @@ class Driver:
             self._chance, self._invariants, world.run_dir, config.checkpoint.keep, timeouts.train_step
         )
         poison = None if world.poison is None else ROW_TOKEN + world.poison
-        self.fleet = SimFleet(world, number, self._network, poison)
+        self._observer = _Observer(self._invariants)
+        self._context = RunContext(
+            events=self._observer, newest_version=lambda: self.progress.claimed, clock=self._loop.time
+        )
+        self.fleet = SimFleet(world, number, self._network, poison, self._context)
         self._publisher = SimPublisher(self.ranks, self._network, timeouts.weight_sync)
         hang_seconds = health.request_failures * (health.request_seconds + health.request_timeout)
-        self._quarantine = Quarantine(self.fleet, clock=self._loop.time, hang_seconds=hang_seconds)
+        self._quarantine = Quarantine(self.fleet.reservations, clock=self._loop.time, hang_seconds=hang_seconds)
         self.fleet.on_departure(self._quarantine.left)
         self._worker_processes: list[SimWorkerProcess] = []
         # Of workers in the driver.
@@ -122,7 +127,7 @@ class Driver:
         self._faults_before = self._fleet_faults()
 
     def _build_controller(self) -> Controller:
-        config, clock = self._config, self._loop.time
+        config = self._config
         prompt = Prompt("held out", [ROW_TOKEN], {"prompt": chr(ROW_TOKEN)})
         repeats = EXACT_REPEATS if config.eval.exact else 2
         rewards = RewardRunner(self._reward, 0)
@@ -143,10 +148,9 @@ class Driver:
             partial(self._worker_process, task),
             self._quarantine,
             self.fleet.check_all,
-            clock=clock,
+            self._context,
             questions={"buffer": self.buffer.of_worker},
         )
-        self.fleet.newest_version = lambda: self.progress.claimed
         self.fleet.follow(self._publisher.add, self._publisher.remove)
         self.fleet.follow(
             lambda server: self._workers.add_server("", server.url), partial(self._workers.remove_server, "")
@@ -167,12 +171,13 @@ class Driver:
             buffer=self.buffer,
             rollouter=rollouter,
             fleet=self.fleet,
+            reservations=self.fleet.reservations,
             evaluate=partial(self._evaluate, answers_of(self._workers), held_out),
             cursor=self._source.state,
-            observer=_Observer(self._invariants),
+            observer=self._observer,
             rollout_workers=self._workers,
         )
-        return Controller(config, parts, self.progress, clock=clock)
+        return Controller(config, self._context, parts, self.progress)
 
     def _worker_process(self, task: Task, number: int) -> WorkerProcess:
         name = f"{self._number}-{number}-{len(self._worker_processes)}"
@@ -399,7 +404,7 @@ class Driver:
 # Faults that strike at an arbitrary moment.
 AT_ANY_MOMENT: dict[str, Callable[[Driver], None]] = {
     "rank dies": lambda driver: driver.ranks.kill(),
-    "router dies": lambda driver: driver.fleet.router.kill(),
+    "router dies": lambda driver: driver.fleet.simulated_router.kill(),
     "server dies": lambda driver: driver.hit_a_server(SimServer.kill),
     "server wedges": lambda driver: driver.hit_a_server(SimServer.wedge),
     "server slows down": Driver.slow_a_server,

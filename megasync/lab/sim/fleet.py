@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from megasync.cluster.fleet import Fleet
 from megasync.cluster.fleet_processes import FleetProcesses
+from megasync.cluster.reservations import Reservations
+from megasync.cluster.router_slot import RouterSlot
 from megasync.cluster.server_slot import ServerProcess
+from megasync.cluster.slots import Slots
+from megasync.lab.sim.invariants import Invariants
 from megasync.lab.sim.language import VOCABULARY
 from megasync.lab.sim.network import Network, SimSession
 from megasync.lab.sim.servers import SimRouter, SimServer
 from megasync.lab.sim.world import World
+from megasync.observe.context import RunContext
 from megasync.rollout.suspects import CROWD_DEATHS
 from megasync.serving.control import ServerControl
 
@@ -34,7 +40,7 @@ class SimProcesses(FleetProcesses):
 
     def release(self, index: int) -> None: ...
 
-    def server(self, index: int) -> SimServer:
+    def server(self, index: int, shared_gpus: Sequence[str] = ()) -> SimServer:
         network = self._network
         url = f"http://server:{self._driver}-{index}-{len(network.servers)}"
         network.servers[url] = SimServer(url, network.chance, network.invariants, self._stream_interval, self._poison)
@@ -53,35 +59,20 @@ class SimProcesses(FleetProcesses):
         return self.simulated_router
 
 
-class SimFleet(Fleet):
-    """The fleet of one driver."""
+class SimReservations(Reservations):
+    """Reservations that the invariants learn of."""
 
-    def __init__(self, world: World, driver: int, network: Network, poison: int | None) -> None:
-        processes = SimProcesses(world, driver, network, poison)
-        super().__init__(world.config, processes, VOCABULARY, world.loop.time)
-        self.router = processes.simulated_router
-        # Calls to the simulated server at a URL.
-        self.control = processes.control
-        self._network = network
-        # Deaths caused by a prompt that were attributed to requests, and deaths whose restarts were refunded.
-        self._attributed = self._refunded = 0
-        self.on_departure(self._departed)
-        self._invariants = network.invariants
-        self._invariants.pinned = lambda: {server.url for server in self.pinned()}
-
-    def up(self) -> list[SimServer]:
-        return [server for server in self._network.servers.values() if not server.gone.is_set()]
-
-    @property
-    def unproven(self) -> int:
-        """Deaths caused by a prompt but charged to the servers: those before its conviction and those in a sync."""
-        poisoned = sum(server.poisoned for server in self._network.servers.values())
-        # Before a conviction, requests for the prompt may kill several servers at the same time.
-        most = CROWD_DEATHS * self._config.rollout.servers
-        return poisoned - self._attributed + min(most, self._attributed - self._refunded)
+    def __init__(
+        self, invariants: Invariants, slots: Slots, router: RouterSlot, newest_version: Callable[[], int | None]
+    ) -> None:
+        super().__init__(slots, router, newest_version)
+        # Deaths caused by a prompt whose restarts were refunded.
+        self.refunded = 0
+        self._invariants = invariants
+        invariants.pinned = lambda: {server.url for server in self.pinned()}
 
     def refund_restart(self, slot: int) -> None:
-        self._refunded += 1
+        self.refunded += 1
         super().refund_restart(slot)
 
     async def pin(self, count: int, version: int) -> list[str]:
@@ -97,6 +88,35 @@ class SimFleet(Fleet):
             self._invariants.unpinned(url)
         super().unpin(urls)
 
+
+class SimFleet(Fleet):
+    """The fleet of one driver."""
+
+    reservations: SimReservations
+
+    def __init__(self, world: World, driver: int, network: Network, poison: int | None, context: RunContext) -> None:
+        processes = SimProcesses(world, driver, network, poison)
+        reservations = partial(SimReservations, network.invariants)
+        super().__init__(world.config, processes, VOCABULARY, context, reservations)
+        self.simulated_router = processes.simulated_router
+        # Calls to the simulated server at a URL.
+        self.control = processes.control
+        self._network = network
+        # Deaths caused by a prompt that were attributed to requests.
+        self._attributed = 0
+        self.on_departure(self._departed)
+
+    def up(self) -> list[SimServer]:
+        return [server for server in self._network.servers.values() if not server.gone.is_set()]
+
+    @property
+    def unproven(self) -> int:
+        """Deaths caused by a prompt but charged to the servers: those before its conviction and those in a sync."""
+        poisoned = sum(server.poisoned for server in self._network.servers.values())
+        # Before a conviction, requests for the prompt may kill several servers at the same time.
+        most = CROWD_DEATHS * self._config.rollout.servers
+        return poisoned - self._attributed + min(most, self._attributed - self.reservations.refunded)
+
     def _departed(self, slot: int, died: bool, requests_suspected: bool) -> None:
-        server = self._network.servers.get(self._slots[slot].url)
+        server = self._network.servers.get(self.slots[slot].url)
         self._attributed += died and requests_suspected and server is not None and server.poisoned

@@ -16,6 +16,7 @@ from megasync.buffer import AsyncBuffer
 from megasync.buffer.ledger import Ledger
 from megasync.buffer.state import BufferStatus, FailedStep, TrajectoryBuffer
 from megasync.cluster.fleet import Fleet
+from megasync.cluster.reservations import Reservations
 from megasync.control.colocation import Colocation
 from megasync.control.controller import Controller
 from megasync.control.progress import Progress
@@ -127,7 +128,7 @@ OF_SERVERS = Colocation.to_servers
 
 
 async def waits_for_no_start(self: Fleet) -> None:
-    for slot in list(self._slots.values()):
+    for slot in self.slots:
         await slot.release_memory(10.0)
 
 
@@ -213,8 +214,8 @@ async def asks_the_router(self: ExactAnswers, *job: Any) -> HeldOutAnswer:
     return await self.answer(*job)
 
 
-def routes_pinned(self: Fleet) -> list:
-    return self._in_state(ServerState.HEALTHY, ServerState.SUSPECT)
+def routes_pinned(self: Reservations) -> list:
+    return [slot for slot in self._slots if slot.health.serves]
 
 
 # Workers
@@ -287,7 +288,7 @@ BUGS = [
     (Colocation, "to_servers", leaves_after_the_servers_came, "have room for one", TURN_FAULT),
     (Colocation, "to_ranks", restarts_in_any_turn, "not offloaded", TURN_FAULT),
     (FleetSync, "_publish_to", publishes_to_all, "is pinned and gets another version", EXACT),
-    (Fleet, "_unpinned", routes_pinned, "is pinned and gets", EXACT),
+    (Reservations, "published", routes_pinned, "is pinned and gets", EXACT),
     (ServerHealth, "missed_sync", lambda self, reason: None, "answers from version", EXACT),
     (ExactAnswers, "__call__", asks_the_router, "counts for the score of version", EXACT),
     (Fleet, "release_memory", waits_for_no_start, "have room for one", TURN_FAULT),
