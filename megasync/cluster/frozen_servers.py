@@ -33,7 +33,7 @@ from megasync.observe.state_file import ProcessState
 from megasync.serving.cache_size import longest_request
 from megasync.serving.control import ServerControl
 from megasync.serving.health import ServerState
-from megasync.serving.server import FrozenModelServer, frozen_server_spec
+from megasync.serving.server import SGLangServer, frozen_server_spec
 
 log = logging.getLogger(__name__)
 
@@ -149,18 +149,22 @@ class FrozenServers:
         config, model = self._config, self._models[key]
         shared = model.pool == "rollout"
         mem_fraction = self._free_share(key) if shared else model.mem_fraction
-        dtype = model.dtype or config.model.dtype
-        scraped = config.observe.prometheus is not None
-        # What a teacher computes is trained on, as what the policy's servers compute.
-        exact = config.rollout.deterministic and key.startswith("teachers.")
-        seed = config.seed + index
-        longest = longest_request(config, model)
-        spec = frozen_server_spec(model, dtype, self._device.kind, mem_fraction, seed, gpus, scraped, exact, longest)
+        spec = frozen_server_spec(
+            model,
+            model.dtype or config.model.dtype,
+            self._device.kind,
+            mem_fraction,
+            seed=config.seed + index,
+            # What a teacher computes is trained on, as what the policy's servers compute.
+            deterministic=config.rollout.deterministic and key.startswith("teachers."),
+            gpus=gpus,
+            metrics=config.observe.prometheus is not None,
+            longest=longest_request(config, model),
+        )
         log_path = str(self._logs / f"{_server_name(key, index)}.log")
-        keys = (self._keys.admin, self._keys.generation)
-        arguments = (model, spec, config.cluster.host, 0, log_path, *keys)
+        arguments = (spec, config.cluster.host, 0, log_path, self._keys.admin, self._keys.generation)
         pool = "rollout" if shared else frozen_pool(key)
-        return ServiceActor(FrozenModelServer, arguments, self._pools, pool, index, beside=shared)
+        return ServiceActor(SGLangServer, arguments, self._pools, pool, index, beside=shared)
 
     def _free_share(self, key: str) -> float:
         """The model's share of a shared device, as SGLang expects it: as a share of what earlier servers left free."""

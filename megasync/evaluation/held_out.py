@@ -14,7 +14,7 @@ from megasync.errors import ConfigError
 from megasync.observe.names import UNNAMED_SET
 from megasync.rewards import RewardRunner, check_columns, load_reward, reward_functions
 from megasync.rewards.scoring import Scoring
-from megasync.serving.engine_protocol import EVAL_ADAPTER
+from megasync.serving.plugin_protocol import EVAL_ADAPTER
 from megasync.trajectory import Prompt
 
 

@@ -1,26 +1,35 @@
 """Workflow for an agent that uses the OpenAI API. Each sample gets a gateway session of its own.
 
 async def agent(base_url, api_key, sample, model) -> float | None | dict
+
+An agent may block its event loop, for example by using a sync client inside an `async def`. On the gateway's loop, its
+own requests could then never be answered. Async agents therefore share a loop on its own thread, and each sync agent
+gets a thread.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from megasync.base.importing import check_call, name_of
-from megasync.concurrency.foreign import DeadlineExceeded, invoke, shown
-from megasync.concurrency.threads import AllThreadsStuck
+from megasync.concurrency.foreign import DeadlineExceeded, invoke, is_async, run, shown
+from megasync.concurrency.tasks import cancel_and_wait
+from megasync.concurrency.threads import AllThreadsStuck, DaemonThreads
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.errors import DataError, ServerError
-from megasync.gateway.agent_loop import AgentLoop
 from megasync.gateway.server import Gateway
 from megasync.rollout.workflow import SampleClient
 from megasync.trajectory import Trajectory, finite_float
 
 log = logging.getLogger(__name__)
+
+# Seconds that cancelled agents have to finish at shutdown.
+_CLOSE_SECONDS = 5.0
 
 
 class AgentWorkflow:
@@ -39,7 +48,10 @@ class AgentWorkflow:
         # Error messages about the workflow then use the agent's name.
         functools.update_wrapper(self, agent, updated=())
         self._gateway = Gateway(config, sampling, model)
-        self._loop = AgentLoop(agent, config.threads)
+        self._agent = agent
+        # Of sync agents; and the loop of async ones, once the first has begun.
+        self._threads = DaemonThreads(config.threads)
+        self._loop: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
         self._name = name_of(agent)
         self._model = model
         self._deadline = deadline
@@ -59,9 +71,8 @@ class AgentWorkflow:
         result, refused = None, False
         async with self._gateway.session(client) as session:
             try:
-                result = await self._returned(
-                    base_url=self._gateway.base_url(session), api_key=session.key, sample=sample, model=self._model
-                )
+                base_url = self._gateway.base_url(session)
+                result = await self._called(base_url=base_url, api_key=session.key, sample=sample, model=self._model)
             except Exception as error:  # whatever the agent raises
                 if session.failure is None and session.refusal is None:
                     raise
@@ -81,13 +92,22 @@ class AgentWorkflow:
         return client.conversation.trajectories(reward, metrics)
 
     async def close(self) -> None:
-        """Ends the agents, the sessions and the server."""
-        await self._loop.close()
+        """Ends the agents, the sessions and the server. A loop that an agent blocks is abandoned."""
+        if self._loop is not None:
+            (loop, thread), self._loop = self._loop, None
+            ended = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_cancel_all(), loop))
+            await asyncio.wait({ended}, timeout=_CLOSE_SECONDS)
+            loop.call_soon_threadsafe(loop.stop)
+            await asyncio.to_thread(thread.join, _CLOSE_SECONDS)
         await self._gateway.close()
 
-    async def _returned(self, **arguments: Any) -> Any:
+    async def _called(self, **arguments: Any) -> Any:
+        """Calls the agent, and returns or raises what it does. Cancellation reaches async agents only."""
+        name = f"agent {self._name}"
         try:
-            return await self._loop.call(self._deadline, **arguments)
+            if is_async(self._agent):
+                return await self._on_loop(run(self._agent, name, None, **arguments))
+            return await self._threads.call(self._agent, name, self._deadline, **arguments)
         except DeadlineExceeded:
             raise DataError(
                 f"the agent {self._name} did not return within {self._deadline:g} s; raise timeouts.agent, or give it "
@@ -98,6 +118,22 @@ class AgentWorkflow:
                 f"the agent {self._name} cannot start: {error}; raise rollout.gateway.threads, or give the agent a "
                 f"deadline of its own"
             ) from None
+
+    async def _on_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Runs an async agent on the loop of all of them. Raises DeadlineExceeded."""
+        if self._loop is None:
+            loop = asyncio.new_event_loop()
+            self._loop = loop, threading.Thread(target=_run, args=(loop,), name="agents", daemon=True)
+            self._loop[1].start()
+        call = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop[0]))
+        # Cancelled but not awaited: an agent that ignores its cancellation must not block the run.
+        try:
+            await asyncio.wait({call}, timeout=self._deadline)
+            if not call.done():
+                raise DeadlineExceeded
+            return call.result()
+        finally:
+            call.cancel()
 
     def _outcome(self, result: Any) -> tuple[float | None, dict[str, Any]]:
         """The reward and metrics that the agent returned. Metrics are validated later, as for every workflow."""
@@ -110,3 +146,15 @@ class AgentWorkflow:
                 f"not {shown(result)}"
             )
         return reward, metrics
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+async def _cancel_all() -> None:
+    await cancel_and_wait(*(asyncio.all_tasks() - {asyncio.current_task()}))

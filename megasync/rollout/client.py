@@ -50,8 +50,8 @@ from megasync.rollout.sampling import base_params, check_trained, merge_params, 
 from megasync.rollout.tokens import Tokens
 from megasync.serving.answers import AnswerLimits, StreamedError, events, read_bounded, read_generated, read_scored
 from megasync.serving.control import ServerControl
-from megasync.serving.disaggregated_control import DisaggregatedControl
-from megasync.serving.engine_protocol import ROUTES_FROM, ROUTING_KEY_HEADER, WITH_SUPPORT
+from megasync.serving.disaggregated_control import DisaggregatedControl, EngineScores
+from megasync.serving.plugin_protocol import ROUTES_FROM, ROUTING_KEY_HEADER, WITH_SUPPORT
 from megasync.serving.router import STICKY_POLICIES
 from megasync.trajectory.runs import IntArray
 
@@ -125,15 +125,6 @@ class RequestSettings:
         rollout = config.rollout
         sticky = rollout.router_policy in STICKY_POLICIES
         return cls(rollout.sampling, config.timeouts.request, rollout.stream_interval, rollout.chat, sticky)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineScores:
-    """Log-probs that two engines of one server computed for the same tokens; `engine` names the one of `given`."""
-
-    engine: str
-    expected: list[float]
-    given: list[float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,8 +173,13 @@ def read_generated(raw: bytes, limits: AnswerLimits) -> GeneratedPiece:
     if limits.support and token_ids:
         logprobs = meta.output_token_sampling_logprobs or ()
         support = _support(meta.output_token_sampling_mask or (), logprobs, token_ids, limits)
+    if len(token_ids) > limits.tokens:
+        raise InvalidAnswer(f"{len(token_ids)} tokens, and at most {limits.tokens} were requested")
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
+        bad = next(i for i in token_ids if not 0 <= i < limits.vocab_size)
+        raise InvalidAnswer(f"token id {bad} is outside the vocabulary [0, {limits.vocab_size})")
     if token_ids:
-        _check_tokens(token_ids, logprobs, limits)
+        _check_logprobs(logprobs)
     finish = meta.finish_reason
     if finish is not None and isinstance(finish.matched, str) and finish.matched not in limits.stop:
         # SGLang ends a response in this way when its logits are NaN.
@@ -250,15 +255,6 @@ async def events(response: aiohttp.ClientResponse, most: int) -> AsyncIterator[b
                 yield content
 
 
-def _check_tokens(token_ids: Sequence[int], logprobs: Sequence[float], limits: AnswerLimits) -> None:
-    if len(token_ids) > limits.tokens:
-        raise InvalidAnswer(f"{len(token_ids)} tokens, and at most {limits.tokens} were requested")
-    if min(token_ids) < 0 or max(token_ids) >= limits.vocab_size:
-        bad = next(i for i in token_ids if not 0 <= i < limits.vocab_size)
-        raise InvalidAnswer(f"token id {bad} is outside the vocabulary [0, {limits.vocab_size})")
-    _check_logprobs(logprobs)
-
-
 def _check_logprobs(logprobs: Sequence[float]) -> None:
     low, high = _LOGPROBS
     # JSON has neither NaN nor infinity.
@@ -310,16 +306,7 @@ def _spans(spans: list[_Span], limits: AnswerLimits) -> list[tuple[int, int]]:
 
 
 def _recent(value: str | int | None, limits: AnswerLimits) -> int:
-    version = _version(value, limits)
-    if version < limits.oldest:
-        raise InvalidAnswer(
-            f"weight version {version} is older than {limits.oldest}, which every server holds: it has started again, "
-            f"and waits for a weight sync"
-        )
-    return version
-
-
-def _version(value: str | int | None, limits: AnswerLimits) -> int:
+    """A weight version that the server can hold now."""
     text = str(value)
     if not (text.isascii() and text.isdigit() and len(text) <= _VERSION_DIGITS):
         raise InvalidAnswer(
@@ -329,4 +316,9 @@ def _version(value: str | int | None, limits: AnswerLimits) -> int:
     newest = limits.newest()
     if newest is not None and version > newest:
         raise InvalidAnswer(f"weight version {version} does not exist yet; the newest is {newest}")
+    if version < limits.oldest:
+        raise InvalidAnswer(
+            f"weight version {version} is older than {limits.oldest}, which every server holds: it has started again, "
+            f"and waits for a weight sync"
+        )
     return version

@@ -1,7 +1,8 @@
 """A client for control calls to one server or to the router: JSON in and out, errors that name the call.
 
 Calls go straight to the server, never through the router, which forwards generation only. HTTP sessions open on the
-event loop of the first calls; `close` closes them there, for good. Calls to a closed control raise ServerError.
+event loop of the first calls; `close`, or the end of an `async with`, closes them there, for good. Calls to a closed
+control raise ServerError.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 import orjson
@@ -39,6 +40,12 @@ class ServerControl:
 
     def __repr__(self) -> str:
         return f"ServerControl({self.url})"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 60.0) -> Any:
         """The parsed JSON answer, or its text when it is not JSON. `timeout` is in seconds.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megasync.errors import EngineErrors, InvalidAnswer, ServerError
@@ -18,6 +19,15 @@ from megasync.serving.control import ServerControl
 _GENERATE = "/generate"
 # Lists in the answers of engines that together are the server's.
 _JOINED = ("ranks", "loads", "internal_states")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineScores:
+    """The log-probs that an engine computed, and those that another one of its server computed for the same tokens."""
+
+    engine: str
+    expected: list[float]
+    logprobs: list[float]
 
 
 class DisaggregatedControl(ServerControl):

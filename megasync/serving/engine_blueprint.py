@@ -59,13 +59,7 @@ def engine_ranks(
         TraceError: the loader does something that cannot be repeated, or refuses the specs.
         ServerError: SGLang cannot build the model; with its last log lines.
     """
-    return asyncio.run(_ask(model, tensor_parallel, dtype, device, specs, server_args or {}, fp8))
-
-
-async def _ask(
-    model: Path, tensor_parallel: int, dtype: str, device: str, specs: Specs, server_args: Mapping[str, Any], fp8: bool
-) -> list[EngineRank]:
-    arguments = {"--skip-tokenizer-init": True, **server_args}
+    arguments = {"--skip-tokenizer-init": True, **(server_args or {})}
     rollout = RolloutConfig(tensor_parallel=tensor_parallel, server_args=arguments, fp8=fp8)
     with tempfile.TemporaryDirectory(prefix="megasync-blueprint-") as folder:
         request, answer, log = (Path(folder) / name for name in ("request.json", "answer.json", "log"))
@@ -74,11 +68,7 @@ async def _ask(
         request.write_text(json.dumps({"arguments": server.command()[3:], "specs": specs}))
         command = [sys.executable, "-m", "megasync.serving.engine_blueprint", str(request), str(answer)]
         process = ManagedProcess(command, server.environment() | {"TMPDIR": folder}, log)
-        process.start()
-        try:
-            status = await process.wait(SECONDS)
-        finally:
-            await process.stop(timeout=1.0)
+        status = asyncio.run(_status(process))
         if status is None:
             raise ServerError(f"SGLang did not build {model} within {SECONDS:g} s")
         if status != 0 or not answer.is_file():
@@ -90,6 +80,15 @@ async def _ask(
     if "error" in reply:
         raise TraceError(reply["error"])
     return msgspec.convert(reply["ranks"], list[EngineRank])
+
+
+async def _status(process: ManagedProcess) -> int | None:
+    """Runs it for at most `SECONDS`; its exit status, or None if it had to be stopped."""
+    process.start()
+    try:
+        return await process.wait(SECONDS)
+    finally:
+        await process.stop(timeout=1.0)
 
 
 # Inside the separate process
@@ -159,9 +158,9 @@ def build(settings: Any, device: str = "meta") -> Any:
 
 def main(request: str, answer: str) -> None:
     """Writes ANSWER. A MegasyncError becomes data there; any other error ends the process."""
-    given = json.loads(Path(request).read_text())
+    asked = json.loads(Path(request).read_text())
     try:
-        reply: dict[str, Any] = {"ranks": msgspec.to_builtins(trace_ranks(given["arguments"], given["specs"]))}
+        reply: dict[str, Any] = {"ranks": msgspec.to_builtins(trace_ranks(asked["arguments"], asked["specs"]))}
     except MegasyncError as error:
         reply = {"error": str(error)}
     Path(answer).write_text(json.dumps(reply))

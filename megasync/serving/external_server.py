@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -48,6 +49,7 @@ class ExternalServer:
         while True:
             try:
                 self._process = await check_external_server(self._url, self._config, self._key)
+                self._replaced = False
                 return self._url
             except ServerError as error:
                 if loop.time() + POLL_SECONDS > deadline:
@@ -56,20 +58,13 @@ class ExternalServer:
 
     async def ended(self) -> None:
         """Returns when another process answers at the URL. Unanswered calls show that the server is gone."""
-        control = ServerControl(self._url, self._key or given_external_key())
-        try:
-            while True:
+        async with ServerControl(self._url, self._key or given_external_key()) as control:
+            while not self._replaced:
                 await asyncio.sleep(POLL_SECONDS)
-                try:
+                with suppress(ServerError):
                     seen = await _look(control)
-                except ServerError:
-                    continue
-                if self._process is not None and not seen.may_follow(self._process):
-                    self._replaced = True
-                    return
-                self._process = seen
-        finally:
-            await control.close()
+                    self._replaced = self._process is not None and not seen.may_follow(self._process)
+                    self._process = seen
 
     def processes(self) -> list[tuple[str, int]]:
         """None of this run."""
@@ -125,15 +120,13 @@ async def check_external_servers(config: Config) -> None:
 
 async def check_external_server(url: str, config: Config, key: str | None = None) -> ProcessSeen:
     """The process that answers. Raises ServerError unless the server answers and fits the run."""
-    control = ServerControl(url, key or given_external_key())
     try:
-        seen = await _look(control)
+        async with ServerControl(url, key or given_external_key()) as control:
+            seen = await _look(control)
     except HttpStatusError as error:
         if error.status in (401, 403):
             raise ServerError(f"{url} refuses the key in {EXTERNAL_KEY_VARIABLE}, or needs one") from error
         raise ServerError(f"{url} is no SGLang server that can be used: {error}") from error
-    finally:
-        await control.close()
     if problem := next(misfits(seen.info, seen.model, config), None):
         raise ServerError(f"{url} {problem}")
     return seen
@@ -141,9 +134,9 @@ async def check_external_server(url: str, config: Config, key: str | None = None
 
 def misfits(info: Mapping[str, Any], model: Mapping[str, Any], config: Config) -> Iterator[str]:
     """Why a server does not fit the run, from its `/server_info` and `/model_info`, each with the fix."""
-    rollout, own = config.rollout, version("sglang")
-    if info.get("version") != own:
-        yield f"runs SGLang {info.get('version')}, but this run needs {own}; install that version there"
+    rollout, installed = config.rollout, version("sglang")
+    if info.get("version") != installed:
+        yield f"runs SGLang {info.get('version')}, but this run needs {installed}; install that version there"
     kind = read_hf_config(config.model.path).get("model_type")
     if model.get("model_type") != kind:
         yield (

@@ -130,11 +130,11 @@ class OutlierDetector:
             peer.idle()
             return None
         peer.worked(now, load.running, load.throughput)
-        own = peer.rates(now)
-        if own is None or now < peer.compare_at:
+        rates = peer.rates(now)
+        if rates is None or now < peer.compare_at:
             return None
         peer.compare_at = now + COMPARE_SECONDS
-        return self._slow(slot, own)
+        return self._slow(slot, rates)
 
     def checked(self, slot: Hashable, problem: str | None) -> str | None:
         """Records the result of a check; returns why this server must be restarted if its answers alone are invalid."""
@@ -169,17 +169,17 @@ class OutlierDetector:
             f"and is compared with the trainer"
         )
 
-    def _slow(self, slot: Hashable, own: tuple[float, float]) -> str | None:
-        now = self._clock()
+    def _slow(self, slot: Hashable, measured: tuple[float, float]) -> str | None:
+        (each, total), now = measured, self._clock()
         others = [rates for name, peer in self._peers.items() if name != slot and (rates := peer.rates(now))]
         if not others or self._slow_restarts.get(slot, 0) >= SLOW_RESTARTS:
             return None
         usual = tuple(median(rates[which] for rates in others) for which in (0, 1))
-        if any(rate >= SLOW_SHARE * common for rate, common in zip(own, usual, strict=True)):
+        if any(rate >= SLOW_SHARE * common for rate, common in zip(measured, usual, strict=True)):
             return None
         self._slow_restarts[slot] += 1
         return (
-            f"it is slow: {own[0]:.3g} tokens/s per request and {own[1]:.3g} in total over {SLOW_SECONDS:.0f} s, "
+            f"it is slow: {each:.3g} tokens/s per request and {total:.3g} in total over {SLOW_SECONDS:.0f} s, "
             f"below {SLOW_SHARE:g} (SLOW_SHARE) of the median of {len(others)} peers, {usual[0]:.3g} and {usual[1]:.3g}"
             f"; restart {self._slow_restarts[slot]} of {SLOW_RESTARTS} for slowness"
         )

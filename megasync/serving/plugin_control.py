@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -12,7 +12,7 @@ from megasync.errors import InvalidAnswer, ServerError
 from megasync.layout.engine_layout import EngineRank
 from megasync.serving.answers import parse_as
 from megasync.serving.control import ServerControl
-from megasync.serving.engine_protocol import (
+from megasync.serving.plugin_protocol import (
     ACTION,
     ANSWER,
     LOAD_FORMAT,
@@ -29,13 +29,17 @@ _STOCK_REFUSAL = "Unsupported action"
 
 
 @prepared
-class _Rank(msgspec.Struct):
-    checksums: dict[str, str]
+class RankChecksums(msgspec.Struct):
+    """A rank's answer to a check of its weights: checksums by name, or what the plugin answers to a command."""
+
+    checksums: dict[str, Any]
 
 
 @prepared
-class _Checked(msgspec.Struct):
-    ranks: list[_Rank]
+class ChecksumReport(msgspec.Struct):
+    """A server's answer to ``/weights_checker``."""
+
+    ranks: list[RankChecksums]
 
 
 A = TypeVar("A")
@@ -66,7 +70,7 @@ class PluginControl:
             raise
         what = f"{self.server.url}: {command}"
         try:
-            ranks = [decode(rank.checksums[ANSWER]) for rank in parse_as(reply, _Checked, what).ranks]
+            ranks = [decode(str(rank.checksums[ANSWER])) for rank in parse_as(reply, ChecksumReport, what).ranks]
         except (KeyError, ValueError, RecursionError) as error:
             raise InvalidAnswer(f"{what}: not an answer of the plugin ({error!r}): {reply!r:.300}") from error
         # Each attention group of a server repeats the answers of all ranks.

@@ -66,7 +66,7 @@ class Router(Service):
 
     def __init__(
         self,
-        worker_urls: Sequence[str],
+        server_urls: Sequence[str],
         policy: str,
         host: str,
         port: int,
@@ -79,9 +79,9 @@ class Router(Service):
         super().__init__(host, port, log_path)
         if policy not in POLICIES:
             raise ServerError(f"router policy {policy!r} is not one of {', '.join(POLICIES)}")
-        self.worker_urls = [url.rstrip("/") for url in worker_urls]
+        self.server_urls = [url.rstrip("/") for url in server_urls]
         # power_of_two chooses between two servers; the router refuses to start with it for fewer.
-        self.policy = "round_robin" if policy == "power_of_two" and len(worker_urls) < 2 else policy
+        self.policy = "round_robin" if policy == "power_of_two" and len(server_urls) < 2 else policy
         self.request_timeout = request_timeout
         self._keys = keys
         self._cluster = cluster or ClusterConfig()
@@ -91,7 +91,7 @@ class Router(Service):
     def arguments(self) -> dict[str, object]:
         """Fields of the router package's `RouterArgs`."""
         arguments: dict[str, object] = {
-            "worker_urls": self.worker_urls,
+            "worker_urls": self.server_urls,
             # The router remembers the server of each key, and gives a new key to the server with the fewest requests.
             "policy": "manual" if self.policy == "sticky" else self.policy,
             "assignment_mode": "min_load",
@@ -143,26 +143,24 @@ class Router(Service):
         """Whether it answers and every server that it was started with is registered and healthy."""
         if not self.alive():
             return False
-        workers = await self.workers()
-        if workers is None:
-            return False
-        healthy = {worker.url.rstrip("/") for worker in workers if worker.is_healthy}
-        return healthy.issuperset(self.worker_urls)
+        listed = await self.listed_servers()
+        healthy = {server.url for server in listed or () if server.is_healthy}
+        return listed is not None and healthy.issuperset(self.server_urls)
 
     def metrics_url(self) -> str:
         """Where Prometheus can scrape the router; known once it has started."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self._prometheus_port}/metrics"
 
-    async def workers(self) -> list[Worker] | None:
+    async def listed_servers(self) -> list[ListedServer] | None:
         """The servers that the router lists; None while it does not answer.
 
         Raises ServerError when the certificate does not identify the router.
         """
         key = None if self._keys is None else self._keys.router
-        control = ServerControl(self.url, key, router_trust(self._cluster))
         try:
-            return await list_workers(control)
+            async with ServerControl(self.url, key, router_trust(self._cluster)) as control:
+                return await list_servers(control)
         except ServerError as error:
             if isinstance(error.__cause__, aiohttp.ClientConnectorCertificateError):
                 raise ServerError(
@@ -171,28 +169,29 @@ class Router(Service):
                     f"{self._cluster.tls_ca or 'itself'} (cluster.tls_ca)"
                 ) from error
             return None
-        finally:
-            await control.close()
 
 
 @prepared
-class Worker(msgspec.Struct):
-    """A server as the router lists it."""
+class ListedServer(msgspec.Struct):
+    """A server as the router lists it, which calls it a worker."""
 
     url: str
     id: str = ""
     is_healthy: bool = False
 
+    def __post_init__(self) -> None:
+        self.url = self.url.rstrip("/")
+
 
 @prepared
-class _Workers(msgspec.Struct):
-    workers: list[Worker]
+class _ServerList(msgspec.Struct):
+    workers: list[ListedServer]
 
 
-async def list_workers(router: ServerControl) -> list[Worker]:
+async def list_servers(router: ServerControl) -> list[ListedServer]:
     """The servers that the router lists. Raises ServerError."""
     answer = await router.get("/workers", timeout=ANSWER_SECONDS)
-    return parse_as(answer, _Workers, f"{router.url}/workers").workers
+    return parse_as(answer, _ServerList, f"{router.url}/workers").workers
 
 
 class RouterMembers:
@@ -220,7 +219,7 @@ class RouterMembers:
 
         Raises ServerError when the router does not answer.
         """
-        ids = {worker.url.rstrip("/"): worker.id for worker in await list_workers(self._control)}
+        ids = {server.url: server.id for server in await list_servers(self._control)}
         missing, surplus = set(wanted) - ids.keys(), ids.keys() - set(wanted)
         changes = {(url, True) for url in missing} | {(url, False) for url in surplus}
         late = self._clock() - REPEAT_SECONDS
@@ -229,19 +228,20 @@ class RouterMembers:
         # In batches: the first change of a restarted router adds every server.
         for begin in range(0, len(due), _CHANGES_AT_ONCE):
             batch = due[begin : begin + _CHANGES_AT_ONCE]
-            await gather_or_cancel(*(self._add(url) if listed else self._remove(ids[url]) for url, listed in batch))
+            await gather_or_cancel(*(self._change(url, None if listed else ids[url]) for url, listed in batch))
             self._requested |= dict.fromkeys(batch, self._clock())
         return not changes
 
-    async def _add(self, url: str) -> None:
-        await self._control.post("/workers", {"url": url} | self._server, timeout=ANSWER_SECONDS)
-
-    async def _remove(self, worker: str) -> None:
+    async def _change(self, url: str, listed_id: str | None) -> None:
+        """Requests that a listed server is removed, or another one is added."""
         try:
-            await self._control.delete(f"/workers/{worker}", timeout=ANSWER_SECONDS)
+            if listed_id is None:
+                await self._control.post("/workers", {"url": url} | self._server, timeout=ANSWER_SECONDS)
+            else:
+                await self._control.delete(f"/workers/{listed_id}", timeout=ANSWER_SECONDS)
         except HttpStatusError as error:
             # An earlier removal of the same server has completed in the meantime.
-            if error.status != 404:
+            if listed_id is None or error.status != 404:
                 raise
 
     async def close(self) -> None:

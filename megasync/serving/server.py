@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 
@@ -42,7 +42,7 @@ from megasync.layout.storage import Storage
 from megasync.layout.topology import Topology
 from megasync.serving.cache_size import bytes_per_token, cpu_cache_tokens
 from megasync.serving.control import ServerControl
-from megasync.serving.engine_protocol import (
+from megasync.serving.plugin_protocol import (
     ADAPTERS_VARIABLE,
     CLASSIFIER_VARIABLE,
     CLOSED_ROUTE,
@@ -169,6 +169,8 @@ class ServerSpec:
     adapters: ServedAdapters | None = None
     # Tokens of the longest sequence, for which the cache of a server on a CPU has room at least.
     longest: int = 0
+    # Whether it scores texts at `/classify` instead of generating.
+    classifier: bool = False
 
 
 class SGLangServer(Service):
@@ -211,7 +213,7 @@ class SGLangServer(Service):
         self._folder: str | None = None
 
     def arguments(self) -> dict[str, object]:
-        """Command line options; True stands for a flag, a tuple for several values.
+        """Command line options; True stands for a flag, a tuple for several values, and None and False for nothing.
 
         The configuration's `server_args` override all others.
         """
@@ -230,17 +232,16 @@ class SGLangServer(Service):
             "--random-seed": spec.seed,
             # Higher levels log one line per request and batch.
             "--log-level": "warning",
-        }
-        optional = {
             "--context-length": rollout.context_length,
             "--max-total-tokens": rollout.max_total_tokens or self._cpu_cache(),
             "--max-running-requests": rollout.max_running_requests,
+            "--ep-size": rollout.expert_parallel if rollout.expert_parallel > 1 else None,
+            "--attn-dp-size": rollout.attention_data_parallel if rollout.attention_data_parallel > 1 else None,
+            "--enable-return-routed-experts": rollout.routing_replay,
+            "--enable-metrics": spec.metrics,
+            "--is-embedding": spec.classifier,
+            "--enable-deterministic-inference": spec.deterministic,
         }
-        options |= {name: value for name, value in optional.items() if value is not None}
-        if rollout.expert_parallel > 1:
-            options["--ep-size"] = rollout.expert_parallel
-        if rollout.attention_data_parallel > 1:
-            options["--attn-dp-size"] = rollout.attention_data_parallel
         if spec.nodes > 1:
             options |= {"--nnodes": spec.nodes, "--node-rank": self._node, "--dist-init-addr": self._meeting_address()}
         if self._role is not None:
@@ -255,12 +256,6 @@ class SGLangServer(Service):
         if rollout.stream_interval:
             # Each chunk holds only new tokens; repeating all of them would be quadratic in the response's length.
             options |= {"--stream-interval": rollout.stream_interval, "--incremental-streaming-output": True}
-        if rollout.routing_replay:
-            options["--enable-return-routed-experts"] = True
-        if spec.metrics:
-            options["--enable-metrics"] = True
-        if spec.deterministic:
-            options["--enable-deterministic-inference"] = True
         if spec.releases_memory and spec.device == "cuda":
             # With a copy of the weights on the host: a server that has its memory back holds what it held before.
             options |= {"--enable-memory-saver": True, "--enable-weights-cpu-backup": True}
@@ -354,10 +349,12 @@ class SGLangServer(Service):
             within = self.spec.device == "cpu" or is_loopback(self.host)
             if within and (interface := _interface_of(self.host)):
                 env.setdefault("UCX_NET_DEVICES", interface)
-        if self.spec.rollout.pipeline_parallel > 1:
-            env[PIPELINE_VARIABLE] = "1"
-        if self.spec.adapters is not None:
-            env[ADAPTERS_VARIABLE] = "1"
+        switches = {
+            PIPELINE_VARIABLE: self.spec.rollout.pipeline_parallel > 1,
+            ADAPTERS_VARIABLE: self.spec.adapters is not None,
+            CLASSIFIER_VARIABLE: self.spec.classifier,
+        }
+        env |= {variable: "1" for variable, on in switches.items() if on}
         if (storage := self._dequantized()) is not None:
             env[STORAGE_VARIABLE] = json.dumps(storage)
         if self.spec.device != "cpu":
@@ -403,11 +400,8 @@ class SGLangServer(Service):
 
         Raises ServerError.
         """
-        control = ServerControl(self.url, self.api_key)
-        try:
+        async with ServerControl(self.url, self.api_key) as control:
             await control.post(PREFILL_ROUTE, {"engines": engines}, timeout=30.0)
-        finally:
-            await control.close()
 
     def visible_devices(self) -> str:
         """The GPUs assigned to this process, in the format of CUDA_VISIBLE_DEVICES; empty for all, or on a CPU."""
@@ -422,7 +416,10 @@ class SGLangServer(Service):
             raise ServerError(f"cannot serve {self.model_path}: the folder has no config.json")
         try:
             url = await super().start(timeout)
-            await self._after_start()
+            if self._node == 0:
+                if self.api_key is not None:
+                    await self._check_guard()
+                await self._check_version()
             return url
         except BaseException:
             await self.stop(timeout=1.0)
@@ -439,81 +436,33 @@ class SGLangServer(Service):
 
     async def ready(self) -> bool:
         # /health answers 503 until the warm-up is over, if there is one.
-        control = ServerControl(self.url)
         try:
-            await control.get("/health", timeout=5.0)
-            return self.alive()
+            async with ServerControl(self.url) as control:
+                await control.get("/health", timeout=5.0)
         except ServerError:
             return False
-        finally:
-            await control.close()
+        return self.alive()
 
-    async def _after_start(self) -> None:
-        if self._node:
-            return
-        if self.api_key is not None:
-            await self._check_guard()
-        control = ServerControl(self.url, self.api_key)
-        try:
+    async def _check_version(self) -> None:
+        async with ServerControl(self.url, self.api_key) as control:
             version = await control.weight_version(timeout=30.0)
             if version != 0:
                 raise ServerError(f"{self.url} started with weight version {version} instead of 0")
             # Keeps the garbage collector from scanning everything that was imported.
             await control.post("/freeze_gc", timeout=30.0)
-        finally:
-            await control.close()
 
     async def _check_guard(self) -> None:
         """Raises ServerError when the server answers a call without the key."""
-        anonymous = ServerControl(self.url)
         try:
-            await anonymous.get(CLOSED_ROUTE, timeout=30.0)
+            async with ServerControl(self.url) as anonymous:
+                await anonymous.get(CLOSED_ROUTE, timeout=30.0)
         except HttpStatusError as refused:
             if refused.status == 401:
                 return
-        finally:
-            await anonymous.close()
         raise ServerError(
             f"{self.url} answers calls without its key, so megasync's plugin does not guard it; if SGLANG_PLUGINS is "
             f"set, add megasync to it, and remove from server_args whatever replaces SGLang's HTTP server"
         )
-
-
-class FrozenModelServer(SGLangServer):
-    """A server of a frozen model: a classifier scores texts at `/classify`, all others write at `/generate`.
-
-    Its weights never change.
-
-    Args:
-        spec: from `frozen_server_spec`.
-    """
-
-    name = "frozen model server"
-
-    def __init__(
-        self,
-        model: FrozenModelConfig,
-        spec: ServerSpec,
-        host: str,
-        port: int,
-        log_path: str | Path,
-        api_key: str | None = None,
-        generation_key: str | None = None,
-    ) -> None:
-        super().__init__(spec, host, port, log_path, api_key, generation_key)
-        self._classifier = isinstance(model, RewardModelConfig) and model.kind == "classifier"
-
-    def arguments(self) -> dict[str, object]:
-        return {"--is-embedding": self._classifier} | super().arguments()
-
-    def _dequantized(self) -> Storage | None:
-        return None
-
-    def environment(self) -> dict[str, str]:
-        env = super().environment()
-        if self._classifier:
-            env[CLASSIFIER_VARIABLE] = "1"
-        return env
 
 
 def served_adapters(config: Config) -> ServedAdapters | None:
@@ -537,22 +486,11 @@ def served_adapters(config: Config) -> ServedAdapters | None:
 
 
 def frozen_server_spec(
-    model: FrozenModelConfig,
-    dtype: str,
-    device: str,
-    mem_fraction: float,
-    seed: int = 0,
-    gpus: str = "",
-    metrics: bool = False,
-    deterministic: bool = False,
-    longest: int = 0,
+    model: FrozenModelConfig, dtype: str, device: str, mem_fraction: float, **options: Any
 ) -> ServerSpec:
-    """How a frozen model is served. `mem_fraction` is a share of the memory that is free when the server starts.
+    """The server of a frozen model: a classifier, or one that generates. Its weights never change.
 
-    `longest` is the number of tokens of the longest sequence.
-
-    `gpus` are those of the rollout server that it shares devices with. With `metrics`, Prometheus can scrape it. With
-    `deterministic`, its answers do not depend on what it computes at the same time.
+    `mem_fraction` is a share of the memory that is free when it starts; `options` are further fields of `ServerSpec`.
     """
     serving = RolloutConfig(
         tensor_parallel=model.tensor_parallel,
@@ -563,10 +501,11 @@ def frozen_server_spec(
         # Answers are read whole.
         stream_interval=0,
         server_args=model.server_args,
+        # A quantized folder is served as it is stored.
+        fp8=True,
     )
-    return ServerSpec(
-        model.path, serving, dtype, device, seed, deterministic, gpus=gpus, metrics=metrics, longest=longest
-    )
+    classifier = isinstance(model, RewardModelConfig) and model.kind == "classifier"
+    return ServerSpec(model.path, serving, dtype, device, classifier=classifier, **options)
 
 
 def stand_ins_path() -> str:
@@ -580,7 +519,7 @@ def stand_ins_path() -> str:
 def _interface_of(host: str) -> str:
     """The network interface with this address; empty if this machine has none."""
     try:
-        wanted = {found[4][0] for found in socket.getaddrinfo(host, None)}
+        wanted = {address for *_, (address, *_) in socket.getaddrinfo(host, None)}
     except OSError:
         return ""
     interfaces = psutil.net_if_addrs().items()

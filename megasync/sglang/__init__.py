@@ -11,7 +11,7 @@
     plugin          reads the process's environment and registers these; small hooks stand there
     hooks           SGLang's plugin registry
 
-Nothing of megasync imports this package, besides tests; the two sides meet in `serving.engine_protocol`. SGLang and
+Nothing of megasync imports this package, besides tests; the two sides meet in `serving.plugin_protocol`. SGLang and
 torch are imported when a hook first runs. `serving.engine_blueprint`, which runs in a process of its own, is the only
 other module that imports SGLang.
 

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from megasync.serving.engine_protocol import KEPT_ADAPTER, MANIFEST, POLICY_ADAPTER
+from megasync.serving.plugin_protocol import KEPT_ADAPTER, MANIFEST, POLICY_ADAPTER
 from megasync.sglang.hooks import Stock, hook
 
 _GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
@@ -75,8 +75,8 @@ class PolicyAdapters:
 
 def policy_adapter(served: str, names: Iterable[str]) -> str | None:
     """The latest adapter of a version among ``names``, or None."""
-    own = [name for name in names if name.startswith(POLICY_ADAPTER) and _version_of(name) == served]
-    return max(own, key=_age_of, default=None)
+    candidates = [name for name in names if name.startswith(POLICY_ADAPTER) and _version_of(name) == served]
+    return max(candidates, key=_age_of, default=None)
 
 
 def set_version(meta: dict[str, Any], served: str) -> None:

@@ -70,10 +70,10 @@ class ServerGuard:
 
 def _has_key(scope: Mapping[str, Any], key: str) -> bool:
     # The router adds its own header to the client's.
-    given = [value.partition(b" ") for name, value in scope["headers"] if name == b"authorization"]
+    credentials = [value.partition(b" ") for name, value in scope["headers"] if name == b"authorization"]
     return any(
         scheme.lower() == b"bearer" and secrets.compare_digest(token.strip(), key.encode())
-        for scheme, _, token in given
+        for scheme, _, token in credentials
     )
 
 

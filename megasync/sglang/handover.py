@@ -67,8 +67,8 @@ class Handover:
 
         @web.middleware
         async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
-            given = request.headers.get("Authorization", "")
-            if request.path != _OPEN_ROUTE and not hmac.compare_digest(given.encode(), self._header.encode()):
+            header = request.headers.get("Authorization", "")
+            if request.path != _OPEN_ROUTE and not hmac.compare_digest(header.encode(), self._header.encode()):
                 return web.Response(status=401)
             return await handler(request)
 
@@ -105,8 +105,9 @@ class Handover:
         """
         received = stock(buffers, index)
         _, cached, *_, room = received
-        if (given := int(cached[_VERSION])) != (own := word_of(self._version())):
-            log.error("A prompt was handed over that version %d computed, to version %d", given - 1, own - 1)
+        computed, served = int(cached[_VERSION]), word_of(self._version())
+        if computed != served:
+            log.error("A prompt was handed over that version %d computed, to version %d", computed - 1, served - 1)
             room[0] = 1 if int(room[0]) != 1 else 2
         return received
 

@@ -49,10 +49,10 @@ def gather(data: bytes, group: Any) -> list[bytes]:
     import torch
     import torch.distributed as dist
 
-    own = torch.tensor([len(data)])
-    sizes = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, own, group=group)
-    longest = max(int(size) for size in sizes)
+    size = torch.tensor([len(data)])
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    longest = max(map(int, sizes))
     padded = torch.frombuffer(bytearray(data.ljust(max(1, longest), b"\0")), dtype=torch.uint8)
     rows = [torch.zeros_like(padded) for _ in sizes]
     dist.all_gather(rows, padded, group=group)

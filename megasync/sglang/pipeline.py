@@ -182,12 +182,12 @@ class Pipeline:
 
 def joined(answer: Any, group: Any) -> Any:
     """One answer for all stages: what each of them returns, and the errors of those that failed."""
-    own = _Outcome(answer.success, answer.message, getattr(answer, "payload", None))
-    given = gather(msgspec.msgpack.encode(own), group)
-    stages = [msgspec.msgpack.decode(outcome, type=_Outcome) for outcome in given]
+    outcome = _Outcome(answer.success, answer.message, getattr(answer, "payload", None))
+    gathered = gather(msgspec.msgpack.encode(outcome), group)
+    stages = [msgspec.msgpack.decode(message, type=_Outcome) for message in gathered]
     failed = [f"stage {number}: {stage.message}" for number, stage in enumerate(stages) if not stage.success]
     answer.success, answer.message = not failed, "; ".join(failed) or answer.message
-    if own.payload is not None:
+    if outcome.payload is not None:
         parts = (part for stage in stages for part in stage.payload or ())
-        answer.payload = [msgspec.convert(part, type(own.payload[0])) for part in parts]
+        answer.payload = [msgspec.convert(part, type(outcome.payload[0])) for part in parts]
     return answer

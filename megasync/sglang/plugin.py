@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from megasync_patches.sglang_score_bias import PATCH as SCORE_BIAS  # pyright: ignore[reportMissingImports] - the folder patches/
 
-from megasync.serving.engine_protocol import (
+from megasync.serving.plugin_protocol import (
     ADAPTERS_VARIABLE,
     CLASSIFIER_VARIABLE,
     HANDOVER_VARIABLE,

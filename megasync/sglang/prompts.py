@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from megasync.errors import ServerError
-from megasync.serving.engine_protocol import PREFILL_ROUTE, ROUTING_KEY_HEADER
+from megasync.serving.plugin_protocol import PREFILL_ROUTE, ROUTING_KEY_HEADER
 from megasync.sglang.hooks import Stock, hook
 
 if TYPE_CHECKING:

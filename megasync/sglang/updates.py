@@ -2,7 +2,7 @@
 
 Two kinds of request arrive through stock endpoints. *Commands* reach every rank's weight checker, need no pause, and
 are answered per rank. A *commit* arrives as a weight update in megasync's load format, between ``begin_weight_update``
-and ``end_weight_update``, and writes weights that a `WeightReceiver` already holds.
+and ``end_weight_update``, and writes weights that the `ShardReceiver` of the process already holds.
 
 All ranks report the same result of a commit: only the first rank's answer reaches the caller, and a rank that failed
 alone would keep other weights than its peers. Guaranteed by `all_succeed`, which each rank passes twice: before
@@ -18,12 +18,12 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from megasync.errors import ServerError
-from megasync.serving.engine_protocol import (
+from megasync.serving.plugin_protocol import (
     ACTION,
     ANSWER,
     LOAD_FORMAT,
@@ -40,6 +40,7 @@ from megasync.sglang.hooks import Stock, all_succeed, hook, parallel
 
 if TYPE_CHECKING:
     from megasync.layout.engine_layout import EngineRank
+    from megasync.sync.shard.receiver import ShardReceiver
 
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
@@ -70,23 +71,7 @@ class ServingRank:
         return cls(model, rank, ranks)
 
 
-class WeightReceiver(Protocol):
-    """Takes in new weights and writes them. One object per process, called from the scheduler's thread.
-
-    Requests are parsed JSON; what `handle` returns is a msgspec struct, or JSON's own types.
-    """
-
-    def handle(self, command: str, request: Any, /) -> object:
-        """Answers a command that the plugin itself does not know. Must return soon: generation waits meanwhile."""
-
-    def check(self, request: Any, /) -> Any:
-        """The request in the form that `commit` takes. Raises when this rank cannot commit it; writes nothing."""
-
-    def commit(self, request: Any, /) -> None:
-        """Writes the weights. Called once every rank's `check` has passed; raising here leaves the weights mixed."""
-
-
-def shard_receiver(rank: ServingRank) -> WeightReceiver:
+def shard_receiver(rank: ServingRank) -> ShardReceiver:
     """The receiver of this process's model. It opens and allocates nothing before the first command."""
     from sglang.srt.runtime_context import get_flags
 
@@ -106,9 +91,9 @@ class _Committed:
 class Plugin:
     """Hooks around SGLang's own methods; calls that are not for megasync pass through."""
 
-    def __init__(self, make_receiver: Callable[[ServingRank], WeightReceiver] = shard_receiver) -> None:
+    def __init__(self, make_receiver: Callable[[ServingRank], ShardReceiver] = shard_receiver) -> None:
         self._make_receiver = make_receiver
-        self._receiver: WeightReceiver | None = None
+        self._receiver: ShardReceiver | None = None
         self._traces: dict[TraceRequest, EngineRank] = {}
         self._instance = uuid.uuid4().hex
 
@@ -151,7 +136,7 @@ class Plugin:
         if load_format != LOAD_FORMAT:
             return stock(updater, names=names, load_format=load_format, **rest)
 
-        def check() -> tuple[WeightReceiver, Any, Any]:
+        def check() -> tuple[ShardReceiver, Any, Any]:
             _check_update_supported(updater)
             ranks, model = parallel(), updater.get_model()
             place = {name: getattr(ranks, name) for name in ("tp_rank", "tp_size", "pp_rank", "pp_size")}
@@ -180,27 +165,24 @@ class Plugin:
 
     def _answer(self, command: str, payload: Any, rank: ServingRank) -> object:
         if command == "hello":
-            return self._hello(rank)
+            return Hello(
+                protocol=PROTOCOL,
+                instance=self._instance,
+                sglang=version("sglang"),
+                rank=rank.rank,
+                ranks=rank.ranks,
+                model=type(rank.model).__name__,
+                dtype=str(next(rank.model.parameters()).dtype).removeprefix("torch."),
+                pid=os.getpid(),
+            )
         if command == "trace":
             return self._trace(msgspec.convert(payload, TraceRequest), rank)
         return self._receiver_of(rank).handle(command, payload)
 
-    def _receiver_of(self, rank: ServingRank) -> WeightReceiver:
+    def _receiver_of(self, rank: ServingRank) -> ShardReceiver:
         if self._receiver is None:
             self._receiver = self._make_receiver(rank)
         return self._receiver
-
-    def _hello(self, rank: ServingRank) -> Hello:
-        return Hello(
-            protocol=PROTOCOL,
-            instance=self._instance,
-            sglang=version("sglang"),
-            rank=rank.rank,
-            ranks=rank.ranks,
-            model=type(rank.model).__name__,
-            dtype=str(next(rank.model.parameters()).dtype).removeprefix("torch."),
-            pid=os.getpid(),
-        )
 
     def _trace(self, request: TraceRequest, rank: ServingRank) -> EngineRank:
         from megasync.layout.load_trace import trace_load

@@ -51,16 +51,16 @@ async def choose_sync(
         plan = plan_broadcast(adapters, config.sync.bucket_mb * 2**20, config.model.dtype)
         folders = AdapterFolders(root, Path(config.model.path), plan, config.sync.disk_keep)
         await asyncio.to_thread(folders.prepare)
-        own = AdapterSync(servers, ranks, plan, folders, config.sync, config.timeouts)
-        await own.connect()
-        return own, f"adapters go through {folders.root}: {why}"
+        sync = AdapterSync(servers, ranks, plan, folders, config.sync, config.timeouts)
+        await sync.connect()
+        return sync, f"adapters go through {folders.root}: {why}"
     plan = plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
     if wanted == "disk":
         folders = VersionFolders(root, Path(config.model.path), plan, config.sync.disk_keep)
         await asyncio.to_thread(folders.prepare)
-        disk = DiskSync(servers, ranks, plan, folders, config.sync, config.timeouts)
-        await disk.connect()
-        return disk, f"weights go through {folders.root}: {why}"
+        sync = DiskSync(servers, ranks, plan, folders, config.sync, config.timeouts)
+        await sync.connect()
+        return sync, f"weights go through {folders.root}: {why}"
     if wanted != "broadcast":
         shared = config.cluster.colocate
         backend = link_backend(shared, device)

@@ -99,7 +99,7 @@ class ReceivePlan(SyncMessage, frozen=True):
 
 @prepared
 class ReceivePlanRequest(SyncMessage, frozen=True):
-    """Command ``receive_plan``: the plans of all ranks of an engine, and where and how large an arena may be.
+    """Command ``receive_plan``: the plans of all ranks of a server, and where and how large an arena may be.
 
     ``arena`` is "host" or "device"; ``arena_bytes`` is the limit per rank, None for no limit. With ``deltas`` the arena
     keeps a version that was committed, because the next one may be sent as changes to it.
@@ -121,7 +121,7 @@ class ReceivePlanAnswer(SyncMessage, frozen=True):
 
 @prepared
 class Rendezvous(SyncMessage, frozen=True):
-    """Where an engine's ranks and the trainer ranks that send to it make their links, within ``seconds``.
+    """Where a server's ranks and the trainer ranks that send to it make their links, within ``seconds``.
 
     In the group of the links the trainer ranks ``sources`` (ascending) come first, then the ``engine_ranks``.
     """
@@ -188,8 +188,8 @@ class StageReport(SyncMessage, frozen=True):
 
 
 @prepared
-class EngineLinks(SyncMessage, frozen=True):
-    """One engine of a `SendRequest`: the names of its links and its plan, its URL, and the replicas that feed it."""
+class ServerLinks(SyncMessage, frozen=True):
+    """One server of a `SendRequest`: the names of its links and its plan, its URL, and the replicas that feed it."""
 
     name: str
     plan: str
@@ -199,7 +199,7 @@ class EngineLinks(SyncMessage, frozen=True):
 
 @prepared
 class SendRequest(SyncMessage, frozen=True):
-    """Send the present weights to all ``engines``.
+    """Send the present weights to all ``servers``.
 
     ``links`` names all links that may be used again; others are closed. Missing ones are made within ``join`` seconds.
     ``bases`` gives, by plan, the attempt to send deltas against. With ``stream`` buckets are used on arrival; with
@@ -211,7 +211,7 @@ class SendRequest(SyncMessage, frozen=True):
     timeout: float
     stall: float
     meeting_point: tuple[str, int]
-    engines: tuple[EngineLinks, ...]
+    servers: tuple[ServerLinks, ...]
     links: tuple[str, ...]
     join: float
     bases: dict[str, str]
@@ -241,7 +241,7 @@ class Confirmation(NamedTuple):
 class SendReport(SyncMessage, frozen=True):
     """The report of a trainer rank that has sent; ``bytes`` went over the wire, ``seconds`` are by activity.
 
-    ``failed`` has, by URL, why an engine did not get everything; its links are closed.
+    ``failed`` has, by URL, why a server did not get everything; its links are closed.
     """
 
     digests: tuple[SentDigest, ...]

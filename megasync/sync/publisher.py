@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megasync.config.schema import SyncConfig
 from megasync.errors import ParityError, ServerError, ServerParityError
@@ -20,35 +20,13 @@ from megasync.sync.weight_sync import WeightSync
 
 if TYPE_CHECKING:
     from megasync.serving.control import ServerControl
+    from megasync.serving.disaggregated_control import EngineScores
 
 log = logging.getLogger(__name__)
 
 # Mean absolute log-prob difference per token that rounding does not explain, by served dtype. Prompts contain unlikely
 # tokens, where bfloat16 is coarse: 0.04 to 0.05 is usual for a 135M model; wrong weights give more than 1.
 PARITY_THRESHOLDS = {"float32": 1e-3, "bfloat16": 0.2, "float8_e4m3fn": 0.4}
-
-
-class Scorer(Protocol):
-    """Returns the log-prob of each token but the first, for one token sequence."""
-
-    def __call__(self, server: ServerControl, token_ids: list[int], /) -> Awaitable[list[float]]: ...
-
-
-class ScoredEngine(Protocol):
-    """Log-probs of the same tokens that one engine of a server computed, and another one."""
-
-    @property
-    def engine(self) -> str: ...
-    @property
-    def expected(self) -> list[float]: ...
-    @property
-    def given(self) -> list[float]: ...
-
-
-class EngineScorer(Protocol):
-    """Returns what the engines of a server compute for the same tokens; nothing for a server of a single engine."""
-
-    def __call__(self, server: ServerControl, token_ids: list[int], /) -> Awaitable[Sequence[ScoredEngine]]: ...
 
 
 # The phases in which weights move, of each transport: broadcast, shard to shard, disk.
@@ -60,8 +38,12 @@ class VersionPublisher:
 
     One server that disagrees with the trainer is faulty itself; if all disagree, the weights are. So a ParityError
     means that no server agreed when it was last asked, and a ServerParityError that the version is published on all
-    others.
-    Servers come and go during a run; `servers` are those that the transport was created with.
+    others. Servers come and go during a run.
+
+    Args:
+        servers: those that the transport was created with.
+        server_logprobs: returns a server's log-prob of each token of a sequence but the first.
+        engine_logprobs: returns what the engines of a server compute for the same tokens, nothing for a single engine.
     """
 
     def __init__(
@@ -73,8 +55,8 @@ class VersionPublisher:
         probes: Sequence[list[int]],
         servers: Sequence[ServerControl],
         trainer_logprobs: Callable[[list[list[int]]], Awaitable[list[list[float]]]],
-        server_logprobs: Scorer,
-        engine_logprobs: EngineScorer,
+        server_logprobs: Callable[[ServerControl, list[int]], Awaitable[list[float]]],
+        engine_logprobs: Callable[[ServerControl, list[int]], Awaitable[Sequence[EngineScores]]],
     ) -> None:
         self._sync = sync
         # Without probes there is nothing to compare.
@@ -146,7 +128,7 @@ class VersionPublisher:
                 what = f"{server.url}, version {version}"
                 worst.append(compare_logprobs(trainer, scores, self._threshold, what))
                 for pair in engines:
-                    compare_logprobs([pair.expected], [pair.given], self._threshold, f"{what}, {pair.engine}")
+                    compare_logprobs([pair.expected], [pair.logprobs], self._threshold, f"{what}, {pair.engine}")
                 self._agree.add(server.url)
             except ParityError as error:
                 reasons[server.url] = error
@@ -161,14 +143,14 @@ class VersionPublisher:
             raise ServerParityError({url: f"{error}; {agree}" for url, error in reasons.items()}, metrics)
         return metrics
 
-    async def _ask(self, server: ServerControl) -> tuple[list[list[float]], Sequence[ScoredEngine]] | None:
+    async def _ask(self, server: ServerControl) -> tuple[list[list[float]], Sequence[EngineScores]] | None:
         """The log-probs of all probes, and those of its engines for the first one; None without an answer."""
         try:
             *scores, engines = await asyncio.gather(
                 *(self._server_logprobs(server, probe) for probe in self._probes),
                 self._engine_logprobs(server, self._probes[0]),
             )
-            return cast(list[list[float]], scores), cast(Sequence[ScoredEngine], engines)
+            return cast(list[list[float]], scores), cast("Sequence[EngineScores]", engines)
         except ServerError as error:
             log.warning("%s did not return log-probs to compare: %s", server.url, error)
             return None

@@ -152,8 +152,8 @@ def _opened(handle: CudaHandle, device: torch.device) -> torch.Tensor:
         handle.event,
         handle.waits,
     )
-    whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-    return whole[handle.start : handle.start + handle.nbytes]
+    content = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    return content[handle.start : handle.start + handle.nbytes]
 
 
 class HandleLinks(Links):

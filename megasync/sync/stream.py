@@ -39,15 +39,15 @@ def stream_tensors(shards: Shards, bucket_bytes: int) -> Iterator[tuple[str, tor
     """
     device = next(iter(shards.params.values())).device
     for bucket in shards.plan(bucket_bytes).buckets:
-        whole = empty_tensors(bucket, device)
+        tensors = empty_tensors(bucket, device)
         for owner in bucket.contributions:
             part = empty_part(bucket, owner, device)
             if owner == shards.rank:
                 pack_part(bucket, shards, part)
             if dist.get_world_size() > 1:
                 dist.broadcast(part, owner)
-            place_part(bucket, owner, part, whole)
-        yield from whole.items()
+            place_part(bucket, owner, part, tensors)
+        yield from tensors.items()
 
 
 def empty_tensors(bucket: Bucket, device: torch.device) -> dict[str, torch.Tensor]:
@@ -71,10 +71,10 @@ def pack_part(bucket: Bucket, shards: Shards, part: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def place_part(bucket: Bucket, rank: int, part: torch.Tensor, whole: Mapping[str, torch.Tensor]) -> None:
+def place_part(bucket: Bucket, rank: int, part: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
     """Writes a rank's contribution to its places in the tensors of a bucket."""
     for piece, values in zip(bucket.contributions[rank], part.split(piece_elements(bucket, rank)), strict=True):
-        target = box_of(whole[piece.hf_name], piece.hf_box)
+        target = box_of(tensors[piece.hf_name], piece.hf_box)
         target.copy_(values.view(target.shape))
 
 

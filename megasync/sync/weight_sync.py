@@ -15,8 +15,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from megasync.errors import SyncError
-from megasync.sync.attempt import Attempt, PhaseFailed, ServerProgress, SyncReport
-from megasync.sync.server_update import RECOVERY_SECONDS, S
+from megasync.sync.attempt import RECOVERY_SECONDS, Attempt, PhaseFailed, S, ServerProgress, SyncReport
 
 if TYPE_CHECKING:
     from megasync.config.schema import SyncConfig, TimeoutConfig

@@ -111,7 +111,7 @@ def test_whatever_is_decoded_without_a_decoder_of_its_own_is_a_struct_or_prepare
         ("serving/engine_blueprint.py", "list[EngineRank]"),
         ("sync/messages.py", "cls"),
         ("sglang/pipeline.py", "_Outcome"),
-        ("sglang/pipeline.py", "type(own.payload[0])"),  # of SGLang, in one thread of its scheduler
+        ("sglang/pipeline.py", "type(outcome.payload[0])"),  # of SGLang, in one thread of its scheduler
         ("sglang/updates.py", "TraceRequest"),
         ("sync/shared_memory.py", "Handle"),
     }

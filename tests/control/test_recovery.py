@@ -134,7 +134,7 @@ async def test_a_sync_that_fails_because_of_a_link_is_retried_a_few_times() -> N
 
     class Broken(FakePublisher):
         async def publish(self, version, only=None):
-            raise PublishError("no route", version, "listen", ["trainer"], {})
+            raise PublishError("no route", version, "listen", {})
 
     with pytest.raises(PublishError, match="no route"):
         await Rig(publisher=Broken()).run()

@@ -17,7 +17,6 @@ from gateway_rig import HI, openai
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.errors import ConfigError, DataError
 from megasync.gateway import AgentWorkflow
-from megasync.gateway.agent_loop import AgentLoop
 
 
 def ask(base_url, api_key, **request):
@@ -61,19 +60,29 @@ async def test_invalid_agent_return_values_raise_a_data_error(rig, value):
         await rig.play(returning(value))
 
 
-async def test_an_agent_that_sends_no_request_raises_an_error_that_explains_the_cause(rig):
-    async def agent(base_url, api_key, sample, model):
-        return 1.0
-
-    with pytest.raises(DataError, match=r"agent returned before any of its requests was answered.*base_url"):
-        await rig.play(agent)
+async def idle(base_url, api_key, sample, model):
+    return 1.0
 
 
-async def test_exceptions_raised_by_an_agent_propagate(rig):
-    async def agent(base_url, api_key, sample, model):
-        raise KeyError("rope")
+async def broken(base_url, api_key, sample, model):
+    raise KeyError("rope")
 
-    with pytest.raises(KeyError, match="rope"):
+
+async def cancelled(base_url, api_key, sample, model):
+    asyncio.current_task().cancel()
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("agent", "error", "words"),
+    [
+        (idle, DataError, "idle returned before any of its requests was answered.*base_url"),
+        (broken, KeyError, "rope"),
+        (cancelled, DataError, "cancelled itself"),
+    ],
+)
+async def test_an_agent_without_an_answer_fails_with_its_cause(rig, agent, error, words):
+    with pytest.raises(error, match=words):
         await rig.play(agent)
 
 
@@ -88,15 +97,6 @@ async def test_an_exit_exception_in_an_agent_fails_only_its_sample(rig, kind):
     for function in (agent, async_agent):
         with pytest.raises(RuntimeError):
             await rig.play(function)
-
-
-async def test_an_agent_that_cancels_itself_raises_an_error(rig):
-    async def agent(base_url, api_key, sample, model):
-        asyncio.current_task().cancel()
-        await asyncio.sleep(0)
-
-    with pytest.raises(DataError, match="cancelled itself"):
-        await rig.play(agent)
 
 
 @pytest.mark.parametrize("is_async", [True, False])
@@ -114,26 +114,19 @@ async def test_an_agent_that_exceeds_its_deadline_fails_with_a_timeout_error(rig
     release.set()
 
 
-async def test_an_async_agent_that_blocks_its_event_loop_still_gets_responses(rig):
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_an_agent_that_blocks_gets_responses_its_sample_and_the_model_name(rig, is_async):
     rig.write("x")
-
-    async def agent(base_url, api_key, sample, model):
-        return float(ask(base_url, api_key).choices[0].message.content == "x")
-
-    (trajectory,) = await rig.play(agent)
-    assert trajectory.reward == 1.0
-
-
-async def test_the_agent_receives_its_sample_and_the_model_name(rig):
-    rig.write("x")
-    seen = {}
 
     def agent(base_url, api_key, sample, model):
-        seen.update(sample, model=model)
-        ask(base_url, api_key)
+        assert (sample, model) == ({"answer": "x"}, "tiny")
+        return float(ask(base_url, api_key).choices[0].message.content == sample["answer"])
 
-    await rig.play(agent, answer="42")
-    assert seen == {"answer": "42", "model": "tiny"}
+    async def blocking(base_url, api_key, sample, model):
+        return agent(base_url, api_key, sample, model)
+
+    (trajectory,) = await rig.play(blocking if is_async else agent, answer="x")
+    assert trajectory.reward == 1.0
 
 
 async def test_concurrent_sessions_of_the_same_agent_are_isolated(rig):
@@ -213,7 +206,8 @@ async def test_a_closed_gate_holds_requests_until_it_opens(rig):
     rig.write("x")
     await rig.gate.close(1.0)
     playing = asyncio.create_task(rig.play(returning(1.0)))
-    await asyncio.sleep(0.2)
+    while not rig.gate._waiting:
+        await asyncio.sleep(0)
     assert not rig.fake.requests
     rig.gate.open()
     assert len(await playing) == 1
@@ -242,57 +236,62 @@ async def test_the_agent_workflow_binds_to_loopback_and_is_named_after_its_agent
     await workflow.close()
 
 
-async def test_sync_agent_concurrency_is_limited_by_the_thread_count():
-    running = []
-    most = []
+def make_workflow(agent, threads, deadline=20.0):
+    return AgentWorkflow(agent, GatewayConfig(threads=threads), SamplingConfig(), "m", deadline)
 
-    def busy():
+
+def answered_client():
+    """The client of a sample that has had an answer."""
+    return SimpleNamespace(conversation=SimpleNamespace(generations=[1], trajectories=lambda reward, metrics: reward))
+
+
+async def test_sync_agent_concurrency_is_limited_by_the_thread_count():
+    running, most, pair = [], [], threading.Barrier(2)
+
+    def busy(base_url, api_key, sample, model):
         running.append(1)
+        # Each waits for another one, so that two run at once.
+        pair.wait(20)
         most.append(len(running))
-        time.sleep(0.05)
+        pair.wait(20)
         running.pop()
 
-    loop = AgentLoop(busy, threads=2)
-    await asyncio.gather(*(loop.call(20.0) for _ in range(6)))
+    workflow = make_workflow(busy, threads=2)
+    await asyncio.gather(*(workflow(answered_client(), {}) for _ in range(6)))
     assert max(most) == 2
-    await loop.close()
-
-
-async def test_waiting_for_a_thread_does_not_count_against_the_deadline_of_a_sync_agent():
-    client = SimpleNamespace(conversation=SimpleNamespace(generations=[1], trajectories=lambda reward, metrics: reward))
-    held = threading.Lock()
-
-    def agent(base_url, api_key, sample, model):
-        with held:
-            time.sleep(0.1)
-        return 1.0
-
-    workflow = AgentWorkflow(agent, GatewayConfig(threads=1), SamplingConfig(), "m", deadline=2.0)
-    # In sequence they would take longer than the deadline of one.
-    assert await asyncio.gather(*(workflow(client, {}) for _ in range(25))) == [1.0] * 25
     await workflow.close()
 
 
-async def test_closing_the_agent_loop_cancels_its_running_agents():
-    ended = threading.Event()
+async def test_waiting_for_a_thread_does_not_count_against_the_deadline_of_a_sync_agent():
+    def agent(base_url, api_key, sample, model):
+        time.sleep(0.1)
+        return 1.0
 
-    async def forever():
+    workflow = make_workflow(agent, threads=1, deadline=2.0)
+    # In sequence they would take longer than the deadline of one.
+    assert await asyncio.gather(*(workflow(answered_client(), {}) for _ in range(25))) == [1.0] * 25
+    await workflow.close()
+
+
+async def test_closing_the_workflow_cancels_its_running_agents():
+    began, ended = threading.Event(), threading.Event()
+
+    async def forever(base_url, api_key, sample, model):
+        began.set()
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         finally:
             ended.set()
 
-    loop = AgentLoop(forever, threads=1)
-    call = asyncio.create_task(loop.call(60.0))
-    while loop._running is None:
-        await asyncio.sleep(0.01)
-    _, thread = loop._running
-    await asyncio.sleep(0.05)
-    await loop.close()
+    workflow = make_workflow(forever, threads=1)
+    call = asyncio.create_task(workflow(answered_client(), {}))
+    await asyncio.to_thread(began.wait)
+    _, thread = workflow._loop
+    await workflow.close()
     assert ended.is_set()
     assert not thread.is_alive()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(call, 5)
+        await call
 
 
 @pytest.mark.processes

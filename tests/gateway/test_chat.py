@@ -51,22 +51,21 @@ async def test_turns_with_tool_calls_form_one_trajectory_of_the_sampled_tokens(r
     rig.write("So " + CALL + CALL, CALL, "three")
     seen = []
 
-    async def agent(base_url, api_key, sample, model):
+    async def conversation(create):
         messages = list(HI)
-        async with openai(base_url, api_key) as client:
-            while True:
-                found = await client.chat.completions.create(model="gpt-4o", messages=messages, tools=[ADD])
-                message = found.choices[0].message
-                # As agent frameworks do: all fields, including null ones.
-                messages.append(message.model_dump())
-                seen.append(found)
-                if not message.tool_calls:
-                    return 1
-                for call in message.tool_calls:
-                    result = str(sum(json.loads(call.function.arguments).values()))
-                    messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        while True:
+            answer = await create(messages=messages, tools=[ADD])
+            message = answer.choices[0].message
+            # As agent frameworks do: all fields, including null ones.
+            messages.append(message.model_dump())
+            seen.append(answer)
+            if not message.tool_calls:
+                return 1
+            for call in message.tool_calls:
+                result = str(sum(json.loads(call.function.arguments).values()))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
-    (trajectory,) = await rig.play(agent)
+    (trajectory,) = await rig.converse(conversation)
     assert trained(rig, trajectory) == f"So {CALL}{CALL}<eos>{CALL}<eos>three<eos>"
     assert rig.tokenizer.decode(trajectory.response_ids).count("<bos>tool: 3<eos>") == 3
     # Names of results come from the ids of the calls, which an agent sees under other ids than the conversation.
@@ -76,9 +75,10 @@ async def test_turns_with_tool_calls_form_one_trajectory_of_the_sampled_tokens(r
     ]  # fmt: skip
     assert trajectory.reward == 1.0
     assert (trajectory.metrics["turns"], trajectory.metrics["turns_forked"]) == (3.0, 0.0)
-    assert [found.choices[0].finish_reason for found in seen] == ["tool_calls", "tool_calls", "stop"]
-    assert [found.choices[0].message.content for found in seen] == ["So ", None, "three"]
-    assert len({call.id for found in seen for call in found.choices[0].message.tool_calls or ()}) == 3
+    choices = [answer.choices[0] for answer in seen]
+    assert [choice.finish_reason for choice in choices] == ["tool_calls", "tool_calls", "stop"]
+    assert [choice.message.content for choice in choices] == ["So ", None, "three"]
+    assert len({call.id for choice in choices for call in choice.message.tool_calls or ()}) == 3
     assert "strict" not in rig.sent(0)
     assert '"name": "add"' in rig.sent(0)
 
@@ -88,14 +88,12 @@ async def test_reasoning_omitted_by_the_agent_stays_in_the_trained_tokens(make_r
         rig.write("<think>hm</think>four", "five")
         contents = []
 
-        async def agent(base_url, api_key, sample, model):
-            async with openai(base_url, api_key) as client:
-                message = (await client.chat.completions.create(model=model, messages=HI)).choices[0].message
-                contents.append((message.content, message.reasoning_content))
-                answer = {"role": "assistant", "content": message.content}
-                await client.chat.completions.create(model=model, messages=[*HI, answer, *HI])
+        async def conversation(create):
+            message = (await create(messages=HI)).choices[0].message
+            contents.append((message.content, message.reasoning_content))
+            await create(messages=[*HI, {"role": "assistant", "content": message.content}, *HI])
 
-        (trajectory,) = await rig.play(agent)
+        (trajectory,) = await rig.converse(conversation)
         assert contents == [("four", "hm")]
         assert trained(rig, trajectory) == "<think>hm</think>four<eos>five<eos>"
         assert trajectory.metrics["turns_forked"] == 0.0
@@ -104,13 +102,11 @@ async def test_reasoning_omitted_by_the_agent_stays_in_the_trained_tokens(make_r
 async def test_an_assistant_message_edited_by_the_agent_starts_a_new_trajectory(rig):
     rig.write("four", "five")
 
-    async def agent(base_url, api_key, sample, model):
-        async with openai(base_url, api_key) as client:
-            await client.chat.completions.create(model=model, messages=HI)
-            edited = {"role": "assistant", "content": "FOUR"}
-            await client.chat.completions.create(model=model, messages=[*HI, edited, *HI])
+    async def conversation(create):
+        await create(messages=HI)
+        await create(messages=[*HI, {"role": "assistant", "content": "FOUR"}, *HI])
 
-    first, second = await rig.play(agent)
+    first, second = await rig.converse(conversation)
     assert (trained(rig, first), trained(rig, second)) == ("four<eos>", "five<eos>")
     assert "FOUR" in rig.tokenizer.decode(second.prompt_ids)
 
@@ -118,18 +114,12 @@ async def test_an_assistant_message_edited_by_the_agent_starts_a_new_trajectory(
 async def test_concurrent_requests_become_branches_that_train_their_shared_prefix_once(rig):
     rig.write("start", "left", "right")
 
-    async def agent(base_url, api_key, sample, model):
-        async with openai(base_url, api_key) as client:
+    async def conversation(create):
+        start = (await create(messages=HI)).choices[0].message.model_dump()
+        questions = ({"role": "user", "content": side} for side in ("l", "r"))
+        await asyncio.gather(*(create(messages=[*HI, start, question]) for question in questions))
 
-            async def ask(*messages):
-                found = await client.chat.completions.create(model=model, messages=[*HI, *messages])
-                return found.choices[0].message.model_dump()
-
-            start = await ask()
-            questions = ({"role": "user", "content": side} for side in ("l", "r"))
-            await asyncio.gather(*(ask(start, question) for question in questions))
-
-    trajectories = await rig.play(agent)
+    trajectories = await rig.converse(conversation)
     assert len(trajectories) == 2
     assert "".join(trained(rig, t) for t in trajectories).count("start") == 1
     assert {part for t in trajectories for part in trained(rig, t).split("<eos>")} == {"start", "left", "right", ""}
@@ -151,11 +141,10 @@ async def test_sampling_follows_the_configuration_and_the_shorter_token_limit_ap
 async def test_sampling_settings_of_the_sample_client_override_the_request(rig):
     rig.write("x")
 
-    async def agent(base_url, api_key, sample, model):
-        async with openai(base_url, api_key) as client:
-            await client.chat.completions.create(model=model, messages=HI, temperature=0.9)
+    async def conversation(create):
+        await create(messages=HI, temperature=0.9)
 
-    await rig.play(agent, client=rig.sample_client(temperature=0.0))
+    await rig.converse(conversation, client=rig.sample_client(temperature=0.0))
     assert rig.fake.requests[-1]["sampling_params"]["temperature"] == 0.0
 
 
@@ -169,16 +158,14 @@ async def test_requests_set_sampling_parameters_if_the_configuration_allows_it(r
 
 async def test_a_training_request_may_set_its_seed_but_not_change_the_sampling_distribution(rig):
     rig.gateway.sampling = "request"
-
     rig.write("x")
 
-    async def agent(base_url, api_key, sample, model):
-        async with openai(base_url, api_key) as client:
-            await client.chat.completions.create(model=model, messages=HI, seed=3, temperature=1.0)
-            with pytest.raises(BadRequestError, match="top_p=0.5.*the trainer scores"):
-                await client.chat.completions.create(model=model, messages=HI, top_p=0.5)
+    async def conversation(create):
+        await create(messages=HI, seed=3, temperature=1.0)
+        with pytest.raises(BadRequestError, match="top_p=0.5.*the trainer scores"):
+            await create(messages=HI, top_p=0.5)
 
-    await rig.play(agent, client=rig.sample_client(batch=0))
+    await rig.converse(conversation, client=rig.sample_client(batch=0))
     assert len(rig.fake.requests) == 1
 
 
@@ -238,12 +225,10 @@ async def test_a_streamed_response_has_the_same_content_as_the_completion(make_r
 async def stream(rig, **request):
     chunks = []
 
-    async def agent(base_url, api_key, sample, model):
-        async with openai(base_url, api_key) as client:
-            options = {"model": model, "messages": HI, "stream": True} | request
-            chunks.extend([chunk async for chunk in await client.chat.completions.create(**options)])
+    async def conversation(create):
+        chunks.extend([chunk async for chunk in await create(messages=HI, stream=True, **request)])
 
-    return chunks, await rig.play(agent)
+    return chunks, await rig.converse(conversation)
 
 
 async def test_text_is_streamed_before_generation_finishes(make_rig):
@@ -257,7 +242,7 @@ async def test_text_is_streamed_before_generation_finishes(make_rig):
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await response.prepare(fake.http)
             await response.write(event(fake.piece(body, ids[:3], 0)).encode())
-            await asyncio.wait_for(seen.wait(), 10)
+            await seen.wait()
             await response.write((event(fake.piece(body, ids[3:], 0, span)) + "data: [DONE]\n\n").encode())
             return response
 
@@ -265,14 +250,13 @@ async def test_text_is_streamed_before_generation_finishes(make_rig):
         rig.fake.script.append(slow)
         contents = []
 
-        async def agent(base_url, api_key, sample, model):
-            async with openai(base_url, api_key) as client:
-                async for chunk in await client.chat.completions.create(model=model, messages=HI, stream=True):
-                    if content := chunk.choices[0].delta.content:
-                        contents.append(content)
-                        loop.call_soon_threadsafe(seen.set)
+        async def conversation(create):
+            async for chunk in await create(messages=HI, stream=True):
+                if content := chunk.choices[0].delta.content:
+                    contents.append(content)
+                    loop.call_soon_threadsafe(seen.set)
 
-        await rig.play(agent)
+        await rig.converse(conversation)
         assert contents == ["abc", "def"]
 
 
@@ -300,3 +284,11 @@ async def test_text_is_not_streamed_incrementally_when_stop_strings_are_set(make
         rig.write("hello")
         chunks, _ = await stream(rig)
         assert [c.choices[0].delta.content for c in chunks if c.choices[0].delta.content] == ["hello"]
+
+
+@pytest.mark.parametrize("text", ["ab", "a\u00e9\U0001f600b", "\u1234" * 3])
+async def test_the_bytes_of_all_tokens_are_the_utf8_of_the_content(rig, text):
+    rig.write(text)
+    found, _ = await rig.ask(logprobs=True)
+    parts = found.choices[0].logprobs.content
+    assert bytes(byte for part in parts for byte in part.bytes).decode() == found.choices[0].message.content == text

@@ -26,8 +26,8 @@ from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
 from megasync.serving.control import ServerControl
 from megasync.serving.engine_blueprint import engine_ranks
-from megasync.serving.engine_protocol import LOAD_FORMAT, encode
 from megasync.serving.plugin_control import PluginControl
+from megasync.serving.plugin_protocol import LOAD_FORMAT, encode
 from megasync.serving.server import ServerSpec, SGLangServer
 
 pytestmark = pytest.mark.real

@@ -23,7 +23,7 @@ from megasync.rollout.inflight import RequestGate
 from megasync.rollout.tools import Toolbox
 from megasync.rollout.workflow import SampleClient
 from megasync.serving.control import ServerControl
-from megasync.sync.server_update import ServerUpdate
+from megasync.sync.attempt import ServerUpdate
 from megasync.trajectory.turns import ANSWER
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]

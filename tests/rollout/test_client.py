@@ -16,11 +16,11 @@ from tiny_models import byte_tokenizer
 from megasync.config.schema import SamplingConfig
 from megasync.errors import DataError, InvalidAnswer, ServerError
 from megasync.rollout import client as client_module
-from megasync.rollout.client import EngineScores, RolloutClient
+from megasync.rollout.client import RolloutClient
 from megasync.rollout.partials import PartialResponse
 from megasync.serving.control import ServerControl
-from megasync.serving.disaggregated_control import DisaggregatedControl
-from megasync.serving.engine_protocol import ROUTING_KEY_HEADER
+from megasync.serving.disaggregated_control import DisaggregatedControl, EngineScores
+from megasync.serving.plugin_protocol import ROUTING_KEY_HEADER
 
 
 @pytest.fixture(autouse=True)

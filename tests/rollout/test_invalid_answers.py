@@ -67,7 +67,7 @@ async def liar():
 
 async def workers(liar, tmp_path):
     port = int(liar.url.rpartition(":")[2])
-    assert await Router([], "random", "127.0.0.1", port, tmp_path / "log").workers() is None
+    assert await Router([], "random", "127.0.0.1", port, tmp_path / "log").listed_servers() is None
     raise ServerError("as it should be")
 
 

@@ -24,7 +24,7 @@ from megasync.rollout.tokens import Tokens
 from megasync.rollout.workflow import SampleClient, TrajectoryCheck, single_turn
 from megasync.serving.answers import AnswerLimits, read_generated
 from megasync.serving.control import ServerControl
-from megasync.serving.engine_protocol import ROUTES_FROM
+from megasync.serving.plugin_protocol import ROUTES_FROM
 from megasync.trajectory import ROUTES
 
 FORMAT = RouteFormat(layers=3, sparse=(0, 2), per_token=2, experts=128)

@@ -21,7 +21,7 @@ from megasync.rollout.partials import PartialResponses
 from megasync.rollout.workflow import SampleClient, TrajectoryCheck, single_turn
 from megasync.serving.answers import AnswerLimits, read_generated
 from megasync.serving.control import ServerControl
-from megasync.serving.engine_protocol import WITH_SUPPORT
+from megasync.serving.plugin_protocol import WITH_SUPPORT
 from megasync.trajectory import SUPPORT, SUPPORT_SIZES, Group
 from megasync.trajectory.support import Support
 

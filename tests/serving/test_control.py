@@ -31,9 +31,8 @@ async def server():
             "/model_info": web.json_response({"weight_version": "default"}),
         }[request.path]
 
-    async def slow(request: web.Request) -> web.Response:
-        await asyncio.sleep(60)
-        return web.Response()
+    async def slow(request: web.Request) -> None:
+        await asyncio.Event().wait()
 
     app = web.Application()
     app.router.add_route("*", "/slow", slow)
@@ -42,9 +41,8 @@ async def server():
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    control = ServerControl(url + "/", "secret")
-    yield control, seen, url
-    await control.close()
+    async with ServerControl(url + "/", "secret") as control:
+        yield control, seen, url
     await runner.cleanup()
 
 
@@ -71,29 +69,20 @@ async def test_only_gets_reuse_a_connection(server):
     assert len(set(ports)) == 3
 
 
-async def test_a_refusal_names_url_path_status_and_body(server):
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda control: control.post("/bad"), "POST {url}/bad: status 400: begin first"),
+        (lambda control: control.post("/slow", timeout=0.1), "/slow: no answer within 0.1 s"),
+        (lambda control: control.weight_version(), "/model_info has no integer weight_version"),
+        (lambda _: ServerControl("http://127.0.0.1:9").get("/model_info"), "127.0.0.1:9/model_info"),
+    ],
+    ids=["refused", "late", "no version", "no server"],
+)
+async def test_a_call_that_fails_is_a_server_error_that_names_it(server, call, words):
     control, _, url = server
-    with pytest.raises(ServerError, match=rf"POST {url}/bad: status 400: begin first"):
-        await control.post("/bad")
-
-
-async def test_every_call_has_a_deadline(server):
-    control, _, _ = server
-    with pytest.raises(ServerError, match=r"/slow: no answer within 0.1 s"):
-        await control.post("/slow", timeout=0.1)
-
-
-async def test_a_refused_connection_is_a_server_error():
-    control = ServerControl("http://127.0.0.1:9")
-    with pytest.raises(ServerError, match="127.0.0.1:9/model_info"):
-        await control.get("/model_info")
-    await control.close()
-
-
-async def test_a_version_that_is_no_number_is_refused(server):
-    control, _, _ = server
-    with pytest.raises(ServerError, match="weight_version"):
-        await control.weight_version()
+    with pytest.raises(ServerError, match=words.format(url=url)):
+        await call(control)
 
 
 async def test_a_response_can_be_read_while_it_arrives(server):

@@ -77,13 +77,13 @@ def test_a_server_that_reports_no_routes_is_refused_where_they_are_replayed(conf
 
 @pytest.mark.parametrize("in_float32", [True, False])
 def test_both_sides_compute_logits_in_the_same_dtype(config: Config, model: dict, in_float32: bool) -> None:
-    own = replace(config, trainer=replace(config.trainer, float32_head=in_float32))
-    assert [*misfits(INFO, model, own)] == [], "in a model in float32 they do"
-    own.model = replace(config.model, dtype="bfloat16")
+    config = replace(config, trainer=replace(config.trainer, float32_head=in_float32))
+    assert [*misfits(INFO, model, config)] == [], "in a model in float32 they do"
+    config.model = replace(config.model, dtype="bfloat16")
     info = INFO | {"dtype": "bfloat16", "enable_fp32_lm_head": not in_float32}
-    (problem,) = misfits(info, model, own)
+    (problem,) = misfits(info, model, config)
     assert f"{'with' if in_float32 else 'without'} --enable-fp32-lm-head" in problem
-    assert [*misfits(info | {"enable_fp32_lm_head": in_float32}, model, own)] == []
+    assert [*misfits(info | {"enable_fp32_lm_head": in_float32}, model, config)] == []
 
 
 def test_another_model_is_named_with_both_folders(config: Config, model: dict) -> None:
@@ -101,6 +101,12 @@ class Behind:
         self.info, self.model = INFO | {"startup_time": STARTUP}, model | {"weight_version": "0"}
         self.refuses = False
         self.asked = 0
+
+    async def looked_at(self) -> None:
+        """Returns after some looks at it, each of which asks twice."""
+        asked = self.asked
+        while self.asked < asked + 6:
+            await asyncio.sleep(0)
 
     async def answer(self, request: web.Request) -> web.Response:
         self.asked += 1
@@ -142,24 +148,18 @@ async def test_another_process_behind_the_url_is_noticed_also_between_two_probes
     for held in ("120", "1", "57"):
         there.model["weight_version"] = held
         there.refuses = held == "57"
-        asked = there.asked
-        while there.asked < asked + 6:
-            await asyncio.sleep(0)
+        await there.looked_at()
         assert not ended.done()
     there.refuses = False
-    asked = there.asked
-    while there.asked < asked + 6:
-        await asyncio.sleep(0)
+    await there.looked_at()
     there.info |= info
     there.model["weight_version"] = version
-    async with asyncio.timeout(30):
-        await ended
-        assert "another process answers" in await server.tail(30)
-        # It is what the next start finds.
-        await server.start(10)
-        again = asyncio.create_task(server.ended())
-        asked = there.asked
-        while there.asked < asked + 6:
-            await asyncio.sleep(0)
+    await ended
+    assert "another process answers" in await server.tail(30)
+    # It is what the next start finds.
+    await server.start(10)
+    assert "another process answers" not in await server.tail(30)
+    again = asyncio.create_task(server.ended())
+    await there.looked_at()
     assert not again.done()
     again.cancel()

@@ -98,64 +98,68 @@ def test_each_kind_of_failure_has_a_streak_of_its_own(names):
         assert health.state is (ServerState.SUSPECT if any(streaks.values()) else ServerState.HEALTHY)
 
 
-def test_a_missed_sync_counts_as_no_failure():
-    health = healthy()
-    for _ in range(POLICY.sync_failures + 1):
-        health.missed_sync("it was pinned")
-        assert health.state is ServerState.STALE
-        health.synced()
-    assert health.state is ServerState.HEALTHY
+LIVES = [
+    # Good probes do not save a wedged scheduler.
+    ("started synced request_failed probe_ok probe_ok", ServerState.SUSPECT, "late", False),
+    (
+        "started synced request_failed probe_ok request_failed",
+        ServerState.DEAD,
+        "2 requests in a row failed: late",
+        True,
+    ),
+    # A stale server dies of failed probes too; a sync does not hide that they fail.
+    ("started probe_failed probe_failed", ServerState.STALE, "not synced since its start", False),
+    ("started probe_failed probe_failed probe_failed", ServerState.DEAD, "3 probes in a row failed: late", False),
+    (
+        "started probe_failed synced",
+        ServerState.SUSPECT,
+        "it failed before its sync and has not recovered since",
+        False,
+    ),
+    ("started probe_failed synced probe_ok", ServerState.HEALTHY, "", False),
+    # A server that fails sync after sync is started again; a missed sync counts as no failure.
+    ("started synced sync_failed", ServerState.STALE, "lost", False),
+    ("started synced sync_failed synced sync_failed", ServerState.STALE, "lost", False),
+    ("started synced sync_failed sync_failed", ServerState.DEAD, "2 syncs in a row failed: lost", False),
+    ("started synced missed_sync", ServerState.STALE, "it was pinned", False),
+    ("started synced" + 3 * " missed_sync synced", ServerState.HEALTHY, "", False),
+    # Requests are to blame for a death only while they run and no weights arrive.
+    ("started synced died", ServerState.DEAD, "gone", True),
+    ("started synced sync_began died", ServerState.DEAD, "gone", False),
+    ("started synced sync_began sync_ended died", ServerState.DEAD, "gone", True),
+    ("started synced mark_dead died", ServerState.DEAD, "gone", False),
+    ("started synced sync_failed died", ServerState.DEAD, "gone", False),
+    ("started died", ServerState.DEAD, "gone", False),
+    # A sync that a server died in is over with its next start.
+    ("started synced sync_began died next_restart begin_restart started synced died", ServerState.DEAD, "gone", True),
+    # News of a server that is gone changes nothing.
+    *(
+        (f"started synced died {late}", ServerState.DEAD, "gone", True)
+        for late in ("started", "synced", "sync_failed", "probe_failed", "probe_ok")
+    ),
+]
 
 
-def test_good_probes_do_not_save_a_wedged_scheduler():
-    health = healthy()
-    health.request_failed("late")
-    for _ in range(10):
-        health.probe_ok()
-    assert health.state is ServerState.SUSPECT
-    health.request_failed("late")
-    assert health.state is ServerState.DEAD
-    assert "2 requests in a row failed: late" in health.reason
-
-
-def test_a_stale_server_dies_of_failed_probes_too():
+@pytest.mark.parametrize(("names", "state", "reason", "suspected"), LIVES, ids=[life[0] for life in LIVES])
+def test_a_life_ends_in_its_state_with_the_reason_and_the_suspects(names, state, reason, suspected):
     health = ServerHealth(POLICY, FakeClock())
+    for name in names.split():
+        EVENTS[name](health)
+    assert (health.state, health.reason, health.requests_suspected) == (state, reason, suspected)
+
+
+def restart(health, reason):
+    """The server dies and starts again."""
+    health.died(reason)
+    assert health.next_restart() is not None
+    health.begin_restart()
     health.started()
-    for _ in range(3):
-        assert health.state is ServerState.STALE
-        health.probe_failed("late")
-    assert health.state is ServerState.DEAD
-
-
-def test_a_server_that_fails_sync_after_sync_is_started_again():
-    health = healthy()
-    health.sync_failed("lost the link")
-    assert (health.state, health.serves) == (ServerState.STALE, False)
-    health.synced()
-    health.sync_failed("lost the link")
-    assert health.state is ServerState.STALE
-    health.sync_failed("lost the link")
-    assert health.state is ServerState.DEAD
-    assert "2 syncs in a row failed: lost the link" in health.reason
-
-
-def test_a_sync_does_not_hide_that_probes_fail():
-    health = ServerHealth(POLICY, FakeClock())
-    health.started()
-    health.probe_failed("late")
-    health.synced()
-    assert (health.state, health.serves) == (ServerState.SUSPECT, True)
-    health.probe_ok()
-    assert health.state is ServerState.HEALTHY
 
 
 def test_a_server_out_of_restarts_is_retired_with_its_last_reason():
     health = healthy()
     for _ in range(POLICY.restarts):
-        health.died("killed")
-        assert health.next_restart() is not None
-        health.begin_restart()
-        health.started()
+        restart(health, "killed")
     health.died("killed again")
     assert health.next_restart() is None
     assert health.state is ServerState.RETIRED
@@ -187,78 +191,23 @@ def test_waits_double_and_are_forgotten_after_the_window():
     assert restarts.take() == 0.0
 
 
-@pytest.mark.parametrize("late", ["started", "synced", "sync_failed", "probe_failed", "probe_ok"])
-def test_news_of_a_server_that_is_gone_changes_nothing(late):
-    health = healthy()
-    health.died("gone")
-    EVENTS[late](health)
-    assert (health.state, health.reason) == (ServerState.DEAD, "gone")
-
-
-def test_requests_are_to_blame_for_a_death_only_while_they_run_and_no_weights_arrive():
-    health = healthy()
-    health.sync_began()
-    health.died("gone")
-    assert not health.requests_suspected
-    health = healthy()
-    health.sync_began()
-    health.sync_ended()
-    health.died("gone")
-    assert health.requests_suspected
-    for blameless in ("mark_dead", "sync_failed"):
-        health = healthy()
-        EVENTS[blameless](health)
-        health.died("gone")
-        assert not health.requests_suspected
-    stale = ServerHealth(POLICY, FakeClock())
-    stale.started()
-    stale.died("gone")
-    assert not stale.requests_suspected
-
-
-def test_syncs_that_fail_a_server_to_death_are_not_the_requests_doing():
-    health = healthy()
-    health.sync_failed("lost")
-    health.synced()
-    health.sync_failed("lost")
-    health.synced()
-    health.sync_failed("lost")
-    health.sync_failed("lost")
-    assert (health.state, health.requests_suspected) == (ServerState.DEAD, False)
-
-
-def test_a_sync_that_a_server_died_in_is_over_with_its_next_start():
-    health = healthy()
-    health.sync_began()
-    health.died("gone")
-    health.next_restart()
-    health.begin_restart()
-    health.started()
-    health.synced()
-    health.died("gone")
-    assert health.requests_suspected
-
-
-def test_a_refunded_death_takes_no_restart_from_the_budget():
+@pytest.mark.parametrize("when", ["before the restart", "once it is charged", "after the start"])
+def test_a_refunded_death_takes_no_restart_from_the_budget(when):
     health = healthy()
     for _ in range(10 * POLICY.restarts):
         health.died("poison")
-        health.refund_restart()
-        assert health.next_restart() == 0.0
+        if when == "before the restart":
+            health.refund_restart()
+        wait = health.next_restart()
+        assert wait == 0.0 if when == "before the restart" else wait is not None
+        if when == "once it is charged":
+            health.refund_restart()
         health.begin_restart()
         health.started()
-    for _ in range(10 * POLICY.restarts):
-        health.died("poison")
-        assert health.next_restart() is not None
-        health.begin_restart()
-        health.started()
-        # Found out later.
-        health.refund_restart()
+        if when == "after the start":
+            health.refund_restart()
     for _ in range(POLICY.restarts):
-        health.died("its own fault")
-        assert health.next_restart() is not None
-        health.begin_restart()
-        health.started()
+        restart(health, "its own fault")
     health.died("its own fault")
     assert health.next_restart() is None
 
@@ -266,10 +215,7 @@ def test_a_refunded_death_takes_no_restart_from_the_budget():
 def test_each_death_that_one_prompt_explains_is_refunded():
     health = healthy()
     for _ in range(POLICY.restarts - 1):
-        health.died("poison, not known yet")
-        assert health.next_restart() is not None
-        health.begin_restart()
-        health.started()
+        restart(health, "poison, not known yet")
     health.died("poison")
     # Convicted by this death: it and those before are excused at once, before the server starts again.
     for _ in range(POLICY.restarts):
@@ -278,17 +224,4 @@ def test_each_death_that_one_prompt_explains_is_refunded():
     health.begin_restart()
     health.started()
     for _ in range(POLICY.restarts):
-        health.died("its own fault")
-        assert health.next_restart() is not None
-        health.begin_restart()
-        health.started()
-
-
-def test_a_charged_death_can_be_refunded_before_the_restart_begins():
-    health = healthy()
-    for _ in range(10 * POLICY.restarts):
-        health.died("poison")
-        assert health.next_restart() is not None
-        health.refund_restart()
-        health.begin_restart()
-        health.started()
+        restart(health, "its own fault")

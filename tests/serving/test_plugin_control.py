@@ -12,8 +12,8 @@ from torch import nn
 from megasync.errors import ServerError
 from megasync.layout.load_trace import trace_load
 from megasync.serving.control import ServerControl
-from megasync.serving.engine_protocol import decode, encode
 from megasync.serving.plugin_control import PluginControl
+from megasync.serving.plugin_protocol import decode, encode
 from megasync.sglang import updates
 from megasync.sglang.updates import Plugin, ServingRank
 

@@ -27,14 +27,15 @@ async def routed(tmp_path, policy: str, workers: int = 2):
         router = Router([fake.url for fake in fakes], policy, "127.0.0.1", 0, tmp_path / "router.log")
         stack.push_async_callback(router.stop)
         url = await router.start(30)
-        controls = [ServerControl(fake.url) for fake in fakes]
-        for control in controls:
-            stack.push_async_callback(control.close)
-        client = RolloutClient(
-            url, controls, ServedModel(100, 64), RequestSettings(SamplingConfig(max_new_tokens=4), 20.0)
-        )
-        stack.push_async_callback(client.close)
-        yield fakes, client
+        controls = [await stack.enter_async_context(ServerControl(fake.url)) for fake in fakes]
+        yield fakes, make_client(stack, url, controls)
+
+
+def make_client(stack: AsyncExitStack, url: str, controls=(), stream_interval: int = 0) -> RolloutClient:
+    settings = RequestSettings(SamplingConfig(max_new_tokens=4), 60.0, stream_interval)
+    client = RolloutClient(url, controls, ServedModel(100, 64), settings)
+    stack.push_async_callback(client.close)
+    return client
 
 
 async def test_requests_are_spread_and_whole(tmp_path):
@@ -74,9 +75,8 @@ async def test_new_routing_keys_go_to_the_server_with_the_fewest_requests_and_mo
         for fake in fakes:
             fake.script += [hang(event) for event in started]
         held = [asyncio.create_task(client.generate([key], routing_key=f"group-{key}")) for key in range(8)]
-        async with asyncio.timeout(10):
-            while sum(len(fake.requests) for fake in fakes) < 8:
-                await asyncio.sleep(0.01)
+        while sum(len(fake.requests) for fake in fakes) < 8:
+            await asyncio.sleep(0.01)
         assert [len(fake.requests) for fake in fakes] == [4, 4]
         for task in held:
             task.cancel()
@@ -114,12 +114,11 @@ async def test_a_cancelled_request_is_closed_at_the_server(tmp_path):
         started = asyncio.Event()
         fakes[0].script += [hang(started)]
         task = asyncio.create_task(client.generate([1]))
-        await asyncio.wait_for(started.wait(), 5)
+        await started.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        async with asyncio.timeout(5):
-            while not fakes[0].disconnected:
-                await asyncio.sleep(0.01)
+        while not fakes[0].disconnected:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_router_without_its_servers_does_not_start(tmp_path):
@@ -142,14 +141,11 @@ async def test_servers_come_and_go_while_requests_run(tmp_path):
         url = await router.start(30)
         members = RouterMembers(ServerControl(url))
         stack.push_async_callback(members.close)
-        client = RolloutClient(
-            url, [], ServedModel(100, 64), RequestSettings(SamplingConfig(max_new_tokens=4), 20.0, stream_interval=2)
-        )
-        stack.push_async_callback(client.close)
+        client = make_client(stack, url, stream_interval=2)
         # Without a server a request waits, and is answered once there is one.
         early = asyncio.create_task(client.generate([5]))
         await settled(members, [fakes[0].url])
-        assert (await asyncio.wait_for(early, 20)).token_ids == [6, 7, 8, 9]
+        assert (await early).token_ids == [6, 7, 8, 9]
         # A server that is taken away finishes what it is at, and gets nothing more.
         started, release = asyncio.Event(), asyncio.Event()
 
@@ -160,7 +156,7 @@ async def test_servers_come_and_go_while_requests_run(tmp_path):
 
         fakes[0].script += [slow]
         running = asyncio.create_task(client.generate([1]))
-        await asyncio.wait_for(started.wait(), 5)
+        await started.wait()
         await settled(members, [fakes[1].url])
         seen = len(fakes[0].requests)
         await asyncio.gather(*(client.generate([i]) for i in range(6)))
@@ -170,9 +166,8 @@ async def test_servers_come_and_go_while_requests_run(tmp_path):
 
 
 async def settled(members: RouterMembers, urls: list[str]) -> None:
-    async with asyncio.timeout(20):
-        while not await members.adjust(urls):
-            await asyncio.sleep(0.05)
+    while not await members.adjust(urls):
+        await asyncio.sleep(0.05)
 
 
 async def test_a_router_that_died_is_back_on_its_port_and_requests_wait_for_it(tmp_path):
@@ -181,19 +176,15 @@ async def test_a_router_that_died_is_back_on_its_port_and_requests_wait_for_it(t
         first = Router([fake.url], "cache_aware", "127.0.0.1", 0, tmp_path / "router.log")
         stack.push_async_callback(first.stop)
         url = await first.start(30)
-        client = RolloutClient(
-            url, [], ServedModel(100, 64), RequestSettings(SamplingConfig(max_new_tokens=4), 60.0, stream_interval=2)
-        )
-        stack.push_async_callback(client.close)
+        client = make_client(stack, url, stream_interval=2)
         started = asyncio.Event()
         fake.script += [hang(started)]
         running = asyncio.create_task(client.generate([1]))
-        await asyncio.wait_for(started.wait(), 5)
+        await started.wait()
         first.kill()
         second = Router([fake.url], "cache_aware", "127.0.0.1", first.port, tmp_path / "router.log")
         stack.push_async_callback(second.stop)
-        async with asyncio.timeout(10):
-            while first.alive():
-                await asyncio.sleep(0.02)
+        while first.alive():
+            await asyncio.sleep(0.02)
         assert await second.start(30) == url
-        assert (await asyncio.wait_for(running, 30)).token_ids == [2, 3, 4, 5]
+        assert (await running).token_ids == [2, 3, 4, 5]

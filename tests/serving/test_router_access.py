@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -104,6 +105,20 @@ async def guarded(tmp_path: Path, keys: Keys, cluster: ClusterConfig | None = No
         yield fake, router, ask
 
 
+@asynccontextmanager
+async def generating(router: Router, cluster: ClusterConfig | None = None):
+    """What a run has: (a client that generates, what changes the list of servers)."""
+    trust, settings = cluster and router_trust(cluster), RequestSettings(SamplingConfig(max_new_tokens=4), 20.0)
+    keys = {"api_key": KEYS.generation, "trust": trust}
+    client = RolloutClient(router.url, [], ServedModel(100, 64), settings, **keys)
+    members = RouterMembers(ServerControl(router.url, KEYS.router, trust), KEYS.generation)
+    try:
+        yield client, members
+    finally:
+        await client.close()
+        await members.close()
+
+
 def test_the_table_is_that_of_the_router():
     """When this fails, the router has another route table: decide for each new route, and write it down above."""
     program = next(Path(find_spec("sglang_router").submodule_search_locations[0]).glob("*.so")).read_bytes()
@@ -157,23 +172,17 @@ async def test_without_a_generation_key_a_caller_without_a_key_can_only_generate
 
 
 async def test_the_run_itself_generates_and_changes_the_list(tmp_path):
-    async with guarded(tmp_path, KEYS) as (fake, router, _), FakeSGLang() as other:
-        sampling = SamplingConfig(max_new_tokens=4)
-        client = RolloutClient(
-            router.url, [], ServedModel(100, 64), RequestSettings(sampling, 20.0), api_key=KEYS.generation
-        )
-        members = RouterMembers(ServerControl(router.url, KEYS.router), KEYS.generation)
-        try:
-            assert (await client.generate([1])).token_ids == [2, 3, 4, 5]
-            assert fake.headers[0]["Authorization"] == f"Bearer {KEYS.generation}"
-            for _ in range(200):
-                if await members.adjust([other.url]):
-                    break
-            assert (await client.generate([1])).token_ids == [2, 3, 4, 5]
-            assert len(other.requests) == 1
-        finally:
-            await client.close()
-            await members.close()
+    async with (
+        guarded(tmp_path, KEYS) as (fake, router, _),
+        FakeSGLang() as other,
+        generating(router) as (client, members),
+    ):
+        assert (await client.generate([1])).token_ids == [2, 3, 4, 5]
+        assert fake.headers[0]["Authorization"] == f"Bearer {KEYS.generation}"
+        while not await members.adjust([other.url]):
+            await asyncio.sleep(0.01)
+        assert (await client.generate([1])).token_ids == [2, 3, 4, 5]
+        assert len(other.requests) == 1
 
 
 @pytest.fixture
@@ -184,30 +193,21 @@ def certificate(tmp_path: Path):
 
     def make(address: str) -> ClusterConfig:
         cert, key = tmp_path / f"{address}.pem", tmp_path / f"{address}.key"
-        subprocess.run(
-            [
-                "openssl",
-                "req",
-                "-x509",
-                "-newkey",
-                "ec",
-                "-pkeyopt",
-                "ec_paramgen_curve:prime256v1",
-                "-nodes",
-                "-days",
-                "2",
-                "-subj",
-                "/CN=router",
-                "-addext",
-                f"subjectAltName=IP:{address}",
-                "-out",
-                str(cert),
-                "-keyout",
-                str(key),
-            ],
-            check=True,
-            capture_output=True,
-        )
+        options = [
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=router",
+        ]
+        files = ["-out", cert, "-keyout", key]
+        command = ["openssl", "req", *options, "-addext", f"subjectAltName=IP:{address}", *files]
+        subprocess.run(command, check=True, capture_output=True)
         return ClusterConfig(tls_cert=str(cert), tls_key=str(key))
 
     return make
@@ -219,25 +219,12 @@ async def test_with_a_certificate_the_router_speaks_tls_to_those_who_trust_it(tm
         assert router.url.startswith("https://")
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
             await ask("GET", "/health")
-        client = RolloutClient(
-            router.url,
-            [],
-            ServedModel(100, 64),
-            RequestSettings(SamplingConfig(max_new_tokens=4), 20.0),
-            api_key=KEYS.generation,
-            trust=router_trust(cluster),
-        )
-        members = RouterMembers(ServerControl(router.url, KEYS.router, router_trust(cluster)), KEYS.generation)
-        plain = ServerControl(router.url.replace("https", "http"))
-        try:
+        async with generating(router, cluster) as (client, members):
             assert (await client.generate([1])).token_ids == [2, 3, 4, 5]
             assert await members.adjust([fake.url])
+        async with ServerControl(router.url.replace("https", "http")) as plain:
             with pytest.raises(ServerError):
                 await plain.get("/health")
-        finally:
-            await client.close()
-            await members.close()
-            await plain.close()
 
 
 async def test_a_certificate_of_another_address_ends_the_start_at_once(tmp_path, certificate):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megasync.serving.engine_protocol import CLOSED_ROUTE
+from megasync.serving.plugin_protocol import CLOSED_ROUTE
 from megasync.sglang.guard import GENERATION, PROBES, ServerGuard
 
 ADMIN, MAKER = "the-admin-key", "the-generation-key"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megasync.serving.engine_protocol import MANIFEST
+from megasync.serving.plugin_protocol import MANIFEST
 from megasync.sglang.adapters import PolicyAdapters, damage, policy_adapter, set_version
 
 LOADED = {

@@ -332,7 +332,7 @@ class FakePublisher:
             raise SyncError(f"server 1, phase transfer, version {version}")
         if version in self._lose:
             failed = self._lose.pop(version)
-            raise PublishError(f"version {version} failed", version, "transfer", failed or ["trainer"], {}, failed)
+            raise PublishError(f"version {version} failed", version, "transfer", {}, failed)
         self.versions.append(version)
         metrics = {"sync/version": float(version)}
         if wrong := self._disagree.pop(version, None):

@@ -6,6 +6,7 @@ import copy
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import torch
 from random_models import ALIASES
@@ -234,9 +235,9 @@ FAMILIES["llama4"] = {
 }
 
 
-def make_model(path: Path, family: str, seed: int = 0) -> AutoModelForCausalLM:
+def make_model(path: Path, family: str, seed: int = 0, **changes: Any) -> AutoModelForCausalLM:
     """The model, saved in ``path`` without a tokenizer. Norms and biases are random too, to reveal swapped tensors."""
-    own = FAMILIES[family]
+    own = FAMILIES[family] | changes
     kind = AutoModelForImageTextToText if "text_config" in own else AutoModelForCausalLM
     if "text_config" in own:
         text = {key: value for key, value in _SIZES.items() if key != "tie_word_embeddings"}

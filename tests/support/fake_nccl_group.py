@@ -339,7 +339,7 @@ def _monotonic() -> float:
 @contextmanager
 def nccl() -> Iterator[None]:
     """The stand-ins, in `megasync.sync` and torch.distributed."""
-    clock = SimpleNamespace(monotonic=_monotonic, sleep=lambda seconds: who().do("work", seconds))
+    clock = SimpleNamespace(monotonic=_monotonic, time=time.time, sleep=lambda seconds: who().do("work", seconds))
     store = lambda *_: FakeStore()  # noqa: E731 - in the place of two functions
     with ExitStack() as stack:
 

@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 from aiohttp import web
 
-from megasync.serving.engine_protocol import ROUTES_FROM, WITH_SUPPORT
+from megasync.serving.plugin_protocol import ROUTES_FROM, WITH_SUPPORT
 
 # Tokens in a piece of a streamed answer.
 PIECE = 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fake_sglang import FakeSGLang
 from openai import AsyncOpenAI
@@ -43,14 +44,22 @@ class Rig:
 
     async def ask(self, **request):
         """Sends one request as an agent with the `openai` package: (response, trajectories)."""
-        found = []
+        answers = []
+
+        async def conversation(create):
+            answers.append(await create(**({"messages": HI} | request)))
+
+        trajectories = await self.converse(conversation)
+        return answers[0], trajectories
+
+    async def converse(self, conversation, **options):
+        """The trajectories of an agent that does nothing but `await conversation(create)`."""
 
         async def agent(base_url, api_key, sample, model):
             async with openai(base_url, api_key) as client:
-                found.append(await client.chat.completions.create(**({"model": model, "messages": HI} | request)))
+                return await conversation(partial(client.chat.completions.create, model=model))
 
-        trajectories = await self.play(agent)
-        return found[0], trajectories
+        return await self.play(agent, **options)
 
     def sent(self, number: int = -1) -> str:
         """The prompt text of a request to the server."""

@@ -39,8 +39,8 @@ from megasync.sync.broadcast.sender import BroadcastSender
 from megasync.sync.broadcast.sync import BroadcastSync
 from megasync.sync.messages import Empty, SendReport
 from megasync.sync.shard import arena as shard_arena
-from megasync.sync.shard import engine as shard_engine
 from megasync.sync.shard import sender as shard_sender
+from megasync.sync.shard import server as shard_server
 from megasync.sync.shard import sync as shard_sync
 from megasync.sync.shard.receiver import ShardReceiver
 from megasync.sync.shard.sender import ShardSender
@@ -241,7 +241,7 @@ def record_publishes(case: Case, count: int = 2) -> Cluster:
     with (
         nccl(),
         _shared_plans(),
-        mock.patch.object(shard_engine, "PluginControl", _Control),
+        mock.patch.object(shard_server, "PluginControl", _Control),
         # All of it is on the meta device, which has no other place for a host's memory.
         mock.patch.object(shard_arena, "_lands", lambda device, wire: case.arena == "device"),
     ):
@@ -383,7 +383,7 @@ class LiveCluster:
             server.machine, server.processes = self.machine, self.engines[index]
             self.servers.append(server)
         config = SyncConfig(arena=case.arena, bucket_mb=case.bucket_mb)
-        with mock.patch.object(shard_engine, "PluginControl", _LiveControl):
+        with mock.patch.object(shard_server, "PluginControl", _LiveControl):
             self.sync = ShardSync(self.servers, self, layout, "float32", "nccl", config, timeouts or TimeoutConfig())
 
     async def on_all(self, timeout: float, method: Callable[..., Any], *args: Any) -> list[Any]:

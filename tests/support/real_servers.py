@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,16 +48,6 @@ def make_server(
 
 
 @contextmanager
-def serving(folder: Path, logs: Path, tensor_parallel: Sequence[int], expert_parallel: int = 1) -> Iterator[list[str]]:
-    """URLs of servers of ``folder``, one for each tensor-parallel size."""
-    servers = [make_server(folder, logs / f"{index}.log", tp) for index, tp in enumerate(tensor_parallel)]
-    for server in servers:
-        server.spec.rollout.expert_parallel = min(expert_parallel, server.spec.rollout.tensor_parallel)
-    with running(servers) as urls:
-        yield urls
-
-
-@contextmanager
 def running(servers: Sequence[SGLangServer]) -> Iterator[list[str]]:
     """Their URLs, while they run."""
 
@@ -84,14 +73,14 @@ class SharedServers:
     MARK = "dense servers"
 
     def __init__(self, folder: Path, logs: Path) -> None:
-        self._start = partial(serving, folder, logs, (1, 1, 2))
+        self._servers = [make_server(folder, logs / f"{index}.log", ranks) for index, ranks in enumerate((1, 1, 2))]
         self._running = ExitStack()
         self._urls: list[str] = []
 
     def urls(self) -> list[str]:
         """Two servers of one rank and one of two ranks."""
         if not self._urls:
-            self._urls = self._running.enter_context(self._start())
+            self._urls = self._running.enter_context(running(self._servers))
         return self._urls
 
     def after(self, nextitem: pytest.Item | None) -> None:
@@ -226,8 +215,16 @@ def reference(model, prompt):
 
 
 async def checksums(server):
-    found = await server.post("/weights_checker", {"action": "checksum"}, timeout=60)
-    return [rank["checksums"] for rank in found["ranks"]]
+    answer = await server.post("/weights_checker", {"action": "checksum"}, timeout=60)
+    return [rank["checksums"] for rank in answer["ranks"]]
+
+
+async def check_bits(servers, folder):
+    """Checks that each server holds what a load of the folder gives it."""
+    held = [await checksums(server) for server in servers]
+    for server in servers:
+        await server.post("/update_weights_from_disk", {"model_path": str(folder)}, timeout=60)
+    assert [await checksums(server) for server in servers] == held
 
 
 async def check_serves(servers, model, version):

@@ -19,12 +19,12 @@ from megasync.layout.topology import Topology
 from megasync.sync.messages import (
     CommitRequest,
     Empty,
-    EngineLinks,
     ReceivePlanRequest,
     ReceiveRequest,
     Rendezvous,
     SendReport,
     SendRequest,
+    ServerLinks,
     StageReport,
     SyncMessage,
 )
@@ -126,7 +126,7 @@ class Wires:
             timeout=10.0,
             stall=stall,
             meeting_point=self.meeting_point,
-            engines=(EngineLinks(self.links, KIND, "http://engine", self.feed.replicas),),
+            servers=(ServerLinks(self.links, KIND, "http://engine", self.feed.replicas),),
             links=(self.links,),
             join=10.0,
             bases={KIND: base} if base else {},

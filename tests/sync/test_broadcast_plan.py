@@ -1,3 +1,7 @@
+"""Which tensors travel together, from whom, and that every rank derives the same of it."""
+
+from math import prod
+
 import pytest
 import torch
 from hypothesis import given
@@ -61,23 +65,25 @@ def test_buckets_hold_every_tensor_once_back_to_back(topology, limit, dtype, tie
         offset = 0
         for entry in bucket.tensors:
             assert entry.offset == offset
-            elements = 1
-            for size in entry.shape:
-                elements *= size
-            offset += elements * ITEM_BYTES[dtype]
+            offset += prod(entry.shape) * ITEM_BYTES[dtype]
         assert bucket.nbytes == offset
+
+
+def check_contributions(layout, plan, data_parallel):
+    """Contributions fill each bucket exactly, and come from ranks of its stage that hold them."""
+    for bucket in plan.buckets:
+        elements = sum(p.hf_box.rows * p.hf_box.cols for pieces in bucket.contributions.values() for p in pieces)
+        assert elements * ITEM_BYTES[bucket.dtype] == bucket.nbytes
+        for rank, pieces in bucket.contributions.items():
+            coords = layout.topology.coords(rank)
+            assert (coords.dp in data_parallel, coords.pp) == (True, bucket.stage)
+            assert set(pieces) <= set(layout.pieces(rank))
 
 
 @given(topology=topologies, limit=limits)
 def test_contributions_fill_each_bucket_exactly_and_come_from_ranks_that_hold_them(topology, limit):
     layout = Layout(CONFIG, topology)
-    for bucket in plan_broadcast(layout, limit, "float32").buckets:
-        elements = sum(p.hf_box.rows * p.hf_box.cols for pieces in bucket.contributions.values() for p in pieces)
-        assert elements * 4 == bucket.nbytes
-        for rank, pieces in bucket.contributions.items():
-            coords = topology.coords(rank)
-            assert (coords.dp, coords.pp) == (0, bucket.stage)
-            assert set(pieces) <= set(layout.pieces(rank))
+    check_contributions(layout, plan_broadcast(layout, limit, "float32"), {0})
 
 
 @pytest.mark.parametrize(
@@ -93,12 +99,7 @@ def test_experts_come_from_the_first_ranks_that_hold_them(topology, members):
     layout = Layout(MOE, topology)
     plan = plan_broadcast(layout, 4_000, "bfloat16")
     assert [plan.members(stage) for stage in range(topology.pipeline)] == members
-    for bucket in plan.buckets:
-        elements = sum(p.hf_box.rows * p.hf_box.cols for pieces in bucket.contributions.values() for p in pieces)
-        assert elements * 2 == bucket.nbytes
-        for rank, pieces in bucket.contributions.items():
-            assert topology.coords(rank).pp == bucket.stage
-            assert set(pieces) <= set(layout.pieces(rank))
+    check_contributions(layout, plan, range(topology.data))
 
 
 def test_tensors_of_another_dtype_have_buckets_of_their_own():
@@ -142,13 +143,10 @@ def test_the_plan_is_the_same_each_time_and_one_rank_sends_per_stage(topology, l
     assert plan.nbytes == sum(bucket.nbytes for bucket in plan.buckets)
 
 
-def test_buckets_of_different_senders_alternate():
-    plan = plan_broadcast(Layout(CONFIG, Topology(pipeline=2)), 4_000, "float32")
-    assert [bucket.stage for bucket in plan.buckets[:4]] == [0, 1, 0, 1]
-
-
-def test_a_whole_model_fits_one_bucket_per_stage():
-    assert len(plan_broadcast(Layout(CONFIG, Topology(pipeline=2)), 2**30, "bfloat16").buckets) == 2
+def test_buckets_of_different_senders_alternate_and_one_may_hold_a_whole_stage():
+    layout = Layout(CONFIG, Topology(pipeline=2))
+    assert [bucket.stage for bucket in plan_broadcast(layout, 4_000, "float32").buckets[:4]] == [0, 1, 0, 1]
+    assert len(plan_broadcast(layout, 2**30, "bfloat16").buckets) == 2
 
 
 def test_another_data_parallel_size_changes_the_ranks_of_the_buckets_alone():
@@ -185,13 +183,13 @@ def test_tensors_of_all_experts_are_put_together_from_the_ranks_that_hold_them(t
     layout = Layout(GPT_OSS, topology)
     tensors = random_weights(layout)
     shards = [Shards(layout, "float32", rank, shards_of(layout, rank, tensors)) for rank in range(topology.world)]
-    found = {}
+    streamed = {}
     for bucket in plan_broadcast(layout, limit, "float32").buckets:
         whole = empty_tensors(bucket, CPU)
         for rank in bucket.contributions:
             part = empty_part(bucket, rank, CPU)
             pack_part(bucket, shards[rank], part)
             place_part(bucket, rank, part, whole)
-        found |= whole
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+        streamed |= whole
+    assert streamed.keys() == tensors.keys()
+    assert all(torch.equal(streamed[name], tensors[name]) for name in tensors)

@@ -1,5 +1,7 @@
 """Which transport a run gets, and what it says of it."""
 
+import re
+
 import pytest
 
 from megasync.config import Config
@@ -59,34 +61,40 @@ def chosen(monkeypatch, tmp_path):
     return make
 
 
-async def test_auto_takes_shards_where_every_server_can(chosen):
-    kind, why = await chosen("auto")
-    assert kind is ShardSync
-    assert why.startswith("weights go shard to shard: every server has the plugin")
+NO_PLUGIN = ServerError("it runs without the plugin")
 
 
-async def test_auto_goes_by_broadcast_where_a_server_cannot_take_shards_and_says_why(chosen):
-    kind, why = await chosen("auto", ServerError("it runs without the plugin"))
-    assert kind is BroadcastSync
-    assert "weights go by broadcast: the servers cannot take shards" in why
-    assert "it runs without the plugin" in why
+@pytest.mark.parametrize(
+    ("transport", "refused", "kind", "words"),
+    [
+        ("auto", None, ShardSync, "weights go shard to shard: every server has the plugin"),
+        (
+            "auto",
+            NO_PLUGIN,
+            BroadcastSync,
+            "weights go by broadcast: the servers cannot.*without the plugin",
+        ),
+        ("p2p", None, ShardSync, ""),
+        ("broadcast", None, BroadcastSync, "sync.transport selects it"),
+        ("disk", None, DiskSync, "sync.transport selects it"),
+    ],
+)
+async def test_what_is_asked_for_is_taken_and_auto_takes_what_the_servers_can(chosen, transport, refused, kind, words):
+    found, why = await chosen(transport, refused)
+    assert found is kind and re.search(words, why)
 
 
-@pytest.mark.parametrize("parts", [{"pipeline_parallel": 2}, {"prefill_engines": 1, "decode_engines": 1}])
-async def test_servers_of_several_parts_do_not_fall_back_to_broadcast(chosen, parts):
-    with pytest.raises(PublishError, match="it runs without the plugin"):
-        await chosen("auto", ServerError("it runs without the plugin"), **parts)
-
-
-async def test_what_is_asked_for_is_taken_or_refused(chosen):
-    for transport, kind in (("p2p", ShardSync), ("broadcast", BroadcastSync), ("disk", DiskSync)):
-        found, why = await chosen(transport)
-        assert found is kind
-        assert kind is ShardSync or "sync.transport selects it" in why
-    with pytest.raises(PublishError, match="it runs without the plugin"):
-        await chosen("p2p", ServerError("it runs without the plugin"))
-
-
-async def test_a_lost_rank_is_no_reason_to_choose_another_transport(chosen):
-    with pytest.raises(PublishError, match="rank 1 is gone"):
-        await chosen("auto", RankLost("rank 1 is gone"))
+@pytest.mark.parametrize(
+    ("transport", "refused", "parts"),
+    [
+        ("p2p", NO_PLUGIN, {}),
+        # Servers of several parts have no broadcast to fall back to.
+        ("auto", NO_PLUGIN, {"pipeline_parallel": 2}),
+        ("auto", NO_PLUGIN, {"prefill_engines": 1, "decode_engines": 1}),
+        # A lost rank is no reason to choose another transport.
+        ("auto", RankLost("rank 1 is gone"), {}),
+    ],
+)
+async def test_a_refusal_is_the_error_where_nothing_else_may_be_taken(chosen, transport, refused, parts):
+    with pytest.raises(PublishError, match=str(refused)):
+        await chosen(transport, refused, **parts)

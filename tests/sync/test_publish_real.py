@@ -1,85 +1,99 @@
-"""Two trainer ranks publish into two stock SGLang servers on a CPU, with and without failures."""
+"""Trainer ranks publish into real SGLang servers by each transport; whole tensors and folders also fail on the way."""
 
 import asyncio
-import time
+import hashlib
+import json
 
 import pytest
-from real_servers import SharedServers, answered, check_answers, check_serves, generate, steady_traffic
+from real_servers import (
+    SharedServers,
+    answered,
+    check_answers,
+    check_bits,
+    check_serves,
+    generate,
+    spans,
+    steady_traffic,
+)
 
-from megasync.config.schema import SyncConfig, TimeoutConfig
-from megasync.device import Device
 from megasync.errors import SyncError
-from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
-from megasync.serving.control import ServerControl
-from megasync.sync.broadcast.plan import plan_broadcast
-from megasync.sync.broadcast.sync import BroadcastSync
+from megasync.serving.plugin_control import PluginControl
 
 pytestmark = [pytest.mark.real, pytest.mark.shares(SharedServers.MARK)]
 
-TOPOLOGY = Topology(tensor=2)
+STAGES = Topology(tensor=2, pipeline=2)
 BUCKET_BYTES = 16_384
+# A parameter of the last stage that its first bucket does not hold.
+LATE = "decoder.layers.0.mlp.linear_fc2.weight"
 
 
 @pytest.fixture
-def urls(dense_servers):
-    return dense_servers[:2]
+def make(models, dense_servers, control, publishing):
+    """Makes (transport, ranks, servers); p2p goes to servers of one and of two ranks, the others to two of one rank.
 
+    Only the first ``known`` servers belong to the transport.
+    """
 
-@pytest.fixture
-async def world(models, urls, local_ranks):
-    """(sync, ranks, servers); `mode` is a pause mode, `seconds` the deadline of a phase."""
-    servers = [ServerControl(url) for url in urls]
-    syncs = []
-
-    async def make(mode="retract", seconds=20.0):
-        ranks = await local_ranks(models[0][0][0], TOPOLOGY, BUCKET_BYTES)
-        plan = plan_broadcast(Layout(models[1], TOPOLOGY), BUCKET_BYTES, "float32")
-        assert len(plan.buckets) > 3
-        timeouts = TimeoutConfig(weight_sync=seconds)
-        sync = BroadcastSync(servers, ranks, plan, 1, SyncConfig(pause_mode=mode), timeouts, Device("cpu"))
-        # Group names count from one in each BroadcastSync; servers outlive the one of a test.
-        sync._connections = int(time.monotonic() * 1000)
-        syncs.append(sync)
+    async def make(kind, topology=STAGES, known=2, **options):
+        servers = [control(url) for url in (dense_servers[1:] if kind == "p2p" else dense_servers[:2])]
+        sync, ranks = await publishing(kind, models[0][0][0], servers[:known], topology, BUCKET_BYTES, **options)
         return sync, ranks, servers
 
-    yield make
-    for sync in syncs:
-        await sync.close()
-    for server in servers:
-        await server.close()
+    return make
 
 
 @pytest.mark.parametrize("mode", [pytest.param("retract", marks=pytest.mark.standard), "in_place", "abort"])
-async def test_after_a_publish_under_traffic_servers_compute_what_the_trainer_holds(world, models, mode):
-    sync, ranks, servers = await world(mode)
+@pytest.mark.parametrize("kind", ["p2p", "broadcast", "disk"])
+async def test_after_a_publish_under_traffic_servers_hold_the_bits_that_a_load_gives(
+    make, models, tmp_path, monkeypatch, kind, mode
+):
+    sync, ranks, servers = await make(kind, pause_mode=mode)
+    call, commands, links = PluginControl.call, [], []
+
+    async def noted(control, command, *arguments):
+        commands.append(command)
+        return await call(control, command, *arguments)
+
+    monkeypatch.setattr(PluginControl, "call", noted)
     for version, seed in ((11, 1), (12, 2)):
+        commands.clear()
+        links.append([getattr(server, "links", "") for server in sync._servers.values()])
         folder, model = models[0][seed]
         await ranks.call("load", str(folder), timeout=20)
         async with steady_traffic(servers) as clients:
             report = await sync.publish(version)
-        assert report.bytes == 2 * sum(p.numel() for p in model.parameters()) * 4
+        nbytes = sum(p.numel() for p in model.parameters()) * 4
+        assert kind == "p2p" or report.bytes == (nbytes if kind == "disk" else 2 * nbytes)
         await check_serves(servers, model, version)
         check_answers(clients, version, aborting=mode == "abort")
+    # A server that generates answers late, so the second publish asks each only to stage, over the links of the first.
+    assert set(commands) <= {"stage", "poll"}
+    links.append([getattr(server, "links", "") for server in sync._servers.values()])
+    assert links[1] == links[2]
+    await check_bits(servers, models[0][2][0])
+    if kind == "disk":
+        for name, written in json.loads((tmp_path / "sync" / "v12" / "manifest.json").read_text())["files"].items():
+            assert hashlib.sha256((tmp_path / "sync" / "v12" / name).read_bytes()).hexdigest() == written["sha256"]
 
 
-async def test_a_request_that_arrives_during_a_sync_waits_and_gets_the_new_version(world, models):
-    sync, ranks, servers = await world()
+# Whole tensors
+
+
+async def test_a_request_that_arrives_during_a_sync_waits_and_gets_the_new_version(make, models):
+    sync, ranks, servers = await make("broadcast", Topology(tensor=2))
     await ranks.call("load", str(models[0][1][0]), timeout=20)
     await ranks.call_one(1, "set_trap", "decoder.layers.0.mlp.linear_fc1.weight", "slow", timeout=5)
     paused = answered(servers[0], "/pause_generation")
     publish = asyncio.create_task(sync.publish(21))
-    async with asyncio.timeout(30):
-        await paused.wait()
+    await paused.wait()
     late = asyncio.create_task(generate(servers[0], 4))
-    await asyncio.sleep(0.5)
-    assert not late.done()
     await publish
-    assert [span["version"] for span in (await late)["weight_versions"]] == ["21"]
+    assert spans(await late) == ["21"]
 
 
-async def test_a_sender_that_fails_before_the_first_bucket_changes_nothing(world, models):
-    sync, ranks, servers = await world()
+async def test_a_sender_that_fails_before_the_first_bucket_changes_nothing(make, models):
+    sync, ranks, servers = await make("broadcast", Topology(tensor=2))
     await sync.publish(30)
     await ranks.call("load", str(models[0][1][0]), timeout=20)
     await ranks.call_one(0, "set_trap", "embedding.word_embeddings.weight", "raise", timeout=5)
@@ -90,28 +104,74 @@ async def test_a_sender_that_fails_before_the_first_bucket_changes_nothing(world
     await check_serves(servers, models[0][1][1], 31)
 
 
-async def test_a_peer_that_fails_in_the_middle_leaves_no_mixture_serving(world, models):
-    sync, ranks, servers = await world()
+async def test_a_peer_that_fails_in_the_middle_leaves_no_mixture_serving(make, models):
+    sync, ranks, servers = await make("broadcast", Topology(tensor=2))
     await ranks.call("load", str(models[0][2][0]), timeout=20)
     await ranks.call_one(1, "set_trap", "decoder.layers.1.mlp.linear_fc2.weight", "raise", timeout=5)
     with pytest.raises(SyncError, match=r"left paused.*loaded \d of \d+ buckets of version 41"):
         await sync.publish(41)
     waiting = [asyncio.create_task(generate(server, 4)) for server in servers]
-    await asyncio.sleep(0.5)
-    assert not any(request.done() for request in waiting)
     await sync.publish(42)
     assert sync.quarantined == {}
-    assert {span["version"] for meta in await asyncio.gather(*waiting) for span in meta["weight_versions"]} == {"42"}
+    # Had a server answered while it was paused, its tokens would be of an older version.
+    assert {version for answer in await asyncio.gather(*waiting) for version in spans(answer)} == {"42"}
     await check_serves(servers, models[0][2][1], 42)
 
 
-async def test_a_sender_that_is_killed_ends_the_publish_in_time(world, models):
-    sync, ranks, servers = await world(seconds=10.0)
+async def test_a_sender_that_is_killed_ends_the_publish_in_time(make, models):
+    sync, ranks, servers = await make("broadcast", Topology(tensor=2), seconds=10.0)
     await sync.publish(50)
     await ranks.call_one(0, "set_trap", "embedding.word_embeddings.weight", "die", timeout=5)
-    async with asyncio.timeout(30):
-        with pytest.raises(SyncError, match=r"version 51 .*'transfer' failed: trainer: .*rank 0 (died|is dead)"):
-            await sync.publish(51)
+    with pytest.raises(SyncError, match=r"version 51 .*'transfer' failed: trainer: .*rank 0 (died|is dead)"):
+        await sync.publish(51)
     # No bucket was on the wire, so the servers notice that the sender is gone, and go on.
     assert sync.quarantined == {}
     await check_serves(servers, models[0][0][1], 50)
+
+
+# Folders
+
+
+@pytest.mark.parametrize("fault", ["raise", "die"])
+async def test_a_rank_that_fails_while_it_writes_changes_nothing(make, models, tmp_path, fault):
+    sync, ranks, servers = await make("disk")
+    await sync.publish(50)
+    await ranks.call("load", str(models[0][1][0]), timeout=20)
+    await ranks.call_one(3, "set_trap", LATE, fault, timeout=5)
+    traffic = [asyncio.create_task(generate(server, 300)) for server in servers]
+    with pytest.raises(SyncError, match=r"version 51 was not published: phase 'write' failed: .*the previous version"):
+        await sync.publish(51)
+    assert sync.quarantined == {}
+    assert [path.name for path in (tmp_path / "sync").glob("[!.]*")] == ["v50"]
+    for answer in await asyncio.gather(*traffic):
+        assert (answer["finish_reason"]["type"], set(spans(answer))) == ("length", {"50"})
+    await check_serves(servers, models[0][0][1], 50)
+    if fault == "die":
+        await sync.close()
+        sync, ranks, servers = await make("disk")
+        await ranks.call("load", str(models[0][1][0]), timeout=20)
+    await sync.publish(51)
+    await check_serves(servers, models[0][1][1], 51)
+
+
+async def test_a_folder_that_a_server_does_not_see_leaves_it_serving_and_a_late_one_is_brought(make, models):
+    sync, ranks, servers = await make("disk", known=1)
+    await sync.publish(60)
+    await ranks.call("load", str(models[0][2][0]), timeout=20)
+    visible, sync._folders.seal = sync._folders.seal, lambda *args: hide(visible(*args))
+
+    def hide(path):
+        return path.rename(path.with_name("hidden")).with_name("not_there")
+
+    with pytest.raises(SyncError, match=r"version 61 .*'load' failed: .*the previous version"):
+        await sync.publish(61)
+    assert sync.quarantined == {}
+    await check_serves(servers[:1], models[0][0][1], 60)
+    del sync._folders.seal
+    traffic = asyncio.create_task(generate(servers[0], 300))
+    sync.add(servers[1])
+    await sync.publish(60, only=[servers[1].url])
+    assert spans(await traffic) == ["60"]
+    await check_serves(servers, models[0][0][1], 60)
+    await sync.publish(61)
+    await check_serves(servers, models[0][2][1], 61)

@@ -1,13 +1,15 @@
-"""What is compared after a sync: those servers that it was for."""
+"""What is compared after a sync: those servers that it was for, on the same tokens."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 
 from megasync.config.schema import SyncConfig
 from megasync.errors import ParityError, ServerError, ServerParityError
+from megasync.serving.disaggregated_control import EngineScores
 from megasync.sync.attempt import SyncReport
-from megasync.sync.publisher import VersionPublisher
+from megasync.sync.publisher import VersionPublisher, compare_logprobs
 
 
 class FakeSync:
@@ -64,9 +66,9 @@ def server(url):
     return SimpleNamespace(url=url)
 
 
-def engine(name, given):
+def engine(name, logprobs):
     """What an engine computes for tokens whose log-probs are -1 and -2."""
-    return SimpleNamespace(engine=name, expected=[-1.0, -2.0], given=given)
+    return EngineScores(name, [-1.0, -2.0], logprobs)
 
 
 async def test_a_server_that_comes_up_during_a_sync_is_not_compared_yet():
@@ -130,52 +132,52 @@ async def test_a_joiner_is_judged_by_the_servers_that_agreed_before_it_came():
 
 GOOD = [engine("decode engine of pair 0", [-1.0, -2.0]), engine("prefill engine of pair 0", [-1.0, -2.0])]
 BAD = [*GOOD, engine("decode engine of pair 1", [-1.0, -5.0])]
+OF_PAIR = "a, version 1, decode engine of pair 1: .* differ by 1.5 a token"
 
 
-async def test_engines_that_agree_pass():
-    publisher, _ = make_publisher([], engines={"a": GOOD})
-    publisher.add(server("a"))
-    metrics = await publisher.publish(1)
-    assert (metrics["sync/parity"], metrics["sync/parity_failures"]) == (0.0, 0.0)
-
-
-async def test_a_server_of_which_one_engine_differs_is_named_with_the_engine():
-    publisher, _ = make_publisher([], engines={"a": GOOD, "b": BAD})
-    for url in "ab":
+@pytest.mark.parametrize(
+    ("engines", "wrong", "error", "words"),
+    [
+        ({"a": GOOD}, (), None, ""),
+        ({"a": BAD}, (), ParityError, f"^{OF_PAIR}"),
+        ({"a": BAD, "b": GOOD}, (), ServerParityError, f"{OF_PAIR}.*1 other servers agree"),
+        # Engines that agree only with one another.
+        ({"a": GOOD, "b": GOOD}, ("b",), ServerParityError, "^b, version 1: "),
+        # Those that do not answer are left out, and agree with nobody.
+        ({"a": GOOD, "b": ServerError("it is gone")}, (), None, ""),
+        ({"a": BAD, "b": ServerError("it is gone")}, (), ParityError, f"^{OF_PAIR}"),
+    ],
+)
+async def test_a_server_of_which_one_engine_differs_is_named_with_the_engine(engines, wrong, error, words):
+    publisher, _ = make_publisher([], wrong=wrong, engines=engines)
+    for url in engines:
         publisher.add(server(url))
-    with pytest.raises(ServerParityError) as found:
-        await publisher.publish(4)
-    assert list(found.value.reasons) == ["b"]
-    reason = found.value.reasons["b"]
-    assert reason.startswith("b, version 4, decode engine of pair 1: ") and "differ by 1.5 a token" in reason
-    assert "1 other servers agree" in reason
-    assert found.value.metrics["sync/parity_failures"] == 1.0
-
-
-async def test_the_only_server_of_which_one_engine_differs_fails_parity():
-    publisher, _ = make_publisher([], engines={"a": BAD})
-    publisher.add(server("a"))
-    with pytest.raises(ParityError, match="^a, version 2, decode engine of pair 1: ") as error:
-        await publisher.publish(2)
-    assert not isinstance(error.value, ServerParityError)
-
-
-async def test_a_server_whose_engines_agree_only_with_one_another_fails_parity():
-    publisher, _ = make_publisher([], wrong=("b",), engines={"a": GOOD, "b": GOOD})
-    for url in "ab":
-        publisher.add(server(url))
-    with pytest.raises(ServerParityError, match="^b, version 1: "):
+    if error is None:
+        metrics = await publisher.publish(1)
+        assert (metrics["sync/parity"], metrics["sync/parity_failures"]) == (0.0, 0.0)
+        return
+    with pytest.raises(error, match=words) as caught:
         await publisher.publish(1)
+    assert type(caught.value) is error
 
 
-async def test_a_server_whose_engines_do_not_answer_is_left_out_and_agrees_with_nobody():
-    publisher, _ = make_publisher([], engines={"a": GOOD, "b": ServerError("it is gone"), "c": BAD})
-    for url in "ab":
-        publisher.add(server(url))
-    metrics = await publisher.publish(1)
-    assert metrics["sync/parity_failures"] == 0.0
-    publisher.remove("a")
-    publisher.add(server("c"))
-    with pytest.raises(ParityError, match="^c, version 2, ") as error:
-        await publisher.publish(2)
-    assert not isinstance(error.value, ServerParityError)
+def test_the_mean_absolute_difference_comes_back():
+    assert compare_logprobs([[-1.0, -2.0], [-3.0]], [[-1.25, -2.0], [-2.5]], 0.25, "server") == pytest.approx(0.25)
+
+
+def test_too_large_a_difference_names_the_engine_the_worst_token_and_both_numbers():
+    with pytest.raises(ParityError, match=r"http://a, version 7:.*prompt 1, token 2: trainer -1.*, server -4"):
+        compare_logprobs([[-1.0], [-1.0, -1.0]], [[-1.0], [-1.5, -4.0]], 0.1, "http://a, version 7")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_numbers_that_are_not_finite_never_pass(bad):
+    with pytest.raises(ParityError, match="token 1"):
+        compare_logprobs([[-1.0, -1.0]], [[bad, -1.0]], 1e9, "server")
+
+
+def test_different_lengths_and_nothing_to_compare_are_refused():
+    with pytest.raises(ParityError, match="different tokens"):
+        compare_logprobs([[-1.0]], [[-1.0, -1.0]], 1.0, "server")
+    with pytest.raises(ParityError, match="no log-prob"):
+        compare_logprobs([[]], [[]], 1.0, "server")

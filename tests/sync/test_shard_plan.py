@@ -202,17 +202,13 @@ def test_one_queue_a_rank_never_blocks(case, turn):
     assert not any(queues)
 
 
-def test_engines_of_the_same_ranks_receive_from_different_ones_at_a_time():
+def test_the_plan_is_the_same_wherever_it_is_made_and_engines_of_the_same_ranks_begin_with_different_ones():
     layout, ranks = small_case()
     plan = plan_shards(layout, ranks, 500, "float32")
     first = [receive_plan(plan, 0, "", (), turn).buckets[0].source for turn in range(len(plan.sources_of(0)))]
     assert sorted(first) == plan.sources_of(0)
-
-
-def test_the_plan_is_the_same_wherever_it_is_made():
-    layout, ranks = small_case()
     copies = [msgspec.convert(msgspec.to_builtins(rank), EngineRank) for rank in ranks]
-    assert plan_shards(layout, ranks, 500, "float32") == plan_shards(layout, copies, 500, "float32")
+    assert plan == plan_shards(layout, copies, 500, "float32")
 
 
 def small_case() -> tuple[Layout, list[EngineRank]]:
@@ -229,34 +225,33 @@ def small_case() -> tuple[Layout, list[EngineRank]]:
     return layout, traced(fake_engine(config, 2), layout)
 
 
-def test_a_tensor_that_no_rank_keeps_is_named():
-    layout, ranks = small_case()
+def without_a_tensor(layout: Layout, ranks: list[EngineRank]) -> tuple[Layout, list[EngineRank], str]:
     name = "model.layers.1.mlp.down_proj.weight"
-    bad = [EngineRank(tuple(s for s in r.slots if s.hf_name != name), r.fills, r.dtypes, r.sizes) for r in ranks]
-    with pytest.raises(SyncError, match=rf"keep 0 of the {prod(layout.hf_tensors[name])} elements of '{name}'"):
-        plan_shards(layout, bad, 500, "float32")
+    kept = [EngineRank(tuple(s for s in r.slots if s.hf_name != name), r.fills, r.dtypes, r.sizes) for r in ranks]
+    return layout, kept, rf"keep 0 of the {prod(layout.hf_tensors[name])} elements of '{name}'"
 
 
-def test_a_parameter_that_loading_does_not_write_is_named():
-    layout, ranks = small_case()
-    bad = [EngineRank(r.slots, r.fills, r.dtypes, r.sizes, ("extra.weight",)) for r in ranks]
-    with pytest.raises(SyncError, match=r"parameters of engine rank 0 unwritten: extra\.weight"):
-        plan_shards(layout, bad, 500, "float32")
+def with_an_unwritten_parameter(layout: Layout, ranks: list[EngineRank]) -> tuple[Layout, list[EngineRank], str]:
+    more = [EngineRank(r.slots, r.fills, r.dtypes, r.sizes, ("extra.weight",)) for r in ranks]
+    return layout, more, r"parameters of engine rank 0 unwritten: extra\.weight"
 
 
-def test_a_parameter_in_a_quantized_type_is_refused():
-    layout, ranks = small_case()
+def quantized(layout: Layout, ranks: list[EngineRank]) -> tuple[Layout, list[EngineRank], str]:
     name = ranks[0].slots[0].param
-    quantized = [structs.replace(rank, dtypes={**rank.dtypes, name: "float8_e4m3fn"}) for rank in ranks]
-    with pytest.raises(SyncError, match=rf"keeps '{re.escape(name)}' in float8_e4m3fn, .* unquantized"):
-        plan_shards(layout, quantized, 500, "float32")
+    other = [structs.replace(rank, dtypes={**rank.dtypes, name: "float8_e4m3fn"}) for rank in ranks]
+    return layout, other, rf"keeps '{re.escape(name)}' in float8_e4m3fn, .* unquantized"
 
 
-def test_a_tensor_that_the_trainer_does_not_have_is_named():
-    layout, ranks = small_case()
+def of_a_smaller_model(layout: Layout, ranks: list[EngineRank]) -> tuple[Layout, list[EngineRank], str]:
     smaller = Layout({**layout.hf_config, "num_hidden_layers": 1}, layout.topology)
-    with pytest.raises(SyncError, match=r"the engine keeps 'model\.layers\.1\.[^']*', which the trainer"):
-        plan_shards(smaller, ranks, 500, "float32")
+    return smaller, ranks, r"the engine keeps 'model\.layers\.1\.[^']*', which the trainer"
+
+
+@pytest.mark.parametrize("change", [without_a_tensor, with_an_unwritten_parameter, quantized, of_a_smaller_model])
+def test_what_does_not_fit_together_is_named(change):
+    layout, ranks, words = change(*small_case())
+    with pytest.raises(SyncError, match=words):
+        plan_shards(layout, ranks, 500, "float32")
 
 
 boxes = st.builds(Box, st.integers(0, 5), st.integers(1, 5), st.integers(0, 5), st.integers(1, 5))

@@ -23,8 +23,8 @@ from megasync.layout.digest import MASK
 from megasync.sync.groups import Links
 from megasync.sync.messages import (
     CommitRequest,
-    EngineLinks,
     ReceivePlanRequest,
+    ServerLinks,
 )
 from megasync.sync.shard import arena as shard_arena
 from megasync.sync.shard import plan as shard_plan
@@ -36,14 +36,21 @@ from megasync.sync.shard.receiver import Incoming
 from megasync.sync.shard.sender import _Lane
 from megasync.sync.shared_memory import HANDLES
 
+# (bytes from which a message goes straight from its parameter, whether a commit exchanges memory)
+WAYS = {
+    "packed-copied": (10**9, False),
+    "direct-copied": (1000, False),
+    "packed-exchanged": (10**9, True),
+    "direct-exchanged": (1000, True),
+}
+# For what depends on neither: one way of each.
+some_ways = pytest.mark.parametrize("wires", ["packed-exchanged", "direct-copied"], indirect=True)
 
-@pytest.fixture(
-    params=[(10**9, False), (1000, False), (10**9, True), (1000, True)],
-    ids=["packed-copied", "direct-copied", "packed-exchanged", "direct-exchanged"],
-)
+
+@pytest.fixture(params=WAYS)
 def wires(request, monkeypatch):
     """Everything goes in packed buckets, or most of it straight from the parameters; commits copy or exchange."""
-    limit, exchange = request.param
+    limit, exchange = WAYS[request.param]
     monkeypatch.setattr(shard_plan, "DIRECT_BYTES", limit)
     made = []
 
@@ -61,42 +68,51 @@ def wires(request, monkeypatch):
 over = pytest.mark.parametrize("backend", ["gloo", HANDLES])
 
 
-def weights(found: Wires, seed: int) -> dict[str, torch.Tensor]:
+def weights(w: Wires, seed: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
-    return {name: tensor.to(found.dtype) for name, tensor in random_weights(found.layout).items()}
+    return {name: tensor.to(w.dtype) for name, tensor in random_weights(w.layout).items()}
+
+
+def staged(w: Wires, attempt: str, whole: dict[str, torch.Tensor], base: str = "") -> tuple[list, list]:
+    """What senders and receivers report of an attempt that all have staged, and that no engine serves yet."""
+    w.weights(whole)
+    sent, received = w.stage(attempt, base=base)
+    assert [report.state for report in received] == ["staged", "staged"], received
+    assert not w.serves(whole)
+    return sent, received
+
+
+def published(w: Wires, attempt: str, whole: dict[str, torch.Tensor], base: str = "") -> int:
+    """The bytes that were sent until the engine serves these weights."""
+    sent, _ = staged(w, attempt, whole, base)
+    w.commit(attempt)
+    assert w.serves(whole)
+    return sum(report.bytes for report in sent)
 
 
 @over
 def test_versions_arrive_one_after_another_over_the_same_links(wires, backend):
     w = wires(backend=backend)
     for version in range(3):
-        whole = weights(w, version)
-        w.weights(whole)
-        sent, received = w.stage(f"v{version}")
-        assert [report.state for report in received] == ["staged", "staged"], received
-        assert not w.serves(whole)
+        sent, received = staged(w, f"v{version}", weights(w, version))
         for tp, report in enumerate(received):
-            assert (
-                report.digest == sum(value for result in sent for _, _, to, value in result.digests if to == tp) & MASK
-            )
+            digests = (value for result in sent for _, _, to, value in result.digests if to == tp)
+            assert report.digest == sum(digests) & MASK
         assert sum(result.bytes for result in sent) == w.plan.nbytes
         for sender in w.senders:
             assert len(sender._buffers) <= 2
             assert all(buffer.memory.numel() <= w.plan.largest_packed for buffer in sender._buffers)
         w.commit(f"v{version}")
-        assert w.serves(whole)
+        assert w.serves(weights(w, version))
 
 
 @pytest.mark.parametrize("turn", [0, 1])
 def test_replicas_share_an_engine_and_others_send_nothing(wires, turn):
     w = wires(replicas=3, feed=Feed((0, 2), (4, WHOLE - 4), turn))
     for version in range(2):
-        whole = weights(w, version)
-        w.weights(whole)
-        sent, received = w.stage(f"v{version}")
-        assert [report.state for report in received] == ["staged", "staged"], received
+        sent, _ = staged(w, f"v{version}", weights(w, version))
         w.commit(f"v{version}")
-        assert w.serves(whole)
+        assert w.serves(weights(w, version))
     # Ranks of the replicas 0, 1 and 2, two of each.
     first, none, last = (sum(report.bytes for report in sent[at : at + 2]) for at in (0, 2, 4))
     assert none == 0
@@ -109,12 +125,7 @@ def test_an_arena_in_other_memory_is_filled_message_by_message(wires, monkeypatc
     monkeypatch.setattr(shard_arena, "_lands", lambda device, wire: False)
     w = wires()
     for version in range(2):
-        whole = weights(w, version)
-        w.weights(whole)
-        _, received = w.stage(f"v{version}")
-        assert [report.state for report in received] == ["staged", "staged"], received
-        w.commit(f"v{version}")
-        assert w.serves(whole)
+        published(w, f"v{version}", weights(w, version))
 
 
 def test_pinned_memory_is_exactly_as_large_as_what_it_holds(wires, monkeypatch):
@@ -152,21 +163,17 @@ def test_waits_for_messages_hold_up_no_other_stream_and_a_commit_is_over_when_it
     monkeypatch.setattr(Incoming, "wait", wait)
     w = wires()
     monkeypatch.setattr(receiving, "synchronize", finished.append)
-    whole = weights(w, 0)
-    w.weights(whole)
-    w.stage("a")
+    staged(w, "a", weights(w, 0))
     assert waited
     assert set(waited) == {torch.device("cpu")}
     finished.clear()
     w.commit("a")
     assert finished == [torch.device("cpu")] * 2
-    assert w.serves(whole)
 
 
 def test_parameters_that_an_update_finds_otherwise_are_not_written(wires):
     w = wires()
-    w.weights(weights(w, 0))
-    w.stage("a")
+    staged(w, "a", weights(w, 0))
     name = next(iter(w.receivers[0]._forms))
     packed = dict(w.engine[0].tensors())
     packed[name] = packed[name].reshape(1, -1)
@@ -179,8 +186,7 @@ def test_parameters_that_an_update_finds_otherwise_are_not_written(wires):
 @pytest.mark.parametrize(("exchange", "deltas"), [(True, False), (True, True), (False, False)])
 def test_a_commit_exchanges_memory_unless_the_engine_or_a_delta_needs_it_where_it_is(wires, exchange, deltas):
     w = wires(exchange=exchange, deltas=deltas)
-    w.weights(weights(w, 0))
-    w.stage("a")
+    staged(w, "a", weights(w, 0))
     before = {name: tensor.data_ptr() for name, tensor in w.engine[0].tensors().items()}
     w.commit("a")
     moved = {tensor.data_ptr() != before[name] for name, tensor in w.engine[0].tensors().items()}
@@ -197,22 +203,15 @@ def test_a_driver_that_sends_deltas_gets_an_arena_that_keeps_versions(wires):
     for receiver in w.receivers:
         handle(receiver, "receive_plan", ReceivePlanRequest(plans, "device", None, True))
     whole = weights(w, 0)
-    for attempt, base in (("a", ""), ("b", "a")):
-        w.weights(whole)
-        _, received = w.stage(attempt, base=base)
-        assert [report.state for report in received] == ["staged", "staged"], received
-        w.commit(attempt)
-        assert w.serves(whole)
-        whole = changed_in_one_percent(whole)
+    published(w, "a", whole)
+    published(w, "b", changed_in_one_percent(whole), base="a")
 
 
 def test_links_that_are_not_used_again_are_closed(wires):
     w = wires()
-    w.weights(weights(w, 0))
     for name in ("first", "second"):
         w.links = name
-        _, received = w.stage(name)
-        assert [report.state for report in received] == ["staged", "staged"], received
+        staged(w, name, weights(w, 0))
         assert [list(sender._links) for sender in w.senders] == [[name], [name]]
 
 
@@ -223,39 +222,22 @@ def changed_in_one_percent(whole: dict[str, torch.Tensor]) -> dict[str, torch.Te
 def test_deltas_carry_little_and_give_the_same_bits(wires):
     w = wires(dtype=torch.bfloat16, deltas=True)
     whole = weights(w, 0)
-    w.weights(whole)
-    first, _ = w.stage("a")
-    w.commit("a")
-    whole = changed_in_one_percent(whole)
-    w.weights(whole)
-    second, received = w.stage("b", base="a")
-    assert [report.state for report in received] == ["staged", "staged"], received
-    w.commit("b")
-    assert w.serves(whole)
-    assert sum(r.bytes for r in second) < 0.2 * sum(r.bytes for r in first)
+    first = published(w, "a", whole)
+    assert published(w, "b", changed_in_one_percent(whole), base="a") < 0.2 * first
     # Everything changes: no delta is smaller, and full buckets go through the same door.
-    whole = weights(w, 7)
-    w.weights(whole)
-    third, received = w.stage("c", base="b")
-    assert [report.state for report in received] == ["staged", "staged"], received
-    w.commit("c")
-    assert w.serves(whole)
-    assert sum(r.bytes for r in third) == sum(r.bytes for r in first)
+    assert published(w, "c", weights(w, 7), base="b") == first
 
 
 def test_a_version_for_other_engines_keeps_what_deltas_build_on(wires):
     w = wires(deltas=True)
-    w.weights(weights(w, 0))
-    w.stage("a")
-    w.send(structs.replace(w.requests("elsewhere", "", 10.0)[0], engines=()))
-    _, received = w.stage("b", base="a")
-    assert [report.state for report in received] == ["staged", "staged"], received
+    staged(w, "a", weights(w, 0))
+    w.send(structs.replace(w.requests("elsewhere", "", 10.0)[0], servers=()))
+    staged(w, "b", weights(w, 0), base="a")
 
 
 def test_a_delta_needs_the_same_base_on_both_sides(wires):
     w = wires(deltas=True)
-    w.weights(weights(w, 0))
-    w.stage("a")
+    staged(w, "a", weights(w, 0))
     _, to_receive = w.requests("b", "other", 10.0)
     with pytest.raises(SyncError, match=r"deltas build on attempt 'other', but the arena holds 'a'"):
         handle(w.receivers[0], "stage", to_receive)
@@ -319,14 +301,13 @@ def stall_in_the_middle(payload: torch.Tensor) -> torch.Tensor:
     ],
 )
 @over
+@some_ways
 def test_after_a_fault_the_old_version_serves_and_the_next_sync_succeeds(
     wires, monkeypatch, fault: Callable, words, backend
 ):
     w = wires(backend=backend)
     old = weights(w, 0)
-    w.weights(old)
-    w.stage("a")
-    w.commit("a")
+    published(w, "a", old)
     with monkeypatch.context() as patch:
         at_the_third(patch, w.plan, 1, fault)
         w.weights(weights(w, 1))
@@ -340,38 +321,31 @@ def test_after_a_fault_the_old_version_serves_and_the_next_sync_succeeds(
                 check(receiver, "b")
     assert w.serves(old)
     w.mend()
-    new = weights(w, 2)
-    w.weights(new)
-    _, received = w.stage("c")
-    assert [report.state for report in received] == ["staged", "staged"], received
-    w.commit("c")
-    assert w.serves(new)
+    published(w, "c", weights(w, 2))
 
 
+@some_ways
 @pytest.mark.parametrize("comes", [False, True], ids=["never joins", "joins and never receives"])
 def test_an_engine_that_receives_nothing_costs_no_other_engine_anything(wires, comes):
     w = wires()
-    stuck = EngineLinks("stuck", KIND, "http://stuck", (0,))
+    stuck = ServerLinks("stuck", KIND, "http://stuck", (0,))
     w.weights(weights(w, 0))
     to_send, to_receive = w.requests("a", "", 10.0)
     both = structs.replace(
-        to_send, engines=(stuck, *to_send.engines), links=("stuck", "first"), stall=2.0, join=10.0 if comes else 2.0
+        to_send, servers=(stuck, *to_send.servers), links=("stuck", "first"), stall=2.0, join=10.0 if comes else 2.0
     )
     to_receive = structs.replace(to_receive, patience=5.0)
-    joined = []
 
-    def join(rank: int) -> None:
-        joined.append(
-            Links(join_store(*w.meeting_point, 10), "stuck", rank, 4, "gloo", "127.0.0.1", 10, torch.device("cpu"))
-        )
+    def join(rank: int) -> Links:
+        store = join_store(*w.meeting_point, 10)
+        return Links(store, "stuck", rank, 4, "gloo", "127.0.0.1", 10, torch.device("cpu"))
 
     with ThreadPoolExecutor(2) as pool:
         joining = [pool.submit(join, rank) for rank in (2, 3) if comes]
         for receiver in w.receivers:
             handle(receiver, "stage", to_receive)
         sent = w.send(both)
-        for each in joining:
-            each.result()
+        _held = [each.result() for each in joining]
     assert [w.end_of_stage(receiver).state for receiver in w.receivers] == ["staged", "staged"]
     for report in sent:
         assert list(report.failed) == ["http://stuck"]
@@ -380,14 +354,11 @@ def test_an_engine_that_receives_nothing_costs_no_other_engine_anything(wires, c
     # Its links are gone, and those of the other engine serve the next version.
     assert [list(sender._links) for sender in w.senders] == [["first"], ["first"]]
     kept = [sender._links["first"] for sender in w.senders]
-    new = weights(w, 1)
-    w.weights(new)
-    w.stage("b")
+    published(w, "b", weights(w, 1))
     assert [sender._links["first"] for sender in w.senders] == kept
-    w.commit("b")
-    assert w.serves(new)
 
 
+@some_ways
 def test_a_receiver_that_does_not_come_fails_the_sender_in_time(wires):
     w = wires()
     w.weights(weights(w, 0))

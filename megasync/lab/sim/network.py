@@ -17,7 +17,7 @@ from megasync.lab.sim.chance import Chance
 from megasync.lab.sim.invariants import Invariants
 from megasync.lab.sim.servers import ROUTER_URL, SimRouter, SimServer
 from megasync.rollout.client import RequestBody
-from megasync.serving.engine_protocol import ROUTING_KEY_HEADER
+from megasync.serving.plugin_protocol import ROUTING_KEY_HEADER
 
 LATENCY_SECONDS = 0.003
 

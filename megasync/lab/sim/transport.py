@@ -59,9 +59,8 @@ class SimPublisher:
         broken = not failed and cause is None and self._chance.happens("link breaks in a sync", f"version {version}")
         if failed or cause or broken:
             self._invariants.note(f"publish {version} failed in {phase}: {failed or cause or 'link'}; moved: {moved}")
-            engines = list(failed) or ["trainer"]
             problem = f"version {version}: {failed or cause or 'the link broke'}"
-            raise PublishError(problem, version, phase, engines, {}, failed, moved) from cause
+            raise PublishError(problem, version, phase, {}, failed, moved) from cause
         self._invariants.publish_ends(version)
         return {"sync/version": float(version)}
 

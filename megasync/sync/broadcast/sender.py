@@ -175,12 +175,14 @@ class StageSender(ABC):
         """Sender: delivers the bytes of the stage's bucket ``index``, [nbytes] uint8, which are reused afterwards."""
 
     def _contribute(self, deadline: Deadline, seconds: dict[str, float]) -> None:
-        """Peer: hands its pieces of each bucket to the sender, one message per bucket."""
+        """Peer: hands its pieces of each bucket to the sender, one after another as one message."""
         for bucket in self._buckets:
             if self._rank not in bucket.contributions:
                 continue
+            assert self._staging is not None
+            message = self._staging[: _nbytes(bucket, self._rank)].view(_dtype(bucket))
             with timed(seconds, "pack"):
-                message = self._collect(bucket)
+                pack_part(bucket, self._shards, message)
             with timed(seconds, "wire"), describe_failure("handing over pieces", bucket):
                 self._groups["peers"].send(message, 0, deadline)
 
@@ -189,28 +191,21 @@ class StageSender(ABC):
         """Fills ``buffer`` with a bucket and returns its bytes, [nbytes] uint8."""
         dtype = _dtype(bucket)
         elements = buffer[: bucket.nbytes].view(dtype)
-        whole = {
+        tensors = {
             entry.name: elements[entry.offset // dtype.itemsize :][: prod(entry.shape)].view(entry.shape)
             for entry in bucket.tensors
         }
         for rank, pieces in bucket.contributions.items():
             if rank == self._rank:
                 for piece in pieces:
-                    box_of(whole[piece.hf_name], piece.hf_box).copy_(held_piece(piece, self._shards.params))
+                    box_of(tensors[piece.hf_name], piece.hf_box).copy_(held_piece(piece, self._shards.params))
                 continue
             assert self._staging is not None
             message = self._staging[: _nbytes(bucket, rank)].view(dtype)
             with describe_failure(f"pieces from trainer rank {rank}", bucket):
                 self._groups["peers"].receive(message, self._members.index(rank), deadline)
-            place_part(bucket, rank, message, whole)
+            place_part(bucket, rank, message, tensors)
         return buffer[: bucket.nbytes]
-
-    def _collect(self, bucket: Bucket) -> torch.Tensor:
-        """This rank's pieces of a bucket one after another, as one flat tensor."""
-        assert self._staging is not None
-        message = self._staging[: _nbytes(bucket, self._rank)].view(_dtype(bucket))
-        pack_part(bucket, self._shards, message)
-        return message
 
     def leave(self) -> None:
         """Leaves every group and frees the buckets. May be called at any time, more than once."""

@@ -19,9 +19,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megasync.errors import ServerError, SyncError
-from megasync.sync.attempt import NOT_RECEIVED, Attempt, ServerProgress
+from megasync.sync.attempt import NOT_RECEIVED, RECOVERY_SECONDS, Attempt, ServerProgress, ServerUpdate, call_each
 from megasync.sync.broadcast.plan import BroadcastPlan, group_name
-from megasync.sync.server_update import RECOVERY_SECONDS, ServerUpdate, call_each
 from megasync.sync.weight_sync import GRACE_SECONDS, SendingRank, TrainerRanks, WeightSync
 
 if TYPE_CHECKING:

@@ -32,12 +32,11 @@ from megasync.base.files import atomic_write, fsync
 from megasync.errors import ServerError, SyncError
 from megasync.layout.adapter import AdapterLayout, adapter_config
 from megasync.layout.shards import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from megasync.serving.engine_protocol import KEPT_ADAPTER, POLICY_ADAPTER
-from megasync.sync.attempt import Attempt, PhaseFailed
+from megasync.serving.plugin_protocol import KEPT_ADAPTER, POLICY_ADAPTER
+from megasync.sync.attempt import Attempt, PhaseFailed, failures
 from megasync.sync.disk.sync import DiskServer, DiskSync, SealedVersion, in_phases
 from megasync.sync.disk.version_folders import VersionFolders
 from megasync.sync.messages import WrittenFile
-from megasync.sync.server_update import failures
 
 if TYPE_CHECKING:
     from megasync.serving.control import ServerControl
@@ -56,14 +55,14 @@ class AdapterFolders(VersionFolders):
             if _digest(draft / name) != written.sha256:
                 raise SyncError(f"{draft / name} does not hold here what its rank wrote")
             tensors |= load_file(draft / name)
-        whole = draft / ADAPTER_WEIGHTS
-        save_file(tensors, whole, metadata={"format": "pt"})
-        fsync(whole)
+        weights = draft / ADAPTER_WEIGHTS
+        save_file(tensors, weights, metadata={"format": "pt"})
+        fsync(weights)
         for name in files:
             (draft / name).unlink()
         config = adapter_config(layout.shape, str(self._source.resolve()))
         atomic_write(draft / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
-        return {ADAPTER_WEIGHTS: WrittenFile(whole.stat().st_size, _digest(whole))}
+        return {ADAPTER_WEIGHTS: WrittenFile(weights.stat().st_size, _digest(weights))}
 
 
 class AdapterServer(DiskServer):

@@ -33,10 +33,10 @@ from megasync.concurrency.first_use import prepared
 from megasync.concurrency.tasks import within
 from megasync.errors import ServerError, SyncError
 from megasync.serving.answers import parse_as
-from megasync.sync.attempt import Attempt, PhaseFailed
+from megasync.serving.plugin_control import ChecksumReport
+from megasync.sync.attempt import Attempt, PhaseFailed, ServerUpdate, each_engine, failures, untouched
 from megasync.sync.broadcast.plan import BroadcastPlan
 from megasync.sync.disk.version_folders import VersionFolders
-from megasync.sync.server_update import ServerUpdate, each_engine, failures, untouched
 from megasync.sync.weight_sync import SendingRank, TrainerRanks, WeightSync
 
 if TYPE_CHECKING:
@@ -65,16 +65,6 @@ class _ServerInfo(msgspec.Struct):
     dtype: Any = None
     quantization: Any = None
     nnodes: int = 1
-
-
-@prepared
-class _RankChecksums(msgspec.Struct):
-    checksums: dict[str, Any]
-
-
-@prepared
-class _ChecksumReport(msgspec.Struct):
-    ranks: list[_RankChecksums]
 
 
 class DiskServer(ServerUpdate):
@@ -124,7 +114,7 @@ class DiskServer(ServerUpdate):
     async def checksum(self) -> str:
         """One text for all bytes of all ranks' weights. Raises ServerError."""
         answer = await self.post("/weights_checker", {"action": "checksum"})
-        report = parse_as(answer, _ChecksumReport, f"{self.url}/weights_checker")
+        report = parse_as(answer, ChecksumReport, f"{self.url}/weights_checker")
         sums = [rank.checksums for rank in report.ranks]
         return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 

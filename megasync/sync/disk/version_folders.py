@@ -24,7 +24,7 @@ from megasync.base.files import atomic_write, durable_rename, fsync, remove_tree
 from megasync.base.locks import FileLock, named_holder
 from megasync.errors import SyncError
 from megasync.layout.shards import INDEX, index_text, part_name, write_companions
-from megasync.serving.engine_protocol import MANIFEST
+from megasync.serving.plugin_protocol import MANIFEST
 from megasync.sync.broadcast.plan import BroadcastPlan
 from megasync.sync.messages import WrittenFile
 

@@ -165,8 +165,8 @@ def _with_twin(plan: ReceivePlan, params: Params) -> set[str]:
 
 
 def _owns_memory(param: torch.Tensor) -> bool:
-    whole = param.is_contiguous() and param.untyped_storage().nbytes() == param.nbytes
-    return whole and not param.is_shared() and not param.is_inference() and is_unshared(param)
+    fills_storage = param.is_contiguous() and param.untyped_storage().nbytes() == param.nbytes
+    return fills_storage and not param.is_shared() and not param.is_inference() and is_unshared(param)
 
 
 def _covered(param: torch.Tensor, parts: Iterable[ParamRectangle]) -> bool:

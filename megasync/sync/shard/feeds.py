@@ -1,7 +1,7 @@
-"""Which replicas of the trainer feed which engine.
+"""Which replicas of the trainer feed which server.
 
-Replicas (`Topology.replica_ranks`) are assigned to engines, so that an engine has links to few trainer ranks and a
-trainer rank to few engines. An engine keeps its replicas while others come and go. Pure functions.
+Replicas (`Topology.replica_ranks`) are assigned to servers, so that a server has links to few trainer ranks and a
+trainer rank to few servers. A server keeps its replicas while others come and go. Pure functions.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# An engine's weights, in parts: what a replica sends is a whole number of them.
+# A server's weights, in parts: what a replica sends is a whole number of them.
 WHOLE = 16
-# Loads of replicas may differ by this part; smaller shares of an engine are not worth a link.
+# Loads of replicas may differ by this part; smaller shares of a server are not worth a link.
 TOLERANCE = 0.1
 
 
 class Feed(NamedTuple):
-    """The replicas that send an engine its weights, ascending, and how many of the `WHOLE` parts each sends.
+    """The replicas that send a server its weights, ascending, and how many of the `WHOLE` parts each sends.
 
-    ``turn`` counts the engines that the first of them fed before.
+    ``turn`` counts the servers that the first of them fed before.
     """
 
     replicas: tuple[int, ...]
@@ -26,23 +26,23 @@ class Feed(NamedTuple):
     turn: int
 
 
-def assign_feeds(feeds: Sequence[Feed], engines: int, replicas: int, most: int) -> list[Feed]:
-    """Feeds for new engines beside those that have one.
+def assign_feeds(feeds: Sequence[Feed], servers: int, replicas: int, most: int) -> list[Feed]:
+    """Feeds for new servers beside those that have one.
 
     Args:
-        feeds: of the engines that keep theirs.
-        engines: number of new ones.
+        feeds: of the servers that keep theirs.
+        servers: number of new ones.
         replicas: replicas of the trainer.
-        most: replicas that may share an engine.
+        most: replicas that may share a server.
     """
     load, turns = [0] * replicas, [0] * replicas
     for feed in feeds:
         _note(feed, load, turns)
-    busy = min(replicas, most * (len(feeds) + engines))
-    level = -(-(sum(load) + WHOLE * engines) // busy)
+    busy = min(replicas, most * (len(feeds) + servers))
+    level = -(-(sum(load) + WHOLE * servers) // busy)
     least = max(1, int(TOLERANCE * level))
     added: list[Feed] = []
-    for _ in range(engines):
+    for _ in range(servers):
         shares: dict[int, int] = {}
         while left := WHOLE - sum(shares.values()):
             others = [replica for replica in range(replicas) if replica not in shares]

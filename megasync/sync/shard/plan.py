@@ -381,8 +381,8 @@ def _contiguous(region: Region, shapes: Mapping[str, tuple[int, ...]], item_byte
         return False
     box, width = piece.param_box, prod(shapes[piece.param][1:])
     start = (box.row * width + box.col) * item_bytes
-    whole = start % WORD_BYTES == 0 and region.elements * item_bytes % WORD_BYTES == 0
-    return whole and (box.cols == width or box.rows == 1)
+    of_words = start % WORD_BYTES == 0 and region.elements * item_bytes % WORD_BYTES == 0
+    return of_words and (box.cols == width or box.rows == 1)
 
 
 def receive_plan(

@@ -26,7 +26,7 @@ from megasync.base.store import join_store
 from megasync.device import side_stream, synchronize
 from megasync.errors import SyncError
 from megasync.layout.digest import MASK, combine, digest, signed
-from megasync.serving.engine_protocol import HOST_VARIABLE
+from megasync.serving.plugin_protocol import HOST_VARIABLE
 from megasync.sync.attempt import timed
 from megasync.sync.groups import Deadline, Links, Transfer
 from megasync.sync.messages import (

@@ -1,10 +1,10 @@
 """The trainer rank's side of a shard-to-shard sync: pack what this rank owes each engine rank, and send it.
 
-Each engine has links and a thread of its own, so one that is slow delays no other. A bucket is packed and digested once
-for all engines that keep pace; what is contiguous in a parameter is sent from there. Needs memory for two buckets, for
-two more with each engine that falls behind, and with deltas a host copy of what was sent last.
+Each server has links and a thread of its own, so one that is slow delays no other. A bucket is packed and digested once
+for all servers that keep pace; what is contiguous in a parameter is sent from there. Needs memory for two buckets, for
+two more with each server that falls behind, and with deltas a host copy of what was sent last.
 
-What goes wrong with one engine closes its links alone and is reported at the end. A failure of this rank closes all of
+What goes wrong with one server closes its links alone and is reported at the end. A failure of this rank closes all of
 its links before it is raised. The next `send` makes the missing ones.
 """
 
@@ -38,10 +38,10 @@ from megasync.sync.messages import (
     TABLE,
     BucketHeader,
     Confirmation,
-    EngineLinks,
     SendReport,
     SendRequest,
     SentDigest,
+    ServerLinks,
 )
 from megasync.sync.shard import delta
 from megasync.sync.shard.plan import ShardBucket, ShardPlan, plan_shards
@@ -80,7 +80,6 @@ class ShardSender:
         self._store: Store | None = None
         self._links: dict[str, Links] = {}
         self._buffers: list[_Buffer] = []
-        self._packing = threading.Lock()
         # By plan: the attempt whose weights `_sent` holds, and those weights by tag.
         self._base: dict[str, str] = {}
         self._sent: dict[str, dict[int, torch.Tensor]] = {}
@@ -93,8 +92,8 @@ class ShardSender:
         self._store = open_store(self._host, timeout)
         return self._host, self._store.port
 
-    def prepare(self, name: str, engine: Sequence[EngineRank], shares: Sequence[int], replicas: Sequence[int]) -> str:
-        """Plans the transfer into an engine, given what each of its ranks keeps and what each replica's share is.
+    def prepare(self, name: str, ranks: Sequence[EngineRank], shares: Sequence[int], replicas: Sequence[int]) -> str:
+        """Plans the transfer into a server, given what each of its ranks keeps and what each replica's share is.
 
         Returns the plan's digest, or "" on a rank of none of the ``replicas``, which does not need the plan.
         """
@@ -102,89 +101,89 @@ class ShardSender:
             return ""
         if name not in self._plans:
             layout = self._shards.layout.with_replicas(len(shares))
-            self._plans[name] = plan_shards(layout, engine, self._bucket_bytes, self._shards.dtype, shares)
+            self._plans[name] = plan_shards(layout, ranks, self._bucket_bytes, self._shards.dtype, shares)
         return self._plans[name].digest
 
     def send(self, request: SendRequest) -> SendReport:
-        """Sends the present weights to the engines of the request that this rank feeds.
+        """Sends the present weights to the servers of the request that this rank feeds.
 
         Raises SyncError when this rank itself failed; it has then left all links.
         """
         start = time.monotonic()
         self._close([name for name in self._links if name not in request.links])
-        # In this thread, which has selected the device; those of the engines have not.
+        # In this thread, which has selected the device; those of the servers have not.
         sending = _Sending(request, Deadline(request.timeout), self._device.torch_device)
         try:
-            mine = [feed for engine in request.engines if (feed := self._feed_of(engine, sending))]
-            for feed in mine:
-                self._base.pop(feed.engine.plan, None)
-            with ThreadPoolExecutor(max(1, len(mine)), "megasync-send") as pool:
+            lanes = [lane for server in request.servers if (lane := self._lane_to(server, sending))]
+            for lane in lanes:
+                self._base.pop(lane.server.plan, None)
+            with ThreadPoolExecutor(max(1, len(lanes)), "megasync-send") as pool:
                 with timed(sending.seconds, "join"):
-                    joined = list(pool.map(lambda feed: self._attempt(self._join, feed, sending), mine))
+                    joined = list(pool.map(lambda lane: self._attempt(self._join, lane), lanes))
                 # Nothing is sent before, because making links may wait for whatever the device is doing.
-                ready = [feed for feed, done in zip(mine, joined, strict=True) if done]
-                list(pool.map(lambda feed: self._attempt(self._serve, feed, sending), ready))
+                ready = [lane for lane, done in zip(lanes, joined, strict=True) if done]
+                list(pool.map(lambda lane: self._attempt(self._serve, lane), ready))
         except Exception as error:
             self.leave()
             raise SyncError(f"trainer rank {self._rank} failed to send {request.attempt}: {error}") from error
-        for feed in mine:
-            self._sent.pop(feed.engine.plan, None)
+        for lane in lanes:
+            self._sent.pop(lane.server.plan, None)
         self._sent |= sending.kept
         self._base |= dict.fromkeys(sending.kept, request.attempt)
         sending.seconds["total"] = time.monotonic() - start
         return sending.report()
 
-    def _feed_of(self, engine: EngineLinks, sending: _Sending) -> _Feed | None:
-        """What this rank sends to an engine, or None."""
-        source = self._topology.local_rank(engine.replicas, self._rank)
-        if source is None or not (buckets := self._plans[engine.plan].of_source(source)):
+    def _lane_to(self, server: ServerLinks, sending: _Sending) -> _Lane | None:
+        """What this rank sends to a server, or None."""
+        source = self._topology.local_rank(server.replicas, self._rank)
+        if source is None or not (buckets := self._plans[server.plan].of_source(source)):
             return None
-        base = sending.request.bases.get(engine.plan, "")
-        if base and base != self._base.get(engine.plan):
+        base = sending.request.bases.get(server.plan, "")
+        if base and base != self._base.get(server.plan):
             raise SyncError(f"deltas build on attempt {base!r}, which this rank has not kept")
-        before = self._sent[engine.plan] if base else None
-        packed = max((bucket.nbytes for _, bucket in buckets if not self._sent_in_place(bucket)), default=0)
-        return _Feed(engine, self._plans[engine.plan], source, buckets, before, packed)
+        before = self._sent[server.plan] if base else None
+        return _Lane(server, self._plans[server.plan], source, buckets, before, self._links, sending)
 
-    def _attempt(self, step: Callable[[_Feed, _Sending], None], feed: _Feed, sending: _Sending) -> bool:
-        """Takes a step with one engine; whether it succeeded. A broken link is noted and closed."""
+    def _attempt(self, step: Callable[[_Lane], None], lane: _Lane) -> bool:
+        """Takes a step with one server; whether it succeeded. A broken link is noted and closed."""
         try:
-            if sending.device.type == "cuda":
-                torch.cuda.set_device(sending.device)
-            step(feed, sending)
+            if lane.sending.device.type == "cuda":
+                torch.cuda.set_device(lane.sending.device)
+            step(lane)
         except _LinkError as error:
-            sending.failed[feed.engine.url] = str(error)
-            self._close([feed.engine.name])
+            lane.sending.failed[lane.server.url] = str(error)
+            self._close([lane.server.name])
             return False
         return True
 
-    def _join(self, feed: _Feed, sending: _Sending) -> None:
-        """Makes the links to one engine, unless they were made for an earlier attempt."""
-        engine, plan, request = feed.engine, feed.plan, sending.request
-        if engine.name in self._links:
+    def _join(self, lane: _Lane) -> None:
+        """Makes the links to one server, unless they were made for an earlier attempt."""
+        server, plan, sending = lane.server, lane.plan, lane.sending
+        if server.name in self._links:
             return
-        index, size = plan.sources.index(feed.source), len(plan.sources) + plan.engine_ranks
+        index, size = plan.sources.index(lane.source), len(plan.sources) + plan.engine_ranks
         try:
-            timeout = min(request.join, sending.deadline.left().total_seconds())
+            timeout = min(sending.request.join, sending.deadline.left().total_seconds())
             # A store of its own, because a wait in one blocks every other use of it.
-            store = join_store(*request.meeting_point, timeout)
-            self._links[engine.name] = make_links(
-                store, engine.name, index, size, self._backend, self._host, timeout, sending.device
+            store = join_store(*sending.request.meeting_point, timeout)
+            self._links[server.name] = make_links(
+                store, server.name, index, size, self._backend, self._host, timeout, sending.device
             )
         except (RuntimeError, SyncError) as error:
-            raise _LinkError(f"no links to {engine.url}: {error}") from error
+            raise _LinkError(f"no links to {server.url}: {error}") from error
 
-    def _serve(self, feed: _Feed, sending: _Sending) -> None:
-        """Sends one engine everything. A bucket is packed while others are on the wire."""
-        lane = _Lane(feed, self._links[feed.engine.name], sending, self._release)
+    def _serve(self, lane: _Lane) -> None:
+        """Sends one server everything. A bucket is packed while others are on the wire."""
+        sending = lane.sending
+        packed_bytes = max((bucket.nbytes for _, bucket in lane.buckets if not self._sent_in_place(bucket)), default=0)
         try:
-            for tag, bucket in feed.buckets:
+            for tag, bucket in lane.buckets:
                 if sending.ended:
                     break
                 in_place = self._sent_in_place(bucket)
                 lane.make_room(packed=not in_place)
                 with timed(lane.seconds, "pack"):
-                    parcel = self._parcel(feed, tag, bucket, in_place, sending)
+                    parcel = self._parcel(lane, tag, bucket, 0 if in_place else packed_bytes)
                 lane.send(parcel)
             else:
                 lane.finish()
@@ -199,32 +198,31 @@ class ShardSender:
 
     # Packing
 
-    def _parcel(self, feed: _Feed, tag: int, bucket: ShardBucket, in_place: bool, sending: _Sending) -> _Parcel:
-        """The message of a bucket; it stays as it is until it is released."""
-        if in_place:
+    def _parcel(self, lane: _Lane, tag: int, bucket: ShardBucket, packed_bytes: int) -> _Parcel:
+        """The message of a bucket, which stays as it is until it is released.
+
+        It is packed into a buffer of ``packed_bytes``, or, with 0, stays in its parameter.
+        """
+        sending, plan = lane.sending, lane.server.plan
+        if not packed_bytes:
             parcel = _Parcel(tag, bucket, self._part(bucket))
         else:
-            key = (sending.request.attempt, feed.engine.plan, feed.source, tag)
-            with self._packing:
+            key = (sending.request.attempt, plan, lane.source, tag)
+            with sending.packing:
                 buffer = next((buffer for buffer in self._buffers if buffer.holds == key), None)
                 if buffer is None:
-                    buffer = self._free_buffer(feed.packed_bytes, sending.device)
+                    buffer = self._free_buffer(packed_bytes, sending.device)
                     buffer.holds = None
                     buffer.pack(bucket, self._params)
                     buffer.holds = key
                 buffer.users += 1
             parcel = _Parcel(tag, bucket, buffer.memory[: bucket.nbytes], buffer)
         if sending.request.keep:
-            with self._packing:
-                kept = sending.kept[feed.engine.plan]
+            with sending.packing:
+                kept = sending.kept[plan]
                 if tag not in kept:
                     kept[tag] = parcel.message.to("cpu", copy=True)
         return parcel
-
-    def _release(self, parcel: _Parcel) -> None:
-        if parcel.buffer is not None:
-            with self._packing:
-                parcel.buffer.users -= 1
 
     def _free_buffer(self, nbytes: int, device: torch.device) -> _Buffer:
         """The buffer that was used longest ago, of those of that size that nobody uses; a new one if there is none."""
@@ -273,18 +271,18 @@ def packing(
     values, start = message.view(getattr(torch, bucket.dtype)), 0
     for region in bucket.regions:
         box = region.slot.hf_box
-        whole = values[start : start + region.elements].view(box.rows, box.cols)
+        area = values[start : start + region.elements].view(box.rows, box.cols)
         for piece in region.sources:
             source = piece_of(params[piece.param], piece)
             inside = piece.hf_box._replace(row=piece.hf_box.row - box.row, col=piece.hf_box.col - box.col)
-            targets.append(box_of(whole, inside).view_as(source))
+            targets.append(box_of(area, inside).view_as(source))
             sources.append(source)
         start += region.elements
     return targets, sources
 
 
 class _LinkError(SyncError):
-    """The link to one engine failed; this rank and its other links are sound."""
+    """The links to one server failed; this rank and its other links are sound."""
 
 
 @dataclass(eq=False)
@@ -304,21 +302,6 @@ class _Buffer:
         # The digest includes the padding.
         message[bucket.elements * getattr(torch, bucket.dtype).itemsize :] = 0
         torch._foreach_copy_(*self.copies[id(bucket)])  # pyright: ignore[reportPrivateImportUsage] - no public name
-
-
-@dataclass(frozen=True)
-class _Feed:
-    """What this rank, ``source`` of the ``plan``, sends to one engine.
-
-    ``before`` has what deltas build on, by tag; ``packed_bytes`` is the size of the largest bucket that is packed.
-    """
-
-    engine: EngineLinks
-    plan: ShardPlan
-    source: int
-    buckets: list[tuple[int, ShardBucket]]
-    before: dict[int, torch.Tensor] | None
-    packed_bytes: int
 
 
 @dataclass(frozen=True)
@@ -342,7 +325,7 @@ class _Sending:
     confirmed: list[Confirmation] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     bytes: int = 0
-    # This rank has failed, so no engine gets the rest.
+    # This rank has failed, so no server gets the rest.
     ended: bool = False
     # By plan and source, then by engine rank and tag.
     digests: dict[tuple[str, int], dict[int, dict[int, int]]] = field(
@@ -351,21 +334,29 @@ class _Sending:
     # By plan, copies of all that was sent.
     kept: dict[str, dict[int, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))
     lock: threading.Lock = field(default_factory=threading.Lock)
+    # Of the buffers.
+    packing: threading.Lock = field(default_factory=threading.Lock)
 
     def left(self) -> timedelta:
         """The limit of the next wait for a message."""
         return min(self.deadline.left(), timedelta(seconds=self.request.stall))
 
-    def digest(self, feed: _Feed, parcel: _Parcel) -> int:
-        """The digest of a bucket, computed once for all engines."""
+    def digest(self, lane: _Lane, parcel: _Parcel) -> int:
+        """The digest of a bucket, computed once for all servers."""
         with self.lock:
-            values = self.digests[feed.engine.plan, feed.source][parcel.bucket.target]
+            values = self.digests[lane.server.plan, lane.source][parcel.bucket.target]
             if parcel.tag not in values:
                 values[parcel.tag] = digest(parcel.message)
             return values[parcel.tag]
 
+    def release(self, parcel: _Parcel | None) -> None:
+        """The message has left, or never will."""
+        if parcel is not None and parcel.buffer is not None:
+            with self.packing:
+                parcel.buffer.users -= 1
+
     def add(self, lane: _Lane) -> None:
-        """Adds what was done for one engine; of times the longest."""
+        """Adds what was done for one server; of times the longest."""
         with self.lock:
             self.bytes += lane.bytes
             self.confirmed.extend(lane.confirmed)
@@ -382,67 +373,79 @@ class _Sending:
 
 
 class _Lane:
-    """The messages from this rank to one engine, in the order of the plan."""
+    """The messages from this rank, ``source`` of the ``plan``, to one server, in the order of the plan.
 
-    def __init__(self, feed: _Feed, links: Links, sending: _Sending, release: Callable[[_Parcel], None]) -> None:
-        self._feed = feed
-        self._links = links
-        self._sending = sending
-        self._release = release
-        self._headers = sending.request.stream or feed.before is not None
+    ``before`` has what deltas build on, by tag, ``links`` all links of this rank by their names, once they are made.
+    """
+
+    def __init__(
+        self,
+        server: ServerLinks,
+        plan: ShardPlan,
+        source: int,
+        buckets: list[tuple[int, ShardBucket]],
+        before: dict[int, torch.Tensor] | None,
+        links: Mapping[str, Links],
+        sending: _Sending,
+    ) -> None:
+        self.server, self.plan, self.source, self.buckets, self.sending = server, plan, source, buckets, sending
+        self._before, self._all_links = before, links
+        self._headers = sending.request.stream or before is not None
         self._in_flight: deque[tuple[_Parcel | None, list[tuple[Transfer, torch.Tensor]]]] = deque()
         self._latest: Transfer | None = None
         self.seconds: dict[str, float] = dict.fromkeys(("pack", "wire", "confirm"), 0.0)
         self.confirmed: list[Confirmation] = []
         self.bytes = 0
 
+    @property
+    def links(self) -> Links:
+        return self._all_links[self.server.name]
+
     def make_room(self, packed: bool) -> None:
         """Waits until another message, ``packed`` or not, may be started."""
-        while len(self._in_flight) >= self._links.window or (packed and self._packed > 1):
+        while len(self._in_flight) >= self.links.window or (
+            packed and sum(parcel is not None and parcel.buffer is not None for parcel, _ in self._in_flight) > 1
+        ):
             self._wait_for_oldest()
-
-    @property
-    def _packed(self) -> int:
-        return sum(parcel is not None and parcel.buffer is not None for parcel, _ in self._in_flight)
 
     def send(self, parcel: _Parcel) -> None:
         """Starts to send a bucket, which is released once it has left."""
         number, payload = 2 * parcel.tag + 1, parcel.message
         if self._headers:
-            value = self._sending.digest(self._feed, parcel)
-            before = self._feed.before[parcel.tag] if self._feed.before is not None else None
+            value = self.sending.digest(self, parcel)
+            before = self._before[parcel.tag] if self._before is not None else None
             header, payload = _encode(parcel, before, value)
             ahead = torch.tensor(header, dtype=torch.int64, device=payload.device)
             self._start(parcel, parcel.bucket.target, [(2 * parcel.tag, ahead), (number, payload)])
         else:
             self._start(parcel, parcel.bucket.target, [(number, payload)])
             # While the bucket is on the wire.
-            self._sending.digest(self._feed, parcel)
+            self.sending.digest(self, parcel)
         self.bytes += payload.numel()
 
     def finish(self) -> None:
         """Sends the tables of digests, waits until everything has left, and receives the confirmations."""
         if not self._headers:
-            for tp in sorted({bucket.target for _, bucket in self._feed.buckets}):
-                values = self._sending.digests[self._feed.engine.plan, self._feed.source][tp]
-                table = torch.tensor([signed(values[tag]) for tag in sorted(values)], device=self._sending.device)
+            for tp in sorted({bucket.target for _, bucket in self.buckets}):
+                values = self.sending.digests[self.server.plan, self.source][tp]
+                table = torch.tensor([signed(values[tag]) for tag in sorted(values)], device=self.sending.device)
                 self._start(None, tp, [(TABLE, table)])
         while self._in_flight:
             self._wait_for_oldest()
-        if not self._sending.request.stream:
+        if not self.sending.request.stream:
             with timed(self.seconds, "confirm"):
                 self._await_confirmations()
 
     def _start(self, parcel: _Parcel | None, tp: int, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
-        to = len(self._feed.plan.sources) + tp
+        to = len(self.plan.sources) + tp
         works: list[tuple[Transfer, torch.Tensor]] = []
         self._in_flight.append((parcel, works))
         with self._failing(parcel):
             for number, part in parts:
-                if self._latest is not None and self._links.one_at_a_time:
+                if self._latest is not None and self.links.one_at_a_time:
                     with timed(self.seconds, "wire"):
-                        self._latest.wait(self._sending.left())
-                self._latest = self._links.send(part, to, number)
+                        self._latest.wait(self.sending.left())
+                self._latest = self.links.send(part, to, number)
                 works.append((self._latest, part))
 
     def _wait_for_oldest(self) -> None:
@@ -450,16 +453,14 @@ class _Lane:
         parcel, works = self._in_flight[0]
         with timed(self.seconds, "wire"), self._failing(parcel):
             for work, _ in works:
-                work.wait(self._sending.left())
+                work.wait(self.sending.left())
         self._in_flight.popleft()
-        if parcel:
-            self._release(parcel)
+        self.sending.release(parcel)
 
     def abandon(self) -> None:
         """Releases what is in flight, after a failure."""
         for parcel, _ in self._in_flight:
-            if parcel:
-                self._release(parcel)
+            self.sending.release(parcel)
 
     @contextmanager
     def _failing(self, parcel: _Parcel | None) -> Iterator[None]:
@@ -468,17 +469,17 @@ class _Lane:
             yield
         except (RuntimeError, SyncError) as error:
             what = "table of digests" if parcel is None else f"bucket {parcel.tag}"
-            raise _LinkError(f"{what} to {self._feed.engine.url}: {error}") from error
+            raise _LinkError(f"{what} to {self.server.url}: {error}") from error
 
     def _await_confirmations(self) -> None:
         """Receives which engine ranks hold the complete version. The driver polls those that do not confirm."""
-        url, first = self._feed.engine.url, len(self._feed.plan.sources)
-        for tp in self._feed.plan.confirmed_to(self._feed.source):
-            words = torch.zeros(CONFIRMED_WORDS, dtype=torch.int64, device=self._sending.device)
+        url, first = self.server.url, len(self.plan.sources)
+        for tp in self.plan.confirmed_to(self.source):
+            words = torch.zeros(CONFIRMED_WORDS, dtype=torch.int64, device=self.sending.device)
             try:
-                self._links.receive(words, first + tp, CONFIRMED).wait(self._sending.left())
+                self.links.receive(words, first + tp, CONFIRMED).wait(self.sending.left())
             except (RuntimeError, SyncError) as error:
-                log.warning("Rank %d of %s did not confirm %s: %s", tp, url, self._sending.request.attempt, error)
+                log.warning("Rank %d of %s did not confirm %s: %s", tp, url, self.sending.request.attempt, error)
                 continue
             value, microseconds = words.tolist()
             self.confirmed.append(Confirmation(url, tp, value & MASK, microseconds / 1e6))

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from megasync.errors import ServerError, SyncError
-from megasync.serving.engine_protocol import REFUSED
 from megasync.serving.plugin_control import PluginControl
-from megasync.sync.attempt import Attempt
+from megasync.serving.plugin_protocol import REFUSED
+from megasync.sync.attempt import RECOVERY_SECONDS, Attempt, ServerUpdate, untouched
 from megasync.sync.messages import (
     CommitRequest,
     Empty,
@@ -22,7 +22,6 @@ from megasync.sync.messages import (
     SendReport,
     StageReport,
 )
-from megasync.sync.server_update import RECOVERY_SECONDS, ServerUpdate, untouched
 from megasync.sync.shard.feeds import Feed
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ SENDING_POLL_SECONDS = 1.0
 POLL_SECONDS = 0.01
 
 
-class ServingEngine(ServerUpdate):
+class ShardServer(ServerUpdate):
     """A server that receives shards.
 
     Attributes:
@@ -65,7 +64,7 @@ class ServingEngine(ServerUpdate):
     async def is_new(self) -> bool:
         """True for a process that has no receive plan yet.
 
-        While an engine generates, it answers between two decoding steps. So one with links is not asked: it refuses to
+        While a server generates, it answers between two decoding steps. So one with links is not asked: it refuses to
         stage if its process is a new one.
         """
         if self.plan and not (self.links and self.stages):
