@@ -136,7 +136,7 @@ class PlainLoop:
     async def _score(self, step: int) -> None:
         held_out = replace(self._work.eval_sets[0], temperatures=(0.0,))
         (found,) = await evaluate(
-            Answerer(self._client, self._work.workflow), [held_out], self.config.eval.max_inflight
+            Answerer(self._client, self._work.workflow, [held_out]), [held_out], self.config.eval.max_inflight
         )
         self._done["scores"].append([step, found.score])
 

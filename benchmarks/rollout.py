@@ -44,8 +44,7 @@ import psutil
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.gateway.server import Gateway
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
-from megasync.rollout.conversation import Reply
-from megasync.rollout.generation import Generation
+from megasync.rollout.conversation import Generation, Reply
 from megasync.rollout.inflight import FIRST_REQUESTS, RequestGate
 from megasync.rollout.partials import PartialResponses
 from megasync.rollout.tokens import Tokens

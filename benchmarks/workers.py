@@ -147,7 +147,7 @@ class Work:
         )
         selection = Selection(GroupConfig(), SAMPLES, self.tokens)
         spec = GroupSpec(Converse(self.turns), RewardRunner(by_length), selection)
-        worker = GroupWorker(client, NoBuffer(), spec, quarantine=quarantine)
+        worker = GroupWorker(client, NoBuffer(), spec, on_ended=end.ended, on_failed=end.failed, quarantine=quarantine)
 
         async def cpu() -> float:
             return time.process_time()
@@ -179,8 +179,9 @@ async def play(work: Work, workers: int, groups: int) -> Round:
     config.rollout.workers = workers
     quarantine = Quarantine(NoServers())
     schedule = ScheduleConfig(groups_per_step=16, samples_per_group=SAMPLES, max_inflight_groups=INFLIGHT)
+    source: Any = Prompts()
     buffer: Any = NoBuffer(groups)
-    rollouter = Rollouter(Prompts(), buffer, schedule)
+    rollouter = Rollouter(source, buffer, schedule)
     pools = NoPools()
 
     def process(number: int) -> WorkerProcess:

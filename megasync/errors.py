@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
 class MegasyncError(Exception):
@@ -114,3 +114,20 @@ class CheckpointError(MegasyncError):
 
 class LedgerError(MegasyncError):
     """A ledger cannot be opened, read or written. Names the file and the fix; its content is untouched."""
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, the errors of a group, and their explicit causes (`raise ... from`), outermost first."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        if isinstance(error, BaseExceptionGroup):
+            for each in error.exceptions:
+                yield from causes(each)
+        error = error.__cause__
+
+
+def is_infrastructure(error: BaseException) -> bool:
+    """Whether an error is the fault of a server and not of a prompt: a ServerError is among its causes."""
+    return any(isinstance(cause, ServerError) for cause in causes(error))

@@ -22,7 +22,7 @@ import watched_run
 from watch_process import Watch
 
 from megasync.observe.rollouts import RolloutIndex
-from megasync.trajectory.turns import ANSWER, Call, Turn
+from megasync.trajectory import ANSWER, Call, Turn
 
 HERE = Path(__file__).parent
 WIDE, NARROW = ViewportSize(width=1440, height=900), ViewportSize(width=390, height=844)

@@ -31,7 +31,7 @@ from megasync.serving.external_server import check_external_servers
 class AsyncTrainer:
     """Trains asynchronously as the configuration says.
 
-    `reward` has the signature `f(completions, **columns) -> list[float | None]` or another of `rewards.convention`, or
+    `reward` has the signature `f(completions, **columns) -> list[float | None]` or another of `rewards.function`, or
     is a list of such functions, with or without weights, or a dictionary from functions to weights; `rollout` is `async
     def rollout(client, sample) -> Trajectory | list[Trajectory]`; `agent`, instead of it, is `def agent(base_url,
     api_key, sample, model)`, sync or async. A function may be given by its name, "package.module:function".

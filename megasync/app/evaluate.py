@@ -163,9 +163,8 @@ async def _evaluate(config: Config, out: Path, name: str, task: Task, console: C
         await servers.fleet.joined([control.url for control in servers.fleet.joiners()])
         start = time.monotonic()
         with progress:
-            evaluating = evaluate(
-                answers_of(servers.workers), task.eval_sets, config.eval.max_inflight, progress.answer
-            )
+            answer = answers_of(servers.workers)
+            evaluating = evaluate(answer, task.eval_sets, config.eval.max_inflight, progress.answer)
             evaluation = asyncio.create_task(evaluating, name="evaluation")
             await wait_for_first(evaluation, asyncio.create_task(_watch_servers(servers), name="servers"))
         scores = evaluation.result()

@@ -30,8 +30,7 @@ from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config import Config
 from megasync.config.access import Keys, router_trust
 from megasync.errors import PoisonPrompt
-from megasync.evaluation.evaluate import AnswerAt, Answerer, HeldOutAnswer, failed_answer, key_of
-from megasync.evaluation.held_out import HeldOutSet
+from megasync.evaluation.evaluate import Answer, Answerer, AnswerJob, HeldOutAnswer
 from megasync.observe import trace
 from megasync.observe.logfile import log_to_file
 from megasync.rewards import reward_functions
@@ -40,7 +39,6 @@ from megasync.rollout.group_worker import DropRecord, FailurePolicy, GroupSink, 
 from megasync.rollout.quarantine import QuarantineClient
 from megasync.rollout.worker_link import PolledEnd, WorkerEnd
 from megasync.serving.control import ServerControl
-from megasync.trajectory import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -83,23 +81,14 @@ class WorkerSetup:
         return cls(config, run_dir, number, router_url, keys, custom, verifier, verifiers, shared_files)
 
 
-def answers_of(workers: RolloutWorkers) -> AnswerAt:
-    """Has the workers answer prompts of held-out sets (`evaluation.Answer`)."""
+def answers_of(workers: RolloutWorkers) -> Answer:
+    """Has the workers answer prompts of held-out sets."""
 
-    async def answer(
-        held_out: HeldOutSet,
-        temperature: float,
-        number: int,
-        prompt: Prompt,
-        repeat: int,
-        destination: Destination = ANYWHERE,
-        /,
-    ) -> HeldOutAnswer:
-        job = held_out.name, temperature, number, prompt, repeat, destination
+    async def answer(job: AnswerJob, destination: Destination = ANYWHERE, /) -> HeldOutAnswer:
         try:
-            return await workers.ask(key_of(held_out, prompt), prompt, "answer", *job)
+            return await workers.ask(job.key, job.prompt, "answer", job, destination)
         except PoisonPrompt as error:
-            return failed_answer(held_out, temperature, number, prompt, repeat, error)
+            return job.failed(error)
 
     return answer
 
@@ -241,16 +230,13 @@ def serve_worker(
         buffer,
         GroupSpec.of(config, task.workflow, task.rewards, task.teachers, seed),
         FailurePolicy(config.rollout.max_attempts, save_seconds=config.rollout.save_partials_seconds),
+        on_ended=end.ended,
+        on_failed=end.failed,
         quarantine=quarantine,
         more_metrics=frozen_metrics,
         record=record,
         clock=clock,
     )
-    answerer = Answerer(client, task.workflow, seed)
-    sets = {held_out.name: held_out for held_out in task.eval_sets}
-
-    async def answer(held_out: str, *job: Any) -> HeldOutAnswer:
-        return await answerer(sets[held_out], *job)
 
     async def versions(published: int, newest: int) -> None:
         client.set_versions(published, newest)
@@ -263,7 +249,7 @@ def serve_worker(
     end.serve(
         worker,
         {"watch": quarantine.watch, "set_servers": servers.set, "set_versions": client.set_versions},
-        {"answer": answer, "versions": versions, "close": close_all},
+        {"answer": Answerer(client, task.workflow, task.eval_sets, seed), "versions": versions, "close": close_all},
     )
     return worker
 

@@ -32,7 +32,7 @@ from megasync.rewards.function import Given
 from megasync.rewards.model_reward import ModelReward
 from megasync.rewards.scoring import Scoring
 from megasync.rollout.auxiliary import AuxiliaryModel, load_auxiliary_models
-from megasync.rollout.reply_formats import tool_format
+from megasync.rollout.reply_parser import tool_format
 from megasync.rollout.teachers import Teacher, Teachers, load_teachers
 from megasync.rollout.tool_agent import TOOLS, tool_agent
 from megasync.rollout.workflow import single_turn

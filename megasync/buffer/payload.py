@@ -28,10 +28,8 @@ from numpy.typing import NDArray
 
 from megasync.concurrency.first_use import prepared
 from megasync.errors import DataError
-from megasync.trajectory import Group, Partial, Trajectory, sample_rewards
+from megasync.trajectory import Group, Partial, Support, Trajectory, Turn, sample_rewards
 from megasync.trajectory.runs import Runs
-from megasync.trajectory.support import Support
-from megasync.trajectory.turns import Turn
 
 # Arrays begin at multiples of this many bytes.
 ALIGNMENT = 8

@@ -18,7 +18,7 @@ from megasync.base.confidential import masked
 from megasync.config import builtin
 from megasync.config.host import is_wildcard
 from megasync.errors import ConfigError
-from megasync.trajectory.support import MAX_SUPPORT
+from megasync.trajectory import MAX_SUPPORT
 
 # A larger number is a typing error. This also refuses infinity, so every wait ends.
 LARGEST = 1e18

@@ -1,7 +1,8 @@
 """A pool with a bounded number of environments, each leased to one episode at a time.
 
-Invariant: at most `size` episodes are in progress, each with exclusive use of its environment. An environment whose
-call failed or was abandoned is never leased again. `lease` guarantees both.
+Invariants: at most `size` episodes are in progress, each with exclusive use of its environment. An environment whose
+call failed or was abandoned is never leased again. `lease` guarantees both. The calls of one environment never overlap,
+and none blocks the event loop, except for an async environment's own code: its host guarantees both.
 
     waits       for                      woken by
     ----------  -----------------------  ------------------------------------
@@ -12,19 +13,138 @@ call failed or was abandoned is never leased again. `lease` guarantees both.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, Protocol
 
 from megasync.base.importing import name_of
-from megasync.concurrency.foreign import explain
+from megasync.concurrency.foreign import explain, invoke, run
+from megasync.concurrency.processes import answer_in_process, kill_pool, one_process
 from megasync.concurrency.tasks import within
-from megasync.environments.protocol import Step
-from megasync.environments.worker import Factory, Worker, worker_kind
+from megasync.environments.protocol import Environment, Step, plain_answer
 from megasync.errors import DataError
 
 log = logging.getLogger(__name__)
+
+
+Factory = Callable[[], Environment]
+
+
+class Host(Protocol):
+    """Owns one environment and calls its methods, which never overlap."""
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of the environment. The first call creates the environment."""
+
+    def end(self) -> None:
+        """Discards the environment."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call that cannot be stopped is in progress."""
+        ...
+
+
+class LoopHost:
+    """Runs an async environment on the event loop."""
+
+    busy = False
+
+    def __init__(self, factory: Factory) -> None:
+        self._factory = factory
+        self._environment: Environment | None = None
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        return await run(self._call, f"an environment's {method}", None, method, arguments)
+
+    async def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        if self._environment is None:
+            self._environment = self._factory()
+        return plain_answer(method, await getattr(self._environment, method)(*arguments))
+
+    def end(self) -> None:
+        """Does nothing: cancelling a call stops it."""
+
+
+class ThreadHost:
+    """Runs an environment on a daemon thread. A call that hangs occupies the thread, but lets the program exit."""
+
+    def __init__(self, factory: Factory) -> None:
+        self._factory = factory
+        self._orders: SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None] = SimpleQueue()
+        self.busy = False
+        threading.Thread(target=self._serve, name="environment", daemon=True).start()
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        answer: Future[Any] = Future()
+        self._orders.put((answer, method, arguments))
+        return await asyncio.wrap_future(answer)
+
+    def end(self) -> None:
+        self._orders.put(None)
+
+    def _serve(self) -> None:
+        environment = None
+        while (order := self._orders.get()) is not None:
+            answer, method, arguments = order
+            if not answer.set_running_or_notify_cancel():
+                continue
+            self.busy = True
+            try:
+                if environment is None:
+                    environment = invoke(self._factory)
+                result = invoke(_call, environment, method, arguments)
+            except Exception as error:  # noqa: BLE001 - passed to the waiting caller
+                self.busy = False
+                answer.set_exception(error)
+            else:
+                self.busy = False
+                answer.set_result(result)
+
+
+class ProcessHost:
+    """Runs an environment in a process. A call that hangs is stopped by killing the process."""
+
+    busy = False
+
+    def __init__(self, factory: Factory) -> None:
+        self._factory = factory
+        self._pool = one_process()
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        return await asyncio.wrap_future(
+            self._pool.submit(answer_in_process, _call_here, self._factory, method, arguments)
+        )
+
+    def end(self) -> None:
+        kill_pool(self._pool)
+
+
+# The environment of this process, once created.
+_here: list[Environment] = []
+
+
+def _call_here(factory: Factory, method: str, arguments: tuple[Any, ...]) -> Any:
+    if not _here:
+        _here.append(factory())
+    return _call(_here[0], method, arguments)
+
+
+def _call(environment: Environment, method: str, arguments: tuple[Any, ...]) -> Any:
+    return plain_answer(method, getattr(environment, method)(*arguments))
+
+
+def host_kind(factory: Factory, isolation: str) -> type[LoopHost | ThreadHost | ProcessHost]:
+    """The class that hosts a factory's environments: LoopHost if `step` is async, otherwise by `isolation`."""
+    made = getattr(factory, "func", factory)
+    if inspect.iscoroutinefunction(getattr(made, "step", None)):
+        return LoopHost
+    return {"thread": ThreadHost, "process": ProcessHost}[isolation]
 
 
 class EnvironmentPool:
@@ -39,39 +159,39 @@ class EnvironmentPool:
         self._factory = factory
         self._size = size
         self._deadline = deadline
-        self._kind = worker_kind(factory, isolation)
+        self._kind = host_kind(factory, isolation)
         self._name = name_of(getattr(factory, "func", factory))
         self._free = asyncio.Semaphore(size)
-        self._idle: list[Worker] = []
-        self._abandoned: list[Worker] = []
+        self._idle: list[Host] = []
+        self._abandoned: list[Host] = []
         self.made = 0
 
     @property
     def abandoned(self) -> int:
         """The number of environments abandoned during a call whose threads have not returned from that call yet."""
-        self._abandoned = [worker for worker in self._abandoned if worker.busy]
+        self._abandoned = [host for host in self._abandoned if host.busy]
         return len(self._abandoned)
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[Episode]:
         """An environment for one episode. Raises DataError when too many environments hang on their threads."""
         async with self._free:
-            worker = self._idle.pop() if self._idle else self._make()
-            episode = Episode(worker, self._name, self._deadline)
+            host = self._idle.pop() if self._idle else self._make()
+            episode = Episode(host, self._name, self._deadline)
             try:
                 yield episode
             finally:
                 if episode.sound:
-                    self._idle.append(worker)
+                    self._idle.append(host)
                 else:
-                    self._discard(worker)
+                    self._discard(host)
 
     async def close(self) -> None:
         """Closes the idle environments, each within the deadline."""
         idle, self._idle = self._idle, []
         await asyncio.gather(*map(self._close, idle))
 
-    def _make(self) -> Worker:
+    def _make(self) -> Host:
         if self.abandoned >= self._size:
             raise DataError(
                 f"{self.abandoned} environments {self._name} hang on their threads; set "
@@ -80,25 +200,25 @@ class EnvironmentPool:
         self.made += 1
         return self._kind(self._factory)
 
-    def _discard(self, worker: Worker) -> None:
-        worker.end()
-        if worker.busy:
-            self._abandoned.append(worker)
+    def _discard(self, host: Host) -> None:
+        host.end()
+        if host.busy:
+            self._abandoned.append(host)
             log.warning("Abandoned an environment %s during a call; its thread keeps running", self._name)
 
-    async def _close(self, worker: Worker) -> None:
+    async def _close(self, host: Host) -> None:
         try:
-            await within(worker.call("close"), self._deadline)
+            await within(host.call("close"), self._deadline)
         except Exception as error:  # whatever a user's environment raises; it is no longer needed
             log.warning("An environment %s could not be closed", self._name, exc_info=error)
-        self._discard(worker)
+        self._discard(host)
 
 
 class Episode:
     """A leased environment. Its methods raise DataError, naming the environment, for any fault of the environment."""
 
-    def __init__(self, worker: Worker, name: str, deadline: float) -> None:
-        self._worker = worker
+    def __init__(self, host: Host, name: str, deadline: float) -> None:
+        self._host = host
         self._name = name
         self._deadline = deadline
         # Whether the environment can be leased again: False from the start of a call until it answers.
@@ -113,7 +233,7 @@ class Episode:
     async def _call(self, method: str, *arguments: Any) -> Any:
         self.sound = False
         try:
-            answer = await within(self._worker.call(method, *arguments), self._deadline)
+            answer = await within(self._host.call(method, *arguments), self._deadline)
         except TimeoutError as error:
             raise self._error(
                 f"{method} did not answer within {self._deadline:g} s; raise timeouts.environment, or make it faster"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb
-from typing import Protocol
+from typing import Any, Protocol
 
 from megasync.base.importing import name_of
 from megasync.concurrency.foreign import explain, run
@@ -20,9 +20,9 @@ from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import DataError
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.observe import trace
-from megasync.rollout.client import ANYWHERE, Destination
+from megasync.rollout.client import ANYWHERE, Destination, RolloutClient
 from megasync.rollout.inflight import RequestGate
-from megasync.rollout.workflow import Client, SampleClient, TrajectoryCheck, Workflow, call_workflow, request_seed
+from megasync.rollout.workflow import SampleClient, TrajectoryCheck, Workflow, call_workflow, request_seed
 from megasync.trajectory import Prompt
 
 log = logging.getLogger(__name__)
@@ -62,38 +62,50 @@ class HeldOutScores:
     pass_at: dict[int, float]
 
 
-# One answer to generate: set, temperature, number and prompt, repeat.
-_Job = tuple[HeldOutSet, float, int, Prompt, int]
+@dataclass(frozen=True, slots=True)
+class AnswerJob:
+    """One answer to generate. Plain data, which travels to a worker."""
+
+    held_out: str
+    temperature: float
+    # The prompt, its number in the set, and which of the answers to it this one is.
+    number: int
+    prompt: Prompt
+    repeat: int
+    # Whether an adapter answers for the set in place of the policy.
+    by_adapter: bool = False
+
+    @property
+    def key(self) -> str:
+        """Names the prompt. Rows of other sets, and training prompts, have the same uids."""
+        return f"eval:{self.held_out}:{self.prompt.uid}"
+
+    def answer(self, text: str, reward: float | None, **about: Any) -> HeldOutAnswer:
+        prompt = self.prompt.columns.get("prompt", "")
+        # Of a chat, the last message.
+        shown = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+        return HeldOutAnswer(self.held_out, self.temperature, self.number, self.repeat, shown, text, reward, **about)
+
+    def failed(self, error: BaseException) -> HeldOutAnswer:
+        """The answer to a prompt that could not be answered because of this error."""
+        return self.answer("", None, error=explain(error))
 
 
-# Gives the answer to a prompt: set, temperature, number and prompt, repeat. A failed answer never raises.
-Answer = Callable[[HeldOutSet, float, int, Prompt, int], Awaitable[HeldOutAnswer]]
+class Answer(Protocol):
+    """Gives an answer, whose requests go to a destination. A failed one never raises."""
 
-
-class AnswerAt(Protocol):
-    """An `Answer` whose requests go to a destination."""
-
-    def __call__(
-        self,
-        held_out: HeldOutSet,
-        temperature: float,
-        number: int,
-        prompt: Prompt,
-        repeat: int,
-        destination: Destination = ...,
-        /,
-    ) -> Awaitable[HeldOutAnswer]: ...
+    def __call__(self, job: AnswerJob, destination: Destination = ..., /) -> Awaitable[HeldOutAnswer]: ...
 
 
 async def evaluate(
-    answer: Answer,
+    answer: Callable[[AnswerJob], Awaitable[HeldOutAnswer]],
     sets: Sequence[HeldOutSet],
     max_inflight: int,
     on_answer: Callable[[HeldOutAnswer], None] = lambda answer: None,
 ) -> list[HeldOutScores]:
     """Scores every set at each of its temperatures (0 is greedy), in this order.
 
-    `answer` is an `Answerer`, or asks one in another process. `on_answer` is called with each answer as it completes.
+    `on_answer` is called with each answer as it completes; one that failed counts as wrong.
     Raises DataError for a set without prompts.
     """
     for held_out in sets:
@@ -104,7 +116,7 @@ async def evaluate(
 
     async def work() -> None:
         for job in jobs:
-            result = await answer(*job)
+            result = await answer(job)
             counts[result.held_out, result.temperature].add(result)
             on_answer(result)
 
@@ -120,13 +132,14 @@ async def evaluate(
     ]
 
 
-def _jobs(sets: Sequence[HeldOutSet]) -> Iterator[_Job]:
+def _jobs(sets: Sequence[HeldOutSet]) -> Iterator[AnswerJob]:
     """Lazily: a worker takes the next job once it is free."""
     for held_out in sets:
+        by_adapter = held_out.adapter is not None
         for temperature in held_out.temperatures:
             for number, prompt in enumerate(held_out.prompts):
                 for repeat in range(held_out.repeats_at(temperature)):
-                    yield held_out, temperature, number, prompt, repeat
+                    yield AnswerJob(held_out.name, temperature, number, prompt, repeat, by_adapter)
 
 
 @dataclass(slots=True)
@@ -156,50 +169,39 @@ class Answerer:
     With `seed`, requests carry seeds derived from (seed, set, prompt, repeat, turn).
     """
 
-    def __init__(self, client: Client, workflow: Workflow, seed: int | None = None) -> None:
+    def __init__(
+        self, client: RolloutClient, workflow: Workflow, sets: Iterable[HeldOutSet], seed: int | None = None
+    ) -> None:
         self._client = client
         self._workflow = workflow
+        self._sets = {held_out.name: held_out for held_out in sets}
         self._check = TrajectoryCheck(workflow)
         self._seed = seed
         self._gate = RequestGate()
 
-    async def __call__(
-        self,
-        held_out: HeldOutSet,
-        temperature: float,
-        number: int,
-        prompt: Prompt,
-        repeat: int,
-        destination: Destination = ANYWHERE,
-        /,
-    ) -> HeldOutAnswer:
-        client = self._sample_client(held_out, temperature, prompt, repeat, destination)
+    async def __call__(self, job: AnswerJob, destination: Destination = ANYWHERE, /) -> HeldOutAnswer:
+        client = self._sample_client(job, destination)
         try:
-            text, reward = await self._answer(client, held_out, prompt)
-            versions = {} if held_out.adapter is not None else _versions(client)
-            return HeldOutAnswer(
-                *(held_out.name, temperature, number, repeat, _text_of(prompt), text, reward), versions=versions
-            )
+            text, reward = await self._answer(client, job)
+            return job.answer(text, reward, versions={} if job.by_adapter else _versions(client))
         except Exception as error:
             # A user's workflow or reward, or a server, failed: this answer counts as failed, logged in `_scores`.
-            log.debug("Evaluation prompt %s of %r failed", prompt.uid, held_out.name, exc_info=error)
-            return failed_answer(held_out, temperature, number, prompt, repeat, error)
+            log.debug("Evaluation prompt %s of %r failed", job.prompt.uid, job.held_out, exc_info=error)
+            return job.failed(error)
 
-    def _sample_client(
-        self, held_out: HeldOutSet, temperature: float, prompt: Prompt, repeat: int, destination: Destination
-    ) -> SampleClient:
-        seed = None
+    def _sample_client(self, job: AnswerJob, destination: Destination) -> SampleClient:
+        held_out, seed = self._sets[job.held_out], None
         if self._seed is not None:
-            seed = request_seed(self._seed, prompt.uid, *filter(None, (held_out.name, repeat)))
+            seed = request_seed(self._seed, job.prompt.uid, *filter(None, (job.held_out, job.repeat)))
         where = {"adapter": held_out.adapter or destination.adapter, "server": destination.server}
-        sampling = {**held_out.sampling, "temperature": temperature, **where}
-        return SampleClient(self._client, self._gate, routing_key=key_of(held_out, prompt), seed=seed, **sampling)
+        sampling = {**held_out.sampling, "temperature": job.temperature, **where}
+        return SampleClient(self._client, self._gate, routing_key=job.key, seed=seed, **sampling)
 
-    async def _answer(self, client: SampleClient, held_out: HeldOutSet, prompt: Prompt) -> tuple[str, float]:
-        name = f"the workflow {name_of(self._workflow)}"
-        with trace.about(uid=key_of(held_out, prompt)):
+    async def _answer(self, client: SampleClient, job: AnswerJob) -> tuple[str, float]:
+        name, prompt = f"the workflow {name_of(self._workflow)}", job.prompt
+        with trace.about(uid=job.key):
             trajectories = await run(call_workflow, name, None, self._workflow, client, prompt, self._check)
-            scored = await held_out.rewards.score(trajectories, prompt.columns, prompt.uid)
+            scored = await self._sets[job.held_out].rewards.score(trajectories, prompt.columns, prompt.uid)
         rewards = [t.reward for t in scored if t.reward is not None]
         if not rewards:
             raise DataError(f"the reward function did not score prompt {prompt.uid}")
@@ -213,18 +215,6 @@ def _versions(client: SampleClient) -> dict[int, int]:
         for version, tokens in generation.spans:
             counts[version] += tokens
     return dict(counts)
-
-
-def key_of(held_out: HeldOutSet, prompt: Prompt) -> str:
-    """Names a prompt of a set. Rows of other sets, and training prompts, have the same uids."""
-    return f"eval:{held_out.name}:{prompt.uid}"
-
-
-def failed_answer(
-    held_out: HeldOutSet, temperature: float, number: int, prompt: Prompt, repeat: int, error: BaseException
-) -> HeldOutAnswer:
-    """The answer to a prompt that could not be answered because of this error."""
-    return HeldOutAnswer(held_out.name, temperature, number, repeat, _text_of(prompt), error=explain(error))
 
 
 def _scores(held_out: HeldOutSet, temperature: float, counts: _Counts) -> HeldOutScores:
@@ -251,12 +241,6 @@ def _scores(held_out: HeldOutSet, temperature: float, counts: _Counts) -> HeldOu
         failed=counts.failed,
         pass_at=passed,
     )
-
-
-def _text_of(prompt: Prompt) -> str:
-    """The prompt's text; for a chat, the last message's."""
-    text = prompt.columns.get("prompt", "")
-    return text if isinstance(text, str) else str(text[-1]["content"])
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:

@@ -1,7 +1,7 @@
 """Evaluation during a run: the scores of a version, and which versions really answered.
 
 Invariant: the score of a pinned version (`eval.exact`) comes from answers of which every sampled token is of that
-version. `_check` looks at each answer before it is counted; one that is of another version leaves no score at all.
+version. `exact_answer` checks each answer before it is counted; one of another version leaves no score at all.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import EvaluationAbandoned
-from megasync.evaluation.evaluate import AnswerAt, HeldOutAnswer, evaluate, metrics_of
+from megasync.evaluation.evaluate import Answer, AnswerJob, HeldOutAnswer, evaluate, metrics_of
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.rollout.client import Destination
-from megasync.trajectory import Prompt
 
 
 class PinnedVersion(Protocol):
@@ -35,43 +35,30 @@ class PinnedVersion(Protocol):
         """Returns once the destination no longer holds the version."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExactAnswers:
-    """Has every answer given by a pinned version (`evaluation.Answer`).
+async def exact_answer(answer: Answer, pinned: PinnedVersion, job: AnswerJob) -> HeldOutAnswer:
+    """Has an answer given by a pinned version, and again where the version still is if its server is lost.
 
-    An answer whose server is lost is given again where the version still is. Raises EvaluationAbandoned when it is
-    nowhere, and for an answer of another version.
+    Raises EvaluationAbandoned when the version is nowhere, and for an answer of another version.
     """
-
-    answer: AnswerAt
-    pinned: PinnedVersion
-
-    async def __call__(
-        self, held_out: HeldOutSet, temperature: float, number: int, prompt: Prompt, repeat: int
-    ) -> HeldOutAnswer:
-        job = held_out, temperature, number, prompt, repeat
-        if held_out.adapter is not None:
-            # Its score is that of the adapter, whatever the policy's version.
-            return await self.answer(*job)
-        while True:
-            destination = await self.pinned.destination(number)
-            answering = asyncio.ensure_future(self.answer(*job, destination))
-            lost = asyncio.create_task(self.pinned.lost(destination), name="pinned version lost")
-            try:
-                await asyncio.wait({answering, lost}, return_when=asyncio.FIRST_COMPLETED)
-                # An answer may fail because its server is lost.
-                if answering.done() and not (lost.done() and answering.result().reward is None):
-                    return self._check(answering.result())
-            finally:
-                await cancel_and_wait(answering, lost)
-
-    def _check(self, answer: HeldOutAnswer) -> HeldOutAnswer:
-        if others := answer.versions.keys() - {self.pinned.version}:
-            raise EvaluationAbandoned(
-                f"an answer to prompt {answer.number} has tokens of version {min(others)}, but version "
-                f"{self.pinned.version} is evaluated"
-            )
-        return answer
+    if job.by_adapter:
+        # Its score is that of the adapter, whatever the policy's version.
+        return await answer(job)
+    while True:
+        destination = await pinned.destination(job.number)
+        answering = asyncio.ensure_future(answer(job, destination))
+        lost = asyncio.create_task(pinned.lost(destination), name="pinned version lost")
+        try:
+            await asyncio.wait({answering, lost}, return_when=asyncio.FIRST_COMPLETED)
+            # An answer may fail because its server is lost.
+            if answering.done() and not (lost.done() and answering.result().reward is None):
+                if others := answering.result().versions.keys() - {pinned.version}:
+                    raise EvaluationAbandoned(
+                        f"an answer to prompt {job.number} has tokens of version {min(others)}, but version "
+                        f"{pinned.version} is evaluated"
+                    )
+                return answering.result()
+        finally:
+            await cancel_and_wait(answering, lost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +69,7 @@ class PeriodicEvaluation:
     """
 
     # The first three fields are as in `evaluate`.
-    answer: AnswerAt
+    answer: Answer
     sets: Sequence[HeldOutSet]
     max_inflight: int
     # Called with step, version and (prompt, text, reward) of the answers to the first `shown` prompts of that set at
@@ -100,7 +87,6 @@ class PeriodicEvaluation:
         start = time.monotonic()
         first = self.sets[0].name, self.sets[0].temperatures[0]
         kept: dict[int, HeldOutAnswer] = {}
-
         tokens: Counter[int] = Counter()
 
         def keep(answer: HeldOutAnswer) -> None:
@@ -109,7 +95,7 @@ class PeriodicEvaluation:
             if shown and (answer.held_out, answer.temperature) == first:
                 kept[answer.number] = answer
 
-        answer = self.answer if pinned is None else ExactAnswers(self.answer, pinned)
+        answer = self.answer if pinned is None else partial(exact_answer, self.answer, pinned)
         scores = await evaluate(answer, self.sets, self.max_inflight, keep)
         answers = [kept[number] for number in sorted(kept)]
         self.on_answers(step, version, [(answer.prompt, answer.text, answer.reward) for answer in answers])

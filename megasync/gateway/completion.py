@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megasync.data.text_codec import TextCodec
-from megasync.rollout.conversation import Reply
-from megasync.rollout.generation import Generation
+from megasync.rollout.conversation import Generation, Reply
 from megasync.trajectory.runs import IntArray
 
 Decode = Callable[[Sequence[int] | IntArray], str]

@@ -37,9 +37,9 @@ from megasync.concurrency.first_use import prepared
 from megasync.concurrency.foreign import shown
 from megasync.errors import DataError
 from megasync.observe.growing_file import GrowingFile
-from megasync.trajectory import TOKEN_REWARDS, Trajectory, finite_float
+from megasync.trajectory import TOKEN_REWARDS, Trajectory, Turn, finite_float
 from megasync.trajectory.runs import Runs
-from megasync.trajectory.turns import Turn, within
+from megasync.trajectory.trajectory import within
 
 log = logging.getLogger(__name__)
 

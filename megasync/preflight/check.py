@@ -68,7 +68,7 @@ from megasync.layout.quantized import QuantizedLayout
 from megasync.layout.shards import HfFolder, stored_shapes
 from megasync.layout.storage import storage_of
 from megasync.layout.topology import Topology
-from megasync.rollout.reply_formats import check_formats
+from megasync.rollout.reply_parser import check_formats
 from megasync.serving.frozen_folder import read_frozen_model
 from megasync.trainer.architecture import check_architecture, check_trainer, chunks_of, model_facts
 

@@ -22,7 +22,6 @@ from megasync.data.messages import as_messages
 from megasync.data.render import load_tokenizer
 from megasync.errors import ConfigError, DataError
 from megasync.serving.answers import parse_as
-from megasync.serving.control import ServerControl
 from megasync.serving.frozen_client import FrozenModelClient
 from megasync.serving.frozen_folder import read_frozen_model
 
@@ -32,27 +31,18 @@ class _TextAnswer(msgspec.Struct):
     text: str
 
 
-class AuxiliaryModel:
+class AuxiliaryModel(FrozenModelClient):
     """One of `auxiliary_models`. Requests wait until their owner has added a server."""
 
     def __init__(
-        self, key: str, config: AuxiliaryModelConfig, tokenizer: Any, client: FrozenModelClient, context_length: int
+        self, name: str, config: AuxiliaryModelConfig, tokenizer: Any, context_length: int, timeout: float
     ) -> None:
         """Raises DataError if the tokenizer has no chat template."""
-        self._key = key
+        super().__init__(f"auxiliary model {name!r}", config.max_inflight, timeout)
+        self._key = f"auxiliary_models.{name}"
         self._template = ChatTemplate(tokenizer)
-        self._client = client
         self._context_length = context_length
         self._defaults = {"max_new_tokens": config.max_new_tokens, "temperature": config.temperature}
-
-    def add_server(self, server: ServerControl) -> None:
-        self._client.add_server(server)
-
-    def remove_server(self, url: str) -> None:
-        self._client.remove_server(url)
-
-    def metrics(self) -> dict[str, float]:
-        return self._client.metrics()
 
     async def chat(self, messages: Sequence[dict[str, Any]], **sampling: Any) -> str:
         """The model's answer. `sampling` are parameters of SGLang, such as `max_new_tokens` or `stop`.
@@ -68,7 +58,7 @@ class AuxiliaryModel:
                 f"{self._key}: {len(ids)} tokens and an answer of up to {params['max_new_tokens']} exceed its context "
                 f"of {self._context_length}; send it less text, or lower max_new_tokens"
             )
-        return await self._client.ask("/generate", {"input_ids": ids, "sampling_params": params}, _text)
+        return await self.ask("/generate", {"input_ids": ids, "sampling_params": params}, _text)
 
 
 def _text(answer: Any) -> str:
@@ -84,10 +74,9 @@ def load_auxiliary_models(config: Config) -> dict[str, AuxiliaryModel]:
     for name, model in config.auxiliary_models.items():
         key = f"auxiliary_models.{name}"
         limit = model.context_length or read_frozen_model(key, model)["max_position_embeddings"]
-        client = FrozenModelClient(f"auxiliary model {name!r}", model.max_inflight, config.timeouts.request)
         try:
             tokenizer = load_tokenizer(str(Path(model.path).expanduser()), f"{key}.path")
-            models[name] = AuxiliaryModel(key, model, tokenizer, client, limit)
+            models[name] = AuxiliaryModel(name, model, tokenizer, limit, config.timeouts.request)
         except DataError as error:
             raise ConfigError(f"{key} cannot answer chat messages: {error}") from error
     return models

@@ -26,6 +26,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 import aiohttp
@@ -41,12 +42,10 @@ from megasync.errors import ContextLengthExceeded, DataError, InvalidAnswer, Ser
 from megasync.layout.routes import RouteFormat
 from megasync.rollout.auxiliary import AuxiliaryModel
 from megasync.rollout.chat import Chat, ToolLike
-from megasync.rollout.conversation import Conversation, Reply
-from megasync.rollout.generation import Generation
+from megasync.rollout.conversation import Conversation, Generation, Reply
 from megasync.rollout.partials import PartialResponse, request_digest
 from megasync.rollout.quarantine import QuarantineClient, Ticket
 from megasync.rollout.reply_parser import ReplyParser
-from megasync.rollout.sampling import base_params, check_trained, merge_params, truncates
 from megasync.rollout.tokens import Tokens
 from megasync.serving.answers import AnswerLimits, StreamedError, events, read_bounded, read_generated, read_scored
 from megasync.serving.control import ServerControl
@@ -77,6 +76,24 @@ _BODY_SHOWN = 500
 ENGINE_TOKENS = 8
 # Maximum size of an error answer, in bytes.
 _REFUSAL_BYTES = 1 << 20
+
+# Sent with every request, in addition to the parameters of `SamplingConfig`.
+_NEUTRAL = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "stop_token_ids": [],
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "no_stop_trim": False,
+}
+# Any other value changes the sampling distribution, so that it is no longer the one that the trainer scores. It depends
+# on earlier tokens or, with a minimum length that rules out the end, on the response's length.
+_TRAINED = ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens")
+# The trainer scores the distribution of these, at the configured values.
+_CONFIGURED = ("temperature", "top_p", "top_k", "min_p")
 
 # Maps the digest of a request (`request_digest`) to its partial response, which grows in place.
 Keep = Callable[[str], PartialResponse]
@@ -240,46 +257,25 @@ def _texts(vocab_size: int) -> NDArray[np.uint64]:
     return digits.view(np.uint64)[:, 0]
 
 
+@dataclass(slots=True)
 class _Sending:
-    """What the requests of one generation have in common, and how its attempts went.
+    """What the requests of one generation have in common, and how its attempts went."""
 
-    `failures` gets the message of each failed attempt.
-    """
-
-    def __init__(
-        self,
-        params: dict[str, Any],
-        routing_key: str | None,
-        priority: int,
-        destination: Destination,
-        routes: RouteFormat | None,
-        support: int,
-        failures: list[str],
-        ticket: Ticket | None,
-        deadline: asyncio.Timeout,
-        chance: random.Random,
-    ) -> None:
-        self.params = params
-        self.routing_key = routing_key
-        self.priority = priority
-        self.destination = destination
-        self.routes = routes
-        # About the largest support of a token, if supports are requested; 0 otherwise.
-        self.support = support
-        self.failures = failures
-        self.ticket = ticket
-        self.deadline = deadline
-        # The number of invalid answers.
-        self.invalid = 0
-        self._empty, self._failed = Backoff(_EMPTY_ABORT_WAIT, chance), Backoff(_FAILURE_WAIT, chance)
-
-    def reset(self) -> None:
-        self._empty.reset()
-        self._failed.reset()
-
-    async def back_off(self, failed: bool) -> None:
-        """Waits before the next attempt, after one that failed or was aborted without a token."""
-        await asyncio.sleep((self._failed if failed else self._empty).next())
+    params: dict[str, Any]
+    routing_key: str | None
+    priority: int
+    destination: Destination
+    routes: RouteFormat | None
+    # About the largest support of a token, if supports are requested; 0 otherwise.
+    support: int
+    # The message of each failed attempt, and the number of those with an invalid answer.
+    failures: list[str]
+    ticket: Ticket
+    deadline: asyncio.Timeout
+    # Waits before the next attempt: after one that failed, and after one that was aborted without a token.
+    failed: Backoff
+    empty: Backoff
+    invalid: int = 0
 
 
 class RolloutClient:
@@ -322,7 +318,7 @@ class RolloutClient:
         self._shared = SharedPrompts() if settings.sticky and self._stream else None
         self._api_key = api_key
         self._trust = trust
-        self._quarantine = quarantine
+        self._quarantine = quarantine or QuarantineClient()
         self._on_invalid_answer = on_invalid_answer
         self._auxiliary = dict(auxiliary or {})
         self._chat: Chat | None = None
@@ -404,7 +400,7 @@ class RolloutClient:
         failures: list[str] = []
         try:
             async with (
-                self._ticket(routing_key, prompt) as ticket,
+                self._quarantine.request(routing_key, prompt) as ticket,
                 # Before the deadline, because the quarantine may hold back the request that goes ahead.
                 self._turn(routing_key, prompt, parts) as first_token,
                 asyncio.timeout(self._timeout) as deadline,
@@ -412,9 +408,10 @@ class RolloutClient:
                 parts.watch = _first(first_token, watch)
                 routes = self._routes if trained else None
                 support = params["top_k"] if trained and truncates(params) else 0
+                failed, empty = Backoff(_FAILURE_WAIT, self._random), Backoff(_EMPTY_ABORT_WAIT, self._random)
                 sending = _Sending(
                     *(params, routing_key, priority, destination, routes, support, failures, ticket, deadline),
-                    self._random,
+                    *(failed, empty),
                 )
                 await self._finish(parts, sending)
                 while routes is not None and parts.tokens.routes is None:
@@ -553,9 +550,10 @@ class RolloutClient:
             if parts.finished or parts.finish_if_stopped(stop_ids, params["stop"], trim=not params["no_stop_trim"]):
                 return
             if len(parts) > done:
-                sending.reset()
+                sending.failed.reset()
+                sending.empty.reset()
             else:
-                await sending.back_off(failed)
+                await asyncio.sleep((sending.failed if failed else sending.empty).next())
         if not parts.finished:
             parts.finish_reason = "length"
 
@@ -570,7 +568,7 @@ class RolloutClient:
                     "the answer has no routes; start the server with --enable-return-routed-experts and megasync's "
                     "plugin, or set rollout.routing_replay=false"
                 )
-            await sending.back_off(True)
+            await asyncio.sleep(sending.failed.next())
 
     async def _attempt(self, parts: PartialResponse, params: dict[str, Any], sending: _Sending) -> bool:
         """Sends one request; returns whether it failed. Appends the message of a failure."""
@@ -588,14 +586,13 @@ class RolloutClient:
             body["custom_labels"] = labels
         if sending.destination.adapter is not None:
             body["lora_path"] = sending.destination.adapter
-        ticket = sending.ticket
-        url = await self._enter(ticket, body, sending.deadline) or sending.destination.server or self.url
+        url = await self._enter(body, sending) or sending.destination.server or self.url
         try:
             await self._request(url, body, parts, sending)
         except _TransientError as failure:
             sending.failures.append(str(failure))
-            if self._quarantine is not None and ticket is not None and failure.cut:
-                self._quarantine.cut(ticket)
+            if failure.cut:
+                self._quarantine.cut(sending.ticket)
         except InvalidAnswer as failure:
             parts.discard_request()
             sending.failures.append(f"invalid answer: {failure}")
@@ -608,11 +605,6 @@ class RolloutClient:
             return False
         return True
 
-    def _ticket(self, key: str | None, prompt: Tokens) -> AbstractAsyncContextManager[Ticket | None]:
-        if self._quarantine is None or key is None:
-            return nullcontext()
-        return self._quarantine.request(key, prompt)
-
     def _turn(
         self, key: str | None, prompt: Tokens, parts: PartialResponse
     ) -> AbstractAsyncContextManager[Callable[[], None] | None]:
@@ -620,19 +612,17 @@ class RolloutClient:
             return nullcontext()
         return self._shared.request(key, prompt)
 
-    async def _enter(self, ticket: Ticket | None, body: dict[str, Any], deadline: asyncio.Timeout) -> str | None:
+    async def _enter(self, body: dict[str, Any], sending: _Sending) -> str | None:
         """Waits while the prompt is held back as a suspect, which pauses the deadline.
 
         Returns the URL of the server that the next request must go to, if that is prescribed.
         """
-        until = deadline.when()
-        if self._quarantine is None or ticket is None or until is None:
-            return None
-        clock = asyncio.get_running_loop().time
+        until, clock = sending.deadline.when(), asyncio.get_running_loop().time
+        assert until is not None
         left = until - clock()
-        deadline.reschedule(None)
-        url = await self._quarantine.enter(ticket, body)
-        deadline.reschedule(clock() + left)
+        sending.deadline.reschedule(None)
+        url = await self._quarantine.enter(sending.ticket, body)
+        sending.deadline.reschedule(clock() + left)
         return url
 
     async def _request(
@@ -772,3 +762,60 @@ def _headers(routing_key: str | None, invalid: int) -> dict[str, str] | None:
     if routing_key is None:
         return None
     return {ROUTING_KEY_HEADER: f"{routing_key}#{invalid}" if invalid else routing_key}
+
+
+def base_params(sampling: SamplingConfig) -> dict[str, Any]:
+    """Return every sampling parameter with its value. `stop` is a copy."""
+    return _NEUTRAL | {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "max_new_tokens": sampling.max_new_tokens,
+        "stop": list(sampling.stop),
+    }
+
+
+def merge_params(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Merge into a new dictionary. Raises DataError for an unknown parameter or a value out of range."""
+    for name in overrides:
+        if name not in base:
+            near = get_close_matches(name, base, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(base))}"
+            raise DataError(f"{name!r} is not a sampling parameter{hint}")
+    params = base | overrides
+    # SGLang also accepts a single string.
+    params["stop"] = [params["stop"]] if isinstance(params["stop"], str) else list(params["stop"] or ())
+    if "" in params["stop"]:
+        raise DataError("stop contains an empty text, which would end every response immediately; remove it")
+    if not params["temperature"] >= 0:
+        raise DataError(f"temperature must be 0 (greedy) or more, not {params['temperature']!r}")
+    if not 0 < params["top_p"] <= 1:
+        raise DataError(f"top_p must be in (0, 1], not {params['top_p']!r}")
+    if params["top_k"] != -1 and params["top_k"] < 1:
+        raise DataError(f"top_k must be -1 (all) or at least 1, not {params['top_k']!r}")
+    if not 0 <= params["min_p"] <= 1:
+        raise DataError(f"min_p must be in [0, 1], not {params['min_p']!r}")
+    if params["max_new_tokens"] < 1:
+        raise DataError(f"max_new_tokens must be at least 1, not {params['max_new_tokens']!r}")
+    return params
+
+
+def truncates(params: Mapping[str, Any]) -> bool:
+    """Whether some tokens are never sampled, so that the trainer needs to know which remain (`trajectory.Support`)."""
+    return params["top_k"] != -1 or params["top_p"] < 1 or params["min_p"] > 0
+
+
+def check_trained(params: Mapping[str, Any], base: Mapping[str, Any]) -> None:
+    """Check the parameters of a training rollout, with those of the configuration as ``base``.
+
+    Raises DataError if they would sample from another distribution than the trainer scores.
+    """
+    for name in (*_CONFIGURED, *_TRAINED):
+        value = base[name]
+        if params[name] != value:
+            why = f"rollout.sampling.{name}" if name in _CONFIGURED else "the full distribution"
+            raise DataError(
+                f"{name}={params[name]!r} is not allowed in a training rollout: the trainer scores tokens at {why}, "
+                f"which is {name}={value!r}. Leave {name} out; evaluation may use other values (eval.sampling)"
+            )

@@ -1,9 +1,10 @@
 """The turns of one sample, token in and token out: finds which turn continues which, and builds the next prompt.
 
-Turns are merged by prefix. A prompt that begins with all tokens of an earlier turn (its prompt and its response)
-continues the line of that turn. Any other prompt begins a new line, which becomes a trajectory of its own. The next
-prompt of a chat reuses the tokens of earlier turns and tokenises only the text that the template adds. To do so, it
-compares the rendered messages with the text that the server saw:
+A `Generation` is one response: tokens, each with its log-prob and the weight version that sampled it. Generations form
+lines, merged by prefix: a prompt that begins with all tokens of an earlier turn (its prompt and its response) continues
+the line of that turn. Any other prompt begins a new line, which becomes a trajectory of its own. The next prompt of a
+chat reuses the tokens of earlier turns and tokenises only the text that the template adds. To do so, it compares the
+rendered messages with the text that the server saw:
 
     outcome    what the template does                                      the next prompt
     ---------  ----------------------------------------------------------  ------------------------------------------
@@ -16,23 +17,27 @@ compares the rendered messages with the text that the server saw:
                or the caller edited the messages
 
 Invariants: no sampled token is ever replaced by another tokenisation of its text; over `trajectories` each sampled
-token is trained exactly once. `record` and `Generation.trajectory` guarantee them.
+token is trained exactly once, with the log-prob and version of its own generation, and tokens between two generations
+(tool output, template text) have a loss mask of 0. `record` and `Generation.trajectory` guarantee them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from megasync.data.chat_template import ChatTemplate
 from megasync.errors import DataError, TemplateRefused
-from megasync.rollout.generation import Generation
 from megasync.rollout.tokens import Tokens
 from megasync.rollout.tools import ToolCall
-from megasync.trajectory import Trajectory
-from megasync.trajectory.turns import Turn
+from megasync.trajectory import ANSWER, ROUTES, SUPPORT, SUPPORT_SIZES, TOKEN_REWARDS, Call, Support, Trajectory, Turn
+from megasync.trajectory.runs import FloatArray, Runs, float_array
 
 Messages = Sequence[dict[str, Any]]
 
@@ -40,17 +45,199 @@ Messages = Sequence[dict[str, Any]]
 _END = "endOfTheAnswer7Q3V"
 
 
-class Template(Protocol):
-    """The methods of a chat template and its tokenizer that a conversation uses."""
+class Generation:
+    """One response to one prompt.
 
-    def guard(self, message: dict[str, Any]) -> dict[str, Any]: ...
-    def render(self, messages: Messages, tools: Messages, *, answer: bool) -> str: ...
-    def encode(self, text: str) -> list[int]: ...
-    def starts(self, text: str) -> list[int] | None: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
-    def unended(self, text: str) -> list[str]: ...
-    def closing(self, generation: Generation) -> str: ...
-    def closings(self, generation: Generation, *, calls: bool) -> list[tuple[str, bool]]: ...
+    `tokens` are those of prompt and response, to be continued by the next prompt: `generation.tokens + observation`.
+    `prompt_ids`, `token_ids`, `logprobs` and `versions` are new lists with every access. `finish_reason` is "stop" or
+    "length". `parts` is the number of requests: 1, plus one for each interruption. `parent` is the earlier generation
+    that this one continues, which the conversation sets. A chat notes the turns that its messages `added` to the
+    parent, counted from the first token of the prompt, and the tool `calls` of the answer.
+    """
+
+    __slots__ = (
+        "_logprobs", "_spans", "added", "calls", "finish_reason", "parent", "parts", "prompt", "support", "text",
+        "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int] | NDArray[Any],
+        logprobs: Sequence[float] | NDArray[Any],
+        versions: Sequence[int],
+        finish_reason: str,
+        text: str = "",
+        parts: int = 1,
+        support: Support | None = None,
+    ) -> None:
+        """`logprobs` are natural logarithms of probabilities at the sampling temperature, kept as float32.
+
+        `support` is what truncated sampling left to choose each token from, over which the probabilities are.
+        """
+        self.prompt = Tokens.of(prompt_ids)
+        self.tokens = self.prompt + token_ids
+        self._logprobs: FloatArray = float_array(logprobs)
+        # (version, number of tokens), in the order of the tokens.
+        self._spans = Runs.of(versions).spans()
+        self.finish_reason = finish_reason
+        self.text = text
+        self.parts = parts
+        self.support = support
+        self.parent: Generation | None = None
+        self.added: tuple[Turn, ...] = ()
+        self.calls: tuple[Call, ...] = ()
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.prompt[:]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids of the sampled tokens."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """One log-prob per sampled token, at the sampling temperature."""
+        return self._logprobs.tolist()
+
+    @property
+    def versions(self) -> list[int]:
+        """The weight version that sampled each token."""
+        return list(Runs.of_spans(self._spans))
+
+    @property
+    def newest_version(self) -> int | None:
+        """The weight version that sampled the last token; None without tokens."""
+        return self._spans[-1][0] if self._spans else None
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """(version, number of sampled tokens), in the order of the tokens."""
+        return list(self._spans)
+
+    def line(self) -> list[Generation]:
+        """Return this generation and its ancestors, oldest first."""
+        line, at = [], self
+        while at is not None:
+            line.append(at)
+            at = at.parent
+        return line[::-1]
+
+    def trajectory(
+        self,
+        reward: float | None = None,
+        *,
+        text: str | None = None,
+        metrics: dict[str, float] | None = None,
+        untrained: Collection[Generation] = (),
+        turn_rewards: Mapping[Generation, float] | None = None,
+    ) -> Trajectory:
+        """Return the whole line as one trajectory.
+
+        A reward function receives `text`, by default the text of this generation. The tokens of `untrained` generations
+        get a loss mask of 0, because another trajectory trains them. ``turn_rewards`` are those of single generations,
+        given at their last tokens; they are parts of the reward.
+        """
+        line = self.line()
+        prompt = len(line[0].prompt)
+        response = self.tokens.array[prompt:]
+        logprobs = np.zeros(response.size, np.float32)
+        masks: list[tuple[int, int]] = []
+        versions: list[tuple[int, int]] = []
+        supports: list[Support] = []
+        at = 0
+        for generation in line:
+            start, end = len(generation.prompt) - prompt, len(generation.tokens) - prompt
+            logprobs[start:end] = generation._logprobs
+            # Tokens between generations were not sampled. Their versions only fill the gap and are never read.
+            masks += [(0, start - at), (int(generation not in untrained), end - start)]
+            versions += [(versions[-1][0] if versions else 0, start - at), *generation._spans]
+            supports += [Support.whole(start - at), generation.support or Support.whole(end - start)]
+            at = end
+        arrays: dict[str, NDArray[Any]] = {}
+        if any(generation.support is not None for generation in line):
+            support = Support.join(supports)
+            arrays |= {SUPPORT_SIZES: support.sizes, SUPPORT: support.ids}
+        if turn_rewards:
+            arrays[TOKEN_REWARDS] = rewards = np.full(response.size, np.nan, np.float32)
+            for generation in line:
+                if generation in turn_rewards and generation not in untrained and len(generation.token_ids):
+                    rewards[len(generation.tokens) - prompt - 1] = turn_rewards[generation]
+        turns = list(self._turns(line))
+        if self.tokens.routes is not None:
+            arrays[ROUTES] = self.tokens.routes
+        # An array that nobody can change is taken as it is.
+        logprobs.flags.writeable = False
+        return Trajectory(
+            prompt_ids=line[0].prompt.array,
+            response_ids=response,
+            loss_mask=Runs.of_spans(masks),
+            logprobs=logprobs,
+            versions=Runs.of_spans(versions),
+            finish_reason=self.finish_reason,
+            text=self.text if text is None else text,
+            reward=reward,
+            metrics=dict(metrics or {}),
+            arrays=arrays,
+            # One answer without a call says nothing that the loss mask does not.
+            turns=turns if len(turns) > 1 or self.calls else (),
+        )
+
+    def _turns(self, line: Sequence[Generation]) -> Iterator[Turn]:
+        """The turns of a line behind its prompt, in order, which together have all of its tokens."""
+        prompt = at = len(line[0].prompt)
+        for generation in line:
+            start, end = len(generation.prompt), len(generation.tokens)
+            between = [turn for turn in generation.added if at <= turn.start]
+            complete = bool(between) and (between[0].start, between[-1].end) == (at, start)
+            if at < start:
+                yield from (turn.moved(-prompt) for turn in (between if complete else [Turn(at, start)]))
+            if start < end:
+                yield Turn(start - prompt, end - prompt, ANSWER, calls=generation.calls)
+            at = end
+
+
+class AnswerTemplate(ChatTemplate):
+    """A chat template, and the token with which an answer ends."""
+
+    def unended(self, text: str) -> list[str]:
+        """Return rendered text without the end that some templates write only behind the last message, if it has it."""
+        end = self._tokenizer.eos_token
+        return [text.removesuffix(end)] if end and text.endswith(end) else []
+
+    def closing(self, generation: Generation) -> str:
+        """Return the special token that ended the answer. Empty if it was truncated or ended by a stop string."""
+        answered = len(generation.tokens) > len(generation.prompt)
+        if generation.finish_reason != "stop" or not answered:
+            return ""
+        last = generation.tokens[-1]
+        return self.decode([last]) if last in self._outside.special_ids or last == self.turn_end() else ""
+
+    def closings(self, generation: Generation, *, calls: bool) -> list[tuple[str, bool]]:
+        """Return the texts that may end this answer in the rendered conversation, and whether its tokens have them.
+
+        `calls` is whether it is rendered with calls. Its tokens also stand for the template's end if the model ended
+        the answer with another token. A template that writes no end of its own begins the next message with a special
+        token.
+        """
+        closing = self.closing(generation)
+        last, between = self._after_answer(calls=calls)
+        # What ends an answer that is not the last message: the last of these, after which a message begins. The first
+        # ones may be parts of a call.
+        ends = [a for a, b in zip(last, between, strict=False) if a == b] or (between[:1] if last else [])
+        end = ends[-1:] if closing or calls else ends[:1]
+        marks = {closing: True} if closing else {}
+        if not (closing and generation.tokens[-1] in ends):
+            marks |= {self.decode(end): bool(closing)} if end else {}
+        marks |= {eos: bool(closing)} if (eos := self._tokenizer.eos_token) else {}
+        starts = [] if last else self._tokenizer.all_special_tokens
+        return list({**dict.fromkeys(starts, False), **marks}.items())
+
+    def answer_text(self, generation: Generation) -> str:
+        """Return what the model wrote, with special tokens but without the one that closes the answer."""
+        return self.decode(generation.token_ids).removesuffix(self.closing(generation))
 
 
 class _Text:
@@ -149,7 +336,7 @@ class Conversation:
         return best
 
     def prompt(
-        self, template: Template, messages: Messages, tools: Messages = (), *, realign_rewritten: bool = False
+        self, template: AnswerTemplate, messages: Messages, tools: Messages = (), *, realign_rewritten: bool = False
     ) -> ChatPrompt:
         """Build the prompt for these messages. Raises DataError if the template rejects them.
 
@@ -186,7 +373,9 @@ class Conversation:
         text = _Text(None, rendered)
         return ChatPrompt(messages, guarded, tools, Tokens.of(template.encode(rendered)), text, text)
 
-    def answered(self, template: Template, prompt: ChatPrompt, generation: Generation, answer: dict[str, Any]) -> None:
+    def answered(
+        self, template: AnswerTemplate, prompt: ChatPrompt, generation: Generation, answer: dict[str, Any]
+    ) -> None:
         """Record `answer`, the message parsed from `generation`, so that the next prompt can continue it."""
         text = _Text(prompt.text, template.decode(generation.token_ids))
         self._turns.append(_Turn(prompt, generation, answer, text))
@@ -285,7 +474,7 @@ class Reply:
 
 
 def _with_stand_in(
-    template: Template, turn: _Turn, guarded: list[dict[str, Any]], tools: Messages
+    template: AnswerTemplate, turn: _Turn, guarded: list[dict[str, Any]], tools: Messages
 ) -> tuple[str, list[dict[str, Any]]]:
     """Render the messages with another form of the turn's answer, which the template rejects as the model wrote it.
 
@@ -325,7 +514,7 @@ def _object(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_after(
-    template: Template,
+    template: AnswerTemplate,
     turn: _Turn,
     messages: Messages,
     guarded: Messages,
@@ -345,7 +534,9 @@ def _text_after(
         return None
 
 
-def _renders_unchanged(template: Template, turn: _Turn, guarded: Messages, tools: Messages, rendered: str) -> bool:
+def _renders_unchanged(
+    template: AnswerTemplate, turn: _Turn, guarded: Messages, tools: Messages, rendered: str
+) -> bool:
     """Return whether the template renders the text up to the answer unchanged, and the answer as when it was last."""
     count, prompt = len(turn.prompt.messages), str(turn.prompt.rendered)
     before, done = (template.render(guarded[:number], tools, answer=False) for number in (count, count + 1))
@@ -356,7 +547,7 @@ def _renders_unchanged(template: Template, turn: _Turn, guarded: Messages, tools
     )
 
 
-def _after_answer(template: Template, turn: _Turn, guarded: Messages, tools: Messages) -> str | None:
+def _after_answer(template: AnswerTemplate, turn: _Turn, guarded: Messages, tools: Messages) -> str | None:
     marked, number = [*guarded], len(turn.prompt.messages)
     marked[number] = _marked(guarded[number])
     text = template.render(marked, tools, answer=True)
@@ -371,7 +562,7 @@ def _after_answer(template: Template, turn: _Turn, guarded: Messages, tools: Mes
     return text[min(rests)[1] :] if rests else None
 
 
-def _turns_of(template: Template, turn: _Turn, prompt: ChatPrompt) -> tuple[Turn, ...]:
+def _turns_of(template: AnswerTemplate, turn: _Turn, prompt: ChatPrompt) -> tuple[Turn, ...]:
     """The turns between an answer and the end of a prompt that continues it, one for each message.
 
     A turn ends with the text of its message; what the template writes before the next message belongs to that. Messages
@@ -401,7 +592,7 @@ def _turns_of(template: Template, turn: _Turn, prompt: ChatPrompt) -> tuple[Turn
     )
 
 
-def _cuts(template: Template, prompt: ChatPrompt, first: int, tokens: int) -> list[int] | None:
+def _cuts(template: AnswerTemplate, prompt: ChatPrompt, first: int, tokens: int) -> list[int] | None:
     """The numbers of added tokens up to the end of each message from the `first` to the last but one.
 
     None if the template does not render each of them once, in their order, or if it is unknown where tokens begin.

@@ -10,8 +10,16 @@ rewards, metrics. It runs on one event loop, in the driver or in a process of it
 neither Ray nor other workers.
 
 Invariant: every started group ends in exactly one `GroupEnded`, after its `commit` or `drop`, unless the worker is
-halted or fails before; `_work` guarantees it. Whose failure it is decides how it is handled (`failures`): server
-failures never cost a prompt, except the prompt that kills the servers.
+halted or fails before; `_work` guarantees it. Whose failure it is decides how it is handled:
+
+    kind            cause                                                    reaction
+    --------------  -------------------------------------------------------  ------------------------------------------
+    infrastructure  a server, router or tool's service is down or slow       retried elsewhere, without a limit
+    data            megasync refused a prompt, a tool call or a reward       counted against the prompt, then dropped
+    unexpected      anything else that a workflow or reward function raised  as data, and its traceback is logged
+
+Only the run's watchdog ends the retries of infrastructure failures, so that prompts are not lost while the fleet
+recovers. A prompt that is known to crash servers is not an infrastructure failure: see `quarantine`.
 
 A group may be started again on another worker while the first, which was declared lost, still works on it. Whichever
 commits first wins: the buffer answers the second commit without a change, ignores partial responses of a group that is
@@ -25,7 +33,8 @@ import asyncio
 import logging
 import statistics
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,18 +48,19 @@ from megasync.concurrency.foreign import explain, run
 from megasync.concurrency.tasks import Backoff, cancel_and_wait
 from megasync.config.schema import Config
 from megasync.data.sets import SET
-from megasync.errors import DataError, MegasyncError
+from megasync.errors import DataError, MegasyncError, causes, is_infrastructure
 from megasync.observe import trace
 from megasync.observe.rollouts import RolloutLog, is_sampled, nothing_sampled, recorded, rollout_bytes
 from megasync.rewards import RewardRunner
-from megasync.rewards.convention import ground_truth_of
-from megasync.rollout.failures import UnexpectedErrors, is_infrastructure
+from megasync.rewards.function import ground_truth_of
+from megasync.rollout.client import RolloutClient
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.metrics import Summary, WorkerMetrics, WorkerStatus, summarize
 from megasync.rollout.partials import PartialResponses
+from megasync.rollout.quarantine import QuarantineClient
 from megasync.rollout.selection import KILLS_SERVERS, Dropped, Selection
 from megasync.rollout.teachers import Teachers
-from megasync.rollout.workflow import Client, SampleClient, TrajectoryCheck, Workflow, call_workflow, request_seed
+from megasync.rollout.workflow import SampleClient, TrajectoryCheck, Workflow, call_workflow, request_seed
 from megasync.trajectory import BASELINE, TOKEN_REWARDS, Group, Prompt, Trajectory, by_sample, sample_rewards
 
 log = logging.getLogger(__name__)
@@ -58,6 +68,8 @@ log = logging.getLogger(__name__)
 # Seconds of backoff after a sample's servers failed, doubled up to the second number. The client has retried each
 # request by then, until `timeouts.request`.
 BACKOFF_SECONDS = (1.0, 30.0)
+# Errors of one type that are logged with a traceback. Later ones would only repeat them.
+MAX_TRACEBACKS = 3
 
 
 class GroupSink(Protocol):
@@ -70,12 +82,6 @@ class GroupSink(Protocol):
     async def drop(self, uid: str, reason: str) -> bool: ...
     async def partials(self, uid: str) -> Mapping[tuple[int, int], bytes]: ...
     async def save_partials(self, partials: dict[tuple[str, int, int], EncodedPartial]) -> None: ...
-
-
-class PoisonEvidence(Protocol):
-    """The question of a worker to the quarantine: why a prompt is never sent again, or None if it may be sent."""
-
-    def evidence(self, key: str) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +119,7 @@ class GroupSpec:
             rewards,
             selection,
             seed,
-            teachers,
+            teachers if teachers is not None and teachers.by_name else None,
             routed=rollout.routing_replay,
             truncated=rollout.sampling.top_k != -1,
             baseline="baseline" in inputs,
@@ -185,91 +191,52 @@ class GroupEnded:
     score: float | None = None
 
 
-class WorkListener(Protocol):
-    """Learns how the groups of a worker end."""
-
-    def ended(self, worker: Worker, group: GroupEnded) -> None: ...
-
-    def failed(self, worker: Worker, error: BaseException) -> None:
-        """The worker met an error that is the fault of no group: the run cannot continue."""
-
-
-class Worker(Protocol):
-    """A worker as the rollouter sees it: a `GroupWorker`, or the link to one in another process."""
-
-    @property
-    def status(self) -> WorkerStatus:
-        """The latest known."""
-        ...
-
-    def listen(self, listener: WorkListener) -> None: ...
-
-    def begin(self, *, gated: bool, limit: int | None) -> None:
-        """Starts the timers of a worker that the rollouter uses from now on. `gated` is whether its gate is closed."""
-
-    def start(self, prompt: Prompt, batch: int, again: bool = False) -> None:
-        """Begins a group, whose requests go before those of groups with a higher `batch`.
-
-        `again` if another worker, which is lost, has worked on it.
-        """
-
-    def set_limit(self, limit: int) -> None: ...
-    async def close_gate(self, timeout: float) -> None: ...
-    def open_gate(self) -> None: ...
-
-    def halt(self) -> Coroutine[Any, Any, None]:
-        """Cancels all groups at once. The coroutine ends when they have ended and their partial responses are saved."""
-        ...
-
-
 class GroupWorker:
-    """Works on groups until it is halted. `quarantine` is the client's."""
+    """Works on groups until it is halted."""
 
     def __init__(
         self,
-        client: Client,
+        client: RolloutClient,
         buffer: GroupSink,
         spec: GroupSpec,
         failures: FailurePolicy | None = None,
         *,
-        quarantine: PoisonEvidence | None = None,
+        on_ended: Callable[[GroupEnded], None],
+        on_failed: Callable[[BaseException], None],
+        quarantine: QuarantineClient | None = None,
         more_metrics: Callable[[], Mapping[str, float]] = dict,
         record: DropRecord | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`more_metrics` are reported with those of the client."""
+        """`on_ended` gets each group that has ended, `on_failed` an error that is the fault of no group.
+
+        `quarantine` is the client's. `more_metrics` are reported with those of the client.
+        """
+        self._on_ended, self._on_failed = on_ended, on_failed
         self._record = record
         self._client = client
         self._more_metrics = more_metrics
         self._buffer = buffer
-        self._workflow = spec.workflow
+        self._spec = spec
         self._name = f"the workflow {name_of(spec.workflow)}"
         self._check = TrajectoryCheck(spec.workflow, spec.routed, spec.truncated)
         self._check_baseline = TrajectoryCheck(spec.workflow)
-        self._baseline = spec.baseline
-        self._token_rewards = spec.token_rewards
-        self._rewards = spec.rewards
-        self._selection = spec.selection
-        self._teachers = spec.teachers
-        self._seed = spec.seed
         self._failures = failures or FailurePolicy()
-        self._quarantine = quarantine
+        self._quarantine = quarantine or QuarantineClient()
         self._gate = RequestGate()
         self._metrics = WorkerMetrics(clock)
-        self._unknown = UnexpectedErrors()
+        # Errors of workflows and rewards that are not megasync's own, by type.
+        self._unexpected: Counter[str] = Counter()
         self._partials = PartialResponses()
         self._groups: dict[str, asyncio.Task[GroupEnded]] = {}
         self._saving: asyncio.Task[None] | None = None
-        self._listener: WorkListener
 
     @property
     def status(self) -> WorkerStatus:
         return self._metrics.status(self._gate.inflight, {**self._client.metrics(), **self._more_metrics()})
 
-    def listen(self, listener: WorkListener) -> None:
-        self._listener = listener
-
-    def begin(self, *, gated: bool, limit: int | None) -> None:
+    def begin(self, gated: bool, limit: int | None) -> None:
+        """Starts the timers of a worker that the rollouter uses from now on. `gated` is whether its gate is closed."""
         if gated:
             self._gate.shut()
         if limit is not None:
@@ -278,6 +245,10 @@ class GroupWorker:
             self._saving = asyncio.create_task(self._save_loop(), name="rollout save")
 
     def start(self, prompt: Prompt, batch: int, again: bool = False) -> None:
+        """Begins a group, whose requests go before those of groups with a higher `batch`.
+
+        `again` if another worker, which is lost, has worked on it.
+        """
         task = asyncio.create_task(self._work(prompt, batch, again), name=f"group {prompt.uid}")
         self._groups[prompt.uid] = task
         task.add_done_callback(partial(self._ended, prompt.uid))
@@ -292,16 +263,18 @@ class GroupWorker:
     def open_gate(self) -> None:
         self._gate.open()
 
-    def halt(self) -> Coroutine[Any, Any, None]:
+    def abandon(self) -> list[asyncio.Task[Any]]:
+        """Cancels all groups and timers without waiting for them; returns their tasks."""
         tasks: list[asyncio.Task[Any]] = [*self._groups.values()]
         if self._saving is not None:
             tasks.append(self._saving)
         for task in tasks:
             task.cancel()
-        return self._halted(tasks)
+        return tasks
 
-    async def _halted(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def halt(self) -> None:
+        """Cancels all groups, and returns when they have ended and their partial responses are saved."""
+        await asyncio.gather(*self.abandon(), return_exceptions=True)
         if self._failures.save_seconds:
             try:
                 await self._save()
@@ -312,19 +285,18 @@ class GroupWorker:
         del self._groups[uid]
         if task.cancelled():
             return
-        error = task.exception()
-        if error is None:
-            self._listener.ended(self, task.result())
+        if (error := task.exception()) is None:
+            self._on_ended(task.result())
         else:
-            self._listener.failed(self, error)
+            self._on_failed(error)
 
     async def _save_loop(self) -> None:
         try:
             while True:
                 await asyncio.sleep(self._failures.save_seconds)
                 await self._save()
-        except Exception as error:  # noqa: BLE001 - handed to the listener, which ends the run with it
-            self._listener.failed(self, error)
+        except Exception as error:  # noqa: BLE001 - reported, which ends the run
+            self._on_failed(error)
 
     async def _save(self) -> None:
         """Saves in batches, yielding between them: one large message would stall the event loop and the buffer."""
@@ -370,36 +342,38 @@ class GroupWorker:
 
     async def _generate(self, prompt: Prompt, batch: int) -> tuple[Group | Dropped, list[Trajectory], Summary | None]:
         """The group, or why there is none; its responses, scored if they could be; and the summary of their scores."""
-        (samples, problems), greedy = await asyncio.gather(self._sample_all(prompt, batch), self._greedy(prompt, batch))
+        (samples, problems), (greedy, greedy_problem) = await asyncio.gather(
+            self._sample_all(prompt, batch), self._greedy(prompt, batch)
+        )
         trajectories = [t for sample in samples for t in sample]
-        if self._quarantine is not None and (evidence := self._quarantine.evidence(prompt.uid)):
+        if evidence := self._quarantine.evidence(prompt.uid):
             return Dropped(KILLS_SERVERS, evidence), trajectories, None
         if not trajectories:
             problem = problems[0] if problems else "the workflow returned no trajectory"
             return Dropped("no_response", problem), [], None
         try:
-            scored = [*await self._score([*trajectories, *greedy.trajectories], prompt)]
+            scored = [*await self._score([*trajectories, *greedy], prompt)]
         except DataError as error:
             return Dropped("reward_error", str(error)), trajectories, None
-        if self._baseline:
+        if self._spec.baseline:
             scored, baseline = scored[: len(trajectories)], sample_rewards(scored[len(trajectories) :])
             if not baseline:
-                problem = greedy.problem or "the greedy response has no reward"
+                problem = greedy_problem or "the greedy response has no reward"
                 return Dropped("no_baseline", problem), scored, summarize(scored)
             scored = [replace(t, metrics={**t.metrics, BASELINE: baseline[0]}) for t in scored]
-        if not self._token_rewards:
+        if not self._spec.token_rewards:
             scored = [_without(t, TOKEN_REWARDS) for t in scored]
         if SET in prompt.columns:
             scored = [_labelled(trajectory, str(prompt.columns[SET])) for trajectory in scored]
         if problem := self._without_scores(scored):
             return Dropped("reward_error", problem), scored, summarize(scored)
-        chosen = self._selection.select(by_sample(scored), self._metrics.counts)
+        chosen = self._spec.selection.select(by_sample(scored), self._metrics.counts)
         if isinstance(chosen, list):
             # Of all samples, and without penalties: how well the prompt was answered.
             score = statistics.fmean(sample_rewards(scored))
             try:
                 with_teachers = await self._teach(chosen, prompt)
-                group = Group(prompt.uid, with_teachers, self._selection.least, score, self._rewards.weights)
+                group = Group(prompt.uid, with_teachers, self._spec.selection.least, score, self._spec.rewards.weights)
                 return group, scored, summarize(scored)
             except DataError as error:
                 return Dropped("teacher_error", str(error)), scored, summarize(scored)
@@ -409,12 +383,12 @@ class GroupWorker:
 
     def _without_scores(self, scored: Sequence[Trajectory]) -> str:
         """What is wrong if the estimator compares the scores of reward functions, and a reward is not made of them."""
-        names = self._selection.compared
+        names = self._spec.selection.compared
         made = (t.reward is None or any(f"reward/{name}" in t.metrics for name in names) for t in scored)
         if not names or all(made):
             return ""
         return (
-            f"the workflow {name_of(self._workflow)} has set the reward of a response, so the reward functions "
+            f"the workflow {name_of(self._spec.workflow)} has set the reward of a response, so the reward functions "
             f"({', '.join(names)}) gave none, but algorithm.advantage compares their scores; leave the reward to them, "
             f"or choose another advantage"
         )
@@ -424,27 +398,36 @@ class GroupWorker:
         attempts, backoff = 0, Backoff(self._failures.backoff_seconds)
         while True:
             try:
-                return await self._rewards.score(trajectories, prompt.columns, prompt.uid)
+                return await self._spec.rewards.score(trajectories, prompt.columns, prompt.uid)
             except MegasyncError as error:
                 if is_infrastructure(error):
                     await self._back_off(f"Reward of group {prompt.uid}", error, backoff)
                     continue
                 attempts += 1
-                self._unknown.note(f"the reward of group {prompt.uid}", error)
+                self._note_unexpected(f"the reward of group {prompt.uid}", error)
                 if attempts == self._failures.max_attempts:
                     raise
 
     async def _teach(self, trajectories: list[Trajectory], prompt: Prompt) -> list[Trajectory]:
         """Raises DataError when a teacher refuses a response; server failures do not count."""
         backoff = Backoff(self._failures.backoff_seconds)
-        while self._teachers is not None:
+        while self._spec.teachers is not None:
             try:
-                return await self._teachers.teach(trajectories, prompt.columns)
+                return await self._spec.teachers.teach(trajectories, prompt.columns)
             except MegasyncError as error:
                 if not is_infrastructure(error):
                     raise
                 await self._back_off(f"Teacher of group {prompt.uid}", error, backoff)
         return trajectories
+
+    def _note_unexpected(self, what: str, error: BaseException) -> None:
+        """Logs the first few errors of each type that is not megasync's own with their tracebacks."""
+        unexpected = next((cause for cause in causes(error) if not isinstance(cause, MegasyncError)), None)
+        if unexpected is not None:
+            kind = type(unexpected).__name__
+            self._unexpected[kind] += 1
+            if self._unexpected[kind] <= MAX_TRACEBACKS:
+                log.error("%s failed with an unexpected %s:", what, kind, exc_info=error)
 
     async def _back_off(self, what: str, error: BaseException, backoff: Backoff) -> None:
         self._metrics.server_failures += 1
@@ -456,28 +439,30 @@ class GroupWorker:
 
         Once as many have succeeded as a group needs, the others are cancelled, which aborts their requests.
         """
-        started = range(self._selection.samples_started)
+        started = range(self._spec.selection.samples_started)
         tasks = [asyncio.create_task(self._sample(prompt, batch, index)) for index in started]
         running = set(tasks)
         try:
-            while running and sum(map(_succeeded, tasks)) < self._selection.samples_awaited:
+            while running and sum(map(_succeeded, tasks)) < self._spec.selection.samples_awaited:
                 _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await cancel_and_wait(*running)
         results = [task.result() for task in tasks if not task.cancelled()]
         samples = [result for result in results if isinstance(result, list)]
         # Several may end at the same moment.
-        unused = len(tasks) - len(results) + max(0, len(samples) - self._selection.samples_awaited)
+        unused = len(tasks) - len(results) + max(0, len(samples) - self._spec.selection.samples_awaited)
         if unused:
             self._metrics.counts["samples_unused"] += unused
-        return samples[: self._selection.samples_awaited], [result for result in results if isinstance(result, str)]
+        return samples[: self._spec.selection.samples_awaited], [
+            result for result in results if isinstance(result, str)
+        ]
 
-    async def _greedy(self, prompt: Prompt, batch: int) -> _Greedy:
-        """The greedy response, if the estimator needs one."""
-        if not self._baseline:
-            return _Greedy()
-        sample = await self._sample(prompt, batch, self._selection.samples_started)
-        return _Greedy(problem=sample) if isinstance(sample, str) else _Greedy(sample)
+    async def _greedy(self, prompt: Prompt, batch: int) -> tuple[Sequence[Trajectory], str]:
+        """The trajectories of the greedy response, if the estimator needs one, or why there are none."""
+        if not self._spec.baseline:
+            return (), ""
+        sample = await self._sample(prompt, batch, self._spec.selection.samples_started)
+        return ((), sample) if isinstance(sample, str) else (sample, "")
 
     async def _sample(self, prompt: Prompt, batch: int, index: int) -> list[Trajectory] | str:
         """One sample's trajectories, or the text of its error once it has used up its attempts."""
@@ -493,7 +478,7 @@ class GroupWorker:
                 self._partials.sample(prompt.uid, index).forget_finished()
                 log.debug("Sample %d of group %s failed", index, prompt.uid, exc_info=error)
                 self._metrics.failed_samples += 1
-                self._unknown.note(f"sample {index} of group {prompt.uid}", error)
+                self._note_unexpected(f"sample {index} of group {prompt.uid}", error)
                 if attempts == self._failures.max_attempts:
                     return f"{self._name} raised {explain(error)}"
             else:
@@ -505,25 +490,17 @@ class GroupWorker:
 
         The sample after those of the group is the greedy one.
         """
-        greedy = index == self._selection.samples_started
+        greedy = index == self._spec.selection.samples_started
         sampling: dict[str, Any] = {"temperature": 0.0} if greedy else {"batch": batch}
-        seed = None if self._seed is None else request_seed(self._seed, prompt.uid, index)
+        seed = None if self._spec.seed is None else request_seed(self._spec.seed, prompt.uid, index)
         responses = self._partials.sample(prompt.uid, index)
         client = SampleClient(
             self._client, self._gate, routing_key=prompt.uid, seed=seed, responses=responses, **sampling
         )
         check = self._check_baseline if greedy else self._check
         with trace.about(sample=index):
-            trajectories = await run(call_workflow, self._name, None, self._workflow, client, prompt, check)
+            trajectories = await run(call_workflow, self._name, None, self._spec.workflow, client, prompt, check)
         return [replace(trajectory, sample=index) for trajectory in trajectories]
-
-
-@dataclass(frozen=True, slots=True)
-class _Greedy:
-    """The trajectories of a greedy response, or why there are none."""
-
-    trajectories: Sequence[Trajectory] = ()
-    problem: str = ""
 
 
 def _without(trajectory: Trajectory, name: str) -> Trajectory:

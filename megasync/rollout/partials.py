@@ -32,9 +32,8 @@ import orjson
 from megasync.errors import InvalidAnswer
 from megasync.rollout.tokens import Tokens
 from megasync.serving.answers import GeneratedPiece
-from megasync.trajectory import Partial
+from megasync.trajectory import Partial, Support
 from megasync.trajectory.runs import FloatArray, IntArray, Runs
-from megasync.trajectory.support import Support
 
 # Tokens per batch of saved responses: a message of a few megabytes, which the buffer records in a fraction of a second.
 # A longer response is a batch of its own.

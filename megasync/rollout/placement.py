@@ -36,7 +36,7 @@ W = TypeVar("W", bound=Hashable)
 
 
 @dataclass(slots=True)
-class _Seat:
+class _Process:
     """One process of a worker. Its replacement has the same `number`."""
 
     number: int
@@ -59,7 +59,7 @@ class Placement(Generic[W]):
         self._folder = folder
         self._clock = clock
         self._suspects = Suspects(refund, clock)
-        self._seats: dict[W, _Seat] = {}
+        self._processes: dict[W, _Process] = {}
         self._where: dict[str, W] = {}
         # Suspects that run nowhere, in the order of their losses.
         self._waiting: dict[str, None] = {}
@@ -84,9 +84,9 @@ class Placement(Generic[W]):
 
     def add(self, worker: W, number: int = 0) -> None:
         """Prompts that had no place may have one now. Does nothing for a worker that is known."""
-        if worker in self._seats:
+        if worker in self._processes:
             return
-        self._seats[worker] = _Seat(number)
+        self._processes[worker] = _Process(number)
         self._reserve()
 
     def remove(self, worker: W, why: str = "", by_prompts: bool = True) -> None:
@@ -94,22 +94,25 @@ class Placement(Generic[W]):
 
         `by_prompts` is whether a prompt may have caused it. Does nothing for a worker that is unknown.
         """
-        if (seat := self._seats.pop(worker, None)) is None:
+        if (process := self._processes.pop(worker, None)) is None:
             return
-        for key in seat.running:
+        for key in process.running:
             del self._where[key]
         if worker == self._reserved and self._trial:
-            log.warning("Rollout worker %d was lost while it ran only %s", seat.number, sorted(seat.running))
+            log.warning("Rollout worker %d was lost while it ran only %s", process.number, sorted(process.running))
             # What was not placed yet is not at fault.
-            self._waiting |= dict.fromkeys(sorted(self._trial - seat.running.keys()))
+            self._waiting |= dict.fromkeys(sorted(self._trial - process.running.keys()))
             self._trial = set()
-            if by_prompts and (poison := self._suspects.trial_failed(seat.running.keys(), seat.number)) is not None:
-                self._condemn(poison, seat.running[poison], why)
+            if (
+                by_prompts
+                and (poison := self._suspects.trial_failed(process.running.keys(), process.number)) is not None
+            ):
+                self._mark_poison(poison, process.running[poison], why)
         elif by_prompts:
-            death = Death(self._clock(), seat.number)
-            for key in seat.running:
+            death = Death(self._clock(), process.number)
+            for key in process.running:
                 self._suspects.near(key, death, sent=death.when, cut=death.when)
-        suspects = (key for key in seat.running if self._suspects.suspected(key) and not self._suspects.poison(key))
+        suspects = (key for key in process.running if self._suspects.suspected(key) and not self._suspects.poison(key))
         self._waiting |= dict.fromkeys(suspects)
         self._reserve()
         self._changed()
@@ -128,10 +131,10 @@ class Placement(Generic[W]):
         elif self._suspects.suspected(key):
             return None
         else:
-            free = (worker for worker in self._seats if worker != self._reserved)
-            worker = min(free, key=lambda worker: len(self._seats[worker].running), default=None)
+            free = (worker for worker in self._processes if worker != self._reserved)
+            worker = min(free, key=lambda worker: len(self._processes[worker].running), default=None)
         if worker is not None:
-            self._seats[worker].running[key] = prompt
+            self._processes[worker].running[key] = prompt
             self._where[key] = worker
         return worker
 
@@ -139,7 +142,7 @@ class Placement(Generic[W]):
         """The prompt needs no worker anymore: it has completed, was dropped or given up."""
         busy = False
         if (worker := self._where.pop(key, None)) is not None:
-            running = self._seats[worker].running
+            running = self._processes[worker].running
             del running[key]
             busy = bool(running)
         self._waiting.pop(key, None)
@@ -161,20 +164,20 @@ class Placement(Generic[W]):
             return
         self._reserved = None
         suspects = self._suspects.next_trial(self._waiting)
-        if not suspects or not self._seats:
+        if not suspects or not self._processes:
             return
-        self._reserved = min(self._seats, key=lambda worker: len(self._seats[worker].running))
-        seat = self._seats[self._reserved]
-        if seat.running:
+        self._reserved = min(self._processes, key=lambda worker: len(self._processes[worker].running))
+        process = self._processes[self._reserved]
+        if process.running:
             return
-        log.warning("Rollout worker %d runs only %s, which ran on lost workers", seat.number, list(suspects))
+        log.warning("Rollout worker %d runs only %s, which ran on lost workers", process.number, list(suspects))
         self._trial = set(suspects)
         for key in suspects:
             del self._waiting[key]
 
     # Poison prompts
 
-    def _condemn(self, key: str, prompt: Prompt, why: str) -> None:
+    def _mark_poison(self, key: str, prompt: Prompt, why: str) -> None:
         losses = self._suspects.deaths(key, "worker")
         path = "" if self._folder is None else f"; see {report_path(self._folder, key)}"
         evidence = (

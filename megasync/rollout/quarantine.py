@@ -100,13 +100,20 @@ class Ticket:
     reported: bool = False
 
 
+async def _clear(number: int, attempt: Attempt) -> str | None:
+    return None
+
+
 class QuarantineClient:
-    """The quarantine as a client of servers uses it. `enter` and `end` reach the driver's `Quarantine`."""
+    """The quarantine as a client of servers uses it. `enter` and `end` reach the driver's `Quarantine`.
+
+    By default there is none, and every request is cleared.
+    """
 
     def __init__(
         self,
-        enter: Callable[[int, Attempt], Awaitable[str | None]],
-        end: Callable[[int, bool], None],
+        enter: Callable[[int, Attempt], Awaitable[str | None]] = _clear,
+        end: Callable[[int, bool], None] = lambda number, completed: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._enter, self._end, self._clock = enter, end, clock
@@ -123,9 +130,10 @@ class QuarantineClient:
         return self._refusals.get(key)
 
     @asynccontextmanager
-    async def request(self, key: str, prompt: Sequence[int]) -> AsyncIterator[Ticket]:
+    async def request(self, key: str | None, prompt: Sequence[int]) -> AsyncIterator[Ticket]:
         """Track one generation of a prompt, which has completed if the context exits without an error."""
-        ticket, completed = Ticket(next(self._numbers), key, prompt), False
+        number, completed = next(self._numbers), False
+        ticket = Ticket(number, f"request {number}" if key is None else key, prompt)
         try:
             yield ticket
             completed = True
@@ -207,8 +215,9 @@ class Quarantine:
         # Of the last MATCH_SECONDS: deaths, and cuts that no death explains yet.
         self._deaths: list[_RecentDeath] = []
         self._cuts: list[_Cut] = []
-        # Suspects that wait for a trial, with the number of their requests in `enter`.
-        self._waiting: Counter[str] = Counter()
+        # The calls of `enter` that have not returned, by prompt, and how often one has waited so far.
+        self._held: Counter[str] = Counter()
+        self.holds = 0
         self._trial: _Trial | None = None
         self._trials: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -216,10 +225,8 @@ class Quarantine:
         self._poison: dict[str, str] = {}
         self._refusals: dict[str, str] = {}
         self._reports: dict[str, dict[str, Any]] = {}
-        # Waits in `enter` so far, and its calls that have not returned.
-        self.holds = self._held = 0
         self._followers: list[Callable[[frozenset[str]], None]] = []
-        self._told = frozenset[str]()
+        self._watched = frozenset[str]()
         self._telling: asyncio.Handle | None = None
 
     def follow(self, on_watched: Callable[[frozenset[str]], None]) -> None:
@@ -247,21 +254,23 @@ class Quarantine:
         """Wait until this attempt of a client's ticket may be sent; see `QuarantineClient.enter`."""
         prompt = self._prompts[client, number] = prompt_digest(attempt.prompt)
         self._attempts.setdefault(prompt, {})[client, number] = attempt
-        self._held += 1
+        self._held[prompt] += 1
         try:
             if attempt.cut is not None:
                 await self._verdict(_Cut(prompt, *(self._clock() - age for age in attempt.cut)))
-            while True:
-                if evidence := self._poison.get(prompt) or self._refusals.get(attempt.key):
-                    self._refusals[attempt.key] = evidence
-                    raise PoisonPrompt(evidence)
+            while not (evidence := self._poison.get(prompt) or self._refusals.get(attempt.key)):
                 if not self._suspects.suspected(prompt):
                     return None
                 if self._trial is not None and prompt in self._trial.prompts:
                     return self._trial.url
-                await self._wait_for_trial(prompt)
+                if self._trials is None or self._trials.done():
+                    self._trials = asyncio.create_task(self._run_trials(), name="trials of suspects")
+                self.holds += 1
+                await self._changed.wait()
+            self._refusals[attempt.key] = evidence
+            raise PoisonPrompt(evidence)
         finally:
-            self._held -= 1
+            self._held -= Counter([prompt])
 
     def end(self, client: Hashable, number: int, completed: bool) -> None:
         """End a client's ticket. A prompt is cleared when all its requests that were cut have completed."""
@@ -270,7 +279,7 @@ class Quarantine:
         if attempts.pop((client, number), None) is None or attempts:
             return
         del self._attempts[prompt]
-        self._leaves_trial(prompt, completed)
+        self._leave_trial(prompt, completed)
 
     def lost(self, client: Hashable) -> None:
         """End all tickets of a client: its process is gone, so none of them completes."""
@@ -281,14 +290,13 @@ class Quarantine:
 
     def left(self, slot: int, died: bool, by_requests: bool) -> None:
         """Report that a server stopped serving. `by_requests` is whether requests may have killed it."""
-        now, near = self._clock(), set[str]()
-        alone = self._trial is not None and self._trial.slot == slot
-        if self._trial is not None and alone:
-            near, self._trial = self._trial.prompts, None
+        now, near, alone = self._clock(), set[str](), False
+        if self._trial is not None and self._trial.slot == slot:
+            near, alone, self._trial = self._trial.prompts, True, None
             if died and by_requests and near:
                 log.warning("Server %d died while running only %s", slot, self._keys(near))
                 if (poison := self._suspects.trial_failed(near, slot)) is not None:
-                    self._condemn(poison)
+                    self._mark_poison(poison)
         if died:
             self._deaths = [each for each in self._deaths if now - each.death.when <= MATCH_SECONDS]
             self._deaths.append(_RecentDeath(Death(now, slot), by_requests, near, alone))
@@ -302,6 +310,7 @@ class Quarantine:
     async def _verdict(self, cut: _Cut) -> None:
         """Wait until the death that explains a cut is known, or none is to be expected anymore."""
         if self._explains(cut):
+            self._notify()
             return
         self._cuts.append(cut)
         self.holds += 1
@@ -326,25 +335,14 @@ class Quarantine:
             first.near.add(cut.prompt)
             if first.by_requests:
                 self._suspects.near(cut.prompt, first.death, cut.sent, cut.when)
-                self._watched_changed(cut.prompt)
         return bool(fitting)
 
     # Trials
 
-    async def _wait_for_trial(self, prompt: str) -> None:
-        self._waiting[prompt] += 1
-        self.holds += 1
-        try:
-            if self._trials is None or self._trials.done():
-                self._trials = asyncio.create_task(self._run_trials(), name="trials of suspects")
-            await self._changed.wait()
-        finally:
-            self._waiting -= Counter([prompt])
-
     async def _run_trials(self) -> None:
         # Wait for other prompts that were cut by the same death.
         await asyncio.sleep(self._verdict_seconds)
-        while prompts := self._suspects.next_trial(self._waiting):
+        while prompts := self._suspects.next_trial(self._held):
             try:
                 place = await self._servers.isolate(self._suspects.avoid(prompts))
             except MegasyncError as error:
@@ -355,7 +353,7 @@ class Quarantine:
                 continue
             try:
                 # Some may have ended while the server was being isolated.
-                await self._run_trial(_Trial(*place, {prompt for prompt in prompts if self._waiting[prompt]}))
+                await self._run_trial(_Trial(*place, {prompt for prompt in prompts if self._held[prompt]}))
             finally:
                 self._trial = None
                 self._servers.release(place[0])
@@ -370,33 +368,29 @@ class Quarantine:
                 while self._trial is trial and trial.prompts:
                     await self._changed.wait()
         for prompt in sorted(trial.prompts) if self._trial is trial else ():
-            log.info(
-                "%s ran alone for %.0f s and killed no server: released", self._keys([prompt]), self._trial_seconds
-            )
-            self._leaves_trial(prompt, cleared=True)
+            seconds = self._trial_seconds
+            log.info("%s ran alone for %.0f s and killed no server: released", self._keys([prompt]), seconds)
+            self._leave_trial(prompt, cleared=True)
 
-    def _leaves_trial(self, prompt: str, cleared: bool) -> None:
+    def _leave_trial(self, prompt: str, cleared: bool) -> None:
         if self._trial is not None:
             self._trial.prompts.discard(prompt)
         if cleared:
-            self._watched_changed(prompt)
             self._suspects.completed(prompt)
         self._notify()
 
     def _notify(self) -> None:
+        """Wakes all waits, and tells followers of suspects that are new or free: once, however many there are."""
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _watched_changed(self, prompt: str) -> None:
-        """Tells followers that a suspect is new or free: once, however many prompts one death concerns."""
-        if self._telling is None and self._suspects.suspected(prompt):
+        if self._telling is None:
             self._telling = asyncio.get_running_loop().call_soon(self._tell_watched)
 
     def _tell_watched(self) -> None:
         self._telling = None
         watched = frozenset([*filter(self._suspects.suspected, self._suspects.keys()), *self._refusals])
-        if watched != self._told:
-            self._told = watched
+        if watched != self._watched:
+            self._watched = watched
             for on_watched in self._followers:
                 on_watched(watched)
 
@@ -405,7 +399,7 @@ class Quarantine:
 
     # Poison prompts
 
-    def _condemn(self, prompt: str) -> None:
+    def _mark_poison(self, prompt: str) -> None:
         attempts = list(self._attempts[prompt].values())
         first, deaths = attempts[0], self._suspects.deaths(prompt, "server")
         path = "" if self._folder is None else f"; see {report_path(self._folder, first.key)}"
@@ -414,7 +408,6 @@ class Quarantine:
             f"{len(deaths['alone'])} more (servers {', '.join(str(each['server']) for each in deaths['alone'])}){path}"
         )
         self._refusals |= {each.key: evidence for each in attempts}
-        self._watched_changed(prompt)
         self._reports[first.key] = {
             "uid": first.key,
             "reason": KILLS_SERVERS,

@@ -26,8 +26,9 @@ import asyncio
 import logging
 import sys
 from collections import Counter, deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from megasync.buffer import AsyncBuffer, BufferClosed, BufferStateError
@@ -35,13 +36,16 @@ from megasync.buffer.groups import SCORES
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config.schema import ScheduleConfig
 from megasync.data.curriculum import Curriculum
+from megasync.data.source import PromptSource
 from megasync.errors import DataError, PoisonPrompt, ProcessLost, ServerError
 from megasync.observe import trace
-from megasync.rollout.group_worker import GroupEnded, Worker
+from megasync.rollout.group_worker import GroupEnded
 from megasync.rollout.inflight import InflightCap, ServerLoad
 from megasync.rollout.metrics import RolloutMetrics
 from megasync.rollout.placement import Placement
+from megasync.rollout.quarantine import Quarantine
 from megasync.rollout.selection import HARMLESS, KILLS_SERVERS, KILLS_WORKERS, LEFT_OUT, Dropped
+from megasync.rollout.worker_link import WorkerLink
 from megasync.trajectory import Prompt
 
 log = logging.getLogger(__name__)
@@ -56,29 +60,10 @@ WINDOW = 64
 SHOWN = 5
 
 
-class Prompts(Protocol):
-    """Where prompts come from; see `PromptSource`."""
-
-    def next(self) -> Prompt: ...
-    def admitted(self, uid: str) -> None: ...
-    def get(self, uid: str) -> Prompt: ...
-
-
 class FleetLoads(Protocol):
     """The loads of the fleet that the rollout reads."""
 
     def loads(self) -> Sequence[ServerLoad]: ...
-    def metrics(self) -> dict[str, float]: ...
-
-
-class HeldRequests(Protocol):
-    """The part of the quarantine that the rollouter uses; see `Quarantine`."""
-
-    holds: int
-
-    @property
-    def busy(self) -> bool: ...
-    def describe(self, key: str, row: Mapping[str, Any]) -> None: ...
     def metrics(self) -> dict[str, float]: ...
 
 
@@ -92,7 +77,7 @@ class ServerLimits:
 
     fleet: FleetLoads | None = None
     cap: InflightCap | None = None
-    quarantine: HeldRequests | None = None
+    quarantine: Quarantine | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -104,7 +89,7 @@ class _Assigned:
 
     prompt: Prompt
     batch: int
-    worker: Worker | None = None
+    worker: WorkerLink | None = None
 
 
 class Rollouter:
@@ -115,13 +100,13 @@ class Rollouter:
 
     def __init__(
         self,
-        source: Prompts,
+        source: PromptSource,
         buffer: AsyncBuffer,
         schedule: ScheduleConfig,
         *,
         max_drop_share: float = 0.5,
         servers: ServerLimits | None = None,
-        placement: Placement[Worker] | None = None,
+        placement: Placement[WorkerLink] | None = None,
         curriculum: Curriculum | None = None,
     ) -> None:
         """`placement` is shared with whatever else runs on the workers."""
@@ -137,9 +122,9 @@ class Rollouter:
         self._admitted = 0
         self._drop_limit = DropLimit(max_drop_share)
         # The workers, and how many groups each has.
-        self._workers: dict[Worker, int] = {}
+        self._workers: dict[WorkerLink, int] = {}
         self._groups: dict[str, _Assigned] = {}
-        self._placement = placement or Placement[Worker]()
+        self._placement = placement or Placement[WorkerLink]()
         self._placement.follow(self._place_waiting)
         # Groups without a worker, and whether a lost worker has worked on them.
         self._waiting: deque[tuple[_Assigned, bool]] = deque()
@@ -161,7 +146,7 @@ class Rollouter:
         }
         self._running = True
         for worker in self._workers:
-            self._begin(worker)
+            worker.begin(self._gated, self._limit)
         if self._cap is not None and self._fleet is not None:
             loops.add(asyncio.create_task(self._limit_loop(self._cap, self._fleet), name="rollout limit"))
         stopped = asyncio.create_task(self._stopped.wait(), name="rollout stop")
@@ -188,17 +173,17 @@ class Rollouter:
 
     # Workers
 
-    def add(self, worker: Worker) -> None:
+    def add(self, worker: WorkerLink) -> None:
         """Gives groups to this worker from now on."""
         self._workers[worker] = 0
-        worker.listen(self)
+        worker.follow(partial(self.ended, worker), partial(self.failed, worker))
         self._placement.add(worker)
         if self._running:
-            self._begin(worker)
+            worker.begin(self._gated, self._limit)
             self._share_limit()
             self._place_waiting()
 
-    def remove(self, worker: Worker) -> None:
+    def remove(self, worker: WorkerLink) -> None:
         """The worker is lost: its groups continue on the others. What it reports from now on is ignored."""
         if self._workers.pop(worker, None) is None:
             return
@@ -348,7 +333,7 @@ class Rollouter:
         self._placement.ended(uid)
         self._places.release()
 
-    def ended(self, worker: Worker, group: GroupEnded) -> None:
+    def ended(self, worker: WorkerLink, group: GroupEnded) -> None:
         """A group of a worker has ended."""
         assigned = self._groups.get(group.uid)
         if assigned is None or assigned.worker is not worker:
@@ -371,7 +356,7 @@ class Rollouter:
             self._again.discard(group.uid)
             self._assign(assigned)
 
-    def failed(self, worker: Worker, error: BaseException) -> None:
+    def failed(self, worker: WorkerLink, error: BaseException) -> None:
         """Ends the run with this error, unless the worker is lost."""
         if worker in self._workers:
             self._fail(error)
@@ -422,21 +407,13 @@ class Rollouter:
 
     def _spawned_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if (
-            not task.cancelled()
-            and (error := task.exception())
-            and self._failed is not None
-            and not self._failed.done()
-        ):
-            self._failed.set_exception(error)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
 
     # Gates and limits of the workers
 
-    def _begin(self, worker: Worker) -> None:
-        worker.begin(gated=self._gated, limit=self._limit)
-
     async def _close_gates(self, timeout: float) -> None:
-        async def close(worker: Worker) -> None:
+        async def close(worker: WorkerLink) -> None:
             try:
                 await worker.close_gate(timeout)
             except ProcessLost:

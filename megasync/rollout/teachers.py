@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from megasync.data.sets import SET
 from megasync.errors import ConfigError
 from megasync.observe import trace
 from megasync.serving.answers import read_scored
-from megasync.serving.control import ServerControl
 from megasync.serving.frozen_client import FrozenModelClient
 from megasync.serving.frozen_folder import read_frozen_model
 from megasync.trajectory import TEACHER, Ids, Trajectory
@@ -31,23 +29,17 @@ from megasync.trajectory.runs import FloatArray
 SOURCE = "data_source"
 
 
-class Teacher:
+class Teacher(FrozenModelClient):
     """One of `teachers`. Requests wait until their owner has added a server."""
 
-    def __init__(self, client: FrozenModelClient, context_length: int) -> None:
-        self._client = client
+    def __init__(self, name: str, max_inflight: int, timeout: float, context_length: int) -> None:
+        super().__init__(f"teacher {name!r}", max_inflight, timeout)
         self._context_length = context_length
         self._too_long = 0
 
-    def add_server(self, server: ServerControl) -> None:
-        self._client.add_server(server)
-
-    def remove_server(self, url: str) -> None:
-        self._client.remove_server(url)
-
     def metrics(self) -> dict[str, float]:
         """The client's metrics, and the number of responses without log-probs: `too_long`."""
-        return self._client.metrics() | {"too_long": float(self._too_long)}
+        return super().metrics() | {"too_long": float(self._too_long)}
 
     async def logprobs(self, prompt_ids: Ids, response_ids: Ids) -> FloatArray | None:
         """Log-probs of the response at temperature 1, [response tokens]; None if it is longer than the context.
@@ -67,12 +59,8 @@ class Teacher:
             "return_logprob": True,
             "logprob_start_len": first,
         }
-        scored = await self._client.ask("/generate", body, partial(_read, ids[first:]))
+        scored = await self.ask("/generate", body, lambda answer: read_scored(answer, ids[first:]))
         return np.array(scored, dtype=np.float32)
-
-
-def _read(ids: list[int], answer: Any) -> list[float]:
-    return read_scored(answer, ids)
 
 
 class Teachers:
@@ -119,6 +107,5 @@ def load_teachers(config: Config, tokenizer: Any) -> Teachers:
         key = f"teachers.{name}"
         check_tokenizer(config, name, tokenizer)
         limit = model.context_length or read_frozen_model(key, model)["max_position_embeddings"]
-        client = FrozenModelClient(f"teacher {name!r}", model.max_inflight, config.timeouts.request)
-        teachers[name] = Teacher(client, limit)
+        teachers[name] = Teacher(name, model.max_inflight, config.timeouts.request, limit)
     return Teachers(teachers, {name: model.sources for name, model in config.teachers.items()})

@@ -1,7 +1,7 @@
 """The token ids of prompts and conversations: growing arrays, shared by everything that begins with the same tokens.
 
     prompt = Tokens.of([1, 2, 3])
-    whole = prompt + [7, 8]          # one array holds both: 1 2 3 7 8
+    answered = prompt + [7, 8]       # one array holds both: 1 2 3 7 8
     other = prompt + [9]             # the array has gone on differently, so this is a copy: 1 2 3 9
 
 A conversation of 50 turns thus holds its tokens once, and a turn costs what it adds. What is known of an array's first

@@ -27,9 +27,8 @@ from megasync.base.importing import name_of
 from megasync.concurrency.first_use import prepared
 from megasync.concurrency.foreign import DeadlineExceeded, explain, invoke, is_async, run
 from megasync.concurrency.threads import AllThreadsStuck, DaemonThreads
-from megasync.errors import ConfigError, DataError
+from megasync.errors import ConfigError, DataError, is_infrastructure
 from megasync.observe import trace
-from megasync.rollout.failures import is_infrastructure
 
 log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from megasync.concurrency.tasks import set_within, wait_for_first
 from megasync.errors import MegasyncError, ProcessLost
 from megasync.observe import stacks
 from megasync.observe.clock import Reading, read_clock
-from megasync.rollout.group_worker import GroupEnded, GroupWorker, Worker, WorkListener
+from megasync.rollout.group_worker import GroupEnded, GroupWorker
 from megasync.rollout.metrics import WorkerStatus
 from megasync.trajectory import Prompt
 
@@ -165,37 +165,29 @@ class WorkerEnd(Channel):
     def serve(self, worker: GroupWorker, commands: Commands, questions: Questions) -> None:
         """Lets the driver use a worker. It may say and ask more: `commands` and `questions`."""
         self._worker = worker
-        worker.listen(self)
-        self.commands |= {
-            "begin": lambda gated, limit: worker.begin(gated=gated, limit=limit),
-            "start": worker.start,
-            "set_limit": worker.set_limit,
-            "open_gate": worker.open_gate,
-            **commands,
-        }
+        names = ("begin", "start", "set_limit", "open_gate")
+        self.commands |= {name: getattr(worker, name) for name in names} | dict(commands)
         self.questions |= {"halt": worker.halt, "close_gate": worker.close_gate, **questions}
 
     @property
     def status(self) -> WorkerStatus:
         return self._worker.status
 
+    def ended(self, group: GroupEnded) -> None:
+        self.tell("ended", group)
+
+    def failed(self, error: BaseException) -> None:
+        self.tell("failed", error)
+
     def abandon(self) -> None:
         """Cancels whatever runs, without waiting for it: nothing is saved or reported anymore."""
         for task in self.answering():
             task.cancel()
-        self._worker.halt().close()
-
-    # `WorkListener` of the worker
-
-    def ended(self, worker: Worker, group: GroupEnded) -> None:
-        self.tell("ended", group)
-
-    def failed(self, worker: Worker, error: BaseException) -> None:
-        self.tell("failed", error)
+        self._worker.abandon()
 
 
 class WorkerLink(Channel):
-    """The driver's end, as rollouter and evaluation use it (`Worker`).
+    """The driver's end, as rollouter and evaluation use it: its methods are those of `GroupWorker`.
 
     The worker may say and ask more: `commands` and `questions`. `halt_seconds` is the deadline of `halt`.
     """
@@ -205,23 +197,19 @@ class WorkerLink(Channel):
         # Has the latest known status.
         self.source: WorkerEnd | Report = Report(WorkerStatus(), [])
         self._halt_seconds = halt_seconds
-        self._listener: WorkListener
-        self.commands |= {
-            "ended": lambda group: self._listener.ended(self, group),
-            "failed": lambda error: self._listener.failed(self, error),
-            "log": lambda level, text: log.log(level, "%s: %s", self.name, text),
-            **commands,
-        }
+        self.commands |= {"log": lambda level, text: log.log(level, "%s: %s", self.name, text), **commands}
         self.questions |= questions
 
     @property
     def status(self) -> WorkerStatus:
+        """The latest known."""
         return self.source.status
 
-    def listen(self, listener: WorkListener) -> None:
-        self._listener = listener
+    def follow(self, on_ended: Callable[[GroupEnded], None], on_failed: Callable[[BaseException], None]) -> None:
+        """Calls these as the worker does; see `GroupWorker`."""
+        self.commands |= {"ended": on_ended, "failed": on_failed}
 
-    def begin(self, *, gated: bool, limit: int | None) -> None:
+    def begin(self, gated: bool, limit: int | None) -> None:
         self.tell("begin", gated, limit)
 
     def start(self, prompt: Prompt, batch: int, again: bool = False) -> None:
@@ -236,15 +224,17 @@ class WorkerLink(Channel):
     def open_gate(self) -> None:
         self.tell("open_gate")
 
-    def halt(self) -> Coroutine[Any, Any, None]:
-        return self._halt()
-
-    async def _halt(self) -> None:
+    async def halt(self) -> None:
         try:
             async with asyncio.timeout(self._halt_seconds):
                 await self.ask("halt")
         except (ProcessLost, TimeoutError) as error:
             log.warning("%s did not halt; its latest partial responses are generated again: %r", self.name, error)
+
+
+def join(link: WorkerLink, end: WorkerEnd) -> None:
+    """Connects the ends of a worker on this event loop: every message is a call."""
+    link.send, end.send, link.source = end.receive, link.receive, end
 
 
 class WorkerProcess(Protocol):
@@ -254,7 +244,7 @@ class WorkerProcess(Protocol):
         """Raises ProcessLost when the process died or missed the deadline, and what building the worker raises."""
         ...
 
-    def connect(self, link: WorkerLink, patience: float) -> Coroutine[Any, Any, None]:
+    def connect(self, link: WorkerLink, patience: float) -> Coroutine[Any, Any, Any]:
         """Takes the link's messages from now on. The coroutine delivers them until it raises ProcessLost.
 
         `patience` is the deadline of a call in seconds.
@@ -280,15 +270,10 @@ class LocalProcess:
     async def start(self, timeout: float) -> None:
         self._end = self._build()
 
-    def connect(self, link: WorkerLink, patience: float) -> Coroutine[Any, Any, None]:
+    def connect(self, link: WorkerLink, patience: float) -> Coroutine[Any, Any, Any]:
         assert self._end is not None
-        end = self._end
-        link.send, end.send = end.receive, link.receive
-        link.source = end
-        return self._forever()
-
-    async def _forever(self) -> None:
-        await asyncio.Event().wait()
+        join(link, self._end)
+        return asyncio.Event().wait()
 
     def processes(self) -> list[tuple[str, int]]:
         return []
@@ -308,7 +293,7 @@ class RemoteProcess(ABC):
     @abstractmethod
     async def send(self, commands: list[Message], timeout: float) -> None: ...
 
-    def connect(self, link: WorkerLink, patience: float) -> Coroutine[Any, Any, None]:
+    def connect(self, link: WorkerLink, patience: float) -> Coroutine[Any, Any, Any]:
         """Connects the link to the worker's process; see `WorkerProcess.connect`."""
         unsent: list[Message] = []
         some = asyncio.Event()

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,8 +27,8 @@ from megasync.base.importing import name_of
 from megasync.concurrency.foreign import shown
 from megasync.errors import DataError
 from megasync.observe import trace
-from megasync.rollout.conversation import Conversation, Reply
-from megasync.rollout.generation import Generation
+from megasync.rollout.client import RolloutClient
+from megasync.rollout.conversation import Conversation, Generation, Reply
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.partials import SampleResponses
 from megasync.trajectory import ROUTES, SUPPORT_SIZES, TOKEN_REWARDS, Prompt, Trajectory, finite_float
@@ -36,19 +36,6 @@ from megasync.trajectory import ROUTES, SUPPORT_SIZES, TOKEN_REWARDS, Prompt, Tr
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class Client(Protocol):
-    """The part of a `RolloutClient` that samples and the rollouter use."""
-
-    @property
-    def tokenizer(self) -> Any: ...
-    @property
-    def sets_reasoning_apart(self) -> bool: ...
-    def metrics(self) -> dict[str, float]: ...
-    async def generate(self, prompt_ids: Sequence[int], **options: Any) -> Generation: ...
-    async def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> Reply: ...
-    async def ask(self, model: str, messages: Sequence[dict[str, Any]], **sampling: Any) -> str: ...
 
 
 class SampleClient:
@@ -63,7 +50,7 @@ class SampleClient:
 
     def __init__(
         self,
-        client: Client,
+        client: RolloutClient,
         gate: RequestGate,
         *,
         routing_key: str,

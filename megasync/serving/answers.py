@@ -20,7 +20,7 @@ import msgspec
 from megasync.concurrency.first_use import prepared
 from megasync.errors import InvalidAnswer
 from megasync.layout.routes import RouteArray, RouteFormat
-from megasync.trajectory.support import Support
+from megasync.trajectory import Support
 
 T = TypeVar("T")
 

@@ -23,8 +23,7 @@ from megasync.trainer.attention import AttentionPlan, Segment, plan_attention
 from megasync.trainer.context import ContextPlan, plan_context, split_tokens
 from megasync.trainer.logprobs import TargetSupport
 from megasync.trainer.packing import Ints, Lengths, Microbatch
-from megasync.trajectory import Ids
-from megasync.trajectory.support import Support
+from megasync.trajectory import Ids, Support
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 The output layer is sharded over the vocabulary, and no rank ever holds a row of the whole vocabulary. Rows are
 projected a part at a time, so a rank never holds more than `PART_ELEMENTS` logits. A microbatch of a single part keeps
 its logits for the backward pass; one of several projects them again there. Padded vocabulary columns count as -inf:
-they have no probability and no gradient. So do tokens outside the support of a target (`megasync.trajectory.support`).
+they have no probability and no gradient. So do tokens outside the support of a target (`megasync.trajectory.Support`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
 
-from megasync.trajectory.support import Support
+from megasync.trajectory import Support
 
 # Logits of a rank that exist at one time: 128 MiB in bfloat16, or 447 rows of 150,000 columns. With much fewer rows the
 # product would be slow.

@@ -17,8 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasync.trajectory.runs import FloatArray, IntArray, Runs, float_array, int_array
-from megasync.trajectory.support import Support
-from megasync.trajectory.turns import Turn, within
 
 Ids = Sequence[int] | NDArray[Any]
 Numbers = Sequence[float] | NDArray[Any]
@@ -32,9 +30,129 @@ BASELINE = "baseline"
 # Name of the array with the experts of each position but the last, prompt and response, [prompt + response tokens - 1,
 # expert layers, experts per token] (`layout.routes`).
 ROUTES = "routes"
-# Names of the arrays with the support of each response token, if truncated sampling chose it (`support.Support`): the
+# Names of the arrays with the support of each response token, if truncated sampling chose it (`Support`): the
 # sizes, and all ids, which are as many as the sizes add up to.
 SUPPORT_SIZES, SUPPORT = "support_sizes", "support"
+# The largest `top_k` whose support SGLang reports (`--sampling-mask-max-tokens`).
+MAX_SUPPORT = 4096
+# The role of what the policy sampled. Other turns have the role of their message, or none if it is unknown.
+ANSWER = "answer"
+# The most characters of a role or name, and of a call's arguments, and the most calls of an answer.
+NAME, ARGUMENTS, CALLS = 80, 400, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """The tokens that truncated sampling (`top_k`, `top_p`, `min_p`) left to choose from, of consecutive positions.
+
+    A server renormalises the probabilities of these tokens. A trainer that did so over the whole vocabulary would score
+    another distribution than the one that was sampled: each log-prob would be lower by what was cut off, and the
+    gradient would push up tokens that could not be sampled. So the server reports the support, and the trainer computes
+    its softmax over it (keep sampling mask of DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
+    """
+
+    # Numbers of tokens, [positions]; 0 where nothing was cut off.
+    sizes: IntArray
+    # The tokens of all positions, in order.
+    ids: IntArray
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for sizes that do not match the ids."""
+        if self.sizes.ndim != 1 or self.ids.ndim != 1 or (self.sizes.size and int(self.sizes.min()) < 0):
+            raise ValueError(
+                f"sizes {self.sizes.shape} and ids {self.ids.shape} must be one-dimensional, without a minus"
+            )
+        if (total := int(self.sizes.sum(dtype=np.int64))) != self.ids.size:
+            raise ValueError(f"sizes add up to {total} tokens, and there are {self.ids.size} ids")
+
+    @classmethod
+    def of(cls, positions: Sequence[Sequence[int]]) -> Support:
+        """The support of positions from the ids of each."""
+        sizes = int_array([len(ids) for ids in positions])
+        return cls(sizes, int_array([token for ids in positions for token in ids]))
+
+    @classmethod
+    def whole(cls, positions: int) -> Support:
+        """The support of so many positions where nothing was cut off."""
+        return cls(np.zeros(positions, np.int32), np.zeros(0, np.int32))
+
+    @classmethod
+    def join(cls, parts: Iterable[Support]) -> Support:
+        """All positions of the parts, one after the other."""
+        parts = [cls.whole(0), *parts]
+        return cls(np.concatenate([part.sizes for part in parts]), np.concatenate([part.ids for part in parts]))
+
+    def at(self, positions: NDArray[Any]) -> Support:
+        """The support at the given positions, which ascend."""
+        if len(positions) == len(self.sizes):
+            return self
+        wanted = np.zeros(len(self.sizes), dtype=bool)
+        wanted[positions] = True
+        return Support(self.sizes[positions], self.ids[np.repeat(wanted, self.sizes)])
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Support):
+            return NotImplemented
+        return np.array_equal(self.sizes, other.sizes) and np.array_equal(self.ids, other.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call of an answer, with its arguments as the model wrote them."""
+
+    name: str
+    arguments: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", _cut(self.name, NAME))
+        object.__setattr__(self, "arguments", _cut(self.arguments, ARGUMENTS))
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The tokens of a response that one author wrote: a note for people who read it. Nothing is trained on it.
+
+    A note is small whatever a model, a tool or a user wrote: its texts are cut.
+    """
+
+    # First and past-the-last token, counted from the first token of the response.
+    start: int
+    end: int
+    role: str = ""
+    # The tool whose result this is.
+    name: str = ""
+    # Only an answer has any.
+    calls: tuple[Call, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "role", _cut(self.role, NAME))
+        object.__setattr__(self, "name", _cut(self.name, NAME))
+        object.__setattr__(self, "calls", tuple(self.calls[:CALLS]))
+
+    def moved(self, tokens: int) -> Turn:
+        """The turn, that many tokens later."""
+        return replace(self, start=self.start + tokens, end=self.end + tokens)
+
+
+def within(turns: Iterable[Turn], tokens: int) -> tuple[Turn, ...]:
+    """The parts of the turns in the first ``tokens``. Raises ValueError for turns that overlap or hold nothing."""
+    kept, at = [], 0
+    for turn in turns:
+        if not at <= turn.start < turn.end:
+            raise ValueError(f"a turn from token {turn.start} to {turn.end} follows one that ends at {at}")
+        at = turn.end
+        if turn.start < tokens:
+            kept.append(turn if turn.end <= tokens else replace(turn, end=tokens))
+    return tuple(kept)
+
+
+def _cut(text: str, most: int) -> str:
+    """Its first characters, without halves of surrogate pairs, which no file can store."""
+    text = text if len(text) <= most else f"{text[: most - 1]}…"
+    return text.encode("utf-8", "replace").decode()
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)
@@ -100,51 +218,25 @@ class Trajectory:
         per_token = {"loss_mask": self.loss_mask, "logprobs": self.logprobs, "versions": self.versions}
         others = {name: array for name, array in self.arrays.items() if name not in (ROUTES, SUPPORT)}
         _check_lengths(len(self.response_ids), per_token | others)
-        fed = len(self.prompt_ids) + len(self.response_ids) - 1
-        if (routes := self.arrays.get(ROUTES)) is not None and (routes.ndim != 3 or len(routes) != fed):
-            raise ValueError(f"{ROUTES} has the shape {routes.shape} for {fed} positions, and needs three dimensions")
+        positions = len(self.prompt_ids) + len(self.response_ids) - 1
+        if (routes := self.arrays.get(ROUTES)) is not None and (routes.ndim != 3 or len(routes) != positions):
+            raise ValueError(
+                f"{ROUTES} has the shape {routes.shape} for {positions} positions, and needs three dimensions"
+            )
         if (SUPPORT in self.arrays) != (SUPPORT_SIZES in self.arrays):
             raise ValueError(f"it has one of the arrays {SUPPORT} and {SUPPORT_SIZES}, and needs both or none")
         _field(SUPPORT, lambda _: self.support, None)
 
     @classmethod
-    def of_arrays(
-        cls,
-        *,
-        prompt_ids: IntArray,
-        response_ids: IntArray,
-        loss_mask: Runs,
-        logprobs: FloatArray,
-        versions: Runs,
-        finish_reason: str,
-        reward: float | None,
-        metrics: dict[str, float],
-        arrays: dict[str, NDArray[Any]],
-        turns: tuple[Turn, ...],
-        sample: int | None,
-    ) -> Trajectory:
-        """Takes read-only arrays of the right types, runs and turns, as they are.
+    def of_arrays(cls, **values: Any) -> Trajectory:
+        """Takes all fields but the text as they are: read-only arrays of the right types, runs and turns.
 
         Raises ValueError for wrong lengths.
         """
         trajectory = object.__new__(cls)
-        _set(
-            trajectory,
-            prompt_ids=prompt_ids,
-            response_ids=response_ids,
-            loss_mask=loss_mask,
-            logprobs=logprobs,
-            versions=versions,
-            finish_reason=finish_reason,
-            text="",
-            reward=reward,
-            metrics=metrics,
-            arrays=arrays,
-            turns=turns,
-            sample=sample,
-        )
-        if not len(loss_mask) == len(logprobs) == len(versions) == len(response_ids):
-            _check_lengths(len(response_ids), {"loss_mask": loss_mask, "logprobs": logprobs, "versions": versions})
+        _set(trajectory, text="", **values)
+        per_token = {name: values[name] for name in ("loss_mask", "logprobs", "versions")}
+        _check_lengths(len(trajectory.response_ids), per_token)
         return trajectory
 
     @property

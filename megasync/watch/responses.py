@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasync.observe.rollouts import Response
-from megasync.trajectory.turns import ANSWER, Turn
+from megasync.trajectory import ANSWER, Turn
 
 Numbers = NDArray[np.floating[Any]]
 # What a tokenizer decodes of a part of a character.

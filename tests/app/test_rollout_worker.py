@@ -17,6 +17,7 @@ from megasync.app.workload import PythonArguments, prepare_workload
 from megasync.cluster.rollout_workers import RolloutWorkers
 from megasync.config import load_config
 from megasync.config.access import Keys
+from megasync.evaluation.evaluate import AnswerJob
 from megasync.observe.context import RunContext
 from megasync.rollout.quarantine import Quarantine
 from megasync.rollout.rollouter import Rollouter
@@ -110,7 +111,7 @@ async def test_it_generates_groups_and_answers_prompts_of_evaluations(run):
     await made.workers.announce(3, 4)
     fake.version = 4
     async with asyncio.timeout(PATIENCE):
-        answer = await answers_of(made.workers)(made.held_out, 0.0, 0, made.held_out.prompts[0], 0)
+        answer = await answers_of(made.workers)(AnswerJob("", 0.0, 0, made.held_out.prompts[0], 0))
         assert answer.versions == {4: 5} and answer.reward is not None
         rolling = asyncio.create_task(made.rollouter.run())
         while made.rollouter.finished_groups < 4:
@@ -120,7 +121,7 @@ async def test_it_generates_groups_and_answers_prompts_of_evaluations(run):
         await rolling
     # A version that the driver has not announced is not taken.
     fake.version = 5
-    pending = asyncio.create_task(answers_of(made.workers)(made.held_out, 0.0, 1, made.held_out.prompts[1], 0))
+    pending = asyncio.create_task(answers_of(made.workers)(AnswerJob("", 0.0, 1, made.held_out.prompts[1], 0)))
     async with asyncio.timeout(PATIENCE):
         while not made.workers._links[0].status.client["rollout/invalid_answers"]:
             await asyncio.sleep(0.01)

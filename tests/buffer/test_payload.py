@@ -21,9 +21,7 @@ from megasync.buffer.payload import (
 )
 from megasync.buffer.segments import SegmentWriter, load_trajectories, segments_in
 from megasync.errors import DataError
-from megasync.trajectory import Group, Partial, Trajectory
-from megasync.trajectory.support import Support
-from megasync.trajectory.turns import ANSWER, Call, Turn
+from megasync.trajectory import ANSWER, Call, Group, Partial, Support, Trajectory, Turn
 
 IDS = st.integers(0, 2**31 - 1)
 LOGPROBS = st.floats(-1e3, 0, width=32)

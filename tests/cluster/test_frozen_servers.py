@@ -156,7 +156,8 @@ async def test_a_judge_that_writes_no_number_and_a_text_that_is_too_long_give_no
         context_length=400,
     )
     judge = load_model_reward("judge", settings, 60.0)
-    judge.client = rig.rewards["judge"].client
+    for server in rig.rewards["judge"]._running:
+        judge.add_server(server)
     assert await judge(["short", "long" * 100], prompt=["p", "p"]) == [None, None]
     assert (judge.metrics()["unread"], judge.metrics()["too_long"]) == (1.0, 1.0)
 

@@ -85,7 +85,7 @@ class Crew:
 
     def local(self):
         end = WorkerEnd()
-        worker, commands, questions = self.worker(SimpleNamespace(number=0))
+        worker, commands, questions = self.worker(SimpleNamespace(number=0, end=end))
         end.serve(worker, {"watch": lambda watched: None, **commands}, questions)
         return end
 
@@ -100,7 +100,8 @@ class Crew:
             return await single_turn(client, sample)
 
         spec = GroupSpec(workflow, RewardRunner(self.reward), Selection(GroupConfig(), 2, 8))
-        worker = GroupWorker(client, self.buffer, spec, FailurePolicy(backoff_seconds=(0.0, 0.0)))
+        told = {"on_ended": process.end.ended, "on_failed": process.end.failed}
+        worker = GroupWorker(client, self.buffer, spec, FailurePolicy(backoff_seconds=(0.0, 0.0)), **told)
         number = process.number
         commands = {
             "set_versions": lambda *versions: self.told.append((number, "versions", *versions)),

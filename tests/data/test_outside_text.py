@@ -13,10 +13,9 @@ from megasync.data.render import Renderer
 from megasync.errors import ConfigError
 from megasync.models.digits import digits_tokenizer
 from megasync.models.smollm2 import gguf_file
-from megasync.rewards.model_prompt import ModelPrompt
+from megasync.rewards.model_reward import ModelPrompt
 from megasync.rollout.chat import AnswerTemplate
-from megasync.rollout.conversation import Conversation
-from megasync.rollout.generation import Generation
+from megasync.rollout.conversation import Conversation, Generation
 
 CHATML = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"

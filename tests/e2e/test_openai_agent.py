@@ -10,7 +10,7 @@ from tool_model import make_tool_models
 
 import megasync
 from megasync.observe.rollouts import TRAINED, Filters, RolloutIndex
-from megasync.trajectory.turns import ANSWER
+from megasync.trajectory import ANSWER
 
 pytestmark = pytest.mark.real
 

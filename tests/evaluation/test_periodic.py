@@ -13,7 +13,7 @@ from megasync.evaluation.held_out import HeldOutSet
 from megasync.evaluation.periodic import PeriodicEvaluation
 from megasync.rewards import RewardRunner
 from megasync.rollout.client import Destination
-from megasync.rollout.generation import Generation
+from megasync.rollout.conversation import Generation
 from megasync.rollout.workflow import single_turn
 from megasync.trajectory import Prompt
 
@@ -28,7 +28,7 @@ class Servers:
         self.asked = Counter()
         self.adapters = set()
         self.over = {url: asyncio.Event() for url in urls}
-        self.hangs = set()
+        self.hangs, self.dies = set(), set()
         self.version = VERSION
         self.called = asyncio.Event()
 
@@ -45,6 +45,9 @@ class Servers:
         self.asked[server] += 1
         self.adapters.add(adapter)
         self.called.set()
+        if server in self.dies:
+            self.over[server].set()
+            raise ServerError("gone")
         if server in self.hangs:
             await self.over[server].wait()
             raise ServerError("gone")
@@ -56,7 +59,7 @@ class Servers:
 def evaluation(servers, count=4, workflow=single_turn, **options):
     prompts = [Prompt(str(number), [number], {"prompt": f"q{number}"}) for number in range(count)]
     held_out = HeldOutSet("", prompts, RewardRunner(lambda completions, **_: [1.0] * len(completions)), **options)
-    return PeriodicEvaluation(Answerer(servers, workflow), [held_out], 2)
+    return PeriodicEvaluation(Answerer(servers, workflow, [held_out]), [held_out], 2)
 
 
 async def test_only_pinned_servers_are_asked_and_all_of_them_are():
@@ -85,9 +88,10 @@ async def test_a_discarded_generation_of_another_version_counts_too():
         await evaluation(servers, workflow=careless)(6, VERSION, servers)
 
 
-async def test_answers_of_a_lost_server_are_given_again_by_another_that_holds_the_version():
+@pytest.mark.parametrize("loss", ["hangs", "dies"])
+async def test_answers_of_a_lost_server_are_given_again_by_another_that_holds_the_version(loss):
     servers = Servers("a", "b")
-    servers.hangs.add("a")
+    getattr(servers, loss).add("a")
     running = asyncio.create_task(evaluation(servers)(6, VERSION, servers))
     await servers.called.wait()
     servers.over["a"].set()

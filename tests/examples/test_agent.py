@@ -9,8 +9,7 @@ from deepresearch.prompts import NOTHING_FOUND, UNMARKED
 from trajectories import trajectory
 
 from megasync.base.importing import load_callable
-from megasync.errors import ConfigError, ContextLengthExceeded, DataError, ServerError
-from megasync.rollout.failures import is_infrastructure
+from megasync.errors import ConfigError, ContextLengthExceeded, DataError, ServerError, is_infrastructure
 from megasync.rollout.tools import ToolCall
 
 SAMPLE = {"prompt": "Where was Ada born?", "answers": ["Torilaholm", "the town of Torilaholm"]}

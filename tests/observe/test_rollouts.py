@@ -22,9 +22,8 @@ from megasync.observe.rollouts import (
     is_sampled,
     recorded,
 )
-from megasync.trajectory import Trajectory
+from megasync.trajectory import ANSWER, Call, Trajectory, Turn
 from megasync.trajectory.runs import Runs
-from megasync.trajectory.turns import ANSWER, Call, Turn
 
 LIMIT = 2**20
 

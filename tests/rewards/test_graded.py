@@ -13,7 +13,7 @@ import pytest
 from megasync.config.schema import RewardModelConfig
 from megasync.data.match import match_answer
 from megasync.rewards.math_reward import math_reward
-from megasync.rewards.score_reader import WrittenNumber
+from megasync.rewards.model_reward import WrittenNumber
 
 FOLDER = Path(__file__).parent
 ANSWERS = [json.loads(line) for line in (FOLDER / "graded_answers.jsonl").read_text(encoding="utf-8").splitlines()]

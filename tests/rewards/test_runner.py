@@ -17,7 +17,7 @@ from megasync.trajectory import TOKEN_REWARDS
 COLUMNS = {"prompt": "p", "answer": {"value": [1]}}
 
 
-def text_length(completions, **columns):
+def length(completions, **columns):
     return [float(len(text)) for text in completions]
 
 
@@ -38,17 +38,15 @@ async def test_the_function_is_called_once_per_group_with_repeated_columns(make_
     assert calls == [(["a", "bc"], ["p", "p"], answers, [[5, 5], [5, 5, 5]], ["stop", "length"])]
 
 
-async def test_async_functions_are_awaited(make_trajectory):
-    async def reward(completions, **columns):
+class Judge:
+    async def __call__(self, completions, **columns):
         await asyncio.sleep(0)
-        return [2.0]
+        return [3.0]
 
-    class Judge:
-        async def __call__(self, completions, **columns):
-            return [3.0]
 
-    assert rewards(await RewardRunner(reward).score([make_trajectory()], {})) == [2.0]
-    assert rewards(await RewardRunner(Judge(), processes=2).score([make_trajectory()], {})) == [3.0]
+@pytest.mark.parametrize("processes", [0, 2])
+async def test_an_async_function_is_awaited_on_the_event_loop(make_trajectory, processes):
+    assert rewards(await RewardRunner(Judge(), processes=processes).score([make_trajectory()], {})) == [3.0]
 
 
 async def test_none_leaves_a_response_unscored_and_own_rewards_are_kept(make_trajectory):
@@ -67,7 +65,7 @@ async def test_a_function_may_reward_single_tokens(make_trajectory):
     scored = await RewardRunner(steps).score(group, {})
     assert rewards(scored) == [1.5, 2.0]
     assert [str(t.arrays[TOKEN_REWARDS].tolist()) for t in scored] == ["[nan, 0.5, 1.0]", "[0.0, 2.0]"]
-    weighted = await RewardRunner({steps: 2.0, text_length: 0.5}).score(group, {})
+    weighted = await RewardRunner({steps: 2.0, length: 0.5}).score(group, {})
     assert rewards(weighted) == [3.5, 4.5]
     # The other function's part is not that of a token.
     assert [np.nansum(t.arrays[TOKEN_REWARDS]).item() for t in weighted] == [3.0, 4.0]
@@ -90,28 +88,19 @@ async def test_rewards_of_tokens_are_one_number_each(make_trajectory, score, pro
 # Several functions
 
 
-def length(completions, **columns):
-    return [float(len(text)) for text in completions]
-
-
 def polite(completions, **columns):
     return [1.0 if "please" in text else None for text in completions]
 
 
 async def test_scores_are_weighted_and_missing_scores_are_left_out(make_trajectory):
-    group = [make_trajectory("please"), make_trajectory("ab")]
+    group = [make_trajectory("please"), make_trajectory("ab", metrics={"turns": 2.0})]
     scored = await RewardRunner({length: 0.5, polite: 1.5}).score(group, {})
     assert rewards(scored) == [0.5 * 6 + 1.5 * 1, (0.5 * 2) * 2.0 / 0.5]
     assert [t.metrics for t in scored] == [
         {"reward/length": 6.0, "reward/length/none": 0.0, "reward/polite": 1.0, "reward/polite/none": 0.0},
-        {"reward/length": 2.0, "reward/length/none": 0.0, "reward/polite/none": 1.0},
+        {"turns": 2.0, "reward/length": 2.0, "reward/length/none": 0.0, "reward/polite/none": 1.0},
     ]
-
-
-async def test_a_response_that_no_function_scores_stays_unscored(make_trajectory):
-    scored = await RewardRunner({polite: 1.0}).score([make_trajectory("no", metrics={"turns": 2.0})], {})
-    assert rewards(scored) == [None]
-    assert scored[0].metrics == {"turns": 2.0, "reward/polite/none": 1.0}
+    assert rewards(await RewardRunner({polite: 1.0}).score(group, {})) == [1.0, None]
 
 
 async def test_functions_run_concurrently_and_all_end_before_an_error_is_raised(make_trajectory):
@@ -132,17 +121,6 @@ async def test_functions_run_concurrently_and_all_end_before_an_error_is_raised(
     assert ended == [True]
 
 
-async def test_each_function_gets_its_own_copy_of_the_columns(make_trajectory):
-    def careless(completions, *, answer, **columns):
-        answer[0]["value"].clear()
-        return [1.0]
-
-    def careful(completions, *, answer, **columns):
-        return [float(len(answer[0]["value"]))]
-
-    assert rewards(await RewardRunner({careless: 1.0, careful: 1.0}).score([make_trajectory()], COLUMNS)) == [2.0]
-
-
 async def test_a_function_that_keeps_its_own_deadlines_gets_no_other_deadline(make_trajectory):
     class Queueing:
         keeps_own_deadlines = True
@@ -161,8 +139,11 @@ async def test_the_callers_columns_and_trajectories_are_not_changed(make_traject
         completions.clear()
         return [1.0]
 
+    def careful(completions, *, answer, **columns):
+        return [float(len(answer[0]["value"]))]
+
     columns, group = copy.deepcopy(COLUMNS), [make_trajectory()]
-    await RewardRunner(greedy).score(group, columns)
+    assert rewards(await RewardRunner({greedy: 1.0, careful: 1.0}).score(group, columns)) == [2.0]
     assert columns == COLUMNS
     assert group == [make_trajectory()]
 
@@ -170,7 +151,7 @@ async def test_the_callers_columns_and_trajectories_are_not_changed(make_traject
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ([float("nan")], "returned the reward nan for prompt 0:7; it must be a finite number, or None"),
+        ([float("nan")], "my_reward returned the reward nan for prompt 0:7; it must be a finite number, or None"),
         ([float("inf")], "returned the reward inf"),
         ([10**400], "returned the reward 1000.* for prompt 0:7"),
         (["1.0"], "returned the reward .1.0. "),
@@ -192,36 +173,49 @@ async def test_an_invalid_score_is_a_data_error_that_names_function_and_prompt(m
     assert "my_reward" in str(error.value)
 
 
-async def test_an_exception_is_a_data_error_with_its_cause(make_trajectory):
-    def my_reward(completions, **columns):
-        raise KeyError("gold")
-
-    with pytest.raises(DataError, match=r"my_reward raised KeyError: 'gold' \(prompt 0:7\)") as error:
-        await RewardRunner(my_reward).score([make_trajectory()], {}, "0:7")
-    assert isinstance(error.value.__cause__, KeyError)
+def raising(completions, **columns):
+    raise KeyError("gold")
 
 
-async def test_a_cancellation_inside_the_function_is_an_error_like_any_other(make_trajectory):
-    async def my_reward(completions, **columns):
-        shared = asyncio.ensure_future(asyncio.sleep(600))
-        shared.cancel()
-        await shared
-
-    with pytest.raises(DataError, match=r"my_reward raised CancelledError: .*\(prompt 0:7\)"):
-        await RewardRunner(my_reward).score([make_trajectory()], {}, "0:7")
+async def cancelled(completions, **columns):
+    shared = asyncio.ensure_future(asyncio.sleep(600))
+    shared.cancel()
+    await shared
 
 
-async def test_an_error_of_a_returned_generator_is_an_error_of_the_function(make_trajectory):
-    def lazy(completions, **columns):
-        yield 1 / len(columns["nothing"])
-
-    with pytest.raises(DataError, match=r"lazy raised KeyError: 'nothing' \(prompt 0:7\)"):
-        await RewardRunner(lazy).score([make_trajectory()], {}, "0:7")
+def lazy(completions, **columns):
+    yield 1 / len(columns["nothing"])
 
 
-async def test_a_nan_reward_of_the_workflow_is_refused(make_trajectory):
-    with pytest.raises(DataError, match="the workflow returned the reward nan for prompt 0:7"):
-        await RewardRunner(text_length).score([make_trajectory(reward=float("nan"))], {}, "0:7")
+class Hostile:
+    def __float__(self):
+        sys.exit(0)
+
+    __repr__ = __float__
+
+
+def hostile(completions, **columns):
+    return [Hostile()]
+
+
+def alarmed(completions, **columns):
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (raising, "raising raised KeyError: 'gold'"),
+        (cancelled, "cancelled raised CancelledError: .*"),
+        (lazy, "lazy raised KeyError: 'nothing'"),
+        (hostile, "hostile raised SystemExit: 0"),
+        (alarmed, r"alarmed raised ValueError: signal only .*set rollout.reward_processes.*"),
+    ],
+)
+async def test_what_a_function_raises_is_a_data_error_with_its_cause(make_trajectory, function, message):
+    with pytest.raises(DataError, match=rf"{message} \(prompt 0:7\)") as error:
+        await RewardRunner(function).score([make_trajectory()], {}, "0:7")
+    assert error.value.__cause__ is not None
 
 
 async def test_an_async_function_has_a_deadline(make_trajectory):
@@ -237,125 +231,89 @@ def test_a_function_that_cannot_be_pickled_is_refused_at_start():
         RewardRunner(lambda completions, **columns: [1.0], processes=1)
 
 
-@pytest.mark.processes
-async def test_worker_processes_run_the_function_and_survive_a_stuck_or_dying_call(
-    make_trajectory, tmp_path, monkeypatch
-):
-    # Functions of a test file cannot be imported by another process, so these live in a module of their own.
-    (tmp_path / "pool_rewards.py").write_text(
+@pytest.fixture
+async def make_runner(tmp_path, monkeypatch):
+    """A runner of a function in worker processes, which lies in a module that these can import."""
+    (tmp_path / "process_reward.py").write_text(
         "import os, time\n"
+        "from pathlib import Path\n"
         "def reward(completions, *, how, **columns):\n"
+        "    here = Path(__file__).parent\n"
+        "    (here / f'{how[0]}-{os.getpid()}').touch()\n"
         "    if how[0] == 'sleep': time.sleep(600)\n"
         "    if how[0] == 'exit': os._exit(3)\n"
         "    if how[0] == 'raise': raise ValueError('broken')\n"
+        "    while how[0] == 'wait' and not (here / 'proceed').exists(): time.sleep(0.01)\n"
         "    return [float(os.getpid())] * len(completions)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    from pool_rewards import reward
+    monkeypatch.delitem(sys.modules, "process_reward", raising=False)
+    from process_reward import reward
 
-    runner = RewardRunner(reward, processes=1, timeout=20)
-    group = [make_trajectory(), make_trajectory()]
-    try:
-        first = rewards(await runner.score(group, {"how": "go"}))
-        assert first[0] != float(os.getpid())
-        with pytest.raises(DataError, match="raised ValueError: broken"):
-            await runner.score(group, {"how": "raise"})
-        with pytest.raises(DataError, match="ended its worker process"):
-            await runner.score(group, {"how": "exit"})
-        assert rewards(await runner.score(group, {"how": "go"})) != first
-        runner._timeout = 1.0
-        with pytest.raises(DataError, match="did not answer within 1 s"):
-            await runner.score(group, {"how": "sleep"})
-        runner._timeout = 20
-        assert rewards(await runner.score(group, {"how": "go"})) != first
-    finally:
+    made = []
+
+    def make(processes):
+        made.append(RewardRunner(reward, processes=processes, timeout=60))
+        return made[-1]
+
+    yield make
+    for runner in made:
         await runner.close()
+
+
+async def until_called(folder, how):
+    while not list(folder.glob(f"{how}-*")):
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.processes
+async def test_a_process_is_reused_until_a_call_ends_or_blocks_it_or_it_dies_or_its_call_is_cancelled(
+    make_runner, make_trajectory, tmp_path
+):
+    runner = make_runner(processes=1)
+
+    async def call(how):
+        return rewards(await runner.score([make_trajectory()], {"how": how}))[0]
+
+    processes = [await call("go")]
+    with pytest.raises(DataError, match="raised ValueError: broken"):
+        await call("raise")
+    assert await call("go") == processes[0] != float(os.getpid())
+    with pytest.raises(DataError, match="ended its worker process"):
+        await call("exit")
+    processes.append(await call("go"))
+    runner._timeout = 1.0
+    with pytest.raises(DataError, match="did not answer within 1 s"):
+        await call("sleep")
+    runner._timeout = 60.0
+    processes.append(await call("go"))
+    os.kill(int(processes[-1]), signal.SIGKILL)
+    processes.append(await call("go"))
+    waiting = asyncio.create_task(call("wait"))
+    await until_called(tmp_path, "wait")
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    processes.append(await call("go"))
+    assert len(set(processes)) == 5
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("how", "message"), [("exit", "ended its worker process"), ("sleep", "did not answer within")])
 async def test_a_call_that_loses_its_process_does_not_affect_concurrent_calls(
-    make_trajectory, tmp_path, monkeypatch, how, message
+    make_runner, make_trajectory, tmp_path, how, message
 ):
-    (tmp_path / "neighbours.py").write_text(
-        "import os, time\n"
-        "from pathlib import Path\n"
-        "def reward(completions, *, how, **columns):\n"
-        "    here = Path(__file__).parent\n"
-        "    if how[0] == 'exit': os._exit(3)\n"
-        "    if how[0] == 'sleep': time.sleep(600)\n"
-        "    (here / f'begun-{os.getpid()}').touch()\n"
-        "    while not (here / 'proceed').exists(): time.sleep(0.01)\n"
-        "    return [1.0] * len(completions)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "neighbours", raising=False)
-    from neighbours import reward
-
-    runner = RewardRunner(reward, processes=2, timeout=60)
-    try:
-        other_call = asyncio.create_task(runner.score([make_trajectory()], {"how": "wait"}))
-        async with asyncio.timeout(60):
-            while not list(tmp_path.glob("begun-*")):
-                await asyncio.sleep(0.01)
-        if how == "sleep":
-            runner._timeout = 1.0
-        # The second process is started for this call, while the first one waits.
-        with pytest.raises(DataError, match=message):
-            await runner.score([make_trajectory()], {"how": how})
-        (tmp_path / "proceed").touch()
-        assert rewards(await other_call) == [1.0]
-        assert len(list(tmp_path.glob("begun-*"))) == 1, "the other call was not repeated"
-    finally:
-        await runner.close()
-
-
-@pytest.mark.processes
-async def test_an_idle_process_that_died_is_replaced(make_trajectory, tmp_path, monkeypatch):
-    (tmp_path / "whereabouts.py").write_text(
-        "import os\ndef reward(completions, **columns):\n    return [float(os.getpid())] * len(completions)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    from whereabouts import reward
-
-    runner = RewardRunner(reward, processes=2, timeout=60)
-    try:
-        (first,) = rewards(await runner.score([make_trajectory()], {}))
-        assert rewards(await runner.score([make_trajectory()], {})) == [first], "the process is reused"
-        os.kill(int(first), signal.SIGKILL)
-        (second,) = rewards(await runner.score([make_trajectory()], {}))
-        assert second != first
-    finally:
-        await runner.close()
-
-
-@pytest.mark.processes
-async def test_the_process_of_a_cancelled_call_is_not_reused(make_trajectory, tmp_path, monkeypatch):
-    (tmp_path / "endless.py").write_text(
-        "import os, time\n"
-        "from pathlib import Path\n"
-        "def reward(completions, *, how, **columns):\n"
-        "    if how[0] == 'sleep':\n"
-        "        Path(__file__).with_name('begun').touch()\n"
-        "        time.sleep(600)\n"
-        "    return [1.0] * len(completions)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    from endless import reward
-
-    runner = RewardRunner(reward, processes=1, timeout=60)
-    try:
-        endless = asyncio.create_task(runner.score([make_trajectory()], {"how": "sleep"}))
-        async with asyncio.timeout(60):
-            while not (tmp_path / "begun").exists():
-                await asyncio.sleep(0.01)
-        endless.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await endless
-        runner._timeout = 20
-        assert rewards(await runner.score([make_trajectory()], {"how": "go"})) == [1.0]
-    finally:
-        await runner.close()
+    runner = make_runner(processes=2)
+    other_call = asyncio.create_task(runner.score([make_trajectory()], {"how": "wait"}))
+    await until_called(tmp_path, "wait")
+    if how == "sleep":
+        runner._timeout = 1.0
+    # The second process is started for this call, while the first one waits.
+    with pytest.raises(DataError, match=message):
+        await runner.score([make_trajectory()], {"how": how})
+    (tmp_path / "proceed").touch()
+    await other_call
+    assert len(list(tmp_path.glob("wait-*"))) == 1, "the other call was not repeated"
 
 
 def test_rows_are_checked_before_anything_starts_by_functions_that_can():
@@ -367,7 +325,7 @@ def test_rows_are_checked_before_anything_starts_by_functions_that_can():
             if "tests" not in row:
                 raise DataError("no tests")
 
-    RewardRunner({text_length: 1.0, Strict(): 1.0}).check_rows([{"tests": ""}, {"tests": ""}], "the data")
+    RewardRunner({length: 1.0, Strict(): 1.0}).check_rows([{"tests": ""}, {"tests": ""}], "the data")
     with pytest.raises(DataError, match="the data, row 1: no tests"):
-        RewardRunner({text_length: 1.0, Strict(): 1.0}).check_rows([{"tests": ""}, {}], "the data")
-    RewardRunner(text_length).check_rows([{}], "the data")
+        RewardRunner({length: 1.0, Strict(): 1.0}).check_rows([{"tests": ""}, {}], "the data")
+    RewardRunner(length).check_rows([{}], "the data")

@@ -1,4 +1,4 @@
-"""A model that calls tools on a real server: over weight updates, and for an agent that only knows OpenAI's API."""
+"""A model that calls tools on a real server, over weight updates."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import openai_agent
 import pytest
 import pytest_asyncio
 import torch
-from openai import AsyncOpenAI
 from real_servers import make_server
 from tool_model import ADD, LOOK, QUESTION, add, look, make_tool_models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megasync.config.schema import GatewayConfig, SamplingConfig
-from megasync.gateway import AgentWorkflow
+from megasync.config.schema import SamplingConfig
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.tools import Toolbox
 from megasync.rollout.workflow import SampleClient
 from megasync.serving.control import ServerControl
 from megasync.sync.attempt import ServerUpdate
-from megasync.trajectory.turns import ANSWER
+from megasync.trajectory import ANSWER
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
@@ -149,48 +146,3 @@ def _logprobs(folder, trajectory):
         logits = model(torch.tensor([ids])).logits[0, len(trajectory.prompt_ids) - 1 : -1].double()
     chosen = torch.tensor(trajectory.response_ids.tolist())[:, None]
     return torch.log_softmax(logits / SAMPLING.temperature, dim=-1).gather(1, chosen)[:, 0].tolist()
-
-
-async def test_the_openai_client_streams_and_calls_tools_through_the_gateway(served):
-    workflow = AgentWorkflow(openai_agent.play, GatewayConfig(), SAMPLING, "taught", 120.0)
-    try:
-        (trajectory,) = await workflow(served.sample(), {})
-    finally:
-        await workflow.close()
-    decode = served.client.tokenizer.decode
-    trained = decode([i for i, m in zip(trajectory.response_ids, trajectory.loss_mask, strict=True) if m])
-    assert trained.startswith(f"{LOOK}<eos>{ADD}<eos>")
-    assert decode(trajectory.response_ids).startswith(LOOK + BETWEEN.format(4) + ADD + BETWEEN.format(7))
-    assert (trajectory.metrics["turns"], trajectory.metrics["turns_forked"]) == (3.0, 0.0)
-    assert trajectory.metrics["chunks"] >= 9
-    assert [(turn.role, turn.name) for turn in trajectory.turns] == [
-        (ANSWER, ""),
-        ("tool", "look"),
-        (ANSWER, ""),
-        ("tool", "add"),
-        (ANSWER, ""),
-    ]
-    answer = trained.removeprefix(f"{LOOK}<eos>{ADD}<eos>").removesuffix("<eos>")
-    assert trajectory.reward == answer.count("a") / len(answer)
-
-
-async def test_text_is_streamed_while_the_server_samples_it(served):
-    contents = []
-
-    async def agent(base_url, api_key, sample, model):
-        async with AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=60.0) as client:
-            options = {"model": model, "messages": [QUESTION], "max_tokens": 60, "stream": True}
-            async for chunk in await client.chat.completions.create(**options):
-                contents.append(chunk.choices[0].delta.content or "")
-
-    workflow = AgentWorkflow(agent, GatewayConfig(), SAMPLING, "taught", 120.0)
-    try:
-        (trajectory,) = await workflow(served.sample(), {})
-    finally:
-        await workflow.close()
-    assert (
-        "".join(contents)
-        == trajectory.text
-        == served.client.tokenizer.decode(trajectory.response_ids, skip_special_tokens=True)
-    )
-    assert sum(map(bool, contents)) > 2

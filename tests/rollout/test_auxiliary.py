@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from tiny_models import byte_tokenizer, make_tiny_model
 
@@ -14,7 +12,6 @@ from megasync.rollout.auxiliary import AuxiliaryModel, load_auxiliary_models
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.workflow import SampleClient
-from megasync.serving.frozen_client import FrozenModelClient
 
 TOKENIZER = byte_tokenizer()
 QUESTION = [{"role": "user", "content": "Which river?"}]
@@ -35,10 +32,7 @@ class FakeServer:
 
 
 def model_of(server, context_length=1000, timeout=5.0, **settings):
-    client = FrozenModelClient("auxiliary model 'refiner'", 8, timeout)
-    model = AuxiliaryModel(
-        "auxiliary_models.refiner", AuxiliaryModelConfig("m", **settings), TOKENIZER, client, context_length
-    )
+    model = AuxiliaryModel("refiner", AuxiliaryModelConfig("m", **settings), TOKENIZER, context_length, timeout)
     if server is not None:
         model.add_server(server)
     return model
@@ -76,14 +70,6 @@ async def test_names_of_special_tokens_and_halves_of_characters_in_messages_are_
 async def test_a_server_without_an_answer_is_an_outage(answer):
     with pytest.raises(ServerError, match="auxiliary model 'refiner' gave no answer within 0.3 s"):
         await model_of(FakeServer(answer), timeout=0.3).chat(QUESTION)
-
-
-async def test_requests_wait_for_a_server():
-    model, server = model_of(None), FakeServer({"text": "late"})
-    asking = asyncio.create_task(model.chat(QUESTION))
-    await asyncio.sleep(0.01)
-    model.add_server(server)
-    assert await asking == "late"
 
 
 async def test_a_workflow_asks_by_name_and_its_trajectory_stays_empty():

@@ -8,8 +8,7 @@ from chat_families import FAMILIES
 from megasync.data.messages import as_messages
 from megasync.errors import TemplateRefused
 from megasync.rollout.chat import AnswerTemplate
-from megasync.rollout.conversation import Conversation
-from megasync.rollout.generation import Generation
+from megasync.rollout.conversation import Conversation, Generation
 
 ASK = {"role": "user", "content": "Weather?"}
 

@@ -77,64 +77,35 @@ def _tokenizer(model):
     return AutoTokenizer.from_pretrained(model)
 
 
+READ = [("add", {"a": 1, "b": 2}), ("nothing_of_the_kind", {})]
+
+
 @pytest.mark.parametrize(
-    ("format", "text"),
+    ("format", "text", "calls"),
     [
-        ("qwen", f"So.<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{LATER}\n</tool_call>"),
-        ("hermes", f"So.<tool_call>{CALL}</tool_call><tool_call>{LATER}</tool_call>"),
-        ("llama3", f"So.<|python_tag|>{CALL};{LATER}"),
-        ("deepseekv3", f"So.<｜tool▁calls▁begin｜>{DEEPSEEK}<｜tool▁calls▁end｜>"),
+        ("qwen", f"So.<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{LATER}\n</tool_call>", READ),
+        ("hermes", f"So.<tool_call>{CALL}</tool_call><tool_call>{LATER}</tool_call>", READ),
+        ("llama3", f"So.<|python_tag|>{CALL};{LATER}", READ),
+        ("deepseekv3", f"So.<｜tool▁calls▁begin｜>{DEEPSEEK}<｜tool▁calls▁end｜>", READ),
+        ("qwen", '<tool_call>\n{"name": "add", "argu\n</tool_call>', []),
+        ("hermes", '<tool_call>{"name": "add", "argu</tool_call>', []),
+        ("llama3", '<|python_tag|>{"name": "add", "argu', []),
+        ("deepseekv3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function add<｜tool▁calls▁end｜>", []),
     ],
 )
-async def test_each_format_gives_its_calls_and_unknown_ones_too(served, format, text):
+async def test_each_format_gives_its_calls_unknown_ones_too_and_counts_those_that_cannot_be_read(
+    served, format, text, calls
+):
     parsed = await ReplyParser(lambda: [served.server], 30.0).parse(text, [SCHEMA], format, None)
-    assert parsed.content == "So."
-    assert [(call.name, call.arguments) for call in parsed.calls] == [
-        ("add", {"a": 1, "b": 2}),
-        ("nothing_of_the_kind", {}),
-    ]
-    assert parsed.malformed == 0
+    assert [(call.name, call.arguments) for call in parsed.calls] == calls
+    assert (parsed.content, parsed.malformed) == (("So.", 0) if calls else (text, 1))
 
 
-@pytest.mark.parametrize(
-    ("format", "text"),
-    [
-        ("qwen", '<tool_call>\n{"name": "add", "argu\n</tool_call>'),
-        ("hermes", '<tool_call>{"name": "add", "argu</tool_call>'),
-        ("llama3", '<|python_tag|>{"name": "add", "argu'),
-        ("deepseekv3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function add<｜tool▁calls▁end｜>"),
-    ],
-)
-async def test_a_call_that_cannot_be_read_is_counted(served, format, text):
-    parsed = await ReplyParser(lambda: [served.server], 30.0).parse(text, [SCHEMA], format, None)
-    assert (parsed.calls, parsed.malformed) == ((), 1)
-    assert parsed.content == text
-
-
-@pytest.mark.parametrize(
-    ("format", "text"),
-    [
-        ("qwen3", "<think>Hm.</think>4"),
-        ("qwen3-thinking", "Hm.</think>4"),
-        ("deepseek-r1", "Hm.</think>4"),
-    ],
-)
-async def test_reasoning_is_set_apart(served, format, text):
+@pytest.mark.parametrize("format", ["qwen3", "qwen3-thinking", "deepseek-r1"])
+async def test_reasoning_is_set_apart(served, format):
+    text = "Hm.</think>4" if format != "qwen3" else "<think>Hm.</think>4"
     parsed = await ReplyParser(lambda: [served.server], 30.0).parse(text, [], None, format)
     assert (parsed.reasoning.strip(), parsed.content.strip()) == ("Hm.", "4")
-
-
-async def test_three_turns_across_a_weight_update_are_one_trajectory_that_the_model_agrees_with(served):
-    client = SampleClient(served.client, RequestGate(), routing_key="0:0", seed=5, ignore_eos=True)
-    reply = await client.chat([{"role": "user", "content": "hi"}])
-    for version, question in ((1, "and?"), (2, "so?")):
-        await served.server.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        reply = await client.chat([*reply.messages, {"role": "tool", "content": question}])
-    trajectory = reply.trajectory(reward=1.0)
-    trained = [v for v, m in zip(trajectory.versions, trajectory.loss_mask, strict=True) if m]
-    assert trained == [0] * 12 + [1] * 12 + [2] * 12
-    assert (trajectory.metrics["turns"], trajectory.metrics["turns_forked"]) == (3.0, 0.0)
-    _check_logprobs(served.model, trajectory)
 
 
 class Updating:

@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megasync.errors import DataError
-from megasync.rollout.conversation import Conversation
-from megasync.rollout.generation import Generation
-from megasync.trajectory import TOKEN_REWARDS
-from megasync.trajectory.turns import ANSWER, Turn
+from megasync.rollout.conversation import Conversation, Generation
+from megasync.trajectory import ANSWER, TOKEN_REWARDS
 
 USER = {"role": "user", "content": "q"}
 TOOL = {"role": "tool", "content": "r"}
@@ -126,13 +124,6 @@ def test_a_template_that_forgets_reasoning_forks_and_both_parts_are_trained():
     assert last.metrics == {"turns": 2.0, "turns_realigned": 0.0, "turns_forked": 1.0, "m": 1.0}
 
 
-def test_reasoning_survives_tool_output_so_nothing_forks():
-    talk = Talk(FakeTemplate(forgets=True))
-    said, _ = talk.say([USER], "(hm)one")
-    talk.say([*said, TOOL], "two")
-    assert talk.counts == (0, 0)
-
-
 def test_a_rewriting_template_is_realigned_where_that_is_asked_for():
     talk = Talk(FakeTemplate(forgets=True), realign_rewritten=True)
     said, _ = talk.say([USER], "(hm)one")
@@ -179,28 +170,6 @@ def test_two_answers_to_the_same_messages_are_two_lines_and_no_fork():
         "two$",
         "one$|<tool>r$<assistant>|three$",
     ]
-
-
-def test_what_two_branches_share_is_trained_once():
-    talk = Talk(FakeTemplate())
-    said, _ = talk.say([USER], "one")
-    talk.say([*said, TOOL], "two")
-    talk.say([*said, USER], "three")
-    first, second = talk.conversation.trajectories()
-    assert masked(first, talk.template) == "one$|<tool>r$<assistant>|two$"
-    assert masked(second, talk.template) == "|one$<user>q$<assistant>|three$"
-
-
-def test_raw_generations_are_merged_by_prefix():
-    conversation = Conversation()
-    first = conversation.record(Generation([1, 2], [3], [-0.25], [0], "stop"))
-    second = conversation.record(Generation([1, 2, 3, 9, 9], [4], [-0.5], [1], "stop"))
-    other = conversation.record(Generation([1, 2, 4], [5], [-0.5], [1], "stop"))
-    assert (first.parent, second.parent, other.parent) == (None, first, None)
-    merged = second.trajectory(reward=1.0)
-    assert (merged.prompt_ids.tolist(), merged.response_ids.tolist()) == ([1, 2], [3, 9, 9, 4])
-    assert (merged.loss_mask, merged.versions) == ([1, 0, 0, 1], [0, 0, 0, 1])
-    assert merged.logprobs.tolist() == [-0.25, 0.0, 0.0, -0.5]
 
 
 def test_rewards_of_turns_are_at_their_last_tokens_and_sum_up_to_the_reward():
@@ -283,14 +252,6 @@ def test_messages_that_cannot_be_told_apart_are_one_turn(template):
     (trajectory,) = talk.conversation.trajectories()
     assert [(turn.role, turn.name) for turn in trajectory.turns] == [(ANSWER, ""), ("tool, user", "f, g"), (ANSWER, "")]
     assert [turn.end for turn in trajectory.turns[:-1]] == [turn.start for turn in trajectory.turns[1:]]
-
-
-def test_text_between_raw_generations_is_a_turn_of_nobody():
-    conversation = Conversation()
-    conversation.record(Generation([1, 2], [3], [-0.25], [0], "stop"))
-    conversation.record(Generation([1, 2, 3, 9, 9], [4], [-0.5], [1], "stop"))
-    (trajectory,) = conversation.trajectories()
-    assert trajectory.turns == (Turn(0, 1, ANSWER), Turn(1, 3), Turn(3, 4, ANSWER))
 
 
 def test_an_answer_that_another_trajectory_trains_is_still_an_answer():

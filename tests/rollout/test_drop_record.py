@@ -4,12 +4,13 @@ import asyncio
 import sys
 
 import pytest
+from local_rollouter import local_worker
 
 from megasync.config.schema import Config, GroupConfig, ObserveConfig
 from megasync.errors import DataError
 from megasync.observe.rollouts import NO_SAMPLE, RolloutIndex, RolloutLog
 from megasync.rewards import RewardRunner
-from megasync.rollout.group_worker import DropRecord, GroupSpec, GroupWorker
+from megasync.rollout.group_worker import DropRecord, GroupSpec
 from megasync.rollout.selection import Selection
 from megasync.trajectory import Prompt, Trajectory
 
@@ -20,10 +21,7 @@ class Client:
 
 
 class Sink:
-    """A buffer that takes everything, and the listener that waits for the end of each group."""
-
-    def __init__(self):
-        self.groups = asyncio.Queue()
+    """A buffer that takes everything."""
 
     async def commit(self, group):
         return True
@@ -31,20 +29,14 @@ class Sink:
     async def drop(self, uid, reason):
         return True
 
-    def ended(self, worker, group):
-        self.groups.put_nowait(group)
-
-    def failed(self, worker, error):
-        self.groups.put_nowait(error)
-
 
 async def work(record, workflow, reward, **columns):
-    sink = Sink()
+    ended = asyncio.get_running_loop().create_future()
     spec = GroupSpec(workflow, RewardRunner(reward), Selection(GroupConfig(drop_uniform=True), 2, sys.maxsize))
-    worker = GroupWorker(Client(), sink, spec, record=record)
-    worker.listen(sink)
+    worker = local_worker(Client(), Sink(), spec, record=record)
+    worker.follow(ended.set_result, ended.set_exception)
     worker.start(Prompt("0:7", [1, 2, 3], columns), 0)
-    return await asyncio.wait_for(sink.groups.get(), 20)
+    return await ended
 
 
 async def answers(client, sample):
@@ -57,26 +49,27 @@ def rows_of(folder):
     return index, index.group("0:7")
 
 
-async def test_a_dropped_group_is_recorded_with_its_reason_rewards_and_text(tmp_path):
-    record = DropRecord(RolloutLog(tmp_path, "worker-0", 2**20), share=1.0)
-    ended = await work(record, answers, lambda completions, **_: [0.5] * len(completions))
-    assert ended.dropped.reason == "uniform"
+def broken(completions, **_):
+    raise ZeroDivisionError("division by zero in the reward")
+
+
+def equal(completions, **_):
+    return [0.5] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("reward", "reason", "score", "problem"),
+    [(equal, "uniform", 0.5, ""), (broken, "reward_error", None, "division by zero in the reward")],
+)
+async def test_a_dropped_group_is_recorded_with_its_reason_rewards_and_text(tmp_path, reward, reason, score, problem):
+    ended = await work(DropRecord(RolloutLog(tmp_path, "worker-0", 2**20), share=1.0), answers, reward)
+    assert ended.dropped.reason == reason
     index, rows = rows_of(tmp_path)
     assert [(row.sample, row.step, row.version, row.staleness) for row in rows] == [(0, 0, 4, 1), (1, 0, 4, 1)]
-    assert {(row.dropped, row.reward, row.tokens, row.prompt_tokens) for row in rows} == {("uniform", 0.5, 2, 3)}
+    assert {(row.dropped, row.reward, row.tokens, row.prompt_tokens) for row in rows} == {(reason, score, 2, 3)}
     response = index.read(rows[0])
     assert (response.text, response.ids.tolist(), response.logprobs.tolist()) == ("the answer", [4, 5], [-0.5, -0.25])
-    assert response.trainer_logprobs is None
-
-
-async def test_what_the_reward_function_raised_is_recorded(tmp_path):
-    def broken(completions, **_):
-        raise ZeroDivisionError("division by zero in the reward")
-
-    await work(DropRecord(RolloutLog(tmp_path, "worker-0", 2**20), 1.0), answers, broken)
-    index, rows = rows_of(tmp_path)
-    assert {(row.dropped, row.reward) for row in rows} == {("reward_error", None)}
-    assert "division by zero in the reward" in index.read(rows[0]).problem
+    assert response.trainer_logprobs is None and problem in response.problem
 
 
 async def test_a_group_without_a_response_has_one_row(tmp_path):
@@ -97,6 +90,7 @@ async def test_committed_groups_and_those_outside_the_share_are_not_recorded(tmp
     await work(DropRecord(RolloutLog(tmp_path, "worker-0", 2**20), 0.0), answers, lambda completions, **_: [0.5, 0.5])
     index, rows = rows_of(tmp_path)
     assert rows == [] and index.answer("0:7") is None
+    assert DropRecord.of(Config(observe=ObserveConfig(rollouts=0)), tmp_path, "driver") is None
 
 
 @pytest.mark.parametrize("rewards", [[0.0, 1.0], [0.5, 0.5]], ids=["committed", "dropped"])
@@ -105,7 +99,3 @@ async def test_the_reference_answer_of_every_group_is_recorded(tmp_path, columns
     record = DropRecord(RolloutLog(tmp_path, "worker-0", 2**20), 0.0)
     await work(record, answers, lambda completions, **_: rewards, **columns)
     assert rows_of(tmp_path)[0].answer("0:7") == "42"
-
-
-def test_zero_records_nothing(tmp_path):
-    assert DropRecord.of(Config(observe=ObserveConfig(rollouts=0)), tmp_path, "driver") is None

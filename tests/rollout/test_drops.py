@@ -9,16 +9,6 @@ from megasync.rollout.rollouter import FIRST_GROUPS, WINDOW, DropLimit
 from megasync.rollout.selection import Dropped
 
 
-def test_a_run_ends_with_the_causes_if_all_of_its_first_groups_fail():
-    limit = DropLimit(0.5)
-    for _ in range(FIRST_GROUPS - 1):
-        limit.failed("0:1", Dropped("reward_error", "division by zero"))
-    with pytest.raises(
-        DataError, match="all of the first 8 groups were dropped.\n  8 x reward_error, such as group 0:8: division"
-    ):
-        limit.failed("0:8", Dropped("reward_error", "division by zero"))
-
-
 def test_one_early_success_defers_the_check_to_the_full_window():
     limit = DropLimit(0.5)
     limit.passed()

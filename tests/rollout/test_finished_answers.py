@@ -9,27 +9,17 @@ from aiohttp import web
 from fake_sglang import FakeSGLang, event, finish, refuse
 from tiny_models import byte_tokenizer
 
-from megasync.config.schema import ChatConfig, SamplingConfig
+from megasync.config.schema import ChatConfig
 from megasync.errors import ServerError
-from megasync.rollout import client as client_module
-from megasync.rollout import reply_parser
-from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.partials import PartialResponses
 from megasync.rollout.workflow import SampleClient
-from megasync.serving.control import ServerControl
-from megasync.trajectory.turns import ANSWER, Turn
+from megasync.trajectory import ANSWER, Turn
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 # Of the byte tokenizer.
 EOS = 2
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch):
-    monkeypatch.setattr(client_module, "_FAILURE_WAIT", (0.005, 0.02))
-    monkeypatch.setattr(reply_parser, "_ROUND_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -38,20 +28,15 @@ async def fake():
         yield server
 
 
-@pytest.fixture(params=[0, 3], ids=["whole", "streamed"])
-async def client(fake, request):
-    made = RolloutClient(
-        fake.url,
-        [ServerControl(fake.url)],
-        ServedModel(fake.vocab, 200, byte_tokenizer(), [EOS]),
-        RequestSettings(
-            SamplingConfig(max_new_tokens=8), 0.5, stream_interval=request.param, chat=ChatConfig(tool_format="hermes")
-        ),
-    )
-    yield made
-    await made.close()
-    for server in made.servers:
-        await server.close()
+@pytest.fixture
+def client_options():
+    return {
+        "context_length": 200,
+        "tokenizer": byte_tokenizer(),
+        "stop_ids": [EOS],
+        "timeout": 0.5,
+        "chat": ChatConfig(tool_format="hermes"),
+    }
 
 
 def sample(client, partials: PartialResponses) -> SampleClient:
@@ -79,16 +64,6 @@ async def test_a_response_whose_parsing_failed_is_reused_by_the_next_attempt(fak
     assert len(reply.generation.token_ids) == 3
     assert (reply.finish_reason, reply.text) == ("stop", fake.words(reply.generation.token_ids))
     assert again.conversation.trajectories()[0].response_ids.tolist() == reply.generation.token_ids
-
-
-async def test_parsing_falls_back_to_another_server_if_one_is_unavailable(fake, client):
-    async with FakeSGLang(vocab=300) as leaving:
-        leaving.parser_status = 503
-        control = ServerControl(leaving.url)
-        client.servers.insert(0, control)
-        reply = await client.chat(MESSAGES, tools=[TOOL])
-        assert len(reply.generation.token_ids) == 8
-        await control.close()
 
 
 async def test_a_response_saved_during_parsing_is_complete_in_the_resumed_run(fake, client):

@@ -69,11 +69,3 @@ def test_counts_are_those_of_all_workers_and_no_lost_worker_takes_its_own_along(
     gone = ("rollout/inflight_requests", "rollout/tokens_per_second", "rollout/workers_lost", "teachers/a/inflight")
     assert both["teachers/a/inflight"] == 2.0 and "teachers/a/inflight" not in none
     assert {k: v for k, v in both.items() if k not in gone} == {k: v for k, v in none.items() if k not in gone}
-
-
-def test_drops_are_counted_by_reason():
-    metrics = RolloutMetrics(window=2)
-    metrics.drops["uniform"] += 2
-    metrics.drops["reward_error"] += 1
-    snapshot = metrics.snapshot([])
-    assert (snapshot["rollout/groups_dropped"], snapshot["rollout/dropped_uniform"]) == (3.0, 2.0)

@@ -13,95 +13,62 @@ from megasync.serving.answers import Finish, GeneratedPiece
 from megasync.trajectory import Partial
 
 
-def unsaved(partials: PartialResponses) -> dict:
-    """All pieces as one, each of them saved."""
-    return {key: partial for piece in partials.unsaved() for key, partial in piece.items()}
-
-
 def tokens(response: PartialResponse | Partial) -> list[int]:
     return list(response.token_ids)
 
 
-def test_only_responses_changed_since_the_last_save_are_unsaved():
-    partials = PartialResponses()
-    first, second = (partials.sample("0:1", index).begin(0, "a") for index in (0, 1))
-    assert unsaved(partials) == {}
-    grow(first, [5, 6])
-    assert [(key, tokens(p)) for key, p in unsaved(partials).items()] == [(("0:1", 0, 0), [5, 6])]
-    assert unsaved(partials) == {}
-    grow(first, [7])
-    grow(second, [8])
-    assert {key: tokens(p) for key, p in unsaved(partials).items()} == {("0:1", 0, 0): [5, 6, 7], ("0:1", 1, 0): [8]}
-    # Its last piece brought no token.
-    first.finish_reason = "length"
-    assert [p.finish_reason for p in unsaved(partials).values()] == ["length"]
+UIDS, SAMPLES, TURNS = st.sampled_from(["0:0", "0:1"]), st.integers(0, 1), st.integers(0, 1)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("begin"), UIDS, SAMPLES, TURNS, st.sampled_from("ab"), st.integers(0, 2), st.booleans()),
+        st.tuples(st.just("sample fails"), UIDS, SAMPLES),
+        st.tuples(st.just("group ends"), UIDS),
+        st.tuples(st.just("save")),
+        st.tuples(st.just("another life")),
+    ),
+    max_size=25,
+)
 
 
-def test_a_replaced_response_is_unsaved_even_if_it_is_shorter():
-    partials = PartialResponses()
-    sample = partials.sample("0:1", 0)
-    grow(sample.begin(0, "a"), [5, 6])
-    unsaved(partials)
-    grow(sample.begin(0, "b"), [7])
-    assert [(p.request_digest, tokens(p)) for p in unsaved(partials).values()] == [("b", [7])]
-
-
-def test_saving_takes_a_copy_of_the_unfinished_response():
-    partials = PartialResponses()
-    parts = partials.sample("0:1", 0).begin(0, "a")
-    grow(parts, [5])
-    (saved,) = unsaved(partials).values()
-    grow(parts, [6])
-    assert (tokens(saved), saved.request_digest, saved.finish_reason) == ([5], "a", "abort")
-
-
-def test_a_finished_turn_is_reused_until_its_own_sample_fails():
-    partials = PartialResponses()
-    sample = partials.sample("0:1", 0)
-    done, growing = sample.begin(0, "a"), sample.begin(1, "b")
-    grow(done, [5])
-    grow(growing, [6])
-    done.finish_reason = "stop"
-    other = partials.sample("0:1", 1).begin(0, "a")
-    grow(other, [7])
-    other.finish_reason = "stop"
-    assert sample.begin(0, "a") is done
-    sample.forget_finished()
-    assert tokens(sample.begin(0, "a")) == []
-    assert sample.begin(1, "b") is growing
-    assert partials.sample("0:1", 1).begin(0, "a") is other
-
-
-def test_an_attempt_with_the_same_request_continues_the_previous_partial_response():
-    partials = PartialResponses()
-    grow(partials.sample("0:1", 0).begin(0, "a"), [5])
-    assert tokens(partials.sample("0:1", 0).begin(0, "a")) == [5]
-    assert tokens(partials.sample("0:1", 0).begin(0, "b")) == []
-    assert tokens(partials.sample("0:1", 1).begin(0, "a")) == []
-
-
-def test_restored_responses_count_as_saved():
-    partials, later = PartialResponses(), PartialResponses()
-    growing, done = (partials.sample("0:1", 2).begin(turn, "a") for turn in (1, 0))
-    grow(growing, [5, 6])
-    grow(done, [9])
-    done.finish_reason, done.texts = "stop", ["nine"]
-    saved = {(sample, turn): partial for (_, sample, turn), partial in unsaved(partials).items()}
-    later.restore("0:1", saved)
-    assert unsaved(later) == {}
-    parts = later.sample("0:1", 2).begin(1, "a")
-    assert (tokens(parts), list(parts.logprobs), parts.versions, parts.finished) == (
-        [5, 6],
-        [-0.5, -0.5],
-        [1, 1],
-        False,
-    )
-    again = later.sample("0:1", 2).begin(0, "a")
-    assert (tokens(again), again.finish_reason, again.texts) == ([9], "stop", ["nine"])
-    grow(parts, [7])
-    assert [tokens(p) for p in unsaved(later).values()] == [[5, 6, 7]]
-    later.forget("0:1")
-    assert tokens(later.sample("0:1", 2).begin(1, "a")) == []
+@given(STEPS)
+def test_a_request_continues_its_response_and_what_changed_since_the_last_save_is_unsaved(steps):
+    """Against a dictionary of (digest, tokens, finish) by (uid, sample, turn), and what of it is saved."""
+    partials, responses, saved = PartialResponses(), {}, {}
+    for number, (what, *where) in enumerate(steps):
+        if what == "begin":
+            *key, digest, count, ends = where
+            known = responses.get(tuple(key), ("",))
+            _, ids, finish = known if known[0] == digest else ("", (), "abort")
+            response = partials.sample(*key[:2]).begin(key[2], digest)
+            assert (tuple(response.token_ids), response.finish_reason) == (ids, finish)
+            if finish == "abort":
+                grow(response, [number] * count)
+                response.finish_reason = finish = "stop" if ends else "abort"
+                ids += (number,) * count
+            responses[tuple(key)] = (digest, ids, finish)
+        elif what == "sample fails":
+            partials.sample(*where).forget_finished()
+            for key in [key for key, each in responses.items() if key[:2] == tuple(where) and each[2] == "stop"]:
+                del responses[key]
+        elif what == "group ends":
+            partials.forget(*where)
+            responses = {key: each for key, each in responses.items() if key[0] != where[0]}
+        else:
+            nothing = ("", (), "abort")
+            changed = {key for key, each in responses.items() if saved.get(key, nothing)[1:] != each[1:]}
+            pieces = {key: partial for piece in partials.unsaved() for key, partial in piece.items()}
+            # A response that was begun again is another one, also if it has as many tokens as the saved one.
+            assert changed <= pieces.keys() <= responses.keys()
+            for key, p in pieces.items():
+                assert (p.request_digest, tuple(p.token_ids), p.finish_reason) == responses[key]
+            saved |= {key: responses[key] for key in pieces}
+            assert list(partials.unsaved()) == []
+        if what == "another life":
+            partials, responses = PartialResponses(), {key: saved[key] for key in responses if key in saved}
+            for (uid, *key), (digest, ids, finish) in responses.items():
+                partial = Partial(digest, ids, [-0.5] * len(ids), [1] * len(ids), finish)
+                partials.restore(uid, {tuple(key): partial})
+            assert list(partials.unsaved()) == []
 
 
 def test_unsaved_responses_come_in_batches_and_a_failed_batch_is_repeated(monkeypatch):
@@ -119,21 +86,7 @@ def test_unsaved_responses_come_in_batches_and_a_failed_batch_is_repeated(monkey
     grow(partials.sample("0:3", 1).begin(0, "a"), [9, 9])
     sizes = [{key[0]: len(partial.token_ids) for key, partial in piece.items()} for piece in partials.unsaved()]
     assert sizes == [{"0:1": 2}, {"0:3": 4}]
-    assert unsaved(partials) == {}
-
-
-def test_groups_that_end_between_two_batches_are_skipped(monkeypatch):
-    monkeypatch.setattr(partials_module, "BATCH_TOKENS", 1)
-    partials = PartialResponses()
-    for uid in range(3):
-        grow(partials.sample(f"0:{uid}", 0).begin(0, "a"), [5])
-    pieces = partials.unsaved()
-    next(pieces)
-    for uid in range(2):
-        partials.forget(f"0:{uid}")
-    grow(partials.sample("0:4", 0).begin(0, "a"), [5])
-    assert [list(piece) for piece in pieces] == [[("0:2", 0, 0)]]
-    assert list(unsaved(partials)) == [("0:4", 0, 0)]
+    assert list(partials.unsaved()) == []
 
 
 def test_the_request_digest_depends_on_the_prompt_and_every_parameter():

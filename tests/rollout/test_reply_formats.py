@@ -4,7 +4,7 @@ import pytest
 
 from megasync.config.schema import ChatConfig
 from megasync.errors import ConfigError, DataError
-from megasync.rollout.reply_formats import calls_begun, check_formats, known_formats, reasoning_format, tool_format
+from megasync.rollout.reply_parser import calls_begun, check_formats, known_formats, reasoning_format, tool_format
 
 
 @pytest.mark.parametrize(

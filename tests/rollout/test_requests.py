@@ -4,34 +4,8 @@ import asyncio
 
 import pytest
 
-from megasync.errors import ServerError
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.workflow import SampleClient, request_seed
-
-
-async def test_a_closed_gate_lets_running_requests_finish_and_starts_none():
-    gate, release, log = RequestGate(), asyncio.Event(), []
-
-    async def request(name):
-        async with gate.request():
-            log.append(f"{name} started")
-            await release.wait()
-            log.append(f"{name} done")
-
-    first = asyncio.create_task(request("first"))
-    await asyncio.sleep(0)
-    closing = asyncio.create_task(gate.close(5))
-    await asyncio.sleep(0)
-    second = asyncio.create_task(request("second"))
-    await asyncio.sleep(0.01)
-    assert not closing.done()
-    release.set()
-    await closing
-    assert log == ["first started", "first done"]
-    assert gate.inflight == 0
-    gate.open()
-    await asyncio.gather(first, second)
-    assert log[2:] == ["second started", "second done"]
 
 
 async def test_the_gate_admits_the_lowest_priority_number_first_and_equal_ones_in_order():
@@ -62,13 +36,6 @@ async def test_further_turns_go_before_first_ones_and_earlier_batches_before_lat
     earlier, later, untrained = [await priorities(batch) for batch in (4, 5, None)]
     assert earlier[2] == earlier[1] < earlier[0] < later[1] < later[0]
     assert untrained == [0, 0, 0] and min(await priorities(0)) > 0
-
-
-async def test_closing_the_gate_times_out_and_reports_the_requests_in_flight():
-    gate = RequestGate()
-    async with gate.request(), gate.request():
-        with pytest.raises(ServerError, match="2 requests still ran"):
-            await gate.close(0.01)
 
 
 async def test_a_failed_request_leaves_the_gate():
@@ -110,26 +77,6 @@ def test_a_seed_depends_on_every_part_and_fits_31_bits():
     assert all(0 <= seed < 2**31 for seed in seeds)
 
 
-# The gate's limit
-
-
-async def test_no_more_requests_run_than_the_limit_and_they_come_in_order():
-    gate, running, most, order = RequestGate(), 0, 0, []
-    gate.set_limit(3)
-
-    async def request(number):
-        nonlocal running, most
-        async with gate.request():
-            order.append(number)
-            running += 1
-            most = max(most, running)
-            await asyncio.sleep(0)
-            running -= 1
-
-    await asyncio.gather(*(request(number) for number in range(20)))
-    assert (most, order, gate.inflight) == (3, list(range(20)), 0)
-
-
 async def test_a_lower_limit_leaves_running_requests_alone_and_a_higher_one_lets_waiting_ones_in():
     gate, release = RequestGate(), asyncio.Event()
 
@@ -164,7 +111,7 @@ async def test_a_cancelled_waiter_does_not_hold_a_slot():
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
     release.set()
-    await asyncio.wait_for(asyncio.gather(first, third), 5)
+    await asyncio.gather(first, third)
     # Let in and cancelled in the same moment: the place goes to the next.
     release.clear()
     first, second = (asyncio.create_task(request()) for _ in range(2))

@@ -7,12 +7,13 @@ from collections import Counter
 
 import pytest
 import rogue_functions
+from local_rollouter import local_worker
 
 from megasync.buffer import AsyncBuffer
 from megasync.concurrency import foreign
 from megasync.config.schema import GroupConfig, ScheduleConfig
 from megasync.rewards import RewardRunner
-from megasync.rollout.group_worker import FailurePolicy, GroupSpec, GroupWorker
+from megasync.rollout.group_worker import FailurePolicy, GroupSpec
 from megasync.rollout.rollouter import Rollouter
 from megasync.rollout.selection import Selection
 from megasync.trajectory import Prompt, Trajectory
@@ -65,7 +66,7 @@ def test_every_group_ends_once_and_the_loop_ends(monkeypatch, caplog):
             RewardRunner(rogue_functions.reward, timeout=0.1),
             Selection(GroupConfig(), 2, 8),
         )
-        rollouter.add(GroupWorker(Client(), buffer, spec, FailurePolicy(max_attempts=2)))
+        rollouter.add(local_worker(Client(), buffer, spec, FailurePolicy(max_attempts=2)))
         loop = asyncio.create_task(rollouter.run(), name="rollout")
         for step in range(1, STEPS + 1):
             lease = asyncio.create_task(buffer.lease(step, step - 1))
@@ -92,21 +93,12 @@ def test_every_group_ends_once_and_the_loop_ends(monkeypatch, caplog):
 
 @pytest.mark.parametrize("failure", range(len(rogue_functions.FAILURES)))
 async def test_each_failure_is_named_in_the_reason_of_its_group(failure):
-    ended = asyncio.get_running_loop().create_future()
-
     class Sink:
         async def commit(self, group):
             return True
 
         async def drop(self, uid, reason):
             return True
-
-    class Listener:
-        def ended(self, worker, group):
-            ended.set_result(group)
-
-        def failed(self, worker, error):
-            ended.set_exception(error)
 
     async def workflow(client, sample):
         rogue_functions.FAILURES[failure]()
@@ -116,9 +108,9 @@ async def test_each_failure_is_named_in_the_reason_of_its_group(failure):
 
     for flow, name in ((workflow, "the workflow"), (answers, "the reward function")):
         ended = asyncio.get_running_loop().create_future()
-        worker = GroupWorker(Client(), Sink(), GroupSpec(flow, RewardRunner(reward), Selection(GroupConfig(), 2, 8)))
-        worker.listen(Listener())
-        worker.begin(gated=False, limit=None)
+        worker = local_worker(Client(), Sink(), GroupSpec(flow, RewardRunner(reward), Selection(GroupConfig(), 2, 8)))
+        worker.follow(ended.set_result, ended.set_exception)
+        worker.begin(False, None)
         worker.start(Prompt("0:1", [1], {"prompt": "p"}), 0)
         group = await ended
         assert group.dropped.problem.startswith(name) and " raised " in group.dropped.problem

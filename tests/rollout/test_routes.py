@@ -10,11 +10,9 @@ from functools import partial
 
 import numpy as np
 import pytest
-from clients import make_rollout_client
-from fake_sglang import DROP, Break, FakeSGLang, finish
+from fake_sglang import DROP, Break, finish
 from trajectories import trajectory
 
-from megasync.config.schema import SamplingConfig
 from megasync.errors import DataError, InvalidAnswer, ServerError
 from megasync.layout.routes import RouteFormat
 from megasync.rollout import client as client_module
@@ -23,42 +21,15 @@ from megasync.rollout.partials import PartialResponses
 from megasync.rollout.tokens import Tokens
 from megasync.rollout.workflow import SampleClient, TrajectoryCheck, single_turn
 from megasync.serving.answers import AnswerLimits, read_generated
-from megasync.serving.control import ServerControl
 from megasync.serving.plugin_protocol import ROUTES_FROM
 from megasync.trajectory import ROUTES
 
 FORMAT = RouteFormat(layers=3, sparse=(0, 2), per_token=2, experts=128)
 
 
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch):
-    monkeypatch.setattr(client_module, "_FAILURE_WAIT", (0.005, 0.02))
-
-
 @pytest.fixture
-async def fake():
-    async with FakeSGLang() as server:
-        yield server
-
-
-def make_client(fake, stream_interval=3, timeout=10.0):
-    return make_rollout_client(
-        fake.url,
-        [ServerControl(fake.url)],
-        vocab_size=fake.vocab,
-        context_length=64,
-        routes=FORMAT,
-        sampling=SamplingConfig(max_new_tokens=8),
-        timeout=timeout,
-        stream_interval=stream_interval,
-    )
-
-
-@pytest.fixture(params=[0, 3], ids=["whole", "streamed"])
-async def client(fake, request):
-    made = make_client(fake, request.param)
-    yield made
-    await made.close()
+def client_options():
+    return {"routes": FORMAT}
 
 
 def asked(fake):
@@ -93,13 +64,10 @@ async def test_a_response_in_parts_keeps_the_routes_of_the_part_that_sampled_eac
     assert asked(fake) == [0, 3, 5]
 
 
-async def test_the_next_request_reports_what_a_lost_server_did_not():
-    async with FakeSGLang() as fake:
-        client = make_client(fake)
-        fake.script += [Break(((3, 0), (2, 0)))]
-        got = (await client.generate([1], trained=True)).trajectory()
-        assert requests_of(got.arrays[ROUTES]) == [2] * 8 and asked(fake) == [0, 0]
-        await client.close()
+async def test_the_next_request_reports_what_a_lost_server_did_not(fake, make_client):
+    fake.script += [Break(((3, 0), (2, 0)))]
+    got = (await make_client(stream_interval=3).generate([1], trained=True)).trajectory()
+    assert requests_of(got.arrays[ROUTES]) == [2] * 8 and asked(fake) == [0, 0]
 
 
 async def test_a_further_turn_asks_for_its_own_positions_only(fake, client):
@@ -133,40 +101,33 @@ async def test_failures_of_that_request_are_retried(fake, client):
     fake.script += [finish(8, "length")]
     fake.route_layers = 0
     asking = asyncio.create_task(client.generate([1], trained=True))
-    async with asyncio.timeout(10):
-        while len(fake.requests) < 3:
-            await asyncio.sleep(0.005)
+    while len(fake.requests) < 3:
+        await asyncio.sleep(0.005)
     fake.script += [DROP]
     fake.route_layers = 3
-    got = await asyncio.wait_for(asking, 10)
+    got = await asking
     assert len(got.token_ids) == 8 and len(got.trajectory().arrays[ROUTES]) == 8
 
 
-async def test_a_server_without_routes_is_named_with_both_remedies():
-    async with FakeSGLang() as fake:
-        fake.route_layers = 0
-        client = make_client(fake, timeout=0.3)
-        with pytest.raises(ServerError, match=r"--enable-return-routed-experts .*set rollout.routing_replay=false"):
-            await client.generate([1], trained=True)
-        assert len(fake.requests) < 40
-        await client.close()
+async def test_a_server_without_routes_is_named_with_both_remedies(fake, make_client, monkeypatch):
+    fake.route_layers = 0
+    monkeypatch.setattr(client_module, "_FAILURE_WAIT", (1000.0, 1000.0))
+    with pytest.raises(ServerError, match=r"--enable-return-routed-experts .*set rollout.routing_replay=false"):
+        await make_client(timeout=0.3).generate([1], trained=True)
+    assert len(fake.requests) == 2, "the response, and one request for its routes before a pause"
 
 
-async def test_routes_of_another_model_are_discarded_and_requested_again():
-    async with FakeSGLang() as fake:
-        client = make_client(fake)
-        fake.route_layers = 4
+async def test_routes_of_another_model_are_discarded_and_requested_again(fake, client):
+    async def right(fake, body):
+        fake.route_layers = 3
+        return fake.answer(body, 8, "length")
 
-        async def right(fake, body):
-            fake.route_layers = 3
-            return fake.answer(body, 8, "length")
-
-        # 8 positions of 4 layers are no whole number of positions of 3.
-        fake.script += [finish(8, "length"), right]
-        got = await client.generate([1], trained=True)
-        assert requests_of(got.trajectory().arrays[ROUTES]) == [2] * 8
-        assert client.metrics()["rollout/invalid_answers"] == 1
-        await client.close()
+    # 8 positions of 4 layers are no whole number of positions of 3.
+    fake.route_layers = 4
+    fake.script += [finish(8, "length"), right]
+    got = await client.generate([1], trained=True)
+    assert requests_of(got.trajectory().arrays[ROUTES]) == [2] * 8
+    assert client.metrics()["rollout/invalid_answers"] == 1
 
 
 def encoded(rows):

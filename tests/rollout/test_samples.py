@@ -17,12 +17,6 @@ from megasync.rollout.rollouter import Rollouter
 from megasync.rollout.selection import Selection
 from megasync.trajectory import sample_rewards
 
-PATIENCE = 20  # seconds; a hang is a failure, not a long test
-
-
-async def finish(bench):
-    await asyncio.wait_for(bench.rollouter.run(), PATIENCE)
-
 
 def forking(*rewards):
     """A workflow whose n-th sample has the n-th reward, in as many trajectories as its number says."""
@@ -37,19 +31,10 @@ def forking(*rewards):
 
 async def test_trajectories_of_a_sample_have_its_number(make_bench):
     bench = make_bench(total=1, samples=3, workflow=forking(1.0, 0.0, 0.5), reward=None)
-    await finish(bench)
+    await bench.rollouter.run()
     (group,) = bench.buffer.committed.values()
     assert [t.sample for t in group.trajectories] == [0, 1, 1, 2, 2, 2]
     assert (group.least, group.score, sample_rewards(group.trajectories)) == (2, 0.5, [1.0, 0.0, 0.5])
-
-
-async def test_the_mean_reward_is_of_samples(make_bench):
-    bench = make_bench(total=2, samples=3, workflow=forking(1.0, 0.0, 0.5), reward=None)
-    await finish(bench)
-    metrics = bench.rollouter.metrics()
-    assert metrics["rollout/reward_mean"] == 0.5
-    # Of responses.
-    assert metrics["rollout/response_length"] == 2.0
 
 
 def test_a_metric_is_averaged_over_the_samples_that_have_it():
@@ -71,7 +56,7 @@ async def test_the_score_of_a_prompt_is_of_all_its_samples_without_penalties(mak
         groups=rules,
         curriculum=Curriculum(lambda history, epoch: True, rows=4),
     )
-    await finish(bench)
+    await bench.rollouter.run()
     (group,) = bench.buffer.committed.values()
     assert group.score == 1.0 and max(sample_rewards(group.trajectories)) < 1.0
 
@@ -90,7 +75,7 @@ async def test_one_scored_sample_is_enough_for_an_estimator_that_compares_none(m
         *(fake_client(), source, buffer, forking(None), config.schedule), rewards=rewards, selection=spec.selection
     )
     running = asyncio.create_task(rollouter.run())
-    batch = await asyncio.wait_for(buffer.lease(1, 0), PATIENCE)
+    batch = await buffer.lease(1, 0)
     rollouter.stop()
     await running
     assert [[t.reward for t in group.header.trajectories] for group in batch] == [[1.0], [1.0]]
@@ -116,11 +101,11 @@ def several():
 
 async def test_a_group_knows_the_weights_of_the_functions_that_scored_it(make_bench):
     bench = make_bench(total=1, reward=several())
-    await finish(bench)
+    await bench.rollouter.run()
     (group,) = bench.buffer.committed.values()
     assert group.weights == {"exact": 1.0, "brief": 0.5}
     bench = make_bench(total=1, reward=several()[:1])
-    await finish(bench)
+    await bench.rollouter.run()
     assert next(iter(bench.buffer.committed.values())).weights == {}
 
 
@@ -137,7 +122,7 @@ async def test_a_reward_that_is_not_made_of_the_compared_scores_is_an_error(fake
     with pytest.raises(
         Exception, match=r"(?s)all of the first 8 groups.*reward_error.*has set the reward.*exact, brief"
     ):
-        await asyncio.wait_for(rollouter.run(), PATIENCE)
+        await rollouter.run()
 
 
 def test_scores_are_compared_only_where_the_estimator_does():

@@ -8,52 +8,23 @@ from functools import partial
 
 import numpy as np
 import pytest
-from clients import make_rollout_client
-from fake_sglang import DROP, Break, FakeSGLang, finish
+from fake_sglang import DROP, Break, finish
 from trajectories import trajectory
 
 from megasync.buffer.payload import decode, encode
 from megasync.config.schema import SamplingConfig
 from megasync.errors import DataError, InvalidAnswer, ServerError
-from megasync.rollout import client as client_module
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.partials import PartialResponses
 from megasync.rollout.workflow import SampleClient, TrajectoryCheck, single_turn
 from megasync.serving.answers import AnswerLimits, read_generated
-from megasync.serving.control import ServerControl
 from megasync.serving.plugin_protocol import WITH_SUPPORT
-from megasync.trajectory import SUPPORT, SUPPORT_SIZES, Group
-from megasync.trajectory.support import Support
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch):
-    monkeypatch.setattr(client_module, "_FAILURE_WAIT", (0.005, 0.02))
+from megasync.trajectory import SUPPORT, SUPPORT_SIZES, Group, Support
 
 
 @pytest.fixture
-async def fake():
-    async with FakeSGLang() as server:
-        yield server
-
-
-def make_client(fake, stream_interval=3, timeout=10.0, **sampling):
-    return make_rollout_client(
-        fake.url,
-        [ServerControl(fake.url)],
-        vocab_size=fake.vocab,
-        context_length=64,
-        sampling=SamplingConfig(max_new_tokens=8, **{"top_k": 5, "top_p": 0.9} | sampling),
-        timeout=timeout,
-        stream_interval=stream_interval,
-    )
-
-
-@pytest.fixture(params=[0, 3], ids=["whole", "streamed"])
-async def client(fake, request):
-    made = make_client(fake, request.param)
-    yield made
-    await made.close()
+def client_options():
+    return {"sampling": SamplingConfig(max_new_tokens=8, top_k=5, top_p=0.9)}
 
 
 def supports_of(trajectory):
@@ -75,27 +46,17 @@ async def test_a_trained_response_has_the_support_of_each_token_and_the_log_prob
 
 
 @pytest.mark.parametrize("trained", [True, False])
-async def test_neither_full_sampling_nor_an_evaluation_asks_for_supports(fake, trained):
-    client = make_client(fake, **({"top_k": -1, "top_p": 1.0} if trained else {}))
+async def test_neither_full_sampling_nor_an_evaluation_asks_for_supports(fake, make_client, trained):
+    client = make_client(**({"sampling": SamplingConfig(max_new_tokens=8)} if trained else {}))
     got = await client.generate([1], trained=trained)
     assert "custom_labels" not in fake.requests[0] and got.trajectory().arrays == {}
     assert got.logprobs == [-i / 128 for i in range(2, 10)]
-    await client.close()
 
 
 async def test_a_response_in_parts_has_the_supports_of_all_parts(fake, client):
-    fake.script += [finish(3, "abort"), DROP, finish(2, "abort")]
+    fake.script += [finish(3, "abort"), DROP, finish(2, "abort"), *([Break(((2, 0),))] if client._stream else [])]
     got = (await client.generate([1], trained=True)).trajectory()
     assert supports_of(got) == of(range(2, 10))
-
-
-async def test_what_a_dead_server_had_streamed_keeps_its_supports():
-    async with FakeSGLang() as fake:
-        client = make_client(fake)
-        fake.script += [Break(((3, 0), (2, 0)))]
-        got = (await client.generate([1], trained=True)).trajectory()
-        assert len(fake.requests[1]["input_ids"]) == 6 and supports_of(got) == of(range(2, 10))
-        await client.close()
 
 
 async def test_a_discarded_answer_leaves_no_support_behind(fake, client):
@@ -119,7 +80,7 @@ async def test_a_response_of_an_earlier_life_brings_its_supports(fake, client):
     assert len(fake.requests) == asked and supports_of(got.trajectory()) == of(range(2, 10))
 
 
-async def test_tokens_between_turns_have_none(fake, client):
+async def test_tokens_between_turns_have_none(client):
     sample = SampleClient(client, RequestGate(), routing_key="k", batch=0)
     first = await sample.generate([1, 2], max_new_tokens=2)
     second = await sample.generate(first.tokens + [50, 51], max_new_tokens=2)
@@ -130,19 +91,10 @@ async def test_tokens_between_turns_have_none(fake, client):
     assert decode(encoded.header, encoded.body) == group
 
 
-async def test_a_server_without_supports_is_named_with_both_remedies():
-    async with FakeSGLang() as fake:
-        fake.support = None
-        client = make_client(fake, timeout=0.3)
-        with pytest.raises(ServerError, match=r"megasync's plugin, or sample from the full distribution .*top_k=-1"):
-            await client.generate([1], trained=True)
-        await client.close()
-
-
-async def test_a_workflow_cannot_truncate_otherwise_than_configured(fake, client):
-    with pytest.raises(DataError, match=r"top_k=7.*rollout.sampling.top_k"):
-        await client.generate([1], trained=True, top_k=7)
-    assert not fake.requests
+async def test_a_server_without_supports_is_named_with_both_remedies(fake, make_client):
+    fake.support = None
+    with pytest.raises(ServerError, match=r"megasync's plugin, or sample from the full distribution .*top_k=-1"):
+        await make_client(timeout=0.3).generate([1], trained=True)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from megasync.rollout.inflight import RequestGate
 from megasync.rollout.tool_agent import tool_agent
 from megasync.rollout.workflow import SampleClient, single_turn
 from megasync.serving.control import ServerControl
-from megasync.trajectory.turns import ANSWER
+from megasync.trajectory import ANSWER
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -56,11 +56,7 @@ class Rig:
         return fake.answer(body, len(kept), "stop" if kept == ids else "length")
 
     async def play(self, agent, messages=({"role": "user", "content": "1+2?"},)):
-        try:
-            return await agent(self.sample, {"messages": list(messages)})
-        finally:
-            await self.client.close()
-            await self.control.close()
+        return await agent(self.sample, {"messages": list(messages)})
 
 
 @pytest.fixture
@@ -69,12 +65,27 @@ async def fake():
         yield server
 
 
+@pytest.fixture
+async def rig_of(fake):
+    """Makes rigs, and closes them."""
+    made = []
+
+    def make(answers, **changes):
+        made.append(Rig(fake, answers, **changes))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        await rig.client.close()
+        await rig.control.close()
+
+
 def call(name="add", **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-async def test_the_model_calls_sees_and_answers_in_one_trajectory(fake):
-    rig = Rig(fake, ["So " + call(a=1, b=2) + call(a=3, b=4), "three"])
+async def test_the_model_calls_sees_and_answers_in_one_trajectory(fake, rig_of):
+    rig = rig_of(["So " + call(a=1, b=2) + call(a=3, b=4), "three"])
     (trajectory,) = await rig.play(tool_agent([add]))
     shown = rig.tokenizer.decode(trajectory.prompt_ids)
     assert '"name": "add"' in shown
@@ -101,8 +112,8 @@ async def test_the_model_calls_sees_and_answers_in_one_trajectory(fake):
     assert len(fake.requests) == 2
 
 
-async def test_a_malformed_and_an_unknown_call_cost_a_turn_and_are_told(fake):
-    rig = Rig(fake, ['<tool_call>{"name": </tool_call>', call("subtract", a=1), "sorry"])
+async def test_a_malformed_and_an_unknown_call_cost_a_turn_and_are_told(rig_of):
+    rig = rig_of(['<tool_call>{"name": </tool_call>', call("subtract", a=1), "sorry"])
     (trajectory,) = await rig.play(tool_agent([add]))
     text = rig.tokenizer.decode(trajectory.response_ids)
     assert "tool: Error: 1 tool call could not be parsed." in text
@@ -112,19 +123,19 @@ async def test_a_malformed_and_an_unknown_call_cost_a_turn_and_are_told(fake):
     assert metrics["turns_forked"] == 0.0
 
 
-async def test_the_turns_are_limited(fake):
-    rig = Rig(fake, [call(a=1, b=2)] * 3)
+async def test_the_turns_are_limited(rig_of):
+    rig = rig_of([call(a=1, b=2)] * 3)
     (trajectory,) = await rig.play(tool_agent([add], max_turns=3))
     assert (trajectory.metrics["turns"], trajectory.metrics["turn_limit"]) == (3.0, 1.0)
     assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_repeated"]) == (2.0, 1.0)
 
 
-async def test_the_configuration_names_the_tools_and_their_limits(fake, tmp_path, monkeypatch):
+async def test_the_configuration_names_the_tools_and_their_limits(tmp_path, monkeypatch, rig_of):
     (tmp_path / "configured_tools.py").write_text('def shout() -> str:\n    """Shouts."""\n    return "x" * 30\n')
     monkeypatch.syspath_prepend(tmp_path)
     tools = ToolsConfig(functions=["configured_tools:shout"], max_turns=2, max_output=10)
     agent = _configured_workflow(RolloutConfig(tools=tools))
-    (trajectory,) = await (rig := Rig(fake, [call("shout")] * 2)).play(agent)
+    (trajectory,) = await (rig := rig_of([call("shout")] * 2)).play(agent)
     assert f"tool: {'x' * 10}\n[20 more characters]" in rig.tokenizer.decode(trajectory.response_ids)
     assert (trajectory.metrics["turns"], trajectory.metrics["turn_limit"]) == (2.0, 1.0)
     assert _configured_workflow(RolloutConfig()) is single_turn
@@ -133,37 +144,37 @@ async def test_the_configuration_names_the_tools_and_their_limits(fake, tmp_path
         _configured_workflow(given)
 
 
-async def test_a_full_context_ends_the_sample_with_what_there_is(fake):
+async def test_a_full_context_ends_the_sample_with_what_there_is(rig_of):
     def tell() -> str:
         """Tells much."""
         return "x" * 600
 
-    rig = Rig(fake, [call("tell")] * 2, context_length=600)
+    rig = rig_of([call("tell")] * 2, context_length=600)
     (trajectory,) = await rig.play(tool_agent([tell]))
     assert trajectory.metrics["context_full"] == 1.0
     assert trajectory.metrics["turns"] == 1.0
     assert rig.tokenizer.decode(trajectory.response_ids) == call("tell") + "<eos>"
 
 
-async def test_a_result_that_the_template_rejects_ends_the_sample_with_what_there_is(fake, caplog):
+async def test_a_result_that_the_template_rejects_ends_the_sample_with_what_there_is(caplog, rig_of):
     refuses = "{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}<bos>{{ m['role'] }}"
     refusing, agent = byte_tokenizer(TEMPLATE.replace("<bos>{{ m['role'] }}", refuses)), tool_agent([add])
     for _ in range(2):
-        (trajectory,) = await Rig(fake, [call(a=1, b=2)], tokenizer=refusing).play(agent)
+        (trajectory,) = await rig_of([call(a=1, b=2)], tokenizer=refusing).play(agent)
         assert (trajectory.metrics["template_refused"], trajectory.metrics["turns"]) == (1.0, 1.0)
         assert refusing.decode(trajectory.response_ids) == call(a=1, b=2) + "<eos>"
     assert caplog.text.count("no tools here") == 1
 
 
-async def test_requests_name_the_tokens_that_end_a_response(fake):
-    rig = Rig(fake, ["x"], stop_ids=[7, 2])
+async def test_requests_name_the_tokens_that_end_a_response(fake, rig_of):
+    rig = rig_of(["x"], stop_ids=[7, 2])
     await rig.play(lambda client, sample: client.chat(sample["messages"], stop_token_ids=[9]))
     assert fake.requests[-1]["sampling_params"]["stop_token_ids"] == [2, 7, 9]
 
 
-async def test_a_prompt_that_fills_the_context_alone_is_an_error(fake):
+async def test_a_prompt_that_fills_the_context_alone_is_an_error(rig_of):
     with pytest.raises(ContextLengthExceeded):
-        await Rig(fake, [], context_length=50).play(tool_agent([add]))
+        await rig_of([], context_length=50).play(tool_agent([add]))
 
 
 async def test_raw_prompts_are_refused():
@@ -171,51 +182,42 @@ async def test_raw_prompts_are_refused():
         await tool_agent([add])(None, {"prompt_ids": [1]})
 
 
-async def test_tools_without_a_format_are_refused_with_the_known_ones(fake):
-    rig = Rig(fake, [], chat=ChatConfig(tool_format=None))
+async def test_tools_without_a_format_are_refused_with_the_known_ones(rig_of):
+    rig = rig_of([], chat=ChatConfig(tool_format=None))
     with pytest.raises(DataError, match=r"tool_format is null; set it to one of .*hermes.*qwen"):
         await rig.play(tool_agent([add]))
 
 
-async def test_reasoning_is_kept_apart_in_the_message_and_whole_in_the_tokens(fake):
-    rig = Rig(fake, ["<think>hm</think>four"], chat=ChatConfig(reasoning_format="qwen3"))
+async def test_reasoning_is_kept_apart_in_the_message_and_whole_in_the_tokens(rig_of):
+    rig = rig_of(["<think>hm</think>four"], chat=ChatConfig(reasoning_format="qwen3"))
     reply = await rig.sample.chat([{"role": "user", "content": "2+2?"}])
     assert reply.messages[-1] == {"role": "assistant", "content": "four", "reasoning_content": "hm"}
     assert reply.content == "four"
     assert rig.tokenizer.decode(reply.trajectory().response_ids) == "<think>hm</think>four<eos>"
-    await rig.client.close()
-    await rig.control.close()
 
 
-async def test_another_server_parses_when_one_is_gone_and_none_is_a_server_error(fake):
+async def test_another_server_parses_when_one_is_gone_and_none_is_a_server_error(rig_of):
     gone = ServerControl("http://127.0.0.1:9")
-    rig = Rig(fake, [call(a=1, b=2), "three", call(a=1, b=2)], timeout=2.0)
+    rig = rig_of([call(a=1, b=2), "three", call(a=1, b=2)], timeout=2.0)
     rig.client.servers.insert(0, gone)
     reply = await rig.sample.chat([{"role": "user", "content": "x"}], tools=[add])
     assert [c.arguments for c in reply.tool_calls] == [{"a": 1, "b": 2}]
     rig.client.servers = [gone]
     with pytest.raises(ServerError, match=r"no server parsed an answer within 2 s: .*127\.0\.0\.1:9"):
         await rig.sample.chat([{"role": "user", "content": "y"}], tools=[add])
-    await rig.client.close()
-    await rig.control.close()
     await gone.close()
 
 
-async def test_text_on_which_a_parser_fails_is_malformed_and_no_error(fake):
+async def test_text_on_which_a_parser_fails_is_malformed_and_no_error(fake, rig_of):
     fake.parser_status = 500
-    rig = Rig(fake, [call(a=1, b=2)])
+    rig = rig_of([call(a=1, b=2)])
     reply = await rig.sample.chat([{"role": "user", "content": "x"}], tools=[add])
     assert (reply.tool_calls, reply.malformed_calls) == ([], 1)
     assert reply.content == call(a=1, b=2)
-    await rig.client.close()
-    await rig.control.close()
 
 
 @pytest.mark.parametrize(("status", "kind"), [(400, DataError), (404, ServerError)])
-async def test_a_server_that_refuses_to_parse_is_an_error(fake, status, kind):
+async def test_a_server_that_refuses_to_parse_is_an_error(fake, rig_of, status, kind):
     fake.parser_status = status
-    rig = Rig(fake, [call(a=1, b=2)])
     with pytest.raises(kind, match=f"status {status}"):
-        await rig.sample.chat([{"role": "user", "content": "x"}], tools=[add])
-    await rig.client.close()
-    await rig.control.close()
+        await rig_of([call(a=1, b=2)], timeout=0.5).sample.chat([{"role": "user", "content": "x"}], tools=[add])

@@ -48,10 +48,3 @@ def test_the_program_finds_functions_in_its_folder(tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         cli.main()
     assert load_function("reward_of_this_folder:exact").__name__ == "exact"
-
-
-async def test_the_default_workflow_answers_the_prompt_and_leaves_the_reward_open(fake_client):
-    client = fake_client()
-    answer = await single_turn(client, {"prompt_ids": [4, 5]})
-    assert client.calls == [([4, 5], {})]
-    assert answer.reward is None

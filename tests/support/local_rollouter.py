@@ -14,7 +14,16 @@ from megasync.rollout.group_worker import FailurePolicy, GroupSpec, GroupWorker
 from megasync.rollout.rollouter import Rollouter, ServerLimits
 from megasync.rollout.selection import Selection
 from megasync.rollout.teachers import Teachers
+from megasync.rollout.worker_link import WorkerEnd, WorkerLink, join
 from megasync.rollout.workflow import Workflow
+
+
+def local_worker(client: Any, buffer: Any, spec: GroupSpec, failures: FailurePolicy | None = None, **options: Any):
+    """The link to a worker on this event loop."""
+    end, link = WorkerEnd(), WorkerLink("the worker", {}, {}, 60.0)
+    end.serve(GroupWorker(client, buffer, spec, failures, on_ended=end.ended, on_failed=end.failed, **options), {}, {})
+    join(link, end)
+    return link
 
 
 def local_rollouter(
@@ -45,5 +54,5 @@ def local_rollouter(
     rollouter = Rollouter(
         source, buffer, schedule, max_drop_share=max_drop_share, servers=servers, curriculum=curriculum
     )
-    rollouter.add(GroupWorker(client, buffer, spec, failures, quarantine=guard, clock=clock))
+    rollouter.add(local_worker(client, buffer, spec, failures, quarantine=guard, clock=clock))
     return rollouter

@@ -56,7 +56,7 @@ from megasync.trainer.engine import MegatronEngine  # noqa: E402
 from megasync.trainer.policy import PolicyTrainer  # noqa: E402
 from megasync.trainer.rank import TrainerRank  # noqa: E402
 from megasync.trainer.reference import SLOTS  # noqa: E402
-from megasync.trajectory.support import Support  # noqa: E402
+from megasync.trajectory import Support  # noqa: E402
 
 
 def make_engine(model, trainer=None, optimizer=None, dtype="float32", total_steps=10):

@@ -11,7 +11,7 @@ from megasync.buffer import BufferClosed
 from megasync.buffer.payload import decode
 from megasync.config.schema import GroupConfig, ScheduleConfig
 from megasync.rewards import RewardRunner
-from megasync.rollout.generation import Generation
+from megasync.rollout.conversation import Generation
 from megasync.rollout.group_worker import FailurePolicy
 from megasync.rollout.rollouter import Rollouter, ServerLimits
 from megasync.rollout.selection import Selection

@@ -23,9 +23,8 @@ from megasync.observe.events import END, EVALUATION, FAULT, MESSAGE, RECOVERY, S
 from megasync.observe.metrics import METRICS_FILE
 from megasync.observe.rollouts import Response, RolloutLog, Row, recorded
 from megasync.observe.state_file import BufferState, ProcessState, RankState, RunState, write_state
-from megasync.trajectory import Trajectory
+from megasync.trajectory import ANSWER, Trajectory, Turn
 from megasync.trajectory.runs import Runs
-from megasync.trajectory.turns import ANSWER, Turn
 
 CONFIG = """\
 name: {name}

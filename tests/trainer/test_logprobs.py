@@ -6,7 +6,7 @@ import torch
 from megasync.preflight import memory
 from megasync.trainer import logprobs
 from megasync.trainer.logprobs import TargetSupport, squared_norms, token_logprobs
-from megasync.trajectory.support import Support
+from megasync.trajectory import Support
 
 
 def plain(rows, weight, targets, vocab_size, temperature):

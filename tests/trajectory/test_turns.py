@@ -6,8 +6,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from megasync.trajectory import Trajectory
-from megasync.trajectory.turns import ANSWER, ARGUMENTS, CALLS, NAME, Call, Turn
+from megasync.trajectory import ANSWER, Call, Trajectory, Turn
+from megasync.trajectory.trajectory import ARGUMENTS, CALLS, NAME
 
 TURNS = (Turn(0, 3, ANSWER, calls=(Call("add", '{"a": 1}'),)), Turn(3, 5, "tool", "add"), Turn(5, 6, ANSWER))
 

@@ -17,7 +17,7 @@ from playwright.sync_api import Page, expect
 from watch_process import Watch
 
 from megasync.observe.events import MESSAGE, EventLog
-from megasync.trajectory.turns import ANSWER, Call, Turn
+from megasync.trajectory import ANSWER, Call, Turn
 
 pytestmark = pytest.mark.processes
 

@@ -10,8 +10,8 @@ from made_runs import BEGIN, HOSTILE, STEP_SECONDS, make_run, write_trace
 
 from megasync.observe import trace
 from megasync.observe.rollouts import Response, RolloutIndex, RolloutLog, Row
+from megasync.trajectory import Turn
 from megasync.trajectory.runs import Runs
-from megasync.trajectory.turns import Turn
 from megasync.watch.document import Chart, Document, Table, Text, Tokens, Verbatim
 from megasync.watch.html_page import render_html
 from megasync.watch.markdown_page import render_markdown

@@ -4,8 +4,8 @@ import numpy as np
 from made_runs import make_run
 
 from megasync.observe.rollouts import Response
+from megasync.trajectory import ANSWER, Turn
 from megasync.trajectory.runs import Runs
-from megasync.trajectory.turns import ANSWER, Turn
 from megasync.watch.decoder import decoder_of
 from megasync.watch.responses import (
     SHADINGS,

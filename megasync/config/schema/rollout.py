@@ -50,7 +50,7 @@ from megasync.config.rules import (
 from megasync.config.schema.evaluation import SEEDED
 from megasync.config.schema.rewards import GroupConfig, RewardConfig
 from megasync.config.server_args import FLOAT32_HEAD, ROLLOUT_FLAGS, serves_float32_head
-from megasync.trajectory.support import MAX_SUPPORT
+from megasync.trajectory import MAX_SUPPORT
 
 # The value of a key that is derived from something else, such as the model.
 AUTO = "auto"

@@ -33,7 +33,7 @@ from megasync.errors import (
     ProcessLost,
     ServerError,
 )
-from megasync.evaluation.evaluate import AnswerAt, HeldOutAnswer
+from megasync.evaluation.evaluate import Answer, AnswerJob, HeldOutAnswer
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.evaluation.periodic import PeriodicEvaluation
 from megasync.lab.sim.buffer import SimBuffer, SimThreads
@@ -49,7 +49,7 @@ from megasync.lab.sim.world import World
 from megasync.observe.context import RunContext
 from megasync.rewards import RewardRunner
 from megasync.rewards.scoring import Scoring
-from megasync.rollout.client import RolloutClient
+from megasync.rollout.client import ANYWHERE, Destination, RolloutClient
 from megasync.rollout.inflight import InflightCap
 from megasync.rollout.quarantine import Quarantine
 from megasync.rollout.rollouter import Rollouter, ServerLimits
@@ -267,13 +267,13 @@ class Driver:
         return replace(trajectory, text=" ".join(map(str, versions)))
 
     async def _evaluate(
-        self, answer: AnswerAt, held_out: HeldOutSet, step: int, version: int, pinned: PinnedVersion | None
+        self, answer: Answer, held_out: HeldOutSet, step: int, version: int, pinned: PinnedVersion | None
     ) -> dict[str, float]:
         """The real evaluation. The last answer of each kind is the one that counts."""
         answers: dict[tuple[float, int, int], HeldOutAnswer] = {}
 
-        async def answered(*job: Any) -> HeldOutAnswer:
-            result = await answer(*job)
+        async def answered(job: AnswerJob, destination: Destination = ANYWHERE, /) -> HeldOutAnswer:
+            result = await answer(job, destination)
             answers[result.temperature, result.number, result.repeat] = result
             return result
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from megasync.errors import DataError
 from megasync.observe.rollouts import FOLDER, NO_SAMPLE, Response, Row
-from megasync.trajectory.turns import ANSWER
+from megasync.trajectory import ANSWER
 from megasync.watch import units
 from megasync.watch.decoder import decoder_of
 from megasync.watch.document import Cell, Number, Section, Table, Text, Tokens, Verbatim, fixed, number, shortened

@@ -19,8 +19,7 @@ from nicegui import background_tasks, ui
 
 from megasync.errors import DataError
 from megasync.observe.rollouts import DROPPED, FOLDER, NO_SAMPLE, TRAINED, Bounds, Filters, Response, RolloutIndex, Row
-from megasync.trajectory import of_sample
-from megasync.trajectory.turns import ANSWER, Turn
+from megasync.trajectory import ANSWER, Turn, of_sample
 from megasync.watch import units
 from megasync.watch.decoder import decoder_of
 from megasync.watch.elements import Chip, Text, card, notice, text, trouble

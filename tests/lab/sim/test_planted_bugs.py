@@ -22,8 +22,8 @@ from megasync.control.controller import Controller
 from megasync.control.progress import Progress
 from megasync.control.publishing import FleetSync
 from megasync.control.watchdog import Watchdog
-from megasync.evaluation.evaluate import HeldOutAnswer
-from megasync.evaluation.periodic import ExactAnswers
+from megasync.evaluation import periodic
+from megasync.evaluation.evaluate import Answer, AnswerJob, HeldOutAnswer
 from megasync.lab.sim import simulate
 from megasync.lab.sim.chance import OF_TURNS
 from megasync.lab.sim.driver import OUTLIVED
@@ -210,8 +210,8 @@ async def publishes_to_all(self: FleetSync, version: int, targets: set[str], onl
 PUBLISH_TO = FleetSync._publish_to
 
 
-async def asks_the_router(self: ExactAnswers, *job: Any) -> HeldOutAnswer:
-    return await self.answer(*job)
+async def asks_the_router(answer: Answer, pinned: Any, job: AnswerJob) -> HeldOutAnswer:
+    return await answer(job)
 
 
 def routes_pinned(self: Reservations) -> list:
@@ -290,7 +290,7 @@ BUGS = [
     (FleetSync, "_publish_to", publishes_to_all, "is pinned and gets another version", EXACT),
     (Reservations, "published", routes_pinned, "is pinned and gets", EXACT),
     (ServerHealth, "missed_sync", lambda self, reason: None, "answers from version", EXACT),
-    (ExactAnswers, "__call__", asks_the_router, "counts for the score of version", EXACT),
+    (periodic, "exact_answer", asks_the_router, "counts for the score of version", EXACT),
     (Fleet, "release_memory", waits_for_no_start, "have room for one", TURN_FAULT),
 ]
 
