@@ -34,7 +34,7 @@ def importance_weights(
     masks: bool = False,
     segments: Tensor | None = None,
 ) -> ImportanceWeights:
-    """``pi_trainer / pi_behaviour`` per token (``level="token"``) or per sequence, in [floor, cap].
+    """``pi_trainer / pi_behaviour`` per token (``level="token"``) or per sequence, in [floor, cap]; 1 for ``"none"``.
 
     A ratio outside of the bounds is replaced by the bound, or, with ``masks``, its weight is 0. All tensors are
     [tokens]. ``mask`` is non-zero on trained tokens. ``segments`` (int64, the index of each token's sequence) is
@@ -50,8 +50,10 @@ def importance_weights(
     Raises ValueError for an unknown level, and for sequences without ``segments``.
     """
     keep = mask.bool()
+    if level == "none":
+        return ImportanceWeights(keep.float(), torch.zeros_like(keep))
     log_ratio = _log_ratio(trainer_logprobs, behaviour_logprobs, keep, level, segments)
-    low, high = math.log(floor) if floor else -math.inf, math.log(cap)
+    low, high = _bounds(floor, cap)
     outside = keep & ((log_ratio > high) | (log_ratio < low))
     counted = keep & ~outside if masks else keep
     return ImportanceWeights(torch.where(counted, log_ratio.clamp(low, high).exp(), 0.0), outside)
@@ -71,12 +73,13 @@ def rejected(
     """The trained tokens of sequences that the trainer's policy would hardly have sampled, bool [tokens].
 
     Arguments are those of `importance_weights`. A sequence is rejected if its ratio, the geometric mean or the product,
-    is outside of [floor, cap]; with ``level="token"`` if that of any of its trained tokens is.
+    is outside of [floor, cap]; with ``level="token"`` if that of any of its trained tokens is; with ``"none"`` never.
     """
     keep = mask.bool()
+    if level == "none":
+        return torch.zeros_like(keep)
     log_ratio = _log_ratio(trainer_logprobs, behaviour_logprobs, keep, level, segments)
-    low = math.log(floor) if floor else -math.inf
-    high = math.inf if cap is None else math.log(cap)
+    low, high = _bounds(floor, cap)
     outside = keep & ((log_ratio > high) | (log_ratio < low))
     if level != "token":
         return outside
@@ -85,8 +88,12 @@ def rejected(
     return keep & (sequence_sum(outside.float(), keep, segments) > 0)
 
 
+def _bounds(floor: float, cap: float | None) -> tuple[float, float]:
+    return math.log(floor) if floor else -math.inf, math.inf if cap is None else math.log(cap)
+
+
 def _log_ratio(trainer: Tensor, behaviour: Tensor, keep: Tensor, level: str, segments: Tensor | None) -> Tensor:
-    """Of each token or of its sequence, float32 [tokens]; 0 outside ``keep`` for tokens."""
+    """The log-ratio of each token or of its sequence, float32 [tokens]; 0 outside ``keep`` for tokens."""
     each = torch.where(keep, trainer.float() - behaviour.float(), 0.0)
     if level == "token":
         return each

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megasync.algorithms.choose import loss_of
 from megasync.algorithms.columns import Columns, loss_columns
-from megasync.algorithms.importance import ImportanceWeights, importance_weights, rejected
+from megasync.algorithms.importance import importance_weights, rejected
 from megasync.algorithms.kl import KL_KINDS, k3, kl_by_age
 from megasync.algorithms.losses.tokens import PolicyTokens
 from megasync.config.schema import AlgorithmConfig
@@ -57,8 +57,25 @@ def policy_loss(config: AlgorithmConfig, columns: Columns) -> tuple[Tensor, dict
 
     denominator = behaviour if config.ratio == "behaviour" else old
     token_loss = loss_of(config)(PolicyTokens(logprobs, denominator, advantages, keep, segments, columns.get("chosen")))
-    importance = _importance(config, old, behaviour, keep, segments)
-    left_out = _rejected(config, old, behaviour, keep, segments)
+    importance = importance_weights(
+        old,
+        behaviour,
+        keep,
+        level=config.correction,
+        cap=config.correction_cap,
+        floor=config.correction_floor,
+        masks=config.correction_outside == "mask",
+        segments=segments,
+    )
+    left_out = rejected(
+        old,
+        behaviour,
+        keep,
+        level=config.rejection,
+        segments=segments,
+        floor=config.rejection_floor,
+        cap=config.rejection_cap,
+    )
     weights = torch.where(left_out, 0.0, importance.weights)
     policy = torch.where(keep, weights * token_loss.loss, 0.0)
     total = policy
@@ -97,34 +114,3 @@ def policy_loss(config: AlgorithmConfig, columns: Columns) -> tuple[Tensor, dict
 def _kept(values: Tensor, keep: Tensor) -> Tensor:
     """The values in float32, with 0 outside ``keep``; [tokens]."""
     return torch.where(keep, values.float(), 0.0)
-
-
-def _importance(
-    config: AlgorithmConfig, old: Tensor, behaviour: Tensor, keep: Tensor, segments: Tensor | None
-) -> ImportanceWeights:
-    if config.correction == "none":
-        return ImportanceWeights(keep.float(), torch.zeros_like(keep))
-    return importance_weights(
-        old,
-        behaviour,
-        keep,
-        level=config.correction,
-        cap=config.correction_cap,
-        floor=config.correction_floor,
-        masks=config.correction_outside == "mask",
-        segments=segments,
-    )
-
-
-def _rejected(config: AlgorithmConfig, old: Tensor, behaviour: Tensor, keep: Tensor, segments: Tensor | None) -> Tensor:
-    if config.rejection == "none":
-        return torch.zeros_like(keep)
-    return rejected(
-        old,
-        behaviour,
-        keep,
-        level=config.rejection,
-        segments=segments,
-        floor=config.rejection_floor,
-        cap=config.rejection_cap,
-    )

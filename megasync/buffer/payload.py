@@ -40,10 +40,10 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
     """Lengths are in tokens. ``prompt_at`` and ``at`` are where the arrays begin in the body, in bytes.
 
     The trajectory's own arrays are ``size`` bytes long. ``checksum`` (CRC-32) is of its prompt and these, so that it
-    can be read alone. Trajectories of a group with equal prompts have equal ``prompt_at``. ``fed`` is the offset of the
-    last trained response token: it and what follows are not fed to the model. ``trained`` holds (version, number of
-    trained tokens), ascending by version. Tokens older than ``mask_below`` are masked. ``arrays`` are names, dtypes and
-    shapes. ``turns`` is the length of the notes of its turns, in bytes.
+    can be read alone. Trajectories of a group with equal prompts have equal ``prompt_at``. ``response_inputs`` is the
+    offset of the last trained response token: it and what follows are no inputs of the model. ``trained`` holds
+    (version, number of trained tokens), ascending by version. Tokens older than ``mask_below`` are masked. ``arrays``
+    are names, dtypes and shapes. ``turns`` is the length of the notes of its turns, in bytes.
     """
 
     prompt_at: int
@@ -54,7 +54,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
     response_tokens: int
     mask_runs: int
     version_runs: int
-    fed: int
+    response_inputs: int
     trained: tuple[tuple[int, int], ...]
     reward: float | None
     finish_reason: str
@@ -317,7 +317,7 @@ def _write(t: Trajectory, writer: _Writer, prompts: dict[bytes, tuple[int, int]]
         response_tokens=len(t.response_ids),
         mask_runs=len(mask.values),
         version_runs=len(versions.values),
-        fed=max(
+        response_inputs=max(
             (end - 1 for keep, end in zip(mask.values[-2:].tolist(), mask.ends[-2:].tolist(), strict=True) if keep),
             default=0,
         ),

@@ -48,7 +48,7 @@ class RowFile:
     """A file of `write_rows`. It holds 40 bytes of each row in memory; tokens are read when they are asked for.
 
     ``prompts`` [rows] are equal where the tokens before the first trained one are, ``prompt_tokens`` are their numbers;
-    ``fed`` is the offset of the last trained token from the first, and ``trained_tokens`` how many are trained.
+    ``response_inputs`` is the offset of the last trained token from the first, ``trained_tokens`` how many are trained.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +58,7 @@ class RowFile:
             self._ends: Ints = self._file.get_tensor("ends")
             self.prompts: Ints = self._file.get_tensor("prompts")
             self.prompt_tokens: Ints = self._file.get_tensor("prompt_tokens")
-            self.fed: Ints = self._file.get_tensor("fed")
+            self.response_inputs: Ints = self._file.get_tensor("fed")
             self.trained_tokens: Ints = self._file.get_tensor("trained_tokens")
             self._ids, self._trained = self._file.get_slice("ids"), self._file.get_slice("trained")
         except (OSError, SafetensorError) as error:
@@ -73,7 +73,7 @@ class RowFile:
 
     def _whole(self) -> bool:
         """Whether each row has all its numbers, and tokens of its own."""
-        columns = (self._ends, self.prompts, self.prompt_tokens, self.fed, self.trained_tokens)
+        columns = (self._ends, self.prompts, self.prompt_tokens, self.response_inputs, self.trained_tokens)
         if any(column.shape != (len(self._ends),) for column in columns) or not len(self._ends):
             return False
         tokens = [int(self._ends[-1])]

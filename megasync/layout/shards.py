@@ -563,13 +563,19 @@ def export_checkpoint(
     log.info("Exported %s to %s", checkpoint_dir, out)
 
 
+def check_vacant(out: Path) -> None:
+    """Raises CheckpointError for an output folder that exists, unless it is empty."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is not empty; choose another output folder")
+
+
 def write_folder(source: Path, out: Path, layout: Layout, dtype: str, read: ReadParam, replace: bool = False) -> None:
     """Writes the parameters of a layout's ranks as a Hugging Face folder; the other files are those of ``source``.
 
     Raises CheckpointError for a non-empty output folder without ``replace``, or a failed write.
     """
-    if out.exists() and not replace and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is not empty; choose another output folder")
+    if not replace:
+        check_vacant(out)
     try:
         with new_folder(out, replace) as draft:
             if isinstance(layout, AdapterLayout):

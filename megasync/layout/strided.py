@@ -16,9 +16,10 @@ from megasync.layout.layout import Box
 
 
 class Loop(NamedTuple):
-    """``steps`` steps of ``source`` elements (after `align`: positions) in the source and ``target`` in the target."""
+    """One loop of a copy."""
 
     steps: int
+    # What a step advances in the source, in elements (after `align` in positions), and in the target.
     source: int
     target: int
 

@@ -175,14 +175,14 @@ class ReferenceAdapters:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        own = {name: param.data for name, param in self._params.items()}
+        current = {name: param.data for name, param in self._params.items()}
         try:
             for name, param in self._params.items():
                 param.data = self._kept[name]
             yield
         finally:
             for name, param in self._params.items():
-                param.data = own[name]
+                param.data = current[name]
 
 
 def attach(
@@ -203,11 +203,11 @@ def attach(
     for each in adapted:
         by_layer[each.module].append(each)
     params: dict[str, torch.Tensor] = {}
-    for path, own in by_layer.items():
-        turn, _, inner = path.partition(".") if len(chunks) > 1 else ("0", "", path)
-        layer = chunks[int(turn)].get_submodule(inner)
+    for path, of_layer in by_layer.items():
+        chunk, _, inner = path.partition(".") if len(chunks) > 1 else ("0", "", path)
+        layer = chunks[int(chunk)].get_submodule(inner)
         split_tokens = sequence_parallel and layout.topology.tensor > 1
-        adapter = LowRank(layer, own, layout, rank, shapes, split_tokens)
+        adapter = LowRank(layer, of_layer, layout, rank, shapes, split_tokens)
         layer.add_module("adapter", adapter)
         if not isinstance(layer, NormedOutput):
             layer.register_forward_hook(_add)
@@ -229,11 +229,11 @@ def fresh_adapters(layout: AdapterLayout, rank: int, seed: int) -> dict[str, tor
     """
 
     def read(name: str, box: Box) -> torch.Tensor:
-        whole = torch.zeros(layout.hf_tensors[name])
+        factor = torch.zeros(layout.hf_tensors[name])
         if name.endswith(DOWN):
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            bound = 1 / math.sqrt(whole.shape[1])
-            whole.uniform_(-bound, bound, generator=generator)
-        return box_of(whole, box)
+            bound = 1 / math.sqrt(factor.shape[1])
+            factor.uniform_(-bound, bound, generator=generator)
+        return box_of(factor, box)
 
     return fill_params(layout, rank, read, torch.float32)

@@ -99,16 +99,16 @@ def window_options(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Chunks(NamedTuple):
-    """Attention in chunks: a token attends to itself and the tokens before it in its chunk of the sequence.
+    """Attention in chunks: a token attends to itself and the tokens before it in its chunk of the sequence."""
 
-    ``size`` is the number of positions of a chunk. The layers ``full`` attend to all tokens instead: they rotate
-    nothing, and multiply queries by ``1 + scale * log(1 + floor((position + 1) / positions))`` if ``temperature`` is
-    (scale, positions) (https://arxiv.org/abs/2501.19399). ``normed``: the others normalise queries and keys.
-    """
-
+    # The number of positions of a chunk.
     size: int
+    # The layers that attend to all tokens instead, and rotate nothing.
     full: frozenset[int]
+    # The other layers normalise queries and keys.
     normed: bool
+    # Full layers multiply queries by `1 + scale * log(1 + floor((position + 1) / positions))` if this is (scale,
+    # positions) (https://arxiv.org/abs/2501.19399).
     temperature: tuple[float, int] | None
 
 

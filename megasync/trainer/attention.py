@@ -2,11 +2,11 @@
 
 Megatron's local attention does not support packed tokens. Here, segments of similar length are padded to a rectangle
 and computed by one call of torch's scaled dot product attention. Padding follows each segment, where the causal mask
-hides it. Moving tokens into rectangles and back is a gather in both directions of autograd, because every token has
-exactly one place in one rectangle (`AttentionPlan.place`, `AttentionPlan.token`).
+hides it. Moving tokens into rectangles and back is a gather in both directions of autograd (`context.Take`), because
+every token has exactly one place in one rectangle.
 
 A layer may have a sliding window, which ends as many tokens before a query, or chunks, of which a query sees its own up
-to itself, and sinks (`attention_sinks`).
+to itself, and sinks (`attention_mask`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import torch
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from megasync.trainer.attention_mask import visible
-from megasync.trainer.attention_sinks import with_sinks
-from megasync.trainer.context import ContextPlan, context_attention
+from megasync.trainer.attention_mask import visible, with_sinks
+from megasync.trainer.context import ContextPlan, Take, context_attention
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -46,13 +45,11 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Prefixes:
-    """The prompts that the segments of a rectangle continue.
+    """The prompts that the segments of a rectangle continue."""
 
-    ``source`` is the rectangle of the prompts, ``rows`` [batch] the row of each prompt in it, and ``lengths`` [batch]
-    are those of the prompts.
-    """
-
+    # The rectangle of the prompts.
     source: int
+    # The row of each prompt in it, and its length; [batch].
     rows: torch.Tensor
     lengths: torch.Tensor
 
@@ -72,26 +69,25 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Rectangles of one microbatch, roots before those that continue them.
+    """How segments attend: the rectangles of one microbatch."""
 
-    ``token`` [places]: the token at each place, counted over all rectangles, or the number of tokens for padding.
-    ``place`` [tokens]: the place of each token.
-    """
-
+    # Roots before those that continue them.
     rectangles: tuple[Rectangle, ...]
+    # The token at each place, counted over all rectangles, or the number of tokens for padding; [places].
     token: torch.Tensor
+    # The place of each token, [tokens].
     place: torch.Tensor
     _masks: dict[tuple[int, int | None, int | None], torch.Tensor] = field(default_factory=dict)
 
     def spread(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """From [tokens, ...], one [batch, length, ...] per rectangle, with zeros at padding."""
-        flat = _Take.apply(packed, self.token, self.place)
+        flat = Take.apply(packed, self.token, self.place)
         parts = zip(flat.split([rectangle.places for rectangle in self.rectangles]), self.rectangles, strict=True)
         return [part.view(rectangle.batch, rectangle.length, *packed.shape[1:]) for part, rectangle in parts]
 
     def gather(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The inverse of `spread`."""
-        return _Take.apply(torch.cat([part.flatten(0, 1) for part in parts]), self.place, self.token)
+        return Take.apply(torch.cat([part.flatten(0, 1) for part in parts]), self.place, self.token)
 
     def mask(self, index: int, window: int | None, chunk: int | None) -> torch.Tensor:
         """Where the queries of a rectangle may attend, bool [batch or 1, 1, length, prompt length + length].
@@ -121,8 +117,8 @@ def plan_attention(segments: Sequence[Segment], device: torch.device) -> Attenti
     """Groups segments into rectangles; computed once per microbatch and used by every layer."""
     kinds: dict[tuple[int, int], list[int]] = {}
     for index, segment in enumerate(segments):
-        root = -1 if segment.prefix is None else _rung(segments[segment.prefix].length)
-        kinds.setdefault((root, _rung(segment.length)), []).append(index)
+        root = -1 if segment.prefix is None else _length_class(segments[segment.prefix].length)
+        kinds.setdefault((root, _length_class(segment.length)), []).append(index)
     # Roots (-1) sort before the segments that continue them.
     order = sorted(kinds)
     tokens = sum(segment.length for segment in segments)
@@ -150,33 +146,9 @@ def plan_attention(segments: Sequence[Segment], device: torch.device) -> Attenti
     return AttentionPlan(tuple(rectangles), token.to(device), place[:tokens].to(device))
 
 
-def _rung(length: int) -> int:
+def _length_class(length: int) -> int:
     """The class of similar lengths that a length belongs to."""
     return 0 if length <= SHORT else math.ceil(math.log(length / SHORT, RATIO))
-
-
-class _Take(torch.autograd.Function):
-    """``rows[index]``, where the index after the last row yields zeros; ``inverse`` is the index of the way back.
-
-    The gradient is a gather by ``inverse``, on a CPU much faster than the scatter-add of ordinary indexing.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(index, inverse)
-        return _take(rows, index)
-
-    @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - autograd passes one gradient per output
-        ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None]:
-        return _take(grad, ctx.saved_tensors[1]), None, None
-
-
-def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    if len(index) > len(rows):
-        rows = torch.cat((rows, rows.new_zeros(1, *rows.shape[1:])))
-    return rows.index_select(0, index)
 
 
 def packed_attention(
@@ -197,7 +169,7 @@ def packed_attention(
         value: [tokens, groups, value dim].
         scale: of the scores; dim ** -0.5 by default.
         window: the number of tokens that a query attends to, its own included; None for all.
-        sinks: [heads].
+        sinks: [heads]; see `attention_mask.with_sinks`.
         chunk: the number of positions of a chunk, outside of which a query attends to nothing; None for no chunks.
 
     Returns:

@@ -28,19 +28,18 @@ from megasync.trajectory import Ids, Support
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and a response as int32 ids; ``scored`` are the response offsets whose log-probs are computed.
-
-    ``scored`` is an ascending integer array and not empty. Only the first ``fed`` response tokens are fed to the model:
-    the last scored token and those after it predict no scored token. ``routes`` are the experts of at least the prompt
-    and the fed tokens, [positions, expert layers, experts per token]; None if the trainer's own router chooses them.
-    ``support`` is that of each scored token; None if each could be any token.
-    """
+    """A prompt and a response, and the response tokens whose log-probs are computed."""
 
     prompt: NDArray[np.int32]
     response: NDArray[np.int32]
+    # The response offsets whose log-probs are computed: integers, ascending, not empty.
     scored: NDArray[Any]
-    fed: int
+    # Only so many response tokens are inputs of the model: the last scored one, and what follows, predicts none.
+    response_inputs: int
+    # The experts of at least all inputs, [positions, expert layers, experts per token]; None if the trainer's own
+    # router chooses them.
     routes: RouteArray | None = None
+    # The support of each scored token; None if each could be any token.
     support: Support | None = None
 
     @classmethod
@@ -58,24 +57,22 @@ def lengths_of(samples: Sequence[Sample]) -> Lengths:
     """The lengths of samples whose prompts are compared token by token."""
     prompts: dict[bytes, int] = {}
     numbers = [prompts.setdefault(sample.prompt.tobytes(), len(prompts)) for sample in samples]
-    columns = (numbers, [len(sample.prompt) for sample in samples], [sample.fed for sample in samples])
+    columns = (numbers, [len(sample.prompt) for sample in samples], [sample.response_inputs for sample in samples])
     return Lengths(*(np.array(column, dtype=np.int64) for column in columns))
 
 
 @dataclass
 class PackedTokens(PackedSeqParams):
-    """The parameters that Megatron passes to attention and rotary embedding, with additional fields.
+    """The parameters that Megatron passes to attention and rotary embedding, with additional fields."""
 
-    ``rows`` [own targets] are the positions among this rank's tokens whose hidden states predict targets. ``positions``
-    [tokens] are the positions of tokens in their sequences; None if ``cu_seqlens`` tell them. ``plan`` says how to
-    attend; None for Transformer Engine, which uses ``cu_seqlens``. ``sequences`` is a plan of those sequences,
-    ``context`` their split over ranks, and ``chunks`` has their chunks as sequences, made by the first layer that needs
-    them.
-    """
-
+    # The positions among this rank's tokens whose hidden states predict targets, [own targets].
     rows: torch.Tensor | None = None
+    # The positions of tokens in their sequences, [tokens]; None if `cu_seqlens_q` tells them.
     positions: torch.Tensor | None = None
+    # How to attend; None for Transformer Engine, which uses `cu_seqlens_q`.
     plan: AttentionPlan | ContextPlan | None = None
+    # Made by the first layer that needs them: a plan of those sequences, their split over ranks, and their chunks as
+    # sequences.
     sequences: AttentionPlan | None = None
     context: ContextPlan | None = None
     chunks: PackedTokens | None = None
@@ -83,25 +80,26 @@ class PackedTokens(PackedSeqParams):
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch on its device.
+    """One microbatch on its device."""
 
-    ``index`` is its position among the rank's microbatches. ``ids`` [1, tokens] are those of this rank. ``targets``
-    [targets] are grouped by sample, in the order of `Microbatch.sequences`; ``counts`` are the numbers of targets per
-    sample. ``kept`` are the places of those targets that this rank's tokens predict; None if it has all tokens.
-    ``counted`` is false for a masked copy. ``padding`` [1, tokens] is true at padding. ``routes`` [tokens, expert
-    layers, experts per token] are replayed, if there are any. ``support`` is that of the targets that this rank's
-    tokens predict; None if each could be any token.
-    """
-
+    # Its position among the rank's microbatches.
     index: int
+    # The ids of this rank's tokens, [1, tokens].
     ids: torch.Tensor
+    # Grouped by sample, in the order of `Microbatch.sequences`; [targets].
     targets: torch.Tensor
+    # The number of targets of each sample.
     counts: tuple[int, ...]
     packed: PackedTokens
+    # False for a masked copy.
     counted: bool
+    # True at padding, [1, tokens].
     padding: torch.Tensor
+    # The places of those targets that this rank's tokens predict; None if it has all tokens.
     kept: torch.Tensor | None = None
+    # The experts to replay, if there are any, [tokens, expert layers, experts per token].
     routes: torch.Tensor | None = None
+    # The support of the targets that this rank's tokens predict; None if each could be any token.
     support: TargetSupport | None = None
 
     @property
@@ -165,26 +163,26 @@ class _Packed:
             self.segments[-1] = last._replace(length=start + tokens - last.start)
 
     def add_routes(self, members: Sequence[Sample]) -> None:
-        """Those of a tree. A prompt that is computed once takes the routes of its first response."""
+        """Adds the routes of a tree. A prompt that is computed once takes those of its first response."""
         first = 0
         for member in members:
             assert member.routes is not None
-            self.routes.append(member.routes[first : len(member.prompt) + member.fed])
+            self.routes.append(member.routes[first : len(member.prompt) + member.response_inputs])
             first = len(member.prompt)
 
     def add_tree(self, members: Sequence[Sample]) -> None:
         prompt = members[0].prompt
         if len(members) == 1:
             (only,) = members
-            starts = [self.add_segment(prompt, only.response[: only.fed]) + len(prompt)]
+            starts = [self.add_segment(prompt, only.response[: only.response_inputs]) + len(prompt)]
         else:
             root = len(self.segments)
             self.add_segment(prompt)
             starts = []
             for member in members:
                 starts.append(self.tokens)
-                if member.fed:
-                    self.add_segment(member.response[: member.fed], first_position=len(prompt), prefix=root)
+                if member.response_inputs:
+                    self.add_segment(member.response[: member.response_inputs], first_position=len(prompt), prefix=root)
         for member, start in zip(members, starts, strict=True):
             rows = member.scored.astype(np.int64) + (start - 1)
             if not member.scored[0]:
@@ -195,11 +193,11 @@ class _Packed:
             self.supports.append(member.support)
 
     def support(self) -> Support | None:
-        """That of all targets; None if each could be any token."""
+        """The support of all targets; None if each could be any token."""
         if not any(self.supports):
             return None
         parts = zip(self.supports, self.targets, strict=True)
-        return Support.join(Support.whole(len(targets)) if own is None else own for own, targets in parts)
+        return Support.join(Support.whole(len(targets)) if part is None else part for part, targets in parts)
 
     def positions(self) -> Ints:
         lengths = [segment.length for segment in self.segments]
@@ -253,11 +251,11 @@ def make_batch(
     routes = np.concatenate(packing.routes, dtype=np.int16) if replays else None
     kept, support = None, packing.support()
     if ranks > 1:
-        own = split_tokens(lengths, ranks)[rank]
+        local_tokens = split_tokens(lengths, ranks)[rank]
         place = np.full(packing.tokens, -1)
-        place[own] = np.arange(len(own))
-        ids, padding, rows = ids[own], padding[own], place[rows]
-        routes = None if routes is None else routes[own]
+        place[local_tokens] = np.arange(len(local_tokens))
+        ids, padding, rows = ids[local_tokens], padding[local_tokens], place[rows]
+        routes = None if routes is None else routes[local_tokens]
         kept = np.flatnonzero(rows >= 0)
         rows = rows[kept]
         support = None if support is None else support.at(kept)

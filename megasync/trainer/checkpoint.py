@@ -74,33 +74,33 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Slice(NamedTuple):
-    """The slice of a parameter that a rank's optimizer holds: from element ``start`` on, vectors of one length by kind.
+    """The slice of a parameter that a rank's optimizer holds: vectors of one length by kind.
 
     Kinds are the `MOMENTS` after the first step, and with a bfloat16 model the `MAIN_WEIGHT`. To be saved, moments may
-    be in another dtype than float32; loaded, all are float32. ``made`` are functions that make such a vector, so that
-    only one of them is in memory at a time.
+    be in another dtype than float32; loaded, all are float32.
     """
 
+    # The element at which the slice begins.
     start: int
     tensors: dict[str, torch.Tensor]
+    # Functions that make such a vector, so that only one of them is in memory at a time.
     made: Mapping[str, Callable[[], torch.Tensor]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a checkpoint.
-
-    ``sharded``: data-parallel ranks hold different slices of a parameter, not the whole. ``updates``: optimizer steps.
-    ``moments``: their dtypes by name.
-    """
+    """One rank's part of a checkpoint."""
 
     layout: Layout
     dtype: str
     rank: int
     params: dict[str, torch.Tensor]
     optimizer: dict[str, Slice]
+    # Data-parallel ranks hold different slices of a parameter, not the whole.
     sharded: bool
+    # Optimizer steps.
     updates: int
+    # The dtypes of moments by name.
     moments: dict[str, str] = field(default_factory=lambda: dict.fromkeys(MOMENTS, "float32"))
     random_state: torch.Tensor = field(default_factory=torch.get_rng_state)
 
@@ -112,8 +112,8 @@ def step_path(run_dir: str | Path, step: int) -> Path:
 
 def step_of(path: Path) -> int:
     """The training step of a checkpoint path from `step_path`. Raises CheckpointError for any other name."""
-    found = _NAME.fullmatch(path.name)
-    if found is None or step_path("", step := int(found[1])).name != path.name:
+    match = _NAME.fullmatch(path.name)
+    if match is None or step_path("", step := int(match[1])).name != path.name:
         raise CheckpointError(f"{path} is not named like a checkpoint of a run, such as {step_path('', 20).name}")
     return step
 
@@ -131,12 +131,12 @@ def complete(run_dir: str | Path) -> list[Path]:
 def _named(run_dir: str | Path, suffix: str = "") -> list[Path]:
     """What is named like a checkpoint of a run, followed by a suffix; by step."""
     folder = Path(run_dir) / FOLDER
-    found: dict[int, Path] = {}
+    paths: dict[int, Path] = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.name.endswith(suffix):
             with suppress(CheckpointError):
-                found[step_of(path.with_name(path.name.removesuffix(suffix)))] = path
-    return [found[step] for step in sorted(found)]
+                paths[step_of(path.with_name(path.name.removesuffix(suffix)))] = path
+    return [paths[step] for step in sorted(paths)]
 
 
 def latest(run_dir: str | Path) -> Path | None:
@@ -212,7 +212,7 @@ class Saving:
         with _nothing_left_on_failure(self._path, self._shard.rank, self._device):
             run_collectively(self._raise, "write", self._path, self._device)
             finish = partial(_finish, self._path, partial_path(self._path), self._shard, self._state)
-            run_collectively(finish if self._shard.rank == 0 else _nothing, "finish", self._path, self._device)
+            run_collectively(finish if self._shard.rank == 0 else None, "finish", self._path, self._device)
         log.info("Saved %s", self._path)
         return True
 
@@ -285,7 +285,7 @@ def begin(
     """
     with _nothing_left_on_failure(path, shard.rank, device):
         prepare = partial(_make_room, path, partial_path(path))
-        run_collectively(prepare if shard.rank == 0 else _nothing, "prepare", path, device)
+        run_collectively(prepare if shard.rank == 0 else None, "prepare", path, device)
     return Saving(path, copied(shard, memory or HostMemory(), device), state, device)
 
 
@@ -306,14 +306,12 @@ def partial_path(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL)
 
 
-def _nothing() -> None: ...
-
-
-def run_collectively(work: Callable[[], object], what: str, path: Path, device: torch.device) -> None:
-    """Runs ``work`` on every rank; raises CheckpointError on all ranks if it failed on one."""
+def run_collectively(work: Callable[[], object] | None, what: str, path: Path, device: torch.device) -> None:
+    """Runs ``work`` on every rank that has any; raises CheckpointError on all ranks if it failed on one."""
     error: Exception | None = None
     try:
-        work()
+        if work is not None:
+            work()
     except Exception as caught:  # noqa: BLE001 - every failure must be shared, or the other ranks wait forever
         error = caught
     failure = first_failure(error, device)
@@ -333,7 +331,7 @@ def copied(shard: Shard, memory: HostMemory, device: torch.device) -> Shard:
     rank, writers = shard.rank, shard.layout.writers(shard.rank)
     peers = _slice_peers(shard.layout, shard.sharded)
     memory.clear()
-    own = replace(
+    local_shard = replace(
         shard,
         params={name: memory.copy(shard.params[name]) for name, writer in writers.items() if writer == rank},
         optimizer={
@@ -347,7 +345,7 @@ def copied(shard: Shard, memory: HostMemory, device: torch.device) -> Shard:
         },
     )
     synchronize(device)
-    return own
+    return local_shard
 
 
 def _write_shard(partial: Path, shard: Shard) -> None:
@@ -482,7 +480,7 @@ class OptimizerFiles(TensorFiles):
         shape = self._shapes(rank)[param]
         columns = (*shape, 1)[1]
         begin, end = box.row * columns, (box.row + box.rows) * columns
-        found = torch.empty(end - begin, dtype=torch.float32)
+        values = torch.empty(end - begin, dtype=torch.float32)
         missing = end - begin
         for peer in self._peers(rank, param):
             start = self._starts(peer).get(param)
@@ -491,11 +489,11 @@ class OptimizerFiles(TensorFiles):
             stored = self._open(_optimizer_file(peer)).get_slice(_key(kind, param))
             first, last = max(begin, start), min(end, start + stored.get_shape()[0])
             if first < last:
-                found[first - begin : last - begin] = stored[first - start : last - start]
+                values[first - begin : last - begin] = stored[first - start : last - start]
                 missing -= last - first
         if missing:
             raise CheckpointError(f"{self.path} lacks {missing} elements of {kind} of {param!r} of rank {rank}")
-        return found if len(shape) == 1 else found.view(box.rows, columns)[:, box.col : box.col + box.cols]
+        return values if len(shape) == 1 else values.view(box.rows, columns)[:, box.col : box.col + box.cols]
 
     def _read_starts(self, rank: int) -> dict[str, int]:
         return json.loads(self._open(_optimizer_file(rank)).metadata()["starts"])
@@ -503,9 +501,9 @@ class OptimizerFiles(TensorFiles):
 
 def _check(described: Mapping[str, Any], layout: Layout, dtype: str) -> Layout:
     """The layout of a checkpoint, given its layout.json. Raises CheckpointError unless ``layout`` can load it."""
-    if (found := described.get("format", 1)) != FORMAT:
+    if (version := described.get("format", 1)) != FORMAT:
         raise CheckpointError(
-            f"it has format {found}, but this version of megasync reads format {FORMAT}; export it (megasync export) "
+            f"it has format {version}, but this version of megasync reads format {FORMAT}; export it (megasync export) "
             f"and start a new run from the exported model"
         )
     written, saved_dtype = layout_of(described)

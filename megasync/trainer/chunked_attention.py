@@ -19,9 +19,9 @@ from megasync.trainer.batch import PackedTokens
 from megasync.trainer.context import ContextPlan
 
 
-def core_attention(base: Any, chunks: Chunks, whole: bool) -> Any:
-    """The core attention of a layer that attends to all tokens (``whole``) or in chunks, made of its flavour's own."""
-    if whole:
+def core_attention(base: Any, chunks: Chunks, full: bool) -> Any:
+    """The core attention of a layer that attends to all tokens (``full``) or in chunks, made of its flavour's own."""
+    if full:
         if chunks.temperature is None:
             return base
         return type("TemperedAttention", (_Tempered, base), {"temperature": chunks.temperature})
@@ -71,5 +71,5 @@ def positions(packed: PackedTokens, tokens: int) -> torch.Tensor:
     ranks = plan.ranks if isinstance(plan, ContextPlan) else 1
     total = tokens * ranks
     first = torch.repeat_interleave(starts[:-1], starts.diff(), output_size=total)
-    found = torch.arange(total, device=starts.device) - first
-    return found[plan.order.chunk(ranks)[plan.rank]] if isinstance(plan, ContextPlan) else found
+    places = torch.arange(total, device=starts.device) - first
+    return places[plan.order.chunk(ranks)[plan.rank]] if isinstance(plan, ContextPlan) else places

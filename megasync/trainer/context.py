@@ -18,8 +18,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch.nn.functional import scaled_dot_product_attention
 
-from megasync.trainer.attention_mask import visible
-from megasync.trainer.attention_sinks import with_sinks
+from megasync.trainer.attention_mask import visible, with_sinks
 from megasync.trainer.packing import Ints
 
 
@@ -36,13 +35,11 @@ def split_tokens(lengths: Sequence[int], ranks: int) -> Ints:
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """How this rank's tokens attend to those of all ranks.
+    """How this rank's tokens attend to those of all ranks."""
 
-    ``lengths`` are those of the packed sequences. ``order`` [tokens] are the positions of all ranks' tokens, rank after
-    rank, and ``place`` [tokens] is its inverse.
-    """
-
+    # Of the packed sequences.
     lengths: tuple[int, ...]
+    # The positions of all ranks' tokens, rank after rank, and its inverse; [tokens].
     order: torch.Tensor
     place: torch.Tensor
     ranks: int
@@ -70,34 +67,24 @@ def context_attention(
 ) -> torch.Tensor:
     """Causal attention of this rank's queries to the keys of all ranks; a collective, also in the backward pass.
 
-    Args:
-        query: [tokens of this rank, heads, dim].
-        key: [tokens of this rank, groups, dim].
-        value: [tokens of this rank, groups, value dim].
-        scale: of the scores; dim ** -0.5 by default.
-        group: the context-parallel ranks.
-        window: the number of tokens that a query attends to, its own included; None for all.
-        sinks: [heads]; see `attention_sinks`.
-        chunk: the number of positions of a chunk, outside of which a query attends to nothing; None for no chunks.
-
-    Returns:
-        [tokens of this rank, heads, value dim].
+    ``group`` are the context-parallel ranks. Other arguments, and the result, are those of `attention.packed_attention`
+    for this rank's tokens.
     """
     softmax_scale = query.shape[-1] ** -0.5 if scale is None else scale
     both = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=group)
-    keys, values = Reorder.apply(both, plan.place, plan.order).split([key.shape[-1], value.shape[-1]], dim=-1)
+    keys, values = Take.apply(both, plan.place, plan.order).split([key.shape[-1], value.shape[-1]], dim=-1)
     queries = query.split([length // plan.ranks for length in plan.lengths])
     parts, start = [], 0
     for length, mine in zip(plan.lengths, queries, strict=True):
         size = length // (2 * plan.ranks)
         for share, part in zip((plan.rank, 2 * plan.ranks - 1 - plan.rank), mine.split(size), strict=True):
-            own, end = share * size, (share + 1) * size
-            first = 0 if window is None else max(0, own - window + 1)
-            first = first if chunk is None else max(first, own // chunk * chunk)
+            begin, end = share * size, (share + 1) * size
+            first = 0 if window is None else max(0, begin - window + 1)
+            first = first if chunk is None else max(first, begin // chunk * chunk)
             seen = slice(start + first, start + end)
             q, k, v = (each.transpose(0, 1)[None] for each in (part, keys[seen], values[seen]))
             places = torch.arange(first, end, device=q.device)
-            mask = visible(places[own - first :], places, window, chunk)
+            mask = visible(places[begin - first :], places, window, chunk)
             if sinks is not None:
                 q, k, v, mask = with_sinks(q, k, v, mask, sinks / softmax_scale)
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=softmax_scale, enable_gqa=True)
@@ -106,40 +93,48 @@ def context_attention(
     return torch.cat(parts)
 
 
-class Reorder(torch.autograd.Function):
-    """``rows[index]`` of a permutation, whose gradient is a gather by its inverse."""
+class Take(torch.autograd.Function):
+    """``rows[index]``, where the index after the last row yields zeros; ``inverse`` is the index of the way back.
+
+    The gradient is a gather by ``inverse``, on a CPU much faster than the scatter-add of ordinary indexing.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(inverse)
-        return rows.index_select(0, index)
+        return _take(rows, index)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - autograd passes one gradient per output
         ctx: Any, grad: torch.Tensor
     ) -> tuple[torch.Tensor, None, None]:
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+        return _take(grad, ctx.saved_tensors[0]), None, None
 
 
-class _Whole(torch.autograd.Function):
+def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    if len(index) > len(rows):
+        rows = torch.cat((rows, rows.new_zeros(1, *rows.shape[1:])))
+    return rows.index_select(0, index)
+
+
+class FromAllRanks(torch.autograd.Function):
+    """The values of all ranks, [count], from this rank's ``values``, which are those at the places ``kept``.
+
+    A collective. Every rank must compute the same loss from the result: the backward pass takes this rank's gradients
+    and adds nothing.
+    """
+
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, kept: torch.Tensor, count: int, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(
+        ctx: Any, values: torch.Tensor, kept: torch.Tensor, count: int, group: dist.ProcessGroup
+    ) -> torch.Tensor:
         ctx.save_for_backward(kept)
-        whole = own.new_zeros(count).index_copy_(0, kept, own)
-        dist.all_reduce(whole, group=group)
-        return whole
+        total = values.new_zeros(count).index_copy_(0, kept, values)
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - autograd passes one gradient per output
         ctx: Any, grad: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None]:
         return grad.index_select(0, ctx.saved_tensors[0]), None, None, None
-
-
-def from_all_ranks(own: torch.Tensor, kept: torch.Tensor, count: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """The values of all ranks, [count], from this rank's, [own], which are those at the places ``kept``.
-
-    A collective. Every rank must compute the same loss from the result: the backward pass takes this rank's gradients
-    and adds nothing.
-    """
-    return _Whole.apply(own, kept, count, group)

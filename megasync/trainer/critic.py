@@ -1,12 +1,11 @@
 """The critic of a rank: a second engine with a value head, on the same process groups, with an optimizer of its own.
 
-It computes the shares that the policy has planned, and learns before the policy does. Values and returns stay on the
-rank that computes them.
+It computes the microbatches that the policy has planned, and learns before the policy does. Values and returns stay on
+the rank that computes them.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,12 +19,10 @@ from megasync.config.schema import CriticConfig, LoraConfig, ModelConfig, Traine
 from megasync.device import Device
 from megasync.trainer.batch import Batch
 from megasync.trainer.checkpoint import CRITIC, partial_path
-from megasync.trainer.engine import LocalBatch, LossFunction, MegatronEngine
+from megasync.trainer.engine import LossFunction, MegatronEngine
 from megasync.trainer.nonfinite import SkipBudget
 from megasync.trainer.offload import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS, Offload
 from megasync.trainer.tables import Minibatch
-
-log = logging.getLogger(__name__)
 
 
 class Critic:
@@ -36,9 +33,9 @@ class Critic:
         self.warmup_steps = config.warmup_steps
         self._clip = config.clip
         self._budget = SkipBudget(engine.trainer_config.max_skipped_steps)
-        self._takes_turns = config.offload
+        self._shares_device = config.offload
         self._offload = Offload(engine.memory, engine.device)
-        if self._takes_turns:
+        if self._shares_device:
             self._offload.offload(GRADIENTS, OPTIMIZER)
 
     def leave_device(self) -> None:
@@ -47,15 +44,15 @@ class Critic:
 
     def return_to_device(self) -> None:
         self._offload.restore(WEIGHTS)
-        if not self._takes_turns:
+        if not self._shares_device:
             self._offload.restore(*KINDS)
 
     @contextmanager
-    def turn(self, policy: Offload) -> Iterator[None]:
+    def on_device(self, policy: Offload) -> Iterator[None]:
         """Within the context the critic may learn. With `critic.offload` the policy then may not: it has no gradients
         and no optimizer state on the device.
         """
-        if not self._takes_turns:
+        if not self._shares_device:
             yield
             return
         policy.offload(GRADIENTS, OPTIMIZER)
@@ -65,17 +62,11 @@ class Critic:
         finally:
             policy.restore(GRADIENTS, OPTIMIZER)
 
-    def values(self, batch: LocalBatch) -> list[torch.Tensor]:
-        """Computes values; see `MegatronEngine.values`."""
-        return self.engine.values(batch)
-
     def learn(self, minibatches: Sequence[Minibatch], step: int) -> dict[str, float]:
         """Takes an optimizer step on the columns `values` and `returns` of each minibatch.
 
-        Returns the same metrics on every rank.
-
-        ``step`` counts from 1 and determines the learning rate. Raises NonFiniteError if more optimizer steps in a row
-        than allowed had a non-finite loss or gradient.
+        Returns the same metrics on every rank. ``step`` counts from 1 and determines the learning rate. Raises
+        NonFiniteError if more optimizer steps in a row than allowed had a non-finite loss or gradient.
         """
         totals: dict[str, float] = {}
         norms: list[float] = []
@@ -87,11 +78,9 @@ class Critic:
             if update.applied:
                 norms.append(update.grad_norm)
                 totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
-                self._budget.applied()
-                continue
-            what = f"that of the critic, step {step}, minibatch {index}, with loss {sums['loss']} and gradient norm "
-            log.error("Skipped an optimizer step: %s%s", what, update.grad_norm)
-            self._budget.skipped(f"{what}{update.grad_norm}")
+            what = f"step {step} of the critic, minibatch {index}"
+            values = f"loss {sums['loss']} and gradient norm {update.grad_norm}"
+            self._budget.count(update.applied, f"{what}, with {values}")
         self.engine.gather_weights()
         metrics = {"critic/lr": lr, "critic/skipped": float(len(minibatches) - len(norms))}
         if not norms:

@@ -26,7 +26,7 @@ from megasync.config.schema import ModelConfig, TrainerConfig
 from megasync.device import Device
 from megasync.errors import CheckpointError, ConfigError
 from megasync.layout.layout import Layout
-from megasync.layout.shards import write_folder
+from megasync.layout.shards import check_vacant, write_folder
 from megasync.trainer.engine import MegatronEngine
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def write_dist_checkpoint(model: ModelConfig, out: Path) -> None:
     The folder gets its name only when it is complete. Raises ConfigError for a model that Megatron's own layers do not
     compute, and CheckpointError for a folder that exists or cannot be written.
     """
-    _refuse_existing(out)
+    check_vacant(out)
     with _whole_model(model, load=True) as engine:
         try:
             with new_folder(out) as draft:
@@ -56,7 +56,7 @@ def read_dist_checkpoint(source: Path, model: ModelConfig, out: Path) -> None:
     config.json and tokenizer are those of ``model.path``. Raises ConfigError as `write_dist_checkpoint`, and
     CheckpointError for a checkpoint that is incomplete or of another model, or a folder that exists.
     """
-    _refuse_existing(out)
+    check_vacant(out)
     with _whole_model(model, load=False) as engine:
         state = _state(engine)
         _check_names(source, state)
@@ -123,10 +123,3 @@ def _check_names(source: Path, state: dict[str, Any]) -> None:
         raise CheckpointError(
             f"{source} has no {missing[0]}" + (f" and {len(missing) - 1} more parameters" if missing[1:] else "")
         )
-
-
-def _refuse_existing(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is not empty; choose another output folder")
-    if out.is_dir():
-        out.rmdir()

@@ -48,24 +48,18 @@ from megasync.trainer.adapters import Adapters, ReferenceAdapters, attach, fresh
 from megasync.trainer.architecture import check_architecture, check_trainer, full_microbatch, token_multiple
 from megasync.trainer.batch import Batch, Sample, Samples, lengths_of, make_batch
 from megasync.trainer.collectives import broadcast_json
-from megasync.trainer.context import from_all_ranks
+from megasync.trainer.context import FromAllRanks
 from megasync.trainer.layer_graphs import LayerGraphs, most_sequences
 from megasync.trainer.layer_norms import group_names, groups_of
 from megasync.trainer.loading import load_once
 from megasync.trainer.logprobs import squared_norms
-from megasync.trainer.model import (
-    PolicyModel,
-    build_chunks,
-    fresh_value_head,
-    named_weights,
-    replay_routes,
-    set_step_tokens,
-)
+from megasync.trainer.model import PolicyModel, build_chunks, fresh_value_head, named_weights
 from megasync.trainer.offload import Memory, memory_of
 from megasync.trainer.optimizer import Optimizer, Update
 from megasync.trainer.packing import Lengths, Microbatch, Packing, plan_packing
 from megasync.trainer.param_attributes import sum_partial_experts
 from megasync.trainer.reference import ReferenceWeights
+from megasync.trainer.routing import PolicyRouter
 from megasync.trainer.user_buffers import close_buffers, open_buffers
 
 log = logging.getLogger(__name__)
@@ -82,15 +76,13 @@ Evaluate = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Any]]
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """The microbatches that a rank computes in a pass, the same on its tensor and pipeline peers.
+    """The microbatches that a rank computes in a pass, the same on its tensor and pipeline peers."""
 
-    ``samples`` are those that the microbatches refer to by index. ``tokens`` are counted tokens of all microbatches on
-    all data-parallel ranks; only expert layers use them. Every rank has the same number of microbatches, with an
-    interleaved pipeline a multiple of its stages.
-    """
-
+    # As many as on every other rank, with an interleaved pipeline a multiple of its stages.
     microbatches: Sequence[Microbatch]
+    # The microbatches refer to them by index.
     samples: Samples
+    # Counted tokens of all microbatches on all data-parallel ranks; only expert layers use them.
     tokens: int
 
 
@@ -476,13 +468,15 @@ class MegatronEngine:
         Gradients are added to existing ones before the reduction over ranks, so call `zero_grad` first. With
         ``replays``, samples with routes go to those experts; a critic has experts of its own.
         """
-        set_step_tokens(self.chunks, batch.tokens)
+        for chunk in self.chunks:
+            for router in _routers(chunk):
+                router.step_tokens = batch.tokens
         balanced = self.trainer_config.moe_aux_loss > 0 or "moe_z_loss_coeff" in self.trainer_config.megatron.model
         interleaved = self.topology.virtual > 1
         replays = replays and not self.layout.value_head and _have_routes(batch)
         batches = [self._batches(batch, replays) for _ in self._models]
         reports = get_forward_backward_func()(
-            forward_step_func=partial(forward_step, evaluate, balanced, self._replay),
+            forward_step_func=partial(self._forward_step, evaluate, balanced),
             data_iterator=batches if interleaved else batches[0],
             model=self._models if interleaved else self._models[0],
             num_microbatches=len(batch.microbatches),
@@ -497,10 +491,37 @@ class MegatronEngine:
         self._gather()
         return reports
 
+    def _forward_step(
+        self, evaluate: Evaluate, balanced: bool, batches: Iterator[Batch], model: PolicyModel
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Any]]]:
+        """Megatron's forward step: this stage's output, and the function that turns the last stage's into a loss.
+
+        ``balanced``: routers have a loss of their own, and need to know which tokens count.
+        """
+        batch = next(batches)
+        if batch.routes is not None:
+            self._replay(model, batch.routes)
+        uncounted = batch.uncounted if balanced else None
+        output = model(batch.ids, None, None, packed_seq_params=batch.packed, padding_mask=uncounted)
+
+        def finish(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            loss, report = evaluate(batch, rows)
+            # Megatron sums these counts for a division that `finalize_summed_grads` skips.
+            return loss, torch.ones((), dtype=torch.int, device=rows.device), report
+
+        return output, finish
+
     def _replay(self, chunk: torch.nn.Module, routes: torch.Tensor | None) -> None:
+        """Sets the experts of the next microbatch on every router of a chunk; None lets them choose.
+
+        ``routes`` are [tokens, expert layers, experts per token].
+        """
         if routes is not None and self.trainer_config.sequence_parallel:
             routes = routes.chunk(self.topology.tensor)[self.coords.tp]
-        replay_routes(chunk, self._sparse_layers, routes)
+        for router in _routers(chunk):
+            assert router.layer_number is not None
+            layer = self._sparse_layers.index(router.layer_number - 1)
+            router.replay(None if routes is None else routes[:, layer])
 
     def _batches(self, batch: LocalBatch, replays: bool) -> Iterator[Batch]:
         for index, microbatch in enumerate(batch.microbatches):
@@ -541,7 +562,7 @@ class MegatronEngine:
         if batch.kept is None:
             return scores
         count, group = len(batch.targets), self._context_group
-        logprobs, entropies = (from_all_ranks(values, batch.kept, count, group) for values in scores)
+        logprobs, entropies = (FromAllRanks.apply(values, batch.kept, count, group) for values in scores)
         return logprobs, entropies
 
     def value_rows(self, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -549,7 +570,7 @@ class MegatronEngine:
         values = rows.squeeze(1).float()
         if batch.kept is None:
             return values
-        return from_all_ranks(values, batch.kept, len(batch.targets), self._context_group)
+        return FromAllRanks.apply(values, batch.kept, len(batch.targets), self._context_group)
 
     def _sum_reports(self, reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Sums over microbatches and data-parallel ranks, broadcast from the last stage to every rank."""
@@ -729,6 +750,10 @@ def open_process_groups(topology: Topology, seconds: float = 1800.0) -> None:
         )
 
 
+def _routers(chunk: torch.nn.Module) -> Iterator[PolicyRouter]:
+    return (module for module in chunk.modules() if isinstance(module, PolicyRouter))
+
+
 def _have_routes(batch: LocalBatch) -> bool:
     """Whether the samples of a batch have routes. Raises TrainingError if only some of them have."""
     routed = {batch.samples[index].routes is not None for part in batch.microbatches for index in part.sequences}
@@ -738,32 +763,6 @@ def _have_routes(batch: LocalBatch) -> bool:
             "the run began"
         )
     return True in routed
-
-
-def forward_step(
-    evaluate: Evaluate,
-    balanced: bool,
-    replay: Callable[[torch.nn.Module, torch.Tensor | None], None],
-    batches: Iterator[Batch],
-    model: PolicyModel,
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Any]]]:
-    """Megatron's forward step: this stage's output, and the function that turns the last stage's into a loss.
-
-    ``balanced``: routers have a loss of their own, and need to know which tokens count. ``replay`` tells the routers of
-    a chunk the experts of its next microbatch.
-    """
-    batch = next(batches)
-    if batch.routes is not None:
-        replay(model, batch.routes)
-    uncounted = batch.uncounted if balanced else None
-    output = model(batch.ids, None, None, packed_seq_params=batch.packed, padding_mask=uncounted)
-
-    def finish(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        loss, report = evaluate(batch, rows)
-        # Megatron sums these counts for a division that `finalize_summed_grads` skips.
-        return loss, torch.ones((), dtype=torch.int, device=rows.device), report
-
-    return output, finish
 
 
 def finalize_summed_grads(model: list[torch.nn.Module], num_tokens: torch.Tensor | None, **groups: Any) -> None:

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -52,28 +50,27 @@ PEAK_TFLOPS = {
 
 def peak_tflops(device: str) -> float | None:
     """The peak of a device by the name that CUDA gives it; None for an unknown one."""
-    found = (peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", device, re.IGNORECASE))
-    return next(found, None)
+    peaks = (peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", device, re.IGNORECASE))
+    return next(peaks, None)
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a pass on all ranks together.
+    """The work of a pass on all ranks together."""
 
-    ``roots`` [trees] are the lengths of prompts that are computed once, ``starts`` and ``ends`` [sequences] the lengths
-    of each sequence's prompt, and with its response. ``targets`` are the tokens whose log-probs are computed.
-    """
-
+    # The lengths of prompts that are computed once, [trees].
     roots: Ints
+    # The length of each sequence's prompt, and with its response; [sequences].
     starts: Ints
     ends: Ints
+    # The tokens whose log-probs are computed.
     targets: int
 
     @classmethod
     def of(cls, packing: Packing, lengths: Lengths, targets: int) -> Work:
         trees = packing.trees
         prompts = lengths.prompt_tokens[trees.members]
-        return cls(prompts[trees.starts[:-1]], prompts, prompts + lengths.fed[trees.members], targets)
+        return cls(prompts[trees.starts[:-1]], prompts, prompts + lengths.response_inputs[trees.members], targets)
 
     @property
     def tokens(self) -> int:
@@ -84,12 +81,12 @@ class Work:
 
         A query sees itself and at most ``window`` - 1 tokens before, or those before it in its ``chunk`` positions.
         """
-        own = _pairs(self.ends, window, chunk) - _pairs(self.starts, window, chunk)
-        return int(_pairs(self.roots, window, chunk).sum() + own.sum())
+        of_responses = _pairs(self.ends, window, chunk) - _pairs(self.starts, window, chunk)
+        return int(_pairs(self.roots, window, chunk).sum() + of_responses.sum())
 
 
 def _pairs(lengths: Ints, window: int | None, chunk: int | None) -> Ints:
-    """Those of whole sequences."""
+    """Query-key pairs of sequences of these lengths."""
     if chunk is not None:
         rest = lengths % chunk
         return lengths // chunk * (chunk * (chunk + 1) // 2) + rest * (rest + 1) // 2
@@ -99,21 +96,20 @@ def _pairs(lengths: Ints, window: int | None, chunk: int | None) -> Ints:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """The operations of one forward pass: of each token, of each target, and of each pair in each attention layer.
+    """The operations of one forward pass."""
 
-    ``full`` layers attend to all tokens, ``limited`` ones to those in a ``window`` or a ``chunk``.
-    """
-
+    # Of each token, of each target, and of each pair in each attention layer.
     token: float
     target: float
     pair: float
+    # Layers that attend to all tokens, and those that attend to the tokens in a window or a chunk.
     full: int
     limited: int = 0
     window: int | None = None
     chunk: int | None = None
 
     @classmethod
-    def of(cls, layout: Layout, hf_config: Mapping[str, Any]) -> ModelFlops:
+    def of(cls, layout: Layout) -> ModelFlops:
         sizes = layout.sizes
         active = sizes.topk / sizes.experts if sizes.experts else 0.0
         weights = 0.0
@@ -126,7 +122,7 @@ class ModelFlops:
         # A state of each value head is read, corrected, and read again (Yang et al. 2024, "Gated Delta Networks").
         state = 3 * delta.values * delta.key_dim * delta.value_dim * len(sizes.delta_layers) if delta else 0
         value_dim = sizes.value_dim or sizes.head_dim
-        options, chunks = window_options(hf_config), chunks_of(hf_config)
+        options, chunks = window_options(layout.hf_config), chunks_of(layout.hf_config)
         limited = sum(options["window_attn_skip_freq"]) if options else 0
         limited = sizes.layers - len(chunks.full) if chunks else limited
         return cls(

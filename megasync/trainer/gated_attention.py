@@ -32,9 +32,9 @@ class GatedAttention(SelfAttention):
             mixed = mixed.unflatten(-1, (groups, -1))[:, :, rank // sharing]
         mixed = mixed.unflatten(-1, (-1, (2 * heads + 2) * dim))
         query, gate, key, value = mixed.split((heads * dim, heads * dim, dim, dim), dim=-1)
-        own = heads // sharing
+        local_heads = heads // sharing
         query, gate = (
-            part.unflatten(-1, (heads, dim)).narrow(-2, rank % sharing * own, own).flatten(2, 3)
+            part.unflatten(-1, (heads, dim)).narrow(-2, rank % sharing * local_heads, local_heads).flatten(2, 3)
             for part in (query, gate)
         )
         return modules.q_layernorm(query), modules.k_layernorm(key), value, gate

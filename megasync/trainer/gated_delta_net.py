@@ -29,7 +29,7 @@ from torch.nn.functional import conv1d, pad, silu, softplus
 
 from megasync.layout.families.sizes import DeltaHeads
 from megasync.trainer.attention import AttentionPlan, Segment, plan_attention
-from megasync.trainer.context import ContextPlan, Reorder, plan_context
+from megasync.trainer.context import ContextPlan, Take, plan_context
 from megasync.trainer.gated_delta_rule import gated_delta_rule, unit
 
 if TYPE_CHECKING:
@@ -118,14 +118,14 @@ class GatedDeltaNet(MegatronModule):
         sections = projected.split([self._ranks * length for length in lengths], dim=-1)
         by_rank = torch.cat([section.unflatten(-1, (self._ranks, -1)) for section in sections], dim=-1)
         received = all_to_all(self._context, by_rank.transpose(0, 1).flatten(0, 1))
-        return Reorder.apply(received, plan.place, plan.order)
+        return Take.apply(received, plan.place, plan.order)
 
     def _to_tokens(self, values: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
         """The way back, for outputs of all tokens and the context rank's own heads."""
         if self._ranks == 1:
             return values
         plan = self._split_of(packed, values.device)
-        received = all_to_all(self._context, Reorder.apply(values, plan.order, plan.place))
+        received = all_to_all(self._context, Take.apply(values, plan.order, plan.place))
         return received.unflatten(0, (self._ranks, -1)).transpose(0, 1).flatten(1)
 
     def _split_of(self, packed: PackedTokens, device: torch.device) -> ContextPlan:
@@ -149,7 +149,7 @@ class GatedDeltaNet(MegatronModule):
         return self._own(self.conv1d.weight, heads.key_rows, heads.key_rows, heads.value_rows)
 
     def _plain(self, mixed: torch.Tensor, decay: torch.Tensor, rate: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """Of all tokens [tokens, value heads, value channels]."""
+        """The outputs of all tokens, [tokens, value heads, value channels]."""
         weight = self._conv_weight()
         taps = weight.shape[-1]
         tails: list[torch.Tensor] = []

@@ -17,19 +17,22 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import rms_norm
 
 
-class _AllHeadsNorm(torch.nn.Module):
+class AllHeadsNorm(torch.nn.Module):
     """RMSNorm over heads and their channels, with the constructor of Megatron's norms of one head.
 
-    ``hidden_size`` is the width of a head, ``heads`` their number on all tensor ranks.
+    ``hidden_size`` is the width of a head.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int) -> None:
+    # On all tensor ranks.
+    heads: int
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         device = torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device())
         ranks = config.tensor_model_parallel_size
-        own = heads // ranks * hidden_size
-        self.weight = torch.nn.Parameter(torch.empty(own, dtype=config.params_dtype, device=device))
-        self._eps, self._ranks, self._width = eps, ranks, heads * hidden_size
+        channels = self.heads // ranks * hidden_size
+        self.weight = torch.nn.Parameter(torch.empty(channels, dtype=config.params_dtype, device=device))
+        self._eps, self._ranks, self._width = eps, ranks, self.heads * hidden_size
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         """``heads`` [..., heads of this rank, channels], normalised in float32."""
@@ -52,19 +55,3 @@ class UnweightedNorm(torch.nn.Module):
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         """``heads`` [..., channels], normalised in float32."""
         return rms_norm(heads, heads.shape[-1:], eps=self._eps)
-
-
-class AllQueriesNorm(_AllHeadsNorm):
-    """The norm of a layer's queries."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(config, hidden_size, eps, config.num_attention_heads)
-
-
-class AllKeysNorm(_AllHeadsNorm):
-    """The norm of a layer's keys."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        groups = config.num_query_groups
-        assert groups is not None
-        super().__init__(config, hidden_size, eps, groups)

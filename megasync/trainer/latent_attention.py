@@ -42,8 +42,8 @@ class LatentAttention(MLASelfAttention):
         device = torch.device("cpu" if self.config.use_cpu_initialization else torch.cuda.current_device())
         self.rotary_pos_emb = PackedRotary(rope, self.config.qk_pos_emb_head_dim, device)
         self._attention_factor = attention_factor(rope)
-        whole = self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
-        self._sharded = self.get_parameter("linear_kv_down_proj.weight").shape[0] < whole
+        rows = self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
+        self._sharded = self.get_parameter("linear_kv_down_proj.weight").shape[0] < rows
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """Modules by name. Called by megatron-core 0.19 only, which gives queries without a latent a norm."""
@@ -67,7 +67,7 @@ class LatentAttention(MLASelfAttention):
         """
         config, packed = self.config, packed_seq_params
         assert packed is not None
-        own, rotated = config.qk_head_dim, config.qk_pos_emb_head_dim
+        plain, rotated = config.qk_head_dim, config.qk_pos_emb_head_dim
         if config.q_lora_rank is None:
             q_latent = hidden_states
             query, _ = self.linear_q_proj(hidden_states)
@@ -80,13 +80,14 @@ class LatentAttention(MLASelfAttention):
         key_value, _ = self.linear_kv_up_proj(self.kv_layernorm(kv_latent))  # pyright: ignore[reportCallIssue] - a module
 
         tokens, heads = query.shape[0], self.num_attention_heads_per_partition
-        query = query.view(tokens, heads, own + rotated)
-        own_query, query_part = query.split([own, rotated], dim=-1)
-        own_key, value = key_value.view(tokens, heads, own + config.v_head_dim).split([own, config.v_head_dim], dim=-1)
+        query = query.view(tokens, heads, plain + rotated)
+        plain_query, query_part = query.split([plain, rotated], dim=-1)
+        key_value = key_value.view(tokens, heads, plain + config.v_head_dim)
+        plain_key, value = key_value.split([plain, config.v_head_dim], dim=-1)
         angles = self.rotary_pos_emb(packed)
-        query = torch.cat((own_query, self._rotate(query_part, angles, packed)), dim=-1)
+        query = torch.cat((plain_query, self._rotate(query_part, angles, packed)), dim=-1)
         key_part = self._rotate(self._share_with_heads(shared_key).view(tokens, 1, rotated), angles, packed)
-        key = torch.cat((own_key, key_part.expand(tokens, heads, rotated)), dim=-1)
+        key = torch.cat((plain_key, key_part.expand(tokens, heads, rotated)), dim=-1)
         return query, key, value.contiguous(), q_latent, kv_latent
 
     def _down(self, linear: Callable[..., Any], hidden_states: torch.Tensor) -> torch.Tensor:

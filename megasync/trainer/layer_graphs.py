@@ -134,9 +134,6 @@ class _Layer(torch.nn.Module):
 
 
 def _addresses(params: Iterable[torch.nn.Parameter]) -> list[int]:
-    """Of all that a graph reads and writes beside its own memory: weights and gradients."""
-    found = []
-    for param in params:
-        gradient = vars(param).get("main_grad")
-        found += [param.data_ptr(), 0 if gradient is None else gradient.data_ptr()]
-    return found
+    """The addresses that a graph reads and writes beside its own memory: of weights and gradients."""
+    gradients = ((param, vars(param).get("main_grad")) for param in params)
+    return [0 if tensor is None else tensor.data_ptr() for pair in gradients for tensor in pair]

@@ -36,17 +36,17 @@ def groups_of(names: Iterable[str], layers: int, topology: Topology, stage: int)
     """The group of each of a rank's parameters, as a position in `group_names`; names are those of `Layout.params`."""
     chunks = topology.stage_layers(layers)[stage]
     spans = min(SPANS, layers)
-    found: dict[str, int] = {}
+    groups: dict[str, int] = {}
     for name in names:
         layer = _LAYER.search(name)
         if layer is None:
-            found[name] = 0 if "embedding" in name else spans + 1
+            groups[name] = 0 if "embedding" in name else spans + 1
             continue
-        turn = _CHUNK.match(name)
-        number = chunks[int(turn[1]) if turn else 0][int(layer[1])]
+        chunk = _CHUNK.match(name)
+        number = chunks[int(chunk[1]) if chunk else 0][int(layer[1])]
         # The last span that begins at or before the layer.
-        found[name] = 1 + max(span for span in range(spans) if layers * span // spans <= number)
-    return found
+        groups[name] = 1 + max(span for span in range(spans) if layers * span // spans <= number)
+    return groups
 
 
 def named_norms(squares: torch.Tensor, layers: int) -> Mapping[str, float]:

@@ -26,10 +26,10 @@ from megasync.trainer.attention import TreeAttention
 from megasync.trainer.chunked_attention import core_attention
 from megasync.trainer.gated_attention import GatedAttention
 from megasync.trainer.gated_delta_net import DeltaNetSubmodules, GatedDeltaNet
-from megasync.trainer.head_norms import AllKeysNorm, AllQueriesNorm, UnweightedNorm
+from megasync.trainer.head_norms import AllHeadsNorm, UnweightedNorm
 from megasync.trainer.latent_attention import LatentAttention
+from megasync.trainer.rotary import WindowedRotaryAttention
 from megasync.trainer.routing import PolicyRouter
-from megasync.trainer.windowed_rotary import WindowedRotaryAttention
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -124,12 +124,12 @@ def _layer_spec(
     layout: Layout,
     sparse: bool,
     delta: bool,
-    whole: bool,
+    full: bool,
     chunks: Chunks | None,
     flavour: str,
     rope: Mapping[str, Any],
 ) -> ModuleSpec:
-    """That of a kind of layer. ``whole``: it attends to all tokens where others do in ``chunks``."""
+    """The spec of a kind of layer. ``full``: it attends to all tokens where others do in ``chunks``."""
     experts = config.num_moe_experts if sparse else None
     if flavour == "te":
         spec = get_gpt_layer_with_transformer_engine_spec(
@@ -146,8 +146,8 @@ def _layer_spec(
         layer.self_attention.params["rope"] = rope
     elif delta:
         projections = layer.self_attention.submodules
-        own = DeltaNetSubmodules(projections.linear_qkv, projections.linear_proj)
-        net: Any = ModuleSpec(GatedDeltaNet, params={"heads": layout.sizes.delta}, submodules=own)
+        linear = DeltaNetSubmodules(projections.linear_qkv, projections.linear_proj)
+        net: Any = ModuleSpec(GatedDeltaNet, params={"heads": layout.sizes.delta}, submodules=linear)
         layer.self_attention = net
     elif layout.family.gates_attention:
         layer.self_attention.module = GatedAttention
@@ -155,12 +155,15 @@ def _layer_spec(
         layer.self_attention.module = WindowedRotaryAttention
     elif chunks:
         attention = layer.self_attention.submodules
-        attention.core_attention = core_attention(attention.core_attention, chunks, whole)
-        normed = chunks.normed and not whole
+        attention.core_attention = core_attention(attention.core_attention, chunks, full)
+        normed = chunks.normed and not full
         attention.q_layernorm = attention.k_layernorm = UnweightedNorm if normed else IdentityOp
     elif layout.family.norms_all_heads:
         attention = layer.self_attention.submodules
-        attention.q_layernorm, attention.k_layernorm = AllQueriesNorm, AllKeysNorm
+        heads = config.num_attention_heads, config.num_query_groups
+        attention.q_layernorm, attention.k_layernorm = (
+            type("AllHeadsNorm", (AllHeadsNorm,), {"heads": count}) for count in heads
+        )
     if sparse:
         _submodules(layer.mlp).router = PolicyRouter
         if layout.family.clamped:

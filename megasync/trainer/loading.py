@@ -35,13 +35,13 @@ def load_once(
     dense = cast(dist.ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
     experts = cast(dist.ProcessGroup, parallel_state.get_expert_data_parallel_group())
     groups = {item.param: dense if item.ep is None else experts for item in layout.of_rank(rank)}
-    found: dict[str, torch.Tensor] = {}
-    own = {name for name, group in groups.items() if group.rank() == 0}
-    run_collectively(lambda: found.update(read(own)), "read", path, device)
+    params: dict[str, torch.Tensor] = {}
+    names = {name for name, group in groups.items() if group.rank() == 0}
+    run_collectively(lambda: params.update(read(names)), "read", path, device)
     dtypes = dtypes_of(layout, rank, dtype)
     for name, shape in layout.params(rank).items():
         if groups[name].size() > 1:
-            sent = (found[name] if name in own else torch.empty(shape, dtype=dtypes[name])).to(device)
+            sent = (params[name] if name in names else torch.empty(shape, dtype=dtypes[name])).to(device)
             dist.broadcast(sent, dist.get_global_rank(groups[name], 0), group=groups[name])
-            found[name] = sent.cpu()
-    return found
+            params[name] = sent.cpu()
+    return params

@@ -34,16 +34,15 @@ class _Columns(NamedTuple):
 
 
 class TargetSupport(NamedTuple):
-    """The support of each target. ``starts`` [targets + 1] are where its ids begin, as numbers of the host.
+    """The support of each target, one after another."""
 
-    ``targets`` and ``ids`` [ids] are the number of the target and the token; ``whole`` [targets] is true for targets
-    that could be any token.
-    """
-
+    # Where the ids of each target begin, and the end; [targets + 1].
     starts: list[int]
+    # The number of the target, and the token; [ids].
     targets: torch.Tensor
     ids: torch.Tensor
-    whole: torch.Tensor
+    # True for targets that could be any token, [targets].
+    unbounded: torch.Tensor
 
     @classmethod
     def of(cls, support: Support, device: torch.device) -> TargetSupport:
@@ -56,13 +55,13 @@ class TargetSupport(NamedTuple):
         """Whether each column of this rank is outside the support of each of these targets, [rows, columns]."""
         ids = slice(self.starts[rows.start], self.starts[rows.stop])
         local, targets = self.ids[ids] - columns.first, self.targets[ids] - rows.start
-        own = (local >= 0) & (local < columns.number)
-        whole = self.whole[rows]
+        owned = (local >= 0) & (local < columns.number)
+        unbounded = self.unbounded[rows]
         # The last entry takes what other ranks own: the host would have to wait for the number of the others.
-        flat = whole.new_empty(len(whole) * columns.number + 1)
-        outside = flat[:-1].view(len(whole), columns.number)
-        outside.copy_(~whole[:, None])
-        flat[torch.where(own, targets * columns.number + local, len(flat) - 1)] = False
+        flat = unbounded.new_empty(len(unbounded) * columns.number + 1)
+        outside = flat[:-1].view(len(unbounded), columns.number)
+        outside.copy_(~unbounded[:, None])
+        flat[torch.where(owned, targets * columns.number + local, len(flat) - 1)] = False
         return outside
 
 
@@ -170,10 +169,10 @@ class _Scores(torch.autograd.Function):
 
 def _combine(peak: torch.Tensor, sums: torch.Tensor, owned: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Makes peaks and sums of each rank's columns those of the whole vocabulary, in place."""
-    own = peak.clone()
+    local_peak = peak.clone()
     dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
     # A rank with only padding has no peak, and its sums stay zero.
-    shift = torch.where(own == -torch.inf, 0.0, own - peak)
+    shift = torch.where(local_peak == -torch.inf, 0.0, local_peak - peak)
     sums[1].add_(sums[0] * shift)
     sums[:2].mul_(shift.exp())
     sums[2].add_(shift * owned)

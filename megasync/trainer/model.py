@@ -34,7 +34,7 @@ from megasync.trainer.layer_specs import chunk_specs
 from megasync.trainer.logprobs import token_logprobs
 from megasync.trainer.param_attributes import set_param_attributes
 from megasync.trainer.rotary import PackedRotary, attention_factor
-from megasync.trainer.routing import PolicyRouter, score_options
+from megasync.trainer.routing import score_options
 
 # Standard deviation of a new value head if config.json gives none; that of Hugging Face.
 INITIALIZER_RANGE = 0.02
@@ -132,17 +132,17 @@ def build_chunks(layout: Layout, trainer: TrainerConfig, device: Device, dtype: 
     last = (len(stages) - 1, layout.topology.virtual - 1)
     rope = rope_parameters(layout.hf_config)
     chunks = []
-    for turn, layers in enumerate(stages[stage]):
+    for number, layers in enumerate(stages[stage]):
         model = (ValueModel if layout.value_head else PolicyModel)(
             config,
             chunk_specs(config, layout, layers, device.spec, rope),
             vocab_size=layout.padded_vocab,
             max_sequence_length=layout.hf_config.get("max_position_embeddings", 0),
-            pre_process=(stage, turn) == (0, 0),
-            post_process=(stage, turn) == last,
+            pre_process=(stage, number) == (0, 0),
+            post_process=(stage, number) == last,
             position_embedding_type="rope",
             share_embeddings_and_output_weights=layout.tied,
-            vp_stage=turn if layout.topology.virtual > 1 else None,
+            vp_stage=number if layout.topology.virtual > 1 else None,
         )
         if not layout.family.latent:
             # Megatron declares its own rotary class; PackedRotary implements the two calls that the model makes.
@@ -188,35 +188,11 @@ def fresh_value_head(layout: Layout, seed: int) -> dict[str, torch.Tensor]:
 def named_weights(chunks: Sequence[PolicyModel]) -> dict[str, torch.Tensor]:
     """All weights under the names of `Layout.params`: parameters, and router biases, which are buffers."""
     weights = {}
-    for turn, chunk in enumerate(chunks):
-        prefix = f"{turn}." if len(chunks) > 1 else ""
+    for number, chunk in enumerate(chunks):
+        prefix = f"{number}." if len(chunks) > 1 else ""
         weights |= {prefix + name: param for name, param in chunk.named_parameters()}
         weights |= {prefix + name: buffer for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")}
     return weights
-
-
-def set_step_tokens(chunks: Sequence[PolicyModel], tokens: int) -> None:
-    """Sets the number of tokens of the step on every router; see `PolicyRouter`."""
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, PolicyRouter):
-                module.step_tokens = tokens
-
-
-def replay_routes(chunk: torch.nn.Module, layers: Sequence[int], routes: torch.Tensor | None) -> None:
-    """Sets the experts of the next microbatch on every router of a chunk; None lets them choose.
-
-    ``routes`` are [tokens of this tensor rank, expert layers, experts per token]; ``layers`` are the numbers of all
-    expert layers of the model, from 0, in ascending order.
-    """
-    for module in chunk.modules():
-        if isinstance(module, PolicyRouter):
-            module.replay(None if routes is None else routes[:, layers.index(_layer_of(module))])
-
-
-def _layer_of(router: PolicyRouter) -> int:
-    assert router.layer_number is not None
-    return router.layer_number - 1
 
 
 def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, dtype: torch.dtype) -> TransformerConfig:
@@ -280,9 +256,9 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
         **_expert_options(layout, trainer, device),
         **(latent_options(layout, rope_parameters(layout.hf_config)) if latent else {}),
     )
-    own = converted("model", trainer.megatron.model)
+    options |= converted("model", trainer.megatron.model)
     try:
-        config = (MLATransformerConfig if latent else TransformerConfig)(**(options | own))
+        config = (MLATransformerConfig if latent else TransformerConfig)(**options)
     except (ValueError, AssertionError) as error:
         raise ConfigError(
             f"Megatron refuses the options of trainer: {error}; change them (docs/megatron_options.md)"
@@ -310,7 +286,7 @@ def _scaled(factor: float, module: torch.nn.Module, inputs: Any, embeddings: tor
 def _activation_options(layout: Layout, *, fused: bool) -> dict[str, Any]:
     if layout.family.gelu:
         # Megatron's fused function computes the approximation by tanh under this name.
-        return {"activation_func": gelu if fused else _tanh_gelu}
+        return {"activation_func": gelu if fused else partial(gelu, approximate="tanh")}
     if not layout.family.clamped:
         return {"activation_func": silu}
     # The fused activation exists for Megatron's own function, which is compiled.
@@ -319,10 +295,6 @@ def _activation_options(layout: Layout, *, fused: bool) -> dict[str, Any]:
         "activation_func_clamp_value": {**layout.family.defaults, **layout.hf_config}["swiglu_limit"],
         "glu_linear_offset": 1.0,
     }
-
-
-def _tanh_gelu(gate: torch.Tensor) -> torch.Tensor:
-    return gelu(gate, approximate="tanh")
 
 
 def _quick_gelu(gate: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 from megasync.errors import NonFiniteError
+
+log = logging.getLogger(__name__)
 
 
 class SkipBudget:
@@ -11,15 +15,18 @@ class SkipBudget:
     def __init__(self, allowed: int) -> None:
         self._allowed = self._left = allowed
 
-    def applied(self) -> None:
-        """A step was finite."""
-        self._left = self._allowed
+    def count(self, applied: bool, step: str) -> None:
+        """Counts a step that was applied or skipped, and logs a skipped one as ``step`` describes it.
 
-    def skipped(self, last: str) -> None:
-        """A step was not; ``last`` describes it. Raises NonFiniteError if that was one too many in a row."""
+        Raises NonFiniteError if it was one too many in a row.
+        """
+        if applied:
+            self._left = self._allowed
+            return
+        log.error("Skipped %s", step)
         self._left -= 1
         if self._left < 0:
             raise NonFiniteError(
                 f"{self._allowed + 1} steps in a row had a non-finite loss or gradient "
-                f"(trainer.max_skipped_steps={self._allowed}); the last was {last}"
+                f"(trainer.max_skipped_steps={self._allowed}); the last was {step}"
             )

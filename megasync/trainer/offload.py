@@ -73,11 +73,11 @@ class Offload:
         for kind in kinds:
             for item in self._offloaded.pop(kind, ()):
                 item.tensor.untyped_storage().resize_(item.nbytes)
-                whole = _bytes(item.tensor)
+                storage = _bytes(item.tensor)
                 if item.copy is None:
-                    whole.zero_()
+                    storage.zero_()
                 else:
-                    whole.copy_(item.copy)
+                    storage.copy_(item.copy)
 
     @contextmanager
     def present(self, *kinds: str) -> Iterator[None]:

@@ -182,7 +182,7 @@ class Optimizer:
         outer = {id(param): id(inner) for each in self._hybrids() for param, inner in each.param_to_inner_param.items()}
         total = torch.zeros(2, count, dtype=torch.float64, device=self._device)
         for part in self._optimizer.chained_optimizers:
-            own = torch.zeros_like(total)
+            local_squares = torch.zeros_like(total)
             # Without those that other tensor or pipeline ranks hold too.
             counted = {id(grad): grad for grad in part.get_main_grads_for_grad_norm()}
             for param in part.get_parameters():
@@ -192,9 +192,9 @@ class Optimizer:
                     continue
                 for row, tensor in enumerate((counted[id(grad)], param.detach())):
                     norm = torch.linalg.vector_norm(tensor, dtype=torch.float32)
-                    own[row, groups[name]] += norm.double().square()
-            dist.all_reduce(own, group=part.get_grad_stats_parallel_group())
-            total += own
+                    local_squares[row, groups[name]] += norm.double().square()
+            dist.all_reduce(local_squares, group=part.get_grad_stats_parallel_group())
+            total += local_squares
         return total
 
     def update_without_values(self) -> None:
@@ -239,9 +239,9 @@ class Optimizer:
 
         Without those that only other data-parallel ranks hold, and without buffers.
         """
-        known = {id(tensor) for tensor in self._parameters()}
+        inner = {id(tensor) for tensor in self._parameters()}
         shards = (self._shard(param) for param in params.values())
-        return {name: shard for name, shard in zip(params, shards, strict=True) if id(shard[0]) in known}
+        return {name: shard for name, shard in zip(params, shards, strict=True) if id(shard[0]) in inner}
 
     def _shard(self, param: torch.Tensor) -> tuple[torch.Tensor, int]:
         for part in self._optimizer.chained_optimizers:
@@ -322,11 +322,10 @@ class Optimizer:
                 for group in inner.param_groups:
                     group["step"] = updates
                 continue
-            own = [param for group in inner.param_groups for param in group["params"]]
             # Frees the moments first: torch would otherwise hold old and new ones at the same time.
             inner.state.clear()
             moments: dict[int, dict[str, torch.Tensor]] = {}
-            for index, param in enumerate(own if updates else ()):
+            for index, param in enumerate(self._parameters_of(inner) if updates else ()):
                 held, tensors = saved[id(param)]
                 moments[index] = {kind: tensors[kind].view(held.shape) for kind in MOMENTS}
                 if isinstance(inner, torch.optim.AdamW):

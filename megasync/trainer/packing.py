@@ -29,30 +29,27 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths by which sequences are packed; int64 arrays [sequences].
+    """The lengths by which sequences are packed; int64 arrays [sequences]."""
 
-    ``prompts`` are equal where prompts are equal. ``fed`` are the numbers of response tokens that are fed to the model.
-    """
-
+    # Equal where prompts are equal.
     prompts: Ints
     prompt_tokens: Ints
-    fed: Ints
+    # Response tokens that are inputs of the model: those before the last trained one.
+    response_inputs: Ints
 
     def __getitem__(self, selection: Ints) -> Lengths:
-        return Lengths(self.prompts[selection], self.prompt_tokens[selection], self.fed[selection])
+        return Lengths(self.prompts[selection], self.prompt_tokens[selection], self.response_inputs[selection])
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Trees that are computed in one pass, each as the indices of its sequences.
-
-    A masked copy (``counted`` false) must not reach the loss. ``room`` is the number of tokens to pad to, so that ranks
-    in lockstep have equal lengths.
-    """
+    """Trees that are computed in one pass, each as the indices of its sequences."""
 
     trees: tuple[tuple[int, ...], ...]
     tokens: int
+    # False for a masked copy, which must not reach the loss.
     counted: bool = True
+    # The number of tokens to pad to, so that ranks in lockstep have equal lengths.
     room: int = 0
 
     @property
@@ -63,34 +60,32 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Trees:
-    """Arrays over trees. The sequences of tree i are ``members[starts[i]:starts[i + 1]]``.
-
-    ``tokens`` include padding; ``unpadded`` is their sum without it. ``work`` is in units of one token's linear
-    layers.
-    """
+    """Arrays over trees. The sequences of tree i are ``members[starts[i]:starts[i + 1]]``."""
 
     members: Ints
     starts: Ints
+    # With padding.
     tokens: Ints
+    # In units of one token's linear layers.
     work: Floats
+    # All tokens without padding.
     unpadded: int
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The microbatches of every rank, as arrays; `microbatches` returns those of one rank.
-
-    The trees of microbatch i are ``order[starts[i]:starts[i + 1]]``. ``tokens`` and ``work`` are [microbatches],
-    ``table`` [ranks, microbatches per rank] are the microbatches of each rank in the order in which it computes them.
-    Microbatches from number ``counted`` on are masked copies.
-    """
+    """The microbatches of every rank, as arrays; `microbatches` returns those of one rank."""
 
     trees: Trees
+    # The trees of microbatch i are `order[starts[i]:starts[i + 1]]`.
     order: Ints
     starts: Ints
+    # Of each microbatch.
     tokens: Ints
     work: Floats
+    # The microbatches of each rank in the order in which it computes them, [ranks, microbatches per rank].
     table: Ints
+    # Microbatches from this number on are masked copies.
     counted: int
 
     @property
@@ -103,13 +98,13 @@ class Packing:
 
         With ``peers``, each is padded to the longest of the same position among these ranks.
         """
-        own = self.table[rank]
-        rooms = np.full_like(own, room)
+        indices = self.table[rank]
+        rooms = np.full_like(indices, room)
         if peers is not None:
             rooms = np.maximum(rooms, self.tokens[self.table[peers.start : peers.stop]].max(axis=0))
         return [
             Microbatch(tuple(self._trees(index)), int(self.tokens[index]), index < self.counted, room)
-            for index, room in zip(own.tolist(), rooms.tolist(), strict=True)
+            for index, room in zip(indices.tolist(), rooms.tolist(), strict=True)
         ]
 
     def _trees(self, index: int) -> Iterator[tuple[int, ...]]:
@@ -141,7 +136,7 @@ def plan_packing(
         chunks: each tree is padded to a multiple of as many tokens.
         most_trees: of a microbatch; None for no limit.
     """
-    if not len(lengths.fed):
+    if not len(lengths.response_inputs):
         raise ValueError("nothing to pack")
     trees = build_trees(lengths, ranks * multiple, budget, attention_cost, share_prompts, chunks)
     by_work = np.argsort(-trees.work, kind="stable")
@@ -174,16 +169,16 @@ def build_trees(
     lengths: Lengths, parts: int, budget: int, attention_cost: float, share_prompts: bool, chunks: int = 1
 ) -> Trees:
     """Puts every sequence on one tree. Splits trees at ``budget`` tokens, and into at least ``parts`` if possible."""
-    prompt, fed = lengths.prompt_tokens, lengths.fed
+    prompt, inputs = lengths.prompt_tokens, lengths.response_inputs
     if share_prompts:
         members, first = _split(lengths, parts, budget)
     else:
-        members, first = np.arange(len(fed)), np.ones(len(fed), dtype=bool)
+        members, first = np.arange(len(inputs)), np.ones(len(inputs), dtype=bool)
     starts = np.flatnonzero(first)
-    prompt, fed = prompt[members], fed[members]
+    prompt, inputs = prompt[members], inputs[members]
     root = prompt[starts]
-    tokens = root + np.add.reduceat(fed, starts)
-    pairs = root * (root + 1) // 2 + np.add.reduceat(fed * prompt + fed * (fed + 1) // 2, starts)
+    tokens = root + np.add.reduceat(inputs, starts)
+    pairs = root * (root + 1) // 2 + np.add.reduceat(inputs * prompt + inputs * (inputs + 1) // 2, starts)
     padded = -(-tokens // chunks) * chunks
     return Trees(members, np.append(starts, len(members)), padded, padded + attention_cost * pairs, int(tokens.sum()))
 
@@ -192,16 +187,16 @@ def _split(lengths: Lengths, parts: int, budget: int) -> tuple[Ints, NDArray[np.
     """The sequences ordered by prompt, prompts in order of appearance, and which of them begin a new tree."""
     _, appearance, prompts = np.unique(lengths.prompts, return_index=True, return_inverse=True)
     members = np.argsort(appearance[prompts], kind="stable")
-    shared = int(lengths.prompt_tokens[appearance].sum() + lengths.fed.sum())
+    shared = int(lengths.prompt_tokens[appearance].sum() + lengths.response_inputs.sum())
     limit = min(budget, -(-shared // parts))
     first = np.zeros(len(members), dtype=bool)
     family, tokens = -1, 0
-    columns = (prompts[members], lengths.prompt_tokens[members], lengths.fed[members])
-    for place, (prompt, root, fed) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        if prompt != family or tokens + fed > limit:
+    columns = (prompts[members], lengths.prompt_tokens[members], lengths.response_inputs[members])
+    for place, (prompt, root, inputs) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        if prompt != family or tokens + inputs > limit:
             first[place] = True
             family, tokens = prompt, root
-        tokens += fed
+        tokens += inputs
     return members, first
 
 
@@ -294,8 +289,8 @@ def _to_ranks(work: Floats, ranks: int) -> Ints:
     """
     rounds = np.argsort(-work, kind="stable").reshape(-1, ranks)
     table, loads = np.empty_like(rounds), np.zeros(ranks)
-    for turn, items in enumerate(rounds):
+    for number, items in enumerate(rounds):
         least_first = np.argsort(loads, kind="stable")
-        table[turn, least_first] = items
+        table[number, least_first] = items
         loads[least_first] += work[items]
     return table.T

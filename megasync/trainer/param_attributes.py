@@ -69,5 +69,5 @@ def sum_partial_experts(params: Iterable[torch.nn.Parameter]) -> None:
     for grads in split_by_bytes(sized, MESSAGE_BYTES):
         message = torch.cat([grad.view(-1) for grad in grads])
         dist.all_reduce(message, group=group)
-        for grad, whole in zip(grads, message.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(whole.view_as(grad))
+        for grad, total in zip(grads, message.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(total.view_as(grad))

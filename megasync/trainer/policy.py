@@ -45,13 +45,12 @@ from megasync.algorithms.choose import chooser_of, estimator_of, ignores_zeros
 from megasync.algorithms.columns import Column, Columns, estimate_columns, update_columns
 from megasync.algorithms.kl import AGES, KL_KINDS
 from megasync.algorithms.losses import StepTokens
-from megasync.algorithms.losses.tokens import lots_of
+from megasync.algorithms.losses.tokens import random_keys
 from megasync.algorithms.policy_loss import policy_loss
 from megasync.base.files import atomic_write
 from megasync.buffer.payload import LeasedGroup
 from megasync.config.schema import AlgorithmConfig
 from megasync.errors import MegasyncError
-from megasync.layout.model_files import read_hf_config
 from megasync.observe import trace
 from megasync.observe.metrics import percentiles
 from megasync.trainer.batch import Batch, Sample
@@ -102,12 +101,17 @@ class PolicyTrainer:
     """Turns groups into optimizer steps of an initialised engine.
 
     If the algorithm needs a reference, it is the engine's weights at construction, and those of later steps as
-    `algorithm.reference_every` says. Batches with a non-finite loss or gradient are written to ``dump_dir``.
-    ``temperature`` is the sampling temperature of the trajectories, at which they are also scored. ``longest`` is the
-    number of tokens that a response may have. ``critic`` learns in the same steps, on the same process groups.
-    ``teachers``: they have scored the trajectories. ``recorder`` records responses of each step.
-    ``peak_tflops`` is the peak of a device, None if it is unknown. Every ``norms_every`` steps, norms are measured by
-    groups of layers; 0 for never.
+    `algorithm.reference_every` says.
+
+    Args:
+        dump_dir: batches with a non-finite loss or gradient are written into it.
+        temperature: at which the trajectories were sampled, and are scored.
+        longest: the number of tokens that a response may have.
+        critic: learns in the same steps, on the same process groups.
+        teachers: they have scored the trajectories.
+        recorder: records responses of each step.
+        peak_tflops: of a device; None if it is unknown.
+        norms_every: every so many steps norms are measured by groups of layers; 0 for never.
     """
 
     def __init__(
@@ -125,8 +129,8 @@ class PolicyTrainer:
     ) -> None:
         self._norms_every = norms_every
         self._peak_tflops = peak_tflops
-        self._flops = _flops_of(engine)
-        self._critic_flops = None if critic is None else _flops_of(critic.engine)
+        self._flops = ModelFlops.of(engine.layout)
+        self._critic_flops = None if critic is None else ModelFlops.of(critic.engine.layout)
         self._recorder = recorder
         self._minibatches = engine.trainer_config.minibatches
         needs = estimate_columns(algorithm, critic is not None)
@@ -215,7 +219,7 @@ class PolicyTrainer:
         microbatches = self._engine.own_microbatches(packing)
         rows = sorted({row for microbatch in microbatches for row in microbatch.sequences})
         loaded = active.load(groups, rows, load)
-        samples = {row: _sample(loaded[row], int(active.lengths.fed[row])) for row in rows}
+        samples = {row: _sample(loaded[row], int(active.lengths.response_inputs[row])) for row in rows}
         tables: list[TokenTable] = []
         if self._engine.is_last_stage:
             read = {row: read_columns(loaded[row], samples[row].scored, self._needs) for row in rows}
@@ -297,9 +301,9 @@ class PolicyTrainer:
         if self._critic is None:
             self._token_advantages(step)
         elif step.minibatches:
-            with self._critic.turn(self._offload):
+            with self._critic.on_device(self._offload):
                 for minibatch in step.minibatches:
-                    minibatch.add("values", self._critic.values(minibatch.batch))
+                    minibatch.add("values", self._critic.engine.values(minibatch.batch))
                 self._token_advantages(step)
                 for table in step.tables:
                     table.columns["returns"] = table.columns["token_advantages"] + table.columns["values"]
@@ -314,7 +318,7 @@ class PolicyTrainer:
         pairs = list(step.counted())
         tables, trajectories = [table for _, table in pairs], step.trajectories
         numbers = joined((part.trajectories.numbers[table.rows] for part, table in pairs), np.int64)
-        given = joined(table.read["token_rewards"] for table in tables)
+        token_rewards = joined(table.read["token_rewards"] for table in tables)
         computed = np.flatnonzero(trajectories.trained)
 
         def column(name: Column) -> Floats:
@@ -331,9 +335,9 @@ class PolicyTrainer:
             int(trajectories.groups[-1]) + 1,
             self._summed,
             starts=np.cumsum([0, *joined((table.counts for table in tables), np.int64)]),
-            given=given,
+            token_rewards=token_rewards,
             rewarded=joined((table.read["rewarded"] for table in tables), np.bool_),
-            values=np.zeros(len(given)) if self._critic is None else column("values"),
+            values=np.zeros(len(token_rewards)) if self._critic is None else column("values"),
             penalties=column("penalties") if "penalties" in self._needs else None,
             squared_norms=column("norms") if "norms" in self._needs else None,
         )
@@ -369,8 +373,7 @@ class PolicyTrainer:
             if minibatch is not None:
                 self._choose(minibatch, step.number, moved=bool(reports))
                 report = self._optimizer_step(minibatch, step)
-                if not report["applied"]:
-                    self._skip(step, minibatch, f"step-{step.number:08d}-{index}", report)
+                self._count(step, minibatch, f"step-{step.number:08d}-{index}", report)
                 reports.append(report)
         # For the weight sync, which reads them where they are.
         if (kept := self._engine.gather_weights()) is not None:
@@ -413,8 +416,8 @@ class PolicyTrainer:
         logprobs = joined(_numbers(scored) for _, scored in pairs)
         numbers = joined((table.repeated(minibatch.trajectories.numbers) for table in tables), np.int64)
         places = joined((np.arange(count) for table in tables for count in table.counts), np.int64)
-        lots = lots_of(step, numbers, places)
-        tokens = StepTokens(logprobs, joined(denominators), joined(map(_numbers, advantages)), lots, self._summed)
+        keys = random_keys(step, numbers, places)
+        tokens = StepTokens(logprobs, joined(denominators), joined(map(_numbers, advantages)), keys, self._summed)
         distribute(minibatch.tables, "chosen", torch.from_numpy(chooser(tokens)).to(self._device))
 
     def _advantages(self, minibatch: Minibatch, table: TokenTable, old: torch.Tensor) -> Columns:
@@ -466,22 +469,21 @@ class PolicyTrainer:
         policy_step = step.number if self._critic is None else step.number - self._critic.warmup_steps
         update = self._engine.update(policy_step, math.isfinite(sums["loss"]), measured)
         norms = {} if update.squares is None else named_norms(update.squares, self._engine.layout.sizes.layers)
-        if update.applied:
-            self._budget.applied()
         return {**sums, **norms, "applied": float(update.applied), "grad_norm": update.grad_norm, "lr": update.lr}
 
     # Non-finite steps
 
-    def _skip(self, step: Step, minibatch: Minibatch, name: str, report: dict[str, float]) -> None:
-        values = f"loss {report['loss']} and gradient norm {report['grad_norm']}"
-        if self._engine.rank == 0:
-            log.error("Skipped %s because of %s; writing its batch to %s", name, values, self._dump_dir)
+    def _count(self, step: Step, minibatch: Minibatch, name: str, report: dict[str, float]) -> None:
+        """Counts an optimizer step; the first rank writes the batch of a skipped one."""
+        applied = bool(report["applied"])
+        if not applied and self._engine.rank == 0:
             try:
                 self._dump(step, minibatch.trajectories, name, report)
             except (OSError, MegasyncError) as error:
                 # Raising here would leave the other ranks waiting.
                 log.error("Could not write the batch of %s: %s", name, error)
-        self._budget.skipped(f"{name} with {values}; the batches are in {self._dump_dir}")
+        values = f"loss {report['loss']} and gradient norm {report['grad_norm']}"
+        self._budget.count(applied, f"{name} with {values}; the batches are in {self._dump_dir}")
 
     def _dump(self, step: Step, trajectories: TrajectoryTable, name: str, report: dict[str, float]) -> None:
         """Writes all trajectories of a minibatch, also those of other ranks."""
@@ -500,25 +502,27 @@ class PolicyTrainer:
         atomic_write(self._dump_dir / f"{name}.json", json.dumps(record, allow_nan=False))
 
 
-def _flops_of(engine: MegatronEngine) -> ModelFlops:
-    return ModelFlops.of(engine.layout, read_hf_config(engine.model_config.path))
-
-
 def _batch_metrics(groups: Sequence[LeasedGroup], version: int) -> dict[str, float]:
-    """Counts and staleness over all trajectories with a reward, and the mean reward of their samples.
+    """Counts and staleness over all trajectories with a reward, and mean and deviation of the rewards of their samples.
 
     Staleness is the number of versions between the current weights and the oldest that sampled a trained token; that
     of tokens is of each trained token by itself.
     """
     trajectories = [t for group in groups for t in group.header.trajectories if t.reward is not None]
-    rewards = [reward for group in groups for reward in sample_rewards(group.header.trajectories)]
+    by_group = [sample_rewards(group.header.trajectories) for group in groups]
+    rewards = [reward for of_group in by_group for reward in of_group]
     ages = [version - oldest for t in trajectories if (oldest := t.oldest_version) is not None]
     metrics = {
         "train/sequences": float(len(trajectories)),
         "train/tokens": float(sum(t.trained_tokens for t in trajectories)),
         "train/reward": sum(rewards) / max(1, len(rewards)),
+        "train/reward_std": float(np.std(rewards, ddof=1)) if len(rewards) > 1 else 0.0,
+        "train/uniform_groups": sum(len(set(of_group)) < 2 for of_group in by_group) / max(1, len(by_group)),
     }
-    metrics |= _spread(groups) | _lengths([t.response_tokens for t in trajectories])
+    # To be compared with those of all generated responses.
+    if lengths := [t.response_tokens for t in trajectories]:
+        name = "train/response_length"
+        metrics |= {name: sum(lengths) / len(lengths), **percentiles(name, lengths)}
     by_age = Counter[int]()
     for t in trajectories:
         for sampled, tokens in t.trained:
@@ -535,29 +539,14 @@ def _batch_metrics(groups: Sequence[LeasedGroup], version: int) -> dict[str, flo
     return metrics
 
 
-def _spread(groups: Sequence[LeasedGroup]) -> dict[str, float]:
-    """The deviation of all rewards of a step (divided by n - 1), and the share of groups whose rewards are equal."""
-    each = [sample_rewards(group.header.trajectories) for group in groups]
-    rewards = [reward for own in each for reward in own]
-    uniform = sum(len(set(own)) < 2 for own in each) / max(1, len(each))
-    deviation = float(np.std(rewards, ddof=1)) if len(rewards) > 1 else 0.0
-    return {"train/reward_std": deviation, "train/uniform_groups": uniform}
-
-
-def _lengths(lengths: Sequence[int]) -> dict[str, float]:
-    """Of the responses in tokens, to be compared with those of all generated ones."""
-    name = "train/response_length"
-    return {name: sum(lengths) / len(lengths), **percentiles(name, lengths)} if lengths else {}
-
-
-def _sample(trajectory: Trajectory, fed: int) -> Sample:
+def _sample(trajectory: Trajectory, response_inputs: int) -> Sample:
     scored = np.flatnonzero(trajectory.loss_mask.expand())
     support = trajectory.support
     return Sample(
         trajectory.prompt_ids,
         trajectory.response_ids,
         scored,
-        fed,
+        response_inputs,
         trajectory.arrays.get(ROUTES),
         None if support is None else support.at(scored),
     )

@@ -85,10 +85,10 @@ class QuantizedWeights:
 
     def _strips(self, piece: Piece) -> Iterable[tuple[Box, torch.Tensor]]:
         """The weights of a piece, some rows at a time: boxes of the matrix, and what is in them."""
-        whole = piece_of(self._weights[piece.param].detach(), piece)
+        weights = piece_of(self._weights[piece.param].detach(), piece)
         for box in strips(piece.hf_box, self._block):
             first = box.row - piece.hf_box.row
-            yield box, whole[first : first + box.rows]
+            yield box, weights[first : first + box.rows]
 
     def _scales_of(self, piece: Piece, box: Box) -> torch.Tensor:
         """The view of the scales of the blocks that a box of a piece's matrix touches."""

@@ -2,7 +2,7 @@
 
 Every rank chooses the same groups by their uids. Of these, a response is recorded by the rank whose counted microbatch
 holds it; tensor and context peers and earlier pipeline stages hold the same and record nothing. A response that no rank
-computes, because it has no gradient, is recorded by the data-parallel rank on whose turn its group is. So each has one
+computes, because it has no gradient, is recorded by the data-parallel rank to which its group falls. So each has one
 writer, without communication.
 
 Log-probs and advantages are those that the loss was computed from: what is recorded costs no pass over the model.
@@ -36,7 +36,7 @@ class Recorder:
         self._most = most
         coords = engine.coords
         self._writes = engine.is_last_stage and not (coords.tp or coords.cp)
-        self._turn = coords.dp, engine.topology.data
+        self._data_rank = coords.dp, engine.topology.data
         # Positions of the chosen groups in the step.
         self._groups: frozenset[int] = frozenset()
 
@@ -63,7 +63,7 @@ class Recorder:
 
     def _not_computed(self, step: Step) -> Iterator[tuple[Row, Response]]:
         computed = {number for minibatch in step.minibatches for number in minibatch.trajectories.numbers.tolist()}
-        rank, ranks = self._turn
+        rank, ranks = self._data_rank
         trajectories = step.trajectories
         for group in sorted(self._groups):
             if group % ranks != rank:

@@ -90,8 +90,8 @@ class ReferenceWeights:
         finally:
             for hook in hooks:
                 hook.remove()
-            for tensor, own in use.swapped.items():
-                tensor.data = own
+            for tensor, data in use.swapped.items():
+                tensor.data = data
             # The slots' memory is freed on this stream, so copies into it must have finished.
             for slot in use.slots:
                 wait_event(slot.filled, device)
@@ -101,8 +101,8 @@ class ReferenceWeights:
                 raise TrainingError(f"blocks of one model chunk ran {sorted(runs)} times with the reference weights")
 
     def _hooks(self, order: list[tuple[torch.nn.Module, _Block]], use: _Pass) -> Iterator[Any]:
-        for turn, (module, block) in enumerate(order):
-            following = order[(turn + 1) % len(order)][1]
+        for place, (module, block) in enumerate(order):
+            following = order[(place + 1) % len(order)][1]
 
             def enter(module: torch.nn.Module, _: Any, block: _Block = block, following: _Block = following) -> None:
                 use.runs[module] = use.runs.get(module, 0) + 1

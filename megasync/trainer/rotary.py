@@ -3,6 +3,9 @@
 Megatron's rotary module hard-codes the scaling constants of llama3, and rebuilds positions from sequence boundaries in
 a loop. This one reads all constants from the config. If tokens have explicit positions (`PackedTokens.positions`) it
 returns one row of angles per token.
+
+Layers with a sliding window may have a rotary base of their own (Gemma 3). The angles of both kinds of layers then go
+through the model side by side, and a layer takes its own (`WindowedRotaryAttention`).
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.utils import is_layer_window_attention
 
 if TYPE_CHECKING:
     from megasync.trainer.batch import PackedTokens
@@ -78,7 +83,7 @@ class PackedRotary(torch.nn.Module):
 
     ``interleaved``: the two channels of a pair are adjacent, instead of one in each half of the rotated channels.
     ``windowed``: the options of layers with a window, if they differ. Then both kinds of angles are returned, one after
-    the other in the last dimension, and a layer takes its own (`windowed_rotary.WindowedRotaryAttention`).
+    the other in the last dimension.
     """
 
     def __init__(
@@ -112,3 +117,23 @@ class PackedRotary(torch.nn.Module):
         else:
             channels = [each for angles in pairs for each in (angles, angles)]
         return torch.cat(channels, dim=-1)[:, None, None, :]
+
+
+class WindowedRotaryAttention(SelfAttention):
+    """Megatron's attention; of the angles of both kinds of layers it takes its layer's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._has_window = is_layer_window_attention(
+            self.config.window_size,
+            self.config.window_attn_skip_freq,  # pyright: ignore[reportArgumentType] - None means every layer
+            self.layer_number,
+        )
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - Megatron passes the angles by name
+        self, *args: Any, rotary_pos_emb: torch.Tensor, **kwargs: Any
+    ) -> Any:
+        full, windowed = rotary_pos_emb.chunk(2, dim=-1)
+        # Fused kernels read the angles as one block.
+        angles = (windowed if self._has_window else full).contiguous()
+        return super().forward(*args, rotary_pos_emb=angles, **kwargs)

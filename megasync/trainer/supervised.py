@@ -5,7 +5,6 @@ The loss is the negative log-prob of the trained tokens, summed and divided by t
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 
@@ -19,8 +18,6 @@ from megasync.trainer.batch import Batch, Sample
 from megasync.trainer.engine import LocalBatch, MegatronEngine
 from megasync.trainer.nonfinite import SkipBudget
 from megasync.trainer.packing import Ints, Lengths
-
-log = logging.getLogger(__name__)
 
 
 class SupervisedTrainer:
@@ -40,16 +37,13 @@ class SupervisedTrainer:
             batch, tokens = self._local_batch(file, rows), int(file.trained_tokens[rows].sum())
 
         def loss(batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, dict]:
-            return _negative_sum(batch, logprobs) / tokens, {}
+            total, sums = _negative_sum(batch, logprobs, entropy)
+            return total / tokens, sums
 
         sums = self._engine.forward_backward(batch, loss)
         update = self._engine.update(step, math.isfinite(sums["loss"]))
-        if update.applied:
-            self._budget.applied()
-        else:
-            what = f"step {step} with loss {sums['loss']} and gradient norm {update.grad_norm}"
-            log.error("Skipped %s", what)
-            self._budget.skipped(what)
+        step_name = f"step {step} with loss {sums['loss']} and gradient norm {update.grad_norm}"
+        self._budget.count(update.applied, step_name)
         return {
             "sft/loss": sums["loss"],
             "train/grad_norm": update.grad_norm,
@@ -62,24 +56,20 @@ class SupervisedTrainer:
 
     def loss(self, file: RowFile) -> float:
         """The mean negative log-prob of all trained tokens of a file, without a step."""
-
-        def total(batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, dict]:
-            return _negative_sum(batch, logprobs), {}
-
         batch = self._local_batch(file, np.arange(len(file)))
-        return self._engine.total(batch, total)["loss"] / int(file.trained_tokens.sum())
+        return self._engine.total(batch, _negative_sum)["loss"] / int(file.trained_tokens.sum())
 
     def _local_batch(self, file: RowFile, rows: Ints) -> LocalBatch:
-        packing = self._engine.plan(Lengths(file.prompts[rows], file.prompt_tokens[rows], file.fed[rows]))
+        packing = self._engine.plan(Lengths(file.prompts[rows], file.prompt_tokens[rows], file.response_inputs[rows]))
         microbatches = self._engine.own_microbatches(packing)
         local_rows = {index for part in microbatches for index in part.sequences}
         samples = {index: _sample(file.row(int(rows[index]))) for index in local_rows}
         return LocalBatch(microbatches, samples, packing.counted_tokens)
 
 
-def _negative_sum(batch: Batch, logprobs: torch.Tensor) -> torch.Tensor:
+def _negative_sum(batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, dict]:
     # A masked copy only keeps a rank in step with others.
-    return -logprobs.sum() * float(batch.counted)
+    return -logprobs.sum() * float(batch.counted), {}
 
 
 def _sample(row: TokenRow) -> Sample:

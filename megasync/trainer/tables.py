@@ -40,21 +40,20 @@ Loader = Callable[[LeasedGroup, Sequence[int]], Sequence[Trajectory]]
 
 @dataclass(frozen=True)
 class TrajectoryTable:
-    """The trajectories of a step that have a reward, in order, as arrays [trajectories]; from headers alone.
+    """The trajectories of a step that have a reward, in order, as arrays [trajectories]; from headers alone."""
 
-    ``numbers`` are the positions of trajectories in the step, ``groups`` and ``places`` the position of a trajectory's
-    group, and its own within the group's header. ``samples``, ascending, are the positions of their samples in the
-    step. ``trained`` are numbers of trained tokens, ``sequences`` those of what the loss takes for one sequence: the
-    trajectory, or its whole sample (`algorithm.sample_weight`). ``advantages`` are those of the samples, 0 if those of
-    tokens are estimated.
-    """
-
+    # The positions of trajectories in the step.
     numbers: Ints
+    # The position of a trajectory's group, and its own within the group's header.
     groups: Ints
     places: Ints
+    # The positions of their samples in the step, ascending.
     samples: Ints
+    # Of their samples; 0 if advantages of tokens are estimated.
     advantages: NDArray[np.float64]
+    # Trained tokens.
     trained: Ints
+    # Trained tokens of what the loss takes for one sequence: the trajectory, or its sample (`algorithm.sample_weight`).
     sequences: Ints
     lengths: Lengths
 
@@ -106,19 +105,18 @@ def trajectory_table(
             if bad := [reward for reward in earned if not math.isfinite(reward)]:
                 raise TrainingError(f"group {group.uid} cannot be trained: rewards must be finite, got {bad[0]}")
             # A prompt is identified by its offset in the concatenated bodies.
-            rows += [
-                (position, place_of[id(t)], len(rewards), base + t.prompt_at, t.prompt_tokens, t.fed, t.trained_tokens)
-                for t in sample
-            ]
+            for t in sample:
+                lengths = t.prompt_tokens, t.response_inputs, t.trained_tokens
+                rows.append((position, place_of[id(t)], len(rewards), base + t.prompt_at, *lengths))
             rewards.append(of_sample(earned))
             prompts.append(position)
             if "baseline" in inputs:
                 baselines.append(sample[0].metrics[BASELINE])
             for name, scores in parts.items():
-                given = [t.metrics[key] for t in sample if (key := f"reward/{name}") in t.metrics]
-                scores.append(of_sample(given) if given else math.nan)
+                scored = [t.metrics[key] for t in sample if (key := f"reward/{name}") in t.metrics]
+                scores.append(of_sample(scored) if scored else math.nan)
         base += group.header.body_bytes
-    positions, places, numbers, prompt_at, prompt_tokens, fed, trained = np.array(rows, np.int64).reshape(-1, 7).T
+    positions, places, numbers, *lengths, trained = np.array(rows, np.int64).reshape(-1, 7).T
     tokens = np.bincount(numbers, trained, len(rewards)).astype(np.int64)
     step = StepRewards(
         np.array(rewards, dtype=np.float64),
@@ -138,7 +136,7 @@ def trajectory_table(
         advantages[numbers],
         trained,
         tokens[numbers] if algorithm.sample_weight == "sample" else trained,
-        Lengths(prompt_at, prompt_tokens, fed),
+        Lengths(*lengths),
     )
     return table, step
 
@@ -209,20 +207,19 @@ def distribute(tables: Iterable[TokenTable], name: Column, values: torch.Tensor)
 
 @dataclass
 class Minibatch:
-    """One optimizer step: the trajectories with a gradient, and what this rank computes of them.
-
-    ``divisor`` is that of the loss, for all trajectories; see `divisor_of`. ``tables`` has one for each of this rank's
-    microbatches on the last pipeline stage, and none on others. ``work`` is what a pass computes on all ranks,
-    ``scorings`` the number of passes that have scored it. ``recorded`` are those of this rank's trajectories that are
-    recorded, by row.
-    """
+    """One optimizer step: the trajectories with a gradient, and what this rank computes of them."""
 
     trajectories: TrajectoryTable
+    # Of the loss, for all trajectories; see `divisor_of`.
     divisor: float
     batch: LocalBatch
+    # What a pass computes on all ranks.
     work: Work
+    # One for each of this rank's microbatches on the last pipeline stage, and none on others.
     tables: Sequence[TokenTable]
+    # Those of this rank's trajectories that are recorded, by row.
     recorded: dict[int, Trajectory]
+    # The number of passes that have scored it.
     scorings: int = 0
 
     def add(self, name: Column, values: Sequence[torch.Tensor]) -> None:
@@ -233,17 +230,16 @@ class Minibatch:
 
 @dataclass
 class Step:
-    """A training step on its way through the stages of `PolicyTrainer`.
-
-    ``parts`` are the minibatches; None where no trajectory has a gradient. ``rewards`` are those of all samples.
-    """
+    """A training step on its way through the stages of `PolicyTrainer`."""
 
     number: int
     version: int
     groups: Sequence[LeasedGroup]
     load: Loader
     trajectories: TrajectoryTable
+    # Of all samples.
     rewards: StepRewards
+    # None where no trajectory of a minibatch has a gradient.
     parts: list[Minibatch | None]
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
@@ -282,11 +278,11 @@ def read_columns(
 def _token_rewards(trajectory: Trajectory, scored: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """The rewards given to single scored tokens, and whether each has one."""
     rewards, rewarded = np.zeros(len(scored)), np.zeros(len(scored), dtype=bool)
-    given = trajectory.arrays.get(TOKEN_REWARDS, np.zeros(0, np.float32))
-    at = np.flatnonzero(~np.isnan(given))
+    of_tokens = trajectory.arrays.get(TOKEN_REWARDS, np.zeros(0, np.float32))
+    at = np.flatnonzero(~np.isnan(of_tokens))
     # Those of tokens that were not sampled are for the last one before them that was.
     places = np.searchsorted(scored, at, side="right") - 1
     at, places = at[places >= 0], places[places >= 0]
-    np.add.at(rewards, places, given[at].astype(np.float64))
+    np.add.at(rewards, places, of_tokens[at].astype(np.float64))
     rewarded[places] = True
     return rewards, rewarded

@@ -47,7 +47,7 @@ def plain(groups, name: str, normalize_std: bool) -> list[float]:
         return whitened([reward for group in groups for reward, _ in group], groups)
     if name == "remax":
         return [reward - BASELINE * number for number, group in enumerate(groups) for reward, _ in group]
-    found = []
+    results = []
     # The share of the samples in groups with spread.
     count, spread = sum(map(len, groups)), sum(len(group) for group in groups if len({r for r, _ in group}) > 1)
     for group in groups:
@@ -55,48 +55,48 @@ def plain(groups, name: str, normalize_std: bool) -> list[float]:
         mean, std = statistics.fmean(rewards), statistics.stdev(rewards) + 1e-6
         scale = std if normalize_std else 1.0
         if name in ("grpo", "gdpo"):
-            found += [(reward - mean) / scale for reward in rewards]
+            results += [(reward - mean) / scale for reward in rewards]
         elif name == "grpo_passk":
             best, second = sorted(rewards, reverse=True)[:2]
             first = rewards.index(best)
-            found += [(best - second) / scale if place == first else 0.0 for place in range(len(rewards))]
+            results += [(best - second) / scale if place == first else 0.0 for place in range(len(rewards))]
         elif name == "dpo":
             pair = (rewards.index(max(rewards)), rewards.index(min(rewards)))
             signs = [(place == pair[0]) - (place == pair[1]) for place in range(len(rewards))]
-            found += [0.1 * 0.5 * sign for sign in signs]
+            results += [0.1 * 0.5 * sign for sign in signs]
         elif name == "rloo":
-            found += [
+            results += [
                 reward - statistics.fmean([*rewards[:place], *rewards[place + 1 :]])
                 for place, reward in enumerate(rewards)
             ]
         elif name == "opo":
             baseline = sum(r * n for r, n in zip(rewards, lengths, strict=True)) / sum(lengths)
-            found += [reward - baseline for reward in rewards]
+            results += [reward - baseline for reward in rewards]
         elif name == "gpg":
-            found += [count / max(1, spread) * (reward - mean) for reward in rewards]
+            results += [count / max(1, spread) * (reward - mean) for reward in rewards]
         else:
-            found += [reward - mean for reward in rewards]
-    return whitened(found, groups) if name in ("reinforce_plus_plus_baseline", "gdpo") else found
+            results += [reward - mean for reward in rewards]
+    return whitened(results, groups) if name in ("reinforce_plus_plus_baseline", "gdpo") else results
 
 
 @pytest.mark.parametrize("name", [name for name, item in ADVANTAGES.items() if not item.tokens])
 @given(groups=STEPS, normalize_std=st.booleans())
 def test_an_estimator_follows_its_formula(name, groups, normalize_std):
-    found = advantages(groups, name, normalize_std=normalize_std)
+    actual = advantages(groups, name, normalize_std=normalize_std)
     # Rewards that nearly agree are divided by nearly nothing.
     apart = all(max(r for r, _ in g) - min(r for r, _ in g) > 0.01 or len({r for r, _ in g}) == 1 for g in groups)
     if apart or name not in ("grpo", "grpo_passk", "gdpo"):
-        assert found == pytest.approx(plain(groups, name, normalize_std), rel=1e-5, abs=1e-5)
+        assert actual == pytest.approx(plain(groups, name, normalize_std), rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name, item in ADVANTAGES.items() if item.relative and not item.tokens])
 @given(reward=st.floats(-1e6, 1e6), size=st.integers(2, 8), other=STEPS)
 def test_equal_rewards_of_a_group_say_nothing(name, reward, size, other):
-    found = advantages([[(reward, place + 1) for place in range(size)], *other], name)
+    results = advantages([[(reward, place + 1) for place in range(size)], *other], name)
     if name not in ("reinforce_plus_plus_baseline", "gdpo"):
-        assert found[:size] == [0.0] * size
+        assert results[:size] == [0.0] * size
     else:
-        assert len(set(found[:size])) == 1
+        assert len(set(results[:size])) == 1
 
 
 def test_a_single_response_can_be_enough():
@@ -143,8 +143,8 @@ def test_each_reward_function_is_normalised_by_itself():
     total = [2 * a + b / 2 for a, b in zip(correct, style, strict=True)]
     spread = [value for value, count in zip(total, tokens, strict=True) for _ in range(count)]
     mean, deviation = statistics.fmean(spread), statistics.stdev(spread)
-    found = estimator_of(AlgorithmConfig(advantage="gdpo"))(step)
-    assert found.tolist() == pytest.approx([(value - mean) / deviation for value in total], rel=1e-4)
+    actual = estimator_of(AlgorithmConfig(advantage="gdpo"))(step)
+    assert actual.tolist() == pytest.approx([(value - mean) / deviation for value in total], rel=1e-4)
 
 
 @given(

@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 import torch
 from chosen_tokens import chosen_of
+from token_rewards import step_of as token_step_of
+from token_rewards import with_values
 
 from megasync.algorithms import estimator_of, policy_loss
 from megasync.algorithms.advantages import StepRewards
+from megasync.algorithms.advantages.gae import gae
+from megasync.algorithms.advantages.optimal_baseline import optimal_token_baseline
+from megasync.algorithms.value_loss import value_loss
 from megasync.config.builtin import ADVANTAGES, LOSSES
 from megasync.config.schema import AlgorithmConfig
 
@@ -67,8 +72,8 @@ def test_advantages_are_verls(core_algos, batch, name, normalize_std):
         options = {"reward_baselines": torch.from_numpy(baselines).float()}
     expected, _ = core_algos.get_adv_estimator_fn(name)(token_level_rewards=scores, response_mask=batch.mask, **options)
     step = StepRewards(batch.rewards, batch.groups, batch.lengths, baselines=baselines)
-    found = estimator_of(AlgorithmConfig(advantage=name, normalize_std=normalize_std))(step)
-    assert found.tolist() == pytest.approx(expected[:, 0].tolist(), rel=1e-4, abs=1e-4)
+    actual = estimator_of(AlgorithmConfig(advantage=name, normalize_std=normalize_std))(step)
+    assert actual.tolist() == pytest.approx(expected[:, 0].tolist(), rel=1e-4, abs=1e-4)
 
 
 def test_gpg_is_verls_but_for_its_scale(core_algos, batch):
@@ -76,10 +81,10 @@ def test_gpg_is_verls_but_for_its_scale(core_algos, batch):
     theirs, _ = core_algos.get_adv_estimator_fn("gpg")(
         token_level_rewards=scores, response_mask=batch.mask, index=batch.groups
     )
-    found = estimator_of(AlgorithmConfig(advantage="gpg"))(StepRewards(batch.rewards, batch.groups, batch.lengths))
+    actual = estimator_of(AlgorithmConfig(advantage="gpg"))(StepRewards(batch.rewards, batch.groups, batch.lengths))
     spread = sum(len(set(batch.rewards[batch.groups == group])) > 1 for group in range(GROUPS)) * SIZE
     scale = np.count_nonzero(batch.rewards) / spread
-    assert found.tolist() == pytest.approx((scale * theirs[:, 0]).tolist(), rel=1e-4, abs=1e-4)
+    assert actual.tolist() == pytest.approx((scale * theirs[:, 0]).tolist(), rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])
@@ -98,8 +103,8 @@ def test_advantages_of_two_reward_functions_are_verls(core_algos, batch, normali
         batch={"prompts": prompts, "attention_mask": attended},
     )
     step = StepRewards(batch.rewards, batch.groups, batch.lengths, parts, {"math": 1.0, "style": 0.5})
-    found = estimator_of(AlgorithmConfig(advantage="gdpo", normalize_std=normalize_std))(step)
-    assert found.tolist() == pytest.approx(expected[:, 0].tolist(), rel=1e-4, abs=1e-4)
+    actual = estimator_of(AlgorithmConfig(advantage="gdpo", normalize_std=normalize_std))(step)
+    assert actual.tolist() == pytest.approx(expected[:, 0].tolist(), rel=1e-4, abs=1e-4)
 
 
 def config_of(name: str):
@@ -160,9 +165,89 @@ def test_a_loss_and_its_gradient_are_verls(core_algos, batch, name, aggregation)
         columns["chosen"] = chosen_of(config, *(values.tolist() for values in (batch.new[keep], batch.old[keep], each)))
     if aggregation == "sequence":
         columns["weights"] = (1 / lengths).repeat_interleave(lengths)
-    found, _ = policy_loss(config, columns)
+    actual, _ = policy_loss(config, columns)
     divisor = {"token": lengths.sum(), "sequence": len(lengths), "constant": len(lengths) * LONGEST}[aggregation]
-    loss = found / divisor
+    loss = actual / divisor
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4, abs=1e-5)
     assert ours.grad.tolist() == pytest.approx(theirs.grad[keep].tolist(), rel=1e-3, abs=1e-6)
+
+
+@pytest.fixture
+def critic_batch():
+    """Responses with tokens that are not trained, padded to [responses, longest]."""
+    drawn = np.random.default_rng(3)
+    mask = np.zeros((6, 9))
+    for row, length in enumerate(drawn.integers(2, 10, 6)):
+        mask[row, :length] = drawn.integers(0, 2, length)
+        mask[row, length - 1] = 1
+    tensors = {name: torch.from_numpy(drawn.normal(0, 1, (6, 9))).float() for name in ("values", "old", "returns")}
+    return {"mask": torch.from_numpy(mask).float(), **tensors}
+
+
+def test_advantages_and_returns_of_a_critic_are_verls(core_algos, critic_batch):
+    trained = critic_batch["mask"].bool()
+    rewards = torch.zeros_like(critic_batch["mask"])
+    # The last token of each is trained.
+    ends = (trained * torch.arange(9)).argmax(dim=1)
+    rewards[torch.arange(6), ends] = torch.arange(6.0)
+    advantages, returns = core_algos.compute_gae_advantage_return(
+        token_level_rewards=rewards, values=critic_batch["old"], response_mask=critic_batch["mask"], gamma=0.9, lam=0.8
+    )
+    starts = np.cumsum([0, *trained.sum(dim=1).tolist()])
+    step = with_values(rewards[trained].double().numpy(), critic_batch["old"][trained].double().numpy(), starts)
+    actual = gae(step, gamma=0.9, lam=0.8)
+    assert (actual + step.values).tolist() == pytest.approx(returns[trained].tolist(), abs=1e-5)
+    # verl always normalises.
+    whitened = (actual - actual.mean()) / np.sqrt(actual.var(ddof=1) + 1e-8)
+    assert whitened.tolist() == pytest.approx(advantages[trained].tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("clip", [0.3, 1e9])
+def test_the_loss_of_a_critic_is_verls(core_algos, critic_batch, clip):
+    trained = critic_batch["mask"].bool()
+    expected, clipped = core_algos.compute_value_loss(
+        vpreds=critic_batch["values"],
+        values=critic_batch["old"],
+        returns=critic_batch["returns"],
+        response_mask=critic_batch["mask"],
+        cliprange_value=clip,
+    )
+    flat = {name: critic_batch[name][trained] for name in ("values", "returns")}
+    loss, sums = value_loss(
+        **flat,
+        old_values=critic_batch["old"][trained],
+        mask=torch.ones(int(trained.sum())),
+        clip=None if clip > 1 else clip,
+    )
+    assert loss.item() / sums["tokens"].item() == pytest.approx(expected.item(), rel=1e-5)
+    assert sums["clip_fraction"].item() / sums["tokens"].item() == pytest.approx(clipped.item())
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_advantages_of_the_optimal_baseline_are_verls(core_algos, name):
+    drawn = np.random.default_rng(2)
+    count, longest = 8, 7
+    lengths = drawn.integers(2, longest + 1, count)
+    mask = (np.arange(longest) < lengths[:, None]).astype(np.float64)
+    if name.startswith("tir"):
+        # Tools wrote some of the tokens; the last one is the model's.
+        mask *= drawn.integers(0, 2, mask.shape)
+        mask[np.arange(count), lengths - 1] = 1
+    rewards = np.zeros((count, longest))
+    rewards[np.arange(count), lengths - 1] = drawn.choice([0.0, 1.0], count)
+    logprobs, squares = drawn.uniform(-3, -0.1, mask.shape), drawn.uniform(0, 1, mask.shape)
+    groups = np.repeat(np.arange(2), 4)
+    expected, _ = core_algos.get_adv_estimator_fn(name)(
+        token_level_rewards=torch.from_numpy(rewards),
+        response_mask=torch.from_numpy(mask),
+        index=groups,
+        old_log_probs=torch.from_numpy(logprobs),
+        sum_pi_squared=torch.from_numpy(squares),
+    )
+    norms = 1 - 2 * np.exp(logprobs) + squares
+    trained = mask.astype(bool)
+    rows = [(int(group), rewards[at][trained[at]].tolist()) for at, group in enumerate(groups)]
+    most = np.array([trained[groups == group].sum(axis=1).max() for group in range(2)])
+    actual = optimal_token_baseline(token_step_of(rows, most, squared_norms=norms[trained]))
+    assert actual.tolist() == pytest.approx(expected[torch.from_numpy(trained)].tolist(), abs=1e-6)

@@ -40,10 +40,10 @@ def test_the_choice_does_not_depend_on_how_tokens_are_dealt(loss, tokens, share,
 @given(TOKENS, SHARE)
 def test_kl_cov_chooses_the_share_of_the_largest_covariances(tokens, share):
     """Also where many are equal, as in a step whose responses all have one advantage."""
-    chosen, found = choose("kl_cov", share, tokens), covariances(tokens)
+    chosen, values = choose("kl_cov", share, tokens), covariances(tokens)
     assert sum(chosen) == max(1, int(share * len(tokens)))
-    least = min(value for value, own in zip(found, chosen, strict=True) if own)
-    most = max((value for value, own in zip(found, chosen, strict=True) if not own), default=-math.inf)
+    least = min(value for value, own in zip(values, chosen, strict=True) if own)
+    most = max((value for value, own in zip(values, chosen, strict=True) if not own), default=-math.inf)
     assert least >= most - 1e-6
 
 

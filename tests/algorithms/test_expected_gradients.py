@@ -45,14 +45,14 @@ class Outcome:
 
 
 def outcomes() -> list[Outcome]:
-    found = []
+    results = []
     for a, b in itertools.product(range(3), range(2)):
         first, second = softmax(FIRST), softmax(SECOND[a])
         scores = np.zeros((2, PARAMETERS))
         scores[0, :3] = np.eye(3)[a] - first
         scores[1, 3 + 2 * a : 5 + 2 * a] = np.eye(2)[b] - second
-        found.append(Outcome((a, b), float(first[a] * second[b]), scores))
-    return found
+        results.append(Outcome((a, b), float(first[a] * second[b]), scores))
+    return results
 
 
 OUTCOMES = outcomes()
@@ -82,19 +82,19 @@ def expected(
     drawn = list(itertools.product(OUTCOMES, repeat=SAMPLES if groups == 1 else 2 * groups))
     samples = [[make(o) for o in each] for each in drawn]
     if groups == 1:
-        found = advantages(samples, config, weights)
+        actual = advantages(samples, config, weights)
     else:
         steps = ([each[at : at + 2] for at in range(0, 2 * groups, 2)] for each in samples)
-        found = [[*itertools.chain(*advantages(step, config, weights))] for step in steps]
+        actual = [[*itertools.chain(*advantages(step, config, weights))] for step in steps]
     total = np.zeros(PARAMETERS)
-    for each, parts in zip(drawn, found, strict=True):
+    for each, parts in zip(drawn, actual, strict=True):
         probability = np.prod([o.probability for o in each])
         total += probability * sum(part @ o.scores for o, part in zip(each, parts, strict=True))
     return total / groups
 
 
-def close(found, expected):
-    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-9)
+def close(actual, expected):
+    assert actual.tolist() == pytest.approx(expected.tolist(), abs=1e-9)
 
 
 # What a group of n finds of the gradient of the mean reward: all of it, or without what the baseline has of the sample.
@@ -123,8 +123,8 @@ def test_the_expected_gradient_is_that_of_the_mean_reward(name, rewards, constan
     def make(o):
         return sample_of(o, rewards[o.tokens] + constant, values=critic(o), baseline=0.6)
 
-    found = expected(name, make, normalize_std=False)
-    close(found, UNBIASED[name] * true_gradient(lambda o: rewards[o.tokens]))
+    actual = expected(name, make, normalize_std=False)
+    close(actual, UNBIASED[name] * true_gradient(lambda o: rewards[o.tokens]))
 
 
 @pytest.mark.parametrize("name", UNBIASED)
@@ -135,8 +135,8 @@ def test_a_penalty_of_tokens_is_part_of_the_reward(name):
     def make(o):
         return sample_of(o, MANY[o.tokens], values=critic(o), baseline=0.6, penalties=penalties[o.tokens])
 
-    found = expected(name, make, normalize_std=False)
-    close(found, UNBIASED[name] * true_gradient(lambda o: MANY[o.tokens] - sum(penalties[o.tokens])))
+    actual = expected(name, make, normalize_std=False)
+    close(actual, UNBIASED[name] * true_gradient(lambda o: MANY[o.tokens] - sum(penalties[o.tokens])))
 
 
 OF_TOKENS = {o.tokens: (0.5 * o.tokens[0] - 0.3, 1.0 - 0.8 * o.tokens[1] * o.tokens[0]) for o in OUTCOMES}
@@ -154,14 +154,14 @@ def test_rewards_of_tokens_are_part_of_the_reward(name, rest):
         given = OF_TOKENS[o.tokens]
         return sample_of(o, sum(given) + rest, token_rewards=given, values=critic(o))
 
-    found = expected(name, make, normalize_std=False)
+    actual = expected(name, make, normalize_std=False)
     whole = true_gradient(lambda o: sum(OF_TOKENS[o.tokens]) + rest)
     share = np.full(PARAMETERS, UNBIASED[name], float)
     if name == "grpo_process":
         share[:3], share[3:] = SAMPLES - 1, SAMPLES - 0.5
         # For the second token only what it gets itself: earlier rewards do not depend on it.
         whole = np.concatenate([whole[:3], true_gradient(lambda o: OF_TOKENS[o.tokens][1] + rest)[3:]])
-    close(found, share * whole)
+    close(actual, share * whole)
 
 
 @pytest.mark.parametrize("constant", [0.0, 5.0])
@@ -171,8 +171,8 @@ def test_grpo_passk_climbs_the_expected_best_of_a_group(rewards, constant):
     for each in itertools.product(OUTCOMES, repeat=SAMPLES):
         probability = np.prod([o.probability for o in each])
         best += probability * max(rewards[o.tokens] for o in each) * sum(o.score for o in each)
-    found = expected("grpo_passk", lambda o: sample_of(o, rewards[o.tokens] + constant), normalize_std=False)
-    close(found, best)
+    actual = expected("grpo_passk", lambda o: sample_of(o, rewards[o.tokens] + constant), normalize_std=False)
+    close(actual, best)
 
 
 @pytest.mark.parametrize("constant", [0.0, 5.0])
@@ -201,8 +201,8 @@ def test_gpg_is_the_mean_over_the_groups_that_have_a_gradient(rewards, constant)
     p = sum(o.probability * rewards[o.tokens] for o in OUTCOMES)
     spread = 2 * p * (1 - p)
     scale = (1 - (1 - spread) ** 2) / spread
-    found = expected("gpg", lambda o: sample_of(o, rewards[o.tokens] + constant), groups=2)
-    close(found, scale * true_gradient(lambda o: rewards[o.tokens]))
+    actual = expected("gpg", lambda o: sample_of(o, rewards[o.tokens] + constant), groups=2)
+    close(actual, scale * true_gradient(lambda o: rewards[o.tokens]))
 
 
 # Scaled by deviations, which depend on the samples: of rewards 0 and 1 the direction is that of the mean reward.
@@ -225,11 +225,11 @@ def _scaled(name: str, forks: bool, constant: float) -> np.ndarray:
     "name", ["grpo", "grpo_process", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 )
 def test_a_scaled_gradient_has_the_direction_of_that_of_the_mean_reward(name, constant):
-    found, whole = _scaled(name, True, constant), true_gradient(lambda o: BINARY[o.tokens])
-    close(found, _scaled(name, False, 0.0))
-    scale = (found @ whole) / (whole @ whole)
+    actual, whole = _scaled(name, True, constant), true_gradient(lambda o: BINARY[o.tokens])
+    close(actual, _scaled(name, False, 0.0))
+    scale = (actual @ whole) / (whole @ whole)
     assert scale > 0
-    close(found, scale * whole)
+    close(actual, scale * whole)
 
 
 def test_every_estimator_is_here():

@@ -51,8 +51,8 @@ def steps(penalised: bool = False):
 def assert_the_same_without_forks(groups, name, normalize_std, ranks):
     config = AlgorithmConfig(advantage=name, advantage_options=OPTIONS.get(name, {}), normalize_std=normalize_std)
     whole = advantages([[sample.whole for sample in group] for group in groups], config, WEIGHTS)
-    found = advantages(groups, config, WEIGHTS, ranks)
-    for one, other in zip(chain(*found), chain(*whole), strict=True):
+    actual = advantages(groups, config, WEIGHTS, ranks)
+    for one, other in zip(chain(*actual), chain(*whole), strict=True):
         assert one.tolist() == pytest.approx(other.tolist(), rel=1e-6, abs=1e-6)
 
 

@@ -48,15 +48,15 @@ def best_of(toy: Toy, logits: Tensor, rewards: Tensor, size: int) -> Tensor:
 
 def preference(toy: Toy, logits: Tensor, rewards: Tensor, size: int) -> Tensor:
     """Minus the preference loss of the best and the worst of each group, which is sampled from the policy as it is."""
-    log_probs, found = toy.log_probs(logits), torch.zeros((), dtype=torch.float64)
+    log_probs, total = toy.log_probs(logits), torch.zeros((), dtype=torch.float64)
     probabilities = log_probs.exp().detach()
     margins = BETA * (log_probs - toy.log_probs(toy.reference))
     for group in groups_of(toy, size):
         own = rewards[list(group)].tolist()
         if max(own) > min(own):
             better, worse = (group[own.index(pick(own))] for pick in (max, min))
-            found = found + probabilities[list(group)].prod() * logsigmoid(margins[better] - margins[worse])
-    return found / size
+            total = total + probabilities[list(group)].prod() * logsigmoid(margins[better] - margins[worse])
+    return total / size
 
 
 def above_average(toy: Toy, logits: Tensor, rewards: Tensor, size: int) -> Tensor:
@@ -169,11 +169,11 @@ def gradient_of(toy: Toy, claim: Claim, kl, size: int) -> Tensor:
     return gradient
 
 
-def error(found: Tensor, expected: Tensor, kind: str = EXACT) -> float:
+def error(actual: Tensor, expected: Tensor, kind: str = EXACT) -> float:
     """The relative difference, or that of directions."""
     if kind in (MULTIPLE, DIRECTION):
-        found, expected = (each / each.norm() for each in (found, expected))
-    return ((found - expected).norm() / expected.norm()).item()
+        actual, expected = (each / each.norm() for each in (actual, expected))
+    return ((actual - expected).norm() / expected.norm()).item()
 
 
 def test_every_estimator_has_an_objective():
@@ -192,12 +192,12 @@ def test_an_accepted_pair_follows_the_gradient_of_its_objective(advantage, norma
         config = configured(advantage, normalize_std, loss, aggregation=aggregation, **terms(kl))
         if refusal(config) is None and (kl is None or claim.kind == EXACT):
             proven += 1
-            found, expected = expected_gradient(toy, config.algorithm, 2), gradient_of(toy, claim, kl, 2)
+            actual, expected = expected_gradient(toy, config.algorithm, 2), gradient_of(toy, claim, kl, 2)
             if claim.kind in (EXACT, MULTIPLE):
-                assert error(found, expected, claim.kind) < 1e-4, (kl, aggregation)
+                assert error(actual, expected, claim.kind) < 1e-4, (kl, aggregation)
             else:
                 larger = expected_gradient(toy, config.algorithm, 3)
-                assert error(larger, expected, claim.kind) < 0.85 * error(found, expected, claim.kind), aggregation
+                assert error(larger, expected, claim.kind) < 0.85 * error(actual, expected, claim.kind), aggregation
     refused = (LOSSES[loss].responses and ADVANTAGES[advantage].tokens) or (advantage, loss) == ("dpo", "clip_cov")
     assert bool(proven) != refused
 
@@ -239,8 +239,8 @@ def test_the_exact_ratio_corrects_for_another_policy_that_sampled(advantage, nor
     more = {"aggregation": "constant", "correction": "product", "correction_cap": 1e6}
     config = configured(advantage, normalize_std, loss, **more)
     if refusal(config) is None:
-        found = expected_gradient(toy, config.algorithm, 2, stale=True)
-        assert error(found, gradient_of(toy, claim, None, 2)) < 1e-4
+        actual = expected_gradient(toy, config.algorithm, 2, stale=True)
+        assert error(actual, gradient_of(toy, claim, None, 2)) < 1e-4
         plain = configured(advantage, normalize_std, loss, **more | {"correction": "none", "correction_cap": 2.0})
         uncorrected = expected_gradient(toy, plain.algorithm, 2, stale=True)
         assert error(uncorrected, gradient_of(toy, claim, None, 2)) > 0.02
@@ -305,13 +305,13 @@ def test_what_is_refused_follows_another_gradient(advantage, more, words, kl):
     config = configured(advantage, normalize_std, **{"loss": "gpg", "aggregation": "constant"} | more)
     why = refusal(config)
     assert why is not None and all(word in why for word in words)
-    found, expected = expected_gradient(toy, config.algorithm, 2), gradient_of(toy, claim, kl, 2)
+    actual, expected = expected_gradient(toy, config.algorithm, 2), gradient_of(toy, claim, kl, 2)
     if kl is not None:
         without = gradient_of(toy, claim, None, 2)
-        found, expected = found - without, expected - without
+        actual, expected = actual - without, expected - without
     elif config.algorithm.aggregation == "sequence":
-        found = found / LONGEST
-    assert error(found, expected) > 0.1
+        actual = actual / LONGEST
+    assert error(actual, expected) > 0.1
 
 
 @pytest.mark.parametrize("loss", [name for name, item in LOSSES.items() if item.penalty])
@@ -320,5 +320,5 @@ def test_a_penalty_on_change_needs_a_change(loss):
     toy, plain = toy_of("unequal"), configured("rloo", True, "gpg", aggregation="constant")
     config = configured("rloo", True, loss, aggregation="constant", minibatches=1)
     assert f"loss={loss}" in (refusal(config) or "") and "trainer.minibatches=1" in (refusal(config) or "")
-    found, same = (expected_gradient(toy, each.algorithm, 2) for each in (config, plain))
-    assert error(found, same) < 1e-5
+    actual, same = (expected_gradient(toy, each.algorithm, 2) for each in (config, plain))
+    assert error(actual, same) < 1e-5

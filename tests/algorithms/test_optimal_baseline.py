@@ -1,10 +1,9 @@
-"""The token baseline with the least variance: its formula in plain Python, verl's functions, and its effect."""
+"""The token baseline with the least variance: its formula in plain Python, and its effect."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from token_rewards import longest_of, rows_of, step_of
@@ -37,50 +36,17 @@ def test_each_position_has_the_mean_of_its_group_weighted_by_the_norms_up_to_it(
     assert found_for(groups) == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.extra
-@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
-def test_advantages_are_verls(name):
-    pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/setup_extra.sh verl`")
-    from verl.trainer.ppo import core_algos
-
-    drawn = np.random.default_rng(2)
-    count, longest = 8, 7
-    lengths = drawn.integers(2, longest + 1, count)
-    mask = (np.arange(longest) < lengths[:, None]).astype(np.float64)
-    if name.startswith("tir"):
-        # Tools wrote some of the tokens; the last one is the model's.
-        mask *= drawn.integers(0, 2, mask.shape)
-        mask[np.arange(count), lengths - 1] = 1
-    rewards = np.zeros((count, longest))
-    rewards[np.arange(count), lengths - 1] = drawn.choice([0.0, 1.0], count)
-    logprobs, squares = drawn.uniform(-3, -0.1, mask.shape), drawn.uniform(0, 1, mask.shape)
-    groups = np.repeat(np.arange(2), 4)
-    expected, _ = core_algos.get_adv_estimator_fn(name)(
-        token_level_rewards=torch.from_numpy(rewards),
-        response_mask=torch.from_numpy(mask),
-        index=groups,
-        old_log_probs=torch.from_numpy(logprobs),
-        sum_pi_squared=torch.from_numpy(squares),
-    )
-    norms = 1 - 2 * np.exp(logprobs) + squares
-    trained = mask.astype(bool)
-    rows = [(int(group), rewards[at][trained[at]].tolist()) for at, group in enumerate(groups)]
-    most = np.array([trained[groups == group].sum(axis=1).max() for group in range(2)])
-    found = optimal_token_baseline(step_of(rows, most, squared_norms=norms[trained]))
-    assert found.tolist() == pytest.approx(expected[torch.from_numpy(trained)].tolist(), abs=1e-6)
-
-
 def test_many_responses_have_the_baseline_of_the_least_variance():
     """A softmax over three tokens, one in each response: rare ones have large gradients, and so more weight."""
     probabilities, rewards = np.array([0.9, 0.08, 0.02]), np.array([1.0, 0.0, 3.0])
     norms = 1 - 2 * probabilities + (probabilities**2).sum()
     tokens = np.repeat(np.arange(3), (1000 * probabilities).round().astype(int))
     step = step_of([(0, [rewards[token]]) for token in tokens], np.array([1]), squared_norms=norms[tokens])
-    (found,) = set(np.round(rewards[tokens] - optimal_token_baseline(step), 9).tolist())
+    (actual,) = set(np.round(rewards[tokens] - optimal_token_baseline(step), 9).tolist())
 
     def second_moment(baseline):
         return probabilities @ (norms * (rewards - baseline) ** 2)
 
     best = min(np.linspace(0, 3, 3001), key=second_moment)
-    assert found == pytest.approx(best, abs=1e-3)
-    assert second_moment(found) < 0.95 * second_moment(probabilities @ rewards)
+    assert actual == pytest.approx(best, abs=1e-3)
+    assert second_moment(actual) < 0.95 * second_moment(probabilities @ rewards)

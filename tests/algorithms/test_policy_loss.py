@@ -1,6 +1,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given
@@ -11,31 +12,34 @@ from megasync.config.schema import AlgorithmConfig
 from megasync.errors import ConfigError
 
 CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.28, correction="token", correction_cap=2.0)
-LOGPROB = st.floats(-6, -0.01)
-TOKEN = st.fixed_dictionaries(
-    {
-        "logprobs": LOGPROB,
-        "old": LOGPROB,
-        "behaviour": LOGPROB,
-        "reference": LOGPROB,
-        "entropy": st.floats(0, 5),
-        "advantages": st.floats(-3, 3),
-        "mask": st.booleans(),
-        "segments": st.integers(0, 3),
-    }
-)
-TOKENS = st.lists(TOKEN, min_size=1, max_size=16)
-DUAL_CLIPS = st.none() | st.floats(1.01, 10)
+
+
+def drawn(seed: int) -> list[dict]:
+    """Tokens whose ratios are on both sides of every bound."""
+    draw = np.random.default_rng(seed)
+    tokens = []
+    for _ in range(draw.integers(1, 17)):
+        logprob = draw.uniform(-4, -0.05)
+        near = {name: logprob + draw.normal(0, 0.8) for name in ("old", "behaviour", "reference")}
+        token = {"logprobs": logprob, **near, "entropy": draw.uniform(0, 5), "advantages": draw.uniform(-3, 3)}
+        tokens.append(token | {"mask": int(draw.random() < 0.8), "segments": int(draw.integers(4))})
+    return tokens
+
+
+TOKENS = st.integers(0, 2**32).map(drawn)
+DUAL_CLIPS = st.sampled_from([None, 1.1, 3.0])
 CONFIGS = st.builds(
     AlgorithmConfig,
-    clip_low=st.floats(0.05, 0.5),
-    clip_high=st.floats(0.05, 0.9),
+    clip_low=st.sampled_from([0.05, 0.2, 0.5]),
+    clip_high=st.sampled_from([0.1, 0.28, 0.9]),
     dual_clip=DUAL_CLIPS,
     correction=st.sampled_from(["none", "token", "sequence", "product"]),
-    correction_cap=st.floats(1, 4),
+    correction_cap=st.sampled_from([1.0, 1.5, 4.0]),
+    correction_floor=st.sampled_from([0.0, 0.3, 1.0]),
+    correction_outside=st.sampled_from(["cap", "mask"]),
     rejection=st.sampled_from(["none", "sequence", "product", "token"]),
-    rejection_floor=st.floats(0, 1),
-    rejection_cap=st.none() | st.floats(1, 4),
+    rejection_floor=st.sampled_from([0.0, 0.3, 0.9]),
+    rejection_cap=st.sampled_from([None, 1.1, 4.0]),
     kl_coef=st.sampled_from([0.0, 0.3]),
     kl_kind=st.sampled_from(["k1", "k2", "k3"]),
     entropy_coef=st.sampled_from([0.0, 0.1]),
@@ -94,38 +98,18 @@ def reference_weight(config, token, tokens):
             return 0.0
     if config.correction == "none":
         return 1.0
-    return min(reference_ratio(config.correction, token, sequence), config.correction_cap)
+    ratio = reference_ratio(config.correction, token, sequence)
+    bounds = config.correction_floor, config.correction_cap
+    assume(all(abs(ratio - bound) > 1e-5 * bound for bound in bounds if bound))
+    if config.correction_outside == "mask" and not bounds[0] <= ratio <= bounds[1]:
+        return 0.0
+    return min(max(ratio, bounds[0]), bounds[1])
 
 
 def reference_ratio(level, token, sequence):
     mine = [token] if level == "token" else sequence
     total = math.fsum(other["old"] - other["behaviour"] for other in mine)
     return math.exp(total / len(mine) if level == "sequence" else total)
-
-
-def test_a_response_is_rejected_by_its_mean_its_product_or_any_token():
-    # Ratios 2 and 1 in the first response, 1/2 twice in the second.
-    old = torch.log(torch.tensor([2.0, 1.0, 0.5, 0.5])) - 3.0
-    given = {
-        "behaviour": torch.full((4,), -3.0),
-        "mask": torch.ones(4),
-        "segments": torch.tensor([0, 0, 1, 1]),
-    }
-    cases = {
-        ("sequence", 0.0, 1.9): [],
-        ("sequence", 0.6, None): [2, 3],
-        ("product", 0.0, 1.9): [0, 1],
-        ("product", 0.3, None): [2, 3],
-        ("token", 0.0, 1.9): [0, 1],
-        ("token", 0.4, 2.1): [],
-    }
-    for (level, floor, cap), expected in cases.items():
-        config = replace(CONFIG, correction="none", rejection=level, rejection_floor=floor, rejection_cap=cap)
-        logprobs = old.clone().requires_grad_()
-        loss, sums = policy_loss(config, {"logprobs": logprobs, "old": old, "advantages": torch.ones(4), **given})
-        loss.backward()
-        assert sums["is_rejected_fraction"] == len(expected)
-        assert (logprobs.grad == 0).nonzero().flatten().tolist() == expected
 
 
 @given(CONFIGS, TOKENS)
@@ -137,21 +121,6 @@ def test_loss_and_gradient_are_those_of_the_formulas(config, tokens):
     assert loss.item() == pytest.approx(expected, rel=1e-4, abs=1e-4)
     assert inputs["logprobs"].grad.tolist() == pytest.approx(gradient, rel=1e-3, abs=1e-4)
     assert inputs["entropy"].grad.tolist() == pytest.approx([-config.entropy_coef * t["mask"] for t in tokens])
-
-
-@given(TOKENS, st.sampled_from(["none", "token", "sequence"]))
-def test_one_step_a_batch_is_a_policy_gradient_with_a_truncated_weight(tokens, correction):
-    """old = logprobs.detach(): the ratio is 1, nothing is clipped, and only the weight corrects."""
-    config = replace(CONFIG, correction=correction)
-    tokens = [token | {"old": token["logprobs"]} for token in tokens]
-    inputs = tensors(tokens)
-    inputs["old"] = inputs["logprobs"].detach()
-    loss, sums = policy_loss(config, inputs)
-    loss.backward()
-    expected = [-reference_weight(config, t, tokens) * t["advantages"] if t["mask"] else 0.0 for t in tokens]
-    assert inputs["logprobs"].grad.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    assert loss.item() == pytest.approx(sum(expected), rel=1e-4, abs=1e-4)
-    assert sums["clip_fraction"] == 0 and sums["dual_clip_fraction"] == 0
 
 
 @given(CONFIGS, TOKENS, st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
@@ -191,52 +160,9 @@ def inputs(**changes):
     return plain | changes
 
 
-def test_metrics_are_sums_over_trained_tokens():
-    behaviour = torch.tensor([-1.0, -3.0, -1.5, -9.0])
-    logprobs = torch.log(torch.tensor([1.5, 1.1, 0.5, 9.0])) - 1.0
-    entropy, ref = torch.tensor([1.0, 2.0, 3.0, 99.0]), torch.full((4,), -1.0)
-    config = replace(CONFIG, kl_kind="k1")
-    _, sums = policy_loss(config, inputs(behaviour=behaviour, logprobs=logprobs, entropy=entropy, reference=ref))
-    assert sums["tokens"] == 3
-    assert sums["clip_fraction"] == 1  # 1.5 > 1.28; 0.5 is not clipped, its advantage being positive
-    assert sums["is_outside_fraction"] == 1  # e^2 > 2
-    assert sums["is_weight_square"].item() == pytest.approx(1 + 4 + math.exp(1.0))
-    assert sums["is_weight_mean"].item() == pytest.approx(1 + 2 + math.exp(0.5))
-    assert sums["logprob_diff"].item() == pytest.approx(0 + 2 + 0.5)
-    assert sums["entropy"] == 6
-    assert sums["kl"].item() == pytest.approx(math.log(1.5 * 1.1 * 0.5), rel=1e-4)
-    assert not any(value.requires_grad or value.dtype != torch.float32 or value.ndim for value in sums.values())
-
-
 def test_metrics_of_absent_inputs_are_absent():
     _, sums = policy_loss(CONFIG, inputs())
     assert not {"kl", "entropy"} & set(sums)
-
-
-def test_the_clip_is_asymmetric():
-    up, down = torch.log(torch.tensor([1.25])) - 1, torch.log(torch.tensor([0.75])) - 1
-    one = {name: value[:1].detach() for name, value in inputs().items()}
-    loss, sums = policy_loss(CONFIG, one | {"logprobs": up})
-    assert loss.item() == pytest.approx(-1.25) and sums["clip_fraction"] == 0
-    loss, sums = policy_loss(CONFIG, one | {"logprobs": down, "advantages": -torch.ones(1)})
-    assert loss.item() == pytest.approx(0.8) and sums["clip_fraction"] == 1
-
-
-@pytest.mark.parametrize("ratio", ["trainer", "behaviour"])
-@pytest.mark.parametrize("advantage, dual_clip, surrogate", [(-1, 3.0, -3), (-1, None, -10), (1, 3.0, 1.28)])
-def test_dual_clip_bounds_a_negative_advantage_alone(ratio, advantage, dual_clip, surrogate):
-    """A token ten times as likely as in the denominator: bounded and without a gradient, with either ratio."""
-    config = replace(CONFIG, ratio=ratio, correction="none", dual_clip=dual_clip)
-    leaf = torch.tensor([math.log(10) - 5], requires_grad=True)
-    old = {name: torch.tensor([-5.0]) for name in ("old", "behaviour")}
-    loss, sums = policy_loss(
-        config, {"logprobs": leaf, **old, "advantages": torch.tensor([advantage]), "mask": torch.ones(1)}
-    )
-    loss.backward()
-    assert -loss.item() == pytest.approx(surrogate, rel=1e-4)
-    unbounded = advantage < 0 and dual_clip is None
-    assert leaf.grad.item() == pytest.approx(10.0 if unbounded else 0.0, rel=1e-4)
-    assert sums["dual_clip_fraction"] == (advantage < 0 and not unbounded)
 
 
 def test_by_default_no_token_exceeds_cap_times_dual_clip():

@@ -23,20 +23,20 @@ GROUPS = st.lists(st.lists(RESPONSE, min_size=2, max_size=4), min_size=1, max_si
 
 
 def plain(groups, normalize_std):
-    found = []
+    results = []
     for group in groups:
         given = [reward for response in group for reward in response if reward is not None]
         mean, scale = statistics.fmean(given), statistics.stdev(given) + 1e-6 if normalize_std else 1.0
         for response in group:
             scores = [0.0 if reward is None else (reward - mean) / scale for reward in response]
-            found += [sum(scores[at:]) for at in range(len(scores))]
-    return found
+            results += [sum(scores[at:]) for at in range(len(scores))]
+    return results
 
 
 @given(groups=GROUPS, normalize_std=st.booleans())
 def test_a_token_gets_what_is_still_to_come_compared_with_its_group(groups, normalize_std):
-    found = grpo_process(step_of(rows_of(groups), longest_of(groups)), normalize_std=normalize_std)
-    assert found.tolist() == pytest.approx(plain(groups, normalize_std), rel=1e-6, abs=1e-6)
+    actual = grpo_process(step_of(rows_of(groups), longest_of(groups)), normalize_std=normalize_std)
+    assert actual.tolist() == pytest.approx(plain(groups, normalize_std), rel=1e-6, abs=1e-6)
 
 
 @given(groups=GROUPS, ranks=st.integers(1, 3))
@@ -57,9 +57,9 @@ def test_ranks_with_parts_of_groups_find_the_same(groups, ranks):
         shares = list(pool.map(share, range(ranks)))
     expected = grpo_process(step_of(rows, longest_of(groups)), normalize_std=True)
     of_rows = np.split(expected, np.cumsum([len(response) for _, response in rows])[:-1])
-    for rank, found in enumerate(shares):
+    for rank, actual in enumerate(shares):
         own = of_rows[rank::ranks]
-        assert found.tolist() == pytest.approx(np.concatenate(own).tolist() if own else [], abs=1e-9)
+        assert actual.tolist() == pytest.approx(np.concatenate(own).tolist() if own else [], abs=1e-9)
 
 
 @given(rewards=st.lists(st.lists(st.floats(-2, 2), min_size=2, max_size=4), min_size=1, max_size=3))
@@ -67,5 +67,5 @@ def test_with_a_reward_for_each_response_it_is_grpo(rewards):
     rows = [(number, [None, reward]) for number, group in enumerate(rewards) for reward in group]
     groups, count = np.array([group for group, _ in rows]), len(rows)
     plain = grpo(StepRewards(np.array([r[1] for _, r in rows]), groups, np.full(count, 2)), normalize_std=True)
-    found = grpo_process(step_of(rows, np.full(len(rewards), 2)), normalize_std=True)
-    assert found.tolist() == pytest.approx(np.repeat(plain, 2).tolist(), rel=1e-4, abs=1e-4)
+    actual = grpo_process(step_of(rows, np.full(len(rewards), 2)), normalize_std=True)
+    assert actual.tolist() == pytest.approx(np.repeat(plain, 2).tolist(), rel=1e-4, abs=1e-4)

@@ -103,7 +103,7 @@ def test_a_header_says_what_the_trajectories_say(group, least):
         assert dict(described.trained) == {version: trained.count(version) for version in sorted(set(trained))}
         assert described.trained_tokens == len(trained) and described.oldest_version == trajectory.oldest_version
         offsets = [at for at, keep in enumerate(trajectory.loss_mask) if keep]
-        assert described.fed == (offsets[-1] if offsets else 0)
+        assert described.response_inputs == (offsets[-1] if offsets else 0)
         masked = described.masked(least)
         assert masked.trained_tokens == sum(version >= least for version in trained)
     assert header.oldest_version == group.oldest_version

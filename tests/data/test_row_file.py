@@ -39,7 +39,7 @@ def test_rows_and_their_lengths_survive(tmp_path_factory, rows):
         first = expected.trained.tolist().index(True)
         assert file.prompt_tokens[number] == first and file.trained_tokens[number] == sum(expected.trained)
         # The last trained token is not fed.
-        assert first + file.fed[number] == max(np.flatnonzero(expected.trained))
+        assert first + file.response_inputs[number] == max(np.flatnonzero(expected.trained))
         prompts.setdefault(tuple(expected.ids[:first].tolist()), set()).add(int(file.prompts[number]))
     assert all(len(numbers) == 1 for numbers in prompts.values())
     assert len({next(iter(numbers)) for numbers in prompts.values()}) == len(prompts)

@@ -7,6 +7,7 @@ import torch
 from fp8_folders import write_fp8
 from random_models import MODELS, MORE_MODELS, write_model
 from safetensors.torch import load_file, save_file
+from tiny_shards import write_checkpoint
 from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -14,7 +15,7 @@ from megasync.errors import CheckpointError, ConfigError
 from megasync.layout.block_fp8 import Block, dequantize, dequantized, stored_block
 from megasync.layout.layout import Box, Layout
 from megasync.layout.model_files import read_hf_config, read_storage
-from megasync.layout.shards import HfFolder, describe, export_checkpoint, load_shards, save_written
+from megasync.layout.shards import HfFolder, export_checkpoint, load_shards
 from megasync.layout.topology import Topology
 
 # Small blocks divide none of the small models' splits; large ones are those of the published folders.
@@ -103,9 +104,9 @@ def test_a_stream_of_tensors_is_dequantized_in_any_order(make):
     first, second = (list(load_file(fp8 / file).items()) for file in (FIRST, SECOND))
     expected = load_file(plain / "model.safetensors")
     for stream in (first + second, second + first):
-        found = dict(dequantized(iter(stream), Block(*SMALL)))
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        results = dict(dequantized(iter(stream), Block(*SMALL)))
+        assert results.keys() == expected.keys()
+        assert all(torch.equal(results[name], expected[name]) for name in expected)
     with pytest.raises(ConfigError, match="not both"):
         list(dequantized(iter(first), Block(*SMALL)))
     with pytest.raises(ConfigError, match="not that of blocks"):
@@ -177,11 +178,10 @@ def test_an_export_is_the_dequantized_model_without_quantization(make, tmp_path)
     fp8, plain = make(MORE_MODELS["kimi_k2"])
     layout = Layout(read_hf_config(fp8), Topology(tensor=2))
     assert "quantization_config" not in layout.hf_config
-    (tmp_path / "step").mkdir()
-    for rank in range(2):
-        save_written(tmp_path / "step", layout, rank, load_shards(fp8, layout, rank, torch.bfloat16))
-    (tmp_path / "step" / "layout.json").write_text(json.dumps(describe(layout, "bfloat16")))
-    export_checkpoint(tmp_path / "step", fp8, tmp_path / "out")
+    step = write_checkpoint(
+        tmp_path / "step", layout, lambda rank: load_shards(fp8, layout, rank, torch.bfloat16), "bfloat16"
+    )
+    export_checkpoint(step, fp8, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and "quantization_config" not in config
     written, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", plain))

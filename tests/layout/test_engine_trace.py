@@ -79,8 +79,8 @@ async def serving(path: Path, tensor_parallel: int):
 
 def logprobs(model, prompt: list[int]) -> list[float]:
     with torch.no_grad():
-        found = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    return [float(found[i, token]) for i, token in enumerate(prompt[1:])]
+        results = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    return [float(results[i, token]) for i, token in enumerate(prompt[1:])]
 
 
 async def score(control: ServerControl, prompt: list[int]) -> list[float]:
@@ -134,8 +134,8 @@ async def test_a_server_computes_what_hugging_face_does_and_loads_what_its_trace
         assert ranks == await asyncio.to_thread(engine_ranks, path, tensor_parallel, "float32", "cpu", specs)
         question = {"specs": specs, "ranks": msgspec.to_builtins(ranks)}
         body = {"action": engine_oracle.ACTION, "skip_tensor_list": [json.dumps(question)], "selector": "target"}
-        found = await control.post("/weights_checker", body)
-        answers = [json.loads(rank["checksums"][engine_oracle.ACTION]) for rank in found["ranks"]]
+        results = await control.post("/weights_checker", body)
+        answers = [json.loads(rank["checksums"][engine_oracle.ACTION]) for rank in results["ranks"]]
         print(family, tensor_parallel, answers)
         assert [answer["different"] for answer in answers] == [[]] * tensor_parallel
         loaded = sum(box.rows * box.cols for rank in ranks for _, box, *_ in rank.slots)

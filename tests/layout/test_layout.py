@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_models import ALIASES
+from random_models import ALIASES, MODELS, MORE_MODELS
 from safetensors.torch import load_file
 
 from megasync.errors import ConfigError
@@ -21,6 +21,24 @@ from megasync.layout.shards import assemble, load_shards
 from megasync.layout.topology import Topology
 
 SLOW_OK = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+
+
+# Values of options that a family's tensors depend on.
+SHARED = {"n_shared_experts": [1, 2], "first_k_dense_replace": [0, 1, 2]}
+SPARSE = {"decoder_sparse_step": [1, 2], "mlp_only_layers": [[], [1]]}
+DELTAS = {"linear_num_key_heads": [4, 8], "full_attention_interval": [2, 3, 4]}
+VARIED = {
+    "glm4": {"attention_bias": [False, True]},
+    "glm4_moe": {"attention_bias": [False, True], "use_qk_norm": [False, True], **SHARED},
+    "minimax_m2": {"rotary_dim": [2, 4]},
+    "llama4_text": {"interleave_moe_layer_step": [1, 2], "intermediate_size_mlp": [4, 12, 20]},
+    "qwen2_moe": SPARSE,
+    "qwen3_moe": SPARSE,
+    "qwen3_next": {**SPARSE, **DELTAS},
+    "qwen3_5_text": DELTAS,
+    "deepseek_v3": {"q_lora_rank": [None, 8], **SHARED},
+    "gemma3_text": {"tie_word_embeddings": [True]},
+}
 
 
 @st.composite
@@ -37,17 +55,24 @@ def cases(draw):
     heads = groups * draw(st.sampled_from([1, 2, 3])) * (tensor if groups < tensor else 1)
     counts = [virtual * draw(st.integers(1, 2)) for _ in range(pipeline)]
     counts[1:-1] = [virtual] * len(counts[1:-1])
-    config = {
-        "model_type": kind,
+    config = (MODELS | MORE_MODELS)[kind] | {
         "num_attention_heads": heads,
-        "num_key_value_heads": groups,
+        "num_key_value_heads": heads if kind in LATENT else groups,
         "hidden_size": heads * 4,
         "head_dim": 4,
-        "intermediate_size": 4 * draw(st.integers(1, 5)),
+        "intermediate_size": 8 if kind in ("minimax_m2", "gpt_oss", "llama4_text") else 4 * draw(st.integers(1, 5)),
+        "moe_intermediate_size": 8,
         "vocab_size": draw(st.integers(3, 300)),
         "num_hidden_layers": sum(counts),
+        "layer_types": None,
         "tie_word_embeddings": draw(st.booleans()),
     }
+    config |= {name: draw(st.sampled_from(values)) for name, values in VARIED.get(kind, {}).items()}
+    if kind in DELTA:
+        config["linear_num_value_heads"] = config["linear_num_key_heads"] * draw(st.sampled_from([1, 2]))
+        interval = config["full_attention_interval"]
+        kinds = ["linear_attention" if n % interval else "full_attention" for n in range(1, sum(counts) + 1)]
+        config["layer_types"] = kinds
     split = {}
     if FAMILIES[kind].sparse:
         splits = [(1, None), (1, 1), (2, 1), (2, 2), (4, 1), (1, tensor * data)]
@@ -55,81 +80,14 @@ def cases(draw):
         if kind == "gpt_oss":
             fits = [(ep, etp) for ep, etp in fits if (etp or tensor) == 1]
         split["expert"], split["expert_tensor"] = draw(st.sampled_from(fits))
-        config |= {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    if kind == "glm4_moe":
-        config |= {
-            "attention_bias": draw(st.booleans()),
-            "use_qk_norm": draw(st.booleans()),
-            "n_routed_experts": 4,
-            "n_shared_experts": draw(st.sampled_from([1, 2])),
-            "first_k_dense_replace": draw(st.integers(0, 2)),
-            "num_nextn_predict_layers": 1,
-        }
-    elif kind == "minimax_m2":
-        config |= {
-            "num_local_experts": 4,
-            "intermediate_size": 8,
-            "use_qk_norm": True,
-            "use_routing_bias": True,
-            "scoring_func": "sigmoid",
-            "rotary_dim": draw(st.sampled_from([2, 4])),
-        }
-    elif kind == "gpt_oss":
-        yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
-        config |= {"num_local_experts": 4, "rope_scaling": yarn, "rope_theta": 10000.0}
-    elif kind == "llama4_text":
-        config |= {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 1,
-            "intermediate_size": 8,
-            "intermediate_size_mlp": 4 * draw(st.integers(1, 5)),
-            "interleave_moe_layer_step": draw(st.sampled_from([1, 2])),
-        }
-    elif FAMILIES[kind].sparse and kind not in LATENT:
-        config |= {
-            "num_experts": 4,
-            "shared_expert_intermediate_size": 12,
-            "decoder_sparse_step": draw(st.sampled_from([1, 2])),
-            "mlp_only_layers": draw(st.sampled_from([[], [1]])),
-        }
-    elif kind in LATENT:
-        config |= {
-            "num_key_value_heads": heads,
-            "q_lora_rank": draw(st.sampled_from([None, 8])),
-            "kv_lora_rank": 10,
-            "qk_nope_head_dim": 4,
-            "qk_rope_head_dim": 2,
-            "v_head_dim": 5,
-            "n_routed_experts": 4,
-            "n_shared_experts": draw(st.sampled_from([1, 2])),
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": draw(st.integers(0, 2)),
-            "num_nextn_predict_layers": 1,
-        }
-    elif kind == "mistral":
-        config["sliding_window"] = None
-    elif kind == "gemma3_text":
-        config |= {"tie_word_embeddings": True, "pad_token_id": None}
-    if kind in DELTA:
-        layers = config["num_hidden_layers"]
-        keys, group, interval = draw(st.tuples(st.sampled_from([4, 8]), st.sampled_from([1, 2]), st.integers(2, 4)))
-        config |= {
-            "full_attention_interval": interval,
-            "layer_types": ["linear_attention" if n % interval else "full_attention" for n in range(1, layers + 1)],
-            "linear_num_key_heads": keys,
-            "linear_key_head_dim": 3,
-            "linear_num_value_heads": keys * group,
-            "linear_value_head_dim": 5,
-            "linear_conv_kernel_dim": 4,
-        }
-    elif kind == "glm4":
-        config |= {"attention_bias": draw(st.booleans()), "pad_token_id": None}
-    if kind.startswith("qwen2") or kind in LATENT:
-        del config["head_dim"]
     uneven = {"first_stage_layers": counts[0]} if pipeline > 1 else {}
     if pipeline > 2:
         uneven["last_stage_layers"] = counts[-1]
+    # Hugging Face derives what is None, and head sizes of these.
+    derived = {"head_dim"} if kind.startswith("qwen2") or kind in LATENT else set()
+    config = {
+        name: value for name, value in config.items() if name not in derived and (name, value) != ("layer_types", None)
+    }
     return config, Topology(tensor, pipeline, data, virtual=virtual, **uneven, **split)
 
 

@@ -23,9 +23,9 @@ def check(model: nn.Module, specs, post_load=lambda model: None) -> EngineRank:
     rank = msgspec.convert(msgspec.to_builtins(trace_load(model, specs)), EngineRank)
     for tensor, (address, content) in zip(held, before, strict=True):
         assert tensor.data.data_ptr() == address and torch.equal(tensor, content)
-    found = compare(model, specs, rank, post_load)
-    assert found["different"] == []
-    assert found["loaded"] == sum(slot.hf_box.rows * slot.hf_box.cols for slot in rank.slots)
+    results = compare(model, specs, rank, post_load)
+    assert results["different"] == []
+    assert results["loaded"] == sum(slot.hf_box.rows * slot.hf_box.cols for slot in rank.slots)
     return rank
 
 
@@ -67,10 +67,10 @@ def test_fused_projections_of_one_tensor_rank():
     model.spare._skip_weight_check = True
     assert trace_load(model, [*specs, ("down", (5, 12)), ("norm", (5,))]).unwritten == ()
     assert rank.dtypes["qkv"] == "float32" and rank.sizes["qkv"] == 80
-    found = {slot.hf_name: slot for slot in rank.slots}
-    assert found["k"] == Slot("k", Box(4, 4, 0, 5), "qkv", 40, 5, 1)
-    assert found["down"] == Slot("down", Box(0, 5, 6, 6), "down", 0, 6, 1)
-    assert found["q_bias"] == Slot("q_bias", Box(8, 8, 0, 1), "bias", 0, 1, 1)
+    results = {slot.hf_name: slot for slot in rank.slots}
+    assert results["k"] == Slot("k", Box(4, 4, 0, 5), "qkv", 40, 5, 1)
+    assert results["down"] == Slot("down", Box(0, 5, 6, 6), "down", 0, 6, 1)
+    assert results["q_bias"] == Slot("q_bias", Box(8, 8, 0, 1), "bias", 0, 1, 1)
 
 
 def test_experts_in_one_parameter_of_three_dimensions():

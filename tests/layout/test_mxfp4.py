@@ -70,10 +70,10 @@ def test_every_rectangle_is_that_of_the_whole(folders):
 def test_a_whole_folder_is_dequantized_in_any_order(folders):
     weights = list(load_file(folders[0] / "model.safetensors").items())
     random.Random(3).shuffle(weights)
-    found = dict(dequantize_weights("mxfp4", lambda: iter(weights)))
+    actual = dict(dequantize_weights("mxfp4", lambda: iter(weights)))
     expected = load_file(folders[1] / "model.safetensors")
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
         blocks = load_file(folders[0] / "model.safetensors").get(name + "_blocks")
         if blocks is not None:
             scales = load_file(folders[0] / "model.safetensors")[name + "_scales"]

@@ -64,12 +64,12 @@ def test_parts_quantize_like_the_whole_block_by_block(weight, cuts, monkeypatch)
         grid = BLOCK.covering(box)
         own = maxima[grid.row : grid.row + grid.rows, grid.col : grid.col + grid.cols]
         torch.maximum(own, block_maxima(part, box, BLOCK), out=own)
-    found = scales_of(maxima, power_of_two=False)
-    assert torch.equal(found, scales)
+    results = scales_of(maxima, power_of_two=False)
+    assert torch.equal(results, scales)
     assert sum(part.numel() for _, part in pieces) == weight.numel()
     for box, part in pieces:
         grid = BLOCK.covering(box)
-        own = found[grid.row : grid.row + grid.rows, grid.col : grid.col + grid.cols]
+        own = results[grid.row : grid.row + grid.rows, grid.col : grid.col + grid.cols]
         expected = values[box.row : box.row + box.rows, box.col : box.col + box.cols]
         assert torch.equal(bits(quantize(part, own, box, BLOCK)), bits(expected)), box
 
@@ -145,13 +145,13 @@ def test_a_folder_is_quantized_like_block_by_block(source, tmp_path, power_of_tw
     if not power_of_two:
         fp8, _ = write_fp8(source, tmp_path / "fp8", tmp_path / "plain", block)
         expected = {name: tensor for file in fp8.glob("*.safetensors") for name, tensor in load_file(file).items()}
-        found = load_file(tmp_path / "out" / "model.safetensors")
-        assert found.keys() == expected.keys()
+        results = load_file(tmp_path / "out" / "model.safetensors")
+        assert results.keys() == expected.keys()
         for name in expected:
             theirs = (
-                expected[name] if name + "_scale_inv" in found or "_scale_inv" in name else expected[name].bfloat16()
+                expected[name] if name + "_scale_inv" in results or "_scale_inv" in name else expected[name].bfloat16()
             )
-            assert torch.equal(bits(found[name]), bits(theirs)), name
+            assert torch.equal(bits(results[name]), bits(theirs)), name
 
 
 def test_linear_layers_are_those_of_every_stage():

@@ -6,13 +6,15 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from random_models import MORE_MODELS, write_model
 from safetensors.torch import load_file, save_file
+from tiny_shards import write_checkpoint
 from transformers import AutoModelForCausalLM
 
 from megasync.errors import CheckpointError
 from megasync.layout import shards
 from megasync.layout.layout import Layout
-from megasync.layout.shards import describe, export_checkpoint, load_shards, save_written, shard_file
+from megasync.layout.shards import export_checkpoint, load_shards, shard_file
 from megasync.layout.topology import Topology
 
 
@@ -24,12 +26,8 @@ def folder(make_model, save_model, tmp_path):
     return path, save_model(model, path), model.state_dict()
 
 
-def write_checkpoint(path, hf_dir, layout, dtype="float32"):
-    path.mkdir()
-    for rank in range(layout.topology.world):
-        save_written(path, layout, rank, load_shards(hf_dir, layout, rank))
-    (path / "layout.json").write_text(json.dumps(describe(layout, dtype)))
-    return path
+def checkpoint_of(path, hf_dir, layout, dtype="float32"):
+    return write_checkpoint(path, layout, lambda rank: load_shards(hf_dir, layout, rank), dtype)
 
 
 def test_a_folder_of_many_files_loads_like_one(make_model, save_model, tmp_path):
@@ -63,28 +61,33 @@ def test_a_missing_file_is_named(make_model, save_model, tmp_path):
         load_shards(tmp_path, Layout(config, Topology()), 0)
 
 
-def test_a_missing_tensor_is_named(folder):
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def spoilt(value):
+    def spoil(state):
+        state[UP][3, 2] = value
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("change", "vocabulary", "words"),
+    [
+        (lambda state: state.pop(UP), 101, r"no tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"),
+        (lambda state: None, 99, r"embed_tokens.*\[101, 16\].*\[99, 16\]"),
+        *(
+            (spoilt(value), 101, r"up_proj\.weight' in .*model\.safetensors holds NaN or infinity")
+            for value in (math.nan, math.inf, -math.inf)
+        ),
+    ],
+)
+def test_a_missing_a_misshapen_and_a_non_finite_tensor_are_named(folder, change, vocabulary, words):
     path, config, state = folder
-    del state["model.layers.1.mlp.up_proj.weight"]
+    change(state)
     save_file(state, path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"no tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"):
-        load_shards(path, Layout(config, Topology()), 0)
-
-
-def test_a_wrong_shape_is_named_with_both_shapes(folder):
-    path, config, _ = folder
-    layout = Layout(config | {"vocab_size": 99}, Topology())
-    with pytest.raises(CheckpointError, match=r"embed_tokens.*\[101, 16\].*\[99, 16\]"):
-        load_shards(path, layout, 0)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_weight_that_is_not_finite_is_named_with_its_file(folder, value):
-    path, config, state = folder
-    state["model.layers.1.mlp.up_proj.weight"][3, 2] = value
-    save_file(state, path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"up_proj\.weight' in .*model\.safetensors holds NaN or infinity"):
-        load_shards(path, Layout(config, Topology()), 0)
+    with pytest.raises(CheckpointError, match=words):
+        load_shards(path, Layout(config | {"vocab_size": vocabulary}, Topology()), 0)
 
 
 def test_a_damaged_file_is_named(folder):
@@ -101,7 +104,7 @@ def test_an_exported_checkpoint_is_bitwise_the_model(make_model, save_model, tmp
     layout = Layout(save_model(model, source), Topology(tensor=2, pipeline=2))
     (source / "tokenizer.json").write_text("{}")
     (source / "notes.txt").write_text("stays behind")
-    export_checkpoint(write_checkpoint(tmp_path / "step", source, layout), source, tmp_path / "out")
+    export_checkpoint(checkpoint_of(tmp_path / "step", source, layout), source, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "config.json",
         "generation_config.json",
@@ -115,72 +118,26 @@ def test_an_exported_checkpoint_is_bitwise_the_model(make_model, save_model, tmp
     assert torch.equal(again(torch.tensor([[1, 2, 3]])).logits, model(torch.tensor([[1, 2, 3]])).logits)
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [1]}
-DEEPSEEK = {
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 4,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 10,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 6,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 8,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 1,
-}
-GLM4_MOE = {
-    "model_type": "glm4_moe",
-    "attention_bias": True,
-    "use_qk_norm": True,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 1,
-}
-
-MINIMAX_M2 = {
-    "model_type": "minimax_m2",
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "use_qk_norm": True,
-    "use_routing_bias": True,
-    "scoring_func": "sigmoid",
-}
-
-GPT_OSS = {
-    "model_type": "gpt_oss",
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
-}
-
-
 @pytest.mark.parametrize(
-    ("config", "topology"),
+    ("family", "topology"),
     [
-        ({"model_type": "qwen3_moe", **EXPERTS}, Topology(tensor=2, data=2, pipeline=2, virtual=2, expert=2)),
-        (GPT_OSS, Topology(tensor=2, data=2, pipeline=2, expert=2, expert_tensor=1)),
-        ({"model_type": "qwen2_moe", **EXPERTS}, Topology(tensor=2, data=2, expert=4, expert_tensor=1)),
-        (DEEPSEEK, Topology(tensor=2, data=2, pipeline=2, expert=2)),
-        (GLM4_MOE, Topology(tensor=2, data=2, expert=4, expert_tensor=1)),
-        (MINIMAX_M2, Topology(tensor=2, data=2, pipeline=2, expert=2)),
-        ({"model_type": "mistral", "sliding_window": None}, Topology(pipeline=2, virtual=2, data=2)),
-        ({"model_type": "glm4", "pad_token_id": None, "eos_token_id": None}, Topology(tensor=2, pipeline=2)),
+        ("qwen3_moe", Topology(tensor=2, data=2, pipeline=2, virtual=2, expert=2)),
+        ("gpt_oss", Topology(tensor=2, data=2, pipeline=2, expert=2, expert_tensor=1)),
+        ("qwen2_moe", Topology(tensor=2, data=2, expert=4, expert_tensor=1)),
+        ("deepseek_v3", Topology(tensor=2, data=2, pipeline=2, expert=2)),
+        ("glm4_moe", Topology(tensor=2, data=2, expert=4, expert_tensor=1)),
+        ("minimax_m2", Topology(tensor=2, data=2, pipeline=2, expert=2)),
+        ("mistral", Topology(pipeline=2, virtual=2, data=2)),
+        ("glm4", Topology(tensor=2, pipeline=2)),
     ],
-    ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
 )
-def test_each_parameter_is_stored_once_and_exported_bitwise(make_model, save_model, tmp_path, config, topology):
-    source = tmp_path / "model"
-    saved_config = save_model(make_model(num_hidden_layers=4, shared_expert_intermediate_size=8, **config), source)
-    layout = Layout(saved_config, topology)
-    checkpoint = write_checkpoint(tmp_path / "step", source, layout)
+def test_each_parameter_is_stored_once_and_exported_bitwise(tmp_path, family, topology):
+    source = write_model(tmp_path / "model", MORE_MODELS[family])
+    layout = Layout(MORE_MODELS[family], topology)
+    checkpoint = checkpoint_of(tmp_path / "step", source, layout)
     stored = sum(tensor.numel() for file in checkpoint.glob("*.safetensors") for tensor in load_file(file).values())
-    padding = 2 * (layout.padded_vocab - layout.sizes.vocab) * layout.sizes.hidden
+    tables = sum(shape[0] == layout.sizes.vocab for shape in layout.hf_tensors.values())
+    padding = tables * (layout.padded_vocab - layout.sizes.vocab) * layout.sizes.hidden
     assert stored == sum(torch.Size(shape).numel() for shape in layout.hf_tensors.values()) + padding
     with shards.ShardFiles(checkpoint) as files:
         read = shards.reading_parts(layout, files.part)
@@ -201,13 +158,11 @@ def test_each_parameter_is_stored_once_and_exported_bitwise(make_model, save_mod
     assert all(torch.equal(written[name], saved[name]) for name in saved)
 
 
-def test_a_routers_bias_stays_float32_and_layers_that_predict_ahead_are_gone_from_the_config(
-    make_model, save_model, tmp_path
-):
-    source = tmp_path / "model"
-    layout = Layout(save_model(make_model(**DEEPSEEK), source), Topology(tensor=2))
+def test_a_routers_bias_stays_float32_and_layers_that_predict_ahead_are_gone_from_the_config(tmp_path):
+    source = write_model(tmp_path / "model", MORE_MODELS["deepseek_v3"])
+    layout = Layout(MORE_MODELS["deepseek_v3"], Topology(tensor=2))
     AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(tmp_path / "theirs")
-    export_checkpoint(write_checkpoint(tmp_path / "step", source, layout, "bfloat16"), source, tmp_path / "out")
+    export_checkpoint(checkpoint_of(tmp_path / "step", source, layout, "bfloat16"), source, tmp_path / "out")
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "theirs"))
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
@@ -221,7 +176,7 @@ def test_a_large_export_is_cut_into_files_with_an_index(folder, tmp_path, monkey
     path, config, state = folder
     monkeypatch.setattr(shards, "MAX_FILE_BYTES", 12_000)
     layout = Layout(config, Topology(tensor=2))
-    export_checkpoint(write_checkpoint(tmp_path / "step", path, layout, "bfloat16"), path, tmp_path / "out")
+    export_checkpoint(checkpoint_of(tmp_path / "step", path, layout, "bfloat16"), path, tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(tmp_path.glob("out/*.safetensors"))
     assert len(files) > 1
@@ -235,7 +190,7 @@ def test_a_large_export_is_cut_into_files_with_an_index(folder, tmp_path, monkey
 def test_an_incomplete_checkpoint_leaves_no_output(folder, tmp_path):
     path, config, _ = folder
     layout = Layout(config, Topology(tensor=2))
-    checkpoint = write_checkpoint(tmp_path / "step", path, layout)
+    checkpoint = checkpoint_of(tmp_path / "step", path, layout)
     (checkpoint / shard_file(1)).unlink()
     with pytest.raises(CheckpointError, match=r"model-00001\.safetensors is missing"):
         export_checkpoint(checkpoint, path, tmp_path / "out")
@@ -244,7 +199,7 @@ def test_an_incomplete_checkpoint_leaves_no_output(folder, tmp_path):
 
 def test_an_export_is_readable_and_replaces_an_earlier_one_only_when_it_is_whole(folder, tmp_path, monkeypatch):
     path, config, state = folder
-    checkpoint = write_checkpoint(tmp_path / "step", path, Layout(config, Topology()))
+    checkpoint = checkpoint_of(tmp_path / "step", path, Layout(config, Topology()))
     out = tmp_path / "out"
     out.mkdir()
     (out / "of an earlier export").touch()
@@ -269,7 +224,7 @@ def test_a_checkpoint_without_layout_and_a_full_output_folder_are_refused(folder
     with pytest.raises(CheckpointError, match=r"no layout\.json"):
         export_checkpoint(tmp_path / "step", path, tmp_path / "out")
     shutil.rmtree(tmp_path / "step")
-    checkpoint = write_checkpoint(tmp_path / "step", path, Layout(config, Topology()))
+    checkpoint = checkpoint_of(tmp_path / "step", path, Layout(config, Topology()))
     with pytest.raises(CheckpointError, match="not empty"):
         export_checkpoint(checkpoint, path, path)
     (checkpoint / "layout.json").write_text('{"spec": "local"}')

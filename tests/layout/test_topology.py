@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megasync.config.schema import TrainerConfig
 from megasync.errors import ConfigError
-from megasync.layout.topology import Coords, Topology
+from megasync.layout.topology import Topology
 
 sizes = st.integers(1, 5)
 
@@ -19,21 +19,6 @@ def test_ranks_and_coordinates_are_inverse_and_cover_the_world(tensor, pipeline,
     coords = [topology.coords(rank) for rank in range(topology.world)]
     assert len(set(coords)) == topology.world
     assert [topology.rank(*c) for c in coords] == list(range(topology.world))
-
-
-def test_order_is_tensor_then_data_then_pipeline():
-    topology = Topology(tensor=2, pipeline=2, data=3)
-    places = [topology.coords(rank)[:3] for rank in (0, 1, 2, 6)]
-    assert places == [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
-    assert topology.coords(11) == Coords(tp=1, dp=2, pp=1)
-
-
-def test_context_ranks_are_between_tensor_and_data_ranks():
-    topology = Topology(tensor=2, pipeline=2, data=3, context=4)
-    assert topology.coords(2) == Coords(tp=0, dp=0, pp=0, cp=1)
-    assert topology.coords(8) == Coords(tp=0, dp=1, pp=0)
-    assert topology.coords(47) == Coords(tp=1, dp=2, pp=1, cp=3)
-    assert topology.with_replicas(6) == Topology(tensor=2, pipeline=2, data=6)
 
 
 def test_coordinates_of_a_rank_outside_are_refused():
@@ -196,8 +181,9 @@ def test_expert_peers_are_closed_under_sharing_experts_and_under_tensor_parallel
                 assert all(topology.expert_peers(peer) == peers for peer in peers)
 
 
-def test_the_largest_topology_on_fewer_ranks_keeps_all_but_its_data_parallel_size() -> None:
+def test_other_numbers_of_ranks_and_replicas_keep_all_but_the_data_parallel_size() -> None:
     whole = Topology(tensor=2, pipeline=2, data=4, context=2)
+    assert whole.with_replicas(6) == Topology(tensor=2, pipeline=2, data=6)
     assert whole.largest_on(100) == whole.largest_on(32) == whole
     assert whole.largest_on(31) == replace(whole, data=3)
     assert whole.largest_on(8) == replace(whole, data=1)

@@ -6,12 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import make_tiny_model, make_tiny_value_model
+from tiny_shards import write_checkpoint
 from transformers import AutoModelForTokenClassification
 
 from megasync.layout.families import FAMILIES
 from megasync.layout.families.value_head import BIAS, WEIGHT
 from megasync.layout.layout import Layout
-from megasync.layout.shards import describe, export_checkpoint, layout_of, load_shards, save_written
+from megasync.layout.shards import describe, export_checkpoint, layout_of, load_shards
 from megasync.layout.topology import Topology
 from megasync.trainer.model import fresh_value_head
 
@@ -21,6 +22,12 @@ HEAD = {"output_layer.weight": (1, 64), "output_layer.bias": (1,)}
 
 def layout_for(folder, topology=TOPOLOGY):
     return Layout(json.loads((folder / "config.json").read_text()), topology, value_head=True)
+
+
+def saved(path, folder, layout):
+    """A checkpoint of the folder, with a new head where it has none."""
+    head = fresh_value_head(layout, seed=7)
+    return write_checkpoint(path, layout, lambda rank: load_shards(folder, layout, rank, absent=head))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -53,12 +60,11 @@ def test_a_language_model_gets_the_same_new_head_on_every_rank(tmp_path):
 def test_a_head_that_is_there_is_kept_and_comes_back_bitwise(tmp_path):
     folder = make_tiny_value_model(tmp_path / "model")
     layout, whole = layout_for(folder), load_file(folder / "model.safetensors")
-    (tmp_path / "step").mkdir()
-    for rank in range(4):
-        shard = load_shards(folder, layout, rank, absent=fresh_value_head(layout, seed=7))
-        save_written(tmp_path / "step", layout, rank, shard)
-    (tmp_path / "step" / "layout.json").write_text(json.dumps(describe(layout, "float32")))
-    export_checkpoint(tmp_path / "step", make_tiny_model(tmp_path / "policy", tokenizer=False), tmp_path / "out")
+    export_checkpoint(
+        saved(tmp_path / "step", folder, layout),
+        make_tiny_model(tmp_path / "policy", tokenizer=False),
+        tmp_path / "out",
+    )
     back = load_file(tmp_path / "out" / "model.safetensors")
     assert back.keys() == whole.keys()
     assert all(torch.equal(back[name], whole[name]) for name in whole)
@@ -88,10 +94,7 @@ def test_the_heads_tensors_are_those_of_the_token_classifier(tmp_path, family):
 def test_an_exported_critic_is_loaded_without_further_options(tmp_path):
     source = make_tiny_model(tmp_path / "policy", tokenizer=False)
     layout = layout_for(source, Topology())
-    (tmp_path / "step").mkdir()
-    save_written(tmp_path / "step", layout, 0, load_shards(source, layout, 0, absent=fresh_value_head(layout, seed=7)))
-    (tmp_path / "step" / "layout.json").write_text(json.dumps(describe(layout, "float32")))
-    export_checkpoint(tmp_path / "step", source, tmp_path / "out")
+    export_checkpoint(saved(tmp_path / "step", source, layout), source, tmp_path / "out")
     model, report = AutoModelForTokenClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert (model.score.out_features, model.dropout.p) == (1, 0.0)

@@ -11,7 +11,7 @@ import torch
 
 from megasync.algorithms.choose import chooser_of
 from megasync.algorithms.losses import StepTokens
-from megasync.algorithms.losses.tokens import lots_of
+from megasync.algorithms.losses.tokens import random_keys
 from megasync.config.schema import AlgorithmConfig
 
 
@@ -30,7 +30,7 @@ def chosen_of(
     values = [np.array(each, dtype=np.float64) for each in (logprobs, old, advantages)]
     if dealt is None:
         own = np.arange(len(logprobs))
-        return torch.from_numpy(chooser(StepTokens(*values, lots_of(step, own // 4, own % 4), lambda sums: sums)))
+        return torch.from_numpy(chooser(StepTokens(*values, random_keys(step, own // 4, own % 4), lambda sums: sums)))
     barrier, parts = Barrier(len(dealt)), {}
 
     def on_rank(rank: int) -> np.ndarray:
@@ -42,7 +42,7 @@ def chosen_of(
             return total
 
         own = np.array(dealt[rank], dtype=np.int64)
-        return chooser(StepTokens(*(each[own] for each in values), lots_of(step, own // 4, own % 4), summed))
+        return chooser(StepTokens(*(each[own] for each in values), random_keys(step, own // 4, own % 4), summed))
 
     chosen = torch.zeros(len(logprobs), dtype=torch.bool)
     with ThreadPoolExecutor(len(dealt)) as pool:

@@ -165,11 +165,11 @@ def gradients(engine):
     return {name: weight.main_grad.clone() for name, weight in trained.items()}
 
 
-def make_groups(seed, groups=4, samples=3, vocab=131, uniform=(), taught=False, stepped=False, forked=False):
+def make_groups(seed, groups=4, samples=3, vocab=131, uniform=(), teachers=False, stepped=False, forked=False):
     """Random groups; those in `uniform` have equal rewards. Every third response has a masked token.
 
-    If `taught`, all but these responses have log-probs of a teacher. If `stepped`, every other token of the others has
-    a reward, which is a part of that of the response. If `forked`, the first two trajectories of a group are a sample.
+    If `teachers`, all but these responses have log-probs of a teacher. If `stepped`, every other token of the others
+    has a reward, a part of that of the response. If `forked`, the first two trajectories of a group are a sample.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -186,7 +186,7 @@ def make_groups(seed, groups=4, samples=3, vocab=131, uniform=(), taught=False, 
             mask[0] = int(member % 3 != 2)
             logprobs = (torch.randn(len(response), generator=generator) * 0.1 - 4.9).tolist()
             reward = 1.0 if index in uniform else float(member)
-            arrays = {TEACHER: np.array(logprobs, np.float32) + 0.5} if taught and member % 3 != 2 else {}
+            arrays = {TEACHER: np.array(logprobs, np.float32) + 0.5} if teachers and member % 3 != 2 else {}
             if stepped and member % 3 != 0:
                 places = np.arange(len(response))
                 arrays[TOKEN_REWARDS] = np.where(places % 2 == 0, 0.1 * places, np.nan).astype(np.float32)
@@ -211,19 +211,19 @@ def weights(engine):
     return {name: tensor.clone() for name, tensor in engine.params().items()}
 
 
-def train(model, steps, trainer=None, algorithm=None, optimizer=None, dtype="float32", taught=False, **batch):
+def train(model, steps, trainer=None, algorithm=None, optimizer=None, dtype="float32", teachers=False, **batch):
     """Metrics and loads of a few policy steps, and the weights at the end. ``batch`` shapes `make_groups`."""
     engine = make_engine(model, trainer, optimizer, dtype)
-    policy = PolicyTrainer(engine, AlgorithmConfig(**(algorithm or {})), dump_dir="unused", teachers=taught)
+    policy = PolicyTrainer(engine, AlgorithmConfig(**(algorithm or {})), dump_dir="unused", teachers=teachers)
     # As the first weight sync does, which merges adapters.
     engine.params()
-    batch["taught"] = taught
+    batch["teachers"] = teachers
     loaded = [[] for _ in range(steps)]
     metrics = [train_on(policy, make_groups(n, **batch), n, n, loaded[n - 1]) for n in range(1, steps + 1)]
     # Those of the responses with a teacher are all trained.
     responses = [t for group in make_groups(1, **batch) for t in group.trajectories if TEACHER in t.arrays]
-    taught_tokens = sum(len(response.response_ids) for response in responses)
-    found = {"metrics": metrics, "weights": weights(engine), "loaded": loaded, "taught_tokens": taught_tokens}
+    teacher_tokens = sum(len(response.response_ids) for response in responses)
+    found = {"metrics": metrics, "weights": weights(engine), "loaded": loaded, "teacher_tokens": teacher_tokens}
     close(engine)
     return found
 

@@ -23,3 +23,9 @@ def longest_of(groups):
 
 def rows_of(groups):
     return [(number, response) for number, group in enumerate(groups) for response in group]
+
+
+def with_values(rewards, values, starts):
+    """Each response answers a prompt of its own, and each token has a reward and a critic's value."""
+    groups, rewarded = np.arange(len(starts) - 1), np.ones(len(rewards), bool)
+    return TokenRewards(rewards, values, starts, rewarded, groups, np.diff(starts), lambda sums: sums)

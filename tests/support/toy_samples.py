@@ -93,7 +93,7 @@ def _of_tokens(flat, table, step, config, prompts: int, ranks: int) -> list[Floa
     """What each trajectory's tokens get, from ranks that exchange sums."""
     starts = np.cumsum([0, *table.trained])
     columns = {
-        "given": [r or 0.0 for s in flat for r in s.token_rewards or (None,) * s.tokens],
+        "token_rewards": [r or 0.0 for s in flat for r in s.token_rewards or (None,) * s.tokens],
         "rewarded": [r is not None for s in flat for r in s.token_rewards or (None,) * s.tokens],
         "values": [v for s in flat for v in s.values or (0.0,) * s.tokens],
         "squared_norms": [v for s in flat for v in s.norms or (1.0,) * s.tokens],

@@ -17,8 +17,22 @@ from random_models import MODELS, MORE_MODELS, write_model
 WORKER = Path(__file__).parents[1] / "trainer" / "worker.py"
 # Metrics of a step that depend on the clock.
 TIMED = {"train/seconds", "train/tokens_per_second_per_device", "train/tflops_per_device"}
+# One of each way to spread a step over two ranks; data-parallel ranks have several microbatches.
+TWO_RANKS = {
+    "dp2": {"data_parallel": 2, "tokens_per_microbatch": 40},
+    "pp2": {"pipeline_parallel": 2, "first_stage_layers": 1},
+    "tp2": {"tensor_parallel": 2},
+    "cp2": {"context_parallel": 2},
+}
 # Seconds for one request; many times what any needs, even on a crowded machine.
 TIMEOUT = 240
+
+
+def assert_same_metrics(left: dict, right: dict, **tolerance: float) -> None:
+    """Two steps have the same metrics, but for the clock."""
+    assert left.keys() == right.keys()
+    for name in left.keys() - TIMED:
+        assert left[name] == pytest.approx(right[name], **tolerance), name
 
 
 class Ranks:

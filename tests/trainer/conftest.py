@@ -1,8 +1,8 @@
 import pytest
 from trainer_ranks import models, rows, run_ranks  # noqa: F401 - fixtures
 
-# Of tests that ask ranks, the standard tier runs those of layouts, of the step and of checkpoints.
-STANDARD = ("test_layouts.py", "test_policy.py", "test_checkpoint.py")
+# Of tests that ask ranks, the standard tier runs those of the step and of checkpoints, and some of layouts.
+STANDARD = ("test_policy.py", "test_checkpoint.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -50,15 +50,15 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def resumed(run_ranks, models, tmp_path_factory):
-    found = {}
+    results = {}
     for world, runs in RUNS.items():
         runs = {
             name: {"model": models[model], "dtype": dtype, "trainer": trainer}
             for name, (model, dtype, trainer) in runs.items()
         }
         ranks = run_ranks("resume", world, runs=runs, folder=str(tmp_path_factory.mktemp("resume")))
-        found |= {name: [rank[name] for rank in ranks] for name in runs}
-    return found
+        results |= {name: [rank[name] for rank in ranks] for name in runs}
+    return results
 
 
 @pytest.mark.parametrize("name", [name for runs in RUNS.values() for name in runs])
@@ -72,10 +72,12 @@ def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(resumed, name):
 
 
 # Ranks, trainer options. A run goes through them in this order, so every one is saved and loaded.
+TP2 = {"tensor_parallel": 2, "sequence_parallel": True}
+WHOLE_EXPERTS = {"expert_tensor_parallel": 1}
 DENSE = [
     (2, {"data_parallel": 2}),
     (1, {}),
-    (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+    (2, TP2),
     (2, {"data_parallel": 2, "distributed_optimizer": False}),
     (2, {"pipeline_parallel": 2, "pipeline_layout": [2, 1]}),
     (4, {"tensor_parallel": 2, "data_parallel": 2}),
@@ -85,28 +87,10 @@ DENSE = [
 EXPERTS = [
     (2, {"data_parallel": 2, "expert_parallel": 2}),
     (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
-    (
-        4,
-        {
-            "tensor_parallel": 2,
-            "sequence_parallel": True,
-            "data_parallel": 2,
-            "expert_parallel": 2,
-            "expert_tensor_parallel": 1,
-        },
-    ),
+    (4, {**TP2, "data_parallel": 2, "expert_parallel": 2, **WHOLE_EXPERTS}),
     (1, {}),
-    (
-        4,
-        {
-            "tensor_parallel": 2,
-            "sequence_parallel": True,
-            "data_parallel": 2,
-            "expert_parallel": 4,
-            "expert_tensor_parallel": 1,
-        },
-    ),
-    (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+    (4, {**TP2, "data_parallel": 2, "expert_parallel": 4, **WHOLE_EXPERTS}),
+    (2, TP2),
     (4, {"data_parallel": 4, "expert_parallel": 2}),
     (4, {"data_parallel": 4, "expert_tensor_parallel": 2}),
     (4, {"context_parallel": 2, "data_parallel": 2, "expert_parallel": 2}),
@@ -123,14 +107,14 @@ def hops(run_ranks, models, tmp_path_factory):
     """hops(model, dtype, topologies): the checkpoints, and metrics of the step after each, of rank 0."""
 
     def run(model, dtype, topologies):
-        folder, source, found = tmp_path_factory.mktemp(f"{model}-{dtype}"), None, []
+        folder, source, results = tmp_path_factory.mktemp(f"{model}-{dtype}"), None, []
         for number, (world, trainer) in enumerate(topologies):
             target = folder / f"{number}"
             arguments = {"source": source and str(source), "target": str(target), "model": models[model]}
             metrics = run_ranks(hop, world, **arguments, trainer=trainer, dtype=dtype)[0]
-            found.append((target, metrics))
+            results.append((target, metrics))
             source = target
-        return found
+        return results
 
     return run
 
@@ -144,7 +128,7 @@ def contents(path):
         reads = {kind: partial(held.part, kind) for kind in checkpoint.MOMENTS}
         if dtype == "bfloat16":
             reads[checkpoint.MAIN_WEIGHT] = partial(held.part, checkpoint.MAIN_WEIGHT)
-        found = {
+        results = {
             (kind, name): reading_parts(layout, read)(
                 name, Box(0, prod(shape[:-1]), 0, shape[-1]) if len(shape) > 1 else Box(0, shape[0], 0, 1)
             )
@@ -153,7 +137,7 @@ def contents(path):
             # A router's bias is no parameter.
             if kind == "weight" or name not in biases
         }
-    return described["updates"], found
+    return described["updates"], results
 
 
 @pytest.mark.parametrize(
@@ -180,9 +164,9 @@ def test_a_run_resumes_on_any_topology_with_the_same_weights_and_moments(hops, m
     moments = {name: value for (kind, name), value in tensors.items() if kind == "exp_avg_sq" and "lora_A" not in name}
     assert updates == 1 and all(value.any() for value in moments.values())
     for path, metrics in others:
-        again, found = contents(path)
-        assert again == updates and found.keys() == tensors.keys()
-        assert [key for key, value in found.items() if not torch.equal(value, tensors[key])] == []
+        again, actual = contents(path)
+        assert again == updates and actual.keys() == tensors.keys()
+        assert [key for key, value in actual.items() if not torch.equal(value, tensors[key])] == []
         tolerance = 1e-5 if dtype == "float32" else 0.02
         for key in ("train/loss", "train/grad_norm"):
             assert metrics[key] == pytest.approx(first[1][key], rel=tolerance, abs=tolerance), (path, key)
@@ -206,38 +190,30 @@ def test_a_lost_slice_is_named(hops, tmp_path):
         contents(path)
 
 
-@pytest.fixture(scope="module")
-def broken(run_ranks, models, tmp_path_factory):
-    return run_ranks(broken_checkpoints, 2, model=models["llama"], folder=str(tmp_path_factory.mktemp("broken")))
-
-
-def test_a_full_disk_on_one_rank_fails_all_and_leaves_the_earlier_checkpoint(broken):
-    for rank in broken:
+def test_a_failed_save_and_what_cannot_be_loaded_are_refused_on_every_rank(run_ranks, models, tmp_path):
+    for rank in run_ranks(broken_checkpoints, 2, model=models["llama"], folder=str(tmp_path)):
         assert "could not write checkpoint" in rank["full"]
         assert "rank 1: " in rank["full"] and "File too large" in rank["full"]
         assert rank["left"] == ["step-00000001"]
         assert rank["latest"] == "step-00000001"
         assert rank["again"] is None
-
-
-def test_a_missing_shard_is_refused_on_every_rank_before_a_weight_changes(broken):
-    for rank in broken:
         assert "rank 1: " in rank["missing"]
         assert "model-00001.safetensors" in rank["missing"]
-        assert rank["kept"]
-
-
-def test_a_checkpoint_is_never_overwritten(broken):
-    assert all("already exists" in rank["existing"] for rank in broken)
-
-
-def test_another_dtype_is_refused_by_name(broken):
-    for rank in broken:
+        assert rank["kept"], "no weight changes before all files are found"
+        assert "already exists" in rank["existing"]
         assert "its dtype is float32, but this run's is bfloat16" in rank["layout"]
         assert "is not a complete checkpoint" in rank["absent"]
 
 
-def test_each_rank_syncs_what_it_wrote_and_the_marker_comes_after_all(tmp_path, monkeypatch):
+@pytest.fixture
+def alone(monkeypatch):
+    """Saves without other ranks and without a model."""
+    monkeypatch.setattr(checkpoint, "run_collectively", lambda work, *_: work and work())
+    monkeypatch.setattr(checkpoint, "all_agree", lambda ok, _: ok)
+    monkeypatch.setattr(checkpoint, "describe", lambda *_: {})
+
+
+def test_each_rank_syncs_what_it_wrote_and_the_marker_comes_after_all(alone, tmp_path, monkeypatch):
     """On a network file system no host can sync what another one wrote."""
     order, sync, replace = [], os.fsync, os.replace
 
@@ -251,9 +227,6 @@ def test_each_rank_syncs_what_it_wrote_and_the_marker_comes_after_all(tmp_path, 
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", replaced)
-    monkeypatch.setattr(checkpoint, "run_collectively", lambda work, *_: work())
-    monkeypatch.setattr(checkpoint, "all_agree", lambda ok, _: ok)
-    monkeypatch.setattr(checkpoint, "describe", lambda *_: {})
     layout = SimpleNamespace(writers=lambda rank: {"w": rank})
     path = checkpoint.step_path(tmp_path, 3)
     for rank in (1, 0):
@@ -325,10 +298,7 @@ def save_until_killed(path, point):
         os._exit(1)
 
 
-def test_a_kill_at_any_point_of_a_save_leaves_the_newest_whole_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "run_collectively", lambda work, *_: work())
-    monkeypatch.setattr(checkpoint, "all_agree", lambda ok, _: ok)
-    monkeypatch.setattr(checkpoint, "describe", lambda *_: {})
+def test_a_kill_at_any_point_of_a_save_leaves_the_newest_whole_checkpoint(alone, tmp_path):
     first, second = (checkpoint.step_path(tmp_path, step) for step in (1, 2))
     save_alone(first, 1.0)
     outcomes = []
@@ -378,14 +348,6 @@ def test_names_that_are_no_checkpoints_are_neither_used_nor_removed(tmp_path, na
         checkpoint.step_of(foreign)
 
 
-def test_steps_of_more_digits_come_last(tmp_path):
-    for step in (99_999_999, 100_000_000, 1_000_000_000, 5):
-        whole(tmp_path, step)
-    assert [checkpoint.step_of(path) for path in checkpoint.complete(tmp_path)] == [
-        *(5, 99_999_999, 100_000_000, 1_000_000_000)
-    ]
-
-
 def test_a_kill_at_any_point_of_a_prune_leaves_no_half_checkpoint(tmp_path, monkeypatch):
     class Killed(BaseException):
         pass
@@ -419,35 +381,35 @@ def test_a_kill_at_any_point_of_a_prune_leaves_no_half_checkpoint(tmp_path, monk
     assert ended and point > 8
 
 
-def test_latest_sees_only_whole_checkpoints(tmp_path):
+def test_only_whole_checkpoints_count_in_the_order_of_their_steps(tmp_path):
     assert checkpoint.latest(tmp_path) is None
-    whole(tmp_path, 9)
-    newest = whole(tmp_path, 100)
-    checkpoint.step_path(tmp_path, 200).mkdir()
+    steps = [5, 99_999_999, 100_000_000, 1_000_000_000]
+    newest = [whole(tmp_path, step) for step in steps][-1]
+    checkpoint.step_path(tmp_path, 2_000_000_000).mkdir()
     assert checkpoint.latest(tmp_path) == newest
-    assert checkpoint.read_state(newest) == {"step": 100}
+    assert [checkpoint.step_of(path) for path in checkpoint.complete(tmp_path)] == steps
+    assert checkpoint.read_state(newest) == {"step": steps[-1]}
     with pytest.raises(CheckpointError, match="no COMPLETE file"):
-        checkpoint.read_state(checkpoint.step_path(tmp_path, 200))
+        checkpoint.read_state(checkpoint.step_path(tmp_path, 2_000_000_000))
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, [3]), (2, [2, 3]), (5, [1, 2, 3]), (0, [1, 2, 3])])
-def test_pruning_keeps_the_newest_and_clears_broken_saves(tmp_path, keep, left):
+@pytest.mark.parametrize(
+    ("keep", "needed", "left"),
+    [(1, (), [3]), (2, (), [2, 3]), (5, (), [1, 2, 3]), (0, (), [1, 2, 3]), (1, (1, 3), [1, 3])],
+)
+def test_pruning_keeps_the_newest_and_what_a_reference_is_read_from_and_clears_broken_saves(
+    tmp_path, keep, needed, left
+):
     for step in (1, 2, 3):
         whole(tmp_path, step)
-    partial = checkpoint.step_path(tmp_path, 4)
-    partial.with_name(partial.name + checkpoint.PARTIAL).mkdir()
-    checkpoint.prune(tmp_path, keep)
-    found = sorted((tmp_path / checkpoint.FOLDER).iterdir())
-    assert found == [checkpoint.step_path(tmp_path, step) for step in left]
+    checkpoint.partial_path(checkpoint.step_path(tmp_path, 4)).mkdir()
+    checkpoint.prune(tmp_path, keep, needed)
+    assert sorted((tmp_path / checkpoint.FOLDER).iterdir()) == [checkpoint.step_path(tmp_path, step) for step in left]
 
 
-def test_pruning_keeps_what_a_reference_is_read_from(tmp_path):
+def test_a_reference_is_that_of_its_last_renewal():
     assert [checkpoint.reference_step(step, 4) for step in (0, 3, 4, 7, 8)] == [0, 0, 4, 4, 8]
     assert checkpoint.reference_step(7, 0) == 0
-    for step in (2, 4, 6, 8):
-        whole(tmp_path, step)
-    checkpoint.prune(tmp_path, 2, needed={4, 8})
-    assert [checkpoint.step_of(path) for path in checkpoint.complete(tmp_path)] == [4, 6, 8]
 
 
 def hop(source, target, model, trainer, dtype):
@@ -510,14 +472,5 @@ def broken_checkpoints(model, folder):
     layout = attempt(other.load, checkpoint.step_path(run, 1))
     absent = attempt(other.load, checkpoint.step_path(run, 9))
     close(other)
-    return {
-        "full": full,
-        "left": left,
-        "latest": latest,
-        "again": again,
-        "existing": existing,
-        "missing": missing,
-        "kept": kept,
-        "layout": layout,
-        "absent": absent,
-    }
+    names = ("full", "left", "latest", "again", "existing", "missing", "kept", "layout", "absent")
+    return dict(zip(names, (full, left, latest, again, existing, missing, kept, layout, absent), strict=True))

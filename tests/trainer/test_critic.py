@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from trainer_ranks import TIMED
+from trainer_ranks import TWO_RANKS, assert_same_metrics
 
 STEPS = {"steps": 3}
 # Two of four trajectories of a group are one sample, each of which may be on another rank.
@@ -32,25 +32,11 @@ def alone(run_ranks, model):
 
 @pytest.fixture(scope="module")
 def spread(run_ranks, model):
-    settings = {
-        "dp2": {**STEPS, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 60}},
-        "pp2": {**STEPS, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
-        "tp2": {**STEPS, "trainer": {"tensor_parallel": 2, "sequence_parallel": True}},
-        "cp2": {**STEPS, "trainer": {"context_parallel": 2}},
-        "forked": {**FORKED, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 40}},
-        "minibatches": {
-            **STEPS,
-            "trainer": {"minibatches": 2, "data_parallel": 2, "tokens_per_microbatch": 40},
-            "algorithm": PENALTY,
-        },
-    }
+    settings = {layout: {**STEPS, "trainer": trainer} for layout, trainer in TWO_RANKS.items()}
+    settings["tp2"]["trainer"] = {**TWO_RANKS["tp2"], "sequence_parallel": True}
+    settings["forked"] = {**FORKED, "trainer": TWO_RANKS["dp2"]}
+    settings["minibatches"] = {**STEPS, "trainer": {**TWO_RANKS["dp2"], "minibatches": 2}, "algorithm": PENALTY}
     return run_ranks("critics", 2, model=model, runs=settings)
-
-
-def assert_same_metrics(left, right, **tolerance):
-    assert left.keys() == right.keys()
-    for name in left.keys() - TIMED:
-        assert left[name] == pytest.approx(right[name], **tolerance), name
 
 
 def same_weights(left, right):

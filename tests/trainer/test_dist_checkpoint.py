@@ -72,7 +72,7 @@ def megatron_reads(models, checkpoints, trainer):
     from megasync.trainer.layer_specs import chunk_specs
     from megasync.trainer.model import named_weights, transformer_config
 
-    found = {}
+    results = {}
     for name, path in models.items():
         engine = make_engine(path, trainer)
         layout = engine.layout
@@ -93,6 +93,6 @@ def megatron_reads(models, checkpoints, trainer):
         loaded = dist_checkpointing.load(state, checkpoints[name], strict="log_unexpected")
         model.load_state_dict(loaded["model"], strict=False)
         own = named_weights([model])
-        found[name] = [param for param, weight in engine.weights.items() if not torch.equal(own[param], weight)]
+        results[name] = [param for param, weight in engine.weights.items() if not torch.equal(own[param], weight)]
         close(engine)
-    return found
+    return results

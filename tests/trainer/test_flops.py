@@ -19,7 +19,7 @@ FAMILIES = {**MODELS, **{name: MORE_MODELS[name] for name in ("qwen3_moe", "qwen
 
 
 def flops_of(config):
-    return ModelFlops.of(Layout(config, Topology()), config)
+    return ModelFlops.of(Layout(config, Topology()))
 
 
 def whole(tokens):

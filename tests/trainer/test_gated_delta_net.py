@@ -44,8 +44,8 @@ TREES = {
 }
 
 
-def assert_close(found, expected, share=1e-5):
-    torch.testing.assert_close(found, expected, atol=share * expected.detach().abs().max().item(), rtol=0)
+def assert_close(actual, expected, share=1e-5):
+    torch.testing.assert_close(actual, expected, atol=share * expected.detach().abs().max().item(), rtol=0)
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 200])
@@ -67,11 +67,11 @@ def test_chunks_are_the_recurrence_token_by_token(tokens):
     assert_close(out, expected)
     assert_close(last, expected_last)
     weights = normal(tokens, 12), normal(8, 12)
-    found, wanted = (
+    actual, wanted = (
         torch.autograd.grad((o * weights[0]).sum() + (s * weights[1]).sum(), leaves)
         for o, s in ((out, last), (expected, expected_last))
     )
-    for mine, theirs in zip(found, wanted, strict=True):
+    for mine, theirs in zip(actual, wanted, strict=True):
         assert_close(mine, theirs, 1e-4)
 
 

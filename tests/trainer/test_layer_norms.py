@@ -5,17 +5,12 @@ import re
 
 import pytest
 from safetensors.torch import load_file
+from trainer_ranks import TWO_RANKS
 
 from megasync.layout.topology import Topology
 from megasync.trainer.layer_norms import group_names, groups_of
 
-LAYOUTS = {
-    "dp2": {"data_parallel": 2, "tokens_per_microbatch": 60},
-    "plain dp2": {"data_parallel": 2, "tokens_per_microbatch": 60, "distributed_optimizer": False},
-    "tp2": {"tensor_parallel": 2},
-    "pp2": {"pipeline_parallel": 2, "first_stage_layers": 1},
-    "cp2": {"context_parallel": 2},
-}
+LAYOUTS = TWO_RANKS | {"plain dp2": {**TWO_RANKS["dp2"], "distributed_optimizer": False}}
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +19,8 @@ def norms(run_ranks, models):
     alone = {"alone": {"model": models["qwen3"]}, "tied": {"model": models["qwen2"]}}
     spread = {name: {"model": models["qwen3"], "trainer": trainer} for name, trainer in LAYOUTS.items()}
     spread["tied pp2"] = {"model": models["qwen2"], "trainer": LAYOUTS["pp2"]}
-    found = run_ranks("layer_norms", 1, runs=alone)[0]
-    return found | run_ranks("layer_norms", 2, runs=spread)[0]
+    results = run_ranks("layer_norms", 1, runs=alone)[0]
+    return results | run_ranks("layer_norms", 2, runs=spread)[0]
 
 
 def of(metrics, kind):
@@ -55,8 +50,8 @@ def test_norms_of_weights_are_those_of_the_model(norms, models):
         layer = re.search(r"layers\.(\d+)\.", name)
         group = f"layers_{layer[1]}" if layer else "embedding" if "embed" in name else "output"
         squares[group] += float(tensor.float().square().sum())
-    found = of(norms["alone"][1], "weight")
-    assert found == pytest.approx({name: math.sqrt(square) for name, square in squares.items()}, rel=1e-2)
+    actual = of(norms["alone"][1], "weight")
+    assert actual == pytest.approx({name: math.sqrt(square) for name, square in squares.items()}, rel=1e-2)
 
 
 def test_a_tied_model_has_one_embedding(norms):
@@ -74,5 +69,5 @@ def test_spans_have_all_layers_in_order():
 
 def test_layers_of_a_later_stage_have_their_own_numbers():
     topology = Topology(pipeline=2, virtual=2)
-    found = groups_of(["0.decoder.layers.0.x", "1.decoder.layers.1.x", "1.output_layer.weight"], 8, topology, stage=1)
-    assert [group_names(8)[group] for group in found.values()] == ["layers_2", "layers_7", "output"]
+    actual = groups_of(["0.decoder.layers.0.x", "1.decoder.layers.1.x", "1.output_layer.weight"], 8, topology, stage=1)
+    assert [group_names(8)[group] for group in actual.values()] == ["layers_2", "layers_7", "output"]

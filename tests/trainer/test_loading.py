@@ -60,7 +60,7 @@ def read_files(model, trainers, folder):
     """By trainer: what this rank read of the model folder and of a checkpoint, and whether the weights are right."""
     from rank_engines import checkpoint, close, make_engine
 
-    found, reads = {}, []
+    results, reads = {}, []
     fill = shards.fill_params
 
     def noted(layout, rank, read, dtype, names=None):
@@ -77,10 +77,14 @@ def read_files(model, trainers, folder):
         engine.load(Path(folder) / name)
         equal = all(torch.equal(engine.params()[param], value) for param, value in exact.items())
         folder_reads, _, checkpoint_reads = reads[-3:]
-        found[name] = {"reads": [sorted(folder_reads), sorted(checkpoint_reads)], "all": sorted(exact), "equal": equal}
+        results[name] = {
+            "reads": [sorted(folder_reads), sorted(checkpoint_reads)],
+            "all": sorted(exact),
+            "equal": equal,
+        }
         close(engine)
     shards.fill_params = checkpoint.fill_params = fill
-    return found
+    return results
 
 
 def absent_weights(model, broken):

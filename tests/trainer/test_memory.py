@@ -166,7 +166,7 @@ def held_bytes(runs, prompt, response, folder):
     is one for each data-parallel rank, and enough of them to fill a pipeline."""
     from rank_engines import Sample, close, cross_entropy, make_engine
 
-    found = {}
+    results = {}
     sample = Sample.of([1] * prompt, [2] * response)
     for name, (model, dtype, trainer) in runs.items():
         engine = make_engine(model, {**trainer, "tokens_per_microbatch": prompt + response}, dtype=dtype)
@@ -177,7 +177,7 @@ def held_bytes(runs, prompt, response, folder):
         engine.update(1, loss_is_finite=True)
         slices = engine.optimizer.slices(engine.weights).values()
         buffers = [buffer for part in engine._models for buffer in (*part.buffers, *part.expert_parallel_buffers)]
-        found[name] = {
+        results[name] = {
             "weights": sum(tensor.nbytes for tensor in engine.params().values()),
             "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
             "optimizer": sum(tensor.nbytes for part in slices for tensor in part.tensors.values()),
@@ -186,6 +186,6 @@ def held_bytes(runs, prompt, response, folder):
         saved_to = Path(folder) / name
         engine.save(saved_to)
         dist.barrier()
-        found[name]["checkpoint"] = sum(file.stat().st_size for file in saved_to.iterdir())
+        results[name]["checkpoint"] = sum(file.stat().st_size for file in saved_to.iterdir())
         close(engine)
-    return found
+    return results

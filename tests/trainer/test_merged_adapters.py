@@ -21,29 +21,29 @@ def adapters(change: float, dtype: torch.dtype) -> Adapters:
     return Adapters(layout, 0, {"weight": weight}, {"up": up, "down": down}, [adapted])
 
 
-def cosine(found: Adapters) -> float:
-    made, served, both = found.kept.tolist()
+def cosine(actual: Adapters) -> float:
+    made, served, both = actual.kept.tolist()
     return both / (made * served) ** 0.5
 
 
 @pytest.mark.parametrize(("change", "low", "high"), [(1e-5, 0.4, 0.6), (1e-4, 0.9, 0.99), (1e-3, 0.999, 1.0)])
 def test_small_changes_are_lost_in_bfloat16(change, low, high):
-    found = adapters(change, torch.bfloat16)
-    served = found.served()["weight"].float() - found.weights["weight"].float()
-    made = SCALE * found.params["up"] @ found.params["down"]
+    actual = adapters(change, torch.bfloat16)
+    served = actual.served()["weight"].float() - actual.weights["weight"].float()
+    made = SCALE * actual.params["up"] @ actual.params["down"]
     expected = torch.cosine_similarity(served.flatten().double(), made.flatten().double(), dim=0).item()
-    assert cosine(found) == pytest.approx(expected, rel=1e-5) and low < expected < high
+    assert cosine(actual) == pytest.approx(expected, rel=1e-5) and low < expected < high
     # Measured anew with each merge.
-    found.params["up"] *= 1e3
-    found.merge()
-    assert cosine(found) > 0.999
+    actual.params["up"] *= 1e3
+    actual.merge()
+    assert cosine(actual) > 0.999
 
 
 def test_nothing_is_measured_where_nothing_is_rounded_merged_or_changed():
-    found = adapters(1e-5, torch.float32)
-    found.served()
+    actual = adapters(1e-5, torch.float32)
+    actual.served()
     unchanged = adapters(0.0, torch.bfloat16)
     unchanged.served()
     unmerged = adapters(1e-3, torch.bfloat16)
     unmerged.merge()
-    assert not any(each.kept.any() for each in (found, unchanged, unmerged))
+    assert not any(each.kept.any() for each in (actual, unchanged, unmerged))

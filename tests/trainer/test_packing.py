@@ -46,12 +46,12 @@ def packed(*args, **kwargs):
 
 def tokens_of(tree, batch):
     """Tokens of a tree, from the lengths of its sequences."""
-    return batch.prompt_tokens[tree[0]] + batch.fed[list(tree)].sum()
+    return batch.prompt_tokens[tree[0]] + batch.response_inputs[list(tree)].sum()
 
 
 def work_of(tree, batch):
     """Each token's linear layers, and its attention to all tokens before it."""
-    prompt, fed = int(batch.prompt_tokens[tree[0]]), [int(batch.fed[index]) for index in tree]
+    prompt, fed = int(batch.prompt_tokens[tree[0]]), [int(batch.response_inputs[index]) for index in tree]
     pairs = sum(range(prompt + 1)) + sum(sum(range(prompt + 1, prompt + n + 1)) for n in fed)
     return prompt + sum(fed) + COST * pairs
 
@@ -59,43 +59,30 @@ def work_of(tree, batch):
 @given(batch=batches(), ranks=st.integers(1, 5), budget=st.integers(20, 300), most=st.integers(1, 9))
 def test_microbatches_have_few_trees(batch, ranks, budget, most):
     packing = plan_packing(batch, ranks=ranks, budget=budget, attention_cost=COST, share_prompts=False, most_trees=most)
-    found = [microbatch for rank in range(ranks) for microbatch in packing.microbatches(rank)]
-    assert max(len(microbatch.trees) for microbatch in found) <= most
-    assert sum(len(microbatch.trees) for microbatch in found if microbatch.counted) == len(batch.fed)
-    for microbatch in found:
+    actual = [microbatch for rank in range(ranks) for microbatch in packing.microbatches(rank)]
+    assert max(len(microbatch.trees) for microbatch in actual) <= most
+    assert sum(len(microbatch.trees) for microbatch in actual if microbatch.counted) == len(batch.response_inputs)
+    for microbatch in actual:
         assert microbatch.tokens == sum(tokens_of(tree, batch) for tree in microbatch.trees)
         assert microbatch.tokens <= budget or len(microbatch.trees) == 1
 
 
 @given(**arguments)
-def test_every_sequence_is_counted_exactly_once(batch, ranks, budget, share, rounds):
-    dealt = packed(batch, ranks, budget, share, rounds)
-    seen = [index for own in dealt for item in own if item.counted for index in item.sequences]
-    assert sorted(seen) == list(range(len(batch.fed)))
-
-
-@given(**arguments)
-def test_a_microbatch_exceeds_the_budget_only_for_a_single_longer_sequence(batch, ranks, budget, share, rounds):
-    for own in packed(batch, ranks, budget, share, rounds):
-        for item in own:
-            assert item.tokens == sum(tokens_of(tree, batch) for tree in item.trees)
-            assert item.tokens <= budget or len(item.sequences) == 1
-
-
-@given(**arguments)
-def test_ranks_have_equally_many_microbatches_and_none_is_empty(batch, ranks, budget, share, rounds):
-    dealt = packed(batch, ranks, budget, share, rounds)
-    assert len(dealt) == ranks
-    (count,) = {len(own) for own in dealt}
-    assert count % rounds == 0
-    assert all(item.tokens > 0 for own in dealt for item in own)
-
-
-@given(**arguments)
-def test_counted_tokens_are_those_of_all_counted_microbatches(batch, ranks, budget, share, rounds):
+def test_every_sequence_is_counted_once_within_the_budget_on_ranks_in_lockstep(batch, ranks, budget, share, rounds):
     packing = plan(batch, ranks, budget, share, rounds)
-    counted = [item for rank in range(ranks) for item in packing.microbatches(rank) if item.counted]
+    dealt = [packing.microbatches(rank) for rank in range(ranks)]
+    items = [item for of_rank in dealt for item in of_rank]
+    counted = [item for item in items if item.counted]
+    assert sorted(index for item in counted for index in item.sequences) == list(range(len(batch.prompts)))
+    for item in items:
+        assert item.tokens == sum(tokens_of(tree, batch) for tree in item.trees) > 0
+        assert item.tokens <= budget or len(item.sequences) == 1
     assert packing.counted_tokens == sum(item.tokens for item in counted)
+    (count,) = {len(of_rank) for of_rank in dealt}
+    assert count % rounds == 0
+    works = [[sum(work_of(tree, batch) for tree in item.trees) for item in of_rank] for of_rank in dealt]
+    loads = [sum(of_rank) for of_rank in works]
+    assert max(loads) - min(loads) <= max(work for of_rank in works for work in of_rank) * (1 + 1e-9)
 
 
 @given(**arguments)
@@ -120,20 +107,9 @@ def test_microbatches_are_padded_to_a_given_room(batch, ranks, budget, share, ro
 
 
 @given(**arguments)
-def test_loads_differ_by_at_most_the_heaviest_microbatch(batch, ranks, budget, share, rounds):
-    works = [
-        [sum(work_of(tree, batch) for tree in item.trees) for item in own]
-        for own in packed(batch, ranks, budget, share, rounds)
-    ]
-    loads = [sum(own) for own in works]
-    heaviest = max(work for own in works for work in own)
-    assert max(loads) - min(loads) <= heaviest * (1 + 1e-9)
-
-
-@given(**arguments)
 def test_a_tree_is_one_prompt_and_only_sequences_that_have_it(batch, ranks, budget, share, rounds):
     trees = build_trees(batch, ranks * rounds, budget, COST, share)
-    assert sorted(trees.members.tolist()) == list(range(len(batch.fed)))
+    assert sorted(trees.members.tolist()) == list(range(len(batch.response_inputs)))
     for start, end, tokens, work in zip(trees.starts, trees.starts[1:], trees.tokens, trees.work, strict=False):
         tree = trees.members[start:end].tolist()
         assert len({batch.prompts[index] for index in tree}) == 1
@@ -145,7 +121,7 @@ def test_a_tree_is_one_prompt_and_only_sequences_that_have_it(batch, ranks, budg
 @given(**arguments)
 def test_every_rank_plans_the_same(batch, ranks, budget, share, rounds):
     """Also if equal prompts have other numbers there."""
-    renamed = Lengths(10**12 - 7 * batch.prompts, batch.prompt_tokens, batch.fed)
+    renamed = Lengths(10**12 - 7 * batch.prompts, batch.prompt_tokens, batch.response_inputs)
     assert packed(batch, ranks, budget, share, rounds) == packed(renamed, ranks, budget, share, rounds)
 
 

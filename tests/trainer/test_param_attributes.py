@@ -98,14 +98,14 @@ def test_ranks_that_share_an_expert_add_the_gradients_of_its_whole_factors_and_o
 
 
 def test_down_projections_are_sharded_in_one_flavour_and_replicated_in_the_other(models):
-    found = {}
+    results = {}
     for spec in ("local", "te"):
         weights = marked(layout_of(models["deepseek_v3"], spec, tensor=TENSOR), 1)
         for x in ("q", "kv"):
             param = weights[DOWN.format(x)]
-            found[spec, x] = param.tensor_model_parallel, param.partition_dim, param.sequence_parallel
-    assert found["local", "q"] == found["local", "kv"] == (True, 0, False)
-    assert found["te", "q"] == found["te", "kv"] == (False, -1, True)
+            results[spec, x] = param.tensor_model_parallel, param.partition_dim, param.sequence_parallel
+    assert results["local", "q"] == results["local", "kv"] == (True, 0, False)
+    assert results["te", "q"] == results["te", "kv"] == (False, -1, True)
 
 
 @pytest.mark.parametrize("spec", ["local", "te"])

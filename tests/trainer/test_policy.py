@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from trainer_ranks import TIMED
+from trainer_ranks import TWO_RANKS, assert_same_metrics
 
 from megasync.config.builtin import ADVANTAGES, LOSSES
 from megasync.config.schema import AlgorithmConfig, Config
@@ -38,7 +38,7 @@ FORKS = {
     "forked weight": {**FORKED, "algorithm": {"advantage": "rloo", "aggregation": "sequence"}},
 }
 # Two of three responses have a teacher.
-TAUGHT = {"steps": 2, "taught": True, "algorithm": {"teacher_coef": 0.2}}
+TEACHERS = {"steps": 2, "teachers": True, "algorithm": {"teacher_coef": 0.2}}
 # Sequences of one step are weighed alike, and each is a whole in the loss.
 SEQUENCES = {"steps": 1, "algorithm": {"advantage": "rloo", "loss": "gspo", "aggregation": "sequence"}}
 # Which tokens are restrained is decided over all microbatches and ranks, also after a first optimizer step.
@@ -54,6 +54,58 @@ CHOSEN = {
 ADAPTERS = {"steps": 2, "dtype": "bfloat16", "trainer": {"lora": {"rank": 4}}, "optimizer": {"lr": 1e-4}}
 # Two sequences, for four data-parallel ranks.
 FEW = {"steps": 1, "groups": 1, "samples": 2, "algorithm": {"entropy_coef": 0.1}}
+HALVES = {"minibatches": 2}
+RUNS = {
+    "plain": {"steps": 2},
+    "uniform": {"steps": 1, "algorithm": PLAIN, "uniform": [1, 2]},
+    "uniform-kl": {"steps": 1, "algorithm": {**PLAIN, "kl_coef": 1e-12}, "uniform": [1, 2]},
+    "minibatches": {
+        "steps": 1,
+        "algorithm": PLAIN,
+        "trainer": HALVES,
+        "optimizer": {"lr": 0.05},
+        "uniform": [1, 2],
+    },
+    "entropy": {"steps": 1, "algorithm": {"entropy_coef": 0.5}},
+    "correction": {"steps": 1, "algorithm": {"correction": "sequence"}},
+    "bfloat16": {"steps": 2, "dtype": "bfloat16"},
+    "still": {"steps": 1, "optimizer": {"lr": 1e-9}},
+    "few": FEW,
+    "scored": {**SCORED, "trainer": HALVES},
+    "sequences": SEQUENCES,
+    "constant": {"steps": 1, "algorithm": {"aggregation": "constant"}},
+    **{f"loss {name}": {"steps": 1, "algorithm": {"loss": name}} for name in LOSSES},
+    **{f"advantage {name}": {"steps": 1, "algorithm": {"advantage": name}} for name in OF_RESPONSES},
+    "reward-kl": REWARD_KL,
+    "teachers": TEACHERS,
+    "dpo": DPO,
+    "stepped": STEPPED,
+    "norms": NORMS,
+    "stepped minibatches": {**STEPPED, "trainer": HALVES},
+    "process": {"steps": 2, "algorithm": {"advantage": "grpo_process"}},
+    **FORKS,
+    "by trajectory": {
+        **FORKED,
+        "algorithm": {"advantage": "rloo", "aggregation": "sequence", "sample_weight": "trajectory"},
+    },
+    "teachers alone": {**TEACHERS, "algorithm": {**PLAIN, "reward_coef": 0.0}},
+    "decay": {"steps": 1, "optimizer": {"lr": 1e-9, "weight_decay": 1e8}},
+    **{name: {**settings, "trainer": HALVES} for name, settings in CHOSEN.items()},
+    **{f"{name} small": {**run, "trainer": {**HALVES, "tokens_per_microbatch": 30}} for name, run in CHOSEN.items()},
+    "clip_cov once": CHOSEN["clip_cov chosen"],
+    "adapters": ADAPTERS,
+}
+SCORES = ("plain", "scored", "reward-kl", "teachers", "dpo", "stepped", "norms")
+# Which runs two ranks repeat in a layout.
+SPREAD = {
+    "dp2": (*SCORES, "stepped minibatches", "correction", "sequences", *FORKS, *CHOSEN),
+    "pp2": (*SCORES, "forked steps", *CHOSEN),
+    "tp2": ("norms", *CHOSEN, "bfloat16", "adapters"),
+    "cp2": ("norms", "stepped", "forked steps", *CHOSEN),
+}
+PAIRS = [(layout, name) for layout, names in SPREAD.items() for name in names]
+# With these, layouts round otherwise.
+ROUNDED = ("bfloat16", "adapters")
 
 
 @pytest.fixture(scope="module")
@@ -64,94 +116,15 @@ def model(models):
 @pytest.fixture(scope="module")
 def runs(run_ranks, model):
     """One rank's training under several settings."""
-    settings = {
-        "plain": {"steps": 2},
-        "uniform": {"steps": 1, "algorithm": PLAIN, "uniform": [1, 2]},
-        "uniform-kl": {"steps": 1, "algorithm": {**PLAIN, "kl_coef": 1e-12}, "uniform": [1, 2]},
-        "minibatches": {
-            "steps": 1,
-            "algorithm": PLAIN,
-            "trainer": {"minibatches": 2},
-            "optimizer": {"lr": 0.05},
-            "uniform": [1, 2],
-        },
-        "entropy": {"steps": 1, "algorithm": {"entropy_coef": 0.5}},
-        "sequence": {"steps": 1, "algorithm": {"correction": "sequence"}},
-        "bfloat16": {"steps": 2, "dtype": "bfloat16"},
-        "still": {"steps": 1, "optimizer": {"lr": 1e-9}},
-        "few": FEW,
-        "scored": {**SCORED, "trainer": {"minibatches": 2}},
-        "sequences": SEQUENCES,
-        "constant": {"steps": 1, "algorithm": {"aggregation": "constant"}},
-        **{f"loss {name}": {"steps": 1, "algorithm": {"loss": name}} for name in LOSSES},
-        **{f"advantage {name}": {"steps": 1, "algorithm": {"advantage": name}} for name in OF_RESPONSES},
-        "reward-kl": REWARD_KL,
-        "taught": TAUGHT,
-        "dpo": DPO,
-        "stepped": STEPPED,
-        "norms": NORMS,
-        "stepped minibatches": {**STEPPED, "trainer": {"minibatches": 2}},
-        "process": {"steps": 2, "algorithm": {"advantage": "grpo_process"}},
-        **FORKS,
-        "by trajectory": {
-            **FORKED,
-            "algorithm": {"advantage": "rloo", "aggregation": "sequence", "sample_weight": "trajectory"},
-        },
-        "taught alone": {**TAUGHT, "algorithm": {**PLAIN, "reward_coef": 0.0}},
-        "decay": {"steps": 1, "optimizer": {"lr": 1e-9, "weight_decay": 1e8}},
-        **{
-            f"{name} {size}": {**settings, "trainer": {"minibatches": 2, "tokens_per_microbatch": size}}
-            for name, settings in CHOSEN.items()
-            for size in (30, 8192)
-        },
-        "clip_cov once": CHOSEN["clip_cov chosen"],
-        "adapters": ADAPTERS,
-    }
-    return run_ranks("policies", 1, model=model, runs=settings)[0]
+    return run_ranks("policies", 1, model=model, runs=RUNS)[0]
 
 
 @pytest.fixture(scope="module")
 def spread(run_ranks, model):
-    """The same as `runs["plain"]` and others, over two ranks."""
+    """The same of some of them over two ranks, by layout and name."""
     settings = {
-        "dp2": {"steps": 2, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 60}},
-        "pp2": {"steps": 2, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
-        "sequence": {"steps": 1, "trainer": {"data_parallel": 2}, "algorithm": {"correction": "sequence"}},
-        "sequences": {**SEQUENCES, "trainer": {"data_parallel": 2}},
-        "scored-dp2": {**SCORED, "trainer": {"minibatches": 2, "data_parallel": 2, "tokens_per_microbatch": 40}},
-        "scored-pp2": {**SCORED, "trainer": {"minibatches": 2, "pipeline_parallel": 2, "first_stage_layers": 1}},
-        "reward-kl-dp2": {**REWARD_KL, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 40}},
-        "taught-dp2": {**TAUGHT, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 40, "minibatches": 2}},
-        "dpo-dp2": {**DPO, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 40}},
-        "dpo-pp2": {**DPO, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
-        "taught-pp2": {**TAUGHT, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
-        "reward-kl-pp2": {**REWARD_KL, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
-        "bfloat16": {"steps": 2, "trainer": {"tensor_parallel": 2}, "dtype": "bfloat16"},
-        "adapters": {**ADAPTERS, "trainer": {**ADAPTERS["trainer"], "tensor_parallel": 2}},
-        "stepped-dp2": {**STEPPED, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 40}},
-        "stepped-pp2": {**STEPPED, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
-        "norms-dp2": {**NORMS, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 40}},
-        "norms-pp2": {**NORMS, "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
-        "norms-tp2": {**NORMS, "trainer": {"tensor_parallel": 2}},
-        "norms-cp2": {**NORMS, "trainer": {"context_parallel": 2}},
-        "stepped-cp2": {**STEPPED, "trainer": {"context_parallel": 2}},
-        "stepped-minibatches": {**STEPPED, "trainer": {"minibatches": 2, "data_parallel": 2}},
-        **{
-            f"{name} {layout}": {**settings, "trainer": {"minibatches": 2, **trainer}}
-            for name, settings in CHOSEN.items()
-            for layout, trainer in (
-                ("dp2", {"data_parallel": 2, "tokens_per_microbatch": 40}),
-                ("pp2", {"pipeline_parallel": 2, "first_stage_layers": 1}),
-                ("tp2", {"tensor_parallel": 2}),
-                ("cp2", {"context_parallel": 2}),
-            )
-        },
-        **{
-            f"{name}-dp2": {**each, "trainer": {"data_parallel": 2, "tokens_per_microbatch": 40}}
-            for name, each in FORKS.items()
-        },
-        "forked steps-pp2": {**FORKS["forked steps"], "trainer": {"pipeline_parallel": 2, "first_stage_layers": 1}},
-        "forked steps-cp2": {**FORKS["forked steps"], "trainer": {"context_parallel": 2}},
+        f"{layout} {name}": RUNS[name] | {"trainer": {**RUNS[name].get("trainer", {}), **TWO_RANKS[layout]}}
+        for layout, name in PAIRS
     }
     return run_ranks("policies", 2, model=model, runs=settings)
 
@@ -161,58 +134,37 @@ def hand(run_ranks, model):
     return run_ranks(by_hand, 1, model=model, uniform=[1, 2])[0]
 
 
-def assert_same_metrics(left, right, **tolerance):
-    assert left.keys() == right.keys()
-    for name in left.keys() - TIMED:
-        assert left[name] == pytest.approx(right[name], **tolerance), name
-
-
 def largest_difference(left, right):
     return max((left[name] - right[name]).abs().max().item() for name in left)
 
 
-@pytest.mark.parametrize(
-    "layout, alone",
-    [
-        *(("dp2", "plain"), ("pp2", "plain"), ("scored-dp2", "scored"), ("scored-pp2", "scored")),
-        *(("reward-kl-dp2", "reward-kl"), ("reward-kl-pp2", "reward-kl"), ("taught-pp2", "taught")),
-        *(("dpo-dp2", "dpo"), ("dpo-pp2", "dpo"), ("stepped-dp2", "stepped"), ("stepped-pp2", "stepped")),
-        *((f"norms-{layout}", "norms") for layout in ("dp2", "pp2", "tp2", "cp2")),
-        *(("stepped-cp2", "stepped"), ("stepped-minibatches", "stepped minibatches")),
-        *((f"{name} {layout}", f"{name} 8192") for name in CHOSEN for layout in ("dp2", "pp2", "tp2", "cp2")),
-        *((f"{name}-dp2", name) for name in FORKS),
-        *(("forked steps-pp2", "forked steps"), ("forked steps-cp2", "forked steps")),
-    ],
-)
-def test_metrics_are_the_same_on_every_rank_and_layout(runs, spread, layout, alone):
-    for step in range(2):
-        for rank in spread:
-            assert_same_metrics(rank[layout]["metrics"][step], runs[alone]["metrics"][step], rel=1e-4, abs=1e-5)
-        first, second = (rank[layout]["metrics"][step] for rank in spread)
+@pytest.mark.parametrize(("layout", "name"), [pair for pair in PAIRS if pair[1] not in ROUNDED])
+def test_metrics_are_the_same_on_every_rank_and_layout(runs, spread, layout, name):
+    ranks = [rank[f"{layout} {name}"]["metrics"] for rank in spread]
+    for alone, first, second in zip(runs[name]["metrics"], *ranks, strict=True):
+        assert_same_metrics(first, alone, rel=1e-4, abs=1e-5)
         assert_same_metrics(first, second, rel=0, abs=0)
 
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_the_share_of_restrained_tokens_does_not_depend_on_the_packing(runs, name):
-    small, large = (runs[f"{name} {size}"]["metrics"] for size in (30, 8192))
-    for step in range(2):
-        assert_same_metrics(small[step], large[step], rel=1e-4, abs=1e-5)
-        assert small[step]["train/clip_fraction"] > 0.05
+    for small, large in zip(runs[f"{name} small"]["metrics"], runs[name]["metrics"], strict=True):
+        assert_same_metrics(small, large, rel=1e-4, abs=1e-5)
+        assert small["train/clip_fraction"] > 0.05
     # Without an earlier optimizer step, too, the batch is scored before.
     assert runs["clip_cov once"]["metrics"][0]["train/clip_fraction"] > 0.05
 
 
-def test_the_gap_to_the_teacher_is_an_advantage_of_its_token(runs, spread):
+def test_the_gap_to_the_teacher_is_an_advantage_of_its_token(runs):
     """On-policy and uncorrected, the loss is minus the mean advantage: alone, the estimate of the KL divergence, which
     is that of the tokens with a teacher.
     """
-    alone = runs["taught alone"]["metrics"][0]
-    taught = runs["taught alone"]["taught_tokens"]
-    assert 0 < taught < alone["train/tokens"], "some tokens have no teacher"
-    assert alone["train/loss"] * alone["train/tokens"] == pytest.approx(alone["train/teacher_kl"] * taught, rel=1e-4)
+    alone, tokens = runs["teachers alone"]["metrics"][0], runs["teachers alone"]["teacher_tokens"]
+    assert 0 < tokens < alone["train/tokens"], "some tokens have no teacher"
+    assert alone["train/loss"] * alone["train/tokens"] == pytest.approx(alone["train/teacher_kl"] * tokens, rel=1e-4)
     assert alone["train/grad_norm"] > 0
-    one, two = (found["metrics"][0]["train/teacher_kl"] for found in (runs["taught"], spread[0]["taught-dp2"]))
-    assert one == pytest.approx(alone["train/teacher_kl"], rel=1e-4) and two == pytest.approx(one, rel=0.2)
+    mixed = runs["teachers"]["metrics"][0]["train/teacher_kl"]
+    assert mixed == pytest.approx(alone["train/teacher_kl"], rel=1e-4)
 
 
 def test_a_kl_penalty_in_the_rewards_changes_advantages_only(runs):
@@ -245,24 +197,16 @@ def test_a_rank_loads_only_what_it_computes(spread):
     """Of each group, the middle one of three has no advantage."""
     needed = sorted((f"0:{group}", place) for group in range(4) for place in (0, 2))
     for step in range(2):
-        first, second = (rank["dp2"]["loaded"][step] for rank in spread)
+        first, second = (rank["dp2 plain"]["loaded"][step] for rank in spread)
         assert sorted(first + second) == needed
         assert first and second
-        assert all(rank["pp2"]["loaded"][step] == needed for rank in spread)
+        assert all(rank["pp2 plain"]["loaded"][step] == needed for rank in spread)
 
 
 def test_masked_copies_on_ranks_without_a_sequence_change_nothing(runs, run_ranks, model):
     settings = {**FEW, "trainer": {"data_parallel": 4}}
     for rank in run_ranks("policies", 4, model=model, runs={"few": settings}):
         assert_same_metrics(rank["few"]["metrics"][0], runs["few"]["metrics"][0], rel=1e-4, abs=1e-5)
-
-
-def test_sequence_weights_do_not_depend_on_the_layout(runs, spread):
-    assert_same_metrics(spread[0]["sequence"]["metrics"][0], runs["sequence"]["metrics"][0], rel=1e-4, abs=1e-5)
-
-
-def test_a_loss_of_sequences_does_not_depend_on_the_layout(runs, spread):
-    assert_same_metrics(spread[0]["sequences"]["metrics"][0], runs["sequences"]["metrics"][0], rel=1e-4, abs=1e-5)
 
 
 def test_a_constant_divisor_is_of_sequences_times_the_longest_response(runs):
@@ -284,16 +228,17 @@ def test_every_loss_and_estimator_trains(runs, kind):
 
 
 def test_bfloat16_trains_close_to_float32(runs, spread):
-    for found in (runs["bfloat16"], spread[0]["bfloat16"]):
-        for mine, exact in zip(found["metrics"], runs["plain"]["metrics"], strict=True):
+    for results in (runs["bfloat16"], spread[0]["tp2 bfloat16"]):
+        for mine, exact in zip(results["metrics"], runs["plain"]["metrics"], strict=True):
             assert mine["train/loss"] == pytest.approx(exact["train/loss"], abs=0.03)
             assert mine["train/grad_norm"] == pytest.approx(exact["train/grad_norm"], rel=0.1)
-        assert all(tensor.dtype == torch.bfloat16 for tensor in found["weights"].values())
+        assert all(tensor.dtype == torch.bfloat16 for tensor in results["weights"].values())
 
 
 def test_the_part_of_adapters_that_merged_weights_have_is_measured_over_all_ranks(runs, spread):
     for step in range(2):
-        alone, *ranks = (found["adapters"]["metrics"][step]["train/merged_cosine"] for found in (runs, *spread))
+        actual = [runs["adapters"], *(rank["tp2 adapters"] for rank in spread)]
+        alone, *ranks = (each["metrics"][step]["train/merged_cosine"] for each in actual)
         assert 0 < alone < 0.999 and ranks[0] == ranks[1] == pytest.approx(alone, abs=0.05)
     assert "train/merged_cosine" not in runs["bfloat16"]["metrics"][1]
 
@@ -366,11 +311,11 @@ def test_weight_decay_is_for_matrices_only(runs):
 
 @pytest.mark.parametrize("ranks", [2])
 def test_reference_weights_are_the_initial_ones_and_are_removed_after_scoring(run_ranks, model, ranks):
-    for found in run_ranks(reference, ranks, model=model):
-        assert torch.equal(found["referred"], found["initial"])
-        assert torch.equal(found["again"], found["trained"])
-        assert (found["trained"] - found["initial"]).abs().max() > 1e-3
-        first, second = found["metrics"]
+    for results in run_ranks(reference, ranks, model=model):
+        assert torch.equal(results["referred"], results["initial"])
+        assert torch.equal(results["again"], results["trained"])
+        assert (results["trained"] - results["initial"]).abs().max() > 1e-3
+        first, second = results["metrics"]
         assert first["train/kl"] == pytest.approx(0.0, abs=1e-6)
         assert second["train/kl"] > 1e-6
 
@@ -379,17 +324,17 @@ def test_reference_weights_are_the_initial_ones_and_are_removed_after_scoring(ru
 @pytest.mark.parametrize("options", [{}, {"lora": {"rank": 4, "alpha": 256.0}}], ids=["weights", "adapters"])
 def test_a_renewed_reference_is_that_of_its_step_also_after_a_resume(run_ranks, model, tmp_path, ranks, options):
     """Renewed after steps 2 and 4: the KL of the steps that follow starts at zero."""
-    for found in run_ranks(renewed_reference, ranks, model=model, folder=str(tmp_path), options=options):
-        kl = found["kl"]
+    for results in run_ranks(renewed_reference, ranks, model=model, folder=str(tmp_path), options=options):
+        kl = results["kl"]
         assert kl[0] == pytest.approx(0.0, abs=1e-6) and kl[2] == pytest.approx(0.0, abs=1e-6)
         assert kl[1] > 1e-6 and kl[3] > 1e-6
         # Resumed after step 3, whose reference is from step 2.
-        assert found["resumed"] == pytest.approx(kl[3], rel=1e-5)
+        assert results["resumed"] == pytest.approx(kl[3], rel=1e-5)
 
 
 def test_a_non_finite_step_is_skipped_on_all_ranks(run_ranks, model, tmp_path):
-    found = run_ranks("guard", 2, model=model, folder=str(tmp_path))
-    for rank in found:
+    ranks = run_ranks("guard", 2, model=model, folder=str(tmp_path))
+    for rank in ranks:
         assert rank["skipped"]["train/skipped"] == 1
         assert rank["unchanged"]
         assert rank["fine"]["train/skipped"] == 0
@@ -406,19 +351,15 @@ def test_a_non_finite_step_is_skipped_on_all_ranks(run_ranks, model, tmp_path):
     assert "nan" in record["batch"][0]["trajectory"]["logprobs"]
 
 
-def test_a_step_without_gradient_is_not_taken_and_a_single_reward_is_refused(run_ranks, model, tmp_path):
-    found = run_ranks(idle, 1, model=model, folder=str(tmp_path))[0]
-    for metrics in (found["uniform"], found["masked"]):
+def test_a_step_without_gradient_is_not_taken_and_a_skipped_one_is_in_no_mean(run_ranks, model, tmp_path):
+    results = run_ranks(idle, 1, model=model, folder=str(tmp_path))[0]
+    for metrics in (results["uniform"], results["masked"]):
         assert (metrics["train/skipped"], metrics["train/without_gradient"]) == (0, 1)
-    assert (found["uniform"]["train/uniform_groups"], found["uniform"]["train/reward_std"]) == (1, 0)
-    assert found["uniform"]["train/tokens"] > 0
-    assert found["masked"]["train/tokens"] == 0
-    assert found["unchanged"]
-    assert "group lone cannot be trained" in found["error"]
-
-
-def test_a_skipped_optimizer_step_is_in_no_mean(run_ranks, model, tmp_path):
-    half = run_ranks(idle, 1, model=model, folder=str(tmp_path))[0]["half"]
+    assert (results["uniform"]["train/uniform_groups"], results["uniform"]["train/reward_std"]) == (1, 0)
+    assert results["uniform"]["train/tokens"] > 0 == results["masked"]["train/tokens"]
+    assert results["unchanged"]
+    assert "group lone cannot be trained" in results["error"]
+    half = results["half"]
     assert (half["train/skipped"], half["train/without_gradient"]) == (1, 0)
     # Of four groups one is uniform, and a response of each third has no advantage.
     assert half["train/uniform_groups"] == 0.25 and half["train/reward_std"] > 0
@@ -430,13 +371,13 @@ def main_weights(model, trainers):
     """The float32 weights that a bfloat16 optimizer starts from, as one vector per layout."""
     from rank_engines import checkpoint, close, make_engine
 
-    found = {}
+    results = {}
     for name, trainer in trainers.items():
         engine = make_engine(model, trainer, dtype="bfloat16")
         slices = engine.optimizer.slices(engine.weights).values()
-        found[name] = torch.cat([part.tensors[checkpoint.MAIN_WEIGHT].clone() for part in slices])
+        results[name] = torch.cat([part.tensors[checkpoint.MAIN_WEIGHT].clone() for part in slices])
         close(engine)
-    return found
+    return results
 
 
 def by_hand(model, uniform):

@@ -49,8 +49,8 @@ def test_shards_quantize_like_whole_matrices(models, run_ranks, family):
             held = [rank[label][state] for rank in ranks]
             for name in names:
                 values, scales = quantize(whole[name] * change, BLOCK)
-                found = assemble(name, layout, lambda rank, param, held=held: held[rank][param])
-                assert torch.equal(found.view(torch.uint8), values.view(torch.uint8)), (label, name)
+                actual = assemble(name, layout, lambda rank, param, held=held: held[rank][param])
+                assert torch.equal(actual.view(torch.uint8), values.view(torch.uint8)), (label, name)
                 for rank in held:
                     assert name + SCALES not in rank or torch.equal(rank[name + SCALES], scales)
 
@@ -61,7 +61,7 @@ def quantized(model, names, block, trainers):
 
     from megasync.trainer.quantized import QuantizedWeights
 
-    found = {}
+    results = {}
     for label, trainer in trainers.items():
         engine = make_engine(model, trainer, dtype="bfloat16")
         weights = QuantizedWeights(
@@ -74,6 +74,6 @@ def quantized(model, names, block, trainers):
                     param.mul_(change)
             weights.refresh()
             states.append({name: param.clone() for name, param in params.items()})
-        found[label] = states
+        results[label] = states
         close(engine)
-    return found
+    return results

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
+from trainer_ranks import TWO_RANKS
 
 from megasync.config.schema import AlgorithmConfig
 from megasync.observe.rollouts import RolloutIndex, RolloutLog
@@ -12,14 +13,7 @@ from megasync.observe.rollouts import RolloutIndex, RolloutLog
 # Four groups of three responses.
 ALL = 100
 STEPPED = {"most": ALL, "batch": {"stepped": True}, "algorithm": {"advantage": "grpo_process"}}
-LAYOUTS = {
-    "alone": {},
-    "dp2": {"data_parallel": 2, "tokens_per_microbatch": 40},
-    "minibatches": {"data_parallel": 2, "minibatches": 2},
-    "pp2": {"pipeline_parallel": 2, "first_stage_layers": 1},
-    "tp2": {"tensor_parallel": 2},
-    "cp2": {"context_parallel": 2},
-}
+LAYOUTS = {"alone": {}, "minibatches": {"data_parallel": 2, "minibatches": 2}, **TWO_RANKS}
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +25,9 @@ def recorded(run_ranks, models, tmp_path_factory):
     spread["few"] = {"most": 7, "trainer": LAYOUTS["dp2"]}
     spread["stepped"] = {**STEPPED, "trainer": LAYOUTS["dp2"]}
     alone = {"alone": {"most": ALL}}
-    found = run_ranks(recordings, 1, model=models["qwen3"], folder=str(folder), runs=alone)[0]
-    found |= run_ranks(recordings, 2, model=models["qwen3"], folder=str(folder), runs=spread)[0]
-    return folder, found
+    results = run_ranks(recordings, 1, model=models["qwen3"], folder=str(folder), runs=alone)[0]
+    results |= run_ranks(recordings, 2, model=models["qwen3"], folder=str(folder), runs=spread)[0]
+    return folder, results
 
 
 def rows_of(recorded, name):
@@ -119,7 +113,7 @@ def recordings(model, folder, runs):
 
     from megasync.trainer.recording import Recorder
 
-    found = {}
+    results = {}
     for name, arguments in runs.items():
         engine = make_engine(model, arguments.get("trainer"))
         record = Recorder(
@@ -127,6 +121,6 @@ def recordings(model, folder, runs):
         )
         algorithm = AlgorithmConfig(**arguments.get("algorithm", {}))
         policy = PolicyTrainer(engine, algorithm, dump_dir="unused", recorder=record)
-        found[name] = train_on(policy, make_groups(1, **arguments.get("batch", {})), 1, 2)
+        results[name] = train_on(policy, make_groups(1, **arguments.get("batch", {})), 1, 2)
         close(engine)
-    return found
+    return results

@@ -19,8 +19,8 @@ def bits_of(value):
 def test_a_weight_and_its_remainder_are_the_main_weight(values):
     wide = torch.tensor(values)
     weight = wide.bfloat16()
-    found = joined(weight, remainders(wide, weight))
-    for value, other, short in zip(values, found.tolist(), weight.tolist(), strict=True):
+    actual = joined(weight, remainders(wide, weight))
+    for value, other, short in zip(values, actual.tolist(), weight.tolist(), strict=True):
         down = bits_of(value) & 0xFFFF == 0x8000 and bits_of(short) < bits_of(value)
         assert bits_of(other) == bits_of(value) - down
 
@@ -29,9 +29,9 @@ def test_a_value_that_was_rounded_down_from_halfway_becomes_the_next_smaller_one
     values = torch.tensor([0x3F808000, 0x3F818000, -0x407F8000], dtype=torch.int32).view(torch.float32)
     weight = values.bfloat16()
     assert weight.float().view(torch.int32).tolist() == [0x3F800000, 0x3F820000, -0x40800000]
-    found = joined(weight, remainders(values, weight))
-    assert found.view(torch.int32).tolist() == [0x3F807FFF, 0x3F818000, -0x407F8001]
-    assert torch.equal(found.bfloat16(), weight)
+    actual = joined(weight, remainders(values, weight))
+    assert actual.view(torch.int32).tolist() == [0x3F807FFF, 0x3F818000, -0x407F8001]
+    assert torch.equal(actual.bfloat16(), weight)
 
 
 @given(weight=st.lists(VALUES, min_size=1), remainder=st.integers(-(2**15), 2**15 - 1))

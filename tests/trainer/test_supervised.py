@@ -46,11 +46,11 @@ def hugging_faces_loss(model, chosen):
 
 @pytest.fixture(scope="module")
 def results(run_ranks, models, tmp_path_factory):
-    folder, found = tmp_path_factory.mktemp("rows"), {}
+    folder, results = tmp_path_factory.mktemp("rows"), {}
     for world, layouts in LAYOUTS.items():
         ranks = run_ranks(supervised, world, model=models["qwen3"], layouts=layouts, rows=rows(), folder=str(folder))
-        found |= {name: [rank[name] for rank in ranks] for name in layouts}
-    return found
+        results |= {name: [rank[name] for rank in ranks] for name in layouts}
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def supervised(model, layouts, rows, folder):
 
     from megasync.trainer.supervised import SupervisedTrainer
 
-    found = {}
+    results = {}
     rows = [TokenRow(np.array(ids, np.int32), np.array(trained, np.bool_)) for ids, trained in rows]
     path = Path(folder) / f"rows-{dist.get_rank()}"
     write_rows(path, rows)
@@ -96,6 +96,6 @@ def supervised(model, layouts, rows, folder):
         trainer, file, numbers = SupervisedTrainer(engine), RowFile(path), np.arange(len(rows))
         losses = [trainer.loss(file)]
         steps = [trainer.step(file, numbers[:4], 1), trainer.step(file, numbers[4:], 2)]
-        found[label] = {"steps": steps, "losses": [*losses, trainer.loss(file)]}
+        results[label] = {"steps": steps, "losses": [*losses, trainer.loss(file)]}
         close(engine)
-    return found
+    return results

@@ -143,13 +143,13 @@ class TokenRewards:
         summed: Callable[[Floats], Floats],
         *,
         starts: Ints,
-        given: Floats,
+        token_rewards: Floats,
         rewarded: NDArray[np.bool_],
         values: Floats,
         penalties: Floats | None = None,
         squared_norms: Floats | None = None,
     ) -> TokenRewards:
-        """Builds the rewards of tokens from those ``given`` to single ones, which are parts of their samples' rewards.
+        """Builds the rewards of tokens from those given to single ones, which are parts of their samples' rewards.
 
         A collective.
 
@@ -159,7 +159,7 @@ class TokenRewards:
         longest = np.zeros(prompts, dtype=np.int64)
         np.maximum.at(longest, step.groups, step.tokens)
         bounds = starts[:-1], starts[1:]
-        cumulative = [np.concatenate([[0.0], np.cumsum(each)]) for each in (given, rewarded)]
+        cumulative = [np.concatenate([[0.0], np.cumsum(each)]) for each in (token_rewards, rewarded)]
         if penalties is not None:
             cumulative.append(np.concatenate([[0.0], np.cumsum(penalties)]))
         # By trajectory.
@@ -173,7 +173,7 @@ class TokenRewards:
         left = step.rewards - of_samples[0]
         open_end = (of_samples[1] == 0) | (np.abs(left) > ROUNDING * np.maximum(1.0, np.abs(step.rewards)))
         left = np.where(open_end, left, 0.0)
-        rewards, rewarded = given.copy(), rewarded.copy()
+        rewards, rewarded = token_rewards.copy(), rewarded.copy()
         ends = bounds[1][last] - 1
         samples = forks.samples[numbers[last]]
         rewards[ends] += left[samples]

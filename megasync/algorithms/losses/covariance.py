@@ -56,17 +56,18 @@ def kl_cov_tokens(step: StepTokens, *, share: float = 0.0002) -> Bools:
 
 def _covariances(step: StepTokens) -> Floats:
     """``(A - mean A)(log pi - mean log pi)`` of each token, with means over all ranks; [tokens]."""
-    own = np.array([step.advantages.sum(), step.logprobs.sum(), len(step.logprobs)], dtype=np.float64)
-    advantage, logprob, count = step.summed(own)
+    local_sums = np.array([step.advantages.sum(), step.logprobs.sum(), len(step.logprobs)], dtype=np.float64)
+    advantage, logprob, count = step.summed(local_sums)
     return (step.advantages - advantage / max(1.0, count)) * (step.logprobs - logprob / max(1.0, count))
 
 
 def _largest(values: Floats, share: float, step: StepTokens) -> Bools:
-    """Whether each value is among the ``share`` of the largest on all ranks, at least one; lots decide between equals.
+    """Whether each value is among the ``share`` of the largest on all ranks, at least one.
 
-    Ranks exchange counts of the digits of a key, from the highest one down, which narrows the threshold's key down.
+    Random keys decide between equals. Ranks exchange counts of the digits of a key, from the highest one down, which
+    narrows the threshold's key down.
     """
-    keys = _ordered(values) << np.uint64(32) | step.lots
+    keys = _ordered(values) << np.uint64(32) | step.random_keys
     missing, threshold = 0, np.uint64(0)
     for shift in range(_KEY - _DIGIT, -1, -_DIGIT):
         # In numpy, a shift by the whole width is undefined.

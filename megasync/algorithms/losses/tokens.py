@@ -19,20 +19,21 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """The tokens of one microbatch, float32 [tokens]; outside of ``keep`` (bool [tokens]) all values are 0.
-
-    ``logprobs`` carries the gradient. ``old`` is the denominator of the ratio: the trainer's log-probs before the step,
-    or the server's. ``segments`` (int64 [tokens]) is the sequence of each token; every sequence is complete. ``chosen``
-    (bool [tokens]) are those that the loss treats apart, if it chooses any: see `StepTokens`.
+    """The tokens of one microbatch, float32 [tokens]; outside of ``keep`` all values are 0.
 
     A mean over these tokens would depend on the packing of a step. That of a sequence does not.
     """
 
+    # Carries the gradient.
     logprobs: Tensor
+    # The denominator of the ratio: the trainer's log-probs before the step, or the server's.
     old: Tensor
     advantages: Tensor
+    # The trained tokens, bool.
     keep: Tensor
+    # The sequence of each token, int64; every sequence is complete.
     segments: Tensor | None = None
+    # The tokens that the loss treats apart, bool, if it chooses any: see `StepTokens`.
     chosen: Tensor | None = None
 
     @cached_property
@@ -61,22 +62,22 @@ class PolicyTokens:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The trained tokens of a rank's share of one optimizer step, float64 [tokens], for a loss that chooses among all.
+    """A rank's trained tokens of one optimizer step, float64 [tokens], for a loss that chooses among all ranks'."""
 
-    ``logprobs`` are of the policy just before that step, ``old`` the denominators of the ratio. ``lots`` (uint64, below
-    2^32) are as good as random, and those of a token are the same whichever rank has it. ``summed`` returns the sums of
-    its argument over all ranks: each rank must call it the same number of times, with arrays of the same shape.
-    """
-
+    # Of the policy just before the step.
     logprobs: Floats
+    # The denominators of the ratio.
     old: Floats
     advantages: Floats
-    lots: NDArray[np.uint64]
+    # As good as random, below 2^32; those of a token are the same whichever rank has it.
+    random_keys: NDArray[np.uint64]
+    # Returns the sums of its argument over all ranks: each rank must call it the same number of times, with arrays of
+    # the same shape.
     summed: Callable[[Floats], Floats]
 
 
-def lots_of(step: int, trajectories: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """The lots of tokens by their trajectories in a step and their places in these; see `StepTokens`."""
+def random_keys(step: int, trajectories: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """The random keys of tokens, from their trajectories in a step and their places in these; see `StepTokens`."""
     mixed = np.full(len(places), step, dtype=np.uint64)
     for part in (trajectories, places):
         # The finalizer of SplitMix64 (Steele et al. 2014, OOPSLA), in which numpy's overflows are intended.

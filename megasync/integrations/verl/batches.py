@@ -45,7 +45,7 @@ class VerlBatch:
             self.samples += _samples(part, form)
             # One tree per sequence.
             trees = tuple((index,) for index in range(first, len(self.samples)))
-            tokens = sum(len(sample.prompt) + sample.fed for sample in self.samples[first:])
+            tokens = sum(len(sample.prompt) + sample.response_inputs for sample in self.samples[first:])
             self.microbatches.append(Microbatch(trees, tokens))
 
     def part(self, batch: Batch) -> TensorDict:

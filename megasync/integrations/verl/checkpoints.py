@@ -56,7 +56,7 @@ class Checkpoints:
             return self._engine.load(Path(local_path) / SHARDS)
 
     def _on_first_rank(self, work: Callable[[], object], what: str, path: Path) -> None:
-        run_collectively(work if self._engine.rank == 0 else lambda: None, what, path, self._engine.device.torch_device)
+        run_collectively(work if self._engine.rank == 0 else None, what, path, self._engine.device.torch_device)
 
 
 def _clear(path: Path) -> None:
