@@ -21,8 +21,8 @@ from typing import Any
 
 from megasync.app.workload import PythonArguments, Task, Workload, prepare_worker
 from megasync.buffer.ledger import FILE as LEDGER_FILE
-from megasync.buffer.remote import RemoteBuffer
 from megasync.buffer.segments import BodyWriter, segments_of
+from megasync.buffer.sink import GroupSink
 from megasync.cluster.rollout_workers import RolloutWorkers, check_travels, worker_name
 from megasync.concurrency.foreign import invoke
 from megasync.concurrency.garbage import short_collections
@@ -35,7 +35,7 @@ from megasync.observe import trace
 from megasync.observe.logfile import log_to_file
 from megasync.rewards import reward_functions
 from megasync.rollout.client import ANYWHERE, Destination, RequestSettings, RolloutClient, ServedModel
-from megasync.rollout.group_worker import DropRecord, FailurePolicy, GroupSink, GroupSpec, GroupWorker
+from megasync.rollout.group_worker import DropRecord, FailurePolicy, GroupSpec, GroupWorker
 from megasync.rollout.quarantine import QuarantineClient
 from megasync.rollout.worker_link import PolledEnd, WorkerEnd
 from megasync.serving.control import ServerControl
@@ -165,7 +165,7 @@ async def start_worker(setup: WorkerSetup, clock_offset: float = 0.0) -> PolledE
     stack.push_async_callback(task.close)
     bodies = BodyWriter(segments_of(setup.run_dir / LEDGER_FILE), name, setup.shared_files)
     stack.push_async_callback(bodies.close)
-    buffer = RemoteBuffer(partial(end.ask, "buffer"), bodies)
+    buffer = GroupSink(partial(end.ask, "buffer"), bodies)
     build_worker(end, setup, name, task, buffer, stack.aclose)
     return polled
 

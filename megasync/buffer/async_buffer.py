@@ -39,8 +39,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megasync.buffer.ledger import Job, Ledger, find_damaged
-from megasync.buffer.payload import EncodedGroup, EncodedPartial, LeasedGroup
+from megasync.buffer.payload import EncodedGroup, LeasedGroup
 from megasync.buffer.segments import DRIVER, BodyWriter, segments_of
+from megasync.buffer.sink import CALLS, GroupSink
 from megasync.buffer.state import (
     BufferCounts,
     BufferStateError,
@@ -59,9 +60,6 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-# Calls of a worker in another process (`remote`).
-OF_WORKERS = ("commit", "drop", "partials", "save_partials")
-
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
@@ -79,7 +77,7 @@ class _Waiter:
             self.wake.set_result(None)
 
 
-class AsyncBuffer:
+class AsyncBuffer(GroupSink):
     """`TrajectoryBuffer` for the tasks of one event loop; see there for what each call means and raises.
 
     ``ledger`` is the file that records every change; without one nothing outlives the process. An empty or missing file
@@ -104,11 +102,12 @@ class AsyncBuffer:
         self._run = run or asyncio.to_thread
         self._broken: LedgerError | None = None
         self._ledger = Ledger(ledger) if ledger is not None else None
-        snapshot = None
+        snapshot, bodies = None, None
         if self._ledger is not None:
             snapshot = self._ledger.read_or_close()
             self._records = Batches(partial(self._transaction, self._ledger), "ledger", run)
-            self._bodies = BodyWriter(segments_of(self._ledger.path), DRIVER, shared, run)
+            bodies = BodyWriter(segments_of(self._ledger.path), DRIVER, shared, run)
+        super().__init__(self.of_worker, bodies)
         # Uids of groups whose bodies an earlier process wrote, or may be to blame for a failed step.
         self._unchecked = {entry.uid for entry in snapshot.entries if entry.group} if snapshot else set[str]()
         self._state = TrajectoryBuffer(
@@ -129,7 +128,7 @@ class AsyncBuffer:
 
     async def release(self) -> None:
         """Waits for the ledger to be written, and lets go of it. No call may follow."""
-        if self._ledger is not None:
+        if self._ledger is not None and self._bodies is not None:
             await self._bodies.close()
             await self._records.close()
             self._ledger.close()
@@ -141,19 +140,6 @@ class AsyncBuffer:
         blocker = self._state.admission_blocker
         await self._until(f"admit {uid}", ("admit", uid), lambda: self._state.admit(uid) or None, blocker)
 
-    async def commit(self, group: EncodedGroup) -> bool:
-        """Writes the body first, unless its maker has."""
-        if self._ledger is not None and self._broken is None:
-            try:
-                group = await self._bodies.store(group)
-            except LedgerError as error:
-                self._break(error)
-                raise
-        return await self._change(lambda state: state.commit(group))
-
-    async def drop(self, uid: str, reason: str) -> bool:
-        return await self._change(lambda state: state.drop(uid, reason))
-
     async def reclaim(self, claimant: str = "") -> str:
         """Waits for a returned group and takes it; its uid. A claimant that asks again gets the same group."""
         return await self._until(
@@ -163,26 +149,29 @@ class AsyncBuffer:
             lambda: "a group to be generated again",
         )
 
-    async def save_partials(self, partials: dict[tuple[str, int, int], EncodedPartial]) -> None:
-        await self._change(lambda state: state.save_partials(partials))
+    async def unfinished(self, uids: Sequence[str]) -> list[str]:
+        """The uids of the groups that are still to be generated."""
+        return await self._change(lambda state: state.unfinished(uids))
 
-    async def partials(self, uid: str) -> dict[tuple[int, int], bytes]:
-        found = self._state.partials(uid)
+    async def of_worker(self, call: str, *arguments: Any) -> Any:
+        """Makes one of the calls of a `GroupSink`, here or in another process."""
+        if call not in CALLS:
+            raise BufferStateError(f"a rollout worker must not call {call!r} of the buffer")
+        if call != "partials":
+            return await self._change(lambda state: getattr(state, call)(*arguments))
+        found = self._state.partials(*arguments)
 
         def load() -> dict[tuple[int, int], bytes]:
             return {key: data() if callable(data) else data for key, data in found.items()}
 
         return await self._transact(Job(read=load)) if self._ledger is not None and found else load()
 
-    async def unfinished(self, uids: Sequence[str]) -> list[str]:
-        """The uids of the groups that are still to be generated."""
-        return await self._change(lambda state: state.unfinished(uids))
-
-    async def of_worker(self, call: str, *arguments: Any) -> Any:
-        """Makes one of the calls that workers in other processes may make (OF_WORKERS)."""
-        if call not in OF_WORKERS:
-            raise BufferStateError(f"a rollout worker must not call {call!r} of the buffer")
-        return await getattr(self, call)(*arguments)
+    async def _stored(self, group: EncodedGroup) -> EncodedGroup:
+        try:
+            return group if self._broken is not None else await super()._stored(group)
+        except LedgerError as error:
+            self._break(error)
+            raise
 
     # Training side
 

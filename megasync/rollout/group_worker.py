@@ -38,12 +38,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megasync.algorithms.choose import group_inputs, takes_tokens
 from megasync.base.importing import name_of
 from megasync.buffer import BufferClosed, BufferStateError
-from megasync.buffer.payload import EncodedGroup, EncodedPartial, decode_partial, encode, encode_partial
+from megasync.buffer.payload import decode_partial, encode, encode_partial
+from megasync.buffer.sink import GroupSink
 from megasync.concurrency.foreign import explain, run
 from megasync.concurrency.tasks import Backoff, cancel_and_wait
 from megasync.config.schema import Config
@@ -70,18 +71,6 @@ log = logging.getLogger(__name__)
 BACKOFF_SECONDS = (1.0, 30.0)
 # Errors of one type that are logged with a traceback. Later ones would only repeat them.
 MAX_TRACEBACKS = 3
-
-
-class GroupSink(Protocol):
-    """The part of the buffer that a worker uses: the driver's `AsyncBuffer`, or `RemoteBuffer` in another process.
-
-    Every call may raise BufferClosed.
-    """
-
-    async def commit(self, group: EncodedGroup) -> bool: ...
-    async def drop(self, uid: str, reason: str) -> bool: ...
-    async def partials(self, uid: str) -> Mapping[tuple[int, int], bytes]: ...
-    async def save_partials(self, partials: dict[tuple[str, int, int], EncodedPartial]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

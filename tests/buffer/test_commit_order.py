@@ -1,4 +1,7 @@
-"""Body before row, row before answer: what is on disk when a process, or the machine, dies at any point of a commit."""
+"""Body before row, row before answer, log before removal: what is on disk when a process, or the machine, dies.
+
+It may die at any point of a commit, and at any point while segments are removed.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import os
 import pickle
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,33 +19,40 @@ from local_buffer import kill
 
 from megasync.buffer import AsyncBuffer
 from megasync.buffer.beginning import begin_ledger, resume_ledger
+from megasync.buffer.groups import GroupState
 from megasync.buffer.ledger import Ledger
 from megasync.buffer.payload import decode
-from megasync.buffer.remote import RemoteBuffer
-from megasync.buffer.segments import BodyWriter, SegmentWriter, load, segments_of
+from megasync.buffer.segments import SUFFIX, BodyWriter, SegmentWriter, load, segments_in, segments_of
+from megasync.buffer.sink import GroupSink
 from megasync.config.schema import ScheduleConfig
 
 SCHEDULE = ScheduleConfig(groups_per_step=1, samples_per_group=2, max_staleness=3)
-APPENDED, FLUSHED, SENT, WRITTEN, COMMITTED, ANSWERED = (
+APPENDED, FLUSHED, SENT, WRITTEN, COMMITTED, ANSWERED, REMOVED = (
     "appended",
     "flushed",
     "sent",
     "written",
     "committed",
     "answered",
+    "removed",
 )
 
 
 class Machine:
-    """Copies the run directory at each point: all of it, as a kill leaves it, and what was flushed to disk."""
+    """Copies the run directory at each point: all of it, as a kill leaves it, and what was flushed to disk.
+
+    A removal may outlive a power loss ("power lost") or not ("files back").
+    """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run, self._disk, self._images = folder / "run", folder / "disk", folder / "images"
         self.run.mkdir()
         self.points: list[str] = []
+        self._lock = threading.RLock()
         self._after(monkeypatch, SegmentWriter, "append", APPENDED)
         self._after(monkeypatch, Ledger, "_write", WRITTEN)
         self._after(monkeypatch, Ledger, "transact", COMMITTED)
+        monkeypatch.setattr(Path, "unlink", self._remover(Path.unlink))
         for name in ("fsync", "fdatasync"):
             monkeypatch.setattr(os, name, self._flush)
 
@@ -59,22 +70,38 @@ class Machine:
 
         monkeypatch.setattr(owner, name, call)
 
+    def _remover(self, unlink: Callable[..., None]) -> Callable[..., None]:
+        def remove(path: Path, missing_ok: bool = False) -> None:
+            with self._lock:
+                unlink(path, missing_ok)
+                if path.suffix == SUFFIX and path.is_relative_to(self.run):
+                    self.dies_here(REMOVED)
+
+        return remove
+
     def _flush(self, file: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{file}"))
         if path.is_file() and path.is_relative_to(self.run):
-            copy = self._disk / path.relative_to(self.run)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, copy)
-            self.dies_here(FLUSHED)
+            with self._lock:
+                copy = self._disk / path.relative_to(self.run)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, copy)
+                self.dies_here(FLUSHED)
 
     def dies_here(self, point: str) -> None:
-        image = self._images / str(len(self.points))
-        self.points.append(point)
-        shutil.copytree(self.run, image / "killed")
-        # The file's own content changes with a checkpoint of its log only, which SQLite flushes.
-        if self.ledger.exists():
-            shutil.copytree(self._disk, image / "power lost")
-            shutil.copy(self.ledger, image / "power lost" / "ledger.db")
+        with self._lock:
+            image = self._images / str(len(self.points))
+            self.points.append(point)
+            shutil.copytree(self.run, image / "killed")
+            # The file's own content changes with a checkpoint of its log only, which SQLite flushes.
+            if self.ledger.exists():
+                for what in ("power lost", "files back"):
+                    shutil.copytree(self._disk, image / what)
+                    shutil.copy(self.ledger, image / what / "ledger.db")
+                kept = {path.name for path in segments_of(self.ledger).glob("*")}
+                for path in segments_of(image / "power lost" / "ledger.db").glob("*"):
+                    if path.name not in kept:
+                        os.remove(path)
 
     def image(self, number: int, what: str) -> Path:
         return self._images / str(number) / what / "ledger.db"
@@ -90,11 +117,11 @@ def maker(buffer: AsyncBuffer, machine: Machine, remote: bool, shared: bool) -> 
         return pickle.loads(pickle.dumps(await buffer.of_worker(call, *pickle.loads(pickle.dumps(arguments)))))
 
     bodies = BodyWriter(segments_of(machine.ledger), "worker-0", shared)
-    return RemoteBuffer(ask, bodies), bodies
+    return GroupSink(ask, bodies), bodies
 
 
-async def resumed(ledger: Path, check: Callable[[AsyncBuffer], Any]) -> Any:
-    resume_ledger(ledger, SCHEDULE, 100, 0)
+async def resumed(ledger: Path, check: Callable[[AsyncBuffer], Any], step: int = 0) -> Any:
+    resume_ledger(ledger, SCHEDULE, 100, step)
     buffer = AsyncBuffer(SCHEDULE, 100, ledger=ledger)
     try:
         return await check(buffer)
@@ -105,9 +132,9 @@ async def resumed(ledger: Path, check: Callable[[AsyncBuffer], Any]) -> Any:
 async def trainable(buffer: AsyncBuffer) -> dict[str, Any]:
     """The groups that a resumed run trains, with their tokens; damaged ones are found by then."""
     found = {}
-    step = 1
     while (await buffer.counts())["slots"]["finished"]:
-        lease = asyncio.create_task(buffer.lease(step, 0))
+        step = buffer._state.status.last_step + 1
+        lease = asyncio.create_task(buffer.lease(step, buffer._state.version))
         while not lease.done() and not await buffer.waiting():
             await asyncio.sleep(0)
         if not lease.done():
@@ -117,7 +144,6 @@ async def trainable(buffer: AsyncBuffer) -> dict[str, Any]:
         (group,) = lease.result()
         found[group.uid] = load(group)
         await buffer.ack(step)
-        step += 1
     return found
 
 
@@ -166,3 +192,62 @@ async def test_no_answer_before_its_row_and_no_row_before_its_body(
 
     for number in range(begun, len(machine.points)):
         assert await resumed(machine.image(number, "killed"), repeated) == expected, machine.points[number]
+
+
+async def test_a_segment_is_removed_once_the_log_says_so_and_what_is_unneeded_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: Callable[..., Any]
+) -> None:
+    """Publications remove what is stale, with nothing but the flush before it on disk; a checkpoint what it covers."""
+    monkeypatch.setattr(SegmentWriter.__init__, "__defaults__", ("driver", 1))
+    machine = Machine(tmp_path, monkeypatch)
+    begin_ledger(machine.ledger, 0, 0, {}, {"cursor": None, "pending": []})
+    buffer = AsyncBuffer(SCHEDULE, 100, ledger=machine.ledger)
+    bound = buffer._state.pacing.staleness_bound
+    groups: dict[str, Any] = {}
+
+    async def commit(version: int) -> None:
+        uid = f"0:{len(groups)}"
+        groups[uid] = group(uid, version, version)
+        await buffer.admit(uid)
+        assert await buffer.commit(groups[uid])
+
+    begun = 0
+    for step in range(1, bound + 4):
+        if step == bound + 1:
+            # Its publication is the first one that removes something.
+            begun = len(machine.points)
+        await commit(step - 1)
+        await buffer.lease(step, step - 1)
+        await buffer.ack(step)
+        await buffer.publish(step)
+    await commit(step)
+    await buffer.before_checkpoint()
+    saved = len(machine.points)
+    assert machine.points[begun:saved].count(REMOVED) == 3
+    # The last checkpoint but one is that of the step before.
+    await buffer.checkpointed(step, step - 1)
+    await buffer.before_checkpoint()
+    assert machine.points[saved:].count(REMOVED) == bound - 1
+    kill(buffer)
+    monkeypatch.undo()
+    expected = {uid: decode(each.header, each.body) for uid, each in groups.items()}
+
+    async def trained_on(buffer: AsyncBuffer) -> None:
+        held = {entry.uid for entry in buffer._state._groups.among(GroupState.FINISHED)}
+        for uid in buffer._state.reclaimable():
+            # Trained after the checkpoint, and too old to be trained again.
+            assert await buffer.drop(uid, "stale")
+        kept = await trainable(buffer)
+        assert kept == {uid: expected[uid] for uid in held}
+        assert (await buffer.counts())["damaged"] == 0
+        last = buffer._state.status.last_step
+        await buffer.checkpointed(last, last)
+        await buffer.before_checkpoint()
+        named = {name for (name,) in buffer._ledger._db.execute("SELECT segment FROM payloads")}
+        left = [segment.name for segment in segments_in(segments_of(buffer._ledger.path)) if segment.name not in named]
+        # A writer's last segment keeps the number.
+        assert left in ([], [max(left, default="")])
+
+    for number in range(begun, len(machine.points)):
+        for what in ("killed", "power lost", "files back"):
+            await resumed(machine.image(number, what), trained_on, step - 1 if number >= saved else 0)

@@ -1,7 +1,6 @@
 """The ledger agrees with the buffer after every call, and a buffer that starts from it goes on as if nothing had
 happened."""
 
-import asyncio
 import os
 import random
 import sqlite3
@@ -11,9 +10,8 @@ import numpy
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from local_buffer import LocalBuffer, kill
+from local_buffer import LocalBuffer
 
-from megasync.buffer import AsyncBuffer
 from megasync.buffer import ledger as ledger_module
 from megasync.buffer.groups import LIVE, GroupState
 from megasync.buffer.ledger import SCHEMA_VERSION, Ledger
@@ -316,26 +314,6 @@ def test_a_full_disk_closes_the_buffer_without_losing_recorded_state(path, buffe
     again.die()
 
 
-async def test_a_full_disk_fails_pending_calls_and_still_allows_shutdown(path, group):
-    buffer = AsyncBuffer(schedule(1, 0), ledger=path)
-    await buffer.admit("a")
-    waits = [asyncio.create_task(call) for call in (buffer.admit("b"), buffer.lease(1, 0), buffer.reclaim())]
-    await asyncio.sleep(0)
-    database = buffer._ledger._db
-    database.execute(f"PRAGMA max_page_count={database.execute('PRAGMA page_count').fetchone()[0]}")
-    large = [Trajectory([1], [1], [1], [-0.1], [0], metrics={"a" * 50_000: 1.0}, reward=1.0)] * 2
-    with pytest.raises(LedgerError, match="disk is full"):
-        await buffer.commit(encode(Group("a", large)))
-    for result in await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), 5):
-        assert isinstance(result, LedgerError) and "disk is full" in str(result)
-    with pytest.raises(LedgerError, match="disk is full"):
-        await buffer.ack(1)
-    await buffer.close("the run failed")
-    await buffer.checkpointed(0, 0)
-    assert (await buffer.before_checkpoint())["pending"] == ["a"]
-    kill(buffer)
-
-
 def test_a_file_that_is_not_a_ledger_is_rejected_and_not_modified(path):
     path.write_bytes(b"something else entirely, longer than a header of SQLite" * 50)
     before = path.read_bytes()
@@ -435,29 +413,6 @@ def test_a_restarted_buffer_reads_partials_and_bodies_only_when_they_are_needed(
     again.die()
 
 
-def test_segments_without_a_needed_group_are_removed(path, group, monkeypatch):
-    monkeypatch.setattr(SegmentWriter.__init__, "__defaults__", (1,))
-    buffer = open_buffer(path)
-    for step, uid in enumerate("abc", 1):
-        do(buffer, "admit", uid)
-        buffer.commit(group(uid, step - 1, step - 1))
-        buffer.lease(step, step - 1)
-        do(buffer, "ack", step)
-        buffer.publish(step)
-    assert [file.stem for file in segments(buffer)] == ["driver-00000002", "driver-00000003"], (
-        "a is stale, and would be generated again"
-    )
-    buffer.checkpointed(3, 2)
-    assert [file.stem for file in segments(buffer)] == ["driver-00000003"]
-    again = crash(buffer)
-    do(again, "admit", "d")
-    again.commit(group("d", 3, 3))
-    assert [file.stem for file in segments(again)] == ["driver-00000003", "driver-00000004"], (
-        "a restarted buffer begins a new segment"
-    )
-    again.die()
-
-
 def test_a_segment_stays_until_its_writer_has_ended_it(buffer, group):
     """The header of a body that a worker has written may still be on its way."""
     folder = segments_of(buffer.ledger.path)
@@ -546,14 +501,6 @@ def test_trajectory_values_survive_a_ledger_round_trip(buffer):
     header = leased.header.trajectories[0]
     assert {type(header.reward), type(header.metrics["n"])} == {float, int}
     again.die()
-
-
-def test_a_group_that_cannot_be_serialized_is_rejected_without_changing_state(buffer, group):
-    do(buffer, "admit", "a")
-    strange = Trajectory([1], [1], [1], [-0.1], [0], reward=1.0, metrics={"x": object()})
-    with pytest.raises(DataError, match=r"group a holds a value that cannot be recorded \(NotImplementedError: object"):
-        buffer.commit(encode(Group("a", [strange, strange])))
-    assert buffer.state.counts()["slots"]["generating"] == 1 and buffer.commit(group("a", 0, 0))
 
 
 def test_calls_that_change_no_state_write_nothing_to_the_ledger(buffer):

@@ -1,4 +1,4 @@
-"""Thousands of random runs: servers that finish in any order, stall, fail or lag; every law checked after every event.
+"""Hundreds of random runs: servers that finish in any order, stall, fail or lag; every law checked after every event.
 
 The run keeps its own books (who was admitted, who is on a server, who was trained, who failed), so that they and the
 buffer's can disagree; it asks the buffer only for the groups that the buffer itself dropped.
@@ -8,8 +8,6 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from megasync.buffer import BufferClosed, BufferStateError, TrajectoryBuffer
 from megasync.buffer.groups import LIVE, UNFINISHED, GroupState
@@ -228,7 +226,7 @@ class Run:
         raise AssertionError(f"the run never ended: {self.buffer.counts()}")
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", range(2))
 def test_a_run_completes_under_random_stalls_failures_and_stale_tokens(block):
     seen = Counter()
     for seed in range(block * 400, (block + 1) * 400):
@@ -241,7 +239,7 @@ def test_a_run_completes_under_random_stalls_failures_and_stale_tokens(block):
     )
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", range(2))
 def test_pacing_alone_keeps_every_group_within_the_staleness_bound(block):
     """Servers that serve what is published never produce a stale group, so the check finds nothing to do."""
     reached = Counter()
@@ -253,12 +251,6 @@ def test_pacing_alone_keeps_every_group_within_the_staleness_bound(block):
             assert max(run.staleness) <= run.pacing.max_staleness
         reached[max(run.staleness) > run.pacing.max_staleness] += 1
     assert reached[True] and reached[False]
-
-
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(0, 2**32), st.floats(0, 0.5), st.floats(0, 0.5))
-def test_invariants_hold_at_any_failure_rate(seed, lag, failures):
-    Run(seed, lag=lag, failures=failures).play()
 
 
 def test_synchronous_batches_are_independent_of_timing():

@@ -1,3 +1,5 @@
+"""What the state machine decides: admissions, batches, stale groups, repeated calls, rollbacks and failed steps."""
+
 import dataclasses
 import doctest
 
@@ -5,10 +7,11 @@ import pytest
 
 import megasync.buffer.state
 from megasync.buffer import BufferClosed, BufferStateError, TrajectoryBuffer
-from megasync.buffer.payload import encode
+from megasync.buffer.payload import encode, encode_partial
 from megasync.buffer.segments import load
+from megasync.buffer.state import FailedStep
 from megasync.config.pacing import Pacing
-from megasync.trajectory import Group
+from megasync.trajectory import Group, Partial
 
 
 def buffer_of(groups_per_step=2, max_staleness=1, window=None, **options):
@@ -74,11 +77,6 @@ def test_a_run_admits_no_more_groups_than_it_will_train(group):
     assert "all that the run needs" in buffer.admission_blocker()
     buffer.drop("a", "uniform")
     assert admit(buffer, "c", "d") == [True, False]
-
-
-def test_total_groups_must_be_a_multiple_of_groups_per_step():
-    with pytest.raises(ValueError, match="total_groups=3.*groups_per_step=2"):
-        buffer_of(total_groups=3)
 
 
 # Batches
@@ -164,47 +162,6 @@ def test_repeating_a_lease_at_a_newer_version_rechecks_staleness(group):
     assert buffer.lease(1, 1) is None and buffer.reclaimable() == ["a"]
 
 
-@pytest.mark.parametrize("step", [0, 1])
-def test_leasing_a_step_that_is_already_trained_is_rejected(group, step):
-    buffer = buffer_of(groups_per_step=1)
-    admit(buffer, "a")
-    buffer.commit(group("a"))
-    train(buffer, 1, 0)
-    with pytest.raises(BufferStateError, match="step 1 is trained already"):
-        buffer.lease(step, 0)
-
-
-def test_only_one_batch_can_be_leased_at_a_time(group):
-    buffer = buffer_of(groups_per_step=1)
-    admit(buffer, "a")
-    buffer.commit(group("a"))
-    buffer.lease(1, 0)
-    with pytest.raises(BufferStateError, match="step 2 asks for a batch while step 1 has one"):
-        buffer.lease(2, 0)
-
-
-def test_a_lease_at_an_unpublished_version_is_rejected(group):
-    with pytest.raises(BufferStateError, match="at version 1, but 0 is published"):
-        buffer_of().lease(1, 1)
-
-
-def test_ack_of_a_step_without_a_leased_batch_is_rejected(group):
-    buffer = buffer_of(groups_per_step=1)
-    with pytest.raises(BufferStateError, match="step 1 cannot be acknowledged.*no step has one"):
-        buffer.ack(1)
-    admit(buffer, "a")
-    buffer.commit(group("a"))
-    buffer.lease(1, 0)
-    with pytest.raises(BufferStateError, match="step 2 cannot be acknowledged.*step 1 has one"):
-        buffer.ack(2)
-    buffer.ack(1)
-
-
-def test_publishing_an_older_version_is_rejected():
-    with pytest.raises(BufferStateError, match="version 2 cannot be published after version 3"):
-        buffer_of(version=3).publish(2)
-
-
 # Groups
 
 
@@ -229,11 +186,6 @@ def test_invalid_trajectories_are_removed_from_a_committed_group(trajectory):
     assert load(leased) == Group("a", kept)
 
 
-def test_committing_a_group_that_was_never_admitted_raises(group):
-    with pytest.raises(BufferStateError, match="group a cannot be committed: it is unknown"):
-        buffer_of().commit(group("a"))
-
-
 def test_a_commit_after_a_drop_is_ignored(group):
     buffer = buffer_of()
     admit(buffer, "a")
@@ -241,35 +193,6 @@ def test_a_commit_after_a_drop_is_ignored(group):
     before = buffer.counts()
     assert not buffer.commit(group("a")) and not buffer.drop("a", "again")
     assert buffer.counts() == before
-
-
-def test_dropping_a_leased_trained_or_unknown_group_raises(group):
-    buffer = buffer_of(groups_per_step=1)
-    admit(buffer, "a")
-    buffer.commit(group("a"))
-    buffer.lease(1, 0)
-    with pytest.raises(BufferStateError, match="group a cannot be dropped: it is leased"):
-        buffer.drop("a", "why")
-    buffer.ack(1)
-    with pytest.raises(BufferStateError, match="it is trained"):
-        buffer.drop("a", "why")
-    with pytest.raises(BufferStateError, match="it is unknown"):
-        buffer.drop("z", "why")
-
-
-@pytest.mark.parametrize("ending", ["finished", "dropped", "trained"])
-def test_a_uid_cannot_be_admitted_twice(group, ending):
-    buffer = buffer_of(groups_per_step=1)
-    admit(buffer, "a")
-    if ending == "dropped":
-        buffer.drop("a", "why")
-    else:
-        buffer.commit(group("a"))
-    if ending == "trained":
-        train(buffer, 1, 0)
-        buffer.publish(1)
-    with pytest.raises(BufferStateError, match="group a was admitted before"):
-        buffer.admit("a")
 
 
 # Stale groups
@@ -351,11 +274,6 @@ def test_publication_applies_the_stale_policy_to_waiting_finished_groups(group, 
     assert counts["slots"]["returned"] == (policy == "regenerate")
 
 
-def test_an_unknown_stale_policy_is_rejected():
-    with pytest.raises(ValueError, match="stale='keep'"):
-        buffer_of(stale="keep")
-
-
 def test_the_staleness_bound_is_tight(group):
     """One group a step, two slots, a window of two: the straggler `f` is passed once more than FIFO would allow."""
     pacing = Pacing(groups_per_step=1, max_staleness=1, window_fraction=1.0)
@@ -432,3 +350,310 @@ def test_a_regenerated_group_restarts_its_timer(group, reclaim):
         buffer.reclaim()
     now[0] += 1.5
     assert f"a is the oldest and {'generating' if reclaim else 'returned'} for 1.5 s" in buffer.lease_blocker()
+
+
+def step(buffer, number, *groups):
+    """Trains a step on these and publishes it."""
+    admit(buffer, *(group.uid for group in groups))
+    for group in groups:
+        buffer.commit(group)
+    uids = [group.uid for group in buffer.lease(number, buffer.version)]
+    buffer.ack(number)
+    buffer.publish(buffer.version + 1)
+    return uids
+
+
+# Again
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_readmitting_an_unfinished_group_takes_no_additional_slot(group, returned):
+    buffer = buffer_of(max_staleness=0, version=1)
+    admit(buffer, "a")
+    if returned:
+        buffer.commit(group("a", 0, 0))
+    before = buffer.counts()
+    assert buffer.admit("a") and buffer.counts() == before
+
+
+@pytest.mark.parametrize("state", ["finished", "leased", "trained", "published"])
+def test_committing_a_group_again_is_idempotent(group, state):
+    buffer = buffer_of(groups_per_step=1)
+    admit(buffer, "a")
+    buffer.commit(group("a"))
+    if state != "finished":
+        buffer.lease(1, 0)
+    if state in ("trained", "published"):
+        buffer.ack(1)
+    if state == "published":
+        buffer.publish(1)
+    before = buffer.counts()
+    assert buffer.commit(group("a")) and buffer.commit(encode(Group("a", []))) and buffer.counts() == before
+
+
+def test_a_returned_group_accepts_only_responses_within_the_staleness_bound(group, trajectory):
+    buffer = buffer_of(max_staleness=0, version=1)
+    admit(buffer, "a")
+    assert not buffer.commit(group("a", 0, 0))
+    before = buffer.counts()
+    assert not buffer.commit(group("a", 0, 0)) and not buffer.commit(encode(Group("a", [trajectory([1])])))
+    assert buffer.counts() == before
+    assert buffer.commit(group("a", 1, 1)) and buffer.reclaimable() == []
+
+
+def test_reclaim_returns_the_same_group_to_its_claimant_and_the_next_to_others(group):
+    buffer = buffer_of(max_staleness=0, version=1)
+    admit(buffer, "a", "b")
+    for uid in "ab":
+        buffer.commit(group(uid, 0, 0))
+    assert [buffer.reclaim(name) for name in ("x", "x", "y", "x", "z")] == ["a", "a", "b", "a", None]
+    buffer.commit(group("a", 1, 1))
+    assert buffer.reclaim("x") is None
+
+
+def test_repeated_ack_and_publish_are_idempotent(group):
+    buffer = buffer_of()
+    step(buffer, 1, group("a"), group("b"))
+    before = buffer.counts()
+    buffer.ack(1)
+    buffer.publish(1)
+    assert buffer.counts() == before
+
+
+# Partial responses
+
+
+def partial(*versions):
+    return encode_partial(Partial("digest", [5] * len(versions), [-0.5] * len(versions), list(versions)))
+
+
+def test_partials_are_kept_until_their_group_is_committed_or_dropped(group):
+    buffer = buffer_of()
+    admit(buffer, "a", "b")
+    first, second, longer = partial(0), partial(0, 0), partial(0, 0, 0)
+    buffer.save_partials({("a", 0, 0): first, ("b", 1, 2): second, ("nobody", 0, 0): first})
+    buffer.save_partials({("a", 0, 0): longer})
+    assert buffer.partials("a") == {(0, 0): longer.data} and buffer.partials("b") == {(1, 2): second.data}
+    buffer.commit(group("a"))
+    buffer.drop("b", "failed")
+    buffer.save_partials({("a", 0, 0): first, ("b", 0, 0): first})
+    assert buffer.partials("a") == buffer.partials("b") == buffer.partials("nobody") == {}
+
+
+def test_take_over_returns_unfinished_groups_with_their_partials(group):
+    buffer = buffer_of()
+    admit(buffer, "a", "b")
+    buffer.save_partials({("a", 0, 0): partial(0)})
+    buffer.commit(group("b"))
+    buffer.close("killed")
+    buffer.take_over()
+    assert buffer.closed is None and buffer.reclaimable() == ["a"] and buffer.partials("a") == {(0, 0): partial(0).data}
+    assert buffer.live_uids() == ["a", "b"] and balanced(buffer)
+
+
+# Back to a checkpoint
+
+
+def test_groups_trained_after_the_checkpoint_are_retrained_in_the_same_order(group):
+    buffer = buffer_of(max_staleness=2)
+    groups = {uid: group(uid) for uid in "abcdef"}
+    step(buffer, 1, groups["a"], groups["b"])
+    step(buffer, 2, groups["c"], groups["d"])
+    admit(buffer, "e", "f")
+    buffer.commit(groups["f"])
+    assert buffer.trained_after(1) == ["c", "d"]
+    buffer.rollback(1, 2, groups)
+    assert buffer.counts()["trained"] == 2 and balanced(buffer) and buffer.version == 2
+    assert buffer.live_uids() == list("cdef")
+    with pytest.raises(BufferStateError, match="version 1 cannot be published after version 2"):
+        buffer.publish(1)
+    assert [g.uid for g in buffer.lease(2, 2)] == ["c", "d"]
+    buffer.ack(2)
+    assert buffer.counts()["trained"] == 4 and balanced(buffer)
+
+
+def test_rollback_regenerates_a_trained_group_whose_payload_was_pruned(group):
+    buffer = buffer_of(max_staleness=2)
+    step(buffer, 1, group("a"), group("b"))
+    admit(buffer, "c")
+    buffer.rollback(0, 1, {"b": group("b")})
+    assert buffer.reclaimable() == ["a"] and buffer.live_uids() == ["a", "b", "c"] and balanced(buffer)
+    assert buffer.reclaim() == "a"
+    buffer.commit(group("a", 1, 1))
+    assert [g.uid for g in buffer.lease(1, 1)] == ["a", "b"]
+
+
+def test_the_stale_policy_applies_to_groups_restored_by_a_rollback(group):
+    buffer = buffer_of(max_staleness=0, stale="drop")
+    step(buffer, 1, group("a"), group("b"))
+    buffer.rollback(0, 1, {uid: group(uid) for uid in "ab"})
+    assert buffer.counts()["dropped"] == {"stale": 2} and balanced(buffer)
+
+
+def test_admission_is_blocked_while_a_rollback_exceeds_the_capacity(group):
+    buffer = buffer_of(groups_per_step=1, max_staleness=1)
+    step(buffer, 1, group("a"))
+    admit(buffer, "b", "c")
+    buffer.rollback(0, 1, {"a": group("a")})
+    assert "all 2 are taken (2 generating, 1 finished)" in buffer.admission_blocker()
+    buffer.lease(1, 1)
+    buffer.ack(1)
+    buffer.publish(2)
+    buffer.drop("b", "failed")
+    assert buffer.admit("d")
+
+
+def test_rollback_is_idempotent_and_keeps_a_closed_buffer_closed(group):
+    buffer = buffer_of(max_staleness=2)
+    step(buffer, 1, group("a"), group("b"))
+    buffer.close("over")
+    for _ in range(2):
+        buffer.rollback(0, 1, {uid: group(uid) for uid in "ab"})
+        assert buffer.closed == "over" and buffer.counts()["slots"]["finished"] == 2 and balanced(buffer)
+
+
+# Steps that raise an error
+
+
+@pytest.fixture
+def filled(group):
+    """``filled(n)``: a buffer with so many finished groups, 0:0 and so on."""
+
+    def fill(groups=4):
+        buffer = buffer_of(max_staleness=3, window=1.0)
+        for number in range(groups):
+            assert buffer.admit(f"0:{number}") and buffer.commit(group(f"0:{number}"))
+        return buffer
+
+    return fill
+
+
+def fail(buffer, step, attempts=2, most=1):
+    assert buffer.lease(step, buffer.version) is not None
+    return buffer.step_failed(step, attempts, most)
+
+
+def test_a_failed_batch_is_retried_until_its_attempts_are_exhausted(filled):
+    buffer = filled()
+    assert fail(buffer, 1) == FailedStep(1, 1, [], 0)
+    assert buffer.counts()["slots"]["finished"] == 4
+    assert fail(buffer, 1) == FailedStep(1, 2, ["0:0", "0:1"], 1)
+    assert buffer.counts()["dropped"] == {"failed_step": 2}
+    assert [group.uid for group in buffer.lease(1, 0)] == ["0:2", "0:3"]
+
+
+def test_only_the_group_that_exhausts_its_attempts_is_dropped(filled, group):
+    buffer = filled(2)
+    fail(buffer, 1)
+    buffer.drop("0:0", "workflow")
+    assert buffer.admit("0:2") and buffer.commit(group("0:2"))
+    assert fail(buffer, 1).set_aside == ["0:1"]
+    assert buffer.live_uids() == ["0:2"]
+
+
+def test_reporting_a_step_failure_twice_is_idempotent(filled):
+    buffer = filled()
+    first = fail(buffer, 1)
+    assert buffer.step_failed(1, 2, 1) == first
+    assert fail(buffer, 1).attempt == 2
+
+
+def test_consecutive_batch_drops_are_limited_until_the_failed_step_is_trained(filled):
+    buffer = filled(6)
+    fail(buffer, 1, attempts=1)
+    assert fail(buffer, 1, attempts=1) == FailedStep(1, 1, [], 1)
+    assert buffer.counts()["dropped"] == {"failed_step": 2}
+    buffer.lease(1, 0)
+    buffer.ack(1)
+    assert fail(buffer, 2, attempts=1).in_a_row == 1
+
+
+def test_retraining_steps_after_a_rollback_does_not_reset_the_drop_limit(filled, group):
+    buffer = filled(8)
+    buffer.lease(1, 0)
+    buffer.ack(1)
+    fail(buffer, 2, attempts=1)
+    buffer.rollback(0, 0)
+    for uid in ("0:0", "0:1"):
+        assert buffer.reclaim() == uid
+        buffer.commit(group(uid))
+    buffer.lease(1, 0)
+    buffer.ack(1)
+    assert fail(buffer, 2, attempts=1).set_aside == []
+
+
+def test_failed_attempts_are_cleared_once_the_groups_are_trained(filled):
+    buffer = filled()
+    fail(buffer, 1)
+    buffer.lease(1, 0)
+    buffer.ack(1)
+    assert buffer.status.failed_attempts == {}
+
+
+# What must not be done
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda b: b.lease(2, 3), "step 2 asks for a batch, but step 2 is trained already"),
+        (lambda b: b.lease(3, 4), "step 3 asks for a batch at version 4, but 3 is published"),
+        (lambda b: b.ack(3), "step 3 cannot be acknowledged.*no step has one"),
+        (lambda b: b.step_failed(3, 2, 1), "step 3 cannot have failed: it has no batch"),
+        (lambda b: b.publish(2), "version 2 cannot be published after version 3"),
+        (lambda b: b.drop("b", "why"), "group b cannot be dropped: it is trained"),
+        (lambda b: b.drop("z", "why"), "it is unknown"),
+        (lambda b: b.commit(encode(Group("z", []))), "group z cannot be committed: it is unknown"),
+        (lambda b: b.admit("b"), "group b was admitted before and is trained"),
+        (lambda b: b.admit("c"), "group c was admitted before and is finished"),
+        (lambda b: b.admit("e"), r"group e was admitted before and is dropped \(failed\)"),
+        (lambda b: b.rollback(3, 3), "of step 3, but the buffer knows of no step after 2"),
+        (lambda b: b.rollback(0, 3), "step 0 is older than the oldest checkpoint that was kept, of step 1"),
+        (lambda b: b.checkpointed(3, 1), "does not fit the last trained step, 2"),
+        (lambda b: b.checkpointed(1, 2), "does not fit the last trained step, 2"),
+    ],
+)
+def test_a_call_out_of_order_raises_and_changes_nothing(group, call, message):
+    """Steps 1 and 2 have trained a and b, version 3 is published, c and d are finished, e was dropped."""
+    buffer = buffer_of(groups_per_step=1, max_staleness=3)
+    step(buffer, 1, group("a"))
+    step(buffer, 2, group("b"))
+    buffer.publish(3)
+    admit(buffer, *"cde")
+    for uid in "cd":
+        buffer.commit(group(uid, 3, 3))
+    buffer.drop("e", "failed")
+    buffer.checkpointed(2, 1)
+    before = buffer.counts()
+    with pytest.raises(BufferStateError, match=message):
+        call(buffer)
+    assert buffer.counts() == before
+
+
+def test_a_leased_batch_ends_before_another_step_begins(group):
+    buffer = buffer_of(groups_per_step=1)
+    admit(buffer, "a")
+    buffer.commit(group("a"))
+    buffer.lease(1, 0)
+    for call, message in (
+        (lambda: buffer.lease(2, 0), "step 2 asks for a batch while step 1 has one"),
+        (lambda: buffer.ack(2), "step 2 cannot be acknowledged.*step 1 has one"),
+        (lambda: buffer.drop("a", "why"), "group a cannot be dropped: it is leased"),
+    ):
+        with pytest.raises(BufferStateError, match=message):
+            call()
+    # A rollback returns it, unless the checkpoint contains its step.
+    buffer.rollback(0, 0)
+    assert buffer.counts()["slots"]["finished"] == 1
+    buffer.lease(1, 0)
+    buffer.rollback(1, 0)
+    assert buffer.counts()["trained"] == 1 and balanced(buffer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"stale": "keep"}, "stale='keep'"), ({"total_groups": 3}, "total_groups=3.*groups_per_step=2")],
+)
+def test_options_that_no_run_has_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        buffer_of(**options)

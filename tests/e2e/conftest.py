@@ -127,6 +127,12 @@ class Launched:
         assert json.loads((marker.parent / "state.json").read_text())["step"] >= step > 0, self.output
         assert self.survivors() == []
 
+    def die(self) -> None:
+        """Kills the driver and, once it has ended, whatever is left of the run."""
+        self.process.kill()
+        self.process.wait()
+        self.kill_everything()
+
     def survivors(self) -> list[str]:
         """Processes of the run that are still alive after a while, because Ray's agents poll for a dead parent."""
         _, alive = psutil.wait_procs(self.family(), timeout=90)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.real
 @pytest.fixture
 def config(miniature, transport: str) -> Path:
     return miniature(
-        schedule={"total_steps": 4, "groups_per_step": 4, "samples_per_group": 4, "max_staleness": 0},
+        schedule={"total_steps": 4, "max_staleness": 0},
         rollout={"servers": 1, "deterministic": True},
         trainer={"tensor_parallel": 2, "lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"lr": 1.0e-2}},
         # Every response has a gradient, whatever its reward.
@@ -40,7 +40,7 @@ def test_another_adapter_answers_beside_the_one_that_is_trained(miniature, launc
     other, merged = write_adapters(str(digits_model), tmp_path / "other")
     rows = {"kind": "digits", "source": "copy", "size": 4, "seed": 1, "options": {"length": 3}}
     config = miniature(
-        schedule={"total_steps": 2, "groups_per_step": 4, "samples_per_group": 4},
+        schedule={"total_steps": 2},
         rollout={"servers": 1},
         trainer={"tensor_parallel": 1, "lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"lr": 5.0e-2}},
         algorithm={"entropy_coef": 0.01},

@@ -1,12 +1,11 @@
-"""A policy that learns from a critic and a teacher at the same time; killed, it resumes with both."""
+"""A policy that learns from a critic and a teacher at the same time, and from several teachers."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
+from run_metrics import steps_of
 
 from megasync.models.digits import write_digits
 
@@ -15,35 +14,22 @@ pytestmark = pytest.mark.real
 STEPS = 4
 
 
-@pytest.fixture
-def config(miniature, digits_model: Path) -> Path:
-    """The teacher is the policy as it was before training. Without staleness and with seeds, runs repeat."""
-    return miniature(
-        schedule={"total_steps": STEPS, "groups_per_step": 4, "samples_per_group": 2, "max_staleness": 0},
+SERVERS = {"max_total_tokens": 4096, "max_running_requests": 16, "mem_fraction": 0.2}
+
+
+def test_both_reach_the_loss_and_the_critic_is_saved(miniature, digits_model: Path, launch, the_run_dir):
+    """The teacher is the policy as it was before training. `test_repeatability.py` kills such a run."""
+    config = miniature(
+        schedule={"total_steps": STEPS, "samples_per_group": 2, "max_staleness": 0},
         trainer={"tensor_parallel": 2, "optimizer": {"lr": 1.0e-2}},
         rollout={"servers": 1, "deterministic": True},
         algorithm={"advantage": "gae", "teacher_coef": 0.1, "kl_coef": 0.01, "kl_in": "reward", "kl_kind": "k1"},
         critic={"enabled": True, "optimizer": {"lr": 1.0e-2}},
-        teachers={
-            "before": {
-                "path": str(digits_model),
-                "max_total_tokens": 4096,
-                "max_running_requests": 16,
-                "mem_fraction": 0.2,
-            }
-        },
+        teachers={"before": {"path": str(digits_model), **SERVERS}},
         checkpoint={"every_steps": 2, "export": False},
         data={"eval": None},
         eval=None,
     )
-
-
-def steps_of(run_dir: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "time/step" in row]
-
-
-def test_both_reach_the_loss_and_the_critic_is_saved(config, launch, the_run_dir):
     run = launch("train", config)
     assert run.wait() == 0, run.output
     first, *later = rows = steps_of(the_run_dir())
@@ -59,35 +45,12 @@ def test_both_reach_the_loss_and_the_critic_is_saved(config, launch, the_run_dir
 
 
 @pytest.mark.matrix
-def test_a_killed_run_repeats_the_one_that_was_not(config, launch, the_run_dir, tmp_path):
-    whole = launch("train", config)
-    assert whole.wait() == 0, whole.output
-    expected = steps_of(the_run_dir())
-    shutil.move(the_run_dir(), tmp_path / "whole")
-    killed = launch("train", config)
-    killed.wait_for("step 3/")
-    killed.process.kill()
-    killed.wait()
-    killed.kill_everything()
-    resumed = launch("resume", the_run_dir())
-    assert resumed.wait() == 0, resumed.output
-    found = {row["step"]: row for row in steps_of(the_run_dir())}
-    for row in expected:
-        for name in ("train/loss", "critic/loss", "train/teacher_kl"):
-            assert found[row["step"]][name] == pytest.approx(row[name], abs=1e-5), (row["step"], name)
-    refused = launch("resume", the_run_dir(), "critic.enabled=false", "algorithm.advantage=grpo")
-    assert refused.wait() == 2, refused.output
-    assert "critic.enabled=false cannot replace true" in " ".join(refused.output.split())
-
-
-@pytest.mark.matrix
 def test_each_set_of_rows_has_its_own_teacher(miniature, digits_model: Path, launch, the_run_dir, tmp_path):
     """One teacher is the policy before training, the other has other weights."""
     write_digits(other := tmp_path / "other", seed=1)
 
     def teacher(path: Path, source: str) -> dict:
-        servers = {"max_total_tokens": 4096, "max_running_requests": 16, "mem_fraction": 0.2}
-        return {"path": str(path), "sources": [source], **servers}
+        return {"path": str(path), "sources": [source], **SERVERS}
 
     def rows(source: str) -> dict:
         return {"data": {"kind": "digits", "source": source, "size": 64, "options": {"length": 3}}}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from deepresearch.corpus import encyclopaedia
+from run_metrics import steps_of
 from word_model import make_word_model
 
 pytestmark = pytest.mark.real
@@ -68,8 +69,7 @@ def test_the_example_searches_trains_and_cleans_up(miniature, execute, the_run_d
     assert run.find("deepresearch.retriever"), run.output
     assert run.wait() == 0, run.output
 
-    rows = [json.loads(line) for line in (the_run_dir() / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "time/step" in row]
+    steps = steps_of(the_run_dir())
     assert [row["step"] for row in steps] == [1, 2]
     last = steps[-1]
     assert last["rollout/agent/searches"] > 0

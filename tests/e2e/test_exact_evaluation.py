@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import recorded_workflow
+from run_metrics import rows_of
 
 pytestmark = pytest.mark.real
 
@@ -49,7 +50,7 @@ def test_held_out_tokens_are_of_the_evaluated_version_while_newer_ones_are_publi
     )
     run = launch("train", config)
     assert run.wait() == 0, run.output
-    rows = [json.loads(line) for line in (the_run_dir() / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(the_run_dir())
     evaluations = [row for row in rows if "eval/score" in row]
     assert {(row["step"], row["eval/version"]) for row in evaluations} >= {(0, 0), (12, 12)}
     assert all(row["eval/exact_share"] == 1.0 and row["eval/failed"] == 0 for row in evaluations)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fp8_folders import write_fp8
 from real_servers import checksums, make_server
+from run_metrics import rows_of
 
 import megasync
 from megasync.models import fetch
@@ -49,7 +49,7 @@ async def loaded(folder: Path, log: Path) -> list:
 def check_run(config: Path, block: tuple[int, int], tmp_path: Path, held) -> None:
     """Trains two steps; every server then holds what quantizing the trained model gives."""
     result = megasync.AsyncTrainer(config, ["schedule.total_steps=2", "rollout.fp8=true"]).train()
-    rows = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(result.run_dir)
     assert 0 < max(row["sync/parity"] for row in rows if "sync/parity" in row) < 0.1
     again, _ = write_fp8(result.export_dir, tmp_path / "again", tmp_path / "again-plain", block)
     expected = asyncio.run(loaded(again, tmp_path / "log"))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
+from run_metrics import rows_of
 
 import megasync
 from megasync.errors import ConfigError
@@ -32,7 +31,7 @@ def test_the_caller_may_pass_functions_and_rows(miniature) -> None:
     rows = [{"prompt": f"={a}{b}="} for a in range(4) for b in range(4)]
     result = megasync.AsyncTrainer(config, rollout=two_tries, train_dataset=rows).train()
     assert (result.step, result.version, result.export_dir) == (3, 2, None)
-    steps = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = rows_of(result.run_dir)
     assert len(steps) == 3
     assert all(1 <= row["train/reward"] <= 6 for row in steps)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import resource
 from pathlib import Path
 
 import psutil
 import pytest
+from run_metrics import rows_of
 
 from megasync.trainer import checkpoint
 
@@ -19,7 +19,7 @@ EVERY = 5
 
 
 def test_a_full_disk_at_a_checkpoint_ends_the_run_which_can_be_resumed(miniature, launch, the_run_dir) -> None:
-    schedule = {"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4}
+    schedule = {"total_steps": 100_000}
     checkpoints = {"every_steps": EVERY, "export": False}
     run = launch("train", miniature(schedule=schedule, checkpoint=checkpoints, rollout={"servers": 1}))
     run.wait_for("checkpoint: ")
@@ -42,7 +42,7 @@ def test_a_full_disk_at_a_checkpoint_ends_the_run_which_can_be_resumed(miniature
     more = launch("resume", run_dir, f"schedule.total_steps={step_of(failed)}")
     assert more.wait() == 0, more.output
     assert checkpoint.latest(run_dir) == failed
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(run_dir)
     assert [row["step"] for row in rows if "time/step" in row] == list(range(1, step_of(failed) + 1))
     assert more.survivors() == []
 

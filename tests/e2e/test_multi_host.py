@@ -18,7 +18,7 @@ from ssh import Ssh
 from megasync.config.access import GENERATION_KEY_VARIABLE
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "multi_node.sh"
-ENDLESS = {"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4}
+ENDLESS = {"total_steps": 100_000}
 APART = "host0=trainer,host1=rollout"
 BACK = ("[host1] Ray node exited", "joined at version")
 

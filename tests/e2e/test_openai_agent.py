@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
+from run_metrics import rows_of
 from tiny_models import byte_tokenizer
 from tool_model import make_tool_models
 
@@ -38,7 +37,7 @@ def test_an_agent_named_in_the_configuration_is_trained_through_the_gateway(mini
     rows = [{"prompt": f"how many? {number}"} for number in range(8)]
     result = megasync.AsyncTrainer(config, train_dataset=rows).train()
     assert (result.step, result.version, result.stopped) == (2, 2, "")
-    last = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()][-1]
+    last = rows_of(result.run_dir)[-1]
     assert last["rollout/turns"] == 3.0
     assert last["rollout/turns_forked"] == 0.0
     assert last["rollout/chunks"] >= 9

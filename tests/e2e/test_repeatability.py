@@ -1,18 +1,23 @@
-"""Two runs of one configuration compute the same bits, with a seed for each request and without staleness."""
+"""A killed run computes what one that was not killed computes, with a seed for each request and without staleness.
+
+Before its last checkpoint it computes the same bits: two runs of one configuration repeat each other.
+"""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
+from run_metrics import steps_of
 
+from megasync.lab.chaos.report import read_ledger
 from megasync.models import fetch
 
 pytestmark = [pytest.mark.real, pytest.mark.matrix]
 
-# What a step computes, without what the clock measures of it.
+STEPS, SAVED = 6, 3
+# What a step computes, without what the clock measures of it; of that, what is the same after a checkpoint too.
 COMPUTED = ("train/", "critic/", "rollout/reward", "rollout/response_length", "groups/")
 TIMED = {
     "train/seconds",
@@ -20,16 +25,28 @@ TIMED = {
     "train/tokens_per_second_per_device",
     "train/tflops_per_device",
 }
-
+RESUMED = ("train/loss", "critic/loss", "train/teacher_kl")
 
 EXPERTS = {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1, "sequence_parallel": True}
 TEACHER = {"max_total_tokens": 4096, "max_running_requests": 16, "mem_fraction": 0.2}
+FAST = {"optimizer": {"lr": 1.0e-2}}
+CRITIC = {"advantage": "gae", "kl_coef": 0.01, "kl_in": "reward", "kl_kind": "k1"}
 KINDS: dict[str, dict] = {
     "plain": {},
-    "data-parallel": {"trainer": {"data_parallel": 2, "optimizer": {"lr": 1.0e-2}}},
-    "routing replay": {"rollout": {"servers": 2, "deterministic": True, "routing_replay": True}, "trainer": EXPERTS},
-    "adapters": {"trainer": {"lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"lr": 1.0e-2}}},
-    "teacher": {"algorithm": {"entropy_coef": 0.01, "teacher_coef": 0.1}},
+    "data-parallel": {"trainer": {"data_parallel": 2, **FAST}},
+    # Pieces of two tokens, so that a response's routes and supports come in several.
+    "routing replay": {
+        "rollout": {"routing_replay": True, "stream_interval": 2},
+        "trainer": EXPERTS | {"recompute": "full"} | FAST,
+    },
+    "truncated sampling": {
+        "rollout": {"sampling": {"max_new_tokens": 6, "top_k": 4, "top_p": 0.9}, "stream_interval": 2}
+    },
+    "adapters": {"trainer": {"lora": {"rank": 4, "alpha": 8.0}, **FAST}},
+    "critic and teacher": {
+        "algorithm": {"entropy_coef": 0.01, "teacher_coef": 0.1, **CRITIC},
+        "critic": {"enabled": True, **FAST},
+    },
 }
 
 
@@ -37,40 +54,47 @@ KINDS: dict[str, dict] = {
 def config(miniature, digits_model: Path, request, tmp_path: Path) -> Path:
     """With two servers: which of them gets a request is up to the clock."""
     sections: dict = {
-        "schedule": {"total_steps": 4, "groups_per_step": 4, "samples_per_group": 4, "max_staleness": 0},
-        "rollout": {"servers": 2, "deterministic": True},
-        "trainer": {"tensor_parallel": 2, "optimizer": {"lr": 1.0e-2}},
+        "schedule": {"total_steps": STEPS, "max_staleness": 0},
+        "trainer": {"tensor_parallel": 2, **FAST},
         # Every response has a gradient, whatever its reward.
         "algorithm": {"entropy_coef": 0.01},
-        "checkpoint": {"export": False},
+        "checkpoint": {"every_steps": SAVED, "export": False},
         "data": {"eval": None},
         "eval": None,
         **KINDS[request.param],
     }
+    sections["rollout"] = {"servers": 2, "deterministic": True} | sections.get("rollout", {})
     if request.param == "routing replay":
-        fetch("digits_moe", tmp_path / "experts")
-        sections["model"] = {"path": str(tmp_path / "experts")}
-    if request.param == "teacher":
+        sections["model"] = {"path": str(fetch("digits_moe", tmp_path / "experts"))}
+    if "teacher" in request.param:
         sections["teachers"] = {"before": {"path": str(digits_model), **TEACHER}}
     return miniature(**sections)
 
 
-def test_two_runs_compute_the_same_bits(config, launch, the_run_dir, tmp_path) -> None:
-    runs = []
-    for number in range(2):
-        run = launch("train", config)
-        assert run.wait() == 0, run.output
-        runs.append(computed(the_run_dir()))
-        shutil.move(the_run_dir(), tmp_path / str(number))
-    first, second = runs
-    assert len(first) == 4 and all(row["train/grad_norm"] > 0 for row in first)
-    for one, other in zip(first, second, strict=True):
-        assert one == other
+def test_a_killed_run_repeats_the_one_that_was_not(config, launch, the_run_dir, tmp_path) -> None:
+    whole = launch("train", config)
+    assert whole.wait() == 0, whole.output
+    expected = steps_of(the_run_dir())
+    assert len(expected) == STEPS
+    # Servers compute what the trainer computes: with the same experts, and of the tokens that could be sampled.
+    assert all(row["train/grad_norm"] > 0 and row["train/logprob_diff"] < 1e-4 for row in expected)
+    shutil.move(the_run_dir(), tmp_path / "whole")
+    killed = launch("train", config)
+    killed.wait_for(f"step {SAVED + 1}/")
+    killed.process.kill()
+    killed.wait()
+    assert killed.survivors() == [], "a killed driver takes everything with it"
+    resumed = launch("resume", the_run_dir())
+    assert resumed.wait() == 0, resumed.output
+    assert resumed.survivors() == []
+    counts = read_ledger(the_run_dir() / "ledger.db")
+    assert (counts.trained, counts.live) == (STEPS * 4, 0), "whole batches to the end"
+    for one, other in zip(expected, steps_of(the_run_dir()), strict=True):
+        if one["step"] <= SAVED:
+            assert computed(one) == computed(other)
+        for name in one.keys() & {*RESUMED}:
+            assert other[name] == pytest.approx(one[name], abs=1e-5), (one["step"], name)
 
 
-def computed(run_dir: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "time/step" in row]
-    return [
-        {name: value for name, value in row.items() if name.startswith(COMPUTED) and name not in TIMED} for row in steps
-    ]
+def computed(row: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if name.startswith(COMPUTED) and name not in TIMED}

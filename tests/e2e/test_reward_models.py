@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from run_metrics import rows_of
 from tiny_models import make_tiny_classifier, make_tiny_model
 
 pytestmark = pytest.mark.real
@@ -67,7 +68,7 @@ def test_a_run_with_reward_models_and_the_evaluation_of_its_checkpoint(config, l
     run = launch("train", config)
     assert run.wait() == 0, run.output
     run_dir = the_run_dir()
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(run_dir)
     last = [row for row in rows if "time/step" in row][-1]
     for model in ("grader", "judge"):
         assert last[f"reward_models/{model}/servers"] == 1.0

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 def test_nothing_is_lost_and_the_end_is_clean(miniature, launch, the_run_dir, monkeypatch) -> None:
     config = miniature(
-        schedule={"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4},
+        schedule={"total_steps": 100_000},
         rollout={
             "servers": 1,
             "workflow": "rogue_functions:rollout",

@@ -10,6 +10,7 @@ from pathlib import Path
 import deadly_workflow
 import pytest
 from processes import gone, lives, with_word
+from run_metrics import rows_of
 from tool_model import make_tool_models
 
 import megasync
@@ -30,7 +31,7 @@ def test_workers_hang_and_are_killed_by_a_prompt_and_their_driver_dies_and_is_re
     config = miniature(
         data={"train": data, "eval": None, "prompt": {"max_tokens": 16}},
         eval=None,
-        schedule={"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4},
+        schedule={"total_steps": 100_000},
         rollout={"servers": 1, "workers": 2, "workflow": "deadly_workflow:rollout"},
         trainer={"tensor_parallel": 1},
         checkpoint={"every_steps": 5},
@@ -74,7 +75,7 @@ def test_workers_hang_and_are_killed_by_a_prompt_and_their_driver_dies_and_is_re
     run.ends_cleanly(signal.SIGINT, the_run_dir())
     counts = read_ledger(the_run_dir() / "ledger.db")
     assert counts.admitted == counts.trained + counts.dropped + counts.live
-    trained = [json.loads(line) for line in (the_run_dir() / "metrics.jsonl").read_text().splitlines()]
+    trained = rows_of(the_run_dir())
     steps = [row["step"] for row in trained if "time/step" in row]
     assert steps == list(range(1, len(steps) + 1))
     # The prompt comes again in each pass over the rows, so the last steps may be without workers.
@@ -103,7 +104,7 @@ def test_environments_in_processes_of_workers_are_played_and_trained(miniature, 
     rows = [{"prompt": f"play {number}", "goal": 3} for number in range(8)]
     result = megasync.AsyncTrainer(config, train_dataset=rows).train()
     assert (result.step, result.stopped) == (2, "")
-    last = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()][-1]
+    last = rows_of(result.run_dir)[-1]
     assert last["rollout/environment/turns"] == 2.0
     assert last["rollout/environment/finished"] == 0.0
     assert last["rollout/samples_failed"] == 0.0

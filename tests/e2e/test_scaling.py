@@ -20,7 +20,7 @@ def scale(run_dir: Path, servers: int) -> subprocess.CompletedProcess[str]:
 
 
 def test_servers_are_added_and_removed_during_a_run(miniature, launch, the_run_dir) -> None:
-    schedule = {"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4}
+    schedule = {"total_steps": 100_000}
     run = launch("train", miniature(schedule=schedule, rollout={"servers": 1}, trainer={"tensor_parallel": 1}))
     run.wait_for("step 2/")
     run_dir = the_run_dir()

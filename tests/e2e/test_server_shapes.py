@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from processes import command_line
+from run_metrics import steps_of
 
 pytestmark = [pytest.mark.real, pytest.mark.matrix]
 
@@ -37,7 +36,7 @@ KILLED = {"stages": "_PP1", "groups": "_DP1", "engines": "--disaggregation-mode 
 def test_a_run_trains_what_was_sampled_and_survives_the_death_of_a_process(kind, miniature, launch, the_run_dir):
     transport, pause, keys = KINDS[kind]
     config = miniature(
-        schedule={"total_steps": STEPS, "groups_per_step": 4, "samples_per_group": 4},
+        schedule={"total_steps": STEPS},
         rollout={"servers": 1, **keys},
         sync={"bucket_mb": 1, "transport": transport, "pause_mode": pause},
         # Every response is scored, also those of a group with equal rewards.
@@ -50,8 +49,7 @@ def test_a_run_trains_what_was_sampled_and_survives_the_death_of_a_process(kind,
     process = next(each for each in processes if mark in command_line(each) + command_line(each.parent()))
     process.kill()
     assert run.wait() == 0, run.output
-    rows = [json.loads(line) for line in (the_run_dir() / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "time/step" in row]
+    steps = steps_of(the_run_dir())
     assert [row["step"] for row in steps] == [*range(1, STEPS + 1)]
     # The trainer's log-probs of tokens that the current version sampled are the server's. With `in_place`, some come
     # from keys and values of the version before.

@@ -38,7 +38,7 @@ def strangers() -> Iterator[list[subprocess.Popen]]:
 def test_a_run_stops_resumes_and_ends_without_touching_other_processes(
     strangers: list[subprocess.Popen], miniature, execute, the_run_dir, tmp_path: Path
 ) -> None:
-    schedule = {"total_steps": STEPS, "groups_per_step": 4, "samples_per_group": 4}
+    schedule = {"total_steps": STEPS}
     config = miniature(schedule=schedule, rollout={"servers": 1}, trainer={"tensor_parallel": 1})
     command = ("bash", SCRIPT, config, "--continue", tmp_path / "this.run")
     first = execute(*command)

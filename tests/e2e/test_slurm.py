@@ -16,7 +16,7 @@ from slurm import FakeSlurm, installed
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 300.0
-ENDLESS = {"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4}
+ENDLESS = {"total_steps": 100_000}
 SMALL = {"rollout": {"servers": 1}, "cluster": {"devices_per_node": 2}, "checkpoint": {"every_steps": 2}}
 
 pytestmark = [

@@ -1,6 +1,6 @@
 """Every way to stop a run: one signal, two signals, or a failure inside. Nothing is left running.
 
-SIGTERM ends the run of `test_scaling.py`, SIGKILL those of `test_adapter_run.py` and `test_ledger_real.py`.
+SIGTERM ends the run of `test_scaling.py`, SIGKILL those of `test_adapter_run.py` and `test_repeatability.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.real
 
-ENDLESS = {"total_steps": 100_000, "groups_per_step": 4, "samples_per_group": 4}
+ENDLESS = {"total_steps": 100_000}
 ONE_SERVER = {"servers": 1}
 ONE_RANK = {"tensor_parallel": 1}
 

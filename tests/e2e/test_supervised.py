@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import signal
 
 import pytest
+from run_metrics import rows_of
 
 pytestmark = pytest.mark.real
 
@@ -15,7 +15,7 @@ SFT = {"train": ROWS, "validation": ROWS | {"split": "test"}, "rows_per_step": 1
 
 def losses(run_dir):
     """(step, value) of both losses; of a step that was trained again, the later value."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(run_dir)
     return {
         key: {row["step"]: row[key] for row in rows if row.get(key) is not None}
         for key in ("sft/loss", "sft/validation_loss")
@@ -37,9 +37,7 @@ def test_a_run_whose_rank_and_driver_were_killed_computes_the_losses_of_one_that
         rank.kill()
     killed.wait_for("training goes on after step")
     killed.wait_for("step 50/")
-    killed.process.kill()
-    killed.wait()
-    killed.kill_everything()
+    killed.die()
     runs = {path.name.split("-")[0]: path for path in (tmp_path / "runs").iterdir()}
     refused = launch("resume", runs["killed"], "sft.rows_per_step=8")
     assert refused.wait() == 2, refused.output

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from run_metrics import rows_of
 
 import megasync
 from megasync.data.digits import digit_reward
@@ -84,5 +85,5 @@ def played(config: Path, overrides: list[str], record: Path) -> tuple[list[list]
         return digit_reward(completions, **columns)
 
     run = megasync.AsyncTrainer(config, overrides, reward=recording_reward).train()
-    rows = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(run.run_dir)
     return [json.loads(line) for line in record.read_text().splitlines()], [row for row in rows if "time/step" in row]

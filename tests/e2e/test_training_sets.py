@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections import Counter
 from contextlib import closing
 
 import pytest
+from run_metrics import rows_of
 
 pytestmark = pytest.mark.real
 
@@ -38,12 +38,10 @@ def test_shares_and_the_curriculum_hold_over_a_kill(miniature, launch, the_run_d
     )
     run = launch("train", config)
     run.wait_for("step 7/")
-    run.process.kill()
-    run.wait()
-    run.kill_everything()
+    run.die()
     resumed = launch("resume", the_run_dir())
     assert resumed.wait() == 0, resumed.output
-    rows = [json.loads(line) for line in (the_run_dir() / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(the_run_dir())
     last = [row for row in rows if "time/step" in row][-1]
     assert last["step"] == 14 and last["rollout/dropped_left_out"] > 0
     assert {"rollout/reward@copy", "rollout/reward@increment"} <= last.keys()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from browser import number
 from playwright.sync_api import expect
+from run_metrics import rows_of
 from watch_process import Watch
 
 pytestmark = pytest.mark.real
@@ -16,12 +16,12 @@ VIEWS = ("timeline", "rollouts", "weights", "faults")
 
 
 def last_step(run_dir: Path) -> int:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(run_dir)
     return max(row["step"] for row in rows if "time/step" in row)
 
 
 def test_the_page_follows_a_run_and_says_that_it_crashed(miniature, launch, the_run_dir, open_page) -> None:
-    steps = {"total_steps": 5000, "groups_per_step": 4, "samples_per_group": 4}
+    steps = {"total_steps": 5000}
     run = launch("train", miniature(schedule=steps, eval={"every_steps": 1000, "samples": 16}))
     run.wait_for("step 1/")
     watch = Watch(the_run_dir(), "--port", "0")

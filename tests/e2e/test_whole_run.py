@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fp8_folders import write_fp8
+from run_metrics import rows_of, steps_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,10 +22,6 @@ from megasync.watch.run_folder import RunFolder
 from megasync.watch.timeline import Timeline
 
 pytestmark = pytest.mark.real
-
-
-def rows_of(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def check_record(run_dir: Path, steps: list[dict]) -> None:
@@ -60,7 +57,7 @@ def test_a_run_trains_asynchronously_and_resumes(miniature) -> None:
 
     assert (result.step, result.version, result.stopped) == (4, 4, "")
     assert [step for step, _ in result.scores] == [0, 2, 4]
-    steps = [row for row in rows_of(result.run_dir) if "time/step" in row]
+    steps = steps_of(result.run_dir)
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     for row in steps:
         assert row["train/staleness_max"] <= 2, "max_staleness 1 plus a window slack of 1"
@@ -86,7 +83,7 @@ def test_a_run_trains_asynchronously_and_resumes(miniature) -> None:
     changes = ["schedule.total_steps=6", "trainer.tensor_parallel=1", "trainer.data_parallel=2"]
     more = megasync.AsyncTrainer.resume(result.run_dir, changes).train()
     assert (more.step, more.version) == (6, 6)
-    steps = [row for row in rows_of(result.run_dir) if "time/step" in row]
+    steps = steps_of(result.run_dir)
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
     assert steps[-1]["groups/trained"] == 24
 
@@ -98,7 +95,7 @@ def test_a_run_begins_with_a_folder_in_block_fp8_and_ends_with_a_plain_one(
     fp8, plain = tmp_path / "fp8", tmp_path / "plain"
     write_fp8(digits_model, fp8, plain, (32, 32))
     result = megasync.AsyncTrainer(miniature(model={"path": str(fp8)}), ["schedule.total_steps=2"]).train()
-    steps = [row for row in rows_of(result.run_dir) if "time/step" in row]
+    steps = steps_of(result.run_dir)
     assert [row["step"] for row in steps] == [1, 2] and max(row["sync/parity"] for row in steps) < 1e-4
     trained, dequantized = (load_file(folder / "model.safetensors") for folder in (result.export_dir, plain))
     assert trained.keys() == dequantized.keys()

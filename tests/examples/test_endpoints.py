@@ -20,18 +20,6 @@ def names(endpoints):
     return [endpoint.url for endpoint in endpoints]
 
 
-def test_the_least_busy_endpoint_is_used_and_idle_ones_alternate(clock):
-    pool = Endpoints(["a", "b", "c/"], rest=5, clock=clock)
-    first = [pool.acquire() for _ in range(3)]
-    assert names(first) == ["a", "b", "c"]
-    pool.release(first[1], ok=True)
-    assert pool.acquire() is first[1]
-    for endpoint in first:
-        pool.release(endpoint, ok=True)
-    # All are idle; b was asked twice.
-    assert names([pool.acquire(), pool.acquire()]) == ["a", "c"]
-
-
 def test_a_failing_endpoint_backs_off_exponentially(clock):
     pool = Endpoints(["a", "b"], rest=5, clock=clock)
     a = pool.acquire()
@@ -70,15 +58,3 @@ def test_other_endpoints_are_tried_before_the_same_one(clock):
     assert pool.acquire(tried=[a]) is busy, "though it is busier"
     assert pool.acquire(tried=[a, busy]) is a
     assert not pool.untried([a, busy])
-
-
-def test_a_cancelled_request_does_not_count_as_a_failure(clock):
-    pool = Endpoints(["a"], rest=5, clock=clock)
-    a = pool.acquire()
-    pool.release(a, ok=None)
-    assert (a.active, a.failures, a.rests_until) == (0, 0, 0.0)
-
-
-def test_no_endpoint_is_an_error():
-    with pytest.raises(ValueError, match="name at least one URL"):
-        Endpoints([], rest=5)

@@ -114,6 +114,11 @@ def uses(text: str, names: dict[str, str], by_file_name: dict[str, str]) -> set[
 
 def distances(root: Path, changed: set[str]) -> dict[str, int]:
     """Test files that the changed files reach, with the length of the shortest way."""
+    return reached_by(changed, users_of_files(root, changed))
+
+
+def users_of_files(root: Path, changed: Iterable[str] = ()) -> dict[str, set[str]]:
+    """The programs that use each file; of ``changed`` also those that name it otherwise."""
     files = [
         path.relative_to(root).as_posix()
         for top in FOLDERS
@@ -134,10 +139,17 @@ def distances(root: Path, changed: set[str]) -> dict[str, int]:
     for file in changed:
         if not file.endswith(".py") and file not in by_file_name.values() and not IGNORED.fullmatch(file):
             users[file] |= {user for user in programs if Path(file).name in (root / user).read_text()}
+    return users
+
+
+def reached_by(changed: Iterable[str], users: dict[str, set[str]]) -> dict[str, int]:
+    """As `distances`, given the users of each file."""
     reached = {file: 0 for file in changed if not IGNORED.fullmatch(file)}
     front = list(reached)
     while front:
-        users_of_front = {user: reached[file] + 1 for file in front for user in users[file] if user not in reached}
+        users_of_front = {
+            user: reached[file] + 1 for file in front for user in users.get(file, ()) if user not in reached
+        }
         reached |= users_of_front
         front = list(users_of_front)
     return {file: far for file, far in reached.items() if re.fullmatch(r"tests/.*/test_\w+\.py", file)}

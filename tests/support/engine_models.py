@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_models import ALIASES
+from random_models import ALIASES, DELTA_NET, MORE_MODELS, without
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -29,28 +29,35 @@ _SIZES = {
     "pad_token_id": 0,
 }
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 40}
+_WINDOWS = {
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 12,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+_DELTA_NET = {
+    **DELTA_NET,
+    "num_hidden_layers": 4,
+    # Hugging Face saves the interval only beside the kinds.
+    "full_attention_interval": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}
+
 FAMILIES = {
     "llama": {},
     "qwen2": {"head_dim": None},
     "qwen3": {"tie_word_embeddings": True},
     # Three groups over two ranks: SGLang pads heads on a CPU.
     "mistral": {"num_attention_heads": 6, "num_key_value_heads": 3, "sliding_window": None},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
-    "qwen2_moe": {
-        "head_dim": None,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 40,
-    },
+    "qwen3_moe": {**_EXPERTS, "norm_topk_prob": True},
+    "qwen2_moe": {**_SHARED, "head_dim": None},
     "glm4": {"partial_rotary_factor": 0.5},
     # A layer with a window, and one without.
     "gemma3_text": {
+        **_WINDOWS,
         "tie_word_embeddings": True,
-        "num_key_value_heads": 1,
-        "query_pre_attn_scalar": 12,
-        "sliding_window": 4,
-        "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
@@ -58,12 +65,7 @@ FAMILIES = {
     },
     # The same beside a vision tower.
     "gemma3": {
-        "text_config": {
-            "num_key_value_heads": 1,
-            "query_pre_attn_scalar": 12,
-            "sliding_window": 4,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
+        "text_config": _WINDOWS,
         "vision_config": {
             "hidden_size": 24,
             "intermediate_size": 40,
@@ -131,29 +133,10 @@ FAMILIES |= {
         "use_routing_bias": True,
         "scoring_func": "sigmoid",
     },
-    "qwen3_next": {
-        "num_hidden_layers": 4,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 40,
-        # Hugging Face saves the interval only beside the kinds.
-        "full_attention_interval": 4,
-        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-        "linear_num_key_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_num_value_heads": 8,
-        "linear_value_head_dim": 12,
-    },
+    "qwen3_next": {**_SHARED, **_DELTA_NET},
     "qwen3_5": {
         "text_config": {
-            "num_hidden_layers": 4,
-            "full_attention_interval": 4,
-            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-            "linear_num_key_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_num_value_heads": 8,
-            "linear_value_head_dim": 12,
+            **_DELTA_NET,
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10000.0,
@@ -209,29 +192,11 @@ FAMILIES |= {
         },
     },
 }
-FAMILIES["qwen3_5_moe"] = FAMILIES["qwen3_5"] | {
-    "text_config": FAMILIES["qwen3_5"]["text_config"]
-    | {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 40,
-    }
-}
+FAMILIES["qwen3_5_moe"] = FAMILIES["qwen3_5"] | {"text_config": FAMILIES["qwen3_5"]["text_config"] | _SHARED}
 # The same beside a vision tower.
 FAMILIES["llama4"] = {
     "text_config": FAMILIES["llama4_text"],
-    "vision_config": {
-        "hidden_size": 24,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 7,
-        "projector_input_dim": 40,
-        "projector_output_dim": 40,
-        "vision_output_dim": 40,
-    },
+    "vision_config": without(MORE_MODELS["llama4"]["vision_config"], "model_type"),
 }
 
 

@@ -10,8 +10,7 @@ see `fake_nccl_group`) or a thread that runs real code and moves real bytes. Bot
   ncclGroupEnd runs `ncclTransportP2pSetup` before it launches anything (NCCL's src/group.cc, `groupLaunch`).
 - Operations of one communicator run one after another on its stream in each process. A send occupies its stream until
   the receiver has launched the matching receive, and the other way round ("Point-to-point communication"; small
-  messages may fit into NCCL's buffers, issue 544, on which no program may rely). Members of a group call progress
-  together ("Group Calls").
+  messages may fit into NCCL's buffers, issue 544, on which no program may rely).
 - Messages have no tags: the n-th send from one member to another meets the n-th receive. The tag that the caller had in
   mind is compared nevertheless; another one is an entry in `Machine.faults`, since the bytes would land elsewhere.
 - Every member must start the same collectives in the same order; others are an entry in `Machine.faults` and a hang.
@@ -98,23 +97,25 @@ Action = tuple[Any, ...]
 
 
 class Operation:
-    """One kernel: a part, or several that progress together."""
+    """One kernel."""
 
-    __slots__ = ("comm", "dead", "done", "error", "launched", "left", "parts", "process", "tensors", "waiters", "watch")
+    __slots__ = ("comm", "dead", "done", "error", "launched", "part", "process", "tensor", "waiters", "watch")
 
-    def __init__(self, process: Process, comm: Communicator, parts: Sequence[Part], tensors: Sequence[Any]) -> None:
-        self.process, self.comm, self.parts, self.tensors = process, comm, parts, tensors
-        self.left = len(parts)
+    def __init__(self, process: Process, comm: Communicator, part: Part, tensor: Any) -> None:
+        self.process, self.comm, self.part, self.tensor = process, comm, part, tensor
         self.launched = self.done = self.dead = False
         self.error = ""
         self.waiters: list[Host] = []
 
     def __str__(self) -> str:
-        return " and ".join(self.describe(part) for part in self.parts)
-
-    def describe(self, part: Part) -> str:
+        part = self.part
         way = {"send": "a send to", "recv": "a receive from"}.get(part.kind, f"a {part.kind} with root")
         return f"{way} {self.comm.who(part.peer)} ({part.nbytes} bytes, tag {part.tag}, {self.comm.name})"
+
+    def pair(self, member: int) -> tuple[int, int] | None:
+        """(sender, receiver) of a message of this member; None for a collective."""
+        pairs = {"send": (member, self.part.peer), "recv": (self.part.peer, member)}
+        return pairs.get(self.part.kind)
 
 
 class Communicator:
@@ -125,11 +126,11 @@ class Communicator:
         self.watch: float | None = None
         self.ready = False
         self.calling: dict[int, Host] = {}
-        # By (sender, receiver): parts that have been launched and not met.
-        self.unmet: dict[tuple[int, int], deque[tuple[Operation, int]]] = defaultdict(deque)
+        # By (sender, receiver): messages that have been launched and not met.
+        self.unmet: dict[tuple[int, int], deque[Operation]] = defaultdict(deque)
         self.connected: set[tuple[int, int]] = set()
         self.connecting: dict[tuple[int, int], Host] = {}
-        self.collectives: dict[int, list[tuple[int, Operation, int]]] = defaultdict(list)
+        self.collectives: dict[int, list[tuple[int, Operation]]] = defaultdict(list)
         self.started: Counter[int] = Counter()
         self.broken: set[int] = set()
 
@@ -183,7 +184,6 @@ class Host:
         self.deadline: float | None = None
         self.alarm: float | None = None
         self.error: str = ""
-        self.connects = 0
         self.ended: float | None = None
         self.running = False
         self.times: dict[str, float] = {}
@@ -489,9 +489,7 @@ class Machine:
             self._release(host)
         comm.calling.clear()
 
-    def _start(
-        self, host: Host, name: str, member: int, parts: Sequence[Part], handle: int, tensors: Sequence[Any] = ()
-    ) -> bool:
+    def _start(self, host: Host, name: str, member: int, part: Part, handle: int, tensor: Any = None) -> bool:
         """Starts an operation; for its first message to or from a peer, first connects to it."""
         comm, process = self._communicators[name], host.process
         if member in comm.broken:
@@ -500,22 +498,15 @@ class Machine:
                 raise Failed(host.error)
             self._ready.append(host)
             return False
-        operation = Operation(process, comm, parts, tensors)
-        host.operations[handle] = operation
-        host.connects = 0
-        for part in parts:
-            if part.kind in ("send", "recv"):
-                pair = (member, part.peer) if part.kind == "send" else (part.peer, member)
-                if pair in comm.connected:
-                    continue
-                host.connects += 1
-                other = comm.connecting.setdefault(pair, host)
-                if other is not host and not other.process.dead:
-                    self._at(self.now + self.costs.connect_seconds, self._connect, comm, pair, (other, host))
-        if host.connects:
-            return self._block(host, ("connect", operation, member))
-        self._enqueue(operation)
-        return True
+        operation = host.operations[handle] = Operation(process, comm, part, tensor)
+        pair = operation.pair(member)
+        if pair is None or pair in comm.connected:
+            self._enqueue(operation)
+            return True
+        other = comm.connecting.setdefault(pair, host)
+        if other is not host and not other.process.dead:
+            self._at(self.now + self.costs.connect_seconds, self._connect, comm, pair, (other, host))
+        return self._block(host, ("connect", operation))
 
     def _connect(self, comm: Communicator, pair: tuple[int, int], hosts: tuple[Host, Host]) -> None:
         if any(host.process.dead for host in hosts):
@@ -530,8 +521,7 @@ class Machine:
         other.peers.add(one.name)
         for host in hosts:
             host.process.memory += comm.channels * nbytes
-            host.connects -= 1
-            if not host.connects and host in self._blocked and host.why is not None:
+            if host in self._blocked and host.why is not None:
                 self._enqueue(host.why[1])
                 self._release(host)
 
@@ -614,32 +604,27 @@ class Machine:
         process.blocks += comm.channels
         process.peak_blocks = max(process.peak_blocks, process.blocks)
         member = self._member(comm, process)
-        for index, part in enumerate(operation.parts):
-            if part.kind in ("send", "recv"):
-                pair = (member, part.peer) if part.kind == "send" else (part.peer, member)
-                unmet = comm.unmet[pair]
-                if unmet and unmet[0][0].parts[unmet[0][1]].kind != part.kind:
-                    other = unmet.popleft()
-                    sides = ((operation, index), other) if part.kind == "send" else (other, (operation, index))
-                    self._meet(*sides)
-                else:
-                    unmet.append((operation, index))
-            else:
-                self._collect(comm, member, operation, index)
+        pair = operation.pair(member)
+        if pair is None:
+            return self._collect(comm, member, operation)
+        unmet = comm.unmet[pair]
+        if unmet and unmet[0].part.kind != operation.part.kind:
+            sides = operation, unmet.popleft()
+            self._meet(*(sides if operation.part.kind == "send" else reversed(sides)))
+        else:
+            unmet.append(operation)
 
     def _member(self, comm: Communicator, process: Process) -> int:
         return self._members[comm.group.name, process]
 
-    def _meet(self, send: tuple[Operation, int], receive: tuple[Operation, int]) -> None:
-        sent, received = send[0].parts[send[1]], receive[0].parts[receive[1]]
-        if (sent.tag, sent.nbytes) != (received.tag, received.nbytes):
+    def _meet(self, send: Operation, receive: Operation) -> None:
+        if (send.part.tag, send.part.nbytes) != (receive.part.tag, receive.part.nbytes):
             self.faults.append(
-                f"out of order: {receive[0].process.name} has {receive[0].describe(received)}, but what comes is "
-                f"{send[0].describe(sent)} of {send[0].process.name}"
+                f"out of order: {receive.process.name} has {receive}, but what comes is {send} of {send.process.name}"
             )
-            if sent.nbytes != received.nbytes:
+            if send.part.nbytes != receive.part.nbytes:
                 return
-        end = self._transfer(send[0].process, receive[0].process, sent.nbytes, send[0].comm.channels)
+        end = self._transfer(send.process, receive.process, send.part.nbytes, send.comm.channels)
         self._at(end, self._arrive, send, receive)
 
     def _transfer(self, source: Process, target: Process, nbytes: int, channels: int) -> float:
@@ -654,62 +639,54 @@ class Machine:
             last = max(last, free)
         return last + self.costs.message_seconds
 
-    def _arrive(self, send: tuple[Operation, int], receive: tuple[Operation, int]) -> None:
-        (source, out), (target, into) = send, receive
-        if source.dead or target.dead:
+    def _arrive(self, send: Operation, receive: Operation) -> None:
+        if send.dead or receive.dead:
             return
-        nbytes = source.parts[out].nbytes
-        source.process.sent += nbytes
-        target.process.received += nbytes
+        send.process.sent += send.part.nbytes
+        receive.process.received += send.part.nbytes
         self.messages += 1
         if self.first_message is None:
             self.first_message = self.now
-        if source.tensors and target.tensors:
-            target.tensors[into].view(-1).copy_(source.tensors[out].view(-1))
-        self._finish_part(source)
-        self._finish_part(target)
+        if send.tensor is not None and receive.tensor is not None:
+            receive.tensor.view(-1).copy_(send.tensor.view(-1))
+        self._finish(send)
+        self._finish(receive)
 
-    def _collect(self, comm: Communicator, member: int, operation: Operation, index: int) -> None:
+    def _collect(self, comm: Communicator, member: int, operation: Operation) -> None:
         number = comm.started[member]
         comm.started[member] += 1
         calls = comm.collectives[number]
-        calls.append((member, operation, index))
+        calls.append((member, operation))
         if len(calls) < len(comm.ranks):
             return
-        first, *others = calls
-        expected = first[1].parts[first[2]]
-        for other, started, at in others:
-            if (part := started.parts[at]) != expected:
+        (first, begun), *others = calls
+        expected = begun.part
+        for other, started in others:
+            if started.part != expected:
                 self.faults.append(
-                    f"collective {number} of {comm.name}: {comm.who(first[0])} starts {tuple(expected)}, "
-                    f"but {comm.who(other)} starts {tuple(part)}"
+                    f"collective {number} of {comm.name}: {comm.who(first)} starts {tuple(expected)}, "
+                    f"but {comm.who(other)} starts {tuple(started.part)}"
                 )
                 return
         del comm.collectives[number]
         speed = min(process.card or self.costs.card for process in comm.group.members.values())
-        times = 2 if expected.kind == "allreduce" else 1
-        end = self.now + times * expected.nbytes / speed + len(calls) * self.costs.message_seconds
-        self._at(end, self._collected, expected, calls)
+        end = self.now + expected.nbytes / speed + len(calls) * self.costs.message_seconds
+        self._at(end, self._broadcast, expected, calls)
 
-    def _collected(self, part: Part, calls: Sequence[tuple[int, Operation, int]]) -> None:
-        if any(operation.dead for _, operation, _ in calls):
+    def _broadcast(self, part: Part, calls: Sequence[tuple[int, Operation]]) -> None:
+        if any(operation.dead for _, operation in calls):
             return
-        if part.kind == "broadcast":
-            root = next((operation, index) for member, operation, index in calls if member == part.peer)
-            root[0].process.sent += part.nbytes
-            for _, operation, index in calls:
-                if operation is not root[0]:
-                    operation.process.received += part.nbytes
-                    if operation.tensors and root[0].tensors:
-                        operation.tensors[index].view(-1).copy_(root[0].tensors[root[1]].view(-1))
+        root = next(operation for member, operation in calls if member == part.peer)
+        root.process.sent += part.nbytes
         self.messages += 1
-        for _, operation, _ in calls:
-            self._finish_part(operation)
+        for _, operation in calls:
+            if operation is not root:
+                operation.process.received += part.nbytes
+                if operation.tensor is not None and root.tensor is not None:
+                    operation.tensor.view(-1).copy_(root.tensor.view(-1))
+            self._finish(operation)
 
-    def _finish_part(self, operation: Operation) -> None:
-        operation.left -= 1
-        if operation.left:
-            return
+    def _finish(self, operation: Operation) -> None:
         operation.done = True
         process = operation.process
         process.blocks -= operation.comm.channels
@@ -717,7 +694,7 @@ class Machine:
         for host in operation.waiters:
             self._release(host)
         operation.waiters.clear()
-        operation.tensors = ()
+        operation.tensor = None
         self._pump(process)
 
     def _cancel(self, operation: Operation, why: str) -> None:
@@ -725,8 +702,8 @@ class Machine:
         if operation.launched:
             operation.process.blocks -= operation.comm.channels
             for unmet in operation.comm.unmet.values():
-                for entry in [entry for entry in unmet if entry[0] is operation]:
-                    unmet.remove(entry)
+                if operation in unmet:
+                    unmet.remove(operation)
         for host in operation.waiters:
             self._release(host, why)
         operation.waiters.clear()
@@ -797,12 +774,7 @@ class Machine:
                 who = ", ".join(comm.who(member) for member in missing[:3])
                 return f"creates {comm.name} and waits for {who}", comm.group.members.get((*missing, -1)[0])
             case "connect":
-                operation, member = rest
-                for part in operation.parts:
-                    pair = (member, part.peer) if part.kind == "send" else (part.peer, member)
-                    if pair in operation.comm.connecting:
-                        other = operation.comm.group.members.get(part.peer)
-                        return f"connects for {operation.describe(part)}", other
+                return f"connects for {rest[0]}", rest[0].comm.group.members.get(rest[0].part.peer)
             case "wait":
                 return self._blocker(rest[0])
         return f"waits for {what}", None
@@ -822,22 +794,18 @@ class Machine:
                 text += f", on its stream behind {before}"
             seen.add(before)
             operation, comm = before, before.comm
-        member = self._member(comm, process)
-        for index, part in enumerate(operation.parts):
-            if part.kind not in ("send", "recv"):
-                started = (calls for calls in comm.collectives.values() if any(operation in call for call in calls))
-                if (calls := next(started, None)) is None:
-                    # It was under way when a member died.
-                    return text, next((each for each in comm.group.members.values() if each.dead), None)
-                missing = [other for other in comm.ranks if all(other != member for member, *_ in calls)]
-                if not missing:
-                    return text + ", which the members started differently", None
-                others = ", ".join(map(comm.who, missing[:3]))
-                return text + f", which {others} did not start", comm.group.members.get(missing[0])
-            pair = (member, part.peer) if part.kind == "send" else (part.peer, member)
-            if (operation, index) in comm.unmet[pair]:
-                return text, comm.group.members.get(part.peer)
-        return text, None
+        member, peer = self._member(comm, process), comm.group.members.get(operation.part.peer)
+        if (pair := operation.pair(member)) is not None:
+            return text, peer if operation in comm.unmet[pair] else None
+        started = (calls for calls in comm.collectives.values() if any(operation in call for call in calls))
+        if (calls := next(started, None)) is None:
+            # It was under way when a member died.
+            return text, next((each for each in comm.group.members.values() if each.dead), None)
+        missing = [other for other in comm.ranks if all(other != member for member, _ in calls)]
+        if not missing:
+            return text + ", which the members started differently", None
+        others = ", ".join(map(comm.who, missing[:3]))
+        return text + f", which {others} did not start", comm.group.members.get(missing[0])
 
 
 class _Acting(threading.local):

@@ -9,8 +9,8 @@ they end. So a program of thousands of ranks is recorded with tensors on the met
 those (`tolist`) are zero.
 
 As in torch's ProcessGroupNCCL.cpp (`pointToPoint`): without eager initialisation, an unbatched send or receive makes
-and uses a communicator of its two ranks, with a stream of its own; after `eager_connect_single_device`, or in a batch,
-the communicator of all members is used, with one stream. The first of the members makes the id and stores it, the
+and uses a communicator of its two ranks, with a stream of its own; after `eager_connect_single_device` the
+communicator of all members is used, with one stream. The first of the members makes the id and stores it, the
 others wait for it at most the group's timeout; nothing limits what follows.
 """
 
@@ -167,7 +167,6 @@ class FakeNCCL:
         self._blocking = os.environ.get(BLOCKING_WAIT) == "1"
         self._made: set[str] = set()
         self._eager = False
-        self._batch: list[tuple[Part, torch.Tensor]] | None = None
         self._owner = who()
         self._owner.do("join", self._name, rank, size)
 
@@ -199,35 +198,20 @@ class FakeNCCL:
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> FakeWork:
         return self._point_to_point("recv", tensors[0], source, tag)
 
-    def _point_to_point(self, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> Any:
-        part = Part(kind, peer, tensor.numel() * tensor.element_size(), tag)
-        if self._batch is not None:
-            self._batch.append((part, tensor))
-            return None
+    def _point_to_point(self, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> FakeWork:
         everybody = self._eager or self._size == 2
         name = self._communicator(range(self._size) if everybody else sorted((self._rank, peer)))
-        return self._start(name, [part], [tensor])
+        return self._start(name, Part(kind, peer, tensor.numel() * tensor.element_size(), tag), tensor)
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> FakeWork:
         part = Part("broadcast", options.rootRank, tensors[0].numel() * tensors[0].element_size(), 0)
-        return self._start(self._communicator(range(self._size)), [part], [tensors[0]])
+        return self._start(self._communicator(range(self._size)), part, tensors[0])
 
-    def _start(self, name: str, parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> FakeWork:
+    def _start(self, name: str, part: Part, tensor: torch.Tensor) -> FakeWork:
         actor = who()
         handle = next(actor.handles)
-        if isinstance(actor, Recorder):
-            actor.do("start", name, self._rank, tuple(parts), handle)
-        else:
-            actor.do("start", name, self._rank, tuple(parts), handle, tuple(tensors))
+        actor.do("start", name, self._rank, part, handle, *([] if isinstance(actor, Recorder) else [tensor]))
         return FakeWork(actor, handle, self.options._timeout.total_seconds() if self._blocking else None)
-
-    def _start_coalescing(self, device: torch.device | None = None) -> None:
-        self._batch = []
-
-    def _end_coalescing(self, device: torch.device | None = None) -> FakeWork:
-        batch, self._batch = self._batch or [], None
-        name = self._communicator(range(self._size))
-        return self._start(name, [part for part, _ in batch], [tensor for _, tensor in batch])
 
     def abort(self) -> None:
         owner = self._owner

@@ -249,3 +249,26 @@ def norm(grads):
 
 def layout_of(path, options, flavour="local"):
     return Layout(read_hf_config(path), Topology.from_config(TrainerConfig(**options)), flavour)
+
+
+def assert_agrees(ranks, map_, expected):
+    """Log-probs, losses, norms and gradients of ranks in float32 are those of `reference`, where they have them.
+
+    Log-probs and losses agree to 1e-5, gradients to 1e-5 plus 1e-4 of their size, their norm to 1e-4 of its size.
+    """
+    logprobs, loss, gradients = expected
+    gradients = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    for rank in ranks:
+        torch.testing.assert_close(rank["scores"], logprobs, atol=1e-5, rtol=0)
+        assert rank["loss"] == pytest.approx(loss, abs=1e-5)
+        assert rank["grad_norm"] == pytest.approx(norm(gradients), rel=1e-4)
+    if ranks[0]["gradients"] is not None:
+        assert_gradients([rank["gradients"] for rank in ranks], map_, gradients)
+
+
+def assert_gradients(held, map_, expected):
+    """Those of all ranks, put together; a tensor without an expected gradient has none."""
+    for name in map_.hf_tensors.keys() - biases(map_):
+        found = assemble(name, map_, lambda rank, param: held[rank][param])
+        own = expected.get(name, torch.zeros_like(found))
+        torch.testing.assert_close(found, own, atol=1e-5, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")

@@ -67,11 +67,7 @@ def make_run(
     many; the reward of step 3 is not finite.
     """
     run_dir = folder / name
-    run_dir.mkdir(parents=True)
-    (run_dir / "logs").mkdir()
-    (run_dir / CUSTOM_FILE).write_text("[]")
-    save_config(_config(f"schedule.total_steps={total_steps}", *settings), run_dir / CONFIG_FILE)
-    (run_dir / "driver.lock").write_text(json.dumps({"pid": 1, "host": "made"}))
+    begin_run(run_dir, total_steps, *settings)
     if supervised:
         (run_dir / ROWS_FILE).write_text(json.dumps({"rows": 64, "rows_per_step": 4, "digest": "0"}))
     clock, rng = Clock(), np.random.default_rng(seed)
@@ -81,7 +77,7 @@ def make_run(
     for step in range(steps + 1):
         clock.now = BEGIN + 10 + STEP_SECONDS * step
         if step:
-            values = _supervised_step(step, rng) if supervised else _step(step, rng)
+            values = _supervised_step(step, rng) if supervised else step_metrics(step, rng)
             metrics.log(step, {"version": 0 if supervised else step, **values})
         if step % 10 == 0:
             _evaluate(run_dir, metrics, None if older else events, step, supervised, total_steps)
@@ -106,6 +102,14 @@ def make_run(
         write_state(run_dir, made_state(steps, total_steps, status, clock.now, supervised))
     events.close()
     return run_dir
+
+
+def begin_run(run_dir: Path, total_steps: int, *settings: str) -> None:
+    """The files of a run before its first step."""
+    (run_dir / "logs").mkdir(parents=True)
+    (run_dir / CUSTOM_FILE).write_text("[]")
+    save_config(_config(f"schedule.total_steps={total_steps}", *settings), run_dir / CONFIG_FILE)
+    (run_dir / "driver.lock").write_text(json.dumps({"pid": 1, "host": "made"}))
 
 
 @lru_cache
@@ -231,7 +235,7 @@ def _response(
     return row, response
 
 
-def _step(step: int, rng: np.random.Generator) -> Mapping[str, float]:
+def step_metrics(step: int, rng: np.random.Generator) -> Mapping[str, float]:
     progress = 1 - np.exp(-step / 30)
     held = made_buffer(step)
     return {

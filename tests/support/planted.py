@@ -1,9 +1,10 @@
-"""Plants faults, one at a time, in a copy of the tree and reports which tier finds each:
+"""Plants faults, each in a copy of the tree, and reports which tier finds each:
 
     .venv/bin/python tests/support/planted.py [NUMBER ...]
 
-Each tier runs, nearest first, tests that the changed file reaches, up to the first failure; whole runs, which every
-change reaches, come last. A fault whose text is no longer there exactly once is reported as stale.
+A fault's tests are those that its file reaches, as `--affected` sees it. The likeliest run first, up to the first
+failure: the cheapest tier before the others, and within a tier the nearest files, from which a fault is seen whole. As
+many faults are tried at once as there are cores. `tests/suite/test_planted.py` sees that each text is still there once.
 """
 
 from __future__ import annotations
@@ -13,28 +14,35 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import affected
 
 ROOT = Path(__file__).parents[2]
-# Of each tier, the tests that lower ones do not have.
+# Fails for every planted fault.
+CHECK = "tests/suite/test_planted.py"
+# Of each tier, the tests that lower ones do not have, and the longest way of imports to a test that is worth trying.
 TIERS = {
-    "fast": ["--tier", "fast"],
-    "standard": ["--tier", "standard", "-m", "processes or standard"],
-    "full": ["--tier", "full", "-m", "real or ranks or matrix or extra"],
+    "fast": (["--tier", "fast"], 3),
+    "standard": (["--tier", "standard", "-m", "processes or standard"], 2),
+    "full": (["--tier", "full", "-m", "real or ranks or matrix or extra"], 20),
 }
-
-
-# Imports between the changed file and a test; only the full tier looks farther.
-NEAR = 2
 
 
 class Fault(NamedTuple):
     file: str
     old: str
     new: str
+
+    def planted(self, root: Path) -> str:
+        """The file's text with the fault. Raises ValueError if what it replaces is not there exactly once."""
+        path = root / self.file
+        text = path.read_text() if path.exists() else ""
+        if (count := text.count(self.old)) != 1:
+            raise ValueError(f"{self.file} has {count} times, not once, the text of a planted fault: {self.old!r}")
+        return text.replace(self.old, self.new)
 
 
 FAULTS = (
@@ -103,41 +111,40 @@ def copy(folder: Path) -> None:
             (folder / name).symlink_to(ROOT / name)
 
 
-def found_by(folder: Path, fault: Fault) -> str:
+def found_by(fault: Fault, users: dict[str, set[str]]) -> str:
     """The tier and the test that fail first."""
-    reached = affected.distances(folder, {fault.file})
-    files = sorted(reached, key=lambda file: (reached[file], file))
-    for tier, options in TIERS.items():
-        chosen = [file for file in files if tier == "full" or reached[file] <= NEAR]
-        ran = subprocess.run(
-            [sys.executable, "-m", "pytest", "-n", "0", "-x", "-p", "no:cacheprovider", "-rf", *options, *chosen],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(folder)},
-            capture_output=True,
-            text=True,
-        )
-        if failure := re.search(r"^(FAILED|ERROR) \S+", ran.stdout, re.MULTILINE):
-            return f"{tier}: {failure[0]}"
-        if ran.returncode not in (0, 5):
-            return f"{tier}: pytest ended with {ran.returncode}: {ran.stdout[-500:]}{ran.stderr[-500:]}"
+    by_distance: dict[int, list[str]] = {}
+    for file, far in sorted(affected.reached_by({fault.file}, users).items()):
+        if file != CHECK:
+            by_distance.setdefault(far, []).append(file)
+    with tempfile.TemporaryDirectory(prefix="planted-") as name:
+        folder = Path(name)
+        copy(folder)
+        (folder / fault.file).write_text(fault.planted(folder))
+        for tier, (options, farthest) in TIERS.items():
+            for far in sorted(far for far in by_distance if far <= farthest):
+                if failure := first_failure(folder, [*options, *by_distance[far]]):
+                    return f"{tier}: {failure}"
     return "not found"
+
+
+def first_failure(folder: Path, arguments: list[str]) -> str:
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-p", "no:cacheprovider", "-rf", *arguments]
+    path = {**os.environ, "PYTHONPATH": str(folder)}
+    ran = subprocess.run(command, cwd=folder, env=path, capture_output=True, text=True)
+    if failure := re.search(r"^(FAILED|ERROR) \S+", ran.stdout, re.MULTILINE):
+        return failure[0]
+    # 5: none of these tests is of the tier.
+    return "" if ran.returncode in (0, 5) else f"pytest ended with {ran.returncode}: {(ran.stdout + ran.stderr)[-999:]}"
 
 
 def main() -> None:
     chosen = [int(number) for number in sys.argv[1:]] or range(len(FAULTS))
-    with tempfile.TemporaryDirectory(prefix="planted-") as name:
-        folder = Path(name)
-        copy(folder)
-        for number in chosen:
-            fault = FAULTS[number]
-            path = folder / fault.file
-            text = path.read_text() if path.exists() else ""
-            if text.count(fault.old) != 1:
-                print(f"{number:2} {fault.file}: stale: {fault.old!r}", flush=True)
-                continue
-            path.write_text(text.replace(fault.old, fault.new))
-            print(f"{number:2} {fault.file}: {found_by(folder, fault)}", flush=True)
-            path.write_text(text)
+    users = affected.users_of_files(ROOT)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = [(number, pool.submit(found_by, FAULTS[number], users)) for number in chosen]
+        for number, result in results:
+            print(f"{number:2} {FAULTS[number].file}: {result.exception() or result.result()}", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,11 @@ from megasync.layout.families import language_model
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
 
+
+def without(config: dict, *keys: str) -> dict:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
 # Two groups (one in qwen3): tensor parallelism over 2 ranks splits them evenly, over 4 it cuts through them. The
 # vocabulary is odd on purpose, and 3 layers make uneven stages.
 BASE = {
@@ -59,19 +64,25 @@ MODELS = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
     },
 }
+# A number of layers that two stages of two chunks can share.
+FOUR = {**BASE, "num_hidden_layers": 4}
+DELTA_NET = {
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_num_value_heads": 8,
+    "linear_value_head_dim": 12,
+}
 EXPERTS = {
-    "num_hidden_layers": 4,
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "decoder_sparse_step": 1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
 }
-# Families beside the first three: experts with and without a shared one, a dense layer among the sparse; each with a
-# number of layers that two stages of two chunks can share.
+# Families beside the first three: experts with and without a shared one, a dense layer among the sparse.
 MORE_MODELS = {
     "qwen3_moe": {
-        **BASE,
+        **FOUR,
         **EXPERTS,
         "model_type": "qwen3_moe",
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -80,7 +91,7 @@ MORE_MODELS = {
         "mlp_only_layers": [1],
     },
     "qwen2_moe": {
-        **BASE,
+        **FOUR,
         **EXPERTS,
         "model_type": "qwen2_moe",
         "architectures": ["Qwen2MoeForCausalLM"],
@@ -90,8 +101,7 @@ MORE_MODELS = {
         "tie_word_embeddings": True,
     },
     "mistral": {
-        **BASE,
-        "num_hidden_layers": 4,
+        **FOUR,
         "model_type": "mistral",
         "architectures": ["MistralForCausalLM"],
         "head_dim": 16,
@@ -99,8 +109,7 @@ MORE_MODELS = {
         "rope_theta": 10000.0,
     },
     "glm4": {
-        **BASE,
-        "num_hidden_layers": 4,
+        **FOUR,
         "model_type": "glm4",
         "architectures": ["Glm4ForCausalLM"],
         "head_dim": 16,
@@ -112,10 +121,9 @@ MORE_MODELS = {
 # Windows in two layers of three, each kind of layer with its own rotary base, scores scaled by another number than the
 # size of a head, and embeddings small enough for their factor.
 MORE_MODELS["gemma3_text"] = {
-    **BASE,
+    **FOUR,
     "model_type": "gemma3_text",
     "architectures": ["Gemma3ForCausalLM"],
-    "num_hidden_layers": 4,
     "num_key_value_heads": 1,
     "head_dim": 16,
     "hidden_activation": "gelu_pytorch_tanh",
@@ -128,10 +136,9 @@ MORE_MODELS["gemma3_text"] = {
     "rope_scaling": {"rope_type": "linear", "factor": 4.0},
 }
 LATENTS = {
-    **BASE,
+    **FOUR,
     "model_type": "deepseek_v3",
     "architectures": ["DeepseekV3ForCausalLM"],
-    "num_hidden_layers": 4,
     "num_key_value_heads": 4,
     "kv_lora_rank": 20,
     "qk_nope_head_dim": 12,
@@ -181,10 +188,9 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 # DeepSeek-V3 under another name, and GLM-4.5 with and without norms and biases.
 MORE_MODELS["kimi_k2"] = {**MORE_MODELS["deepseek_v3"], "model_type": "kimi_k2", "n_group": 1, "topk_group": 1}
 MORE_MODELS["glm4_moe"] = {
-    **BASE,
+    **FOUR,
     "model_type": "glm4_moe",
     "architectures": ["Glm4MoeForCausalLM"],
-    "num_hidden_layers": 4,
     "head_dim": 16,
     "attention_bias": True,
     "use_qk_norm": True,
@@ -213,10 +219,9 @@ MORE_MODELS["glm4_moe_plain"] = {
 }
 # Norms over all heads, rotary on half of each head, and experts in every layer.
 MORE_MODELS["minimax_m2"] = {
-    **BASE,
+    **FOUR,
     "model_type": "minimax_m2",
     "architectures": ["MiniMaxM2ForCausalLM"],
-    "num_hidden_layers": 4,
     "intermediate_size": 32,
     "head_dim": 16,
     "rotary_dim": 8,
@@ -230,10 +235,9 @@ MORE_MODELS["minimax_m2"] = {
 }
 # Windows in every other layer, sinks, biases everywhere, and values on both sides of the clamps.
 MORE_MODELS["gpt_oss"] = {
-    **BASE,
+    **FOUR,
     "model_type": "gpt_oss",
     "architectures": ["GptOssForCausalLM"],
-    "num_hidden_layers": 4,
     "intermediate_size": 32,
     "head_dim": 16,
     "attention_bias": True,
@@ -256,10 +260,9 @@ MORE_MODELS["gpt_oss"] = {
 # Chunks in three layers of four, the last of which attends to all tokens and makes scores larger from position 5 on;
 # experts in every other layer.
 MORE_MODELS["llama4_text"] = {
-    **BASE,
+    **FOUR,
     "model_type": "llama4_text",
     "architectures": ["Llama4ForCausalLM"],
-    "num_hidden_layers": 4,
     "intermediate_size": 32,
     "intermediate_size_mlp": 96,
     "head_dim": 16,
@@ -287,7 +290,7 @@ MORE_MODELS["llama4_text"]["rope_scaling"] = MODELS["llama"]["rope_scaling"]
 # Three layers with a gated delta net, one with gated attention; two value heads for each key head, and experts. Where a
 # head reads next to nothing from its state, its norm with a smaller epsilon would enlarge rounding errors.
 MORE_MODELS["qwen3_next"] = {
-    **BASE,
+    **FOUR,
     **EXPERTS,
     "model_type": "qwen3_next",
     "architectures": ["Qwen3NextForCausalLM"],
@@ -298,18 +301,14 @@ MORE_MODELS["qwen3_next"] = {
     "norm_topk_prob": True,
     "mlp_only_layers": [],
     "full_attention_interval": 4,
-    "linear_num_key_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_num_value_heads": 8,
-    "linear_value_head_dim": 12,
+    **DELTA_NET,
     "linear_conv_kernel_dim": 4,
 }
 # A tensor of the delta net for queries, keys and values, and one for each other section of its projection; no experts.
 MORE_MODELS["qwen3_5_text"] = {
-    key: value
-    for key, value in MORE_MODELS["qwen3_next"].items()
-    if key not in {*EXPERTS, "shared_expert_intermediate_size", "norm_topk_prob", "mlp_only_layers"}
-} | {
+    **without(
+        MORE_MODELS["qwen3_next"], *EXPERTS, "shared_expert_intermediate_size", "norm_topk_prob", "mlp_only_layers"
+    ),
     "model_type": "qwen3_5_text",
     "architectures": ["Qwen3_5ForCausalLM"],
     "num_hidden_layers": 4,
@@ -320,11 +319,7 @@ MORE_MODELS["gemma3"] = {
     "model_type": "gemma3",
     "architectures": ["Gemma3ForConditionalGeneration"],
     "mm_tokens_per_image": 4,
-    "text_config": {
-        key: value
-        for key, value in MORE_MODELS["gemma3_text"].items()
-        if key not in ("architectures", "hidden_act", "tie_word_embeddings")
-    },
+    "text_config": without(MORE_MODELS["gemma3_text"], "architectures", "hidden_act", "tie_word_embeddings"),
     "vision_config": {
         "model_type": "siglip_vision_model",
         "hidden_size": 24,
@@ -340,7 +335,7 @@ MORE_MODELS["qwen3_5"] = {
     "model_type": "qwen3_5",
     "architectures": ["Qwen3_5ForConditionalGeneration"],
     "tie_word_embeddings": False,
-    "text_config": {key: value for key, value in MORE_MODELS["qwen3_5_text"].items() if key != "architectures"},
+    "text_config": without(MORE_MODELS["qwen3_5_text"], "architectures"),
     "vision_config": {
         "model_type": "qwen3_5",
         "depth": 2,
@@ -359,7 +354,7 @@ MORE_MODELS["qwen3_5_moe"] = {
     "model_type": "qwen3_5_moe",
     "architectures": ["Qwen3_5MoeForConditionalGeneration"],
     "text_config": {
-        **{key: value for key, value in MORE_MODELS["qwen3_5"]["text_config"].items() if key != "intermediate_size"},
+        **without(MORE_MODELS["qwen3_5"]["text_config"], "intermediate_size"),
         "model_type": "qwen3_5_moe_text",
         "full_attention_interval": 2,
         "num_experts": 4,
@@ -372,7 +367,7 @@ MORE_MODELS["qwen3_5_moe"] = {
 MORE_MODELS["llama4"] = {
     "model_type": "llama4",
     "architectures": ["Llama4ForConditionalGeneration"],
-    "text_config": {key: value for key, value in MORE_MODELS["llama4_text"].items() if key != "architectures"},
+    "text_config": without(MORE_MODELS["llama4_text"], "architectures"),
     "vision_config": {
         "model_type": "llama4_vision_model",
         "hidden_size": 24,

@@ -10,9 +10,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import watched_run
 from browser import number, reading
+from made_runs import BEGIN, step_metrics
 from playwright.sync_api import Page, expect
 from watch_process import Watch
 
@@ -39,16 +41,17 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     watched_run.add_faults(watched_run.finished_run(folder / FINISHED, 60))
     events = EventLog(folder / FINISHED)
-    events.write(MESSAGE, MARKUP, at=watched_run.BEGUN + 61)
+    events.write(MESSAGE, MARKUP, at=BEGIN + 61)
     events.close()
     watched_run.add_dialogue(folder / FINISHED, DIALOGUE)
     watched_run.finished_run(folder / CRASHED, 40, 200, "running")
     half = folder / HALF
     half.mkdir()
-    whole = watched_run.metrics_line(7, watched_run.BEGUN, watched_run.metrics_of(7))
+    row = {"step": 7, "time": BEGIN} | step_metrics(7, np.random.default_rng(0))
+    whole = json.dumps(row) + "\n"
     (half / "metrics.jsonl").write_text(whole + whole[: len(whole) // 2])
     old = watched_run.finished_run(folder / OLD, 30)
-    for later in ("state.json", "events.jsonl"):
+    for later in ("state.json", "events.jsonl", "ledger.db"):
         (old / later).unlink()
     return folder
 
@@ -80,7 +83,7 @@ def _x_of_last_point(page: Page) -> float:
 
 def logged(run: Path, name: str) -> list[float]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row[name] for row in rows if name in row]
+    return [row[name] for row in rows if row.get(name) is not None]
 
 
 def test_the_numbers_are_those_of_the_metrics_file(open_page, watch, folder):
@@ -159,12 +162,12 @@ def test_a_run_of_an_older_version_is_shown_from_its_metrics(open_page, watch):
 
 def test_faults_have_their_times_and_the_ledger_balances(open_page, watch):
     page = open_page(watch.of("faults", FINISHED))
-    assert number(page, "Faults") == 3
+    assert number(page, "Faults") == 4
     row = page.locator("tr", has_text="signal 9")
     expect(row).to_contain_text("server-0")
     expect(row).to_contain_text("6.7 s")
     expect(page.locator("tr", has_text="probes")).to_contain_text("never")
-    expect(page.locator(".verdict")).to_contain_text("996 admitted = 960 trained + 12 dropped + 24 live")
+    expect(page.locator(".verdict")).to_contain_text("260 admitted = 240 trained + 15 dropped + 5 live")
     page.get_by_text("No progress for 600 s.").click()
     expect(page.locator("details[open] pre")).to_contain_text("trainer: waiting for groups")
 

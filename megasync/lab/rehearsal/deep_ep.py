@@ -45,7 +45,7 @@ class Config:
         return 0
 
 
-class Handle(NamedTuple):
+class DispatchHandle(NamedTuple):
     """Where tokens went: ``rows`` of this rank in the order of the ranks that got them, and numbers by rank."""
 
     rows: torch.Tensor
@@ -86,13 +86,13 @@ class Buffer:
     def dispatch(
         self,
         x: torch.Tensor,
-        handle: Handle | None = None,
+        handle: DispatchHandle | None = None,
         topk_idx: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
         is_token_in_rank: torch.Tensor | None = None,
         num_tokens_per_expert: torch.Tensor | None = None,
         **_: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, list[int], Handle, EventOverlap]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, list[int], DispatchHandle, EventOverlap]:
         """Sends tokens [tokens, hidden] to the ranks of their experts; with ``handle`` to where others went before."""
         if handle is not None:
             return self._forth(x[handle.rows], handle), None, None, [], handle, EventOverlap()
@@ -104,7 +104,7 @@ class Buffer:
         sent = torch.tensor([len(rows) for rows in places])
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        handle = Handle(torch.cat(places), sent.tolist(), received.tolist(), len(x))
+        handle = DispatchHandle(torch.cat(places), sent.tolist(), received.tolist(), len(x))
         local = [topk_idx[rows] - rank * local_experts for rank, rows in enumerate(places)]
         foreign = torch.cat([(each < 0) | (each >= local_experts) for each in local])
         indices = self._forth(torch.cat(local).masked_fill(foreign, -1), handle)
@@ -113,19 +113,19 @@ class Buffer:
         return self._forth(x[handle.rows], handle), indices, weights, counts, handle, EventOverlap()
 
     def combine(
-        self, x: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None = None, **_: Any
+        self, x: torch.Tensor, handle: DispatchHandle, topk_weights: torch.Tensor | None = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Sends tokens back to where they came from and adds up what several ranks made of one; likewise weights."""
         combined = self._back(x, handle)
         weights = None if topk_weights is None else self._back(topk_weights, handle)
         return combined, weights, EventOverlap()
 
-    def _forth(self, values: torch.Tensor, handle: Handle) -> torch.Tensor:
+    def _forth(self, values: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
         arrived = values.new_empty(sum(handle.received), *values.shape[1:])
         dist.all_to_all_single(arrived, values.contiguous(), handle.received, handle.sent, group=self.group)
         return arrived
 
-    def _back(self, values: torch.Tensor, handle: Handle) -> torch.Tensor:
+    def _back(self, values: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
         returned = values.new_empty(sum(handle.sent), *values.shape[1:])
         dist.all_to_all_single(returned, values.contiguous(), handle.sent, handle.received, group=self.group)
         total = torch.zeros(handle.tokens, *values.shape[1:], dtype=torch.float32)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from megasync.buffer import AsyncBuffer
-from megasync.buffer.payload import EncodedGroup, EncodedPartial
 from megasync.lab.sim.chance import Chance
 from megasync.lab.sim.invariants import Invariants
 
@@ -65,24 +64,16 @@ class SimBuffer(AsyncBuffer):
         await super().admit(uid)
         self._invariants.answered("admit", uid)
 
-    async def commit(self, group: EncodedGroup) -> bool:
-        taken = await super().commit(group)
-        if taken:
-            self._invariants.answered("commit", group.uid)
-        return taken
-
-    async def drop(self, uid: str, reason: str) -> bool:
-        dropped = await super().drop(uid, reason)
-        if dropped:
-            self._invariants.answered("drop", uid)
-        return dropped
-
     async def publish(self, version: int) -> None:
         await super().publish(version)
         self._invariants.recorded(version)
 
-    async def save_partials(self, partials: dict[tuple[str, int, int], EncodedPartial]) -> None:
-        for uid, _, _ in partials:
-            # A saved partial was taken before the final piece of its request, with the server's report of versions.
-            self._invariants.unreported(uid)
-        await super().save_partials(partials)
+    async def of_worker(self, call: str, *arguments: Any) -> Any:
+        if call == "save_partials":
+            for uid, _, _ in arguments[0]:
+                # A saved partial was taken before the final piece of its request, with the server's report of versions.
+                self._invariants.unreported(uid)
+        answer = await super().of_worker(call, *arguments)
+        if answer is True:
+            self._invariants.answered(call, arguments[0] if call == "drop" else arguments[0].uid)
+        return answer

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from megasync.app.rollout_worker import serve_worker
 from megasync.app.workload import Task
-from megasync.buffer.remote import RemoteBuffer
 from megasync.buffer.segments import BodyWriter
+from megasync.buffer.sink import GroupSink
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import ProcessLost
 from megasync.lab.sim.language import ROW_TOKEN
@@ -152,7 +152,7 @@ class SimWorkerProcess(RemoteProcess):
         """Opens a worker as `app.rollout_worker.start_worker` does."""
         end = WorkerEnd()
         self._polled = PolledEnd(end, self._clock)
-        parts = end, self._control, self._task, RemoteBuffer(partial(end.ask, "buffer"), self._bodies)
+        parts = end, self._control, self._task, GroupSink(partial(end.ask, "buffer"), self._bodies)
         self._client, self._worker = serve_sim_worker(self._world, self._network, self.name, *parts)
 
     async def _run_workflow(self, workflow: Workflow, client: Any, sample: dict[str, Any]) -> Any:

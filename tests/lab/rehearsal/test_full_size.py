@@ -19,151 +19,55 @@ from megasync.preflight.check import model_layout
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = ("configs/qwen3_8b_math.yaml", "configs/qwen3_32b_math.yaml", "examples/deepresearch/qwen3_8b.yaml")
+
+
+def sizes(tp: int, pp: int = 1, dp: int = 1, ep: int = 0, etp: int = 1, **options) -> dict:
+    """Options of the trainer; with ``ep`` also those of experts."""
+    experts = {"expert_parallel": ep, "expert_tensor_parallel": etp} if ep else {}
+    return {"tensor_parallel": tp, "pipeline_parallel": pp, "data_parallel": dp, **experts, **options}
+
+
 # Model, sizes of the trainer, and the version of megatron-core in the standard tier.
 RUNS = {
-    "qwen3-8b": ("qwen3_8b", {"tensor_parallel": 4, "data_parallel": 16}, "0.16.1"),
-    "qwen3-32b": ("qwen3_32b", {"tensor_parallel": 8, "pipeline_parallel": 2, "data_parallel": 64}, "0.19.2"),
+    "qwen3-8b": ("qwen3_8b", sizes(4, dp=16), "0.16.1"),
+    "qwen3-32b": ("qwen3_32b", sizes(8, 2, 64), "0.19.2"),
     "llama3-70b-interleaved": (
         "llama3_70b",
-        {
-            "tensor_parallel": 8,
-            "pipeline_parallel": 4,
-            "virtual_pipeline": 5,
-            "pipeline_layout": [3, *[4] * 18, 5],
-            "data_parallel": 32,
-            "recompute": None,
-        },
+        sizes(8, 4, 32, virtual_pipeline=5, pipeline_layout=[3, *[4] * 18, 5], recompute=None),
         "0.16.1",
     ),
-    "qwen3-30b-a3b": (
-        "qwen3_30b_a3b",
-        {"tensor_parallel": 2, "data_parallel": 32, "expert_parallel": 8, "expert_tensor_parallel": 1},
-        "0.19.2",
-    ),
+    "qwen3-30b-a3b": ("qwen3_30b_a3b", sizes(2, dp=32, ep=8), "0.19.2"),
     "qwen3-235b-a22b": (
         "qwen3_235b_a22b",
-        {
-            "tensor_parallel": 4,
-            "pipeline_parallel": 4,
-            "data_parallel": 64,
-            "expert_parallel": 16,
-            "expert_tensor_parallel": 1,
-            "first_stage_layers": 23,
-            "last_stage_layers": 23,
-        },
+        sizes(4, 4, 64, ep=16, first_stage_layers=23, last_stage_layers=23),
         "0.16.1",
     ),
     "deepseek-v3": (
         "deepseek_v3",
-        {
-            "tensor_parallel": 4,
-            "pipeline_parallel": 8,
-            "data_parallel": 32,
-            "expert_parallel": 32,
-            "expert_tensor_parallel": 1,
-            "first_stage_layers": 8,
-            "last_stage_layers": 5,
-            "recompute": None,
-        },
+        sizes(4, 8, 32, ep=32, first_stage_layers=8, last_stage_layers=5, recompute=None),
         "0.19.2",
     ),
-    "glm-4.5": (
-        "glm_4_5",
-        {
-            "tensor_parallel": 8,
-            "pipeline_parallel": 4,
-            "data_parallel": 32,
-            "expert_parallel": 32,
-            "expert_tensor_parallel": 1,
-        },
-        "0.19.2",
-    ),
-    "minimax-m2": (
-        "minimax_m2",
-        {
-            "tensor_parallel": 8,
-            "pipeline_parallel": 2,
-            "data_parallel": 16,
-            "expert_parallel": 16,
-            "expert_tensor_parallel": 1,
-        },
-        "0.16.1",
-    ),
-    "gpt-oss-120b": (
-        "gpt_oss_120b",
-        {
-            "tensor_parallel": 4,
-            "pipeline_parallel": 2,
-            "data_parallel": 16,
-            "expert_parallel": 32,
-            "expert_tensor_parallel": 1,
-        },
-        "0.16.1",
-    ),
+    "glm-4.5": ("glm_4_5", sizes(8, 4, 32, ep=32), "0.19.2"),
+    "minimax-m2": ("minimax_m2", sizes(8, 2, 16, ep=16), "0.16.1"),
+    "gpt-oss-120b": ("gpt_oss_120b", sizes(4, 2, 16, ep=32), "0.16.1"),
     # Tensor ranks that share the one key-value group.
-    "gemma-3-1b": (
-        "gemma_3_1b",
-        {"tensor_parallel": 4, "pipeline_parallel": 2, "data_parallel": 8, "recompute": None},
-        "0.19.2",
-    ),
+    "gemma-3-1b": ("gemma_3_1b", sizes(4, 2, 8, recompute=None), "0.19.2"),
     # Language models of folders with a vision tower.
-    "gemma-3-27b": (
-        "gemma_3_27b",
-        {"tensor_parallel": 8, "pipeline_parallel": 2, "data_parallel": 8, "recompute": None},
-        "0.16.1",
-    ),
-    "qwen3.5-9b": (
-        "qwen3_5_9b",
-        {"tensor_parallel": 4, "pipeline_parallel": 2, "data_parallel": 8, "recompute": None},
-        "0.16.1",
-    ),
-    "qwen3-next-80b-a3b": (
-        "qwen3_next_80b_a3b",
-        {
-            "tensor_parallel": 4,
-            "pipeline_parallel": 2,
-            "data_parallel": 16,
-            "expert_parallel": 32,
-            "expert_tensor_parallel": 1,
-            "recompute": None,
-        },
-        "0.19.2",
-    ),
+    "gemma-3-27b": ("gemma_3_27b", sizes(8, 2, 8, recompute=None), "0.16.1"),
+    "qwen3.5-9b": ("qwen3_5_9b", sizes(4, 2, 8, recompute=None), "0.16.1"),
+    "qwen3-next-80b-a3b": ("qwen3_next_80b_a3b", sizes(4, 2, 16, ep=32, recompute=None), "0.19.2"),
     # Experts in tensors of all experts that two ranks share, from a folder with a vision tower.
-    "llama-4-scout": (
-        "llama_4_scout",
-        {
-            "tensor_parallel": 4,
-            "pipeline_parallel": 4,
-            "data_parallel": 8,
-            "expert_parallel": 16,
-            "expert_tensor_parallel": 2,
-            "recompute": None,
-        },
-        "0.19.2",
-    ),
+    "llama-4-scout": ("llama_4_scout", sizes(4, 4, 8, ep=16, etp=2, recompute=None), "0.19.2"),
     # Experts that two ranks share.
-    "kimi-k2": (
-        "kimi_k2",
-        {
-            "tensor_parallel": 8,
-            "pipeline_parallel": 8,
-            "data_parallel": 16,
-            "expert_parallel": 16,
-            "expert_tensor_parallel": 2,
-            "first_stage_layers": 7,
-            "last_stage_layers": 6,
-        },
-        "0.16.1",
-    ),
+    "kimi-k2": ("kimi_k2", sizes(8, 8, 16, ep=16, etp=2, first_stage_layers=7, last_stage_layers=6), "0.16.1"),
 }
 
 
 def configuration(name: str, **options) -> Config:
-    model, sizes, _ = RUNS[name]
+    model, trainer, _ = RUNS[name]
     config = Config(
         model=ModelConfig(path="models/absent", config=str(ROOT / f"configs/models/{model}.json"), dtype="bfloat16"),
-        trainer=TrainerConfig(**{"sequence_parallel": True, "recompute": "full"} | sizes | options),
+        trainer=TrainerConfig(**{"sequence_parallel": True, "recompute": "full"} | trainer | options),
     )
     config.cluster.device = "cuda"
     return config
@@ -256,23 +160,17 @@ OPTIONS = {
 }
 
 
-def assert_option(option: str, megatron: str) -> None:
+def every(kinds: dict, first: tuple[str, ...]) -> list:
+    """All of them; those that are not among the first ones in the full tier only."""
+    return [pytest.param(kind, marks=() if kind in first else pytest.mark.matrix) for kind in kinds]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("megatron", [MEGATRONS[0], pytest.param(MEGATRONS[1], marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("option", every(OPTIONS, ("modules", "offloaded", "overlapped-shared-experts")))
+def test_options_change_memory_as_planned(option, megatron):
     name, options = OPTIONS[option]
     assert_as_planned(configuration(name, **options), [0], megatron)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("option", ["modules", "offloaded", "overlapped-shared-experts"])
-def test_options_change_memory_as_planned(option):
-    assert_option(option, "0.16.1")
-
-
-@pytest.mark.processes
-@pytest.mark.matrix
-@pytest.mark.parametrize("megatron", MEGATRONS)
-@pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_changes_memory_as_planned(option, megatron):
-    assert_option(option, megatron)
 
 
 @pytest.mark.processes
@@ -308,26 +206,15 @@ CRITICS = {
 }
 
 
-def assert_critic_as_planned(case: str) -> None:
+@pytest.mark.processes
+@pytest.mark.parametrize("case", every(CRITICS, ("in turns", "of experts")))
+def test_critics(case):
     """The critic of the first and the last rank, which has the value head."""
     name, options, keys = CRITICS[case]
     config = replace(configuration(name, **options), critic=CriticConfig(enabled=True, **keys))
     found = rehearse(config, [0, Topology.from_config(config.trainer).world - 1], RUNS[name][2])
     assert found.difference is None
     assert all(rank.held["critic"] > 0 for rank in found.ranks)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("case", ["in turns", "of experts"])
-def test_critics(case):
-    assert_critic_as_planned(case)
-
-
-@pytest.mark.processes
-@pytest.mark.matrix
-@pytest.mark.parametrize("case", CRITICS)
-def test_every_kind_of_critic(case):
-    assert_critic_as_planned(case)
 
 
 @pytest.mark.parametrize("name", RUNS)

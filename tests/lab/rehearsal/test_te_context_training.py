@@ -39,26 +39,9 @@ EVERY = [pytest.param(*case, marks=() if index == 0 else pytest.mark.matrix) for
 def test_bfloat16_is_as_exact_as_with_one_rank(run_ranks, models, rows, tmp_path, flavour, family, world, layouts):
     path = str(write_model(tmp_path / "latent", LATENT, seed=3)) if family == "latent" else models[family]
     logprobs, loss, gradients = reference(path, rows)
-    (one,) = run_ranks(
-        "layouts",
-        1,
-        flavour=flavour,
-        dtype="bfloat16",
-        models={"m": path},
-        rows=rows,
-        layouts={"one": {}},
-        folder=str(tmp_path),
-    )
-    ranks = run_ranks(
-        "layouts",
-        world,
-        flavour=flavour,
-        dtype="bfloat16",
-        models={"m": path},
-        rows=rows,
-        layouts=layouts,
-        folder=str(tmp_path),
-    )
+    arguments = {"flavour": flavour, "dtype": "bfloat16", "models": {"m": path}, "rows": rows, "folder": str(tmp_path)}
+    (one,) = run_ranks("layouts", 1, layouts={"one": {}}, **arguments)
+    ranks = run_ranks("layouts", world, layouts=layouts, **arguments)
     usual = (one["m", "one"]["scores"] - logprobs).abs().mean()
     usual_loss = abs(one["m", "one"]["loss"] - loss)
     usual_norm = abs(one["m", "one"]["grad_norm"] / norm(gradients) - 1)

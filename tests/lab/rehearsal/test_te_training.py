@@ -1,18 +1,11 @@
-"""Training with Transformer Engine's layers on the CPU: bfloat16, resumed runs, marks, and planted faults."""
-
-from math import prod
-from unittest import mock
+"""Training with Transformer Engine's layers on the CPU: bfloat16, resumed runs, states of the optimizer, and FP8."""
 
 import pytest
 import torch
-from family_layouts import INTERLEAVED, WHOLE, biases, layout_of, norm, reference
+from family_layouts import WHOLE, assert_gradients, layout_of, norm, reference
 from random_models import MORE_MODELS, write_model
 from tiny_models import make_tiny_model
 from trainer_ranks import TIMED
-
-from megasync.errors import ConfigError
-from megasync.layout.shards import assemble
-from megasync.layout.topology import Topology
 
 SEQUENCE_PARALLEL = {"tensor_parallel": 2, "sequence_parallel": True}
 # The head sizes of the tiny models of latent attention are none that cuDNN supports.
@@ -170,74 +163,6 @@ def assert_states(found, expected, options, halfway=True):
             assert torch.equal(found[name, kind], values.to(dtype).float()), (name, kind)
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("qwen2", SEQUENCE_PARALLEL),
-        ("qwen2", {"pipeline_parallel": 2, "last_stage_layers": 1}),
-        ("qwen2_moe", {**SEQUENCE_PARALLEL, "expert_parallel": 2, "expert_tensor_parallel": 1}),
-        ("deepseek_v3", {**SEQUENCE_PARALLEL, "expert_parallel": 2, "expert_tensor_parallel": 1}),
-    ],
-)
-def test_marks_of_parameters_after_initialisation(run_ranks, models, family, options):
-    """Those that Transformer Engine and Megatron leave, and the buffers that Megatron sorts parameters into by them."""
-    ranks = run_ranks(marks, 2, flavour="te", model=models[family], trainer=options)
-    whole, split = layout_of(models[family], {}, "te"), layout_of(models[family], options, "te")
-    parallel = options.get("tensor_parallel", 1) > 1
-    for rank, found in enumerate(ranks):
-        shapes = split.params(rank)
-        for name, mark in found.items():
-            expert = ".experts." in name
-            assert mark["expert"] == expert, name
-            if not parallel:
-                continue
-            halved = shapes[name] != whole.params(0)[name]
-            assert mark["sharded"] == (halved or expert), name
-            assert mark["sequence_parallel"] == (not halved and not expert), name
-            if halved and not expert:
-                split_dims = [full != own for full, own in zip(whole.params(0)[name], shapes[name], strict=True)]
-                assert split_dims.index(True) == mark["dim"], name
-    # Over all ranks, the norm counts each element once; embeddings with their padding.
-    counted = sum(mark["counted"] for found in ranks for mark in found.values())
-    padding = split.padded_vocab - split.sizes.vocab
-    tables = sum(shape[0] == split.sizes.vocab for shape in split.hf_tensors.values())
-    trained = sum(prod(shape) for name, shape in split.hf_tensors.items() if name not in biases(split))
-    assert counted == trained + tables * padding * split.sizes.hidden
-
-
-EXPERT_PARALLEL = {"data_parallel": 2, "expert_parallel": 2, **WHOLE}
-# Fault -> family, layout, and what finds it: the error's text, or the quantity that differs from Hugging Face's.
-FAULTS = {
-    "wrong spec": ("qwen3", SEQUENCE_PARALLEL, "the layout table and the Megatron model differ in"),
-    "refused option": ("qwen3", SEQUENCE_PARALLEL, "Unsupported normalization type"),
-    "missing sequence-parallel mark": ("qwen3", SEQUENCE_PARALLEL, "gradients"),
-    "missing tensor-parallel mark": ("qwen3", SEQUENCE_PARALLEL, "grad_norm"),
-    "experts in the dense group": ("qwen3_moe", EXPERT_PARALLEL, "gradients"),
-    "swapped gate and up": ("qwen3", SEQUENCE_PARALLEL, "scores"),
-    "chunks out of turn": ("qwen3_moe", INTERLEAVED, "scores"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(run_ranks, models, rows, tmp_path, fault):
-    family, options, finder = FAULTS[fault]
-    ranks = run_ranks(
-        faulty, 2, flavour="te", fault=fault, model=models[family], rows=rows, trainer=options, folder=str(tmp_path)
-    )
-    if isinstance(ranks[0], str):
-        assert finder in ranks[0]
-        return
-    logprobs, _, gradients = reference(models[family], rows)
-    if finder == "scores":
-        assert (ranks[0]["scores"] - logprobs).abs().max() > 1e-2
-    elif finder == "grad_norm":
-        assert abs(ranks[0]["grad_norm"] / norm(gradients) - 1) > 1e-2
-    else:
-        map_ = layout_of(models[family], options, "te")
-        found = {name: assemble(name, map_, lambda rank, param: ranks[rank]["gradients"][param]) for name in gradients}
-        assert any((found[name] - grad).abs().max() > 0.1 * grad.abs().max() for name, grad in gradients.items())
-
-
 def test_layers_compute_in_fp8(run_ranks):
     """With a factor per tensor, from earlier steps or from its values, and per block: within 6 % of bfloat16."""
     (found,) = run_ranks(fp8, 1, flavour="te")
@@ -307,22 +232,13 @@ def test_gradients_are_added_up_within_the_product(products):
 @pytest.mark.parametrize("flavour", ["te", "te 0.19.2"])
 def test_the_balancing_loss_has_the_gradient_of_switch_transformers(run_ranks, models, rows, tmp_path, flavour):
     """One response, so that one microbatch counts; the other rank's is a masked copy."""
-    options = {**EXPERT_PARALLEL, "moe_aux_loss": 0.5}
-    ranks = run_ranks(
-        "layouts",
-        2,
-        flavour=flavour,
-        models={"model": models["qwen2_moe"]},
-        rows=[rows[3]],
-        layouts={"balanced": options},
-        folder=str(tmp_path),
-    )
-    _, _, gradients = reference(models["qwen2_moe"], [rows[3]], balance=0.5)
-    map_ = layout_of(models["qwen2_moe"], options, "te")
+    options = {"data_parallel": 2, "expert_parallel": 2, **WHOLE, "moe_aux_loss": 0.5}
+    path, layouts = models["qwen2_moe"], {"balanced": options}
+    arguments = {"models": {"model": path}, "rows": [rows[3]], "layouts": layouts, "folder": str(tmp_path)}
+    ranks = run_ranks("layouts", 2, flavour=flavour, **arguments)
+    _, _, gradients = reference(path, [rows[3]], balance=0.5)
     held = [rank["model", "balanced"]["gradients"] for rank in ranks]
-    for name, expected in gradients.items():
-        found = assemble(name, map_, lambda rank, param: held[rank][param])
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+    assert_gradients(held, layout_of(path, options, "te"), gradients)
 
 
 @pytest.mark.matrix
@@ -358,34 +274,6 @@ def test_policy_steps_are_those_of_megatrons_own_layers(run_ranks, models, flavo
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-5), key
 
 
-def marks(model, trainer):
-    """By parameter: its shards, how its gradient is reduced, what the norm counts of it here, and in which buffer."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
-    from megatron.core.transformer.module import param_is_not_shared
-    from rank_engines import close, make_engine
-
-    engine = make_engine(model, trainer)
-    experts = {
-        id(param) for part in engine._models for group in part.expert_parallel_bucket_groups for param in group.params
-    }
-    group = parallel_state.get_tensor_model_parallel_group()
-    found = {}
-    for name, param in engine.weights.items():
-        if not isinstance(param, torch.nn.Parameter):
-            continue
-        counted = param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param, group)
-        found[name] = {
-            "sharded": param.tensor_model_parallel,
-            "dim": param.partition_dim,
-            "sequence_parallel": param.sequence_parallel,
-            "counted": param.numel() if counted else 0,
-            "expert": id(param) in experts,
-        }
-    close(engine)
-    return found
-
-
 def fp8():
     """By recipe: output and gradients of a linear layer after two steps, and how far a quantised tensor is from its
     values, relative to the largest of its tensor or block. "none" is the layer in bfloat16."""
@@ -411,81 +299,3 @@ def fp8():
             y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).bfloat16())
         found[name] = {"y": y.detach(), "x": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
     return found
-
-
-def wrong_spec():
-    from megasync.trainer.layer_specs import chunk_specs
-
-    def local(config, layout, layers, flavour, rope):
-        return chunk_specs(config, layout, layers, "local", rope)
-
-    return mock.patch("megasync.trainer.model.chunk_specs", local)
-
-
-def refused_option():
-    from megasync.trainer.model import transformer_config
-
-    def options(*arguments):
-        config = transformer_config(*arguments)
-        config.normalization = "BatchNorm"
-        return config
-
-    return mock.patch("megasync.trainer.model.transformer_config", options)
-
-
-def wrong_mark(mark, value, part):
-
-    from megasync.trainer.param_attributes import set_param_attributes
-
-    def set_attributes(weights, *arguments):
-        set_param_attributes(weights, *arguments)
-        for name, param in weights.items():
-            if part in name:
-                setattr(param, mark, value)
-
-    return mock.patch("megasync.trainer.model.set_param_attributes", set_attributes)
-
-
-def swapped_gate_and_up():
-
-    from megasync.trainer.engine import MegatronEngine
-
-    load_folder = MegatronEngine._load_folder
-
-    def load(*arguments):
-        weights = load_folder(*arguments)
-        fused = (name for name in weights if "linear_fc1.weight" in name)
-        return weights | {name: torch.cat(weights[name].chunk(2)[::-1]) for name in fused}
-
-    return mock.patch.object(MegatronEngine, "_load_folder", load)
-
-
-def layers_in_a_row(topology, layers):
-    """The layers of stages whose chunks follow each other, instead of alternating between the stages."""
-    each = layers // (topology.pipeline * topology.virtual)
-    ranges = [range(start, start + each) for start in range(0, layers, each)]
-    return [ranges[stage * topology.virtual :][: topology.virtual] for stage in range(topology.pipeline)]
-
-
-PLANTED = {
-    "wrong spec": wrong_spec,
-    "refused option": refused_option,
-    "missing sequence-parallel mark": lambda: wrong_mark("sequence_parallel", False, "layer_norm_weight"),
-    "missing tensor-parallel mark": lambda: wrong_mark("tensor_model_parallel", False, "linear_qkv.weight"),
-    "experts in the dense group": lambda: wrong_mark("allreduce", True, ".experts."),
-    "swapped gate and up": swapped_gate_and_up,
-    "chunks out of turn": lambda: mock.patch.object(Topology, "stage_layers", layers_in_a_row),
-}
-
-
-def faulty(fault, model, rows, trainer, folder):
-    """`layouts` with a fault, or the error that it causes."""
-    from megatron.core import parallel_state
-    from rank_engines import layouts
-
-    with PLANTED[fault]():
-        try:
-            return layouts({"model": model}, rows, {"faulty": trainer}, folder)["model", "faulty"]
-        except (ConfigError, AssertionError) as error:
-            parallel_state.destroy_model_parallel()
-            return f"{type(error).__name__}: {error}"

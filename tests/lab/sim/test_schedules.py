@@ -18,50 +18,36 @@ from megasync.lab.sim.world import DEADLY_ROW, FIRST_COLOCATED, FIRST_EXACT, FIR
 SEEDS = int(os.environ.get("MEGASYNC_SIM_SEEDS", "150"))
 
 
-def test_every_schedule_satisfies_the_invariants_and_terminates() -> None:
+def at_any_moment(*kinds: str) -> set[str]:
+    return {f"at any moment: {kind}" for kind in kinds}
+
+
+# First seed and number of seeds, the least share of runs that finish, and the faults that strike somewhere: a simulator
+# that gives up often, or meets few faults, proves little.
+KINDS = {
+    "plain": (0, SEEDS, 0.75, {*FAULTS, *at_any_moment(*AT_ANY_MOMENT)}),
+    "rollout workers": (FIRST_WITH_WORKERS, SEEDS // 6, 0.7, {DEADLY_ROW, *at_any_moment(*OF_WORKERS)}),
+    "shared devices": (
+        FIRST_COLOCATED,
+        SEEDS // 6,
+        0.7,
+        {*OF_TURNS, "rank dies in a step", *at_any_moment("server dies")},
+    ),
+    "exact evaluations": (FIRST_EXACT, SEEDS // 6, 0.7, {OUTLIVED, ABANDONED, *at_any_moment("server dies")}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_schedule_satisfies_the_invariants_and_terminates(kind: str) -> None:
+    first, seeds, least_finished, expected = KINDS[kind]
     ends: Counter[str] = Counter()
     faults: Counter[str] = Counter()
-    for seed in range(SEEDS):
+    for seed in range(first, first + seeds):
         outcome = simulate(seed)
         ends[outcome.ended] += 1
         faults.update(outcome.faults)
-    # A simulator that gives up often, or meets few faults, proves little.
-    assert ends["finished"] > 0.75 * SEEDS, ends
-    assert set(FAULTS) <= set(faults), "each kind of fault struck somewhere"
-    assert {f"at any moment: {kind}" for kind in AT_ANY_MOMENT} <= set(faults)
-
-
-def test_every_schedule_with_rollout_workers_satisfies_them_too() -> None:
-    ends: Counter[str] = Counter()
-    faults: Counter[str] = Counter()
-    for seed in range(FIRST_WITH_WORKERS, FIRST_WITH_WORKERS + SEEDS // 6):
-        outcome = simulate(seed)
-        ends[outcome.ended] += 1
-        faults.update(outcome.faults)
-    assert ends["finished"] > 0.7 * SEEDS / 6, ends
-    assert {f"at any moment: {kind}" for kind in OF_WORKERS} | {DEADLY_ROW} <= set(faults)
-
-
-def test_every_schedule_with_shared_devices_satisfies_them_too() -> None:
-    ends: Counter[str] = Counter()
-    faults: Counter[str] = Counter()
-    for seed in range(FIRST_COLOCATED, FIRST_COLOCATED + SEEDS // 6):
-        outcome = simulate(seed)
-        ends[outcome.ended] += 1
-        faults.update(outcome.faults)
-    assert ends["finished"] > 0.7 * SEEDS / 6, ends
-    assert {*OF_TURNS, "rank dies in a step", "at any moment: server dies"} <= set(faults)
-
-
-def test_every_schedule_with_exact_evaluations_satisfies_them_too() -> None:
-    ends: Counter[str] = Counter()
-    met: Counter[str] = Counter()
-    for seed in range(FIRST_EXACT, FIRST_EXACT + SEEDS // 6):
-        outcome = simulate(seed)
-        ends[outcome.ended] += 1
-        met.update(outcome.faults)
-    assert ends["finished"] > 0.7 * SEEDS / 6, ends
-    assert {OUTLIVED, ABANDONED, "at any moment: server dies"} <= set(met)
+    assert ends["finished"] > least_finished * seeds, ends
+    assert expected <= faults.keys()
 
 
 def test_what_a_resumed_schedule_changes_may_change() -> None:
