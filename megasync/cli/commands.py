@@ -810,11 +810,11 @@ def _run(trainer: AsyncTrainer) -> None:
 
 
 def _run_supervised(work: Callable[[], SupervisedResult]) -> None:
-    from megasync.observe.result import show_supervised
+    from megasync.observe.result import show_result
 
     with _interruptible():
         result = work()
-    show_supervised(result, _console())
+    show_result(result, _console())
 
 
 @contextmanager

@@ -98,12 +98,10 @@ class Renderer:
     def messages(self, row: Mapping[str, Any]) -> list[Message]:
         """The prompt as chat messages (`data/messages.py`), the system message first. Raises DataError."""
         system = [{"role": "system", "content": self._config.system}] if self._config.system else []
-        if is_messages(row["prompt"]):
-            return [*system, *as_messages(row["prompt"])]
-        return [
-            *system,
-            *as_messages([{"role": "user", "content": fill("data.prompt.template", self._config.template, row)}]),
-        ]
+        prompt = row["prompt"]
+        if not is_messages(prompt):
+            prompt = [{"role": "user", "content": fill("data.prompt.template", self._config.template, row)}]
+        return [*system, *as_messages(prompt)]
 
     def prompt_ids(self, row: Mapping[str, Any]) -> list[int]:
         """Token ids, [tokens]. Raises DataError for an empty prompt and for ids outside the vocabulary."""

@@ -61,7 +61,9 @@ def as_conversations(
     """Rows for supervised training, from an iterable of dicts: each has `messages`, or a prompt as in `as_rows`."""
     config = config or DataConfig()
     rows = _read(data, name, config)
-    return _not_empty([_conversation(row) if "messages" in row else _prompted(row, config) for row in rows], name)
+    return _not_empty(
+        [_check_messages(row, row["messages"]) if "messages" in row else _prompted(row, config) for row in rows], name
+    )
 
 
 def _not_empty(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
@@ -178,14 +180,10 @@ def _value(row: Mapping[str, Any], source: str) -> tuple[bool, Any]:
     return True, value
 
 
-def _conversation(row: Row) -> Row:
-    return _check_messages(row, row["messages"], "messages")
-
-
-def _check_messages(row: Row, messages: Any, column: str) -> Row:
+def _check_messages(row: Row, messages: Any) -> Row:
     if not is_messages(messages):
         raise DataError(
-            f"{row.where}: {column} must be a list of chat messages, each with a role and a content, got "
+            f"{row.where}: messages must be a list of chat messages, each with a role and a content, got "
             f"{messages!r:.200}"
         )
     return row
@@ -204,7 +202,7 @@ def _prompted(row: Row, config: DataConfig) -> Row:
                 f"{row.where}: the prompt must be text or a list of chat messages, got {row['prompt']!r:.200}"
             )
     elif messages is not None:
-        _check_messages(row, messages, "messages")
+        _check_messages(row, messages)
         row["prompt"] = _asked(row, messages)
     elif (names := column_names(template)) and "prompt" not in names:
         try:

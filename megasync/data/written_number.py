@@ -5,14 +5,18 @@ Invariant: a text that is no number for sure is None, never a number that some o
 
 from __future__ import annotations
 
+import ast
+import math
+import operator
 import re
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 # Longer texts are not read as numbers, and larger numbers (in bits) are not computed.
 LONGEST = 400
-LARGEST = 100_000
+LARGEST, LARGEST_FACTORIAL = 100_000, 3000
 
 # Words of a unit, or of what is counted.
 MOST_WORDS = 5
@@ -163,7 +167,7 @@ def written_number(text: str) -> WrittenNumber | None:
     literal, digits = True, None
     if value is None:
         expression = _exact(core)
-        if expression is None or (value := _Evaluation(expression).value()) is None:
+        if expression is None or (value := _value(expression)) is None:
             return None
         literal = _LITERAL.fullmatch(expression) is not None
         digits = len(expression.partition(".")[2]) if re.fullmatch(r"[-+]?\d*\.\d+", expression) else None
@@ -301,81 +305,48 @@ def _decimal(text: str) -> str:
     return "".join("." if c == decimal else c for c in text if c.isdigit() or c == decimal)
 
 
-class _Evaluation:
-    """Evaluates an expression of `_exact`, exactly."""
+_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
-    def __init__(self, text: str) -> None:
-        self._tokens = re.findall(r"\d+\.?\d*|\.\d+|[-+*/^!()]", text)
-        self._whole = "".join(self._tokens) == text
-        self._at = 0
 
-    def value(self) -> Fraction | None:
-        if not self._whole:
-            return None
-        try:
-            value = self._sum()
-        except (ValueError, ZeroDivisionError, IndexError):
-            return None
-        return value if self._at == len(self._tokens) else None
+def _value(expression: str) -> Fraction | None:
+    """The exact value of an expression of `_exact`; None for one that is none, or too large.
 
-    def _next(self, *signs: str) -> str | None:
-        if self._at < len(self._tokens) and self._tokens[self._at] in signs:
-            self._at += 1
-            return self._tokens[self._at - 1]
+    Python's parser reads it, with names for numbers, an attribute for a factorial, and a sign before a bracket that
+    multiplies.
+    """
+    numbers: list[str] = []
+
+    def named(number: re.Match[str]) -> str:
+        numbers.append(number[0])
+        return f" n{len(numbers) - 1} "
+
+    source = re.sub(r"(?<=[\d.)!])\(", "*(", expression)
+    source = re.sub(r"\d+\.?\d*|\.\d+", named, source).replace("^", "**").replace("!", ".factorial")
+    try:
+        return _computed(ast.parse(source.strip(), mode="eval").body, numbers)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
 
-    def _sum(self) -> Fraction:
-        value = self._product()
-        while sign := self._next("+", "-"):
-            value += self._product() if sign == "+" else -self._product()
-        return value
 
-    def _product(self) -> Fraction:
-        value = self._signed()
-        while True:
-            if sign := self._next("*", "/"):
-                factor = self._signed()
-                value = _bounded(value * factor if sign == "*" else value / factor)
-            elif self._at < len(self._tokens) and self._tokens[self._at] == "(":
-                value = _bounded(value * self._signed())
-            else:
+def _computed(node: ast.expr, numbers: Sequence[str]) -> Fraction:
+    """Raises ValueError for anything but numbers, signs and factorials, and for a value that is too large."""
+    match node:
+        case ast.Name(id=name):
+            return Fraction(numbers[int(name[1:])])
+        case ast.UnaryOp(op=sign, operand=operand):
+            value = _computed(operand, numbers)
+            return -value if isinstance(sign, ast.USub) else value
+        case ast.Attribute(value=operand, attr="factorial"):
+            value = _computed(operand, numbers)
+            if value.denominator == 1 and 0 <= value <= LARGEST_FACTORIAL:
+                return Fraction(math.factorial(int(value)))
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            base, exponent = _computed(left, numbers), _computed(right, numbers)
+            size = max(base.numerator.bit_length(), base.denominator.bit_length())
+            if exponent.denominator == 1 and size * abs(exponent) <= LARGEST:
+                return base**exponent.numerator
+        case ast.BinOp(left=left, op=sign, right=right) if (operation := _OPERATIONS.get(type(sign))) is not None:
+            value = operation(_computed(left, numbers), _computed(right, numbers))
+            if max(value.numerator.bit_length(), value.denominator.bit_length()) <= LARGEST:
                 return value
-
-    def _signed(self) -> Fraction:
-        sign = self._next("-", "+")
-        if sign:
-            return -self._signed() if sign == "-" else self._signed()
-        return self._power()
-
-    def _power(self) -> Fraction:
-        base = self._factor()
-        if not self._next("^"):
-            return base
-        exponent = self._signed()
-        size = max(base.numerator.bit_length(), base.denominator.bit_length())
-        if exponent.denominator != 1 or size * abs(exponent) > LARGEST:
-            raise ValueError
-        return base**exponent.numerator
-
-    def _factor(self) -> Fraction:
-        if self._next("("):
-            value = self._sum()
-            if not self._next(")"):
-                raise ValueError
-        else:
-            value = Fraction(self._tokens[self._at])
-            self._at += 1
-        while self._next("!"):
-            if value.denominator != 1 or not 0 <= value <= 3000:
-                raise ValueError
-            product = 1
-            for factor in range(2, int(value) + 1):
-                product *= factor
-            value = _bounded(Fraction(product))
-        return value
-
-
-def _bounded(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > LARGEST:
-        raise ValueError
-    return value
+    raise ValueError("no number, or one that is too large")

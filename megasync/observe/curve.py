@@ -21,6 +21,7 @@ from megasync.observe.names import (
 
 CURVE_FILE = "curve.png"
 SIZE_INCHES, DPI = (11, 7.5), 120
+THROUGHPUT = "throughput (tokens/s of wall time)"
 # Colours of the held-out scores. Further scores are left out, because the plot would be unreadable.
 COLOURS = ("tab:red", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
 
@@ -41,28 +42,16 @@ def plot_curve(run_dir: Path, title: str) -> Path | None:
     FigureCanvasAgg(figure)
     figure.suptitle(title)
     if TRAINING_LOSS in columns or VALIDATION_LOSS in columns:
-        losses = {"training": TRAINING_LOSS, "validation": VALIDATION_LOSS}
         left, right = figure.subplots(1, 2)
-        _lines(left, "loss per trained token", {name: points(columns, STEP, key) for name, key in losses.items()})
-        _lines(right, "throughput (tokens/s of wall time)", {"trained": points(columns, STEP, TRAINED_RATE)})
-        return _saved(figure, run_dir)
-    axes = figure.subplots(2, 2)
-    _learning(axes[0][0], columns, STEP, "training step")
-    _learning(axes[0][1], columns, "minutes", "minutes since the first measurement")
-    _lines(
-        axes[1][0],
-        "staleness of trained tokens (versions)",
-        {"mean": points(columns, STEP, STALENESS_MEAN), "max": points(columns, STEP, STALENESS_MAX)},
-    )
-    _lines(
-        axes[1][1],
-        "throughput (tokens/s of wall time)",
-        {"sampled": points(columns, STEP, SAMPLED_RATE), "trained": points(columns, STEP, TRAINED_RATE)},
-    )
-    return _saved(figure, run_dir)
-
-
-def _saved(figure: Any, run_dir: Path) -> Path:
+        _lines(left, "loss per trained token", columns, {"training": TRAINING_LOSS, "validation": VALIDATION_LOSS})
+        _lines(right, THROUGHPUT, columns, {"trained": TRAINED_RATE})
+    else:
+        by_step, by_time, ages, rates = figure.subplots(2, 2).flat
+        _learning(by_step, columns, STEP, "training step")
+        _learning(by_time, columns, "minutes", "minutes since the first measurement")
+        staleness = {"mean": STALENESS_MEAN, "max": STALENESS_MAX}
+        _lines(ages, "staleness of trained tokens (versions)", columns, staleness)
+        _lines(rates, THROUGHPUT, columns, {"sampled": SAMPLED_RATE, "trained": TRAINED_RATE})
     path = Path(run_dir) / CURVE_FILE
     figure.savefig(path)
     return path
@@ -94,9 +83,9 @@ def _learning(axis: Any, columns: dict[str, list[Any]], x: str, label: str) -> N
     _finish(axis, "reward and held-out accuracy", label)
 
 
-def _lines(axis: Any, title: str, series: dict[str, Points]) -> None:
-    for name, line in series.items():
-        axis.plot(*_unzip(line), linewidth=1.2, label=name)
+def _lines(axis: Any, title: str, columns: dict[str, list[Any]], keys: dict[str, str]) -> None:
+    for name, key in keys.items():
+        axis.plot(*_unzip(points(columns, STEP, key)), linewidth=1.2, label=name)
     axis.set_ylim(bottom=0)
     _finish(axis, title, "training step")
 

@@ -14,7 +14,7 @@ import json
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -130,17 +130,11 @@ def read_events(run_dir: Path) -> list[Event]:
     return sorted(EventReader(run_dir).update(), key=lambda event: event.time)
 
 
-def trained_at(columns: Mapping[str, Sequence[Any]]) -> list[float]:
-    """When each step was trained, ascending, from the columns of `observe.metrics.read_metrics`."""
-    versions = columns.get("version", ())
-    return sorted(at for at, version in zip(columns.get("time", ()), versions, strict=False) if version is not None)
-
-
 def faults(events: Iterable[Event], step_times: Sequence[float] = ()) -> list[Fault]:
     """The faults by time, each with when what it names recovered, and with the time to the next trained step.
 
-    ``step_times`` are those of `trained_at`. The metrics of steps that were trained again are gone; the events
-    remember the first step after each fault.
+    ``step_times`` are when steps were trained, by the metrics. Those of steps that were trained again are gone; the
+    events remember the first step after each fault.
     """
     ordered = sorted(events, key=lambda event: event.time)
     recovered: dict[str, list[float]] = {TRAINING: list(step_times)}

@@ -46,6 +46,19 @@ class GrowingFile:
         # Within a line that is too long.
         self._skipping = False
 
+    def skip_to_last(self, share: int) -> bool:
+        """Leaves out all but the last `share` bytes, up to the end of a line; for before the first reading.
+
+        Returns whether there are more. Raises OSError.
+        """
+        with open_regular(self.path) as file:
+            if (size := file.seek(0, os.SEEK_END)) <= share:
+                return False
+            file.seek(size - share)
+            file.readline(PIECE)
+            self._inode, self._offset = os.fstat(file.fileno()).st_ino, file.tell()
+            return True
+
     def read(self) -> tuple[bool, Iterator[list[bytes]]]:
         """Whether everything that was read before is void, and the new whole lines without their newlines, in pieces.
 

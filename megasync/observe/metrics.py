@@ -42,7 +42,7 @@ class MetricsLog:
         self._board_dir = Path(run_dir) / TENSORBOARD_DIR if tensorboard else None
         self._clock = clock
         self._file: TextIO | None = None
-        self._board: EventWriter | None = None
+        self._board: EventFileWriter | None = None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one line. `step` counts trained steps; values are numbers (bools and numpy scalars too)."""
@@ -52,7 +52,13 @@ class MetricsLog:
         file.write(json.dumps(row, allow_nan=False) + "\n")
         file.flush()
         if self._board is not None:
-            self._board.scalars(step, now, {k: v for k, v in row.items() if k not in (STEP, TIME) and v is not None})
+            scalars = [
+                Summary.Value(tag=key, simple_value=value)
+                for key, value in row.items()
+                if key not in (STEP, TIME) and value is not None
+            ]
+            self._board.add_event(Event(wall_time=now, step=step, summary=Summary(value=scalars)))
+            self._board.flush()
 
     def close(self) -> None:
         """Closes the files; the next line opens them again."""
@@ -64,32 +70,17 @@ class MetricsLog:
     def _open(self, step: int, values: Mapping[str, float]) -> TextIO:
         earlier = [row for row in read_rows(self._path) if isinstance(row.get(STEP), int)]
         kept = [row for row in earlier if not _superseded(row, step, values)]
-        resumed = bool(earlier)
         if self._path.is_file():
             atomic_write(self._path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = self._path.open("a", encoding="utf-8")
         if self._board_dir is not None:
-            self._board = EventWriter(self._board_dir, self._clock(), resumed_at=step if resumed else None)
+            # Without torch, which its own writer of TensorBoard files needs.
+            self._board = EventFileWriter(str(self._board_dir))
+            if earlier:
+                # Earlier files end at this step.
+                session = SessionLog(status=SessionLog.START)
+                self._board.add_event(Event(wall_time=self._clock(), step=step, session_log=session))
         return self._file
-
-
-class EventWriter:
-    """Writes a TensorBoard event file without torch. With `resumed_at`, earlier files end at that step."""
-
-    def __init__(self, directory: Path, now: float, resumed_at: int | None = None) -> None:
-        self._writer = EventFileWriter(str(directory))
-        if resumed_at is not None:
-            session = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=now, step=resumed_at, session_log=session))
-
-    def scalars(self, step: int, now: float, values: Mapping[str, float]) -> None:
-        """Writes one event of scalars; `now` is in seconds since the epoch."""
-        summary = Summary(value=[Summary.Value(tag=key, simple_value=value) for key, value in values.items()])
-        self._writer.add_event(Event(wall_time=now, step=step, summary=summary))
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from megasync.base.confidential import masked
 from megasync.base.files import atomic_write
 from megasync.config import Config, saved_values
 from megasync.config.schema import MlflowConfig
-from megasync.observe.sinks import Answers, Row
+from megasync.observe.sinks import Row, Sink
 
 # Below the run directory.
 ID_FILE = "mlflow-run-id"
@@ -26,8 +26,11 @@ PARAMS_AT_ONCE = 100
 LONGEST_VALUE = 500
 
 
-class MlflowSink:
-    """`open` imports the package mlflow, which takes seconds."""
+class MlflowSink(Sink):
+    """`open` imports the package mlflow, which takes seconds.
+
+    Answers would be artifacts, whose store may need a key of its own: RUN/samples.jsonl has them.
+    """
 
     name = "MLflow"
 
@@ -58,17 +61,8 @@ class MlflowSink:
         ]
         self._client.log_batch(self._run_id, metrics=metrics)
 
-    def answers(self, answers: Answers) -> None:
-        """Nothing: they would be artifacts, whose store may need a key of its own. RUN/samples.jsonl has them."""
-
-    def rewind(self, step: int) -> None:
-        """Nothing: see the module's docstring."""
-
     def close(self, failed: bool) -> None:
         self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
-
-    def abandon(self) -> None:
-        """Nothing is left behind."""
 
     def _continued(self) -> str | None:
         """The run of an earlier start, if the server still has it."""

@@ -115,12 +115,13 @@ class RunObserver:
         self._start = clock()
         self._step = 0
         self._version = 0
-        self._rewards: deque[float | None] = deque(maxlen=SHOWN_REWARDS)
+        # Each with its step, which ascend.
+        self._rewards: deque[tuple[int, float | None]] = deque(maxlen=SHOWN_REWARDS)
+        self._losses: deque[tuple[int, float]] = deque(maxlen=SHOWN_REWARDS)
         self._scores: list[tuple[int, float]] = []
+        self._validation_losses: list[tuple[int, float]] = []
         # Of an evaluation that is not recorded yet.
         self._answers: Answers | None = None
-        self._losses: deque[float] = deque(maxlen=SHOWN_REWARDS)
-        self._validation_losses: list[tuple[int, float]] = []
         self._set_scores: dict[str, float] = {}
         self._latest: dict[str, float] = {}
         self._buffer: dict[str, int] = {}
@@ -243,9 +244,9 @@ class RunObserver:
         if self._step_due:
             self._step_due = False
             self.recovery(TRAINING, f"step {step} is trained")
-        self._rewards.append(metrics.get(names.REWARD))
+        self._rewards.append((step, metrics.get(names.REWARD)))
         if (loss := metrics.get(names.TRAINING_LOSS)) is not None:
-            self._losses.append(loss)
+            self._losses.append((step, loss))
         self._latest.update(metrics)
         prefix = names.BUFFER_PREFIX
         if states := {key.removeprefix(prefix): count for key, count in metrics.items() if key.startswith(prefix)}:
@@ -287,16 +288,11 @@ class RunObserver:
 
     def rewind(self, step: int) -> None:
         """Training resumes from an earlier step: discards what was measured after it."""
-        repeated = self._step - step
         self._step = step
-        for _ in range(min(repeated, len(self._rewards))):
-            self._rewards.pop()
-        for _ in range(min(repeated, len(self._losses))):
-            self._losses.pop()
-        self._validation_losses = [(at, loss) for at, loss in self._validation_losses if at <= step]
-        self._scores = [(at, score) for at, score in self._scores if at <= step]
+        for measured in (self._rewards, self._losses, self._scores, self._validation_losses):
+            while measured and measured[-1][0] > step:
+                measured.pop()
         self._progress.clear()
-        self._sinks.rewind(step)
         with self._guarded("rewrite metrics"):
             self._metrics.close()
 
@@ -351,9 +347,9 @@ class RunObserver:
             version=self._version,
             seconds=now - self._start,
             step_seconds=(progress[-1][0] - progress[0][0]) / steps if steps > 0 else None,
-            rewards=tuple(self._rewards),
+            rewards=tuple(reward for _, reward in [*self._rewards]),
             scores=tuple(self._scores),
-            losses=tuple(self._losses),
+            losses=tuple(loss for _, loss in [*self._losses]),
             validation_losses=tuple(self._validation_losses),
             set_scores=dict(self._set_scores),
             target=config.schedule.stop_at_score,

@@ -43,7 +43,7 @@ from megasync.errors import ConfigError
 from megasync.observe import names
 from megasync.observe.display import RunSnapshot
 from megasync.observe.registry import Metric, metric_of
-from megasync.observe.sinks import Answers, Row
+from megasync.observe.sinks import Row, Sink
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,6 @@ UNITS = {"s": "seconds", "bytes": "bytes"}
 REQUEST_SECONDS = 10.0
 # Connections at a time: one scraper has one, for milliseconds.
 CONNECTIONS = 16
-# A link of docs/metrics.md.
-_LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 _WORD = re.compile(r"[^a-zA-Z0-9]+")
 
 
@@ -77,7 +75,7 @@ class Exported:
         unit = UNITS.get(metric.unit)
         if unit is not None and unit != words[-1]:
             words.append(unit)
-        meaning = _LINK.sub(r"\1", metric.meaning)
+        meaning = metric.meaning
         if metric.unit not in ("", *UNITS):
             meaning += f" Unit: {metric.unit}."
         labels = tuple("_".join(part.split()) for part in metric.parts)
@@ -93,30 +91,41 @@ class Exported:
         return kind(self.name, self.meaning, labels=self.labels)
 
 
-# What is known without the registry: the name, the labels and the meaning of each gauge.
-OWN = {
-    gauge.name: gauge
-    for gauge in (
-        Exported(f"{PREFIX}_run_info", ("run", "directory"), "Always 1.", False),
-        Exported(f"{PREFIX}_step", (), "Trained steps.", False),
-        Exported(f"{PREFIX}_total_steps", (), "Steps at which the run ends.", False),
-        Exported(f"{PREFIX}_staleness_limit", (), "Largest age of a trained token. Unit: versions.", False),
-        Exported(f"{PREFIX}_buffer_capacity", (), "Most groups that are active at a time.", False),
-        Exported(
-            f"{PREFIX}_activity_seconds",
-            ("part", "doing"),
-            "For how long a part of the run has been doing this.",
-            False,
-        ),
-        Exported(f"{PREFIX}_last_step_timestamp_seconds", (), "When the newest step was measured.", False),
-        Exported(f"{PREFIX}_last_evaluation_timestamp_seconds", (), "When the newest evaluation ended.", False),
-        Exported(f"{PREFIX}_evaluation_step", (), "The step whose weights the newest evaluation used.", False),
-    )
-}
+# Label values and the value of each sample.
+Samples = list[tuple[tuple[str, ...], float]]
 
 
-class PrometheusSink:
-    """`snapshot` and `servers`, which gives addresses by the server's name, are called by the threads of requests."""
+def state_gauges(snapshot: RunSnapshot, rows: Mapping[bool, Row]) -> list[tuple[Exported, Samples]]:
+    """Gauges of the state of a run. `rows` are the newest of a step (False) and of an evaluation (True)."""
+    step, evaluation = rows.get(False), rows.get(True)
+    # Numbers in the text would make a series of each.
+    activities: Samples = [
+        ((activity.part, re.sub(r"\d+", "n", activity.doing)), activity.seconds) for activity in snapshot.activities
+    ]
+    gauges: list[tuple[str, str, tuple[str, ...], Samples]] = [
+        ("run_info", "Always 1.", ("run", "directory"), [((snapshot.name, snapshot.run_dir.name), 1.0)]),
+        ("activity_seconds", "For how long a part of the run has been doing this.", ("part", "doing"), activities),
+    ]
+    for name, meaning, value in (
+        ("step", "Trained steps.", snapshot.step),
+        ("total_steps", "Steps at which the run ends.", snapshot.total_steps),
+        ("staleness_limit", "Largest age of a trained token. Unit: versions.", snapshot.staleness_limit),
+        ("buffer_capacity", "Most groups that are active at a time.", snapshot.capacity),
+        ("last_step_timestamp_seconds", "When the newest step was measured.", step and step.time),
+        ("last_evaluation_timestamp_seconds", "When the newest evaluation ended.", evaluation and evaluation.time),
+        ("evaluation_step", "The step whose weights the newest evaluation used.", evaluation and evaluation.step),
+    ):
+        gauges.append((name, meaning, (), [] if value is None else [((), value)]))
+    return [
+        (Exported(f"{PREFIX}_{name}", labels, meaning, False), samples) for name, meaning, labels, samples in gauges
+    ]
+
+
+class PrometheusSink(Sink):
+    """An endpoint without a key shows no text, so no answers.
+
+    `snapshot` and `servers`, which gives addresses by the server's name, are called by the threads of requests.
+    """
 
     name = "Prometheus"
 
@@ -154,19 +163,10 @@ class PrometheusSink:
                     continue
                 self._values[name] = max(value, self._values.get(name, value)) if metric.counts else value
 
-    def answers(self, answers: Answers) -> None:
-        """Nothing: an endpoint without a key shows no text."""
-
-    def rewind(self, step: int) -> None:
-        """Nothing: the next step replaces what is shown, and `megasync_step` has gone back already."""
-
     def close(self, failed: bool) -> None:
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
-
-    def abandon(self) -> None:
-        """Does nothing: the server's threads are daemons."""
 
     def collect(self) -> Iterator[Family]:
         """All families, for `prometheus_client`."""
@@ -185,8 +185,8 @@ class PrometheusSink:
             match = metric.pattern.fullmatch(name)
             family.add_metric(match.groups() if match else (), value)
         yield from families.values()
-        for name, samples in _own(snapshot, rows).items():
-            family = OWN[f"{PREFIX}_{name}"].family()
+        for exported, samples in state_gauges(snapshot, rows):
+            family = exported.family()
             for labels, value in samples:
                 family.add_metric(labels, value)
             yield family
@@ -204,27 +204,6 @@ class PrometheusSink:
             labels = {"server": server, "__metrics_path__": urlsplit(url).path} | of_run
             targets.append({"targets": [urlsplit(url).netloc], "labels": labels})
         return "application/json", json.dumps(targets).encode()
-
-
-def _own(snapshot: RunSnapshot, rows: Mapping[bool, Row]) -> dict[str, list[tuple[tuple[str, ...], float]]]:
-    """Samples of `OWN`, as labels and value."""
-    samples: dict[str, list[tuple[tuple[str, ...], float]]] = {
-        "run_info": [((snapshot.name, snapshot.run_dir.name), 1.0)],
-        "step": [((), snapshot.step)],
-        "total_steps": [((), snapshot.total_steps)],
-        "staleness_limit": [((), snapshot.staleness_limit)],
-        "buffer_capacity": [((), snapshot.capacity)],
-        # Numbers in the text would make a series of each.
-        "activity_seconds": [
-            ((activity.part, re.sub(r"\d+", "n", activity.doing)), activity.seconds) for activity in snapshot.activities
-        ],
-    }
-    if (step := rows.get(False)) is not None:
-        samples["last_step_timestamp_seconds"] = [((), step.time)]
-    if (evaluation := rows.get(True)) is not None:
-        samples["last_evaluation_timestamp_seconds"] = [((), evaluation.time)]
-        samples["evaluation_step"] = [((), evaluation.step)]
-    return samples
 
 
 class _Server(ThreadingMixIn, TCPServer):

@@ -55,39 +55,32 @@ def resume_command(run_dir: Path) -> str:
     return f"AsyncTrainer.resume({str(run_dir)!r}, {', '.join(f'{name}=...' for name in custom)}).train()"
 
 
-def show_supervised(result: SupervisedResult, console: Console) -> None:
-    """Prints the losses, and the paths of all results."""
-    ended = f" ({result.stopped})" if result.stopped else ""
-    lines = [f"trained {result.step} steps{ended}"]
-    if result.losses:
-        (_, first), (_, last) = result.losses[0], result.losses[-1]
-        lines.append(f"validation loss {first:.4f} -> {last:.4f}")
-    _print(lines, result, console)
+def show_result(result: RunResult | SupervisedResult, console: Console) -> None:
+    """Prints how far a run came, where its results are, and how it is resumed unless it is finished.
 
-
-def show_result(result: RunResult, console: Console) -> None:
-    """Prints sample answers before and after training, the score, and the paths of all results."""
-    pairs = before_and_after(read_answers(result.run_dir))
-    if pairs:
+    Before that, sample answers before and after training, if the run has them.
+    """
+    if pairs := before_and_after(read_answers(result.run_dir)):
         console.print(answers_table(pairs))
-    ended = f" ({result.stopped})" if result.stopped else ""
-    lines = [f"trained {result.step} steps, published version {result.version}{ended}"]
-    if result.scores:
-        (_, first), (_, last) = result.scores[0], result.scores[-1]
-        lines.append(f"held-out score {first:.3f} -> {last:.3f}")
-    _print(lines, result, console)
-
-
-def _print(lines: list[str], result: RunResult | SupervisedResult, console: Console) -> None:
-    """Prints the lines, then the paths of what the run wrote, and how to resume it unless it is finished."""
-    shown = {
+    if isinstance(result, RunResult):
+        version, points, form = (
+            f", published version {result.version}",
+            result.scores,
+            "held-out score {:.3f} -> {:.3f}",
+        )
+    else:
+        version, points, form = "", result.losses, "validation loss {:.4f} -> {:.4f}"
+    reason = f" ({result.stopped})" if result.stopped else ""
+    lines = [f"trained {result.step} steps{version}{reason}"]
+    if points:
+        lines.append(form.format(points[0][1], points[-1][1]))
+    files = {
         "learning curve": CURVE_FILE,
         "metrics": METRICS_FILE,
         "TensorBoard": TENSORBOARD_DIR,
         "samples": SAMPLES_FILE,
     }
-    paths = {name: result.run_dir / file for name, file in shown.items()}
-    lines += [f"{name}: {path}" for name, path in paths.items() if path.exists()]
+    lines += [f"{name}: {path}" for name, file in files.items() if (path := result.run_dir / file).exists()]
     if result.export_dir is not None:
         lines.append(f"Hugging Face checkpoint: {result.export_dir}")
     if not result.finished:

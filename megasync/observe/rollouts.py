@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
@@ -56,81 +56,79 @@ TRAINED, DROPPED = "trained", "dropped"
 # `Row.sample` of a dropped group without any response.
 NO_SAMPLE = -1
 
-Floats = NDArray[np.float32]
+Ints, Floats = NDArray[np.int32], NDArray[np.float32]
 
 
 @prepared
 class Row(msgspec.Struct, omit_defaults=True, gc=False):
-    """One response in the index. ``at`` and ``size`` are the place of its body, in bytes.
-
-    ``sample`` is its position in its group; ``number`` is that of its sample, which the trajectories of a conversation
-    that forked share, -1 if it is alone. ``step`` is the training step, 0 of a dropped group, whose reason
-    ``dropped`` is. ``version`` is that of the weights that the step began with; of a dropped group the newest that
-    sampled a token. ``staleness`` is that version minus the oldest that sampled a trained token. ``tokens`` are those
-    of the response, tool outputs included. ``advantage`` is the mean over the trained tokens, ``gap`` the mean absolute
-    difference between the log-probs of trainer and server there; both are None where nothing was computed. ``metrics``
-    are what workflow and reward functions reported. ``pair`` is the file's name, which only a reader knows.
-    """
+    """One response in the index."""
 
     uid: str
+    # Its position in its group.
     sample: int
+    # The training step; 0 of a dropped group.
     step: int
+    # That of the weights that the step began with; of a dropped group the newest that sampled a token.
     version: int
     time: float
+    # Of the response, tool outputs included.
     tokens: int
     prompt_tokens: int
+    # Its sample's, which the trajectories of a conversation that forked share; -1 if it is alone.
     number: int = -1
     set: str = ""
     reward: float | None = None
+    # The mean over the trained tokens; None where nothing was computed, as `gap`.
     advantage: float | None = None
+    # `version` minus the oldest that sampled a trained token.
     staleness: int = 0
     finish_reason: str = ""
+    # Why the group was dropped.
     dropped: str = ""
+    # Mean absolute difference between the log-probs of trainer and server at the trained tokens.
     gap: float | None = None
+    # What workflow and reward functions reported.
     metrics: dict[str, float | None] = {}
+    # The place of its body in bytes, and the name of the file, which only a reader knows.
     at: int = 0
     size: int = 0
     pair: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Response:
-    """The tokens of a response, and what is known of each.
+@prepared
+class Response(msgspec.Struct, array_like=True, frozen=True):
+    """The tokens of a response, and what is known of each; written as MessagePack with arrays as little-endian bytes.
 
-    ``ids``, ``logprobs`` (of the server), ``mask`` and ``versions`` have an entry for each response token, and so have
-    ``trainer_logprobs`` (before the update), ``advantages`` and ``rewards``, which are NaN for tokens without one and
-    None if there are none. ``text`` is what the reward function saw, ``problem`` the error of a dropped group, and
-    ``turns`` say who wrote which tokens; all are empty if unknown.
+    Arrays beside `prompt_ids` have an entry for each response token: NaN for those without one, None if there are none.
     """
 
-    prompt_ids: NDArray[np.int32]
-    ids: NDArray[np.int32]
+    prompt_ids: Ints
+    ids: Ints
+    # Of the server.
     logprobs: Floats
     mask: Runs
     versions: Runs
+    # Before the update.
     trainer_logprobs: Floats | None = None
     advantages: Floats | None = None
     rewards: Floats | None = None
+    # What the reward function saw, and the error of a dropped group; empty if unknown.
     text: str = ""
     problem: str = ""
+    # Who wrote which tokens.
     turns: tuple[Turn, ...] = ()
 
 
-@prepared
-class _Body(msgspec.Struct, array_like=True):
-    """A response as MessagePack; arrays are bytes, little-endian, and runs are their values and their ends."""
+def _bytes_of(value: Any) -> Any:
+    if isinstance(value, Runs):
+        return value.values, value.ends
+    return np.asarray(value, "<f4" if value.dtype.kind == "f" else "<i4").tobytes()
 
-    prompt_ids: bytes
-    ids: bytes
-    logprobs: bytes
-    mask: tuple[bytes, bytes]
-    versions: tuple[bytes, bytes]
-    trainer_logprobs: bytes | None
-    advantages: bytes | None
-    rewards: bytes | None
-    text: str
-    problem: str
-    turns: tuple[Turn, ...] = ()
+
+def _from_bytes(kind: Any, data: Any) -> Any:
+    if kind is Runs:
+        return Runs(*(np.frombuffer(part, "<i4") for part in data))
+    return np.frombuffer(data, "<f4" if kind == Floats else "<i4")
 
 
 def _number(value: Any) -> Any:
@@ -143,8 +141,8 @@ def _number(value: Any) -> Any:
 
 _line = msgspec.json.Encoder(enc_hook=_number)
 _row = msgspec.json.Decoder(Row)
-_pack = msgspec.msgpack.Encoder()
-_unpack = msgspec.msgpack.Decoder(_Body)
+_body = msgspec.msgpack.Encoder(enc_hook=_bytes_of)
+_response = msgspec.msgpack.Decoder(Response, dec_hook=_from_bytes)
 _answer = msgspec.json.Decoder(tuple[str, str])
 
 
@@ -305,7 +303,7 @@ class RolloutLog:
         """Bodies and, to be written after them, the lines that name their places."""
         bodies, lines = [], []
         for row, response in responses:
-            body = _pack.encode(_packed(response))
+            body = _body.encode(response)
             row.at, row.size = self._body_size, len(body)
             self._body_size += len(body)
             bodies.append(body)
@@ -342,50 +340,6 @@ def _beginning(answer: object) -> str:
     cut = text if len(text) < most else f"{text[:ANSWER_CHARACTERS]} ..."
     # A lone surrogate cannot be written.
     return cut.encode(errors="replace").decode()
-
-
-def _packed(response: Response) -> _Body:
-    def numbers(array: NDArray[Any] | None, dtype: str = "<f4") -> bytes | None:
-        return None if array is None else np.asarray(array, dtype).tobytes()
-
-    def runs(values: Runs) -> tuple[bytes, bytes]:
-        return np.asarray(values.values, "<i4").tobytes(), np.asarray(values.ends, "<i4").tobytes()
-
-    return _Body(
-        prompt_ids=numbers(response.prompt_ids, "<i4") or b"",
-        ids=numbers(response.ids, "<i4") or b"",
-        logprobs=numbers(response.logprobs) or b"",
-        mask=runs(response.mask),
-        versions=runs(response.versions),
-        trainer_logprobs=numbers(response.trainer_logprobs),
-        advantages=numbers(response.advantages),
-        rewards=numbers(response.rewards),
-        text=response.text,
-        problem=response.problem,
-        turns=response.turns,
-    )
-
-
-def _unpacked(body: _Body) -> Response:
-    def numbers(data: bytes | None) -> Floats | None:
-        return None if data is None else np.frombuffer(data, "<f4")
-
-    def runs(data: tuple[bytes, bytes]) -> Runs:
-        return Runs(*(np.frombuffer(part, "<i4") for part in data))
-
-    return Response(
-        prompt_ids=np.frombuffer(body.prompt_ids, "<i4"),
-        ids=np.frombuffer(body.ids, "<i4"),
-        logprobs=np.frombuffer(body.logprobs, "<f4"),
-        mask=runs(body.mask),
-        versions=runs(body.versions),
-        trainer_logprobs=numbers(body.trainer_logprobs),
-        advantages=numbers(body.advantages),
-        rewards=numbers(body.rewards),
-        text=body.text,
-        problem=body.problem,
-        turns=within(body.turns, len(body.ids) // 4),
-    )
 
 
 # Reading
@@ -509,7 +463,8 @@ class RolloutIndex:
             with open_regular(path) as file:
                 if not 0 <= row.size <= os.fstat(file.fileno()).st_size:
                     raise ValueError(f"the file is shorter than its index says ({row.size} bytes at {row.at})")
-                return _unpacked(_unpack.decode(os.pread(file.fileno(), row.size, row.at)))
+                response = _response.decode(os.pread(file.fileno(), row.size, row.at))
+            return msgspec.structs.replace(response, turns=within(response.turns, len(response.ids)))
         except (OSError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
             raise DataError(f"response {row.sample} of group {row.uid} cannot be read from {path}: {error}") from error
 
@@ -540,16 +495,13 @@ class RolloutIndex:
         except OSError:
             return []
 
-    def search(self, rows: Iterable[Row], text: str, text_of: Callable[[Response], str]) -> Iterator[Row]:
-        """Yields the rows whose text contains ``text``, in any case; reads one body after the other.
+    def contains(self, row: Row, text: str, text_of: Callable[[Response], str]) -> bool:
+        """Whether the recorded text of a response, else what ``text_of`` makes of its tokens, contains ``text``.
 
-        The text is the recorded one, else what ``text_of`` makes of the tokens. Bodies that cannot be read are skipped.
+        Upper and lower case are alike. False for a body that cannot be read.
         """
-        wanted = text.casefold()
-        for row in rows:
-            try:
-                response = self.read(row)
-            except DataError:
-                continue
-            if wanted in (response.text or text_of(response)).casefold():
-                yield row
+        try:
+            response = self.read(row)
+        except DataError:
+            return False
+        return text.casefold() in (response.text or text_of(response)).casefold()

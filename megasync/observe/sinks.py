@@ -7,8 +7,7 @@ and left out. What a sink raises becomes one warning. `close` waits CLOSE_SECOND
 the thread, a daemon, behind. `metrics.jsonl` is the record of a run; a sink may lack rows of it.
 
 A row belongs to a step, and steps may come again: a resumed run, or one whose ranks were lost, goes on after its newest
-checkpoint. `metrics.jsonl` removes what it had of those steps. A sink is told by `rewind`, or opened anew by the next
-process, and each sink says what it does with them.
+checkpoint. `metrics.jsonl` removes what it had of those steps; each sink says what it does with them.
 """
 
 from __future__ import annotations
@@ -67,11 +66,8 @@ class Sink(Protocol):
 
     def log(self, row: Row) -> None: ...
 
-    def answers(self, answers: Answers) -> None: ...
-
-    def rewind(self, step: int) -> None:
-        """Later steps are trained and logged again."""
-        ...
+    def answers(self, answers: Answers) -> None:
+        """Shows held-out answers; a sink of numbers alone leaves it as it is."""
 
     def close(self, failed: bool) -> None:
         """Delivers everything and disconnects, after a successful `open`. `failed` says how the run ended."""
@@ -79,7 +75,6 @@ class Sink(Protocol):
 
     def abandon(self) -> None:
         """Ends what would delay the end of this process; another thread may be stuck in any other method."""
-        ...
 
 
 class SinkThread:
@@ -184,9 +179,6 @@ class Sinks:
 
     def answers(self, answers: Answers) -> None:
         self._put(lambda sink: sink.answers(answers))
-
-    def rewind(self, step: int) -> None:
-        self._put(lambda sink: sink.rewind(step))
 
     def close(self, failed: bool = False) -> None:
         for thread in self._threads:

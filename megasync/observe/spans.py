@@ -7,18 +7,16 @@ themselves: `TraceReader` skips them and counts the damaged ones.
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from os import SEEK_END
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
-from megasync.base.files import open_regular
 from megasync.concurrency.first_use import prepared
 from megasync.errors import DataError
-from megasync.observe.growing_file import LATEST_TIME, PIECE
+from megasync.observe.growing_file import LATEST_TIME, GrowingFile
 from megasync.observe.trace import LANES, TRACE_FOLDER, ChromeEvent, process_of, segments
 
 
@@ -55,22 +53,24 @@ class TraceReader:
         self.partial = False
         # Bytes read in all, also of segments that are gone.
         self.taken = 0
-        # Bytes read of each segment.
-        self._read: dict[Path, int] = {}
+        self._files: dict[Path, GrowingFile] = {}
         self._lines = msgspec.json.Decoder(list[ChromeEvent])
-        # Lines that could not be read.
-        self.damaged = 0
+        self._damaged = 0
+
+    @property
+    def damaged(self) -> int:
+        """Lines that could not be read."""
+        return self._damaged + sum(file.left_out for file in self._files.values())
 
     def update(self) -> list[Span]:
         """The spans that were written since the last call, by process and in the order of their ends."""
-        spans: list[Span] = []
         paths = segments(self._folder)
         if self._most is not None and paths:
-            self._skip(paths, self._most // len(paths))
+            for path in paths:
+                with suppress(OSError):
+                    self.partial |= self._file(path).skip_to_last(self._most // len(paths))
             self._most = None
-        for path in paths:
-            spans.extend(self.update_from(path))
-        return spans
+        return [span for path in paths for span in self.update_from(path)]
 
     def stored(self) -> int:
         """Bytes that the traces hold now."""
@@ -80,60 +80,31 @@ class TraceReader:
                 sizes += path.stat().st_size
         return sizes
 
-    def _skip(self, paths: Iterable[Path], share: int) -> None:
-        """Leaves out all but the last `share` bytes of each file, up to the end of a line."""
-        for path in paths:
-            try:
-                with open_regular(path) as file:
-                    if (size := file.seek(0, SEEK_END)) > share:
-                        file.seek(size - share)
-                        file.readline(PIECE)
-                        self._read[path] = file.tell()
-                        self.partial = True
-            except OSError:
-                continue
-
     def update_from(self, path: Path) -> Iterator[Span]:
         """The spans that were added to one segment since it was last read."""
         process = process_of(path)
-        while data := self._whole_lines(path):
-            for event in self._decode(data):
-                start = event.ts / 1e6
-                end = start + max(0, event.dur) / 1e6
-                if event.ph in "Xi" and 0 <= start <= end <= LATEST_TIME:
-                    yield Span(process, event.cat, event.tid % LANES, event.name, start, end, event.args)
+        with suppress(OSError):
+            for lines in self._file(path).read()[1]:
+                self.taken += sum(len(line) + 1 for line in lines)
+                for event in self._decode(lines):
+                    start = event.ts / 1e6
+                    end = start + max(0, event.dur) / 1e6
+                    if event.ph in "Xi" and 0 <= start <= end <= LATEST_TIME:
+                        yield Span(process, event.cat, event.tid % LANES, event.name, start, end, event.args)
 
-    def _whole_lines(self, path: Path) -> bytes:
-        """The next lines of a segment; none at its end. Leaves out a line that is longer than a piece."""
-        at = self._read.get(path, 0)
-        try:
-            if path.stat().st_size <= at:
-                return b""
-            with open_regular(path) as file:
-                file.seek(at)
-                while len(data := file.read(PIECE)) == PIECE and b"\n" not in data:
-                    self.damaged += 1
-                    at += PIECE
-        except OSError:
-            return b""
-        end = data.rfind(b"\n") + 1
-        self._read[path] = at + end
-        self.taken += end
-        return data[:end]
+    def _file(self, path: Path) -> GrowingFile:
+        return self._files.get(path) or self._files.setdefault(path, GrowingFile(path))
 
-    def _decode(self, data: bytes) -> list[ChromeEvent]:
-        data = data.removeprefix(b"[\n").rstrip(b",\n")
+    def _decode(self, lines: Sequence[bytes]) -> list[ChromeEvent]:
+        """The events of lines: all at once, or one after the other if some are damaged."""
+        events = b"\n".join(lines).removeprefix(b"[").strip(b",\n")
         try:
-            return self._lines.decode(b"[%b]" % data)
+            return self._lines.decode(b"[%b]" % events)
         except (ValueError, RecursionError):
-            return list(self._decode_each(data.split(b"\n")))
-
-    def _decode_each(self, lines: Iterable[bytes]) -> Iterator[ChromeEvent]:
-        for line in lines:
-            try:
-                yield from self._lines.decode(b"[%b]" % line.rstrip(b","))
-            except (ValueError, RecursionError):
-                self.damaged += 1
+            if len(lines) > 1:
+                return [event for line in lines for event in self._decode([line])]
+            self._damaged += 1
+            return []
 
 
 def write_perfetto(run_dir: Path, out: Path) -> int:

@@ -21,7 +21,7 @@ from megasync.config import Config, saved_values
 from megasync.config.schema import WandbConfig
 from megasync.observe.metrics import STEP
 from megasync.observe.registry import METRICS
-from megasync.observe.sinks import Answers, Row
+from megasync.observe.sinks import Answers, Row, Sink
 
 # Below the run directory. W&B writes to the same folder.
 FOLDER = "wandb"
@@ -32,7 +32,7 @@ INIT_SECONDS = 90.0
 SERVICE = "wandb-core"
 
 
-class WandbSink:
+class WandbSink(Sink):
     """`open` imports the package wandb, which takes seconds and starts a process of its own."""
 
     name = "Weights & Biases"
@@ -88,9 +88,6 @@ class WandbSink:
         rows: list[Any] = [[answers.step, answers.version, *answer] for answer in answers.answers]
         table = wandb.Table(columns=["step", "version", "prompt", "text", "reward"], data=rows)
         self._run.log({STEP: answers.step, "samples": table})
-
-    def rewind(self, step: int) -> None:
-        """Nothing: see the module's docstring."""
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))

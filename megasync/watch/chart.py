@@ -63,6 +63,19 @@ class Chart:
                 text("div", empty, "empty")
 
 
+def chart_card(draw: Callable[[], Figure | None], width: str) -> Callable[[], bool]:
+    """A chart in a card, which is there only while there is a figure. What updates it returns whether there is."""
+    with ui.element("section").classes(f"card chart-card {width}") as section:
+        chart = Chart(draw)
+
+    def update() -> bool:
+        chart.update()
+        section.set_visibility(chart.drawn)
+        return chart.drawn
+
+    return update
+
+
 def _parts(figure: Figure, height: int) -> tuple[str, str, dict[str, Any]]:
     """A figure without its title, and the title with the note behind it: they are text above the plot.
 

@@ -25,6 +25,7 @@ from megasync.watch.document import (
     Section,
     Table,
     chart,
+    charts,
     fixed,
     number,
     printable,
@@ -126,19 +127,19 @@ def outcomes(runs: Sequence[RunFolder]) -> Table:
         ("Status", lambda run: run.status),
         ("Trained steps", lambda run: Number(run.step, str(run.step))),
         ("Time", lambda run: seconds(run.seconds)),
-        ("Trained tokens", lambda run: _sum(run, names.TRAINED_TOKENS)),
+        ("Trained tokens", lambda run: number(run.statistic(names.TRAINED_TOKENS, np.sum))),
         *(
             (f"{goal.word[0].upper()}{goal.word[1:]}, {which}", of(goal))
             for goal in GOALS
             for which, of in (("last", _last), ("best", _best))
         ),
-        ("Generated tokens/s, median", lambda run: _median(run, names.SAMPLED_RATE, number)),
-        ("Trained tokens/s, median", lambda run: _median(run, names.TRAINED_RATE, number)),
-        ("Step, median", lambda run: _median(run, "time/step", seconds)),
+        ("Generated tokens/s, median", lambda run: number(run.statistic(names.SAMPLED_RATE, np.median))),
+        ("Trained tokens/s, median", lambda run: number(run.statistic(names.TRAINED_RATE, np.median))),
+        ("Step, median", lambda run: seconds(run.statistic("time/step", np.median))),
         ("Waiting for groups, share of the time", lambda run: _time_share(run, "time/wait_for_groups")),
         ("Publishing, share of the time", lambda run: _time_share(run, "time/sync")),
-        ("Model FLOPs utilization, median", lambda run: _median(run, "train/mfu", share)),
-        ("Staleness, mean", lambda run: _mean(run, names.STALENESS_MEAN)),
+        ("Model FLOPs utilization, median", lambda run: share(run.statistic("train/mfu", np.median))),
+        ("Staleness, mean", lambda run: number(run.statistic(names.STALENESS_MEAN, np.mean))),
         ("Response length, last", lambda run: number(run.metrics.latest("rollout/response_length"))),
         ("Faults", lambda run: Number(len(run.faults), str(len(run.faults))) if run.events else None),
         ("Prompts dropped", _dropped),
@@ -157,8 +158,7 @@ def scores(runs: Sequence[RunFolder]) -> Table:
     for name in dict.fromkeys(name for run in runs for name in run.scores):
         cells: list[Cell] = []
         for run in runs:
-            values = run.series(name).finite.values
-            cells += [fixed(float(values[-1])), fixed(float(values.max()))] if len(values) else [None, None]
+            cells += [fixed(run.metrics.latest(name)), fixed(run.statistic(name, np.max))]
         rows.append((held_out_name(name) or name, *cells))
     headings = ("Set", *(f"{run.name}, {word}" for run in runs for word in ("last", "best")))
     return Table("Scores on held-out prompts: share of right answers.", headings, rows)
@@ -195,7 +195,7 @@ def settings_table(runs: Sequence[RunFolder]) -> Table:
 
 def _thresholds(runs: Sequence[RunFolder], goal: Goal) -> list[float]:
     """Parts of the way that the runs went together, and what they were told to stop at."""
-    scores = [run.series(goal.name).finite.values for run in runs]
+    scores = [run.values(goal.name) for run in runs]
     scores = [values for values in scores if len(values)]
     if not scores:
         return []
@@ -229,9 +229,7 @@ def _curves(runs: Sequence[RunFolder]) -> Section:
     main = figures.losses if all(run.supervised for run in runs) else figures.reward
     for axis, word in AXIS_WORDS.items():
         section.add(chart(main(runs, axis), f"{(main.__doc__ or '').rstrip('.')}, by {word}.", wide=True))
-    for draw in figures.COMPARABLE.values():
-        if draw is not main:
-            section.add(chart(draw(runs), draw.__doc__ or ""))
+    section.add(*charts(runs, *(draw for draw in figures.COMPARABLE.values() if draw is not main)))
     return section
 
 
@@ -285,23 +283,8 @@ def _best(goal: Goal) -> Callable[[RunFolder], Cell]:
     return best
 
 
-def _median(run: RunFolder, name: str, show: Callable[[float | None], Cell]) -> Cell:
-    values = run.series(name).finite.values
-    return show(float(np.median(values))) if len(values) else None
-
-
-def _mean(run: RunFolder, name: str) -> Cell:
-    values = run.series(name).finite.values
-    return number(float(values.mean())) if len(values) else None
-
-
-def _sum(run: RunFolder, name: str) -> Cell:
-    values = run.series(name).finite.values
-    return number(float(values.sum())) if len(values) else None
-
-
 def _time_share(run: RunFolder, name: str) -> Cell:
-    spent, total = run.series(name).finite.values, run.series("time/step").finite.values.sum()
+    spent, total = run.values(name), run.values("time/step").sum()
     return share(float(spent.sum() / total)) if len(spent) and total else None
 
 

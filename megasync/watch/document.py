@@ -199,6 +199,11 @@ def chart(figure: Figure | None, caption: str, wide: bool = False) -> Chart | No
     return Chart(f"{caption} {note[0].upper()}{note[1:]}." if note else caption, figure, wide)
 
 
+def charts(runs: Any, *draws: Callable[..., Figure | None], wide: bool = False) -> list[Chart | None]:
+    """Functions of `figures` for a run or several; what a figure shows is its function's docstring."""
+    return [chart(draw(runs), draw.__doc__ or "", wide) for draw in draws]
+
+
 def shortened(text: str, most: int) -> str:
     """Beginning and end of a text of more than `most` characters."""
     return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"

@@ -145,6 +145,14 @@ class Reading:
         self._below.say(below)
 
 
+def swatch(label: str, colour: str) -> ui.element:
+    """An entry of a legend; what is drawn in it stands behind the label."""
+    with ui.element("span").classes("item") as item:
+        ui.element("span").classes("swatch").style(f"background: {colour}")
+        text("span", label)
+    return item
+
+
 class Shares:
     """A bar of parts of a whole, and a legend with each part's amount."""
 
@@ -166,9 +174,7 @@ class Shares:
                         ui.element("div").style(f"width: {100 * amount / total:.2f}%; background: {colour}")
             with ui.element("div").classes("legend"):
                 for label, (amount, colour) in parts.items():
-                    with ui.element("span").classes("item"):
-                        ui.element("span").classes("swatch").style(f"background: {colour}")
-                        text("span", label)
+                    with swatch(label, colour):
                         text("b", self._describe(amount))
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from nicegui import ui
@@ -29,6 +30,8 @@ from megasync.watch.view import Place, Update, address
 from megasync.watch.views import compare, faults, overview, rollouts, timeline, weights
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Seconds between two looks at a run's files.
 REFRESH_SECONDS = 2.0
@@ -273,7 +276,7 @@ def _folder(run: OpenRun) -> RunFolder:
     return run.folder
 
 
-def _attempt(draw: Callable[[], Update | None]) -> Update | None:
+def _attempt(draw: Callable[[], T]) -> T | None:
     """Draws; a view that fails says so in its place, and the rest of the page goes on."""
     try:
         return draw()

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure as Picture
 from matplotlib.ticker import PercentFormatter
 from plotly.graph_objects import Figure
 
-from megasync.watch.figures import LIGHT
+from megasync.watch.figures import FAINT, GRID, TEXT
 
 # Sizes in inches: of a figure over the whole width, and of one of two side by side.
 WIDE, HALF = (9.0, 2.9), (4.6, 2.8)
@@ -95,14 +95,14 @@ def _draw(axis: Any, traces: list[dict[str, Any]], layout: dict[str, Any], colum
             line = shape["line"]
             axis.axvline(shape["x0"], color=line["color"], linewidth=0.8, linestyle=DASHES.get(line["dash"], "-"))
         else:
-            axis.axhline(shape["y0"], color=LIGHT.faint, linewidth=0.8, linestyle=DASHES["dash"])
+            axis.axhline(shape["y0"], color=FAINT, linewidth=0.8, linestyle=DASHES["dash"])
     for note in layout.get("annotations", ()):
-        place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "color": LIGHT.faint}
+        place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "color": FAINT}
         axis.annotate(note["text"], (0.0, note["y"]), xytext=(3, 3), fontsize=8, **place)
     horizontal, vertical = layout["xaxis"], layout["yaxis"]
     axis.margins(x=0.01)
-    axis.set_xlabel(horizontal["title"]["text"], color=LIGHT.text)
-    axis.set_ylabel(vertical.get("title", {}).get("text", ""), color=LIGHT.text)
+    axis.set_xlabel(horizontal["title"]["text"], color=TEXT)
+    axis.set_ylabel(vertical.get("title", {}).get("text", ""), color=TEXT)
     if "range" in horizontal:
         axis.set_xlim(*horizontal["range"])
     if vertical.get("tickformat") == ".0%":
@@ -114,14 +114,14 @@ def _draw(axis: Any, traces: list[dict[str, Any]], layout: dict[str, Any], colum
     if "tickvals" in vertical:
         axis.set_yticks(vertical["tickvals"], labels=map(unescape, vertical["ticktext"]), fontsize=8)
     if vertical.get("showgrid", True):
-        axis.grid(axis="y", color=LIGHT.grid, linewidth=0.8)
+        axis.grid(axis="y", color=GRID, linewidth=0.8)
     axis.set_axisbelow(True)
-    axis.tick_params(colors=LIGHT.text, length=0)
+    axis.tick_params(colors=TEXT, length=0)
     for side, spine in axis.spines.items():
         spine.set_visible(side == "bottom")
-        spine.set_color(LIGHT.grid)
+        spine.set_color(GRID)
     place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": columns, "borderaxespad": 0.2}
-    axis.legend(fontsize=8, frameon=False, labelcolor=LIGHT.text, handlelength=1.6, **place)
+    axis.legend(fontsize=8, frameon=False, labelcolor=TEXT, handlelength=1.6, **place)
 
 
 def _add_spans(axis: Any, trace: dict[str, Any], x: Any, y: Any, look: dict[str, Any]) -> None:
@@ -145,9 +145,7 @@ def _embeddable(text: str, prefix: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="', f'id="{prefix}-', text)
     text = re.sub(r'(url\(#|href="#)', rf"\g<1>{prefix}-", text)
-    text = (
-        text.replace(LIGHT.text, "var(--ink)").replace(LIGHT.faint, "var(--faint)").replace(LIGHT.grid, "var(--rule)")
-    )
+    text = text.replace(TEXT, "var(--ink)").replace(FAINT, "var(--faint)").replace(GRID, "var(--rule)")
     # Text between tags, which a run may have recorded, stays as it is.
     text = re.sub("<[^>]*>", lambda tag: _trimmed(tag[0]), text)
     # Its size is that of its frame; the view box keeps the proportions.

@@ -11,11 +11,9 @@ from megasync.observe import names
 from megasync.watch import units
 from megasync.watch.document import Cell, Document, Number, Readings, fixed, number, seconds, share
 from megasync.watch.run_folder import ACTIVE, CRASHED, FAILED, FINISHED, STOPPED, RunFolder
-from megasync.watch.sections.appendix import appendix
+from megasync.watch.sections.appendix import appendix, reproduction
 from megasync.watch.sections.course import course
-from megasync.watch.sections.reproduction import reproduction
-from megasync.watch.sections.responses import responses
-from megasync.watch.sections.samples import samples
+from megasync.watch.sections.responses import responses, samples
 from megasync.watch.sections.setup import setup, training_data
 from megasync.watch.sections.speed import speed
 from megasync.watch.sections.timeline import timeline
@@ -84,11 +82,11 @@ def _abstract(run: RunFolder) -> str:
                 f"The {word} went from {values.values[0]:.3f} at step {values.steps[0]} to {values.values[-1]:.3f} at "
                 f"step {values.steps[-1]}; the best is {best:.3f}."
             )
-    oldest = run.series(names.STALENESS_MAX).finite.values
-    if len(oldest) and run.pacing is not None:
-        mean = run.series(names.STALENESS_MEAN).finite.values.mean()
+    oldest = run.statistic(names.STALENESS_MAX, np.max)
+    if oldest is not None and run.pacing is not None:
+        mean = run.values(names.STALENESS_MEAN).mean()
         sentences.append(
-            f"Trained responses were {mean:.2f} versions old on average and {oldest.max():g} at most, with a bound of "
+            f"Trained responses were {mean:.2f} versions old on average and {oldest:g} at most, with a bound of "
             f"{run.pacing.staleness_bound}."
         )
     if faults := run.faults:
@@ -97,11 +95,10 @@ def _abstract(run: RunFolder) -> str:
 
 
 def _readings(run: RunFolder) -> list[tuple[str, Cell, str]]:
-    tokens = run.series(names.TRAINED_TOKENS).finite.values
     rows: list[tuple[str, Cell, str]] = [
         ("Steps", Number(run.step, str(run.step)), "" if run.total_steps is None else f"of {run.total_steps}"),
         ("Duration", seconds(run.seconds), _pace(run)),
-        ("Trained tokens", number(float(tokens.sum())) if len(tokens) else None, ""),
+        ("Trained tokens", number(run.statistic(names.TRAINED_TOKENS, np.sum)), ""),
     ]
     for title, name, places in (
         ("Held-out score", names.SCORE, 3),
@@ -109,24 +106,22 @@ def _readings(run: RunFolder) -> list[tuple[str, Cell, str]]:
         ("Loss", names.TRAINING_LOSS, 4),
         ("Validation loss", names.VALIDATION_LOSS, 4),
     ):
-        values = run.series(name).finite.values
+        values = run.values(name)
         if len(values):
             rows.append((title, fixed(float(values[-1]), places), f"from {values[0]:.{places}f}"))
     for title, name in (("Generated tokens/s", names.SAMPLED_RATE), ("Trained tokens/s", names.TRAINED_RATE)):
-        values = run.series(name).finite.values
+        values = run.values(name)
         if len(values):
             rows.append((title, number(float(np.median(values))), f"median; at most {units.number(values.max())}"))
-    utilization = run.series("train/mfu").finite.values
-    if len(utilization):
-        rows.append(("Model FLOPs utilization", share(float(np.median(utilization))), "median"))
-    oldest = run.series(names.STALENESS_MAX).finite.values
-    if len(oldest):
-        mean = float(run.series(names.STALENESS_MEAN).finite.values.mean())
+    if (utilization := run.statistic("train/mfu", np.median)) is not None:
+        rows.append(("Model FLOPs utilization", share(utilization), "median"))
+    if (oldest := run.statistic(names.STALENESS_MAX, np.max)) is not None:
         bound = "" if run.pacing is None else f", bound {run.pacing.staleness_bound}"
-        rows.append(("Staleness, mean", number(mean), f"oldest {oldest.max():g}{bound}"))
+        mean = number(run.statistic(names.STALENESS_MEAN, np.mean))
+        rows.append(("Staleness, mean", mean, f"oldest {oldest:g}{bound}"))
     return rows
 
 
 def _pace(run: RunFolder) -> str:
-    values = run.series("time/step").finite.values
-    return f"{units.duration(float(np.median(values)))} a step, median" if len(values) else ""
+    median = run.statistic("time/step", np.median)
+    return "" if median is None else f"{units.duration(median)} a step, median"

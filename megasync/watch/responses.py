@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasync.observe.rollouts import Response
+from megasync.errors import DataError
+from megasync.observe.rollouts import Response, RolloutIndex, Row
 from megasync.trajectory import ANSWER, Turn
 
 Numbers = NDArray[np.floating[Any]]
@@ -53,6 +54,14 @@ class Decoder:
         if begun:
             pieces[-1] = self.text(begun)
         return pieces
+
+
+def read(index: RolloutIndex, row: Row) -> Response | str:
+    """The response, or why it cannot be read."""
+    try:
+        return index.read(row)
+    except DataError as error:
+        return str(error)
 
 
 def visible(piece: str) -> str:

@@ -14,8 +14,8 @@ import sqlite3
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -153,45 +153,42 @@ class RunFolder:
             problems["rollouts"] = f"{_lines(self._rollouts.damaged)} of {ROLLOUTS_FOLDER}/ left out: not a response."
         return list(problems.values())
 
-    def _read_lock(self) -> None:
+    @contextmanager
+    def _reading(self, name: str, then: str = "") -> Iterator[None]:
+        """Names a file that cannot be read, and what follows from that, among what is missing."""
         try:
-            self.driven = is_held(self.path)
-        except OSError as error:
-            self.driven = None
-            self._problems[LOCK_FILE] = f"{_cannot(LOCK_FILE, error)}, so whether the run is alive is unknown."
+            yield
+        except FileNotFoundError:
+            self._problems[name] = f"There is no {name}{then}."
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+            self._problems[name] = f"{name} cannot be read: {reason}{then}."
         else:
-            self._problems.pop(LOCK_FILE, None)
+            self._problems.pop(name, None)
+
+    def _read_lock(self) -> None:
+        self.driven = None
+        with self._reading(LOCK_FILE, ", so whether the run is alive is unknown"):
+            self.driven = is_held(self.path)
 
     def _read_settings(self) -> None:
         path = self.path / CONFIG_FILE
-        try:
-            version = _version(path)
-            if version == self._config_version:
-                return
-            settings = read_settings(path)
-        except FileNotFoundError:
-            self._problems[CONFIG_FILE] = f"There is no {CONFIG_FILE}: the staleness bound and settings are unknown."
-        except (OSError, ValueError) as error:
-            self._problems[CONFIG_FILE] = f"{_cannot(CONFIG_FILE, error)}."
-        else:
-            self._problems.pop(CONFIG_FILE, None)
-            self._config_version, self.settings = version, settings
+        with self._reading(CONFIG_FILE, ": the staleness bound and settings are unknown"):
+            if (version := _version(path)) != self._config_version:
+                self.settings, self._config_version = read_settings(path), version
 
     def _read_metrics(self) -> bool:
-        try:
+        restarted = False
+        with self._reading(METRICS_FILE):
             restarted, pieces = self._metrics_file.read()
             if restarted:
                 self.metrics = MetricTable()
             for lines in pieces:
                 self.metrics.add(lines)
-        except OSError as error:
-            self._problems[METRICS_FILE] = f"{_cannot(METRICS_FILE, error)}."
-            return False
-        self._problems.pop(METRICS_FILE, None)
         return restarted
 
     def _read_answers(self) -> None:
-        try:
+        with self._reading(SAMPLES_FILE):
             restarted, pieces = self._answers_file.read()
             if restarted:
                 self.answers, self._damaged_answers = [], 0
@@ -200,28 +197,19 @@ class RunFolder:
                     self.answers.append(_answer.decode(line))
                 except (ValueError, RecursionError):
                     self._damaged_answers += 1
-        except OSError as error:
-            self._problems[SAMPLES_FILE] = f"{_cannot(SAMPLES_FILE, error)}."
-        else:
-            self._problems.pop(SAMPLES_FILE, None)
 
     def _read_state(self) -> None:
         before, self.state = self.state, read_state(self.path)
         if before is None or self.state is None or before.time != self.state.time:
             self._state_changes = before is not None
             self._state_seen = self._clock()
-        if self.state is None and (self.path / STATE_FILE).exists():
-            self._problems[STATE_FILE] = f"{STATE_FILE} cannot be read: it is damaged or of another version."
-        else:
-            self._problems.pop(STATE_FILE, None)
+        with self._reading(STATE_FILE):
+            if self.state is None and (self.path / STATE_FILE).exists():
+                raise ValueError("it is damaged or of another version")
 
     def _read_events(self) -> None:
-        try:
+        with self._reading(EVENTS_FILE):
             self.events += self._events_file.update()
-        except OSError as error:
-            self._problems[EVENTS_FILE] = f"{_cannot(EVENTS_FILE, error)}."
-        else:
-            self._problems.pop(EVENTS_FILE, None)
 
     @property
     def rollouts(self) -> RolloutIndex:
@@ -387,6 +375,15 @@ class RunFolder:
         """A metric by step; empty if it was never logged."""
         return self.metrics.series(name)
 
+    def values(self, name: str) -> Floats:
+        """The finite values of a metric, by step: [values]."""
+        return self.series(name).finite.values
+
+    def statistic(self, name: str, of: Callable[[Floats], Any]) -> float | None:
+        """Such as the median of the finite values of a metric; None if there are none."""
+        values = self.values(name)
+        return float(of(values)) if len(values) else None
+
     def under(self, prefix: str) -> list[str]:
         """Names of metrics that begin with `prefix`, in the order of their numbers and letters."""
         return sorted((name for name in self.metrics.names if name.startswith(prefix)), key=_natural)
@@ -460,27 +457,26 @@ class RunFolder:
 
     def _count_ledger(self, path: Path) -> Balance | None:
         """Counts in a copy: even reading SQLite's log would write beside it."""
-        try:
-            with tempfile.TemporaryDirectory(prefix="megasync-") as folder:
-                for name in (LEDGER_FILE, f"{LEDGER_FILE}-wal"):
-                    source = path.with_name(name)
-                    if source.is_file():
-                        if source.stat().st_size > LARGEST_LEDGER_BYTES:
-                            raise OSError(f"{name} is larger than 1 GiB")
-                        shutil.copyfile(source, Path(folder, name))
+        with (
+            self._reading(LEDGER_FILE, ": prompts are counted from the reports of the driver"),
+            tempfile.TemporaryDirectory(prefix="megasync-") as folder,
+        ):
+            for name in (LEDGER_FILE, f"{LEDGER_FILE}-wal"):
+                source = path.with_name(name)
+                if source.is_file():
+                    if source.stat().st_size > LARGEST_LEDGER_BYTES:
+                        raise ValueError(f"{name} is larger than 1 GiB")
+                    shutil.copyfile(source, Path(folder, name))
+            try:
                 with closing(sqlite3.connect(Path(folder, LEDGER_FILE))) as database:
                     # What stands in the place of the table may be a view that never ends.
                     deadline = time.monotonic() + COUNT_SECONDS
                     database.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
                     rows = database.execute("SELECT state, reason, count(*) FROM groups GROUP BY state, reason")
-                    balance = _balance(rows.fetchall())
-        except (OSError, ValueError, TypeError, sqlite3.Error) as error:
-            self._problems[LEDGER_FILE] = (
-                f"{_cannot(LEDGER_FILE, error)}: prompts are counted from the reports of the driver."
-            )
-            return None
-        self._problems.pop(LEDGER_FILE, None)
-        return balance
+                    return _balance(rows.fetchall())
+            except (TypeError, sqlite3.Error) as error:
+                raise ValueError(str(error) or type(error).__name__) from None
+        return None
 
     def _log_of_last_start(self) -> bytes:
         try:
@@ -547,11 +543,6 @@ def _version_or_none(path: Path) -> tuple[int, int, int] | None:
         return _version(path)
     except OSError:
         return None
-
-
-def _cannot(name: str, error: Exception) -> str:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-    return f"{name} cannot be read: {reason}"
 
 
 def _lines(count: int) -> str:

@@ -106,9 +106,9 @@ def figure_of(picture: Picture, since: float | None = None) -> dict[str, Any]:
 def still_figure(picture: Picture, since: float, cuts: Iterable[float] = ()) -> go.Figure:
     """The same for a report: with a legend, an axis of seconds after `since`, and lines at the times `cuts`."""
     spec = figure_of(picture, since)
-    spec["layout"]["shapes"] += [_line(cut - since, figures.LIGHT.faint, "solid") for cut in cuts]
+    spec["layout"]["shapes"] += [_line(cut - since, figures.FAINT, "solid") for cut in cuts]
     look = {
-        "font": {"family": figures.FONT, "size": 11, "color": figures.LIGHT.text},
+        "font": {"family": figures.FONT, "size": 11, "color": figures.TEXT},
         "template": "none",
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlencode
 
-Update = Callable[[], None]
+Update = Callable[[], object]
 
 
 def together(parts: Sequence[Update]) -> Update:

@@ -2,10 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megasync.app import run as run_module
+from megasync.app import supervised as supervised_module
 from megasync.app.async_trainer import AsyncTrainer
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
 from megasync.errors import ConfigError
@@ -84,3 +87,47 @@ async def test_train_inside_a_running_loop_names_what_works_there(
         trainer.train()
     await trainer.run()
     assert executed == [trainer]
+
+
+class Ended:
+    """A controller whose loops have reached the goal."""
+
+    stop_reason, finished = "", True
+
+    async def run(self) -> SimpleNamespace:
+        return SimpleNamespace(step=4, version=5, history=[])
+
+    async def describe(self) -> str:
+        return ""
+
+    def request_stop(self, reason: str) -> None:
+        self.stop_reason, self.finished = reason, False
+
+
+@pytest.mark.parametrize("module", [run_module, supervised_module])
+async def test_a_stop_during_the_last_export_leaves_the_run_finished(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any
+) -> None:
+    async def done(*_: object) -> Ended:
+        return Ended()
+
+    if module is run_module:
+        monkeypatch.setattr(run_module.Run, "_build", done)
+        run: Any = run_module.Run(config, tmp_path, SimpleNamespace())
+    else:
+        for step in ("_start", "_train"):
+            monkeypatch.setattr(supervised_module.SupervisedRun, step, done)
+        run = supervised_module.SupervisedRun(config, tmp_path, SimpleNamespace(write=lambda run_dir: None))
+
+        async def exported(run: Any) -> None:
+            run.request_stop("SIGINT")
+
+        monkeypatch.setattr(supervised_module.SupervisedRun, "_exported", exported)
+
+    def export(*_: object) -> Path:
+        assert run.request_stop("SIGINT")
+        return tmp_path / "export"
+
+    monkeypatch.setattr(module, "export_newest", export)
+    result = await run.execute()
+    assert (result.stopped, result.finished, result.export_dir) == ("", True, tmp_path / "export")

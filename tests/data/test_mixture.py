@@ -30,12 +30,6 @@ def test_every_prefix_has_each_set_within_a_draw_of_its_share(weights, count):
             assert abs(seen[each] - (number + 1) * weight / sum(weights)) < 1
 
 
-def test_whole_weights_are_exact_in_every_cycle():
-    mixture = Mixture([6, 2])
-    draws = [mixture.at(number)[0] for number in range(40)]
-    assert all(draws[start : start + 4].count(1) == 1 for start in range(0, 40, 4))
-
-
 @pytest.mark.parametrize("weights", [[1e-9, 1.0], [1.0, 1e9 + 0.5]])
 def test_weights_that_are_too_far_apart_are_refused(weights):
     with pytest.raises(DataError, match="too far apart"):

@@ -89,21 +89,6 @@ def test_requeued_prompts_are_served_first_in_order_and_only_once():
     assert take(prompts, 4) == ["0:2", "0:0", "0:3", "0:4"]
 
 
-def test_a_drawn_prompt_that_was_never_admitted_is_served_again():
-    prompts = source(3, shuffle=False)
-    take(prompts, 2)
-    prompts.admitted("0:0")
-    again = source(3, shuffle=False)
-    again.restore(prompts.state())
-    assert take(again, 3) == ["0:1", "0:2", "1:0"]
-
-
-def test_a_requeued_prompt_ahead_of_the_cursor_is_not_served_twice():
-    prompts = source(3, shuffle=False)
-    prompts.requeue(["0:1", "1:0"])
-    assert take(prompts, 6) == ["0:1", "1:0", "0:0", "0:2", "1:1", "1:2"]
-
-
 @given(rows=st.integers(1, 7), drawn=st.integers(0, 30), cursor=st.integers(0, 10), seed=st.integers(0, 3))
 def test_skip_omits_exactly_the_admitted_prompts(rows, drawn, cursor, seed):
     """Restores any earlier cursor. Some of the prompts that it had drawn were admitted later, some were not."""

@@ -41,7 +41,7 @@ def test_a_wheel_has_the_code_the_patches_and_the_entry_points(tmp_path):
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         names = set(wheel.namelist())
         (points,) = (wheel.read(name).decode() for name in names if name.endswith("entry_points.txt"))
-    code = {str(path.relative_to(ROOT)) for path in ROOT.glob("megasync/**/*.py")}
+    code = {str(path.relative_to(ROOT)) for path in ROOT.glob("megasync/**/*.*") if path.suffix != ".pyc"}
     patches = {f"megasync_{path.relative_to(ROOT)}" for path in ROOT.glob("patches/**/*.py")}
     assert code | patches <= names
     assert "megasync = megasync.cli:main" in points and "[sglang.srt.plugins]" in points and "[verl.plugins]" in points

@@ -3,6 +3,8 @@
 import json
 import os
 
+import pytest
+
 from megasync.observe.events import (
     EVENTS_FILE,
     FAULT,
@@ -14,7 +16,6 @@ from megasync.observe.events import (
     EventReader,
     faults,
     read_events,
-    trained_at,
 )
 
 
@@ -31,30 +32,15 @@ def test_an_event_is_read_as_it_was_written(tmp_path):
     assert read_events(tmp_path) == [Event(100.0, FAULT, "killed\nby\u2028hand", "rank 1", {"step": 3})]
 
 
-def test_a_line_is_readable_as_soon_as_it_is_written(tmp_path):
-    events = EventLog(tmp_path)
-    events.write(MESSAGE, "first")
-    assert [event.text for event in read_events(tmp_path)] == ["first"]
-
-
-def test_a_run_without_events_has_none(tmp_path):
-    assert read_events(tmp_path) == []
-
-
-def test_a_resumed_run_appends_and_drops_a_torn_last_line(tmp_path):
-    written(tmp_path, (MESSAGE, "whole", ""))
+@pytest.mark.parametrize("before", [[], ["whole"]])
+def test_a_resumed_run_appends_and_drops_a_torn_last_line(tmp_path, before):
+    written(tmp_path, *((MESSAGE, text, "") for text in before))
     with (tmp_path / EVENTS_FILE).open("ab") as file:
         file.write(b'{"time": 1.0, "ki')
-    assert [event.text for event in read_events(tmp_path)] == ["whole"]
+    assert [event.text for event in read_events(tmp_path)] == before
     written(tmp_path, (MESSAGE, "resumed", ""))
-    assert [event.text for event in read_events(tmp_path)] == ["whole", "resumed"]
+    assert [event.text for event in read_events(tmp_path)] == [*before, "resumed"]
     assert all(json.loads(line) for line in (tmp_path / EVENTS_FILE).read_bytes().splitlines())
-
-
-def test_a_file_that_is_one_torn_line_begins_again(tmp_path):
-    (tmp_path / EVENTS_FILE).write_bytes(b'{"time"')
-    written(tmp_path, (MESSAGE, "first", ""))
-    assert [event.text for event in read_events(tmp_path)] == ["first"]
 
 
 def test_a_reader_returns_each_event_once_and_waits_for_whole_lines(tmp_path):
@@ -88,11 +74,9 @@ def test_a_write_that_was_cut_off_damages_no_other_line(tmp_path, monkeypatch):
     events.write(MESSAGE, "a")
     write = os.write
     monkeypatch.setattr(os, "write", lambda handle, line: write(handle, line[:5]))
-    try:
+    with pytest.raises(OSError, match="No space left"):
         events.write(MESSAGE, "lost")
-        raise AssertionError("a full disk must raise")
-    except OSError:
-        monkeypatch.undo()
+    monkeypatch.undo()
     events.write(MESSAGE, "b")
     assert [event.text for event in read_events(tmp_path)] == ["a", "b"]
 
@@ -103,23 +87,15 @@ def test_a_fault_has_its_recovery_and_the_time_to_the_next_step():
         Event(11.0, FAULT, "killed", "server-0"),
         Event(20.0, RECOVERY, "restarted", "rank 1"),
         Event(50.0, RECOVERY, "restarted", "server-0"),
+        Event(70.0, FAULT, "killed", "driver"),
     ]
-    rank, server = faults(events, step_times=[9.0, 25.0, 60.0])
+    rank, server, driver = faults(events, step_times=[9.0, 25.0, 60.0])
     assert (rank.what, rank.recovered, rank.seconds_to_next_step) == ("rank 1", 20.0, 15.0)
     assert (server.what, server.recovered, server.seconds_to_next_step) == ("server-0", 50.0, 14.0)
-
-
-def test_a_fault_that_nothing_followed_is_open():
-    (fault,) = faults([Event(10.0, FAULT, "killed", "driver")], step_times=[9.0])
-    assert fault.recovered is None and fault.seconds_to_next_step is None
+    assert driver.recovered is None and driver.seconds_to_next_step is None, "nothing followed it"
 
 
 def test_the_first_step_after_a_fault_counts_although_it_was_trained_again():
     events = [Event(10.0, FAULT, "killed", "server-0"), Event(12.0, RECOVERY, "", TRAINING)]
     (fault,) = faults(events, step_times=[40.0])
     assert fault.seconds_to_next_step == 2.0
-
-
-def test_only_trained_steps_count_as_steps():
-    columns = {"time": [1.0, 2.0, 3.0], "version": [1, None, 2], "eval/score": [None, 0.5, None]}
-    assert trained_at(columns) == [1.0, 3.0]

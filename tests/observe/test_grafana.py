@@ -19,8 +19,9 @@ from rich.console import Console
 
 from megasync.config import load_config
 from megasync.config.schema import PrometheusConfig
+from megasync.observe.display import RunSnapshot
 from megasync.observe.observer import RunObserver
-from megasync.observe.prometheus import OWN, Exported, PrometheusSink
+from megasync.observe.prometheus import Exported, PrometheusSink, state_gauges
 from megasync.observe.registry import METRICS
 from megasync.observe.sinks import Row
 
@@ -28,22 +29,21 @@ PROMETHEUS = shutil.which("prometheus")
 PANELS = json.loads((Path(__file__).parents[2] / "configs" / "grafana.json").read_text())["panels"]
 TARGETS = [target for panel in PANELS for target in panel.get("targets", ())]
 QUERIES = [target["expr"] for target in TARGETS]
+SNAPSHOT = RunSnapshot("run", Path("run"), step=0, total_steps=1, version=0, seconds=0.0)
+EXPORTED = [*map(Exported.of, METRICS), *(gauge for gauge, _ in state_gauges(SNAPSHOT, {}))]
 # Of SGLang, with --enable-metrics.
 SERVER_METRICS = {"gen_throughput", "num_queue_reqs", "token_usage"}
 
 
 def test_every_metric_that_it_asks_for_exists():
-    known = {Exported.of(metric).series for metric in METRICS} | {metric.series for metric in OWN.values()}
+    exported = {metric.series for metric in EXPORTED}
     asked = {name for query in QUERIES for name in re.findall(r"megasync_\w+", query)}
-    assert len(asked) > 50 and asked <= known
+    assert len(asked) > 50 and asked <= exported
     assert {name for query in QUERIES for name in re.findall(r"sglang\[:_\](\w+)", query)} == SERVER_METRICS
 
 
 def test_labels_in_legends_are_labels_of_the_metric():
-    labels = {
-        exported.series: exported.labels
-        for exported in [Exported.of(metric) for metric in METRICS] + list(OWN.values())
-    }
+    labels = {metric.series: metric.labels for metric in EXPORTED}
     for target in TARGETS:
         name, *_ = [*re.findall(r"megasync_\w+", target["expr"]), ""]
         shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))

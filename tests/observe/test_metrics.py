@@ -27,16 +27,15 @@ def strict(text):
     return json.loads(text, parse_constant=refuse)
 
 
-def test_each_metrics_line_holds_exactly_the_logged_values(tmp_path):
-    logged(tmp_path, (1, {"a": 1.5}), (2, {"b": 2}))
+def test_each_line_holds_exactly_the_logged_values_at_once_and_columns_have_none_for_gaps(tmp_path):
+    metrics = MetricsLog(tmp_path, tensorboard=False, clock=lambda: 1000.0)
+    metrics.log(1, {"a": 1.5})
+    metrics.log(2, {"b": 2})
     lines = [strict(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
     assert lines == [{"step": 1, "time": 1000.0, "a": 1.5}, {"step": 2, "time": 1000.0, "b": 2}]
-
-
-def test_read_metrics_returns_the_union_of_keys_with_none_for_gaps(tmp_path):
-    logged(tmp_path, (1, {"a": 1.0}), (2, {"b": 2.0}))
     columns = read_metrics(tmp_path)
-    assert columns["a"] == [1.0, None] and columns["b"] == [None, 2.0] and columns["step"] == [1, 2]
+    assert columns["a"] == [1.5, None] and columns["b"] == [None, 2.0] and columns["step"] == [1, 2]
+    metrics.close()
 
 
 @settings(max_examples=30)
@@ -51,13 +50,6 @@ def test_any_float_is_written_as_strict_json(tmp_path_factory, value):
 def test_numpy_scalars_are_written_as_numbers(tmp_path):
     logged(tmp_path, (1, {"x": np.float32(0.5), "y": np.int64(3), "z": np.float32("nan")}))
     assert strict((tmp_path / METRICS_FILE).read_text()) == {"step": 1, "time": 1000.0, "x": 0.5, "y": 3.0, "z": None}
-
-
-def test_each_metrics_line_is_flushed_immediately(tmp_path):
-    metrics = MetricsLog(tmp_path, tensorboard=False)
-    metrics.log(1, {"a": 1})
-    assert len(read_metrics(tmp_path)["step"]) == 1
-    metrics.close()
 
 
 def test_metrics_of_a_resumed_run_replace_those_of_repeated_steps(tmp_path):

@@ -318,8 +318,8 @@ def test_search_reads_the_text_or_makes_it_of_tokens(tmp_path):
         [(row("0:1"), response(text="The ANSWER is 4")), (row("0:2"), response()), (row("0:3"), response(text="5"))]
     )
     index = index_of(tmp_path)
-    found = index.search(index.select(), "answer", lambda response: "an answer made of tokens")
-    assert {each.uid for each in found} == {"0:1", "0:2"}
+    rows = {row.uid for row in index.rows if index.contains(row, "Answer", lambda response: "an answer of tokens")}
+    assert rows == {"0:1", "0:2"}
 
 
 def test_chosen_groups_are_whole_few_and_the_same_in_any_order():

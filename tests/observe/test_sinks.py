@@ -39,9 +39,6 @@ class RecordingSink:
     def answers(self, answers):
         self._do("answers", answers.step)
 
-    def rewind(self, step):
-        self._do("rewind", step)
-
     def close(self, failed):
         self._do("close", failed)
 
@@ -63,7 +60,6 @@ def test_a_sink_gets_everything_in_order_and_its_messages_come_back():
     all_sinks.start()
     all_sinks.log(row(1))
     all_sinks.answers(Answers(1, 1, [("2+2=", "4", 1.0)]))
-    all_sinks.rewind(0)
     all_sinks.log(row(1))
     all_sinks.close(failed=True)
     values = {"train/loss": 1.0}
@@ -71,7 +67,6 @@ def test_a_sink_gets_everything_in_order_and_its_messages_come_back():
         ("open",),
         ("log", 1, values),
         ("answers", 1),
-        ("rewind", 0),
         ("log", 1, values),
         ("close", True),
     ]
@@ -139,14 +134,13 @@ def test_a_sink_that_blocks_never_makes_the_run_wait(monkeypatch, caplog):
     sink.free.set()
 
 
-@pytest.mark.parametrize("method", ["rewind", "answers"])
+@pytest.mark.parametrize("method", ["answers", "log", "close"])
 def test_an_error_in_any_method_is_only_a_warning(method, caplog):
     sink = RecordingSink(failing=[method])
     all_sinks = Sinks([sink])
     all_sinks.start()
-    all_sinks.rewind(1)
     all_sinks.answers(Answers(1, 1, []))
     all_sinks.log(row(2))
     all_sinks.close()
-    assert [call[0] for call in sink.calls] == ["open", "rewind", "answers", "log", "close"]
+    assert [call[0] for call in sink.calls] == ["open", "answers", "log", "close"]
     assert warnings(caplog)[0].endswith("ConnectionError: refused")

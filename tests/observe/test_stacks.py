@@ -141,34 +141,39 @@ def frames(*places: tuple[str, str]) -> tuple[Frame, ...]:
     return tuple(Frame(function, file, 7) for function, file in places)
 
 
-def test_a_rank_is_placed_in_its_method_and_collective() -> None:
-    rank = frames(
-        ("_wait", "/x/site-packages/torch/distributed/distributed_c10d.py"),
-        ("all_reduce", "/x/site-packages/torch/distributed/distributed_c10d.py"),
-        ("wrapper", "/x/site-packages/torch/distributed/c10d_logger.py"),
-        ("reduce", "/x/site-packages/megatron/core/mappings.py"),
-        ("step", "/home/me/megasync/trainer/rank.py"),
-        ("main", "/x/ray/worker.py"),
-    )
-    place = place_of([Thread("gRPC", ()), Thread("MainThread", rank)])
-    assert place == "step(): in the collective all_reduce, called by reduce (megatron/core/mappings.py:7)"
+TORCH, RANK = "/x/site-packages/torch/distributed/", ("step", "/home/me/megasync/trainer/rank.py")
+COLLECTIVE = frames(
+    ("_wait", f"{TORCH}distributed_c10d.py"),
+    ("all_reduce", f"{TORCH}distributed_c10d.py"),
+    ("wrapper", f"{TORCH}c10d_logger.py"),
+    ("reduce", "/x/site-packages/megatron/core/mappings.py"),
+    RANK,
+    ("main", "/x/ray/worker.py"),
+)
+IDLE = Thread("MainThread", frames(("main_loop", "/x/site-packages/ray/_private/worker.py")))
+LOOP = Thread("AsyncIO Thread", frames(("rollout", "/home/me/mine.py"), ("_run_once", "/x/asyncio/base_events.py")))
 
 
-def test_a_rank_that_computes_is_in_no_collective() -> None:
-    rank = frames(("advantage", "/home/me/mine.py"), ("step", "/home/me/megasync/trainer/rank.py"))
-    assert place_of([Thread("MainThread", rank)]) == "step(): advantage (/home/me/mine.py:7), in no collective"
-
-
-def test_other_processes_are_placed_at_the_innermost_frame_of_their_main_thread() -> None:
-    threads = [
-        Thread("pool", frames(("idle", "a.py"))),
-        Thread("MainThread, holds the interpreter", frames(("f", "b.py"))),
-    ]
-    assert place_of(threads) == "f (b.py:7)" and place_of([]) == ""
-
-
-def test_a_process_whose_threads_all_wait_for_work_is_idle_and_one_that_works_elsewhere_is_not() -> None:
-    main = Thread("MainThread", frames(("main_loop", "/x/site-packages/ray/_private/worker.py")))
-    loop = Thread("AsyncIO Thread", frames(("rollout", "/home/me/mine.py"), ("_run_once", "/x/asyncio/base_events.py")))
-    assert place_of([main]) == "idle, main_loop (ray/_private/worker.py:7)"
-    assert place_of([main, loop]) == "rollout (/home/me/mine.py:7)"
+@pytest.mark.parametrize(
+    ("threads", "place"),
+    [
+        ([], ""),
+        (
+            [Thread("gRPC", ()), Thread("MainThread", COLLECTIVE)],
+            "step(): in the collective all_reduce, called by reduce (megatron/core/mappings.py:7)",
+        ),
+        (
+            [Thread("MainThread", frames(("advantage", "/home/me/mine.py"), RANK))],
+            "step(): advantage (/home/me/mine.py:7), in no collective",
+        ),
+        # Of other processes, the innermost frame of the main thread, unless it waits for work and another one does not.
+        (
+            [Thread("pool", frames(("idle", "a.py"))), Thread("MainThread, holds it", frames(("f", "b.py")))],
+            "f (b.py:7)",
+        ),
+        ([IDLE], "idle, main_loop (ray/_private/worker.py:7)"),
+        ([IDLE, LOOP], "rollout (/home/me/mine.py:7)"),
+    ],
+)
+def test_a_process_is_placed_where_it_is_busy(threads, place) -> None:
+    assert place_of(threads) == place

@@ -32,13 +32,9 @@ STATE = RunState(
 )
 
 
-def test_a_state_is_read_as_it_was_written(tmp_path):
+def test_a_state_is_one_plain_json_object_and_read_as_it_was_written(tmp_path):
     write_state(tmp_path, STATE)
     assert read_state(tmp_path) == STATE
-
-
-def test_a_state_is_one_plain_json_object(tmp_path):
-    write_state(tmp_path, STATE)
     row = json.loads((tmp_path / STATE_FILE).read_text())
     assert row["activities"] == {"trainer": ["training", 99.0]} and row["servers"][0]["name"] == "server-0"
 

@@ -144,14 +144,6 @@ def test_a_process_without_a_share_writes_no_trace(tmp_path):
     assert not (tmp_path / "trace").exists()
 
 
-def test_a_restarted_process_keeps_what_it_wrote_before(tmp_path):
-    for name in ("before", "after"):
-        start(tmp_path, "trainer-0")
-        trace.instant("rank", name)
-        trace.stop()
-    assert [span.name for span in TraceReader(tmp_path).update()] == ["before", "after"]
-
-
 def test_a_trace_that_cannot_be_written_ends_with_one_warning(tmp_path, caplog):
     (tmp_path / "trace").write_text("not a folder")
     with caplog.at_level(logging.WARNING, "megasync"):

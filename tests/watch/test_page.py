@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +20,10 @@ from playwright.sync_api import Page, expect
 from watch_process import Watch
 
 from megasync.observe.events import MESSAGE, EventLog
-from megasync.trajectory import ANSWER, Call, Turn
+from megasync.observe.metrics import MetricsLog
+from megasync.observe.rollouts import FOLDER as ROLLOUTS
+from megasync.observe.rollouts import RolloutLog, recorded
+from megasync.trajectory import ANSWER, Call, Trajectory, Turn
 
 pytestmark = pytest.mark.processes
 
@@ -287,6 +291,58 @@ def test_turns_and_tool_calls_are_folded_and_named(open_page, watch):
     page.keyboard.press("Enter")
     expect(call.locator("pre")).to_be_hidden()
     assert "broken" not in page.title()
+
+
+# The elements of the table that moved within it, or with it.
+SHIFTED = """() => {
+  window.shifted = [];
+  const note = entries => entries.forEach(entry => entry.sources.forEach(source => {
+    const element = source.node?.parentElement?.closest(".responses, .pager");
+    if (element) shifted.push(source.node.textContent);
+  }));
+  const observer = new PerformanceObserver(list => note(list.getEntries()));
+  observer.observe({type: "layout-shift"});
+  window.shiftedUntilNow = () => { note(observer.takeRecords()); return shifted; };
+}"""
+# Where the cells of a group's row are, and how large.
+CELLS = """uid => [...[...document.querySelectorAll("tr.open")].find(row => row.children[1].innerText === uid).children]
+  .map(cell => cell.getBoundingClientRect()).map(box => [box.x, box.width, box.height])"""
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_live_updates_shift_no_row_that_stays(open_page, watch, folder, width):
+    run = watched_run.finished_run(folder / f"growing-{width}", 10)
+    shutil.rmtree(run / ROLLOUTS, ignore_errors=True)
+    log, metrics = RolloutLog(run, "trainer-0", 1 << 20), MetricsLog(run, tensorboard=False)
+
+    def train(step: int) -> None:
+        """Each step has longer texts than the one before, of which the page shows the beginnings."""
+        said = Trajectory([1], [2], [1], [-0.5], [step], reward=10.0**step, text="word " * step, metrics={})
+        log.append([recorded(f"0:{step}", 0, said, step=step, version=step, time=float(step))])
+        metrics.log(10 + step, {"version": 10.0})
+
+    train(1)
+    page = open_page(watch.of("rollouts", run.name), width=width)
+    newest = page.locator("tr.open").first
+    expect(newest).to_contain_text("word")
+    cells = page.evaluate(CELLS, "0:1")
+    page.evaluate(SHIFTED)
+    for step in range(2, 6):
+        train(step)
+        expect(newest).to_contain_text("word " * (step - 1))
+        assert page.evaluate(CELLS, "0:1") == cells
+    assert page.evaluate("shiftedUntilNow()") == []
+    # What is being read stays where it is until it is closed.
+    newest.click()
+    expect(page.locator(".detail .tokens")).to_be_visible()
+    place = page.locator(".detail").bounding_box()
+    for step in range(6, 8):
+        train(step)
+        expect(page.get_by_text(f"{step} of {step} recorded responses")).to_be_visible()
+    assert page.locator(".detail").bounding_box() == place
+    newest.click()
+    expect(newest).to_contain_text("word " * 6)
+    metrics.close()
 
 
 def test_nothing_comes_from_outside(open_page, watch, browser):

@@ -1,12 +1,12 @@
 """The parts of a report that read traces and recorded responses: true to the files, bounded, and without markup."""
 
 import re
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from made_runs import BEGIN, HOSTILE, STEP_SECONDS, make_run, write_trace
+from msgspec.structs import replace
 
 from megasync.observe import trace
 from megasync.observe.rollouts import Response, RolloutIndex, RolloutLog, Row

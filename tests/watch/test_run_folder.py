@@ -54,17 +54,6 @@ def test_a_refresh_reads_only_what_was_appended(tmp_path, monkeypatch):
     assert [json.loads(line)["step"] for line in added] == [21]
 
 
-def test_a_line_counts_once_its_newline_is_written(tmp_path):
-    run_dir = make_run(tmp_path, steps=2)
-    run, whole = RunFolder(run_dir), row(3, version=3)
-    append(run_dir / "metrics.jsonl", whole[:20])
-    run.refresh()
-    assert run.version == 2
-    append(run_dir / "metrics.jsonl", whole[20:])
-    run.refresh()
-    assert run.version == 3 and run.metrics.damaged == 0
-
-
 def test_rewritten_metrics_are_read_again(tmp_path):
     run_dir = make_run(tmp_path)
     run = RunFolder(run_dir)
@@ -223,13 +212,6 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(tmp_path, name):
     assert run.balance is not None or name == "metrics.jsonl"
     assert any(name in sentence for sentence in run.missing), run.missing
     assert name == "metrics.jsonl" or run.step == 20
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml"])
-def test_an_absent_file_is_named(tmp_path, name):
-    run_dir = make_run(tmp_path)
-    (run_dir / name).unlink()
-    assert any(name in sentence for sentence in RunFolder(run_dir).missing)
 
 
 def test_a_whole_run_misses_nothing(tmp_path):

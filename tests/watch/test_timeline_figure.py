@@ -53,12 +53,6 @@ def test_a_fault_is_a_line_with_its_text():
     assert drawn["data"][-1]["hovertext"] == ["fault: rank 1<br>it died"]
 
 
-def test_what_a_run_recorded_is_no_markup():
-    drawn = figure(Span("driver", "tool", 0, "<b>tool</b>", 1.0, 3.0, {"uid": "<a href='x'>"}))
-    (text,) = drawn["data"][0]["hovertext"]
-    assert "<b>" not in text and "<a" not in text
-
-
 @pytest.mark.parametrize("moment", [1795566214.25, 1782000000.0])
 def test_a_window_that_the_browser_reports_is_the_one_that_was_drawn(moment):
     assert parsed(milliseconds(moment)) == pytest.approx(moment)

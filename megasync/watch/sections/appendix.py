@@ -1,19 +1,45 @@
-"""Every metric that was logged, and every setting."""
+"""The commands that run it again, every metric that was logged, and every setting."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from megasync.observe.registry import CHAPTERS, metric_of
+from megasync.config import CONFIG_FILE, CUSTOM_FILE
+from megasync.observe.registry import METRICS, metric_of
 from megasync.watch import configuration
-from megasync.watch.document import Cell, Number, Section, Table
+from megasync.watch.document import Cell, Number, Section, Table, Text, Verbatim
 from megasync.watch.run_folder import RunFolder
+
+
+def reproduction(run: RunFolder) -> Section:
+    section = Section("How to reproduce it")
+    command = "sft" if run.supervised else "train"
+    path = shlex.quote(str(run.path))
+    lines = [
+        "# the same configuration and seed, in a new run directory",
+        f"megasync {command} {shlex.quote(str(run.path / CONFIG_FILE))}",
+        "# continue this run from its newest checkpoint",
+        f"megasync resume {path}",
+    ]
+    if not run.supervised:
+        lines += ["# score its newest checkpoint", f"megasync eval {path}"]
+    lines += ["# look at it, and write this report again", f"megasync watch {path}", f"megasync report {path}"]
+    section.add(Verbatim("\n".join(lines), "bash"))
+    if custom := run.custom:
+        section.add(
+            Text(
+                f"The run got {', '.join(custom)} from Python ({CUSTOM_FILE}), so it is started by the program that "
+                "calls AsyncTrainer, not by these commands."
+            )
+        )
+    return section
 
 
 def appendix(run: RunFolder) -> Section:
     section = Section("All metrics and settings")
-    order = {metric.name: at for at, metric in enumerate(metric for chapter in CHAPTERS for metric in chapter.metrics)}
+    order = {metric.name: at for at, metric in enumerate(METRICS)}
     entries = {name: metric_of(name) for name in run.metrics.names}
 
     def place(name: str) -> tuple[int, str]:

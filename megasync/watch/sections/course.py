@@ -9,7 +9,7 @@ import numpy as np
 from megasync.observe import names
 from megasync.observe.curve import held_out_name
 from megasync.watch import figures
-from megasync.watch.document import Cell, Number, Section, Table, chart, fixed, number, seconds
+from megasync.watch.document import Cell, Number, Section, Table, charts, fixed, number, seconds
 from megasync.watch.metric_table import Series
 from megasync.watch.run_folder import RunFolder
 
@@ -31,24 +31,13 @@ COURSE: Sequence[tuple[str, str, Callable[[float | None], Cell]]] = (
 
 def course(run: RunFolder) -> Section:
     section = Section("How it went")
-    section.add(chart(figures.reward(run), "Mean reward in training, and scores on held-out prompts.", wide=True))
+    section.add(*charts(run, figures.reward, wide=True))
     if run.supervised:
-        section.add(chart(figures.losses(run), "Negative log-probability of a trained token.", wide=True))
+        section.add(*charts(run, figures.losses, wide=True))
     section.add(_score_table(run), _table(run))
-    section.add(
-        chart(figures.staleness(run), "Versions between the weights that sampled a response and those that it trained.")
-    )
-    section.add(chart(figures.staleness_ages(run), "Ages of the trained tokens, in versions."))
-    section.add(chart(figures.lengths(run), "Lengths of the latest responses, and of the trained ones if measured."))
-    section.add(chart(figures.truncated(run), "Responses that reached the maximum length."))
-    section.add(chart(figures.entropy(run), "Entropy of the policy, over the computed tokens."))
-    section.add(chart(figures.gaps(run), "How far the servers' probabilities are from the trainer's."))
-    section.add(
-        chart(figures.clipping(run), "Tokens that the loss clipped, and those that the off-policy correction changed.")
-    )
-    if not run.supervised:
-        section.add(chart(figures.losses(run), "Loss of the policy, with its KL and entropy terms."))
-    section.add(chart(figures.norms(run), "Norm of all gradients before clipping."))
+    section.add(*charts(run, figures.staleness, figures.staleness_ages, figures.lengths, figures.truncated))
+    section.add(*charts(run, figures.entropy, figures.gaps, figures.clipping))
+    section.add(*charts(run, *(() if run.supervised else (figures.losses,)), figures.norms))
     return section
 
 

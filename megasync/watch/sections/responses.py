@@ -1,4 +1,4 @@
-"""Recorded responses: one group side by side, one response token by token, and what was dropped for what reason."""
+"""Responses: to held-out prompts before and after training; recorded ones, a group side by side, one token by token."""
 
 from __future__ import annotations
 
@@ -8,20 +8,43 @@ from dataclasses import replace
 
 import numpy as np
 
-from megasync.errors import DataError
 from megasync.observe.rollouts import FOLDER, NO_SAMPLE, Response, Row
+from megasync.observe.samples import before_and_after
 from megasync.trajectory import ANSWER
 from megasync.watch import units
 from megasync.watch.decoder import decoder_of
 from megasync.watch.document import Cell, Number, Section, Table, Text, Tokens, Verbatim, fixed, number, shortened
-from megasync.watch.responses import SHADINGS, Decoder, about, turns, visible, writer_of
+from megasync.watch.responses import SHADINGS, Decoder, about, read, turns, visible, writer_of
 from megasync.watch.run_folder import RunFolder
 
+# Held-out prompts that are shown.
+PROMPTS = 8
 # Responses of the group, characters of each and of the prompt, and tokens of the response that is shown token by token:
 # together below a megabyte, however long the responses are.
 MEMBERS, CHARACTERS, PROMPT_CHARACTERS, TOKENS = 16, 600, 4_000, 1_000
 # How its tokens are coloured.
 COLOURED_BY = ("log-prob", "trainer/server gap")
+
+
+def samples(run: RunFolder) -> Section:
+    section = Section("Responses before and after training")
+    pairs = before_and_after(run.answers)[:PROMPTS]
+    rows: list[Sequence[Cell]] = [
+        (
+            shortened(early.prompt, CHARACTERS),
+            shortened(early.text, CHARACTERS),
+            fixed(early.reward, 2),
+            shortened(late.text, CHARACTERS),
+            fixed(late.reward, 2),
+        )
+        for early, late in pairs
+    ]
+    if pairs:
+        first, last = min(early.step for early, _ in pairs), max(late.step for _, late in pairs)
+        headings = ("Prompt", f"Step {first}", "Reward", f"Step {last}", "Reward ")
+        caption = "The most likely responses to the same held-out prompts."
+        section.add(Table(caption, headings, rows, texts=(headings[0], headings[1], headings[3])))
+    return section
 
 
 def responses(run: RunFolder) -> Section:
@@ -65,8 +88,10 @@ def _add_group(section: Section, run: RunFolder, uid: str, decoder: Decoder) -> 
         if _differ(group)
         else "The newest group; no group has rewards that differ"
     )
-    read = [_read(run, row) for row in group[:MEMBERS]]
-    prompt = next((response.prompt_ids for response in read if isinstance(response, Response)), np.zeros(0, np.int32))
+    members = [read(run.rollouts, row) for row in group[:MEMBERS]]
+    prompt = next(
+        (response.prompt_ids for response in members if isinstance(response, Response)), np.zeros(0, np.int32)
+    )
     tokens = units.counted(len(prompt), "token")
     section.add(
         Text(
@@ -87,24 +112,16 @@ def _add_group(section: Section, run: RunFolder, uid: str, decoder: Decoder) -> 
                 response if isinstance(response, str) else response.text or decoder.text(response.ids), CHARACTERS
             ),
         )
-        for row, response in zip(group, read, strict=False)
+        for row, response in zip(group, members, strict=False)
     ]
     more = f" The first {MEMBERS} of {len(group)}." if len(group) > MEMBERS else ""
     headings = ("Sample", "Reward", "Advantage", "Tokens", "Staleness", "Gap", "Ended by", "Response")
     caption = f"Group {uid}. The gap is the mean |log-prob gap| of trainer and servers, in nats.{more}"
     section.add(Table(caption, headings, rows, texts=headings[-1:]))
-    pairs = [(row, response) for row, response in zip(group, read, strict=False) if isinstance(response, Response)]
+    pairs = [(row, response) for row, response in zip(group, members, strict=False) if isinstance(response, Response)]
     if pairs:
         best = max(pairs, key=lambda pair: (pair[0].reward is not None, pair[0].reward or 0.0))
         section.add(_token_by_token(*best, decoder))
-
-
-def _read(run: RunFolder, row: Row) -> Response | str:
-    """The response, or why it cannot be read."""
-    try:
-        return run.rollouts.read(row)
-    except DataError as error:
-        return str(error)
 
 
 def _token_by_token(row: Row, response: Response, decoder: Decoder) -> Tokens:

@@ -9,7 +9,7 @@ import numpy as np
 
 from megasync.observe import names
 from megasync.watch import figures, units
-from megasync.watch.document import Cell, Number, Section, Table, Text, chart, number, seconds, share, size
+from megasync.watch.document import Cell, Number, Section, Table, Text, charts, number, seconds, share, size
 from megasync.watch.metric_table import Floats
 from megasync.watch.run_folder import RunFolder
 
@@ -30,17 +30,11 @@ def speed(run: RunFolder) -> Section:
     section = Section("Why it is as fast as it is")
     if text := _bottleneck(run):
         section.add(Text(text))
-    section.add(chart(figures.throughput(run), "Tokens per second of wall time."))
-    section.add(chart(figures.utilization(run), "Operations of the model by the peak of the devices."))
-    section.add(chart(figures.per_device(run), "Tokens of prompts and responses that one device computes."))
-    section.add(chart(figures.time_shares(run), "What the trainer's time was spent on.", wide=True))
-    section.add(_time_table(run), _waits(run))
-    section.add(chart(figures.buffer_slots(run), "Groups in the buffer by state, when a step ended."))
-    section.add(_server_table(run))
-    section.add(chart(figures.servers(run), "Servers by state, when a step ended."))
-    section.add(chart(figures.sync_phases(run), "Duration of a publish, by phases that follow one another."))
-    section.add(_sync_table(run))
-    section.add(chart(figures.sync_rate(run), "Bytes that left the trainer, by the time in which they moved."))
+    section.add(*charts(run, figures.throughput, figures.utilization, figures.per_device))
+    section.add(*charts(run, figures.time_shares, wide=True), _time_table(run), _waits(run))
+    section.add(*charts(run, figures.buffer_slots), _server_table(run))
+    section.add(*charts(run, figures.servers, figures.sync_phases), _sync_table(run))
+    section.add(*charts(run, figures.sync_rate))
     return section
 
 
@@ -132,7 +126,7 @@ def _waits(run: RunFolder) -> Table | None:
 def _server_table(run: RunFolder) -> Table | None:
     """Tabulates what keeps the servers from generating, as far as the driver measures it."""
     rows: list[Sequence[Cell]] = []
-    paused, total = run.series("sync/pause_seconds").finite.values, run.series("time/step").finite.values.sum()
+    paused, total = run.values("sync/pause_seconds"), run.values("time/step").sum()
     if len(paused):
         rows.append(("Paused to take weights, total", seconds(float(paused.sum()))))
         rows.append(("The same as a share of the steps' time", share(float(paused.sum() / total)) if total else None))
@@ -141,10 +135,9 @@ def _server_table(run: RunFolder) -> Table | None:
         ("rollout/inflight_limit", "Limit of requests, median", number),
         ("rollout/kv_usage", "Use of the fullest server's cache, median", share),
     ):
-        values = run.series(name).finite.values
-        if len(values):
-            rows.append((label, show(float(np.median(values)))))
-    generated, trained = run.series("rollout/tokens").total, run.series(names.TRAINED_TOKENS).finite.values.sum()
+        if (median := run.statistic(name, np.median)) is not None:
+            rows.append((label, show(median)))
+    generated, trained = run.series("rollout/tokens").total, run.values(names.TRAINED_TOKENS).sum()
     if generated:
         rows.append(("Generated tokens", number(generated)))
         rows.append(("Trained tokens, as a share of them", share(float(trained / generated))))
@@ -154,7 +147,7 @@ def _server_table(run: RunFolder) -> Table | None:
 def _sync_table(run: RunFolder) -> Table | None:
     rows: list[Sequence[Cell]] = []
     phases = [name for name in run.under("sync/") if name.endswith("_seconds")]
-    for name in sorted(phases, key=lambda name: -run.series(name).finite.values.sum()):
+    for name in sorted(phases, key=lambda name: -run.values(name).sum()):
         series = run.series(name).finite
         if len(series):
             longest = int(series.values.argmax())
@@ -166,7 +159,7 @@ def _sync_table(run: RunFolder) -> Table | None:
                     Number(int(series.steps[longest]), str(series.steps[longest])),
                 )
             )
-    sent, rate = run.series("sync/bytes").finite.values, figures.sync_bytes_per_second(run).finite.values
+    sent, rate = run.values("sync/bytes"), figures.sync_bytes_per_second(run).finite.values
     if len(sent):
         rows.append(("bytes sent", *_quantiles(sent, size), None))
     if len(rate):

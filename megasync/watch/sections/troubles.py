@@ -58,7 +58,7 @@ def _counts(run: RunFolder) -> Table:
             or "dropped" in name
         ):
             continue
-        total = run.series(name).total if entry.counts else float(run.series(name).finite.values.sum())
+        total = run.series(name).total if entry.counts else float(run.values(name).sum())
         if total:
             rows.append((name, Number(total, f"{total:g}"), entry.unit, entry.meaning))
     return Table("Counters of faults and losses that are not zero.", ("Metric", "Total", "Unit", "Meaning"), rows)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from nicegui import ui
 from plotly.graph_objects import Figure
 
 from megasync.watch import comparison, figures, units
-from megasync.watch.chart import Chart
+from megasync.watch.chart import chart_card
 from megasync.watch.document import Cell, Number
 from megasync.watch.document import Table as Rows
-from megasync.watch.elements import Table, card, text
+from megasync.watch.elements import Table, card, swatch, text
 from megasync.watch.run_folder import RunFolder
 from megasync.watch.view import Place, Update, together
 
@@ -26,18 +27,20 @@ def build(runs: Sequence[RunFolder], place: Place) -> Update | None:
     chosen = {"axis": place.query.get("axis", "step")}
     if chosen["axis"] not in AXES:
         chosen["axis"] = "step"
-    charts: list[Update] = []
+    charts: list[Callable[[], object]] = []
+
+    def drawn(draw: figures.Draw) -> Figure | None:
+        return figures.without_legend(draw(runs, chosen["axis"]))
+
     with ui.element("div").classes("grid"):
         tables = [_table("Outcomes", lambda: comparison.outcomes(runs))]
         with card("Curves", "by", "all"):
             ui.toggle(AXES, value=chosen["axis"], on_change=lambda event: turn(event.value)).props("dense no-caps")
             with ui.element("div").classes("legend"):
                 for name, colour in figures.colours_of(runs).items():
-                    with ui.element("span").classes("item"):
-                        ui.element("span").classes("swatch").style(f"background: {colour}")
-                        text("span", name)
+                    swatch(name, colour)
         for number, draw in enumerate(figures.COMPARABLE.values()):
-            charts.append(_chart(runs, draw, chosen, "all" if number == 0 else "half"))
+            charts.append(chart_card(partial(drawn, draw), "all" if number == 0 else "half"))
         tables.append(
             _table("What it took", lambda: _times(runs), "None of these runs has measured a score or a loss.")
         )
@@ -55,17 +58,6 @@ def build(runs: Sequence[RunFolder], place: Place) -> Update | None:
 def _times(runs: Sequence[RunFolder]) -> Rows | None:
     goal = comparison.goal_of(runs)
     return None if goal is None else comparison.times_to(runs, goal)
-
-
-def _chart(runs: Sequence[RunFolder], draw: Callable[..., Figure | None], chosen: dict[str, str], width: str) -> Update:
-    with ui.element("section").classes(f"card {width}") as section:
-        chart = Chart(lambda: figures.without_legend(draw(runs, chosen["axis"])))
-
-    def update() -> None:
-        chart.update()
-        section.set_visibility(chart.drawn)
-
-    return update
 
 
 def _table(title: str, rows: Callable[[], Rows | None], none: str = "") -> Update:

@@ -92,9 +92,7 @@ def _scores(run: RunFolder) -> Update:
         spread = latest("train/reward_std")
         below = _change(run, names.REWARD) + ("" if spread is None else f", deviation {units.fixed(spread, 2)}")
         reward.show(units.fixed(latest(names.REWARD)), below=below.removeprefix(", "))
-        scores = run.series(names.SCORE).finite
-        best = f"best {units.fixed(float(scores.values.max()))}" if len(scores) else "not evaluated yet"
-        score.show(units.fixed(latest(names.SCORE)), below=best)
+        score.show(units.fixed(latest(names.SCORE)), below=_best(run.statistic(names.SCORE, np.max)))
         trained = latest(names.TRAINED_RATE)
         below = "" if trained is None else f"{units.number(trained)} tokens/s trained"
         speed.show(units.number(latest(names.SAMPLED_RATE)), "tokens/s", below)
@@ -112,23 +110,25 @@ def _losses(run: RunFolder) -> Update:
 
     def update() -> None:
         training.show(units.fixed(run.metrics.latest(names.TRAINING_LOSS)), below=_change(run, names.TRAINING_LOSS))
-        losses = run.series(names.VALIDATION_LOSS).finite
-        best = f"best {units.fixed(float(losses.values.min()))}" if len(losses) else "not evaluated yet"
+        best = _best(run.statistic(names.VALIDATION_LOSS, np.min))
         held_out.show(units.fixed(run.metrics.latest(names.VALIDATION_LOSS)), below=best)
         norm.show(units.number(run.metrics.latest("train/grad_norm")))
 
     return update
 
 
+def _best(value: float | None) -> str:
+    return "not evaluated yet" if value is None else f"best {units.fixed(value)}"
+
+
 def _change(run: RunFolder, name: str) -> str:
     """The latest value against that of ten steps before."""
-    values = run.series(name).finite.values[-11:]
+    values = run.values(name)[-11:]
     return f"{values[-1] - values[0]:+.3f} in {len(values) - 1} steps" if len(values) > 1 else ""
 
 
 def _step_seconds(run: RunFolder) -> float | None:
-    seconds = run.series("time/step").finite.values[-RECENT_STEPS:]
-    return float(seconds.mean()) if len(seconds) else None
+    return run.statistic("time/step", lambda seconds: seconds[-RECENT_STEPS:].mean())
 
 
 def _remaining_seconds(run: RunFolder, step_seconds: float | None) -> float | None:

@@ -10,19 +10,18 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 from nicegui import background_tasks, ui
 
-from megasync.errors import DataError
 from megasync.observe.rollouts import DROPPED, FOLDER, NO_SAMPLE, TRAINED, Bounds, Filters, Response, RolloutIndex, Row
 from megasync.trajectory import ANSWER, Turn, of_sample
-from megasync.watch import units
+from megasync.watch import responses, units
 from megasync.watch.decoder import decoder_of
-from megasync.watch.elements import Chip, Text, card, notice, text, trouble
+from megasync.watch.elements import Chip, Text, card, notice, swatch, text, trouble
 from megasync.watch.responses import SHADINGS, Decoder, Shading, about, one_line, turns, visible, writer_of
 from megasync.watch.run_folder import ACTIVE, RunFolder
 from megasync.watch.view import Place, Update, address
@@ -36,19 +35,20 @@ MEMBERS, MEMBER_CHARACTERS = 32, 700
 # Folded texts show this many characters.
 PREVIEW = 80
 ANY = "any"
-# Heading, field that it sorts by, and whether it is a number.
+# Heading, field that it sorts by, whether it is a number, and width in em: widths that followed the content would move
+# all columns with each update. The text has the rest of the width.
 COLUMNS = (
-    ("step", "step", True),
-    ("group", "uid", False),
-    ("sample", "sample", True),
-    ("set", "set", False),
-    ("reward", "reward", True),
-    ("advantage", "advantage", True),
-    ("tokens", "tokens", True),
-    ("staleness", "staleness", True),
-    ("gap", "gap", True),
-    ("ended by", "finish_reason", False),
-    ("trained", "dropped", False),
+    ("step", "step", True, 4),
+    ("group", "uid", False, 6.5),
+    ("sample", "sample", True, 5.5),
+    ("set", "set", False, 5),
+    ("reward", "reward", True, 5.5),
+    ("advantage", "advantage", True, 6.5),
+    ("tokens", "tokens", True, 5.5),
+    ("staleness", "staleness", True, 6.5),
+    ("gap", "gap", True, 5),
+    ("ended by", "finish_reason", False, 6),
+    ("trained", "dropped", False, 8),
 )
 # What has bounds, and how their fields are called.
 RANGES = {"reward": "reward", "length": "tokens", "staleness": "staleness", "step": "step"}
@@ -81,15 +81,17 @@ class _Rollouts:
         # Why tokens are shown by their ids, until the page has said so.
         self._problem = ""
         self._rows: list[Row] = []
-        self._known = -1
+        self._revision = -1
         self._page = 0
         self._sort, self._descending = "time", True
-        self._found: list[Row] | None = None
+        self._matches: list[Row] | None = None
         self._open: Row | None = None
         # The table row under the open response's one, and the rows of the page by the responses that they show.
         self._detail: ui.element | None = None
         self._lines: dict[int, ui.element] = {}
         self._drawn: list[Row] = []
+        # The cells with the beginnings of their texts.
+        self._previews: dict[int, Text] = {}
         self._troubles = trouble(run)
         with card("Responses") as frame:
             self._note = text("div", "", "note")
@@ -149,7 +151,7 @@ class _Rollouts:
     async def _changed(self) -> None:
         self._page = 0
         self._remember()
-        if self._found is not None:
+        if self._matches is not None:
             await self._search()
         else:
             self._select()
@@ -158,14 +160,14 @@ class _Rollouts:
         """Looks for the text in the responses that pass the other filters, the newest first."""
         wanted, self._page = (self._text.value or "").strip(), 0
         if not wanted:
-            self._found = None
+            self._matches = None
             self._select()
             return
         self._note.say("searching ...")
         rows = self._index.select(self.filters())
         decoder = await self._get_decoder()
         matches, looked = await asyncio.to_thread(_find, self._index, rows, wanted, decoder)
-        self._found = matches
+        self._matches = matches
         self._select()
         if looked < len(rows):
             self._note.say(
@@ -188,10 +190,14 @@ class _Rollouts:
 
     def _table(self) -> None:
         with ui.element("div").classes("scroll-x"), ui.element("table").classes("table responses"):
+            with ui.element("colgroup"):
+                for *_, width in COLUMNS:
+                    ui.element("col").style(f"width: {width}em")
+                ui.element("col")
             with ui.element("thead"), ui.element("tr"):
                 self._headings = {
                     field: text("th", heading, "number sortable" if numeric else "sortable")
-                    for heading, field, numeric in COLUMNS
+                    for heading, field, numeric, _ in COLUMNS
                 }
                 text("th", "text")
                 for field, heading in self._headings.items():
@@ -213,11 +219,11 @@ class _Rollouts:
         self._draw()
 
     def update(self) -> None:
-        """Takes in what was recorded since; a search stays as it was found."""
+        """Takes in what was recorded since. A search stays as it was found, and so do rows around an open response."""
         self._troubles()
-        if self._known == self._index.revision:
+        if self._revision == self._index.revision:
             return
-        self._known = self._index.revision
+        self._revision = self._index.revision
         reasons, sets = set(), set()
         for row in self._index.rows:
             reasons.add(row.dropped)
@@ -225,16 +231,16 @@ class _Rollouts:
         self._offer(self._kind, [TRAINED, DROPPED, *sorted(reasons - {""})])
         self._offer(self._set, sorted(sets - {""}))
         self._set.set_visibility(bool(sets - {""}))
-        if self._found is None:
-            self._select()
+        if self._matches is None:
+            self._select(draw=self._detail is None)
 
     def _offer(self, control: Any, options: Sequence[str]) -> None:
         wanted = [ANY, *options]
         if control.options != wanted:
             control.set_options(wanted if control.value in wanted else [*wanted, control.value])
 
-    def _select(self) -> None:
-        if self._found is None:
+    def _select(self, draw: bool = True) -> None:
+        if self._matches is None:
             self._rows = self._index.select(self.filters(), self._sort, self._descending)
             total = len(self._index)
             self._filled.set_visibility(bool(total))
@@ -242,10 +248,11 @@ class _Rollouts:
                 f"{len(self._rows):,} of {total:,} recorded responses" if total else _no_responses(self._run)
             )
         else:
-            kept = {id(row) for row in self._found}
+            kept = {id(row) for row in self._matches}
             rows = self._index.select(None, self._sort, self._descending)
             self._rows = [row for row in rows if id(row) in kept]
-        self._draw()
+        if draw:
+            self._draw()
 
     def _draw(self) -> None:
         pages = max(1, -(-len(self._rows) // PAGE))
@@ -257,7 +264,7 @@ class _Rollouts:
         self._where.say(f"page {self._page + 1} of {pages}")
         self._back.set_enabled(self._page > 0)
         self._next.set_enabled(self._page + 1 < pages)
-        for (heading, field, _), element in zip(COLUMNS, self._headings.values(), strict=True):
+        for (heading, field, *_), element in zip(COLUMNS, self._headings.values(), strict=True):
             element.say(heading + (" ▾" if self._descending else " ▴") * (field == self._sort))
         if [id(row) for row in shown] == [id(row) for row in self._drawn]:
             return
@@ -265,32 +272,34 @@ class _Rollouts:
         self._body.clear()
         self._lines.clear()
         self._detail = None
-        previews: dict[int, Text] = {}
+        texts = {number: cell.text for number, cell in self._previews.items() if cell.text}
+        self._previews = {}
         with self._body:
             for row in shown:
                 with ui.element("tr").classes("open").props('tabindex="0"') as line:
-                    for (_, field, numeric), cell in zip(COLUMNS, _cells(row), strict=True):
+                    for (_, field, numeric, _), cell in zip(COLUMNS, _cells(row), strict=True):
                         if field == "dropped":
                             with ui.element("td"):
                                 Chip(*(("trained", "good") if not row.dropped else (row.dropped, "warn")))
                         else:
                             text("td", cell, "number" if numeric else "")
-                    previews[id(row)] = text("td", "", "preview mono")
+                    self._previews[id(row)] = text("td", texts.get(id(row), ""), "preview mono")
                 self._lines[id(row)] = line
                 line.on("click", partial(self._show, row))
                 line.on("keydown.enter", partial(self._show, row))
-        background_tasks.create(self._preview(shown, previews))
+        background_tasks.create(self._preview([row for row in shown if id(row) not in texts]))
         if self._open is not None and id(self._open) in self._lines:
             background_tasks.create(self._show(self._open, False))
 
-    async def _preview(self, rows: Sequence[Row], cells: Mapping[int, Text]) -> None:
+    async def _preview(self, rows: Sequence[Row]) -> None:
         """Fills in the beginnings of the responses' texts, which are read from their bodies."""
         decoder = await self._get_decoder(quiet=True)
-        read = await asyncio.to_thread(lambda: [_read(self._index, row) for row in rows])
+        read = await asyncio.to_thread(lambda: [responses.read(self._index, row) for row in rows])
         for row, response in zip(rows, read, strict=True):
-            if not isinstance(response, str) and not cells[id(row)].is_deleted:
+            cell = self._previews.get(id(row))
+            if cell is not None and not cell.is_deleted and not isinstance(response, str):
                 content = response.text or decoder.text(response.ids[:PREVIEW_TOKENS])
-                cells[id(row)].say(_printable(_beginning(one_line(content))))
+                cell.say(_printable(_beginning(one_line(content))))
 
     # One response
 
@@ -299,11 +308,12 @@ class _Rollouts:
         if by_reader and row is self._open and self._detail is not None:
             self._open = None
             self._close()
+            self._draw()
             return
         self._open = row
         decoder = await self._get_decoder()
         members = self._index.group(row.uid)
-        read = await asyncio.to_thread(lambda: [_read(self._index, member) for member in members[:MEMBERS]])
+        read = await asyncio.to_thread(lambda: [responses.read(self._index, member) for member in members[:MEMBERS]])
         answer = await asyncio.to_thread(self._index.answer, row.uid)
         if self._open is not row:
             return
@@ -316,7 +326,9 @@ class _Rollouts:
                 pile = ui.element("div").classes("pile")
         with pile:
             position = next((at for at, member in enumerate(members[:MEMBERS]) if member is row), None)
-            response = read[position] if position is not None else await asyncio.to_thread(_read, self._index, row)
+            response = (
+                read[position] if position is not None else await asyncio.to_thread(responses.read, self._index, row)
+            )
             _one(row, response, answer, decoder)
             if len(members) > 1:
                 _group(row, members, read, decoder, self._show)
@@ -359,16 +371,9 @@ def _find(index: RolloutIndex, rows: Sequence[Row], wanted: str, decoder: Decode
         if len(matches) == MATCHES or time.monotonic() - start > SEARCH_SECONDS:
             break
         looked += 1
-        matches += index.search([row], wanted, lambda response: decoder.text(response.ids))
+        if index.contains(row, wanted, lambda response: decoder.text(response.ids)):
+            matches.append(row)
     return matches, looked
-
-
-def _read(index: RolloutIndex, row: Row) -> Response | str:
-    """The response, or why it cannot be read."""
-    try:
-        return index.read(row)
-    except DataError as error:
-        return str(error)
 
 
 def _cells(row: Row) -> list[str]:
@@ -526,9 +531,7 @@ class _Tokens:
             labels = [(shading.below, BELOW), (shading.above, ABOVE)]
             for label, shade in [*labels, *zip(shading.steps, map(_step, range(len(shading.steps))), strict=True)]:
                 if label:
-                    with ui.element("span").classes("item"):
-                        ui.element("span").classes("swatch").style(f"background: {shade}")
-                        text("span", label)
+                    swatch(label, shade)
 
 
 def _in_portions(count: int, portion: int, what: str, draw: Callable[[int], None]) -> None:

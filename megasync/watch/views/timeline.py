@@ -22,7 +22,7 @@ from megasync.observe.growing_file import PIECE
 from megasync.observe.spans import TraceReader
 from megasync.observe.trace import TRACE_FOLDER
 from megasync.watch import units
-from megasync.watch.elements import Shares, card, text, trouble
+from megasync.watch.elements import Shares, card, swatch, text, trouble
 from megasync.watch.run_folder import ACTIVE, RunFolder
 from megasync.watch.timeline import MOST_BYTES, OTHER, Life, Picture, Step, Timeline
 from megasync.watch.timeline_figure import COLOURS, about, figure_of, parsed
@@ -220,9 +220,7 @@ class _View:
         self._legend.clear()
         with self._legend:
             for name in names:
-                with ui.element("span").classes("item"):
-                    ui.element("span").classes("swatch").style(f"background: {COLOURS[name]}")
-                    text("span", name)
+                swatch(name, COLOURS[name])
 
     def _draw_step(self, step: Step, groups: list[str]) -> None:
         with card(f"Step {step.number}", f"{units.duration(step.seconds)} since the end of the one before"):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from nicegui import ui
 from plotly.graph_objects import Figure
 
 from megasync.watch import figures, units
-from megasync.watch.chart import Chart
+from megasync.watch.chart import chart_card
 from megasync.watch.elements import Reading, Table, card, text, trouble, why_none
 from megasync.watch.run_folder import RunFolder
 from megasync.watch.view import Place, Update, together
@@ -32,7 +33,7 @@ def build(run: RunFolder, place: Place) -> Update:
     parts = [trouble(run), _readings(run)]
     empty = text("div", "", "empty")
     with ui.element("div").classes("grid"):
-        cards = [*(_chart(run, draw) for draw in CHARTS), _by_age(run)]
+        cards = [*(chart_card(partial(draw, run), "half") for draw in CHARTS), _by_age(run)]
 
     def update() -> None:
         shown = [show() for show in cards]
@@ -48,7 +49,7 @@ def _readings(run: RunFolder) -> Update:
 
     def update() -> None:
         norm.show(units.number(run.metrics.latest("train/grad_norm")), below=_largest(run, "train/grad_norm"))
-        all_skipped = float(run.series("train/skipped").finite.values.sum()) if run.step else None
+        all_skipped = float(run.values("train/skipped").sum()) if run.step else None
         skipped.show(units.number(all_skipped), below="loss or gradient not finite")
 
     return together([update, *of_updates])
@@ -83,20 +84,6 @@ def _largest(run: RunFolder, name: str) -> str:
     return f"largest {units.number(float(values.values[at]))}, step {values.steps[at]}"
 
 
-def _chart(run: RunFolder, draw: Callable[[RunFolder], Figure | None]) -> Callable[[], bool]:
-    """A chart's card, which is there only once the run has measured something for it: whether it is."""
-    box = ui.element("section").classes("card chart-card half")
-    with box:
-        chart = Chart(lambda: draw(run))
-
-    def update() -> bool:
-        chart.update()
-        box.set_visibility(chart.drawn)
-        return chart.drawn
-
-    return update
-
-
 def _by_age(run: RunFolder) -> Callable[[], bool]:
     """How far the servers' policy was from the trainer's, by how many versions old a token was; whether it is known."""
     with card("KL of servers against trainer", "by the age of the trained tokens", "half") as box:
@@ -109,7 +96,7 @@ def _by_age(run: RunFolder) -> Callable[[], bool]:
     def update() -> bool:
         rows = []
         for name in run.under(KL_BY_AGE):
-            values = run.series(name).finite.values
+            values = run.values(name)
             if len(values):
                 middle = float(sorted(values)[len(values) // 2])
                 largest = float(values.max())
