@@ -21,6 +21,7 @@ from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config
 from megasync.config.changes import check_changes
 from megasync.device import check_machine
 from megasync.errors import CheckpointError, ConfigError
+from megasync.models.hub import resolve_names, with_names
 from megasync.observe.result import RunResult, show_result
 from megasync.preflight.check import check_config
 from megasync.rewards import reward_functions
@@ -38,7 +39,8 @@ class AsyncTrainer:
     `train_dataset` and `eval_dataset` are sequences of rows, dicts with at least a "prompt" column. Each argument
     replaces what the configuration names.
 
-    Raises ConfigError for a configuration that contradicts itself, its model or an argument.
+    Downloads models that are given by name. Raises ConfigError for a configuration that contradicts itself, its model
+    or an argument.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class AsyncTrainer:
         train_dataset: Sequence[dict] | None = None,
         eval_dataset: Sequence[dict] | None = None,
     ) -> None:
-        self.config = config if isinstance(config, Config) else load_config(config, overrides)
+        self.config = resolve_names(config if isinstance(config, Config) else load_config(config, overrides))
         if rollout is not None and agent is not None:
             raise ConfigError("rollout= and agent= exclude each other; pass one of them")
         rewards = None if reward is None else reward_functions(reward)
@@ -120,7 +122,7 @@ class AsyncTrainer:
 
         self._run_dir, self._checkpoint = run_dir, latest(run_dir)
         step = 0 if self._checkpoint is None else step_of(self._checkpoint)
-        check_changes(load_config(run_dir / CONFIG_FILE), self.config, step)
+        check_changes(load_config(run_dir / CONFIG_FILE), with_names(self.config), step)
 
     def train(self) -> RunResult:
         """Runs to the end and prints a summary. Ctrl-C once finishes the step, saves and ends; twice ends immediately.

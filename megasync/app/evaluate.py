@@ -30,6 +30,7 @@ from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError
 from megasync.evaluation.evaluate import HeldOutScores, evaluate
 from megasync.evaluation.report import EvaluationProgress, write_scores
+from megasync.models.hub import local_folder, resolve_names
 from megasync.observe.context import RunContext
 from megasync.observe.logfile import log_to_file
 from megasync.observe.names import UNNAMED_SET
@@ -111,7 +112,7 @@ def model_folder(
         raise CheckpointError(f"{target} has no complete checkpoint yet; name a Hugging Face folder with --model")
     folder = out / EXPORT_FOLDER
     try:
-        export_model(checkpoint, Path(config.model.path), folder)
+        export_model(checkpoint, local_folder(config.model.path, "model.path"), folder)
         yield folder, str(checkpoint)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -126,10 +127,10 @@ def run_evaluation(
     """
     config.model.path = str(served)
     _drop_unused_rewards(config, only)
-    check_config(config, training=False)
+    config.teachers = {}
+    check_config(resolve_names(config), training=False)
     if config.cluster.address is None:
         check_machine(config.cluster.device, trains=False)
-    config.teachers = {}
     # They hold the weights of a run.
     config.rollout.external = []
     task = prepare_task(config, only)

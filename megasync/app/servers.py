@@ -28,6 +28,8 @@ from megasync.config import Config
 from megasync.config.access import Keys
 from megasync.config.pools import PoolSpec, devices_needed
 from megasync.device import Device
+from megasync.errors import ConfigError
+from megasync.models.hub import missing_here, snapshots
 from megasync.observe.context import RunContext
 from megasync.observe.observer import RunParts
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
@@ -48,7 +50,10 @@ async def open_task(stack: AsyncExitStack, config: Config, task: Task) -> None:
 
 
 async def reserve_pools(stack: AsyncExitStack, config: Config, specs: Mapping[str, PoolSpec], device: Device) -> Pools:
-    """Starts or joins Ray and reserves the pools. Raises MegasyncError when the cluster has no room for them."""
+    """Starts or joins Ray, reserves the pools and downloads models that are given by name to their nodes.
+
+    Raises MegasyncError when the cluster has no room for the pools, ConfigError when a node cannot get a model.
+    """
     cluster = RayCluster(config, devices_needed(specs))
 
     async def in_thread(call: Callable[[], None]) -> None:
@@ -70,6 +75,10 @@ async def reserve_pools(stack: AsyncExitStack, config: Config, specs: Mapping[st
     pools = Pools(dict(specs), device.kind)
     stack.callback(pools.remove)
     await pools.create(config.timeouts.server_start)
+    if (names := [each.name for each in snapshots(config)]) and pools.several_nodes:
+        refusals = [f"node {node}: {why}" for node, why in await pools.ask_nodes(missing_here, names) if why]
+        if refusals:
+            raise ConfigError("; ".join(refusals))
     return pools
 
 

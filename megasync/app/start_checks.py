@@ -20,6 +20,7 @@ from megasync.config.supervised import is_supervised
 from megasync.data import load_dataset
 from megasync.data.datasets import load_conversations
 from megasync.layout.model_files import has_tokenizer
+from megasync.models.hub import with_names
 from megasync.preflight.check import check_as_run
 from megasync.rewards import load_reward
 
@@ -75,11 +76,12 @@ def _is_here(dataset: DatasetConfig, planning: bool) -> bool:
 
 def _missing(config: Config, planning: bool) -> Iterator[str]:
     """The keys, with their values, of what is not on this machine."""
-    paths = {"model.path": config.model.path}
-    if not is_supervised(config):
-        paths |= {f"{key}.path": model.path for key, model in frozen_models(config).items()}
+    frozen = {} if is_supervised(config) else frozen_models(config)
+    models, named = {"model": config.model, **frozen}, with_names(config)
+    names = {"model": named.model, **frozen_models(named)}
     if planning:
-        yield from (f"{key}={path}" for key, path in paths.items() if not has_tokenizer(Path(path).expanduser()))
+        missing = (key for key, model in models.items() if not has_tokenizer(Path(model.path).expanduser()))
+        yield from (f"{key}.path={names[key].path}" for key in missing)
     for key, dataset in _datasets(config).items():
         if not _is_here(dataset, planning):
             yield f"{key} ({dataset.kind}:{dataset.source})"

@@ -40,6 +40,7 @@ from megasync.data.supervised import SupervisedRenderer, TokenRow
 from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError, RankLost, TrainingError
 from megasync.layout.model_files import read_hf_config
+from megasync.models.hub import resolve_names, with_names
 from megasync.observe.context import RunContext
 from megasync.observe.observer import RunObserver, RunParts
 from megasync.observe.result import SupervisedResult
@@ -129,9 +130,10 @@ def resume_supervised(run_dir: Path, overrides: Sequence[str] = ()) -> Supervise
 
     Raises as `train_supervised`, and ConfigError if the rows are not those of the run.
     """
-    config = load_config(run_dir / CONFIG_FILE, overrides)
+    config = resolve_names(load_config(run_dir / CONFIG_FILE, overrides))
     newest = latest(run_dir)
-    check_changes(load_config(run_dir / CONFIG_FILE), config, 0 if newest is None else step_of(newest))
+    before = load_config(run_dir / CONFIG_FILE)
+    check_changes(before, with_names(config), 0 if newest is None else step_of(newest))
     return finished_supervised(run_dir, config) or run_to_end(_begin(config, run_dir))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megasync.base.importing import check_call, load_callable, load_function, name_of
@@ -27,6 +26,7 @@ from megasync.evaluation.held_out import HeldOutSet, held_out_sets, sets_of_work
 from megasync.gateway import AgentWorkflow
 from megasync.layout.model_files import end_tokens, read_hf_config
 from megasync.layout.routes import RouteFormat
+from megasync.models.hub import title, with_names
 from megasync.rewards import RewardRunner, check_columns, reward_functions
 from megasync.rewards.function import Given
 from megasync.rewards.model_reward import ModelReward
@@ -297,7 +297,7 @@ def load_workflow(config: Config, custom: PythonArguments, tokenizer: Any) -> Ca
             raise ConfigError(
                 f"agents use chat messages, but the tokenizer of model.path={config.model.path!r} has no chat template"
             )
-        name = Path(config.model.path).name
+        name = title(with_names(config).model.path)
         return AgentWorkflow(agent, config.rollout.gateway, config.rollout.sampling, name, config.timeouts.agent)
     if custom.rollout is None and config.rollout.environment is not None:
         return Play.of(config.rollout.environment, config.timeouts.environment)

@@ -36,6 +36,19 @@ SOCKET_PATH_BYTES, SOCKET_NAME_BYTES = 107, 72
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
+def bytes_text(count: int) -> str:
+    """A human-readable number of bytes, in powers of 1,000."""
+    return scaled(count, (" GB", " MB", " kB"), " B")
+
+
+def scaled(count: int, units: tuple[str, str, str], one: str) -> str:
+    """A number in units of 10**9, 10**6 or 10**3, or of ``one``."""
+    for power, unit in zip((9, 6, 3), units, strict=True):
+        if count >= 10**power:
+            return f"{count / 10**power:.1f}{unit}"
+    return f"{count}{one}"
+
+
 def socket_folder(wanted: str = "") -> str:
     """Where processes of a run keep their Unix sockets: ``wanted`` or else the temporary folder, if its path is short.
 

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megasync.app.async_trainer import AsyncTrainer
+    from megasync.config import Config
     from megasync.config.schema import ModelConfig
     from megasync.observe.result import SupervisedResult
 
@@ -65,7 +67,9 @@ ConfigFile = Annotated[
 RunDirectory = Annotated[
     Path, typer.Argument(metavar="RUN", help="Run directory, such as runs/quickstart-20260101-120000.")
 ]
-HfFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="Hugging Face model folder.")]
+HfFolder = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Hugging Face model folder, or name on a hub: OWNER/NAME[@REVISION].")
+]
 OutFolder = Annotated[Path, typer.Argument(metavar="OUT", help="Output folder; must be empty or not exist yet.")]
 ConvertedDtype = Annotated[
     str | None, typer.Option("--dtype", help="Dtype of the weights written. Default: that of config.json.")
@@ -130,7 +134,7 @@ def train(
     from megasync.config import load_config
     from megasync.preflight.check import check_config
 
-    loaded = load_config(*_resolved(config, overrides, continue_file))
+    loaded = _with_models(load_config(*_resolved(config, overrides, continue_file)))
     check_config(loaded)  # before the import below, which takes seconds
 
     from megasync import AsyncTrainer
@@ -150,7 +154,7 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     from megasync.config import load_config
     from megasync.preflight.check import check_supervised
 
-    loaded = load_config(config, overrides or ())
+    loaded = _with_models(load_config(config, overrides or ()))
     check_supervised(loaded)  # before the import below, which takes seconds
 
     from megasync.app.supervised import train_supervised
@@ -198,7 +202,7 @@ def plan(
     from megasync.preflight.plan import resolve_plan, resolve_supervised
     from megasync.preflight.render import plan_tables
 
-    loaded = load_config(config, overrides or ())
+    loaded = _with_models(load_config(config, overrides or ()), weights=False)
     left_out = check_run(loaded, planning=True)
     resolve = resolve_supervised if is_supervised(loaded) else resolve_plan
     resolved = resolve(loaded, None if device_memory is None else int(device_memory * 1e9))
@@ -445,7 +449,8 @@ def export(
     checkpoint = latest(run)
     if checkpoint is None:
         raise CheckpointError(f"{run} has no complete checkpoint to export yet")
-    (export_model if merge else export_checkpoint)(checkpoint, Path(load_config(settings, unset=True).model.path), out)
+    source = _folder(load_config(settings, unset=True).model.path)
+    (export_model if merge else export_checkpoint)(checkpoint, source, out)
     _say(f"exported {checkpoint} to {out}")
 
 
@@ -457,7 +462,7 @@ def to_megatron(model: HfFolder, out: OutFolder, dtype: ConvertedDtype = None) -
     Device("cpu").prepare_process(0)
     from megasync.trainer.dist_checkpoint import write_dist_checkpoint
 
-    write_dist_checkpoint(_converted_model(model, dtype), out)
+    write_dist_checkpoint(_converted_model(_folder(model), dtype), out)
     _say(f"wrote {out}")
 
 
@@ -474,7 +479,7 @@ def from_megatron(
     Device("cpu").prepare_process(0)
     from megasync.trainer.dist_checkpoint import read_dist_checkpoint
 
-    read_dist_checkpoint(checkpoint, _converted_model(model, dtype), out)
+    read_dist_checkpoint(checkpoint, _converted_model(_folder(model), dtype), out)
     _say(f"wrote {out}")
 
 
@@ -496,7 +501,8 @@ def quantize(
     from megasync.layout.block_fp8 import Block
     from megasync.layout.fp8_folder import write_fp8_folder
 
-    write_fp8_folder(model, out, Block(block, block), _converted_model(model, dtype).dtype, power_of_two)
+    folder = _folder(model)
+    write_fp8_folder(folder, out, Block(block, block), _converted_model(folder, dtype).dtype, power_of_two)
     _say(f"wrote {out}")
 
 
@@ -562,16 +568,17 @@ def check_layout(
             f"--engine-dp-attention={engine_dp_attention} does not divide --engine-tp={engine_tp}; choose a divisor"
         )
     split = {"--ep-size": engine_ep, "--pp-size": engine_pp, "--attn-dp-size": engine_dp_attention}
+    folder = _folder(model, weights=not random)
     try:
         with _interruptible():
             report = check(
-                model,
+                folder,
                 topology,
                 place.spec,
                 dtype,
                 bucket_mb,
                 random,
-                lambda served, specs: engine_ranks(model, engine_tp, served, place.kind, specs, split, fp8),
+                lambda served, specs: engine_ranks(folder, engine_tp, served, place.kind, specs, split, fp8),
                 fp8,
             )
     except SyncError as error:
@@ -654,7 +661,7 @@ def chaos(
         seed,
         log=_say,
     )
-    check_config(loaded)
+    check_config(_with_models(loaded))
     report = experiment.run(minutes, rounds)
     _console().print(report_tables(report))
     if report.problems:
@@ -720,7 +727,7 @@ def launch(
         continue_file = run_file(load_config(config, overrides or ()).run_root)
     source, changes = _resolved(config, overrides, continue_file)
     loaded = load_config(source, [*changes, "cluster.address=auto", "cluster.host=auto"])
-    check_config(loaded, planning=True)
+    check_config(_with_models(loaded, weights=False), planning=True)
     job = Job(
         hosts=slurm_hosts() if slurm else read_hosts(hosts),
         config=loaded,
@@ -760,13 +767,15 @@ def doctor(
     """
     from megasync.app.start_checks import check_run
     from megasync.config import load_config
+    from megasync.models.hub import pending
     from megasync.preflight.doctor import FAILURE, examine
     from megasync.preflight.render import findings_table
     from megasync.preflight.run_doctor import find_contradiction
 
-    loaded = load_config(config, overrides or ()) if config else None
+    loaded = _with_models(load_config(config, overrides or ()), weights=False) if config else None
+    refuse = partial(check_run, planning=loaded is not None and bool(pending(loaded)))
     if cluster is None:
-        findings = examine(loaded, refuse=check_run)
+        findings = examine(loaded, refuse=refuse)
     else:
         from megasync.preflight.cluster_doctor import examine_cluster
 
@@ -774,7 +783,8 @@ def doctor(
         if config is not None and loaded is not None:
             # A launcher joins the cluster for a configuration that names none.
             joins = [] if loaded.cluster.address else [f"cluster.address={cluster}", "cluster.host=auto"]
-            findings.append(find_contradiction(load_config(config, [*(overrides or ()), *joins]), check_run))
+            joined = _with_models(load_config(config, [*(overrides or ()), *joins]), weights=False)
+            findings.append(find_contradiction(joined, refuse))
     _console().print(findings_table(findings))
     if any(finding.status == FAILURE for finding in findings):
         raise typer.Exit(UNHEALTHY)
@@ -783,14 +793,24 @@ def doctor(
 @command(MODELS, "fetch digits", "fetch smollm2 --out /data/models/smollm2")
 def fetch(
     name: Annotated[
-        str, typer.Argument(help="digits or digits_moe (tiny, random weights), or smollm2 (SmolLM2-135M-Instruct).")
+        str,
+        typer.Argument(
+            help="digits or digits_moe (tiny, random weights), smollm2 (SmolLM2-135M-Instruct), or OWNER/NAME[@REV]."
+        ),
     ],
     out: Annotated[Path | None, typer.Option(help="Output folder. Default: models/NAME.")] = None,
 ) -> None:
-    """Create the folder of a small model: configuration, weights, tokenizer. Downloads nothing."""
-    from megasync.models import fetch as write_model
+    """Create the folder of a small model (configuration, weights, tokenizer), or download a model of a hub.
 
-    folder = write_model(name, out or Path("models") / name)
+    The small ones need no network. A model of a hub goes into the cache of
+    huggingface_hub, as when a run starts: for machines whose runs have no network.
+    """
+    from megasync.models import fetch as write_model
+    from megasync.models.hub import is_name
+
+    if is_name(name) and out is not None:
+        raise ConfigError(f"{name} is downloaded into the cache, which HF_HOME sets; leave --out out")
+    folder = _folder(name) if is_name(name) else write_model(name, out or Path("models") / name)
     _say(f"wrote {name} to {folder}")
 
 
@@ -802,6 +822,22 @@ def _resolved(config: Path, overrides: list[str] | None, continue_file: Path | N
     if source != config:
         typer.echo(f"resuming with the configuration {source}", err=True)
     return source, changes
+
+
+def _with_models(config: Config, *, weights: bool = True) -> Config:
+    """`resolve_names`, which downloads models that are given by name."""
+    from megasync.models.hub import resolve_names
+
+    with _interruptible():
+        return resolve_names(config, weights=weights)
+
+
+def _folder(model: str, *, weights: bool = True) -> Path:
+    """The folder of a model, downloaded if it is given by name."""
+    from megasync.models.hub import local_folder
+
+    with _interruptible():
+        return local_folder(model, weights=weights)
 
 
 def _run(trainer: AsyncTrainer) -> None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from megasync.cluster.actors import kill_process
 from megasync.cluster.node_agents import NodeAgents
@@ -132,6 +132,19 @@ class Pools:
             if name == pool:
                 by_slot[slot] = (await asyncio.to_thread(placement_group_table, group))["bundles_to_node_id"].get(0, "")
         return {slot: str(node) for slot, node in by_slot.items() if node}
+
+    async def ask_nodes(self, function: Callable[[Any], Any], argument: Any) -> list[tuple[str, Any]]:
+        """Calls a function in a process on each node of the pools: the address of each, and its answer.
+
+        The wait for a node ends with its answer, or with Ray's error once the node is lost.
+        """
+        used = {node for pool in self.specs for node in (await self.nodes(pool)).values()}
+        nodes = [node for node in ray.nodes() if node["NodeID"] in used]
+        remote = ray.remote(num_cpus=0, max_retries=0)(function)
+        places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+        refs: list[Any] = [remote.options(scheduling_strategy=place).remote(argument) for place in places]
+        answers = await asyncio.gather(*(asyncio.wrap_future(ref.future()) for ref in refs))
+        return [(node["NodeManagerAddress"], answer) for node, answer in zip(nodes, answers, strict=True)]
 
     async def living_slots(self, pool: str) -> list[int]:
         """The initial slots of a pool on nodes that Ray does not know to be lost, ascending.

@@ -4,8 +4,8 @@ Layers are merged from the outermost base to the overrides. Each layer is valida
 merged, so an error always names the file or override that contains the refused key or value.
 
 Invariant: what the environment gives (`${oc.env:NAME}`, or any other resolver of OmegaConf) is saved as it was written,
-so no secret from the environment reaches a file; only numbers are saved as they are. `_saved` guarantees it. A resumed
-run reads the environment again.
+so no secret from the environment reaches a file; only numbers are saved as they are, and names of models with their
+commit (`models.hub`). `_saved` guarantees it. A resumed run reads the environment again.
 """
 
 from __future__ import annotations

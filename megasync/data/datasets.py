@@ -149,7 +149,9 @@ def _read_hf(config: DatasetConfig) -> Iterable[dict[str, Any]]:
             return datasets.load_from_disk(config.source)[config.split]
         if (folder / "state.json").is_file():
             return datasets.load_from_disk(config.source)
-        return datasets.load_dataset(config.source, split=config.split, **config.options)
+        name, _, revision = config.source.partition("@") if not folder.exists() else (config.source, "", "")
+        pinned = {"revision": revision} if revision else {}
+        return datasets.load_dataset(name, split=config.split, **pinned, **config.options)
     except Exception as error:  # the package raises errors of a dozen libraries; the cause is chained
         raise DataError(f"hf:{config.source} (split {config.split}): {type(error).__name__}: {error}") from error
 

@@ -11,8 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megasync.base.files import bytes_text
 from megasync.lab.layout_check import Report
-from megasync.preflight.finding import bytes_text
 from megasync.preflight.render import facts
 
 SHOWN_NAMES = 3

@@ -286,7 +286,7 @@ def _check_frozen_models(config: Config, planning: bool) -> None:
     for key, model in frozen_models(config).items():
         if isinstance(model, RewardModelConfig) and model.read == "yes_no" and model.yes_token == model.no_token:
             raise ConfigError(f"{key}.yes_token and {key}.no_token are both {model.yes_token!r}; they must differ")
-        if not planning or Path(model.path).expanduser().is_dir():
+        if not planning or any(Path(model.path).expanduser().glob("*.safetensors")):
             _check_frozen_folder(key, model)
     _check_memory(config)
 

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from megasync.base.files import bytes_text
+
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 # Ports that a small run uses: servers, router, metrics, collectives, Ray.
 PORTS = 16
@@ -34,19 +36,6 @@ def check_space(subject: str, path: Path, wanted: int, fix: str, why: str = "") 
     """Checks that `wanted` bytes are free on the disk of `path`; `why` is appended to the detail."""
     free = shutil.disk_usage(path).free
     return verdict(subject, free >= wanted, f"{bytes_text(free)} free at {path}{why}", fix)
-
-
-def bytes_text(count: int) -> str:
-    """A human-readable number of bytes, in powers of 1,000."""
-    return scaled(count, (" GB", " MB", " kB"), " B")
-
-
-def scaled(count: int, units: tuple[str, str, str], one: str) -> str:
-    """A number in units of 10**9, 10**6 or 10**3, or of ``one``."""
-    for power, unit in zip((9, 6, 3), units, strict=True):
-        if count >= 10**power:
-            return f"{count / 10**power:.1f}{unit}"
-    return f"{count}{one}"
 
 
 def writable(path: Path) -> bool:

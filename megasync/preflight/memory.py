@@ -655,10 +655,10 @@ def _arena(sync: SyncConfig, weights: int) -> int:
 def frozen_memory(key: str, model: FrozenModelConfig, config: Config, device_bytes: int | None) -> ServerMemory | None:
     """Memory of a frozen model's server, from its config.json and the size of its files, whatever its family.
 
-    None if the folder is not on this machine.
+    None if its weights are not on this machine.
     """
     folder = Path(model.path).expanduser()
-    if not folder.is_dir():
+    if not any(folder.glob("*.safetensors")):
         return None
     values = read_frozen_model(key, model)
     dtype = model.dtype or config.model.dtype

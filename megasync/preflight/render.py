@@ -13,12 +13,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from megasync.base.files import bytes_text, scaled
 from megasync.config.access import describe_access
 from megasync.config.pools import engines, server_slots
 from megasync.config.schema import Config, RolloutConfig
 from megasync.layout.routes import RouteFormat
+from megasync.models.hub import with_names
 from megasync.observe.trackers import describe_sinks
-from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, bytes_text, scaled
+from megasync.preflight.finding import FAILURE, OK, WARNING, Finding
 from megasync.preflight.memory import HostMemory, RankMemory, ServerMemory, longest_sequence, microbatch_tokens
 from megasync.preflight.plan import Plan, PlannedPool, PlannedRank, TrainerPlan
 
@@ -109,8 +111,9 @@ def _summary(plan: Plan) -> Table:
 
 def _model(plan: TrainerPlan) -> dict[str, str]:
     path, sizes, dtype = plan.config.model.path, plan.layout.sizes, plan.config.model.dtype
+    name = with_names(plan.config).model.path
     return {
-        "model": path if plan.source.parent == Path(path).expanduser() else f"{path} (sizes from {plan.source})",
+        "model": name if plan.source.parent == Path(path).expanduser() else f"{path} (sizes from {plan.source})",
         "size": f"{_count(plan.parameters)} parameters in {dtype}: {sizes.layers} layers, hidden "
         f"{sizes.hidden}, {sizes.heads} heads, {sizes.groups} KV heads, vocabulary {sizes.vocab}"
         + (", tied embeddings" if sizes.tied else ""),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from megasync.base.files import bytes_text
 from megasync.config import Config
 from megasync.config.access import describe_access, generation_needs_key
 from megasync.config.host import is_loopback, resolve_host
@@ -19,13 +20,13 @@ from megasync.config.pools import devices_needed, pool_specs, trainer_pool
 from megasync.config.supervised import is_supervised
 from megasync.device import check_machine, resolve_device
 from megasync.errors import ConfigError, DataError
+from megasync.models.hub import pending
 from megasync.preflight.check import model_layout
 from megasync.preflight.finding import (
     FAILURE,
     OK,
     WARNING,
     Finding,
-    bytes_text,
     check_ports,
     check_space,
     verdict,
@@ -49,7 +50,8 @@ def examine_for(config: Config, refuse: Refuse) -> Iterator[Finding]:
     first = find_contradiction(config, refuse)
     yield first
     if first.status == OK:
-        for check in (check_tokenizer, check_run_folder, check_keys, check_cpu_memory, check_gpus):
+        yield from list(check_downloads(config)) or check_tokenizer(config)
+        for check in (check_run_folder, check_keys, check_cpu_memory, check_gpus):
             yield from check(config)
         yield from check_ports(resolve_host(config.cluster.host))
 
@@ -75,6 +77,16 @@ def check_tokenizer(config: Config) -> Iterator[Finding]:
         yield Finding("model", FAILURE, str(error), "copy the tokenizer files of the model again")
     else:
         yield Finding("model", OK, f"{config.model.path}, with its weights and a tokenizer")
+
+
+def check_downloads(config: Config) -> Iterator[Finding]:
+    """Checks that there is room for what a run will download; without findings if all models are here."""
+    waiting = pending(config)
+    for folder, size in waiting.items():
+        place = next(place for place in folder.parents if place.exists())
+        fix = "free some space, or set HF_HOME to a folder on a larger disk"
+        detail = f"; {bytes_text(size)} of {folder} will be downloaded"
+        yield check_space("download", place, sum(waiting.values()), fix, detail)
 
 
 def check_run_folder(config: Config) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from megasync.data.render import load_tokenizer
 from megasync.errors import DataError
+from megasync.models.hub import snapshot_of
 from megasync.watch.responses import Decoder
 from megasync.watch.run_folder import RunFolder
 
@@ -19,6 +20,8 @@ def decoder_of(run: RunFolder) -> tuple[Decoder, str]:
     problem = f"there is no folder {named!r} here" if named else "config.yaml names no model"
     # A relative path is relative to where the run was started, which is often the folder above run_root.
     folders = [Path(named), run.path.resolve().parent.parent / named] if named else []
+    if (snapshot := snapshot_of(named)) is not None:
+        folders.append(snapshot.folder)
     for path in (*folders, run.path / "export"):
         if path.is_dir():
             try:

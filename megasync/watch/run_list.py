@@ -13,6 +13,7 @@ from typing import Any
 
 from nicegui import ui
 
+from megasync.models.hub import title
 from megasync.observe import names
 from megasync.observe.metrics import METRICS_FILE
 from megasync.watch import elements, units
@@ -60,7 +61,7 @@ def summarize(run: RunFolder) -> Summary:
         run.status,
         run.step,
         run.total_steps,
-        Path(str(run.settings.get("model.path") or "")).name,
+        title(str(run.settings.get("model.path") or "")),
         latest(held_out),
         latest(training),
         run.seconds,

@@ -31,7 +31,7 @@ class ModelConfig:
     """The model that is trained and served."""
 
     # Folder with a Hugging Face config.json, safetensors (unquantized, block FP8, or MXFP4 of gpt-oss) and tokenizer
-    # (`megasync fetch` makes two small ones).
+    # (`megasync fetch` makes two small ones), or a model's name on a hub, such as Qwen/Qwen3-0.6B: docs/models.md.
     path: str = key(
         MISSING,
         PATH,
@@ -56,7 +56,8 @@ class DatasetConfig:
 
     # digits (procedural), reasoning_gym, jsonl, parquet, or hf (a `datasets` folder or hub name).
     kind: str = key(MISSING, DATASET)
-    # File or folder of jsonl, parquet and hf datasets; the task's name for digits and reasoning_gym.
+    # File or folder of jsonl, parquet and hf datasets, or owner/name[@revision] of an hf dataset; the task's name for
+    # digits and reasoning_gym.
     source: str = MISSING
     # Split of the dataset. The generated tasks have `train` and `test`, which share no row.
     split: str = "train"

@@ -102,7 +102,7 @@ class GroupConfig:
 class FrozenModelConfig:
     """A model that is served beside the policy and never trained: the keys that reward and auxiliary models share."""
 
-    # Hugging Face folder: config.json, safetensors, tokenizer.
+    # Hugging Face folder (config.json, safetensors, tokenizer), or a model's name on a hub: docs/models.md.
     path: str = key(MISSING, PATH)
     # float32 or bfloat16; null takes `model.dtype`.
     dtype: str | None = key(None, DTYPE)

@@ -389,8 +389,8 @@ class CriticConfig:
         excludes("model's vision tower", because="such a value model has no Hugging Face class to be exported as"),
         fixed="the run's checkpoints have one, or have none; start a new run from an export of the newest checkpoint",
     )
-    # Hugging Face folder of its initial weights, for the same tokenizer; null takes model.path. Without a value head in
-    # it, that starts from random weights.
+    # Hugging Face folder of its initial weights, or a name as in model.path, for the same tokenizer; null takes
+    # model.path. Without a value head in it, that starts from random weights.
     path: str | None = key(
         None,
         PATH,

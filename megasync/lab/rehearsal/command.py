@@ -12,6 +12,7 @@ from megasync.config import load_config
 from megasync.errors import ConfigError
 from megasync.lab.rehearsal.driver import MEGATRONS, installed_megatron, rehearse, sampled_ranks
 from megasync.lab.rehearsal.render import rehearsal_data, rehearsal_tables
+from megasync.models.hub import resolve_names
 from megasync.preflight.check import check_config, model_layout
 
 
@@ -21,7 +22,7 @@ def rehearse_config(source: Path, overrides: list[str], rank: str, megatron: str
     Raises ConfigError for a configuration that `megasync plan` refuses, for a rank that does not exist, for an unknown
     version of megatron-core and for a package that is missing.
     """
-    config = load_config(source, overrides)
+    config = resolve_names(load_config(source, overrides), weights=False)
     check_config(config, planning=True)
     layout, _ = model_layout(config, planning=True)
     ranks = _chosen_ranks(rank, layout.topology.world, sampled_ranks(layout))

@@ -15,6 +15,7 @@ from megasync.layout.families.delta_net import DELTA
 from megasync.layout.families.dense import DENSE
 from megasync.layout.families.experts import SPARSE
 from megasync.layout.families.latent import LATENT
+from megasync.layout.families.nearest import nearest_family
 from megasync.layout.families.rules import Family, Rule, Split, Tensor
 from megasync.layout.families.sizes import Sizes, read_sizes
 
@@ -56,7 +57,10 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     """
     kind = hf_config.get("model_type")
     if kind not in FAMILIES:
-        raise ConfigError(f"model_type {kind!r} in config.json is not supported; supported are {', '.join(FAMILIES)}")
+        raise ConfigError(
+            f"model_type {kind!r} in config.json is not supported; supported are {', '.join(FAMILIES)}"
+            f"{nearest_family(hf_config, FAMILIES)}"
+        )
     family = FAMILIES[kind]
     config = {**family.defaults, **hf_config}
     for key, value in family.fixed.items():
