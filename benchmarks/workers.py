@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 from rollout import REQUEST_TIMEOUT, null_server
 
+from megasync.buffer.sink import GroupSink
 from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
 from megasync.cluster.rollout_workers import RolloutWorkers, WorkerActor
@@ -63,11 +64,15 @@ def by_length(completions: list[str], **columns: Any) -> list[float]:
     return [float(number) for number, _ in enumerate(completions)]
 
 
-class NoBuffer:
+class NoBuffer(GroupSink):
     """Takes every group and keeps none. `admit` waits once `total` are admitted."""
 
     def __init__(self, total: int = 0) -> None:
+        super().__init__(self._taken, None)
         self._left = total
+
+    async def _taken(self, call: str, *_: Any) -> Any:
+        return {} if call == "partials" else True
 
     async def admit(self, uid: str) -> None:
         if not self._left:
@@ -80,17 +85,6 @@ class NoBuffer:
 
     async def unfinished(self, uids: Any) -> list[str]:
         return list(uids)
-
-    async def commit(self, group: Any) -> bool:
-        return True
-
-    async def drop(self, uid: str, reason: str) -> bool:
-        return True
-
-    async def partials(self, uid: str) -> dict[tuple[int, int], bytes]:
-        return {}
-
-    async def save_partials(self, partials: Any) -> None: ...
 
 
 class Prompts:
@@ -147,7 +141,8 @@ class Work:
         )
         selection = Selection(GroupConfig(), SAMPLES, self.tokens)
         spec = GroupSpec(Converse(self.turns), RewardRunner(by_length), selection)
-        worker = GroupWorker(client, NoBuffer(), spec, on_ended=end.ended, on_failed=end.failed, quarantine=quarantine)
+        buffer: Any = NoBuffer()
+        worker = GroupWorker(client, buffer, spec, on_ended=end.ended, on_failed=end.failed, quarantine=quarantine)
 
         async def cpu() -> float:
             return time.process_time()

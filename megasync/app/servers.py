@@ -75,8 +75,8 @@ async def reserve_pools(stack: AsyncExitStack, config: Config, specs: Mapping[st
     pools = Pools(dict(specs), device.kind)
     stack.callback(pools.remove)
     await pools.create(config.timeouts.server_start)
-    if (names := [each.name for each in snapshots(config)]) and pools.several_nodes:
-        refusals = [f"node {node}: {why}" for node, why in await pools.ask_nodes(missing_here, names) if why]
+    if (folders := {each.name: str(each.folder) for each in snapshots(config)}) and pools.several_nodes:
+        refusals = [f"node {node}: {why}" for node, why in await pools.ask_nodes(missing_here, folders) if why]
         if refusals:
             raise ConfigError("; ".join(refusals))
     return pools

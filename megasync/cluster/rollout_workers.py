@@ -32,7 +32,7 @@ from megasync.cluster.actors import ANSWER_SECONDS, EXIT_SECONDS, ActorGroup, ki
 from megasync.cluster.pools import Pools
 from megasync.concurrency.foreign import explain, invoke, shown
 from megasync.concurrency.orphans import kill_orphans
-from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel
+from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel, to_its_end
 from megasync.config import Config
 from megasync.errors import ConfigError, MegasyncError, ProcessLost, ServerError
 from megasync.observe.clock import clock_offset
@@ -239,10 +239,10 @@ class RolloutWorkers:
             try:
                 await process.start(self._timeouts.server_start)
             except MegasyncError as error:
-                await process.kill()
+                await to_its_end(process.kill())
                 reason = f"it does not start: {error}"
             except BaseException:
-                await process.kill()
+                await to_its_end(process.kill())
                 raise
             else:
                 self._context.events.recovery(worker_name(number), "replaced")
@@ -284,7 +284,8 @@ class RolloutWorkers:
                 on_lost(link)
             link.lose(loss)
             self._quarantine.lost(client)
-            await process.kill()
+            # A run that stops meanwhile must not leave what the worker has started.
+            await to_its_end(process.kill())
         return str(loss)
 
 

@@ -110,7 +110,7 @@ class Slots:
 
     async def stop(self) -> None:
         """Ends all servers, and forgets them."""
-        slots = {*self._slots.values(), *self._tasks}
+        slots = dict.fromkeys((*self._slots.values(), *self._tasks))
         try:
             await cancel_and_wait(*self._tasks.values())
         finally:

@@ -69,6 +69,19 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def to_its_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine to its end, also if this task is cancelled meanwhile: that is raised afterwards.
+
+    The coroutine needs a deadline of its own. A second cancellation does not wait for it.
+    """
+    task = asyncio.ensure_future(coroutine)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
 async def set_within(event: asyncio.Event, seconds: float) -> bool:
     """Waits until the event is set; returns False if it is not within `seconds`."""
     with suppress(TimeoutError):

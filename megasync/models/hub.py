@@ -18,7 +18,7 @@ import hashlib
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from copy import deepcopy
@@ -143,11 +143,15 @@ def local_folder(text: str | Path, key: str = "MODEL", *, weights: bool = True) 
     return snapshot.folder
 
 
-def missing_here(names: Sequence[str]) -> str:
-    """Completes the snapshots with these names and commits on this machine. Returns why one cannot be had, or ""."""
+def missing_here(folders: Mapping[str, str]) -> str:
+    """Downloads models on this node of a run, by names with commits and the driver's folders.
+
+    Returns why a node cannot have one in that folder; "" if it has all.
+    """
     try:
-        for name in names:
-            local_folder(name, name)
+        for name, folder in folders.items():
+            if (here := str(local_folder(name, name))) != folder:
+                return f"{name} is in {here}, and in {folder} for the driver; set HF_HOME to one path on all nodes"
     except ConfigError as error:
         return str(error)
     return ""

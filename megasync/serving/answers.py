@@ -173,12 +173,8 @@ def read_generated(raw: bytes, limits: AnswerLimits) -> GeneratedPiece:
     if limits.support and token_ids:
         logprobs = meta.output_token_sampling_logprobs or ()
         support = _support(meta.output_token_sampling_mask or (), logprobs, token_ids, limits)
-    if len(token_ids) > limits.tokens:
-        raise InvalidAnswer(f"{len(token_ids)} tokens, and at most {limits.tokens} were requested")
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
-        bad = next(i for i in token_ids if not 0 <= i < limits.vocab_size)
-        raise InvalidAnswer(f"token id {bad} is outside the vocabulary [0, {limits.vocab_size})")
     if token_ids:
+        _check_tokens(token_ids, limits)
         _check_logprobs(logprobs)
     finish = meta.finish_reason
     if finish is not None and isinstance(finish.matched, str) and finish.matched not in limits.stop:
@@ -253,6 +249,14 @@ async def events(response: aiohttp.ClientResponse, most: int) -> AsyncIterator[b
             content = event.removeprefix(_EVENT_PREFIX).strip()
             if content != _LAST_EVENT:
                 yield content
+
+
+def _check_tokens(token_ids: Sequence[int], limits: AnswerLimits) -> None:
+    if len(token_ids) > limits.tokens:
+        raise InvalidAnswer(f"{len(token_ids)} tokens, and at most {limits.tokens} were requested")
+    if min(token_ids) < 0 or max(token_ids) >= limits.vocab_size:
+        bad = next(i for i in token_ids if not 0 <= i < limits.vocab_size)
+        raise InvalidAnswer(f"token id {bad} is outside the vocabulary [0, {limits.vocab_size})")
 
 
 def _check_logprobs(logprobs: Sequence[float]) -> None:

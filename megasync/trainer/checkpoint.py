@@ -327,7 +327,7 @@ def _make_room(path: Path, partial: Path) -> None:
 
 
 def copied(shard: Shard, memory: HostMemory, device: torch.device) -> Shard:
-    """What this rank writes, copied to ``memory``: the parameters and slices of which it is the first holder."""
+    """Copies what this rank writes to ``memory``: the parameters and slices of which it is the first holder."""
     rank, writers = shard.rank, shard.layout.writers(shard.rank)
     peers = _slice_peers(shard.layout, shard.sharded)
     memory.clear()

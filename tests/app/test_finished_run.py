@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megasync.app import run as run_module
+from megasync.app import run_directory
 from megasync.app import supervised as supervised_module
 from megasync.app.async_trainer import AsyncTrainer
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
@@ -128,6 +129,6 @@ async def test_a_stop_during_the_last_export_leaves_the_run_finished(
         assert run.request_stop("SIGINT")
         return tmp_path / "export"
 
-    monkeypatch.setattr(module, "export_newest", export)
+    monkeypatch.setattr(run_directory, "export_newest", export)
     result = await run.execute()
     assert (result.stopped, result.finished, result.export_dir) == ("", True, tmp_path / "export")

@@ -125,6 +125,7 @@ OTHER_WRITERS = {
     "base/files.py": "atomic_write itself",
     "launch/node.py": "copies of logs",
     "base/locks.py": "the lock itself: its inode must stay",
+    "models/hub.py": "weights on their way, appended to by the next attempt, and named by their digest once whole",
     "observe/metrics.py": "a log, appended to; a damaged line costs only itself",
     "observe/rollouts.py": "a log, appended to; a torn last line is dropped",
     "observe/samples.py": "a log, appended to; a torn last line is dropped",

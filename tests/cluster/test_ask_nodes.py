@@ -25,14 +25,15 @@ async def test_nodes_of_a_run_make_one_download_and_say_what_they_lack(monkeypat
         ray.init(address=cluster.address, log_to_driver=False)
         pools = Pools({"trainer": PoolSpec("trainer", slots=2, devices=1, slots_per_node=1)}, "cpu")
         await pools.create(timeout=60)
-        answers = await pools.ask_nodes(missing_here, [f"tiny/model@{commit}"])
+        folder = tmp_path / "hub" / "models--tiny--model" / "snapshots" / commit
+        answers = await pools.ask_nodes(missing_here, {f"tiny/model@{commit}": str(folder)})
         assert [answer for _, answer in answers] == ["", ""]
-        refused = await pools.ask_nodes(missing_here, ["tiny/none"])
+        refused = await pools.ask_nodes(missing_here, {"tiny/none": ""})
         assert len(refused) == 2 and all("no repository tiny/none" in answer for _, answer in refused)
         pools.remove()
     finally:
         ray.shutdown()
         cluster.shutdown()
         hub.close()
-    assert model_files(tmp_path / "hub" / "models--tiny--model" / "snapshots" / commit) == FILES
+    assert model_files(folder) == FILES
     assert len(hub.downloads()) == 1

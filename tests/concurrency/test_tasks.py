@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megasync.concurrency.tasks import Backoff, gather_or_cancel, set_within, within
+from megasync.concurrency.tasks import Backoff, gather_or_cancel, set_within, to_its_end, within
 
 
 def test_a_delay_doubles_up_to_the_longest_until_it_is_reset():
@@ -72,3 +72,21 @@ async def test_a_cancellation_that_arrives_together_with_the_event_ends_the_wait
     if waiting.cancel():
         with pytest.raises(asyncio.CancelledError):
             await waiting
+
+
+async def test_what_must_end_does_although_its_task_is_cancelled_meanwhile():
+    began, may_end, ended = asyncio.Event(), asyncio.Event(), []
+
+    async def work() -> str:
+        began.set()
+        await may_end.wait()
+        ended.append(True)
+        return "done"
+
+    task = asyncio.ensure_future(to_its_end(work()))
+    await began.wait()
+    task.cancel()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == [True] and await to_its_end(work()) == "done"

@@ -359,9 +359,11 @@ def test_another_node_gets_the_same_commit(hub, files, monkeypatch, tmp_path):
     commit = hub.push(NAME, files)
     hub.push(NAME, {})
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "of another node"))
-    assert missing_here([f"{NAME}@{commit}"]) == ""
-    assert model_files(next(tmp_path.glob("of*/*/snapshots/*"))) == files
-    assert "no repository tiny/other" in missing_here(["tiny/other"])
+    folder = tmp_path / "of another node" / "models--tiny--digits" / "snapshots" / commit
+    assert missing_here({f"{NAME}@{commit}": str(folder)}) == ""
+    assert model_files(folder) == files
+    assert "set HF_HOME to one path on all nodes" in missing_here({f"{NAME}@{commit}": "/elsewhere"})
+    assert "no repository tiny/other" in missing_here({"tiny/other": ""})
 
 
 def test_a_dataset_is_pinned_and_one_that_the_hub_does_not_know_stays(hub):
@@ -413,7 +415,7 @@ def test_the_doctor_says_what_will_be_downloaded_and_later_checks_the_folder(cal
     assert not hub.downloads()
     assert call("fetch", NAME)[0] == 0
     _, out, _ = call("doctor", "configs/quickstart.yaml", f"model.path={NAME}", "cluster.device=cpu")
-    assert "tensors and a tokenizer" in " ".join(out.replace("│", " ").split())
+    assert "with its weights and a tokenizer" in " ".join(out.replace("│", " ").split())
 
 
 def test_fetch_prints_the_folder_and_takes_no_other(call, hub, tmp_path):

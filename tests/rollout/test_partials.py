@@ -38,6 +38,8 @@ def test_a_request_continues_its_response_and_what_changed_since_the_last_save_i
         if what == "begin":
             *key, digest, count, ends = where
             known = responses.get(tuple(key), ("",))
+            if known[0] != digest:
+                saved.pop(tuple(key), None)
             _, ids, finish = known if known[0] == digest else ("", (), "abort")
             response = partials.sample(*key[:2]).begin(key[2], digest)
             assert (tuple(response.token_ids), response.finish_reason) == (ids, finish)
