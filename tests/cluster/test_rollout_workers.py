@@ -416,10 +416,13 @@ async def test_every_prompt_ends_once_whatever_happens_to_the_workers(seed, work
     crew = Crew(workers, total, 6, lambda ids, options: behave(), zombies=zombies, restarts=1000, patience=0.2)
     async with crew:
         run = asyncio.create_task(crew.rollouter.run())
+        # Fewer than a run ends at, however many a slow machine would fit between two groups: a drop takes two of them.
+        losses = 50
         async with asyncio.timeout(PATIENCE):
             while not run.done():
                 await asyncio.sleep(choice.choice([0.001, 0.01]))
-                if choice.random() < 0.3:
+                if losses and choice.random() < 0.3:
+                    losses -= 1
                     process = choice.choice([p for p in crew.processes if not p.killed] or crew.processes)
                     choice.choice([process.die, process.die, process.hang])()
             await run
