@@ -64,7 +64,7 @@ class GroupScheduling:
 
     @property
     def tests_finished(self) -> bool:
-        """Whether nothing is left but the last test of each node, which a node begins when it is told to shut down."""
+        """Whether only the last test of each node is left: a node begins it when it gets the order to shut down."""
         return self._started and not self._waiting and all(len(tests) < 2 for tests in self._assigned.values())
 
     @property
@@ -166,8 +166,10 @@ class Distribution:
         workers = psutil.Process().children()
         below = [process for worker in workers for process in worker.children(recursive=True)]
         for worker in workers:
-            worker.send_signal(signal.SIGABRT)
-        psutil.wait_procs(workers, timeout=20)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.send_signal(signal.SIGABRT)
+            # One after the other: they print to the same place, piece by piece.
+            psutil.wait_procs([worker], timeout=20)
         for process in [*workers, *below]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
