@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -23,7 +24,7 @@ from megasync.cluster.actors import kill_process
 from megasync.cluster.node_agents import NodeAgents
 from megasync.concurrency.tasks import within
 from megasync.config.pools import PoolSpec, node_resource
-from megasync.errors import MegasyncError
+from megasync.errors import MegasyncError, ProcessLost
 from megasync.observe.hang import RunProcess
 from megasync.observe.stacks import ProcessStacks
 from megasync.serving.process_watch import ProcessId
@@ -136,14 +137,17 @@ class Pools:
     async def ask_nodes(self, function: Callable[[Any], Any], argument: Any) -> list[tuple[str, Any]]:
         """Calls a function in a process on each node of the pools: the address of each, and its answer.
 
-        The wait for a node ends with its answer, or with Ray's error once the node is lost.
+        The wait for a node ends with its answer, or once the node is lost. Raises ProcessLost.
         """
         used = {node for pool in self.specs for node in (await self.nodes(pool)).values()}
         nodes = [node for node in ray.nodes() if node["NodeID"] in used]
         remote = ray.remote(num_cpus=0, max_retries=0)(function)
         places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
         refs: list[Any] = [remote.options(scheduling_strategy=place).remote(argument) for place in places]
-        answers = await asyncio.gather(*(asyncio.wrap_future(ref.future()) for ref in refs))
+        try:
+            answers = await asyncio.gather(*(asyncio.wrap_future(ref.future()) for ref in refs))
+        except RayError as error:
+            raise ProcessLost(f"a node did not answer {function.__name__}: {error}") from error
         return [(node["NodeManagerAddress"], answer) for node, answer in zip(nodes, answers, strict=True)]
 
     async def living_slots(self, pool: str) -> list[int]:
