@@ -145,16 +145,18 @@ def compiler_environment(env: Mapping[str, str]) -> dict[str, str]:
     attention. PATH begins with the folder of this Python, where ninja is.
     """
     programs = str(Path(sys.executable).parent)
-    found = {"PATH": os.pathsep.join([programs, *(p for p in env.get("PATH", "").split(os.pathsep) if p != programs)])}
+    variables = {
+        "PATH": os.pathsep.join([programs, *(p for p in env.get("PATH", "").split(os.pathsep) if p != programs)])
+    }
     package = find_spec("nvidia")
     folders = package.submodule_search_locations if package is not None else None
     toolkits = [lib.parent for folder in folders or () for lib in sorted(Path(folder).glob("cu*/lib64"))]
     if toolkits and not env.get("CUDA_HOME") and not env.get("CUDA_PATH"):
-        found["CUDA_HOME"] = str(toolkits[-1])
+        variables["CUDA_HOME"] = str(toolkits[-1])
     libraries = [lib.parents[1] for folder in folders or () for lib in Path(folder).glob("cudnn/lib/libcudnn.so.*")]
     if libraries and not env.get("CUDNN_HOME") and not env.get("CUDNN_PATH"):
-        found["CUDNN_HOME"] = str(libraries[0])
-    return found
+        variables["CUDNN_HOME"] = str(libraries[0])
+    return variables
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[object]:
@@ -212,8 +214,7 @@ def pin(memory: torch.Tensor) -> None:
     """
     if error := int(_cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
         raise RuntimeError(
-            f"CUDA cannot page-lock {memory.nbytes / 2**20:.0f} MiB (error {error}); allow it (ulimit -l), or set "
-            f"sync.arena=device"
+            f"CUDA cannot page-lock {memory.nbytes / 2**20:.0f} MiB (error {error}); allow it (ulimit -l)"
         )
 
 

@@ -159,12 +159,12 @@ class AsyncBuffer(GroupSink):
             raise BufferStateError(f"a rollout worker must not call {call!r} of the buffer")
         if call != "partials":
             return await self._change(lambda state: getattr(state, call)(*arguments))
-        found = self._state.partials(*arguments)
+        partials = self._state.partials(*arguments)
 
         def load() -> dict[tuple[int, int], bytes]:
-            return {key: data() if callable(data) else data for key, data in found.items()}
+            return {key: data() if callable(data) else data for key, data in partials.items()}
 
-        return await self._transact(Job(read=load)) if self._ledger is not None and found else load()
+        return await self._transact(Job(read=load)) if self._ledger is not None and partials else load()
 
     async def _stored(self, group: EncodedGroup) -> EncodedGroup:
         try:

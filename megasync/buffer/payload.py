@@ -144,7 +144,7 @@ class EncodedGroup:
         return self.header.uid
 
     def stored(self, place: StoredBody) -> EncodedGroup:
-        """The same group, whose body lies there."""
+        """Returns the group with its body at ``place``."""
         group = EncodedGroup(self.head, place)
         # It need not be decoded again.
         vars(group)["header"] = self.header

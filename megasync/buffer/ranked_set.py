@@ -47,11 +47,11 @@ class RankedSet:
     def rank(self, number: int) -> int:
         """The number of members less than or equal to this number."""
         index = min(number - self._base + 1, len(self._tree) - 1)
-        found = 0
+        smaller = 0
         while index > 0:
-            found += self._tree[index]
+            smaller += self._tree[index]
             index &= index - 1
-        return found
+        return smaller
 
     def nth(self, index: int) -> int:
         """The member that exactly ``index`` members are smaller than. Raises IndexError."""

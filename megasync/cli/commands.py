@@ -815,7 +815,7 @@ def fetch(
 
 
 def _resolved(config: Path, overrides: list[str] | None, continue_file: Path | None) -> tuple[Path, list[str]]:
-    """The configuration file and overrides of a run that may go on, of which the user is told."""
+    """The configuration file and overrides to run with; prints the file if an earlier run goes on."""
     from megasync.app.resume_file import resolve_config
 
     source, changes = resolve_config(config, overrides or (), continue_file)

@@ -88,7 +88,7 @@ def serves_float32_head(arguments: Mapping[str, Any]) -> bool:
 
 
 def _refused(arguments: Mapping[str, Any], reserved: Mapping[str, str | None]) -> Iterator[str]:
-    """What is wrong with the arguments of any server."""
+    """Yields what is wrong with the arguments, whatever the server is for."""
     flags = {*reserved, *_DISTRIBUTION, *_QUANTIZING, OVERRIDES}
     for argument in arguments:
         # The flag may also be written as --flag=value.
@@ -105,7 +105,7 @@ def _refused(arguments: Mapping[str, Any], reserved: Mapping[str, str | None]) -
 
 
 def _harmful(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """What would quantize the policy, or make servers sample from another distribution."""
+    """Yields arguments that would quantize the policy, or have servers sample from another distribution."""
     for argument, value in arguments.items():
         overrides: Any = {}
         if argument == OVERRIDES:

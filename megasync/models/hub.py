@@ -104,8 +104,8 @@ def resolve_names(config: Config, *, weights: bool = True) -> Config:
         if item.name != "path" or not isinstance(section, ModelConfig | CriticConfig | FrozenModelConfig):
             continue
         frozen = isinstance(section, FrozenModelConfig)
-        given = isinstance(section, ModelConfig) and section.config is not None and not weights
-        if section.path is None or given or (frozen and is_supervised(config)) or not is_name(section.path):
+        described = isinstance(section, ModelConfig) and section.config is not None and not weights
+        if section.path is None or described or (frozen and is_supervised(config)) or not is_name(section.path):
             continue
         snapshot = _find(section.path, key)
         if not frozen:
@@ -159,17 +159,17 @@ def missing_here(folders: Mapping[str, str]) -> str:
 
 def snapshots(config: Config) -> list[Snapshot]:
     """The snapshots of the models that `resolve_names` has found."""
-    return [found for name in _names(config).values() if (found := snapshot_of(name)) is not None]
+    return [each for name in _names(config).values() if (each := snapshot_of(name)) is not None]
 
 
 def pending(config: Config) -> dict[Path, int]:
     """The bytes that a run will download, by folder of the model, for those that are not whole. Raises ConfigError."""
-    found: dict[Path, int] = {}
+    sizes: dict[Path, int] = {}
     for snapshot in snapshots(config):
         if not _is_complete(snapshot):
             with _explained(snapshot.repo, snapshot.name):
-                found[snapshot.folder] = _open_bytes(snapshot, _missing(snapshot, _listed(snapshot)))
-    return found
+                sizes[snapshot.folder] = _open_bytes(snapshot, _missing(snapshot, _listed(snapshot)))
+    return sizes
 
 
 def _pin_rows(dataset: DatasetConfig) -> None:
@@ -182,10 +182,10 @@ def _pin_rows(dataset: DatasetConfig) -> None:
 
     revision = named[2] or dataset.options.get("revision")
     try:
-        found = HfApi().resolve_revision(named[1], repo_type="dataset", revision=revision)
+        commit = HfApi().resolve_revision(named[1], repo_type="dataset", revision=revision)
     except (errors.HfHubHTTPError, errors.RevisionResolutionError, errors.HFValidationError, httpx.HTTPError):
         return
-    dataset.source = f"{named[1]}@{found.resolved}"
+    dataset.source = f"{named[1]}@{commit.resolved}"
     dataset.options = {name: value for name, value in dataset.options.items() if name != "revision"}
 
 

@@ -148,7 +148,7 @@ def host_memory(config: Config, layout: Layout, ranks: int, servers: int) -> Hos
 
 
 def _learners(config: Config, layout: Layout) -> list[tuple[Config, Layout]]:
-    """What is trained, the policy or its adapters and perhaps a critic, each as the configuration of a policy."""
+    """Lists the models that are trained (policy or adapters, critic), each as the configuration of a policy."""
     learners = [(config, adapter_layout(layout, config.trainer) or layout)]
     if config.critic.enabled:
         trainer = replace(config.trainer, optimizer=config.critic.optimizer, lora=LoraConfig())

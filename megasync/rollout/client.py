@@ -259,7 +259,7 @@ def _texts(vocab_size: int) -> NDArray[np.uint64]:
 
 @dataclass(slots=True)
 class _Sending:
-    """What the requests of one generation have in common, and how its attempts went."""
+    """The common settings of one generation's requests, and the outcome of its attempts."""
 
     params: dict[str, Any]
     routing_key: str | None

@@ -123,7 +123,7 @@ class SampleClient:
 
 
 def _described(answer: Any) -> dict[str, Any]:
-    """What a span says about an answer: its tokens, and the version of the last one."""
+    """Returns the attributes of a span for an answer: its tokens, and the version of the last one."""
     generation = answer.generation if isinstance(answer, Reply) else answer
     tokens = len(generation.tokens) - len(generation.prompt)
     return {"tokens": tokens, "version": generation.newest_version, "prompt_tokens": len(generation.prompt)}

@@ -1,4 +1,4 @@
-"""What a query attends to in attention without Transformer Engine: tokens of its sequence, and a sink.
+"""The mask of attention without Transformer Engine: a query attends to tokens of its sequence, and to a sink.
 
 A sink is a score per head that takes part in the softmax and adds nothing to the output. A head that finds nothing to
 attend to gives its weight to it (https://arxiv.org/abs/2309.17453; gpt-oss learns the scores). Here it is one more key,

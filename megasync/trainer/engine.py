@@ -427,7 +427,7 @@ class MegatronEngine:
     def _collect(
         self, batch: LocalBatch, compute: Callable[[Batch, torch.Tensor], torch.Tensor], replays: bool = True
     ) -> list[torch.Tensor]:
-        """What ``compute`` makes of each microbatch's hidden states, without gradients; none before the last stage."""
+        """Applies ``compute`` to each microbatch's hidden states, without gradients; empty before the last stage."""
 
         def evaluate(part: Batch, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             values = compute(part, rows)

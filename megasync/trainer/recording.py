@@ -75,7 +75,7 @@ class Recorder:
 
 
 def _computed(step: Step, minibatch: Minibatch) -> Iterator[tuple[Row, Response]]:
-    """What this rank has computed of a minibatch and remembers in ``recorded``."""
+    """Yields the responses of a minibatch that this rank has computed and remembers in ``recorded``."""
     for table in minibatch.tables:
         if not table.counted or minibatch.recorded.keys().isdisjoint(table.rows.tolist()):
             continue

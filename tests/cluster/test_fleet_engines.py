@@ -208,7 +208,7 @@ async def test_the_only_decode_engine_takes_requests_itself_with_the_admin_key(m
     group = rig.processes.server(0)
     names = ["prefill-0", "prefill-1", "decode-0"]
     assert await group.start(60.0) == "http://server-0-decode-0"
-    # All engines run before the decode engines are told the prefill engines.
+    # All engines run before the decode engines get the addresses of the prefill engines.
     places = [("http://server-0-prefill-0", 40000), ("http://server-0-prefill-1", 40001)]
     expected = [*(("start", name) for name in names), *(("started", name) for name in names)]
     assert rig.log == [*expected, ("know", "decode-0", places)]

@@ -34,7 +34,7 @@ class Arena:
     """One version of what a plan receives, on ``device``; about as large as the parameters that it writes."""
 
     def __init__(self, plan: ReceivePlan, params: Params, device: torch.device, exchange: bool) -> None:
-        """With ``exchange`` parameters may change their addresses, and a committed version need not stay here."""
+        """Makes room. ``exchange``: parameters may change addresses, and a committed version need not stay here."""
         # Whether a committed version is still here, so that the next one can be sent as changes to it.
         self.keeps_versions = not exchange
         self._plan = plan
@@ -54,7 +54,10 @@ class Arena:
         self._direct = _lands(device, wire)
         self._pinned = _pins(self._kept.device, wire)
         if self._pinned:
-            pin(self._kept)
+            try:
+                pin(self._kept)
+            except RuntimeError as error:
+                raise RuntimeError(f"{error}, or set sync.arena=device") from error
         # The addresses of the parameters, and the copies that a commit makes from what is kept.
         self._copies: tuple[list[int], list[Copy]] | None = None
 

@@ -134,7 +134,7 @@ class ShardSender:
         return sending.report()
 
     def _lane_to(self, server: ServerLinks, sending: _Sending) -> _Lane | None:
-        """What this rank sends to a server, or None."""
+        """Returns the lane to a server, or None if this rank sends it nothing."""
         source = self._topology.local_rank(server.replicas, self._rank)
         if source is None or not (buckets := self._plans[server.plan].of_source(source)):
             return None

@@ -342,7 +342,7 @@ class ShardSync(WeightSync[ShardServer]):
         return sending, {server.url: self._receive_request(server, request, patience) for server in servers}
 
     def _receive_request(self, server: ShardServer, sent: SendRequest, patience: float) -> ReceiveRequest:
-        """What a server's ranks need to receive what the trainer ranks send."""
+        """Makes the request by which a server's ranks receive what the trainer ranks send."""
         plan, feed, (host, port) = self._plans[server.plan], cast(Feed, server.feed), sent.meeting_point
         base = sent.bases.get(server.plan, "")
         rendezvous = Rendezvous(

@@ -229,13 +229,13 @@ def copied_twice(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     monkeypatch.setattr(checkpoint.HostMemory, "BLOCK", 256)
     weight, memory = torch.ones(WIDTH, device="cuda"), checkpoint.HostMemory()
     shard = checkpoint.Shard(SimpleNamespace(writers=lambda rank: {"w": 0}), "float32", 0, {"w": weight}, {}, False, 0)  # pyright: ignore[reportArgumentType]
-    found = []
+    written = []
     for _ in range(2):
         weight.mul_(2)
         copied = checkpoint.copied(shard, memory, weight.device)
         weight.add_(1)
-        found.append(copied.params["w"].clone())
-    return found
+        written.append(copied.params["w"].clone())
+    return written
 
 
 def test_a_checkpoint_is_written_from_complete_copies(gpu, monkeypatch):
