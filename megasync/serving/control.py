@@ -7,6 +7,7 @@ control raise ServerError.
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -99,12 +100,16 @@ class ServerControl:
         if self._closed:
             raise ServerError(f"{call}: the server is gone, or no longer part of the run")
         try:
-            async with self._open(reuse=method == "GET").request(
-                method,
-                self.url + path,
-                data=None if body is None else orjson.dumps(body),
-                timeout=aiohttp.ClientTimeout(total=timeout),
-            ) as response:
+            # Not the timeout of aiohttp: where that ends together with the caller's own, it takes the caller's away.
+            async with (
+                asyncio.timeout(timeout),
+                self._open(reuse=method == "GET").request(
+                    method,
+                    self.url + path,
+                    data=None if body is None else orjson.dumps(body),
+                    timeout=aiohttp.ClientTimeout(total=None),
+                ) as response,
+            ):
                 if response.status >= 400:
                     shown = (await _body(response, call))[:_BODY_SHOWN].decode("utf-8", "replace")
                     raise HttpStatusError(f"{call}: status {response.status}: {shown}", response.status)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from aiohttp import web
@@ -97,3 +98,14 @@ async def test_a_response_can_be_read_while_it_arrives(server):
     with pytest.raises(ServerError, match="the server is gone"):
         async with control.stream("/json", {}):
             pytest.fail("it is closed")
+
+
+async def test_a_caller_gets_its_own_timeout_at_the_moment_of_the_calls_timeout(server):
+    control, _, _ = server
+    loop = asyncio.get_running_loop()
+    # Both end while the loop is busy, so it finds them at the same moment.
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05) as callers:
+            loop.call_later(0.02, time.sleep, 0.1)
+            await control.post("/slow", timeout=0.05)
+    assert callers.expired()

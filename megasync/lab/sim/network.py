@@ -72,7 +72,7 @@ class SimSession:
     def post(
         self, url: str, *, data: bytes | RequestBody | None = None, headers: Mapping[str, str] | None = None, **_: Any
     ) -> AbstractAsyncContextManager[Answer]:
-        return self._exchange(url, data, (headers or {}).get(ROUTING_KEY_HEADER, ""), None)
+        return self._exchange(url, data, (headers or {}).get(ROUTING_KEY_HEADER, ""))
 
     def request(
         self,
@@ -80,18 +80,14 @@ class SimSession:
         url: str,
         *,
         data: bytes | RequestBody | None = None,
-        timeout: aiohttp.ClientTimeout,
         **_: Any,
     ) -> AbstractAsyncContextManager[Answer]:
-        return self._exchange(url, data, "", timeout.total)
+        return self._exchange(url, data, "")
 
     @asynccontextmanager
-    async def _exchange(
-        self, url: str, data: bytes | RequestBody | None, key: str, timeout: float | None
-    ) -> AsyncGenerator[Answer]:
+    async def _exchange(self, url: str, data: bytes | RequestBody | None, key: str) -> AsyncGenerator[Answer]:
         """A request and its response. Leaving the context before the response has ended closes the connection."""
-        async with asyncio.timeout(timeout):
-            answer = await self._network.call(url, data, key)
+        answer = await self._network.call(url, data, key)
         try:
             yield answer
         finally:
