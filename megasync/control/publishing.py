@@ -131,8 +131,9 @@ class FleetSync:
         gate = asyncio.create_task(self._rollouter.gate(self._gate_timeout), name="gate")
         try:
             # With no server left, requests cannot finish and see no second version: they wait for this very sync.
-            while not gate.done() and self._fleet.serving():
-                await self.wait_for_fleet_or(gate)
+            with self._watchdog.bounded():
+                while not gate.done() and self._fleet.serving():
+                    await self.wait_for_fleet_or(gate)
             if gate.done():
                 gate.result()
             yield

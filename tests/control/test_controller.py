@@ -194,6 +194,33 @@ async def test_a_run_without_progress_ends_and_says_what_everyone_waits_for() ->
         await running
 
 
+async def test_waiting_for_requests_before_a_sync_is_no_stall() -> None:
+    now = 0.0
+    rig = Rig(rollout={"stall_after": 2}, partial_rollout=False, no_progress=100.0, clock=lambda: now)
+    waiting, ended, looked = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def watch() -> None:
+        looked.set()
+
+    async def gate(timeout: float) -> None:
+        if rig.trainer.steps:
+            waiting.set()
+            await ended.wait()
+
+    rig.rollouter.gate, rig.fleet.watch = gate, watch
+    running = asyncio.create_task(rig.run())
+    await waiting.wait()
+    # Each look of the watch loop begins with the fleet; the first may still see progress.
+    for _ in range(4):
+        looked.clear()
+        now += 1000.0
+        await asyncio.wait({running, asyncio.create_task(looked.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    assert not running.done()
+    ended.set()
+    rig.controller.request_stop("enough")
+    await running
+
+
 async def test_a_full_disk_at_the_end_is_an_error_and_does_not_hide_an_earlier_one() -> None:
     with pytest.raises(CheckpointError, match="no space left"):
         await Rig(trainer=FakeTrainer(disk_full=True)).run()
