@@ -3,7 +3,7 @@
     python benchmarks/checkpoint.py MODEL [--device cuda] [--dtype bfloat16] [--rounds 5] [--folder PLACE]
 
 One rank trains MODEL on a short batch. In each round it saves three ways, with a step before and after: the usual way
-(`torch.save` of weights and optimizer state, synced to disk, while training waits), `MegatronEngine.save`, which waits
+(`torch.save` of weights and optimizer state, synced to disk, while training waits), `MegatronLearner.save`, which waits
 as well, and `begin_save`, after which steps go on until `finish_save` finds everything written. The limit for the last
 one is a plain copy of the same bytes to host memory. Times are medians; --folder chooses the disk.
 """
@@ -28,7 +28,7 @@ from megasync.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
 from megasync.device import resolve_device
 
 if TYPE_CHECKING:
-    from megasync.trainer.engine import MegatronEngine
+    from megasync.trainer.learner import MegatronLearner
 
 TOKENS = 128
 
@@ -48,7 +48,7 @@ def torch_save(tensors: list[torch.Tensor], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def measure(engine: MegatronEngine, step: Callable[[], object], folder: Path, rounds: int) -> dict[str, float]:
+def measure(engine: MegatronLearner, step: Callable[[], object], folder: Path, rounds: int) -> dict[str, float]:
     """Medians in seconds, by name."""
     held = engine.optimizer.slices(engine.weights).values()
     tensors = [*engine.params().values(), *(tensor for part in held for tensor in part.tensors.values())]
@@ -88,12 +88,12 @@ def main() -> None:
     device = resolve_device(given.device)
     device.prepare_process(local_rank=0)
     from megasync.trainer.batch import Sample
-    from megasync.trainer.engine import MegatronEngine
+    from megasync.trainer.learner import MegatronLearner
 
     with tempfile.TemporaryDirectory(dir=given.folder) as name:
         dist.init_process_group(device.backend, init_method=f"file://{name}/store", rank=0, world_size=1)
         trainer = TrainerConfig(tokens_per_microbatch=TOKENS, optimizer=OptimizerConfig(lr=1e-6))
-        engine = MegatronEngine(ModelConfig(path=given.model, dtype=given.dtype), trainer, device, 0, 10)
+        engine = MegatronLearner(ModelConfig(path=given.model, dtype=given.dtype), trainer, device, 0, 10)
         engine.initialize()
         ids = [token % engine.layout.sizes.vocab for token in range(TOKENS)]
         share = engine.local_batch([Sample.of(ids[:1], ids[1:])])

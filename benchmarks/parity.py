@@ -52,17 +52,17 @@ def of_hugging_face(model: str, dtype: torch.dtype, device: torch.device, rows: 
 
 
 def of_trainer(model: str, dtype: str, kind: str, rows: list[list[int]]) -> tuple[list, float]:
-    """The same of `MegatronEngine`, with one rank."""
+    """The same of `MegatronLearner`, with one rank."""
     device = resolve_device(kind)
     device.prepare_process(local_rank=0)
     from megasync.trainer.batch import Sample
-    from megasync.trainer.engine import MegatronEngine
+    from megasync.trainer.learner import MegatronLearner
 
     with tempfile.NamedTemporaryFile() as meeting:
         dist.init_process_group(device.backend, init_method=f"file://{meeting.name}.store", rank=0, world_size=1)
     # The learning rate does not matter: the norm is that of the gradient before the step.
     trainer = TrainerConfig(tokens_per_microbatch=max(map(len, rows)) * 2, optimizer=OptimizerConfig(lr=1e-6))
-    engine = MegatronEngine(ModelConfig(path=model, dtype=dtype), trainer, device, 0, 10)
+    engine = MegatronLearner(ModelConfig(path=model, dtype=dtype), trainer, device, 0, 10)
     engine.initialize()
     scores = [torch.tensor(row) for row in engine.logprobs(rows)]
     samples = [Sample.of(row[:1], row[1:]) for row in rows]

@@ -40,7 +40,7 @@ from megasync.trajectory import Group, Trajectory
 
 if TYPE_CHECKING:
     from megasync.trainer.batch import Batch
-    from megasync.trainer.engine import LocalBatch, MegatronEngine
+    from megasync.trainer.learner import LocalBatch, MegatronLearner
 
 
 def make_groups(config: Config, prompt: int, response: int, vocab: int) -> list[Group]:
@@ -66,19 +66,19 @@ def rank_process(pipe: Connection, config: Config, rank: int, world: int, folder
     if rank == 0:
         pipe.send(worker.rendezvous())
     worker.start(*pipe.recv())
-    shares, run = [], worker._engine.run
+    shares, run = [], worker._learner.run
 
     def recording_run(batch: LocalBatch, *args: Any, **kwargs: Any) -> list[Any]:
         shares.append(batch)
         return run(batch, *args, **kwargs)
 
-    worker._engine.run = recording_run
+    worker._learner.run = recording_run
     plain: PlainMegatron | None = None
-    device = worker._engine.device.torch_device
+    device = worker._learner.device.torch_device
     while (job := pipe.recv()) is not None:
         with Clock(device) as ours:
             worker.step(*job)
-        plain = plain or PlainMegatron(worker._engine)
+        plain = plain or PlainMegatron(worker._learner)
         torch.distributed.barrier()
         with Clock(device) as theirs:
             plain.step(shares[-1], job[1])
@@ -112,7 +112,7 @@ class PlainMegatron:
     Only its attention over packed tokens is megasync's: on a CPU Megatron has none. One pipeline stage.
     """
 
-    def __init__(self, engine: MegatronEngine) -> None:
+    def __init__(self, engine: MegatronLearner) -> None:
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,

@@ -2,7 +2,7 @@
 
     python benchmarks/trainer_share.py [--ranks 64] [--sequences 8192] [--mean 5740] [--spec te|local] [--minibatches 1]
 
-The real `PolicyTrainer` and `MegatronEngine` run with headers of a whole batch and recorded bodies; only the
+The real `PolicyTrainer` and `MegatronLearner` run with headers of a whole batch and recorded bodies; only the
 transformer is missing: log-probs are zeros. Lengths are log-normal with a tail to 32k tokens, and a group has 8
 responses. Times are CPU seconds of this process, medians over the steps. The second table is about packing alone.
 
@@ -56,7 +56,7 @@ Device("cpu").prepare_process(local_rank=0)
 
 # Megatron may be imported only after `prepare_process`.
 from megasync.trainer.batch import Batch  # noqa: E402
-from megasync.trainer.engine import LocalBatch, MegatronEngine  # noqa: E402
+from megasync.trainer.learner import LocalBatch, MegatronLearner  # noqa: E402
 from megasync.trainer.optimizer import Update  # noqa: E402
 from megasync.trainer.packing import Lengths, Packing, plan_packing  # noqa: E402
 from megasync.trainer.policy import PolicyTrainer  # noqa: E402
@@ -80,7 +80,7 @@ class PacksForGpu(Device):
         return "te"
 
 
-class NullEngine(MegatronEngine):
+class NullEngine(MegatronLearner):
     """The engine without a model and without other ranks."""
 
     watch = Stopwatch()

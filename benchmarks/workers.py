@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 from rollout import REQUEST_TIMEOUT, null_server
 
-from megasync.buffer.sink import GroupSink
+from megasync.buffer.segments import GroupSink
 from megasync.cluster.pools import Pools
 from megasync.cluster.ray_cluster import RayCluster
 from megasync.cluster.rollout_workers import RolloutWorkers, WorkerActor

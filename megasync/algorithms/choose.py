@@ -1,4 +1,8 @@
-"""The advantage estimator and the policy loss that a configuration names, with its options filled in."""
+"""What a configuration says of its algorithm: the estimator and the loss, their options, and the columns they read.
+
+A column has one value for each target (a trained token) of a microbatch: [targets]. What no stage of a step reads is
+neither loaded nor computed, so these sets decide which passes over the model a step makes.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from megasync.algorithms.advantages.rewards import Floats, TokenRewards
-from megasync.algorithms.losses.tokens import Bools, PolicyTokens, StepTokens, TokenLoss
+from torch import Tensor
+
+from megasync.algorithms import advantages, losses
+from megasync.algorithms.advantages import Floats, TokenRewards
+from megasync.algorithms.losses import Bools, PolicyTokens, StepTokens, TokenLoss
 from megasync.base.importing import check_call, load_function
 from megasync.concurrency.foreign import guard
 from megasync.config.builtin import ADVANTAGES, LOSSES, Algorithm
@@ -19,26 +26,25 @@ GroupInput = Literal["relative", "scores", "baseline"]
 
 def estimator_of(config: AlgorithmConfig) -> Callable[[Any], Floats]:
     """A function of StepRewards, or of TokenRewards (`takes_tokens`). Raises ConfigError if it cannot be loaded."""
-    builtin = ADVANTAGES.get(config.advantage)
-    function = load_function(config.advantage if builtin is None else builtin.function)
-    return _with_options(config, ADVANTAGES, config.advantage, function, config.advantage_options)
+    name = config.advantage
+    function = getattr(advantages, name) if name in ADVANTAGES else load_function(name)
+    return _with_options(config, ADVANTAGES, name, function, config.advantage_options)
 
 
 def loss_of(config: AlgorithmConfig) -> Callable[[PolicyTokens], TokenLoss]:
     """Raises ConfigError if the function cannot be loaded."""
-    builtin = LOSSES.get(config.loss)
-    function = load_function(config.loss if builtin is None else builtin.function)
-    options = config.loss_options
-    if builtin is not None and builtin.chooses:
-        options = _named_by(function, options)
-    return _with_options(config, LOSSES, config.loss, function, options)
+    name, options = config.loss, config.loss_options
+    if name not in LOSSES:
+        return _with_options(config, LOSSES, name, load_function(name), options)
+    function = getattr(losses, name)
+    return _with_options(config, LOSSES, name, function, _named_by(function, options))
 
 
 def chooser_of(config: AlgorithmConfig) -> Callable[[StepTokens], Bools] | None:
     """The function that chooses the tokens of a minibatch that the loss treats apart; None if it has none."""
     if config.loss not in LOSSES or not LOSSES[config.loss].chooses:
         return None
-    function = load_function(LOSSES[config.loss].chooses)
+    function = getattr(losses, f"{config.loss}_tokens")
     return _with_options(config, LOSSES, config.loss, function, _named_by(function, config.loss_options))
 
 
@@ -95,3 +101,58 @@ def _with_options(
 def _named_by(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that the function takes: a loss and the function that chooses its tokens share them."""
     return {name: value for name, value in options.items() if name in inspect.signature(function).parameters}
+
+
+# Columns
+
+# Of trajectories: log-probs of the server and of a teacher (NaN where it has none), the versions since the token was
+# sampled, the reward that it was given for itself, and whether it was given one.
+Selected = Literal["behaviour", "teacher", "ages", "token_rewards", "rewarded"]
+# Before the first optimizer step: log-probs of the policy and of the reference, and the squared norms of the gradients
+# of the former by their logits.
+Scored = Literal["old", "reference", "norms"]
+# `old` less `reference`, the KL penalties that are subtracted from rewards, a critic's values and what it learns, and
+# the advantages of tokens.
+Estimated = Literal["log_ratios", "penalties", "values", "returns", "token_advantages"]
+# The policy's log-probs and entropies, and what the loss knows of its tokens.
+Updated = Literal["logprobs", "entropy", "advantages", "teacher_gap", "chosen", "weights", "segments", "mask"]
+Column = Selected | Scored | Estimated | Updated
+Columns = dict[Column, Tensor]
+
+
+def estimate_columns(config: AlgorithmConfig, critic: bool) -> frozenset[Column]:
+    """The columns from which advantages are estimated; none if the rewards of samples are enough."""
+    builtin = ADVANTAGES.get(config.advantage)
+    columns: set[Column] = set()
+    if takes_tokens(config, critic):
+        columns |= {"token_rewards", "rewarded"}
+    if config.kl_coef and config.kl_in == "reward":
+        columns |= {"penalties", "old", "reference"}
+    if builtin is not None and builtin.norms:
+        columns |= {"norms", "old"}
+    if builtin is not None and builtin.reference:
+        columns |= {"log_ratios", "old", "reference"}
+    return frozenset(columns)
+
+
+def loss_columns(config: AlgorithmConfig) -> frozenset[Column]:
+    """The columns that `policy_loss` cannot do without."""
+    columns: set[Column] = {"logprobs", "old", "behaviour", "advantages", "mask"}
+    if config.kl_coef:
+        columns.add("reference")
+    if config.entropy_coef:
+        columns.add("entropy")
+    if config.loss in LOSSES and LOSSES[config.loss].chooses:
+        columns.add("chosen")
+    return frozenset(columns)
+
+
+def update_columns(config: AlgorithmConfig, minibatches: int, teachers: bool) -> frozenset[Column]:
+    """The columns that optimizer steps read."""
+    columns: set[Column] = {*loss_columns(config), "ages"}
+    if teachers:
+        columns.add("teacher")
+    if minibatches == 1:
+        # Before a single optimizer step these are the current log-probs, which the loss computes anyway.
+        columns.remove("old")
+    return frozenset(columns)

@@ -21,8 +21,7 @@ from typing import Any
 
 from megasync.app.workload import PythonArguments, Task, Workload, prepare_worker
 from megasync.buffer.ledger import FILE as LEDGER_FILE
-from megasync.buffer.segments import BodyWriter, segments_of
-from megasync.buffer.sink import GroupSink
+from megasync.buffer.segments import BodyWriter, GroupSink, segments_of
 from megasync.cluster.rollout_workers import RolloutWorkers, check_travels, worker_name
 from megasync.concurrency.foreign import invoke
 from megasync.concurrency.garbage import short_collections

@@ -40,8 +40,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megasync.buffer.ledger import Job, Ledger, find_damaged
 from megasync.buffer.payload import EncodedGroup, LeasedGroup
-from megasync.buffer.segments import DRIVER, BodyWriter, segments_of
-from megasync.buffer.sink import CALLS, GroupSink
+from megasync.buffer.segments import CALLS, DRIVER, BodyWriter, GroupSink, segments_of
 from megasync.buffer.state import (
     BufferCounts,
     BufferStateError,

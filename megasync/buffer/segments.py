@@ -12,16 +12,17 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megasync.base.files import fsync
 from megasync.buffer.payload import (
     Body,
     EncodedGroup,
+    EncodedPartial,
     LeasedGroup,
     StoredBody,
     check_body,
@@ -216,3 +217,38 @@ def read_body(group: LeasedGroup) -> bytes | memoryview:
         body = read(0, group.header.body_bytes)
     check_body(group.header, body)
     return body
+
+
+# The calls that `ask` takes.
+CALLS = ("commit", "drop", "partials", "save_partials")
+
+
+class GroupSink:
+    """The buffer as makers of groups see it, in the driver or elsewhere: it takes groups, as `TrajectoryBuffer` does.
+
+    See there for what each call means and raises. A body goes to a segment of the process that made the group. What
+    reaches the state machine, as a call within the driver or as a message, is a header with the place of its body.
+
+    ``ask(call, *arguments)`` returns the driver's answer to one of `CALLS`. ``bodies`` is the writer of this process;
+    without one, bodies stay in memory.
+    """
+
+    def __init__(self, ask: Callable[..., Awaitable[Any]], bodies: BodyWriter | None) -> None:
+        self._ask = ask
+        self._bodies = bodies
+
+    async def commit(self, group: EncodedGroup) -> bool:
+        """Writes the body first, unless its maker has."""
+        return await self._ask("commit", await self._stored(group))
+
+    async def drop(self, uid: str, reason: str) -> bool:
+        return await self._ask("drop", uid, reason)
+
+    async def partials(self, uid: str) -> dict[tuple[int, int], bytes]:
+        return await self._ask("partials", uid)
+
+    async def save_partials(self, partials: dict[tuple[str, int, int], EncodedPartial]) -> None:
+        await self._ask("save_partials", partials)
+
+    async def _stored(self, group: EncodedGroup) -> EncodedGroup:
+        return group if self._bodies is None else await self._bodies.store(group)

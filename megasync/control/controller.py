@@ -37,7 +37,7 @@ from megasync.buffer.payload import LeasedGroup
 from megasync.concurrency.tasks import cancel_and_wait, wait_for_first, within
 from megasync.config import Config
 from megasync.control.colocation import Colocation
-from megasync.control.interfaces import ControlledParts, PinnedVersion
+from megasync.control.interfaces import ControlledParts
 from megasync.control.pinning import Pinning
 from megasync.control.progress import Progress
 from megasync.control.publishing import FleetSync
@@ -57,6 +57,7 @@ from megasync.errors import (
 from megasync.observe import trace
 from megasync.observe.awaits import describe_tasks
 from megasync.observe.context import RunContext
+from megasync.rollout.client import PinnedVersion
 
 log = logging.getLogger(__name__)
 

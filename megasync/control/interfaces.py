@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megasync.buffer import AsyncBuffer
 from megasync.buffer.payload import LeasedGroup
 from megasync.observe.events import EventSink
-from megasync.rollout.client import Destination
+from megasync.rollout.client import PinnedVersion
 
 if TYPE_CHECKING:
     from megasync.cluster.fleet import Fleet
@@ -71,20 +71,6 @@ class WeightPublisher(Protocol):
 
     def forget_ranks(self, data_parallel: int) -> None:
         """Tells the transport that the trainer ranks were restarted, and their data-parallel size."""
-
-
-class PinnedVersion(Protocol):
-    """A version that stays served for as long as an evaluation takes."""
-
-    @property
-    def version(self) -> int: ...
-
-    async def destination(self, number: int) -> Destination:
-        """Where requests about prompt `number` go. Raises EvaluationAbandoned when nothing holds the version."""
-        ...
-
-    async def lost(self, destination: Destination) -> None:
-        """Returns once the destination no longer holds the version."""
 
 
 class Observer(EventSink, Protocol):

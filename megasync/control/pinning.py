@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megasync.errors import EvaluationAbandoned, SyncError
-from megasync.rollout.client import Destination
+from megasync.rollout.client import Destination, PinnedVersion
 
 if TYPE_CHECKING:
     from megasync.cluster.reservations import Reservations
     from megasync.config import Config
-    from megasync.control.interfaces import ControlledParts, PinnedVersion
+    from megasync.control.interfaces import ControlledParts
     from megasync.control.progress import Progress
 
 # Seconds between two attempts to pin, while a publish is in progress or too few servers serve.

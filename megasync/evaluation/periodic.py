@@ -12,27 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import EvaluationAbandoned
 from megasync.evaluation.evaluate import Answer, AnswerJob, HeldOutAnswer, evaluate, metrics_of
 from megasync.evaluation.held_out import HeldOutSet
-from megasync.rollout.client import Destination
-
-
-class PinnedVersion(Protocol):
-    """A version that stays served; see `control.interfaces`."""
-
-    @property
-    def version(self) -> int: ...
-
-    async def destination(self, number: int) -> Destination:
-        """Where requests about prompt `number` go. Raises EvaluationAbandoned when nothing holds the version."""
-        ...
-
-    async def lost(self, destination: Destination) -> None:
-        """Returns once the destination no longer holds the version."""
+from megasync.rollout.client import PinnedVersion
 
 
 async def exact_answer(answer: Answer, pinned: PinnedVersion, job: AnswerJob) -> HeldOutAnswer:

@@ -28,7 +28,7 @@ from megasync.rewards.sandbox_link import (
     OPERATIONS,
     TYPES,
     UNARY,
-    Link,
+    Side,
     Values,
     builtin_base,
 )
@@ -158,7 +158,7 @@ for _name in BINARY:
     setattr(ProgramObject, f"__{_name}__", binary(_name))
 
 
-class CheckSide(Link):
+class CheckSide(Side):
     """Asks the program for operations, and runs functions of the test when the program calls them back.
 
     `names` are those that the test takes from the program, so also the classes whose objects it knows.

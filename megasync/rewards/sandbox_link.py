@@ -108,7 +108,7 @@ class LinkBroken(BaseException):
     """The other side ended or violated the protocol. A BaseException, so that a test cannot catch it as Exception."""
 
 
-class Link:
+class Side:
     """Frames over a socket. Each side defines `give` and `take` for what is not data."""
 
     def __init__(self, descriptor):
@@ -310,7 +310,7 @@ def common_names():
     return dict(public) | {module.__name__: module for module in modules} | NODES
 
 
-class ProgramSide(Link):
+class ProgramSide(Side):
     """Performs operations in the program's process. If the program tampers with it, it can still send only data."""
 
     def __init__(self, descriptor):

@@ -27,7 +27,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import aiohttp
 import numpy as np
@@ -158,6 +158,20 @@ class Destination:
 
 
 ANYWHERE = Destination()
+
+
+class PinnedVersion(Protocol):
+    """A version that stays served for as long as an evaluation takes."""
+
+    @property
+    def version(self) -> int: ...
+
+    async def destination(self, number: int) -> Destination:
+        """Where requests about prompt `number` go. Raises EvaluationAbandoned when nothing holds the version."""
+        ...
+
+    async def lost(self, destination: Destination) -> None:
+        """Returns once the destination no longer holds the version."""
 
 
 class _Shared:

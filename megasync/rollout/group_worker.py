@@ -44,7 +44,7 @@ from megasync.algorithms.choose import group_inputs, takes_tokens
 from megasync.base.importing import name_of
 from megasync.buffer import BufferClosed, BufferStateError
 from megasync.buffer.payload import decode_partial, encode, encode_partial
-from megasync.buffer.sink import GroupSink
+from megasync.buffer.segments import GroupSink
 from megasync.concurrency.foreign import explain, run
 from megasync.concurrency.tasks import Backoff, cancel_and_wait
 from megasync.config.schema import Config

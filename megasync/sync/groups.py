@@ -5,7 +5,7 @@ stock SGLang server does. Every wait is limited by what is left of one deadline,
 longer than the operation that it belongs to.
 
 NCCL differs from gloo in four ways that are handled here. Torch watches NCCL groups and ends the process when a
-message fails (`_unwatched`). Making a communicator waits forever for a member that dies meanwhile, so `Links` waits
+message fails (`_unwatched`). Making a communicator waits forever for a member that dies meanwhile, so `PeerGroup` waits
 for all members first (`_gather`), and makes it in a thread (`_within`). The limit of a wait counts from the start of
 the message (`Transfer`). Tags are ignored, and all messages of a group's links form one queue on each member, so all
 members must start theirs in an order that agrees.
@@ -171,7 +171,7 @@ def _within(seconds: float, what: str, call: Callable[[], None]) -> None:
         raise RuntimeError(f"{what} took more than {seconds:.1f} s") from None
 
 
-class Links:
+class PeerGroup:
     """Point-to-point links among the members of one group, with a tag for each message; registers nothing with torch.
 
     Serves one transfer or many. After a failed message it must be closed and replaced. At most ``window`` messages may

@@ -47,7 +47,7 @@ class BucketHeader(NamedTuple):
     ``nbytes`` is of the payload, ``digest`` (signed) of the whole bucket.
     """
 
-    kind: int
+    form: int
     nbytes: int
     changed: int
     digest: int
@@ -76,7 +76,7 @@ class InboundBucket(SyncMessage, frozen=True):
 class ReceivePlan(SyncMessage, frozen=True):
     """The plan by which an engine rank receives every version, and the constants that it fills in itself."""
 
-    kind: str
+    name: str
     buckets: tuple[InboundBucket, ...]
     fills: tuple[Fill, ...]
 
@@ -146,7 +146,7 @@ class ReceiveRequest(SyncMessage, frozen=True):
     """
 
     attempt: str
-    kind: str
+    plan: str
     rendezvous: Rendezvous
     base: str
     headers: bool
@@ -160,7 +160,7 @@ class CommitRequest(SyncMessage, frozen=True):
     """Write a staged attempt into the live parameters; with ``stream``, receive it while writing."""
 
     attempt: str
-    kind: str
+    plan: str
     stream: ReceiveRequest | None = None
 
 

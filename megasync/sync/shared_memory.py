@@ -22,7 +22,7 @@ import torch
 
 from megasync.concurrency.first_use import prepared
 from megasync.device import synchronize
-from megasync.sync.groups import Deadline, Links, Transfer
+from megasync.sync.groups import Deadline, PeerGroup, Transfer
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -156,8 +156,8 @@ def _opened(handle: CudaHandle, device: torch.device) -> torch.Tensor:
     return content[handle.start : handle.start + handle.nbytes]
 
 
-class HandleLinks(Links):
-    """`Links` whose messages are handles, for members on one node."""
+class SharedMemoryGroup(PeerGroup):
+    """`PeerGroup` whose messages are handles, for members on one node."""
 
     def __init__(
         self, store: Store, name: str, rank: int, size: int, host: str, timeout: float, device: torch.device
@@ -166,7 +166,7 @@ class HandleLinks(Links):
         super().__init__(store, name, rank, size, "gloo", host, timeout, device)
         try:
             left = deadline.left().total_seconds()
-            self._receipts = Links(store, f"{name}-receipts", rank, size, "gloo", host, left, device)
+            self._receipts = PeerGroup(store, f"{name}-receipts", rank, size, "gloo", host, left, device)
         except BaseException:
             super().close()
             raise
@@ -238,8 +238,8 @@ def link_backend(colocated: bool, device: Device) -> str:
 
 def make_links(
     store: Store, name: str, rank: int, size: int, backend: str, host: str, timeout: float, device: torch.device
-) -> Links:
+) -> PeerGroup:
     """Links over a backend: "gloo", "nccl", or `HANDLES`. Raises as `Links` does."""
     if backend == HANDLES:
-        return HandleLinks(store, name, rank, size, host, timeout, device)
-    return Links(store, name, rank, size, backend, host, timeout, device)
+        return SharedMemoryGroup(store, name, rank, size, host, timeout, device)
+    return PeerGroup(store, name, rank, size, backend, host, timeout, device)

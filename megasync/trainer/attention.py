@@ -6,7 +6,7 @@ hides it. Moving tokens into rectangles and back is a gather in both directions 
 every token has exactly one place in one rectangle.
 
 A layer may have a sliding window, which ends as many tokens before a query, or chunks, of which a query sees its own up
-to itself, and sinks (`attention_mask`).
+to itself, and sinks (`context.with_sinks`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import torch
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from megasync.trainer.attention_mask import visible, with_sinks
-from megasync.trainer.context import ContextPlan, Take, context_attention
+from megasync.trainer.context import ContextPlan, Take, context_attention, visible, with_sinks
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -169,7 +168,7 @@ def packed_attention(
         value: [tokens, groups, value dim].
         scale: of the scores; dim ** -0.5 by default.
         window: the number of tokens that a query attends to, its own included; None for all.
-        sinks: [heads]; see `attention_mask.with_sinks`.
+        sinks: [heads]; see `context.with_sinks`.
         chunk: the number of positions of a chunk, outside of which a query attends to nothing; None for no chunks.
 
     Returns:
@@ -218,7 +217,7 @@ class TreeAttention(torch.nn.Module):
     """The ``core_attention`` of a Megatron layer spec; `PackedTokens.plan` determines which tokens attend to which.
 
     A layer's window and sinks are those of Megatron's configuration; each tensor rank has the sinks of its own heads.
-    A subclass may have chunks (`chunked_attention`).
+    A subclass may have chunks (`layer_specs.core_attention`).
     """
 
     chunk: int | None = None

@@ -1,4 +1,4 @@
-"""The critic of a rank: a second engine with a value head, on the same process groups, with an optimizer of its own.
+"""The critic of a rank: a second learner with a value head, on the same process groups, with an optimizer of its own.
 
 It computes the microbatches that the policy has planned, and learns before the policy does. Values and returns stay on
 the rank that computes them.
@@ -19,22 +19,22 @@ from megasync.config.schema import CriticConfig, LoraConfig, ModelConfig, Traine
 from megasync.device import Device
 from megasync.trainer.batch import Batch
 from megasync.trainer.checkpoint import CRITIC, partial_path
-from megasync.trainer.engine import LossFunction, MegatronEngine
-from megasync.trainer.nonfinite import SkipBudget
+from megasync.trainer.learner import LossFunction, MegatronLearner
 from megasync.trainer.offload import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS, Offload
+from megasync.trainer.optimizer import SkipBudget
 from megasync.trainer.tables import Minibatch
 
 
 class Critic:
-    """Every method is a collective of all ranks. ``engine`` is initialised, and has a value head."""
+    """Every method is a collective of all ranks. ``learner`` is initialised, and has a value head."""
 
-    def __init__(self, engine: MegatronEngine, config: CriticConfig) -> None:
-        self.engine = engine
+    def __init__(self, learner: MegatronLearner, config: CriticConfig) -> None:
+        self.learner = learner
         self.warmup_steps = config.warmup_steps
         self._clip = config.clip
-        self._budget = SkipBudget(engine.trainer_config.max_skipped_steps)
+        self._budget = SkipBudget(learner.trainer_config.max_skipped_steps)
         self._shares_device = config.offload
-        self._offload = Offload(engine.memory, engine.device)
+        self._offload = Offload(learner.memory, learner.device)
         if self._shares_device:
             self._offload.offload(GRADIENTS, OPTIMIZER)
 
@@ -72,8 +72,8 @@ class Critic:
         norms: list[float] = []
         lr = 0.0
         for index, minibatch in enumerate(minibatches):
-            sums = self.engine.forward_backward(minibatch.batch, self._loss(minibatch))
-            update = self.engine.update(step, math.isfinite(sums["loss"]))
+            sums = self.learner.forward_backward(minibatch.batch, self._loss(minibatch))
+            update = self.learner.update(step, math.isfinite(sums["loss"]))
             lr = update.lr
             if update.applied:
                 norms.append(update.grad_norm)
@@ -81,7 +81,7 @@ class Critic:
             what = f"step {step} of the critic, minibatch {index}"
             values = f"loss {sums['loss']} and gradient norm {update.grad_norm}"
             self._budget.count(update.applied, f"{what}, with {values}")
-        self.engine.gather_weights()
+        self.learner.gather_weights()
         metrics = {"critic/lr": lr, "critic/skipped": float(len(minibatches) - len(norms))}
         if not norms:
             return metrics
@@ -98,18 +98,18 @@ class Critic:
     # Its checkpoint is a folder within the policy's, and complete before that is.
 
     def begin_save(self, path: Path) -> None:
-        """Begins to write into the policy's checkpoint at ``path``, of which `MegatronEngine.begin_save` has begun."""
+        """Begins to write into the policy's checkpoint at ``path``, of which `MegatronLearner.begin_save` has begun."""
         with self._offload.present(OPTIMIZER):
-            self.engine.begin_save(partial_path(path) / CRITIC, {})
+            self.learner.begin_save(partial_path(path) / CRITIC, {})
 
     def finish_save(self, wait: bool) -> bool:
-        """Finishes a save; see `MegatronEngine.finish_save`; true also afterwards."""
-        return not self.engine.is_saving or self.engine.finish_save(wait)
+        """Finishes a save; see `MegatronLearner.finish_save`; true also afterwards."""
+        return not self.learner.is_saving or self.learner.finish_save(wait)
 
     def load(self, path: Path) -> None:
         """Restores the critic of the policy's checkpoint at ``path``. Raises CheckpointError if there is none."""
         with self._offload.present(OPTIMIZER):
-            self.engine.load(path / CRITIC)
+            self.learner.load(path / CRITIC)
 
     def _loss(self, minibatch: Minibatch) -> LossFunction:
         tokens = int(minibatch.trajectories.trained.sum())
@@ -128,11 +128,11 @@ class Critic:
         return loss
 
 
-def critic_engine(
+def critic_learner(
     config: CriticConfig, model: ModelConfig, trainer: TrainerConfig, device: Device, rank: int, **options: object
-) -> MegatronEngine:
-    """The engine of a critic beside a policy of ``model`` and ``trainer``; see `MegatronEngine` for ``options``."""
-    return MegatronEngine(
+) -> MegatronLearner:
+    """The learner of a critic beside a policy of ``model`` and ``trainer``; see `MegatronLearner` for ``options``."""
+    return MegatronLearner(
         replace(model, path=config.path or model.path),
         replace(trainer, optimizer=config.optimizer, lora=LoraConfig()),
         device,

@@ -27,7 +27,7 @@ from megasync.device import Device
 from megasync.errors import CheckpointError, ConfigError
 from megasync.layout.layout import Layout
 from megasync.layout.shards import check_vacant, write_folder
-from megasync.trainer.engine import MegatronEngine
+from megasync.trainer.learner import MegatronLearner
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +42,10 @@ def write_dist_checkpoint(model: ModelConfig, out: Path) -> None:
     compute, and CheckpointError for a folder that exists or cannot be written.
     """
     check_vacant(out)
-    with _whole_model(model, load=True) as engine:
+    with _whole_model(model, load=True) as learner:
         try:
             with new_folder(out) as draft:
-                dist_checkpointing.save(_state(engine) | {"checkpoint_version": VERSION, "iteration": 0}, str(draft))
+                dist_checkpointing.save(_state(learner) | {"checkpoint_version": VERSION, "iteration": 0}, str(draft))
         except (OSError, dist_checkpointing.core.CheckpointingException) as error:
             raise CheckpointError(f"could not write {out}: {error}") from error
 
@@ -57,29 +57,29 @@ def read_dist_checkpoint(source: Path, model: ModelConfig, out: Path) -> None:
     CheckpointError for a checkpoint that is incomplete or of another model, or a folder that exists.
     """
     check_vacant(out)
-    with _whole_model(model, load=False) as engine:
-        state = _state(engine)
+    with _whole_model(model, load=False) as learner:
+        state = _state(learner)
         _check_names(source, state)
         try:
             # Without further arguments it returns the state alone.
             loaded = cast("dict[str, Any]", dist_checkpointing.load(state, str(source)))
-            engine.chunks[0].load_state_dict(loaded["model"], strict=False)
+            learner.chunks[0].load_state_dict(loaded["model"], strict=False)
         except (OSError, RuntimeError, ValueError, dist_checkpointing.core.CheckpointingException) as error:
             raise CheckpointError(f"{source} cannot be read as {model.path}: {error}") from error
-        params = engine.params()
-        write_folder(Path(model.path), out, engine.layout, model.dtype, lambda rank, name: params[name])
+        params = learner.params()
+        write_folder(Path(model.path), out, learner.layout, model.dtype, lambda rank, name: params[name])
     log.info("Wrote %s from %s", out, source)
 
 
 @contextmanager
-def _whole_model(model: ModelConfig, load: bool) -> Iterator[MegatronEngine]:
+def _whole_model(model: ModelConfig, load: bool) -> Iterator[MegatronLearner]:
     """The model on one rank, in a process group of its own."""
-    engine = MegatronEngine(model, TrainerConfig(), Device("cpu"), 0, trains=False)
-    _check_family(engine.layout)
+    learner = MegatronLearner(model, TrainerConfig(), Device("cpu"), 0, trains=False)
+    _check_family(learner.layout)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        engine.initialize(None if load else _zeros)
-        yield engine
+        learner.initialize(None if load else _zeros)
+        yield learner
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -99,10 +99,10 @@ def _check_family(layout: Layout) -> None:
         )
 
 
-def _state(engine: MegatronEngine) -> dict[str, Any]:
+def _state(learner: MegatronLearner) -> dict[str, Any]:
     """What Megatron-LM saves of a model: its parameters, as slices of whole tensors."""
-    state = engine.chunks[0].sharded_state_dict()
-    sparse = {f"decoder.layers.{layer}.pre_mlp_layernorm.weight" for layer in engine.layout.sizes.sparse_layers}
+    state = learner.chunks[0].sharded_state_dict()
+    sparse = {f"decoder.layers.{layer}.pre_mlp_layernorm.weight" for layer in learner.layout.sizes.sparse_layers}
     for name, tensor in state.items():
         if name in sparse:
             # Megatron's local layers name it as those without experts do, its Transformer Engine layers do not.

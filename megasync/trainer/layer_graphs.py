@@ -45,11 +45,14 @@ class LayerGraphs:
     """The graphs of all layers of ``chunk``, for microbatches of ``tokens`` tokens.
 
     They are captured here. That runs each layer a few times, so gradients have to be zeroed afterwards. A collective of
-    tensor-parallel ranks.
+    tensor-parallel ranks. Layers without values, as in a rehearsal, cannot be captured and compute as usual.
     """
 
     def __init__(self, chunk: PolicyModel, tokens: int) -> None:
         config, weight = chunk.config, next(chunk.decoder.parameters())
+        self._layers: list[torch.nn.Module] = [] if weight.is_meta else list(chunk.decoder.layers)
+        if not self._layers:
+            return
         self._tokens = tokens
         # Room for a sequence of padding, and for the end of the last one.
         self._starts = weight.new_full((most_sequences(tokens) + 2,), tokens, dtype=torch.int32)
@@ -58,7 +61,6 @@ class LayerGraphs:
         self._current: PackedTokens | None = None
         packed = PackedTokens("thd", self._starts, self._starts, max_seqlen_q=tokens, max_seqlen_kv=tokens)
         angles = chunk.rotary_pos_emb(packed)
-        self._layers: list[torch.nn.Module] = list(chunk.decoder.layers)
         rows = tokens // config.tensor_model_parallel_size if config.sequence_parallel else tokens
         inputs = [weight.new_zeros(rows, 1, config.hidden_size).requires_grad_() for _ in self._layers]
         self._taken = inputs[0].shape, inputs[0].dtype

@@ -6,9 +6,12 @@ and gradient norm are finite.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -22,7 +25,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megasync.config.megatron_options import converted
 from megasync.config.schema import OptimizerConfig, TrainerConfig
-from megasync.errors import ConfigError
+from megasync.errors import ConfigError, NonFiniteError
+from megasync.layout.topology import Topology
 from megasync.trainer.checkpoint import MAIN_WEIGHT, MOMENTS, Slice
 from megasync.trainer.collectives import all_agree
 
@@ -387,3 +391,84 @@ def remainders(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     bits = values.view(torch.int32)
     halfway = (bits & 0xFFFF == 0x8000) & (bits >> 16 == weight.view(torch.int16).int())
     return torch.where(halfway, 0x7FFF, bits).to(torch.int16)
+
+
+log = logging.getLogger(__name__)
+
+
+class SkipBudget:
+    """The number of steps in a row that may be skipped because their loss or gradient was not finite.
+
+    ``allowed`` is `trainer.max_skipped_steps`.
+    """
+
+    def __init__(self, allowed: int) -> None:
+        self._allowed = self._left = allowed
+
+    def count(self, applied: bool, step: str) -> None:
+        """Counts a step that was applied or skipped, and logs a skipped one as ``step`` describes it.
+
+        Raises NonFiniteError if it was one too many in a row.
+        """
+        if applied:
+            self._left = self._allowed
+            return
+        log.error("Skipped %s", step)
+        self._left -= 1
+        if self._left < 0:
+            raise NonFiniteError(
+                f"{self._allowed + 1} steps in a row had a non-finite loss or gradient "
+                f"(trainer.max_skipped_steps={self._allowed}); the last was {step}"
+            )
+
+
+# Norms by groups of layers: where in the model an update is large
+#
+# A group is the embedding, a span of layers, or what follows the layers. The squares of all groups' norms of gradients
+# add up to that of `train/grad_norm`: both take the same elements, each once over all ranks.
+
+
+# The most spans of layers.
+SPANS = 8
+EMBEDDING, OUTPUT = "embedding", "output"
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+# Of an interleaved pipeline: the number of the chunk.
+_CHUNK = re.compile(r"(\d+)\.")
+
+
+def group_names(layers: int) -> list[str]:
+    """The groups of a model with that many layers, from the input on."""
+    bounds = [layers * span // min(SPANS, layers) for span in range(min(SPANS, layers) + 1)]
+    spans = [
+        f"layers_{first}" if last == first else f"layers_{first}-{last}"
+        for first, last in ((low, high - 1) for low, high in pairwise(bounds))
+    ]
+    return [EMBEDDING, *spans, OUTPUT]
+
+
+def groups_of(names: Iterable[str], layers: int, topology: Topology, stage: int) -> dict[str, int]:
+    """The group of each of a rank's parameters, as a position in `group_names`; names are those of `Layout.params`."""
+    chunks = topology.stage_layers(layers)[stage]
+    spans = min(SPANS, layers)
+    groups: dict[str, int] = {}
+    for name in names:
+        layer = _LAYER.search(name)
+        if layer is None:
+            groups[name] = 0 if "embedding" in name else spans + 1
+            continue
+        chunk = _CHUNK.match(name)
+        number = chunks[int(chunk[1]) if chunk else 0][int(layer[1])]
+        # The last span that begins at or before the layer.
+        groups[name] = 1 + max(span for span in range(spans) if layers * span // spans <= number)
+    return groups
+
+
+def named_norms(squares: torch.Tensor, layers: int) -> Mapping[str, float]:
+    """Metrics from the squared norms [2, groups] of gradients and weights; without groups that have no weights."""
+    norms = squares.sqrt().tolist()
+    return {
+        f"norms/{kind}/{name}": norm
+        for kind, of_groups in zip(("grad", "weight"), norms, strict=True)
+        for name, norm, weight in zip(group_names(layers), of_groups, norms[1], strict=True)
+        if weight
+    }

@@ -8,7 +8,7 @@ A step passes through five stages, over a table of its trajectories and tables o
     update    an optimizer step for each minibatch
     record    responses with their scores, for `observe.rollouts`
 
-`estimate` and `update` declare the columns that they read (`algorithms.columns`). What `select` loads and `score`
+`estimate` and `update` declare the columns that they read (`algorithms.choose`). What `select` loads and `score`
 computes follows from that: a column that nobody reads costs nothing. Every rank plans the same from the headers of all
 groups, without communication, and keeps the scores of what it computes, because training uses the same packing.
 
@@ -16,7 +16,7 @@ The loss of an optimizer step is a sum over tokens divided by the number of trai
 by what `algorithm.aggregation` says, over all microbatches and data-parallel ranks. The number is never zero, because a
 step without trained tokens is skipped.
 
-Advantages are estimated of samples, whose trajectories all get that of their sample (`algorithms.advantages.rewards`).
+Advantages are estimated of samples, whose trajectories all get that of their sample (`algorithms.advantages`).
 With a critic, rewards of tokens or a KL penalty in the rewards they are known only where their trajectories are
 computed, or only after the ranks have exchanged a few numbers for each trajectory.
 
@@ -40,13 +40,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megasync.algorithms.advantages.rewards import WHITEN_EPS, Floats, Forks, TokenRewards
-from megasync.algorithms.choose import chooser_of, estimator_of, ignores_zeros
-from megasync.algorithms.columns import Column, Columns, estimate_columns, update_columns
-from megasync.algorithms.kl import AGES, KL_KINDS
-from megasync.algorithms.losses import StepTokens
-from megasync.algorithms.losses.tokens import random_keys
-from megasync.algorithms.policy_loss import policy_loss
+from megasync.algorithms.advantages import WHITEN_EPS, Floats, Forks, TokenRewards
+from megasync.algorithms.choose import (
+    Column,
+    Columns,
+    chooser_of,
+    estimate_columns,
+    estimator_of,
+    ignores_zeros,
+    update_columns,
+)
+from megasync.algorithms.losses import StepTokens, random_keys
+from megasync.algorithms.policy_loss import AGES, KL_KINDS, policy_loss
 from megasync.base.files import atomic_write
 from megasync.buffer.payload import LeasedGroup
 from megasync.config.schema import AlgorithmConfig
@@ -55,11 +60,10 @@ from megasync.observe import trace
 from megasync.observe.metrics import percentiles
 from megasync.trainer.batch import Batch, Sample
 from megasync.trainer.critic import Critic
-from megasync.trainer.engine import LocalBatch, MegatronEngine
 from megasync.trainer.flops import ADAPTER_PASSES, TRAINING_PASSES, ModelFlops, Work
-from megasync.trainer.layer_norms import named_norms
-from megasync.trainer.nonfinite import SkipBudget
+from megasync.trainer.learner import LocalBatch, MegatronLearner
 from megasync.trainer.offload import Offload
+from megasync.trainer.optimizer import SkipBudget, named_norms
 from megasync.trainer.recording import Recorder
 from megasync.trainer.tables import (
     Loader,
@@ -98,9 +102,9 @@ PER_TOKEN = (
 
 
 class PolicyTrainer:
-    """Turns groups into optimizer steps of an initialised engine.
+    """Turns groups into optimizer steps of an initialised learner.
 
-    If the algorithm needs a reference, it is the engine's weights at construction, and those of later steps as
+    If the algorithm needs a reference, it is the learner's weights at construction, and those of later steps as
     `algorithm.reference_every` says.
 
     Args:
@@ -116,7 +120,7 @@ class PolicyTrainer:
 
     def __init__(
         self,
-        engine: MegatronEngine,
+        learner: MegatronLearner,
         algorithm: AlgorithmConfig,
         dump_dir: str | Path,
         temperature: float = 1.0,
@@ -129,10 +133,10 @@ class PolicyTrainer:
     ) -> None:
         self._norms_every = norms_every
         self._peak_tflops = peak_tflops
-        self._flops = ModelFlops.of(engine.layout)
-        self._critic_flops = None if critic is None else ModelFlops.of(critic.engine.layout)
+        self._flops = ModelFlops.of(learner.layout)
+        self._critic_flops = None if critic is None else ModelFlops.of(critic.learner.layout)
         self._recorder = recorder
-        self._minibatches = engine.trainer_config.minibatches
+        self._minibatches = learner.trainer_config.minibatches
         needs = estimate_columns(algorithm, critic is not None)
         self._needs = needs | update_columns(algorithm, self._minibatches, teachers)
         self._estimates_tokens = "token_rewards" in self._needs
@@ -140,17 +144,17 @@ class PolicyTrainer:
         terms = algorithm.kl_coef or algorithm.entropy_coef or self._estimates_tokens or teachers
         self._keeps_zeros = bool(terms) or not ignores_zeros(algorithm)
         self._critic = critic
-        self._offload = Offload(engine.memory, engine.device)
+        self._offload = Offload(learner.memory, learner.device)
         self._longest = longest
-        self._engine = engine
-        self._device = engine.device.torch_device
+        self._learner = learner
+        self._device = learner.device.torch_device
         self._algorithm = algorithm
         self._dump_dir = Path(dump_dir)
         self._temperature = temperature
         self._warned = False
-        self._budget = SkipBudget(engine.trainer_config.max_skipped_steps)
+        self._budget = SkipBudget(learner.trainer_config.max_skipped_steps)
         if "reference" in self._needs:
-            engine.keep_reference()
+            learner.keep_reference()
 
     def step(self, groups: Sequence[LeasedGroup], load: Loader, step: int, version: int) -> dict[str, float]:
         """Trains on the groups. A collective; returns the same metrics on every rank.
@@ -168,7 +172,7 @@ class PolicyTrainer:
         if self._recorder is not None:
             self._recorder.record(current)
         if (every := self._algorithm.reference_every) and step % every == 0:
-            self._engine.keep_reference()
+            self._learner.keep_reference()
         current.metrics["train/seconds"] = seconds = time.monotonic() - start
         return current.metrics | self._speed(current, seconds)
 
@@ -180,14 +184,14 @@ class PolicyTrainer:
         """Tokens and operations by second and device, over all passes of a step that took ``seconds``."""
         if not step.minibatches:
             return {}
-        training = TRAINING_PASSES if self._engine.trained_layout is self._engine.layout else ADAPTER_PASSES
+        training = TRAINING_PASSES if self._learner.trained_layout is self._learner.layout else ADAPTER_PASSES
         training = 0 if self._warms_up(step.number) else training
         operations = 0.0
         for part in step.minibatches:
             operations += (part.scorings + training) * self._flops.forward(part.work)
             if self._critic_flops is not None:
                 operations += (1 + TRAINING_PASSES) * self._critic_flops.forward(part.work)
-        device_seconds = seconds * self._engine.topology.world
+        device_seconds = seconds * self._learner.topology.world
         teraflops = operations / device_seconds / 1e12
         speed = {
             "train/tokens_per_second_per_device": sum(part.work.tokens for part in step.minibatches) / device_seconds,
@@ -204,10 +208,12 @@ class PolicyTrainer:
             self._recorder.begin(groups)
         with trace.span("rank", "load", groups=len(groups)):
             parts = trajectories.split(len(groups), self._minibatches)
-            minibatches = [self._minibatch(groups, part, load) for part in parts]
+            minibatches = [self._minibatch(groups, part, load, version) for part in parts]
         return Step(step, version, groups, load, trajectories, rewards, minibatches, metrics)
 
-    def _minibatch(self, groups: Sequence[LeasedGroup], part: TrajectoryTable, load: Loader) -> Minibatch | None:
+    def _minibatch(
+        self, groups: Sequence[LeasedGroup], part: TrajectoryTable, load: Loader, version: int
+    ) -> Minibatch | None:
         """Plans a minibatch and loads what this rank computes of it; None if no trajectory has a gradient.
 
         A trajectory without a trained token never has one, so the loss is never divided by zero.
@@ -215,16 +221,17 @@ class PolicyTrainer:
         active = part[np.flatnonzero((part.trained > 0) & (self._keeps_zeros | (part.advantages != 0.0)))]
         if not len(active):
             return None
-        packing = self._engine.plan(active.lengths)
-        microbatches = self._engine.own_microbatches(packing)
+        packing = self._learner.plan(active.lengths)
+        microbatches = self._learner.own_microbatches(packing)
         rows = sorted({row for microbatch in microbatches for row in microbatch.sequences})
         loaded = active.load(groups, rows, load)
         samples = {row: _sample(loaded[row], int(active.lengths.response_inputs[row])) for row in rows}
         tables: list[TokenTable] = []
-        if self._engine.is_last_stage:
-            read = {row: read_columns(loaded[row], samples[row].scored, self._needs) for row in rows}
+        if self._learner.is_last_stage:
+            read = {row: read_columns(loaded[row], samples[row].scored, version, self._needs) for row in rows}
             tables = [
-                TokenTable(each.sequences, each.counted, [read[row] for row in each.sequences]) for each in microbatches
+                TokenTable(each.sequences, each.counted, [read[row] for row in each.sequences], self._device)
+                for each in microbatches
             ]
         recorder = self._recorder
         return Minibatch(
@@ -242,7 +249,7 @@ class PolicyTrainer:
         """Scores all minibatches before any of them is trained, as far as later stages read the scores."""
         for minibatch in step.minibatches:
             if "norms" in self._needs:
-                old, norms = self._engine.score_with_norms(minibatch.batch, temperature=self._temperature)
+                old, norms = self._learner.score_with_norms(minibatch.batch, temperature=self._temperature)
                 minibatch.add("old", old)
                 minibatch.add("norms", norms)
                 minibatch.scorings += 1
@@ -254,7 +261,7 @@ class PolicyTrainer:
 
     def _score_policy(self, minibatch: Minibatch, reference: bool = False) -> list[torch.Tensor]:
         minibatch.scorings += 1
-        return self._engine.score(minibatch.batch, temperature=self._temperature, reference=reference)
+        return self._learner.score(minibatch.batch, temperature=self._temperature, reference=reference)
 
     # Estimate
 
@@ -289,7 +296,7 @@ class PolicyTrainer:
 
     def _summed(self, values: Floats) -> Floats:
         """The sums over all ranks of what each knows of its own responses. A collective."""
-        coords = self._engine.coords
+        coords = self._learner.coords
         # Tensor and context peers have the same.
         local = values if not (coords.tp or coords.cp) else np.zeros_like(values)
         sums = torch.from_numpy(local).to(self._device)
@@ -303,7 +310,7 @@ class PolicyTrainer:
         elif step.minibatches:
             with self._critic.on_device(self._offload):
                 for minibatch in step.minibatches:
-                    minibatch.add("values", self._critic.engine.values(minibatch.batch))
+                    minibatch.add("values", self._critic.learner.values(minibatch.batch))
                 self._token_advantages(step)
                 for table in step.tables:
                     table.columns["returns"] = table.columns["token_advantages"] + table.columns["values"]
@@ -318,12 +325,12 @@ class PolicyTrainer:
         pairs = list(step.counted())
         tables, trajectories = [table for _, table in pairs], step.trajectories
         numbers = joined((part.trajectories.numbers[table.rows] for part, table in pairs), np.int64)
-        token_rewards = joined(table.read["token_rewards"] for table in tables)
         computed = np.flatnonzero(trajectories.trained)
 
         def column(name: Column) -> Floats:
             return joined(_numbers(table.columns[name]) for table in tables)
 
+        token_rewards = column("token_rewards")
         rewards = TokenRewards.of(
             step.rewards,
             Forks(
@@ -336,7 +343,7 @@ class PolicyTrainer:
             self._summed,
             starts=np.cumsum([0, *joined((table.counts for table in tables), np.int64)]),
             token_rewards=token_rewards,
-            rewarded=joined((table.read["rewarded"] for table in tables), np.bool_),
+            rewarded=column("rewarded").astype(np.bool_),
             values=np.zeros(len(token_rewards)) if self._critic is None else column("values"),
             penalties=column("penalties") if "penalties" in self._needs else None,
             squared_norms=column("norms") if "norms" in self._needs else None,
@@ -353,10 +360,10 @@ class PolicyTrainer:
         counted = [table.columns["token_advantages"] for table in tables if table.counted]
         values = torch.cat([torch.zeros(0, device=self._device), *counted]).double()
         first = torch.stack([torch.full_like(values.sum(), len(values)), values.sum()])
-        dist.all_reduce(first, group=self._engine.data_group)
+        dist.all_reduce(first, group=self._learner.data_group)
         count, mean = first[0], first[1] / first[0]
         squares = (values - mean).square().sum()
-        dist.all_reduce(squares, group=self._engine.data_group)
+        dist.all_reduce(squares, group=self._learner.data_group)
         scale = (squares / (count - 1).clamp(min=1) + WHITEN_EPS).rsqrt()
         for table in tables:
             table.columns["token_advantages"] = ((table.columns["token_advantages"] - mean) * scale).float()
@@ -376,21 +383,21 @@ class PolicyTrainer:
                 self._count(step, minibatch, f"step-{step.number:08d}-{index}", report)
                 reports.append(report)
         # For the weight sync, which reads them where they are.
-        if (kept := self._engine.gather_weights()) is not None:
+        if (kept := self._learner.gather_weights()) is not None:
             step.metrics["train/merged_cosine"] = kept
             self._warn_of_rounding(kept)
         step.metrics |= _summary(reports) | {"train/without_gradient": float(len(step.parts) - len(reports))}
 
     def _warn_of_rounding(self, kept: float) -> None:
         """Warns once, on the first rank, if servers get little of what the adapters have learned."""
-        if kept >= KEPT_COSINE or self._warned or self._engine.rank:
+        if kept >= KEPT_COSINE or self._warned or self._learner.rank:
             return
         self._warned = True
         log.warning(
             "Merged weights in %s differ from what the adapters have learned (cosine of the changes %.2f, "
             "train/merged_cosine): a change this small is lost in rounding, so servers sample another policy. It grows "
             "with training; set sync.transport=adapters, which merges nothing, or model.dtype=float32",
-            self._engine.model_config.dtype,
+            self._learner.model_config.dtype,
             kept,
         )
 
@@ -409,15 +416,17 @@ class PolicyTrainer:
         pairs = [pair for pair in zip(minibatch.tables, scores, strict=True) if pair[0].counted]
         tables = [table for table, _ in pairs]
         olds = [table.columns.get("old", scored) for table, scored in pairs]
-        denominators = map(_numbers, olds)
+        denominators = olds
         if self._algorithm.ratio == "behaviour":
-            denominators = (table.read["behaviour"] for table in tables)
+            denominators = [table.columns["behaviour"] for table in tables]
         advantages = [self._advantages(minibatch, *pair)["advantages"] for pair in zip(tables, olds, strict=True)]
         logprobs = joined(_numbers(scored) for _, scored in pairs)
         numbers = joined((table.repeated(minibatch.trajectories.numbers) for table in tables), np.int64)
         places = joined((np.arange(count) for table in tables for count in table.counts), np.int64)
         keys = random_keys(step, numbers, places)
-        tokens = StepTokens(logprobs, joined(denominators), joined(map(_numbers, advantages)), keys, self._summed)
+        tokens = StepTokens(
+            logprobs, joined(map(_numbers, denominators)), joined(map(_numbers, advantages)), keys, self._summed
+        )
         distribute(minibatch.tables, "chosen", torch.from_numpy(chooser(tokens)).to(self._device))
 
     def _advantages(self, minibatch: Minibatch, table: TokenTable, old: torch.Tensor) -> Columns:
@@ -430,7 +439,7 @@ class PolicyTrainer:
             advantages = torch.from_numpy(each.astype(np.float32)).to(self._device)
         if "teacher" not in self._needs:
             return {"advantages": advantages}
-        gap = torch.from_numpy(table.read["teacher"]).to(self._device) - old
+        gap = table.columns["teacher"] - old
         teacher = torch.where(gap.isnan(), 0.0, gap)
         mixed = self._algorithm.reward_coef * advantages + self._algorithm.teacher_coef * teacher
         return {"advantages": mixed, "teacher_gap": gap}
@@ -450,8 +459,6 @@ class PolicyTrainer:
                 "logprobs": logprobs,
                 "entropy": entropy if self._algorithm.entropy_coef else entropy.detach(),
                 "old": old,
-                "behaviour": torch.from_numpy(table.read["behaviour"]).to(self._device),
-                "ages": torch.from_numpy(step.version - table.read["versions"]).to(self._device),
                 "segments": batch.segments,
                 "mask": torch.full_like(logprobs, float(batch.counted)),
             }
@@ -463,12 +470,12 @@ class PolicyTrainer:
             total, sums = policy_loss(self._algorithm, columns)
             return total / minibatch.divisor, sums
 
-        sums = self._engine.forward_backward(minibatch.batch, loss, self._temperature)
+        sums = self._learner.forward_backward(minibatch.batch, loss, self._temperature)
         measured = bool(self._norms_every) and step.number % self._norms_every == 0
         # Its learning rate begins its course when it begins to learn.
         policy_step = step.number if self._critic is None else step.number - self._critic.warmup_steps
-        update = self._engine.update(policy_step, math.isfinite(sums["loss"]), measured)
-        norms = {} if update.squares is None else named_norms(update.squares, self._engine.layout.sizes.layers)
+        update = self._learner.update(policy_step, math.isfinite(sums["loss"]), measured)
+        norms = {} if update.squares is None else named_norms(update.squares, self._learner.layout.sizes.layers)
         return {**sums, **norms, "applied": float(update.applied), "grad_norm": update.grad_norm, "lr": update.lr}
 
     # Non-finite steps
@@ -476,7 +483,7 @@ class PolicyTrainer:
     def _count(self, step: Step, minibatch: Minibatch, name: str, report: dict[str, float]) -> None:
         """Counts an optimizer step; the first rank writes the batch of a skipped one."""
         applied = bool(report["applied"])
-        if not applied and self._engine.rank == 0:
+        if not applied and self._learner.rank == 0:
             try:
                 self._dump(step, minibatch.trajectories, name, report)
             except (OSError, MegasyncError) as error:

@@ -1,4 +1,4 @@
-"""A complete trainer rank: engine, policy step, checkpoints and the trainer's side of the weight sync. Ray-free.
+"""A complete trainer rank: learner, policy step, checkpoints and the trainer's side of the weight sync. Ray-free.
 
 The constructor opens nothing; `rendezvous` and `start` do. Every method except `pid` and `rendezvous` is a collective:
 call it on all ranks with the same arguments, in the same order. torch and Megatron are imported in `start`, so that the
@@ -133,9 +133,9 @@ class TrainerRank:
             from megasync.base.store import join_store
             from megasync.layout.shards import served_in_fp8
             from megasync.sync.stream import Shards
-            from megasync.trainer.critic import Critic, critic_engine
-            from megasync.trainer.engine import MegatronEngine
+            from megasync.trainer.critic import Critic, critic_learner
             from megasync.trainer.flops import peak_tflops
+            from megasync.trainer.learner import MegatronLearner
             from megasync.trainer.offload import Offload
             from megasync.trainer.policy import PolicyTrainer
             from megasync.trainer.quantized import QuantizedWeights
@@ -160,23 +160,23 @@ class TrainerRank:
         steps = config.schedule.total_steps
         # The policy's schedule begins when it does.
         own_steps = steps - config.critic.warmup_steps
-        self._engine = MegatronEngine(
+        self._learner = MegatronLearner(
             config.model, config.trainer, self._device, self._rank, total_steps=own_steps, **of_run
         )
-        self._engine.initialize()
-        self._offload = Offload(self._engine.memory, self._device)
+        self._learner.initialize()
+        self._offload = Offload(self._learner.memory, self._device)
         if config.critic.enabled:
-            engine = critic_engine(
+            learner = critic_learner(
                 config.critic, config.model, config.trainer, self._device, self._rank, total_steps=steps, **of_run
             )
-            engine.initialize()
-            self._critic = Critic(engine, config.critic)
+            learner.initialize()
+            self._critic = Critic(learner, config.critic)
         recorder = None
         if most := config.observe.rollouts:
             share = rollout_bytes(config.observe.rollouts_mb, config.trainer.data_parallel)
-            recorder = Recorder(RolloutLog(self._run_dir, f"trainer-{self._rank}", share), most, self._engine)
+            recorder = Recorder(RolloutLog(self._run_dir, f"trainer-{self._rank}", share), most, self._learner)
         self._policy = PolicyTrainer(
-            self._engine,
+            self._learner,
             config.algorithm,
             dump_dir=self._run_dir / "skipped",
             temperature=config.rollout.sampling.temperature,
@@ -187,13 +187,13 @@ class TrainerRank:
             norms_every=config.observe.norms_every,
             peak_tflops=config.observe.peak_tflops or peak_tflops(self._device.name),
         )
-        self._supervised = SupervisedTrainer(self._engine)
+        self._supervised = SupervisedTrainer(self._learner)
         # Merged adapters take memory, so they exist only for servers that get them.
         alone = config.sync.transport == "adapters"
         layout, params = (
-            (self._engine.trained_layout, self._engine.trained)
+            (self._learner.trained_layout, self._learner.trained)
             if alone
-            else (self._engine.layout, self._engine.params())
+            else (self._learner.layout, self._learner.params())
         )
         if config.rollout.fp8:
             layout = served_in_fp8(layout, Path(config.model.path))
@@ -251,39 +251,39 @@ class TrainerRank:
 
     def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs of all tokens of each sequence except the first, under the current weights."""
-        return self._engine.logprobs(sequences)
+        return self._learner.logprobs(sequences)
 
     def begin_save(self, path: str, state: dict[str, Any]) -> None:
-        """Begins to write a checkpoint; see `MegatronEngine.begin_save`."""
+        """Begins to write a checkpoint; see `MegatronLearner.begin_save`."""
         with trace.span("rank", "save"):
-            self._engine.begin_save(Path(path), state)
+            self._learner.begin_save(Path(path), state)
         if self._critic is not None:
             with self._all_or_nothing():
                 self._critic.begin_save(Path(path))
 
     def finish_save(self, wait: bool) -> bool:
-        """Whether that checkpoint is complete; see `MegatronEngine.finish_save`."""
+        """Whether that checkpoint is complete; see `MegatronLearner.finish_save`."""
         if self._critic is not None:
             with self._all_or_nothing():
                 if not self._critic.finish_save(wait):
                     return False
-        return self._engine.finish_save(wait)
+        return self._learner.finish_save(wait)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         try:
             yield
         except CheckpointError:
-            self._engine.abandon_save()
+            self._learner.abandon_save()
             raise
 
     def load(self, path: str) -> None:
-        """Restores a checkpoint with its critic, and the reference weights of its step; see `MegatronEngine.load`."""
+        """Restores a checkpoint with its critic, and the reference weights of its step; see `MegatronLearner.load`."""
         from megasync.trainer.checkpoint import reference_step, step_of, step_path
 
         if renewed := reference_step(step_of(Path(path)), self._config.algorithm.reference_every):
-            self._engine.load_reference(step_path(self._run_dir, renewed))
-        self._engine.load(Path(path))
+            self._learner.load_reference(step_path(self._run_dir, renewed))
+        self._learner.load(Path(path))
         if self._critic is not None:
             self._critic.load(Path(path))
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megasync.buffer.payload import LeasedGroup
 from megasync.observe.rollouts import Response, RolloutLog, Row, chosen, recorded
-from megasync.trainer.engine import MegatronEngine
+from megasync.trainer.learner import MegatronLearner
 from megasync.trainer.tables import Minibatch, Step, TrajectoryTable
 from megasync.trajectory import Trajectory
 
@@ -31,12 +31,12 @@ log = logging.getLogger(__name__)
 class Recorder:
     """Records up to ``most`` responses of each step, in whole groups."""
 
-    def __init__(self, log: RolloutLog, most: int, engine: MegatronEngine) -> None:
+    def __init__(self, log: RolloutLog, most: int, learner: MegatronLearner) -> None:
         self._log = log
         self._most = most
-        coords = engine.coords
-        self._writes = engine.is_last_stage and not (coords.tp or coords.cp)
-        self._data_rank = coords.dp, engine.topology.data
+        coords = learner.coords
+        self._writes = learner.is_last_stage and not (coords.tp or coords.cp)
+        self._data_rank = coords.dp, learner.topology.data
         # Positions of the chosen groups in the step.
         self._groups: frozenset[int] = frozenset()
 

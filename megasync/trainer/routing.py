@@ -75,7 +75,7 @@ class PolicyRouter(TopKRouter):
     would change routing, and so the policy, by something that is not a gradient of the reward.
     """
 
-    # Tokens of the whole step on all data-parallel ranks; set by the engine before each step.
+    # Tokens of the whole step on all data-parallel ranks; set by the learner before each step.
     step_tokens = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

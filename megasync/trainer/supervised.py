@@ -1,4 +1,4 @@
-"""Supervised steps of an initialised engine: numbers of rows in, optimizer steps and losses out.
+"""Supervised steps of an initialised learner: numbers of rows in, optimizer steps and losses out.
 
 The loss is the negative log-prob of the trained tokens, summed and divided by their number in the whole step.
 """
@@ -15,17 +15,17 @@ from megasync.data.row_file import RowFile
 from megasync.data.supervised import TokenRow
 from megasync.observe import trace
 from megasync.trainer.batch import Batch, Sample
-from megasync.trainer.engine import LocalBatch, MegatronEngine
-from megasync.trainer.nonfinite import SkipBudget
+from megasync.trainer.learner import LocalBatch, MegatronLearner
+from megasync.trainer.optimizer import SkipBudget
 from megasync.trainer.packing import Ints, Lengths
 
 
 class SupervisedTrainer:
     """Every method is a collective and returns the same on every rank. A rank reads only the rows that it computes."""
 
-    def __init__(self, engine: MegatronEngine) -> None:
-        self._engine = engine
-        self._budget = SkipBudget(engine.trainer_config.max_skipped_steps)
+    def __init__(self, learner: MegatronLearner) -> None:
+        self._learner = learner
+        self._budget = SkipBudget(learner.trainer_config.max_skipped_steps)
 
     def step(self, file: RowFile, rows: Ints, step: int) -> dict[str, float]:
         """Takes an optimizer step on rows of a file; ``step`` counts from 1 and determines the learning rate.
@@ -40,8 +40,8 @@ class SupervisedTrainer:
             total, sums = _negative_sum(batch, logprobs, entropy)
             return total / tokens, sums
 
-        sums = self._engine.forward_backward(batch, loss)
-        update = self._engine.update(step, math.isfinite(sums["loss"]))
+        sums = self._learner.forward_backward(batch, loss)
+        update = self._learner.update(step, math.isfinite(sums["loss"]))
         step_name = f"step {step} with loss {sums['loss']} and gradient norm {update.grad_norm}"
         self._budget.count(update.applied, step_name)
         return {
@@ -57,11 +57,11 @@ class SupervisedTrainer:
     def loss(self, file: RowFile) -> float:
         """The mean negative log-prob of all trained tokens of a file, without a step."""
         batch = self._local_batch(file, np.arange(len(file)))
-        return self._engine.total(batch, _negative_sum)["loss"] / int(file.trained_tokens.sum())
+        return self._learner.total(batch, _negative_sum)["loss"] / int(file.trained_tokens.sum())
 
     def _local_batch(self, file: RowFile, rows: Ints) -> LocalBatch:
-        packing = self._engine.plan(Lengths(file.prompts[rows], file.prompt_tokens[rows], file.response_inputs[rows]))
-        microbatches = self._engine.own_microbatches(packing)
+        packing = self._learner.plan(Lengths(file.prompts[rows], file.prompt_tokens[rows], file.response_inputs[rows]))
+        microbatches = self._learner.own_microbatches(packing)
         local_rows = {index for part in microbatches for index in part.sequences}
         samples = {index: _sample(file.row(int(rows[index]))) for index in local_rows}
         return LocalBatch(microbatches, samples, packing.counted_tokens)

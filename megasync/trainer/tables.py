@@ -2,7 +2,7 @@
 
 Every rank makes the same `TrajectoryTable` from the headers of all groups, without communication and without reading a
 token. Rewards are those of samples, and so are advantages: each trajectory gets that of its sample
-(`algorithms.advantages.rewards`).
+(`algorithms.advantages`).
 
 A `TokenTable` has the targets of one microbatch. Only ranks of the last pipeline stage have such tables, for their own
 microbatches; no column of them is ever gathered.
@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megasync.algorithms.advantages.rewards import StepRewards
-from megasync.algorithms.choose import estimator_of, group_inputs
-from megasync.algorithms.columns import Column, Columns
+from megasync.algorithms.advantages import StepRewards
+from megasync.algorithms.choose import Column, Columns, estimator_of, group_inputs
 from megasync.buffer.payload import LeasedGroup
 from megasync.config.schema import AlgorithmConfig
 from megasync.errors import TrainingError
@@ -31,8 +30,8 @@ from megasync.trajectory import BASELINE, TEACHER, TOKEN_REWARDS, Trajectory, by
 
 if TYPE_CHECKING:
     # Imports Megatron, which these tables do without.
-    from megasync.trainer.engine import LocalBatch
     from megasync.trainer.flops import Work
+    from megasync.trainer.learner import LocalBatch
 
 # Loads some trajectories of a group, by their positions in its header.
 Loader = Callable[[LeasedGroup, Sequence[int]], Sequence[Trajectory]]
@@ -169,20 +168,23 @@ def divisor_of(part: TrajectoryTable, algorithm: AlgorithmConfig, longest: int) 
 
 
 class TokenTable:
-    """The targets of one microbatch: columns [targets] by name.
+    """The targets of one microbatch: columns [targets] by name, on the rank's device.
 
-    What is read from trajectories is in host memory (``read``), what is computed on the device (``columns``). Targets
-    are grouped by sequence: ``rows`` [sequences] are those of a minibatch's trajectories, ``counts`` [sequences] their
-    numbers of targets. A masked copy (``counted`` false) must reach neither the loss nor a sum.
+    Targets are grouped by sequence: ``rows`` [sequences] are those of a minibatch's trajectories, ``counts``
+    [sequences] their numbers of targets. A masked copy (``counted`` false) must reach neither the loss nor a sum.
     """
 
-    def __init__(self, rows: Sequence[int], counted: bool, samples: Sequence[dict[Column, NDArray[Any]]]) -> None:
-        """``samples`` are what is read of each sequence."""
+    def __init__(
+        self, rows: Sequence[int], counted: bool, samples: Sequence[dict[Column, NDArray[Any]]], device: torch.device
+    ) -> None:
+        """``samples`` are the first columns, which are read of each sequence."""
         self.rows = np.array(rows)
         self.counted = counted
         self.counts = np.array([len(sample["behaviour"]) for sample in samples])
-        self.read = {name: np.concatenate([sample[name] for sample in samples]) for name in samples[0]}
         self.columns: Columns = {}
+        for name in samples[0]:
+            values = np.concatenate([sample[name] for sample in samples])
+            self.columns[name] = torch.from_numpy(values).to(device)
 
     def __len__(self) -> int:
         return int(self.counts.sum())
@@ -223,7 +225,7 @@ class Minibatch:
     scorings: int = 0
 
     def add(self, name: Column, values: Sequence[torch.Tensor]) -> None:
-        """Adds a column that the engine has computed of each microbatch, with none before the last stage."""
+        """Adds a column that the learner has computed of each microbatch, with none before the last stage."""
         for table, column in zip(self.tables, values, strict=True):
             table.columns[name] = column
 
@@ -260,12 +262,12 @@ class Step:
 
 
 def read_columns(
-    trajectory: Trajectory, scored: NDArray[Any], columns: Container[Column]
+    trajectory: Trajectory, scored: NDArray[Any], version: int, columns: Container[Column]
 ) -> dict[Column, NDArray[Any]]:
     """The columns that a trajectory has, of its targets; ``scored`` are the offsets of the targets in the response."""
     read: dict[Column, NDArray[Any]] = {
         "behaviour": trajectory.logprobs[scored],
-        "versions": trajectory.versions.expand()[scored],
+        "ages": version - trajectory.versions.expand()[scored],
     }
     if "teacher" in columns:
         missing = np.full(len(trajectory.response_ids), np.nan, dtype=np.float32)

@@ -1,6 +1,6 @@
 """Transformer Engine's buffers for `trainer.tp_comm_overlap`, of which a process has one set.
 
-They have the size of a microbatch, so all microbatches of all engines of the process must have that size. Layers look
+They have the size of a microbatch, so all microbatches of all learners of the process must have that size. Layers look
 their buffers up when they are built and in each pass: `open_buffers` comes before the first layer, and `close_buffers`
 after the last pass.
 """
@@ -20,7 +20,7 @@ MODULE = "transformer_engine.pytorch.module.base"
 def open_buffers(tokens: int, hidden: int, ranks: int, dtype: torch.dtype, fp8: bool, backend: str) -> None:
     """Allocates the buffers [tokens, hidden] of ``ranks`` tensor-parallel ranks. A collective of all ranks.
 
-    Does nothing if another engine of this process has done it. ``tokens`` are those of a microbatch on one
+    Does nothing if another learner of this process has done it. ``tokens`` are those of a microbatch on one
     context-parallel rank. With ``fp8``, what layers gather is in FP8. Over ``backend`` ranks exchange the addresses of
     their buffers.
     """

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megasync.algorithms import estimator_of
-from megasync.algorithms.advantages import StepRewards, TokenRewards
-from megasync.algorithms.advantages.dpo import dpo
+from megasync.algorithms.advantages import StepRewards, TokenRewards, dpo
 from megasync.algorithms.choose import takes_tokens
 from megasync.config.builtin import ADVANTAGES
 from megasync.config.schema import AlgorithmConfig

@@ -12,9 +12,7 @@ from token_rewards import step_of as token_step_of
 from token_rewards import with_values
 
 from megasync.algorithms import estimator_of, policy_loss
-from megasync.algorithms.advantages import StepRewards
-from megasync.algorithms.advantages.gae import gae
-from megasync.algorithms.advantages.optimal_baseline import optimal_token_baseline
+from megasync.algorithms.advantages import StepRewards, gae, optimal_token_baseline
 from megasync.algorithms.value_loss import value_loss
 from megasync.config.builtin import ADVANTAGES, LOSSES
 from megasync.config.schema import AlgorithmConfig

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megasync.algorithms.columns import estimate_columns, update_columns
+from megasync.algorithms.choose import estimate_columns, update_columns
 from megasync.config.schema import AlgorithmConfig
 
 # Columns that cost a pass over the model, or are read from trajectories only for some algorithms.
@@ -30,4 +30,4 @@ def test_only_what_is_read_is_loaded_and_scored(algorithm, step, needed):
     columns = estimate_columns(config, step["critic"])
     columns |= update_columns(config, step["minibatches"], step["teachers"])
     assert columns & OPTIONAL == needed
-    assert {"behaviour", "versions"} <= columns
+    assert {"behaviour", "ages"} <= columns

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from token_rewards import with_values
 
-from megasync.algorithms.advantages.gae import gae
+from megasync.algorithms.advantages import gae
 from megasync.algorithms.value_loss import explained_variance, value_loss
 
 NUMBER = st.floats(-3, 3)

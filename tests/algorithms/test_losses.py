@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megasync.algorithms import loss_of
+from megasync.algorithms import advantages, loss_of, losses
 from megasync.algorithms.losses import PolicyTokens, TokenLoss
-from megasync.base.importing import load_function
 from megasync.config.builtin import ADVANTAGES, LOSSES
 from megasync.config.schema import AlgorithmConfig
 
@@ -214,7 +213,8 @@ def test_a_loss_of_sequences_needs_them(name):
 @pytest.mark.parametrize("table", [LOSSES, ADVANTAGES], ids=["losses", "advantages"])
 def test_the_tables_name_keys_and_options_as_the_functions_do(table):
     for name, item in table.items():
-        functions = [load_function(each) for each in (item.function, item.chooses) if each]
+        module = losses if table is LOSSES else advantages
+        functions = [getattr(module, each) for each in (name, *([f"{name}_tokens"] if item.chooses else []))]
         parameters = [each for function in functions for each in inspect.signature(function).parameters.items()]
         own = {key: value.default for key, value in parameters if value.kind is value.KEYWORD_ONLY}
         # Of a critic's advantages, the trainer normalises those of all ranks together.

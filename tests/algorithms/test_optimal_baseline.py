@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from token_rewards import longest_of, rows_of, step_of
 
-from megasync.algorithms.advantages.optimal_baseline import optimal_token_baseline
+from megasync.algorithms.advantages import optimal_token_baseline
 
 # (reward, squared norm) by token.
 TOKEN = st.tuples(st.integers(-8, 8).map(lambda n: n / 4), st.integers(1, 8).map(lambda n: n / 8))

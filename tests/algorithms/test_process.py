@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from token_rewards import longest_of, rows_of, step_of
 
-from megasync.algorithms.advantages.grpo import grpo
-from megasync.algorithms.advantages.process import grpo_process
-from megasync.algorithms.advantages.rewards import StepRewards
+from megasync.algorithms.advantages import StepRewards, grpo, grpo_process
 
 # Rewards by token, None without one; the last token of a response has one.
 TOKEN = st.one_of(st.none(), st.integers(-8, 8).map(lambda n: n / 4))

@@ -22,8 +22,7 @@ from megasync.buffer.beginning import begin_ledger, resume_ledger
 from megasync.buffer.groups import GroupState
 from megasync.buffer.ledger import Ledger
 from megasync.buffer.payload import decode
-from megasync.buffer.segments import SUFFIX, BodyWriter, SegmentWriter, load, segments_in, segments_of
-from megasync.buffer.sink import GroupSink
+from megasync.buffer.segments import SUFFIX, BodyWriter, GroupSink, SegmentWriter, load, segments_in, segments_of
 from megasync.config.schema import ScheduleConfig
 
 SCHEDULE = ScheduleConfig(groups_per_step=1, samples_per_group=2, max_staleness=3)

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from megasync.algorithms.choose import chooser_of
-from megasync.algorithms.losses import StepTokens
-from megasync.algorithms.losses.tokens import random_keys
+from megasync.algorithms.losses import StepTokens, random_keys
 from megasync.config.schema import AlgorithmConfig
 
 

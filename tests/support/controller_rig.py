@@ -14,7 +14,7 @@ from megasync.buffer import AsyncBuffer
 from megasync.buffer.payload import encode
 from megasync.config import Config
 from megasync.control.controller import Controller
-from megasync.control.interfaces import ControlledParts, PinnedVersion
+from megasync.control.interfaces import ControlledParts
 from megasync.control.progress import Progress
 from megasync.errors import (
     CheckpointError,
@@ -27,6 +27,7 @@ from megasync.errors import (
 )
 from megasync.observe.context import RunContext
 from megasync.observe.hang import HangSink, NoReports
+from megasync.rollout.client import PinnedVersion
 from megasync.sync.attempt import PublishError
 from megasync.trajectory import Group, Trajectory
 

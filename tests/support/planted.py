@@ -47,11 +47,11 @@ class Fault(NamedTuple):
 
 FAULTS = (
     Fault(
-        "megasync/algorithms/importance.py",
+        "megasync/algorithms/policy_loss.py",
         "trainer.float() - behaviour.float()",
         "behaviour.float() - trainer.float()",
     ),
-    Fault("megasync/algorithms/advantages/grpo.py", "/ (len(rewards) - 1))", "/ len(rewards))"),
+    Fault("megasync/algorithms/advantages.py", "/ (len(rewards) - 1))", "/ len(rewards))"),
     Fault(
         "megasync/control/publishing.py", "if failed or self._reservations.pinned() else None", "if failed else None"
     ),

@@ -51,8 +51,8 @@ DEVICE.prepare_process(local_rank=0)
 from megasync.errors import TrainingError  # noqa: E402
 from megasync.trainer import checkpoint  # noqa: E402
 from megasync.trainer.batch import Sample  # noqa: E402
-from megasync.trainer.critic import Critic, critic_engine  # noqa: E402
-from megasync.trainer.engine import MegatronEngine  # noqa: E402
+from megasync.trainer.critic import Critic, critic_learner  # noqa: E402
+from megasync.trainer.learner import MegatronLearner  # noqa: E402
 from megasync.trainer.policy import PolicyTrainer  # noqa: E402
 from megasync.trainer.rank import TrainerRank  # noqa: E402
 from megasync.trainer.reference import SLOTS  # noqa: E402
@@ -65,7 +65,7 @@ def make_engine(model, trainer=None, optimizer=None, dtype="float32", total_step
     options["megatron"] = MegatronConfig(**options.get("megatron", {}))
     options["lora"] = LoraConfig(**options.get("lora", {}))
     config = TrainerConfig(**options, optimizer=OptimizerConfig(**{"lr": 1e-3, **(optimizer or {})}))
-    engine = MegatronEngine(ModelConfig(path=model, dtype=dtype), config, DEVICE, dist.get_rank(), total_steps)
+    engine = MegatronLearner(ModelConfig(path=model, dtype=dtype), config, DEVICE, dist.get_rank(), total_steps)
     engine.initialize()
     return engine
 
@@ -243,11 +243,11 @@ def train_with_critic(
 
     def start():
         engine = make_engine(model, trainer, optimizer, dtype)
-        second = critic_engine(config, engine.model_config, engine.trainer_config, DEVICE, dist.get_rank(), seed=3)
+        second = critic_learner(config, engine.model_config, engine.trainer_config, DEVICE, dist.get_rank(), seed=3)
         second.initialize()
         found = Critic(second, config)
         rank = TrainerRank(Config(algorithm=algorithm), dist.get_rank(), dist.get_world_size(), str(folder))
-        rank._engine, rank._critic = engine, found
+        rank._learner, rank._critic = engine, found
         return rank, PolicyTrainer(engine, algorithm, dump_dir="unused", critic=found)
 
     rank, policy = start()
@@ -261,15 +261,15 @@ def train_with_critic(
             close_both(rank)
             rank, policy = start()
             rank.load(str(path))
-    found = {"metrics": metrics, "weights": weights(rank._engine), "critic": weights(rank._critic.engine)}
+    found = {"metrics": metrics, "weights": weights(rank._learner), "critic": weights(rank._critic.learner)}
     close_both(rank)
     return found
 
 
 def close_both(rank):
     """The critic has the same process groups."""
-    rank._critic.engine.chunks.clear()
-    close(rank._engine)
+    rank._critic.learner.chunks.clear()
+    close(rank._learner)
 
 
 def policies(model, runs):
@@ -480,7 +480,7 @@ def states(model, ways, folder):
     for name, options in ways.items():
         engine = make_engine(model, {"data_parallel": dist.get_world_size()}, options, "bfloat16")
         for other in ways:
-            with mock.patch.object(logging.getLogger("megasync.trainer.engine"), "info") as logged:
+            with mock.patch.object(logging.getLogger("megasync.trainer.learner"), "info") as logged:
                 engine.load(Path(folder) / other)
             converted = [call.args[1] for call in logged.call_args_list if "Converted" in call.args[0]]
             found[name, other] = {"after": held(engine), "weights": weights(engine), "converted": converted}

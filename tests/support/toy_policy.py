@@ -20,7 +20,7 @@ from torch import Tensor
 from megasync.algorithms import estimator_of, policy_loss
 from megasync.algorithms.advantages import StepRewards
 from megasync.algorithms.choose import chooser_of
-from megasync.algorithms.kl import KL_KINDS
+from megasync.algorithms.policy_loss import KL_KINDS
 from megasync.config.builtin import ADVANTAGES
 from megasync.config.schema import AlgorithmConfig
 

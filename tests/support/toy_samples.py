@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megasync.algorithms.advantages.rewards import Floats, Forks, TokenRewards
+from megasync.algorithms.advantages import Floats, Forks, TokenRewards
 from megasync.algorithms.choose import estimator_of, takes_tokens
 from megasync.buffer.payload import in_memory
 from megasync.config.schema import AlgorithmConfig

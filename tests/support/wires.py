@@ -54,8 +54,8 @@ def handle(receiver: ShardReceiver, command: str, request: SyncMessage) -> Any:
     return receiver.handle(command, json.loads(json.dumps(msgspec.to_builtins(request))))
 
 
-def check(receiver: ShardReceiver, attempt: str, kind: str = KIND) -> None:
-    receiver.check({"attempt": attempt, "kind": kind})
+def check(receiver: ShardReceiver, attempt: str, plan: str = KIND) -> None:
+    receiver.check({"attempt": attempt, "plan": plan})
 
 
 class Wires:

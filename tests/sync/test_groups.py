@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megasync.base.store import join_store, open_store
 from megasync.sync import groups
-from megasync.sync.groups import BLOCKING_WAIT, LINK_BLOCKS, Links, Transfer
+from megasync.sync.groups import BLOCKING_WAIT, LINK_BLOCKS, PeerGroup, Transfer
 
 DEVICE = torch.device("cuda", 1)
 
@@ -56,8 +56,8 @@ def nccl(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNCCL, raising=False)
 
 
-def link(store: dist.Store, rank: int, timeout: float) -> Links:
-    return Links(store, "links", rank, 2, "nccl", "127.0.0.1", timeout, DEVICE)
+def link(store: dist.Store, rank: int, timeout: float) -> PeerGroup:
+    return PeerGroup(store, "links", rank, 2, "nccl", "127.0.0.1", timeout, DEVICE)
 
 
 def test_nccl_links_are_made_once_everybody_is_there(nccl):
@@ -75,7 +75,7 @@ def test_an_nccl_communicator_that_is_never_made_ends_at_the_deadline(nccl, monk
     hang = threading.Event()
     monkeypatch.setattr(FakeNCCL, "eager_connect_single_device", lambda group, device: hang.wait())
     with pytest.raises(RuntimeError, match="making the communicator took more than"):
-        Links(open_store("127.0.0.1", 10), "links", 0, 1, "nccl", "127.0.0.1", 0.2, DEVICE)
+        PeerGroup(open_store("127.0.0.1", 10), "links", 0, 1, "nccl", "127.0.0.1", 0.2, DEVICE)
     hang.set()
 
 
@@ -84,7 +84,7 @@ def test_nccl_links_are_not_watched_and_other_groups_are_as_before(nccl, monkeyp
     monkeypatch.delenv(BLOCKING_WAIT, raising=False)
     if before is not None:
         monkeypatch.setenv(BLOCKING_WAIT, before)
-    group = Links(open_store("127.0.0.1", 10), "links", 0, 1, "nccl", "127.0.0.1", 10, DEVICE)._group
+    group = PeerGroup(open_store("127.0.0.1", 10), "links", 0, 1, "nccl", "127.0.0.1", 10, DEVICE)._group
     assert group.blocking_wait == "1"
     assert os.environ.get(BLOCKING_WAIT) == before
     assert group.options.is_high_priority_stream
@@ -93,7 +93,7 @@ def test_nccl_links_are_not_watched_and_other_groups_are_as_before(nccl, monkeyp
 
 
 def test_nccl_links_that_are_left_are_aborted(nccl):
-    links = Links(open_store("127.0.0.1", 10), "links", 0, 1, "nccl", "127.0.0.1", 10, DEVICE)
+    links = PeerGroup(open_store("127.0.0.1", 10), "links", 0, 1, "nccl", "127.0.0.1", 10, DEVICE)
     group = links._group
     links.close()
     assert group.aborted

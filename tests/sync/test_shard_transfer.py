@@ -20,7 +20,7 @@ from wires import KIND, Wires, check, handle
 from megasync.base.store import join_store
 from megasync.errors import SyncError
 from megasync.layout.digest import MASK
-from megasync.sync.groups import Links
+from megasync.sync.groups import PeerGroup
 from megasync.sync.messages import (
     CommitRequest,
     ReceivePlanRequest,
@@ -337,9 +337,9 @@ def test_an_engine_that_receives_nothing_costs_no_other_engine_anything(wires, c
     )
     to_receive = structs.replace(to_receive, patience=5.0)
 
-    def join(rank: int) -> Links:
+    def join(rank: int) -> PeerGroup:
         store = join_store(*w.meeting_point, 10)
-        return Links(store, "stuck", rank, 4, "gloo", "127.0.0.1", 10, torch.device("cpu"))
+        return PeerGroup(store, "stuck", rank, 4, "gloo", "127.0.0.1", 10, torch.device("cpu"))
 
     with ThreadPoolExecutor(2) as pool:
         joining = [pool.submit(join, rank) for rank in (2, 3) if comes]
@@ -393,7 +393,7 @@ def test_a_request_with_an_unknown_or_missing_field_is_refused_with_its_name(wir
     del given["rendezvous"]["port"]
     with pytest.raises(SyncError, match=r"missing required field `port` - at `\$.rendezvous`"):
         w.receivers[0].handle("stage", given)
-    with pytest.raises(SyncError, match="not a CommitRequest: .*missing required field `kind`"):
+    with pytest.raises(SyncError, match="not a CommitRequest: .*missing required field `plan`"):
         w.receivers[0].check({"attempt": "a"})
 
 

@@ -4,10 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.trainer.attention_mask import visible
 from megasync.trainer.batch import PackedTokens
-from megasync.trainer.chunked_attention import chunked, positions
-from megasync.trainer.context import plan_context, split_tokens
+from megasync.trainer.context import plan_context, split_tokens, visible
+from megasync.trainer.layer_specs import chunked, positions
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=5)
 

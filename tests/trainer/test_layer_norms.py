@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from trainer_ranks import TWO_RANKS
 
 from megasync.layout.topology import Topology
-from megasync.trainer.layer_norms import group_names, groups_of
+from megasync.trainer.optimizer import group_names, groups_of
 
 LAYOUTS = TWO_RANKS | {"plain dp2": {**TWO_RANKS["dp2"], "distributed_optimizer": False}}
 

@@ -89,11 +89,11 @@ def read_files(model, trainers, folder):
 
 def absent_weights(model, broken):
     """The error of each data-parallel rank when the first one, which reads for all, has the ``broken`` folder."""
-    from rank_engines import DEVICE, MegatronEngine, close
+    from rank_engines import DEVICE, MegatronLearner, close
 
     config = TrainerConfig(data_parallel=2)
     path = model if dist.get_rank() else broken
-    engine = MegatronEngine(ModelConfig(path=path, dtype="float32"), config, DEVICE, dist.get_rank(), 10)
+    engine = MegatronLearner(ModelConfig(path=path, dtype="float32"), config, DEVICE, dist.get_rank(), 10)
     try:
         engine.initialize()
     except CheckpointError as error:

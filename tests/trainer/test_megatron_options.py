@@ -6,12 +6,12 @@ import torch
 from megasync.config.schema import MegatronConfig, ModelConfig, TrainerConfig
 from megasync.device import Device
 from megasync.errors import ConfigError
-from megasync.trainer.engine import MegatronEngine
+from megasync.trainer.learner import MegatronLearner
 from megasync.trainer.model import transformer_config
 
 
 def engine(model, **options):
-    return MegatronEngine(ModelConfig(path=model), TrainerConfig(**options), Device("cpu"), 0)
+    return MegatronLearner(ModelConfig(path=model), TrainerConfig(**options), Device("cpu"), 0)
 
 
 def built(model, **options):

@@ -23,7 +23,7 @@ from megasync.trainer.architecture import (
     rope_parameters,
     window_options,
 )
-from megasync.trainer.engine import MegatronEngine
+from megasync.trainer.learner import MegatronLearner
 from megasync.trainer.optimizer import learning_rate
 from megasync.trainer.rotary import attention_factor, inverse_frequencies
 
@@ -288,7 +288,7 @@ def test_a_missing_model_folder_is_named(tmp_path):
 
 def test_wrong_worlds_dtypes_and_models_are_refused_by_the_engine(models, monkeypatch, tmp_path):
     def engine(path=models["llama"], dtype="float32"):
-        return MegatronEngine(ModelConfig(path=str(path), dtype=dtype), TrainerConfig(), Device("cpu"), 0)
+        return MegatronLearner(ModelConfig(path=str(path), dtype=dtype), TrainerConfig(), Device("cpu"), 0)
 
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     with pytest.raises(ConfigError, match="the trainer has 3 ranks"):

@@ -21,11 +21,11 @@ def attempt(left_out, model):
     import torch.distributed as dist
     from megasync.config.schema import ModelConfig, TrainerConfig
     from megasync.device import Device
-    from megasync.trainer.engine import MegatronEngine
+    from megasync.trainer.learner import MegatronLearner
     from megasync.trainer.batch import Sample
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = ModelConfig(path=model, dtype="bfloat16")
-    engine = MegatronEngine(config, TrainerConfig(recompute="full"), Device("cpu"), 0)
+    engine = MegatronLearner(config, TrainerConfig(recompute="full"), Device("cpu"), 0)
     engine.initialize()
     share = engine.local_batch([Sample.of([1, 2], [3, 4])])
     engine.forward_backward(share, lambda batch, logprobs, entropy: (-logprobs.sum(), {}))
@@ -95,7 +95,7 @@ def test_patches_are_applied_once_and_only_on_their_device(monkeypatch):
 def test_a_cpu_rank_imports_no_compiler():
     code = (
         "import sys; from megasync.device import resolve_device; resolve_device('cpu').prepare_process(0);"
-        "import torch, megasync.trainer.engine;"
+        "import torch, megasync.trainer.learner;"
         "print([m for m in ('torch._dynamo', 'torch._inductor.compile_fx') if m in sys.modules],"
         "torch.compile.__module__)"
     )

@@ -384,7 +384,7 @@ def by_hand(model, uniform):
     """One step of the on-policy gradient over *all* trajectories, and two PPO minibatches, without PolicyTrainer."""
     from rank_engines import Sample, close, make_engine, make_groups, weights
 
-    from megasync.algorithms.advantages.grpo import of_group
+    from megasync.algorithms.advantages import of_group
 
     def plan(seed):
         members, advantages = [], []
@@ -468,7 +468,7 @@ def renewed_reference(model, folder, options=None):
         engine.save(checkpoint.step_path(folder, step), {"step": step})
     close(engine)
     rank = TrainerRank(Config(algorithm=algorithm), dist.get_rank(), dist.get_world_size(), str(folder))
-    rank._engine = engine = make_engine(model, trainer)
+    rank._learner = engine = make_engine(model, trainer)
     policy = PolicyTrainer(engine, algorithm, dump_dir="unused")
     rank.load(str(checkpoint.step_path(folder, 3)))
     resumed = train_on(policy, make_groups(4), 4)["train/kl"]

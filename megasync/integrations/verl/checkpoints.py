@@ -14,7 +14,7 @@ from typing import Any
 from megasync.base.files import remove_tree, sweep
 from megasync.layout.shards import export_checkpoint
 from megasync.trainer.checkpoint import run_collectively
-from megasync.trainer.engine import MegatronEngine
+from megasync.trainer.learner import MegatronLearner
 from megasync.trainer.offload import OPTIMIZER, WEIGHTS, Offload
 
 SHARDS = "megasync"
@@ -24,7 +24,7 @@ EXPORT = "huggingface"
 class Checkpoints:
     """Saves, loads and prunes checkpoints. Every method is a collective over ranks that share a file system."""
 
-    def __init__(self, engine: MegatronEngine, offload: Offload, exports: bool) -> None:
+    def __init__(self, engine: MegatronLearner, offload: Offload, exports: bool) -> None:
         """With ``exports``, each checkpoint includes a Hugging Face folder."""
         self._engine = engine
         self._offload = offload
@@ -51,7 +51,7 @@ class Checkpoints:
             self._on_first_rank(lambda old=oldest: _remove(old), "remove", oldest)
 
     def load(self, local_path: str) -> dict[str, Any]:
-        """Restores the engine and returns the saved state. Raises CheckpointError like `MegatronEngine.load`."""
+        """Restores the engine and returns the saved state. Raises CheckpointError like `MegatronLearner.load`."""
         with self._offload.present(WEIGHTS, OPTIMIZER):
             return self._engine.load(Path(local_path) / SHARDS)
 

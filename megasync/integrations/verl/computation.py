@@ -1,4 +1,4 @@
-"""Runs verl's batches and losses on a `MegatronEngine`.
+"""Runs verl's batches and losses on a `MegatronLearner`.
 
 verl assigns sequences to data-parallel ranks and microbatches, and provides the loss; the engine computes. verl's
 losses are means over data-parallel ranks and megasync's are sums, hence the division in `_evaluate`.
@@ -25,7 +25,7 @@ from megasync.integrations.verl.checkpoints import Checkpoints
 from megasync.layout.routes import RouteFormat
 from megasync.sync.stream import Shards
 from megasync.trainer.batch import Batch
-from megasync.trainer.engine import LocalBatch, MegatronEngine
+from megasync.trainer.learner import LocalBatch, MegatronLearner
 from megasync.trainer.offload import GRADIENTS, WEIGHTS, Offload
 from megasync.trainer.optimizer import learning_rate
 from megasync.trainer.packing import Microbatch
@@ -38,7 +38,7 @@ class Computation:
     restore it.
     """
 
-    def __init__(self, engine: MegatronEngine, exports: bool) -> None:
+    def __init__(self, engine: MegatronLearner, exports: bool) -> None:
         engine.initialize()
         self._engine = engine
         self._ranks = engine.topology.data

@@ -1,4 +1,4 @@
-"""`MegatronEngine` behind verl's engine interface. Importing this module registers the engines.
+"""`MegatronLearner` behind verl's engine interface. Importing this module registers the engines.
 
 It does not import Megatron, so that verl can load it in any process; `computation` does.
 """
@@ -88,10 +88,10 @@ class MegasyncEngine(BaseEngine):
         device.prepare_process(local_rank=0 if device.kind == "cpu" else torch.cuda.current_device())
         # Imported after `prepare_process`, which may patch Megatron.
         from megasync.integrations.verl.computation import Computation
-        from megasync.trainer.engine import MegatronEngine
+        from megasync.trainer.learner import MegatronLearner
 
         with verl_setting_names():
-            engine = MegatronEngine(
+            engine = MegatronLearner(
                 self._model,
                 self._trainer,
                 device,

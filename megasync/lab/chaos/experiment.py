@@ -32,7 +32,7 @@ import psutil
 from megasync.app.run_lock import holder
 from megasync.config import Config
 from megasync.errors import ConfigError, MegasyncError
-from megasync.lab.chaos.faults import PERIOD_SECONDS, STOPPED_SHARE, Disk, Link, slowed
+from megasync.lab.chaos.faults import PERIOD_SECONDS, STOPPED_SHARE, Disk, NetworkInterface, slowed
 from megasync.lab.chaos.report import OUTPUT_FILE, ChaosReport, Fault, make_report, read_steps
 from megasync.observe.metrics import TIME
 
@@ -111,7 +111,7 @@ class ChaosExperiment:
             disk = Disk.of(plan.disk, Path(config.run_root))
             self._lasting[DISK] = lambda: (f"{disk.mount} full for {timing.hold:g} s", disk.filled())
         if plan.cut is not None:
-            link = Link.parse(plan.cut)
+            link = NetworkInterface.parse(plan.cut)
             how = f"{link.namespace}/{link.interface} down for {timing.hold:g} s"
             self._lasting[CUT] = lambda: (how, link.cut())
         self._kinds += self._lasting

@@ -111,14 +111,14 @@ class Disk:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class NetworkInterface:
     """A network interface inside a named network namespace."""
 
     namespace: str
     interface: str
 
     @classmethod
-    def parse(cls, text: str) -> Link:
+    def parse(cls, text: str) -> NetworkInterface:
         """Parses NAMESPACE/INTERFACE. Raises ConfigError when the interface does not exist or is not up."""
         namespace, _, interface = text.partition("/")
         if not namespace or not interface:

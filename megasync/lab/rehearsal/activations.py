@@ -22,38 +22,38 @@ from megasync.config.schema import Config
 from megasync.preflight.memory import IMBALANCE, in_flight, longest_sequence, microbatch_tokens, recompute_peak
 from megasync.trainer.architecture import token_multiple
 from megasync.trainer.batch import Batch, Sample, make_batch
-from megasync.trainer.engine import MegatronEngine
 from megasync.trainer.gated_delta_net import GatedDeltaNet
 from megasync.trainer.gated_delta_rule import CHUNK
+from megasync.trainer.learner import MegatronLearner
 from megasync.trainer.model import PolicyModel
 from megasync.trainer.packing import Microbatch
 
 CPU = torch.device("cpu")
 
 
-def saved_bytes(engine: MegatronEngine, config: Config) -> int:
+def saved_bytes(learner: MegatronLearner, config: Config) -> int:
     """Bytes that a stage of a built rank saves, with as many microbatches in flight as its schedule has.
 
     Each microbatch has all tokens that the configuration allows. With ``trainer.recompute=full``: the inputs of all
     layers, and what the layer that is computed again saves beside its input.
     """
-    batch = _largest_batch(engine, config)
-    counts = in_flight(engine.topology.pipeline, engine.topology.virtual, engine.coords.pp)
+    batch = _largest_batch(learner, config)
+    counts = in_flight(learner.topology.pipeline, learner.topology.virtual, learner.coords.pp)
     weight_storages = {
-        weight.untyped_storage()._cdata for weight in (*engine.weights.values(), *engine.trained.values())
+        weight.untyped_storage()._cdata for weight in (*learner.weights.values(), *learner.trained.values())
     }
-    with _without_values(engine):
-        passes = [_Forward(chunk, batch, weight_storages) for chunk in engine.chunks]
+    with _without_values(learner):
+        passes = [_Forward(chunk, batch, weight_storages) for chunk in learner.chunks]
         total = sum(each.nbytes * count for each, count in zip(passes, counts, strict=True))
         if config.trainer.recompute == "full":
             most = config.trainer.recompute_layers
-            with patch.object(engine.chunks[0].config, "recompute_granularity", None):
+            with patch.object(learner.chunks[0].config, "recompute_granularity", None):
                 total += max(
-                    layer for chunk in engine.chunks for layer in _Forward(chunk, batch, weight_storages).layers[:most]
+                    layer for chunk in learner.chunks for layer in _Forward(chunk, batch, weight_storages).layers[:most]
                 )
         elif config.trainer.recompute == "selective":
             # Modules of a layer cannot be switched back, so this part is not measured.
-            total += recompute_peak(config, engine.layout, engine.coords.pp)
+            total += recompute_peak(config, learner.layout, learner.coords.pp)
     return total
 
 
@@ -97,9 +97,9 @@ class _Forward:
         return tensor
 
 
-def _largest_batch(engine: MegatronEngine, config: Config) -> Batch:
+def _largest_batch(learner: MegatronLearner, config: Config) -> Batch:
     """A microbatch of the longest sequences that the configuration allows. Boundaries of sequences have values."""
-    context, longest, prompt = engine.topology.context, longest_sequence(config), config.data.prompt.max_tokens
+    context, longest, prompt = learner.topology.context, longest_sequence(config), config.data.prompt.max_tokens
     tokens = microbatch_tokens(config) * context
     # The last sequence takes the rest, with as much of it a prompt. Of a response, all tokens but the last are fed.
     lengths = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 1)
@@ -113,10 +113,10 @@ def _largest_batch(engine: MegatronEngine, config: Config) -> Batch:
         microbatch,
         samples,
         index=0,
-        multiple=token_multiple(engine.trainer_config),
-        device=engine.device.torch_device,
-        flavour=engine.device.spec,
-        context=(context, engine.coords.cp),
+        multiple=token_multiple(learner.trainer_config),
+        device=learner.device.torch_device,
+        flavour=learner.device.spec,
+        context=(context, learner.coords.cp),
     )
     chunks = 2 * context if context > 1 else 1
     ends = np.cumsum([0, *(-(-length // chunks) * chunks for length in lengths)])
@@ -131,13 +131,13 @@ def _largest_batch(engine: MegatronEngine, config: Config) -> Batch:
 
 
 @contextmanager
-def _without_values(engine: MegatronEngine) -> Iterator[None]:
+def _without_values(learner: MegatronLearner) -> Iterator[None]:
     with (
         patch.object(MoEAlltoAllTokenDispatcher, "preprocess", _even_routing),
         patch.object(GatedDeltaNet, "_plain", _kernels),
-        _SelectEvenly(engine.layout.sizes.topk),
+        _SelectEvenly(learner.layout.sizes.topk),
     ):
-        if engine.device.spec != "te":
+        if learner.device.spec != "te":
             yield
             return
         from transformer_engine.pytorch.attention.dot_product_attention import (  # pyright: ignore[reportMissingImports]

@@ -11,7 +11,7 @@ from megasync.lab.rehearsal.cuda import PinnedTensor
 from megasync.layout.adapter import adapter_layout
 from megasync.preflight.check import model_layout
 from megasync.preflight.memory import host_state, saved_activations, stage_memory
-from megasync.trainer.engine import MegatronEngine
+from megasync.trainer.learner import MegatronLearner
 from megasync.trainer.offload import KINDS, OPTIMIZER, WEIGHTS
 
 ACTIVATIONS, CRITIC, HOST = "activations", "critic", "host"
@@ -19,17 +19,17 @@ ACTIVATIONS, CRITIC, HOST = "activations", "critic", "host"
 TOLERANCE = {"weights": 0.02, "gradients": 0.02, "optimizer": 0.02, ACTIVATIONS: 0.05, CRITIC: 0.02, HOST: 0.02}
 
 
-def held_bytes(engine: MegatronEngine) -> dict[str, int]:
+def held_bytes(learner: MegatronLearner) -> dict[str, int]:
     """Bytes of the storages of a built rank by kind, gradient buffers with their padding included.
 
     Takes an optimizer step on tensors without memory, because Adam creates its moments at the first one. What the
     optimizer has in host memory is a kind of its own.
     """
     with torch.device("cpu"):  # torch's Adam reads its count of steps
-        engine.optimizer.update_without_values()
+        learner.optimizer.update_without_values()
     taken: set[int] = set()
     held: dict[str, int] = {}
-    memory = dict(engine.memory())
+    memory = dict(learner.memory())
     # Without counts of steps, a few bytes on the host or the device.
     memory[OPTIMIZER] = [tensor for tensor in memory[OPTIMIZER] if tensor.dim()]
     on_host = [tensor for tensor in memory[OPTIMIZER] if isinstance(tensor, PinnedTensor)]

@@ -1,6 +1,6 @@
 """One trainer rank of a configuration, built at full size without weights and without a GPU.
 
-The rank is the real engine: Megatron's process groups on torch's fake backend, the layers of the device's flavour,
+The rank is the real learner: Megatron's process groups on torch's fake backend, the layers of the device's flavour,
 gradient buffers and optimizer, with every tensor on the meta device. What it built is compared with what the topology
 and the layout say. `differences` decides from shapes how a parameter is split, and not from the table of splits that
 `set_param_attributes` reads, so that an error in either is found.
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.overrides import TorchFunctionMode
 
-from megasync.config.schema import Config, TrainerConfig
+from megasync.config.schema import Config
 from megasync.device import Device
 from megasync.lab.rehearsal.activations import saved_bytes
 from megasync.lab.rehearsal.groups import fake_world
@@ -36,8 +36,8 @@ from megasync.lab.rehearsal.report import RankReport
 from megasync.layout.layout import Layout, Placed
 from megasync.layout.model_files import find_hf_config
 from megasync.layout.topology import Topology
-from megasync.trainer.critic import critic_engine
-from megasync.trainer.engine import MegatronEngine
+from megasync.trainer.critic import critic_learner
+from megasync.trainer.learner import MegatronLearner
 from megasync.trainer.user_buffers import close_buffers
 
 META = torch.device("meta")
@@ -57,9 +57,9 @@ class MetaDevice(Device):
 def rehearse_rank(config: Config, rank: int, device: MetaDevice, saved: dict[int, int]) -> RankReport:
     """Builds one rank of ``config``. Of the model it needs the config.json (`find_hf_config`).
 
-    An error of Megatron, Transformer Engine or the engine is a difference. No process group stays open, so another rank
-    can follow in the same process. ``saved`` keeps the activations of each stage, the same on all its ranks, for later
-    calls. The process must be prepared for ``device`` (`rehearsal.child`).
+    An error of Megatron, Transformer Engine or the learner is a difference. No process group stays open, so another
+    rank can follow in the same process. ``saved`` keeps the activations of each stage, the same on all its ranks, for
+    later calls. The process must be prepared for ``device`` (`rehearsal.child`).
     """
     begun = time.monotonic()
     problems: list[str] = []
@@ -67,13 +67,13 @@ def rehearse_rank(config: Config, rank: int, device: MetaDevice, saved: dict[int
     plan: dict[str, int] = {}
     parameters = 0
     try:
-        with built_rank(config, rank, device) as engine:
-            problems += differences(engine)
-            parameters = sum(weight.numel() for weight in engine.params().values())
-            held, plan = held_bytes(engine), planned_bytes(config, rank)
+        with built_rank(config, rank, device) as learner:
+            problems += differences(learner)
+            parameters = sum(weight.numel() for weight in learner.params().values())
+            held, plan = held_bytes(learner), planned_bytes(config, rank)
             if ACTIVATIONS in plan:
-                if (stage := engine.coords.pp) not in saved:
-                    saved[stage] = saved_bytes(engine, config)
+                if (stage := learner.coords.pp) not in saved:
+                    saved[stage] = saved_bytes(learner, config)
                 held[ACTIVATIONS] = saved[stage]
             if config.critic.enabled:
                 critic = built_critic(config, rank, device)
@@ -86,33 +86,27 @@ def rehearse_rank(config: Config, rank: int, device: MetaDevice, saved: dict[int
 
 
 @contextmanager
-def built_rank(config: Config, rank: int, device: MetaDevice) -> Iterator[MegatronEngine]:
-    """An initialised engine with uninitialised weights, in fake process groups that are closed afterwards."""
+def built_rank(config: Config, rank: int, device: MetaDevice) -> Iterator[MegatronLearner]:
+    """An initialised learner with uninitialised weights, in fake process groups that are closed afterwards."""
     with fake_world(rank, Topology.from_config(config.trainer).world), META, _OnMeta(device.kind):
         model = replace(config.model, path=str(find_hf_config(config.model, planning=True)))
-        engine = MegatronEngine(model, _uncaptured(config), device, rank, config.schedule.total_steps)
+        learner = MegatronLearner(model, config.trainer, device, rank, config.schedule.total_steps)
         try:
-            engine.initialize(load=_absent_weights)
-            yield engine
+            learner.initialize(load=_absent_weights)
+            yield learner
         finally:
             close_buffers()
             parallel_state.destroy_model_parallel()
 
 
-def built_critic(config: Config, rank: int, device: MetaDevice) -> MegatronEngine:
-    """The engine of the critic, on the process groups of `built_rank`, in whose context it must be called."""
+def built_critic(config: Config, rank: int, device: MetaDevice) -> MegatronLearner:
+    """The learner of the critic, on the process groups of `built_rank`, in whose context it must be called."""
     # A folder of its own has the policy's sizes, and need not be on this machine.
     critic = replace(config.critic, path=None)
     model = replace(config.model, path=str(find_hf_config(config.model, planning=True)))
-    trainer = _uncaptured(config)
-    engine = critic_engine(critic, model, trainer, device, rank, total_steps=config.schedule.total_steps)
-    engine.initialize(load=_absent_weights)
-    return engine
-
-
-def _uncaptured(config: Config) -> TrainerConfig:
-    """The trainer without CUDA graphs: layers without values cannot be captured."""
-    return replace(config.trainer, cuda_graphs=False)
+    learner = critic_learner(critic, model, config.trainer, device, rank, total_steps=config.schedule.total_steps)
+    learner.initialize(load=_absent_weights)
+    return learner
 
 
 def _absent_weights(layout: Layout, rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -154,17 +148,17 @@ def _is_cuda(device: Any) -> bool:
 # What was built, against the topology and the layout
 
 
-def differences(engine: MegatronEngine) -> Iterator[str]:
-    """How a built rank differs from its topology and layout, in words. The engine itself compares names and shapes."""
-    yield from _layer_differences(engine)
-    yield from _group_differences(engine)
-    yield from _weight_differences(engine)
+def differences(learner: MegatronLearner) -> Iterator[str]:
+    """How a built rank differs from its topology and layout, in words. The learner itself compares names and shapes."""
+    yield from _layer_differences(learner)
+    yield from _group_differences(learner)
+    yield from _weight_differences(learner)
 
 
-def _layer_differences(engine: MegatronEngine) -> Iterator[str]:
+def _layer_differences(learner: MegatronLearner) -> Iterator[str]:
     """Which layers of the model each chunk has, as Megatron counts them (from 1)."""
-    stage = engine.layout.stages[engine.coords.pp]
-    for number, (chunk, layers) in enumerate(zip(engine.chunks, stage, strict=True)):
+    stage = learner.layout.stages[learner.coords.pp]
+    for number, (chunk, layers) in enumerate(zip(learner.chunks, stage, strict=True)):
         blocks: Any = chunk.decoder.layers
         numbers = [layer.layer_number - 1 for layer in blocks]
         if numbers != [*layers]:
@@ -210,12 +204,12 @@ _ATTRIBUTES = {
 }
 
 
-def _group_differences(engine: MegatronEngine) -> Iterator[str]:
-    expected = expected_groups(engine.topology, engine.rank)
+def _group_differences(learner: MegatronLearner) -> Iterator[str]:
+    expected = expected_groups(learner.topology, learner.rank)
     for name, ranks in expected.items():
         yield from _compare_group(f"the {name} group", getattr(parallel_state, f"get_{name}_group")(), ranks)
     seen: set[tuple[str, int]] = set()
-    for name, holder, experts in _holders(engine):
+    for name, holder, experts in _holders(learner):
         for attribute, kind in _ATTRIBUTES.items():
             group = vars(holder).get(attribute)
             if experts and attribute == "tp_group":
@@ -223,9 +217,9 @@ def _group_differences(engine: MegatronEngine) -> Iterator[str]:
             if isinstance(group, dist.ProcessGroup) and (kind, id(group)) not in seen:
                 seen.add((kind, id(group)))
                 yield from _compare_group(f"{name}.{attribute}", group, expected[kind])
-    tensor, stage = engine.coords.tp, engine.topology.stage_ranks(engine.coords.pp)
-    dense = [rank for rank in stage if engine.topology.coords(rank).tp == tensor]
-    for model in engine.wrapped:
+    tensor, stage = learner.coords.tp, learner.topology.stage_ranks(learner.coords.pp)
+    dense = [rank for rank in stage if learner.topology.coords(rank).tp == tensor]
+    for model in learner.wrapped:
         # Megatron replaces `Module.buffers`, a method, by its list of buffers.
         lists: tuple[Any, ...] = (model.buffers, model.expert_parallel_buffers)
         for buffers, ranks in zip(lists, (dense, expected["expert_data_parallel"]), strict=True):
@@ -233,9 +227,9 @@ def _group_differences(engine: MegatronEngine) -> Iterator[str]:
                 yield from _compare_group("the gradients' group", buffer.data_parallel_group, ranks)
 
 
-def _holders(engine: MegatronEngine) -> Iterator[tuple[str, Any, bool]]:
+def _holders(learner: MegatronLearner) -> Iterator[tuple[str, Any, bool]]:
     """Modules and token dispatchers with their names, and whether they work on experts."""
-    for chunk in engine.chunks:
+    for chunk in learner.chunks:
         for name, module in chunk.named_modules():
             yield name, module, ".mlp.experts" in name
             if (dispatcher := vars(module).get("token_dispatcher")) is not None:
@@ -253,18 +247,18 @@ def _ranks(ranks: list[int]) -> str:
     return f"{len(ranks)} rank(s) ({shown})"
 
 
-def _weight_differences(engine: MegatronEngine) -> Iterator[str]:
+def _weight_differences(learner: MegatronLearner) -> Iterator[str]:
     """Dtypes, marks, and the gradient buffer of each parameter."""
-    layout, full_shapes = engine.layout, _whole_shapes(engine)
+    layout, full_shapes = learner.layout, _whole_shapes(learner)
     in_expert_buffer = {
-        param for model in engine.wrapped for buffer in model.expert_parallel_buffers for param in buffer.params
+        param for model in learner.wrapped for buffer in model.expert_parallel_buffers for param in buffer.params
     }
-    for item in layout.of_rank(engine.rank):
-        weight = engine.weights[item.param]
-        dtype = getattr(torch, item.dtype) if item.dtype else engine.dtype
+    for item in layout.of_rank(learner.rank):
+        weight = learner.weights[item.param]
+        dtype = getattr(torch, item.dtype) if item.dtype else learner.dtype
         if weight.dtype != dtype:
             yield f"{item.param} is {weight.dtype}; the layout says {dtype}"
-        for mark, value in _expected_marks(engine, item, tuple(weight.shape), full_shapes[item.param]).items():
+        for mark, value in _expected_marks(learner, item, tuple(weight.shape), full_shapes[item.param]).items():
             if (actual := getattr(weight, mark, None)) != value:
                 yield f"{item.param} has {mark}={actual}; with its shape {tuple(weight.shape)} it must be {value}"
         # Weights below adapters have no gradients, a router's bias neither.
@@ -273,15 +267,15 @@ def _weight_differences(engine: MegatronEngine) -> Iterator[str]:
             yield f"the gradient of {item.param} is not in the buffer of its kind of layer"
 
 
-def _whole_shapes(engine: MegatronEngine) -> dict[str, tuple[int, ...]]:
+def _whole_shapes(learner: MegatronLearner) -> dict[str, tuple[int, ...]]:
     """The shapes of a rank's parameters if tensor ranks shared nothing."""
-    layout, topology = engine.layout, engine.topology
+    layout, topology = learner.layout, learner.topology
     undivided = replace(topology, tensor=1, expert_tensor=1, data=topology.tensor * topology.data)
     full_layout = Layout(layout.hf_config, undivided, layout.spec, layout.value_head)
     shapes = {
         name: shape
         for ep in range(topology.expert)
-        for name, shape in full_layout.params(topology.rank(0, 0, engine.coords.pp) + ep).items()
+        for name, shape in full_layout.params(topology.rank(0, 0, learner.coords.pp) + ep).items()
     }
     # Tensor ranks pad the vocabulary to a multiple of their own. A value head has one row.
     vocabulary = VOCABULARY[:1] if layout.value_head else VOCABULARY
@@ -292,7 +286,7 @@ def _whole_shapes(engine: MegatronEngine) -> dict[str, tuple[int, ...]]:
 
 
 def _expected_marks(
-    engine: MegatronEngine, item: Placed, shape: tuple[int, ...], full_shape: tuple[int, ...]
+    learner: MegatronLearner, item: Placed, shape: tuple[int, ...], full_shape: tuple[int, ...]
 ) -> dict[str, Any]:
     """The attributes that Megatron must find on a parameter; see `set_param_attributes`.
 
@@ -300,10 +294,10 @@ def _expected_marks(
     """
     expert = item.ep is not None
     marks: dict[str, Any] = {"allreduce": not expert, "shared": item.copy}
-    if (engine.topology.expert_tensor_size if expert else engine.topology.tensor) == 1:
+    if (learner.topology.expert_tensor_size if expert else learner.topology.tensor) == 1:
         return marks
     split = [dim for dim, (part, size) in enumerate(zip(shape, full_shape, strict=True)) if part != size]
-    parallel = engine.trainer_config.sequence_parallel
+    parallel = learner.trainer_config.sequence_parallel
     return marks | {
         "tensor_model_parallel": bool(split) or expert,
         "partition_dim": split[0] if split else -1,

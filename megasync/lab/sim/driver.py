@@ -22,7 +22,7 @@ from megasync.buffer.segments import BodyWriter, segments_of
 from megasync.cluster.rollout_workers import RolloutWorkers, worker_name
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.control.controller import Controller
-from megasync.control.interfaces import ControlledParts, PinnedVersion
+from megasync.control.interfaces import ControlledParts
 from megasync.control.restore import restore
 from megasync.data import PromptSource, Renderer
 from megasync.errors import (
@@ -49,7 +49,7 @@ from megasync.lab.sim.world import World
 from megasync.observe.context import RunContext
 from megasync.rewards import RewardRunner
 from megasync.rewards.scoring import Scoring
-from megasync.rollout.client import ANYWHERE, Destination, RolloutClient
+from megasync.rollout.client import ANYWHERE, Destination, PinnedVersion, RolloutClient
 from megasync.rollout.inflight import InflightCap
 from megasync.rollout.quarantine import Quarantine
 from megasync.rollout.rollouter import Rollouter, ServerLimits

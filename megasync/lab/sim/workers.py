@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 from megasync.app.rollout_worker import serve_worker
 from megasync.app.workload import Task
-from megasync.buffer.segments import BodyWriter
-from megasync.buffer.sink import GroupSink
+from megasync.buffer.segments import BodyWriter, GroupSink
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import ProcessLost
 from megasync.lab.sim.language import ROW_TOKEN

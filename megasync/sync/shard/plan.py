@@ -388,7 +388,7 @@ def _contiguous(region: Region, shapes: Mapping[str, tuple[int, ...]], item_byte
 def receive_plan(
     plan: ShardPlan,
     target: int,
-    kind: str,
+    name: str,
     fills: Sequence[Fill],
     turn: int = 0,
     world_rank: Callable[[int], int] = int,
@@ -410,4 +410,4 @@ def receive_plan(
         rectangles = tuple(region.slot.rectangle for region in bucket.regions)
         source = world_rank(bucket.source)
         buckets.append(InboundBucket(tag, source, bucket.dtype, bucket.elements, bucket.nbytes, rectangles))
-    return ReceivePlan(kind, tuple(buckets), tuple(fills))
+    return ReceivePlan(name, tuple(buckets), tuple(fills))

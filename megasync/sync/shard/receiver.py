@@ -28,7 +28,7 @@ from megasync.errors import SyncError
 from megasync.layout.digest import MASK, combine, digest, signed
 from megasync.serving.plugin_protocol import HOST_VARIABLE
 from megasync.sync.attempt import timed
-from megasync.sync.groups import Deadline, Links, Transfer
+from megasync.sync.groups import Deadline, PeerGroup, Transfer
 from megasync.sync.messages import (
     CONFIRMED,
     DELTA,
@@ -79,7 +79,7 @@ class Incoming:
     plan: ReceivePlan
     request: ReceiveRequest
     staging: Staging
-    links: Links
+    links: PeerGroup
     deadline: Deadline
     # Trainer ranks that have sent something.
     heard: set[int] = field(default_factory=set)
@@ -156,8 +156,8 @@ class ShardReceiver:
         self._plan: ReceivePlan | None = None
         self._arena: Arena | None = None
         # The attributes of the request that it was made for.
-        self._arena_kind: tuple[ReceivePlan, str, bool] | None = None
-        self._links: Links | None = None
+        self._arena_key: tuple[ReceivePlan, str, bool] | None = None
+        self._links: PeerGroup | None = None
         self._link_name = ""
         self._staging: Staging | None = None
         # The attempt whose weights the arena holds completely, if deltas may build on it.
@@ -189,11 +189,11 @@ class ShardReceiver:
         self._check_idle()
         plan = request.plans[self._tp]
         stages = request.arena_bytes is None or plan.nbytes <= request.arena_bytes
-        kind = (plan, request.arena, request.deltas)
-        if self._arena is not None and (self._arena_kind != kind or not stages):
+        key = (plan, request.arena, request.deltas)
+        if self._arena is not None and (self._arena_key != key or not stages):
             self._arena.close()
             self._arena, self._base = None, ""
-        self._plan, self._arena_kind = plan, kind
+        self._plan, self._arena_key = plan, key
         self._forms = self._present_forms(plan)
         if stages and self._arena is None:
             where = torch.device("cpu") if request.arena == "host" else self._wire
@@ -210,7 +210,7 @@ class ShardReceiver:
         self._check_idle()
         if self._plan is None:
             return StageReport()
-        plan = self._plan_for(request.kind)
+        plan = self._plan_named(request.plan)
         if self._arena is None:
             raise SyncError("this rank has no arena to stage in")
         if request.base and request.base != self._base:
@@ -244,8 +244,8 @@ class ShardReceiver:
         self._staging = None
         return Empty()
 
-    def _plan_for(self, kind: str) -> ReceivePlan:
-        if self._plan is None or self._plan.kind != kind:
+    def _plan_named(self, name: str) -> ReceivePlan:
+        if self._plan is None or self._plan.name != name:
             raise SyncError("this rank has no receive plan, or a different one than the senders")
         return self._plan
 
@@ -285,7 +285,7 @@ class ShardReceiver:
             return None if request.base else arena.landing(bucket)
 
         for bucket, message, header in self._arrivals(incoming, landing):
-            if header.kind == DELTA:
+            if header.form == DELTA:
                 kept = arena.kept(bucket)
                 values = kept.view(dtype_of(bucket))[: bucket.elements]
                 delta.apply(message.to(values.device), header.changed, values)
@@ -384,7 +384,7 @@ class ShardReceiver:
         has changed since it was traced.
         """
         request = CommitRequest.parse(given)
-        present = self._present_forms(self._plan_for(request.kind))
+        present = self._present_forms(self._plan_named(request.plan))
         for name, form in self._forms.items():
             if present[name] != form:
                 raise SyncError(
@@ -401,7 +401,7 @@ class ShardReceiver:
     @torch.no_grad()
     def commit(self, request: CommitRequest) -> None:
         """Makes the staged attempt the live weights; `check` must have passed on every rank."""
-        plan, params = self._plan_for(request.kind), self._params()
+        plan, params = self._plan_named(request.plan), self._params()
         if request.stream is not None:
             for fill in plan.fills:
                 fill.rectangle.of(params[fill.param]).fill_(fill.value)

@@ -29,7 +29,7 @@ from megasync.layout.digest import MASK, combine, digest, signed
 from megasync.layout.engine_layout import EngineRank
 from megasync.layout.shards import box_of, piece_of
 from megasync.sync.attempt import timed
-from megasync.sync.groups import Deadline, Links, Transfer
+from megasync.sync.groups import Deadline, PeerGroup, Transfer
 from megasync.sync.messages import (
     CONFIRMED,
     CONFIRMED_WORDS,
@@ -78,7 +78,7 @@ class ShardSender:
         self._plans: dict[str, ShardPlan] = {}
         # The meeting point, on rank 0 only.
         self._store: Store | None = None
-        self._links: dict[str, Links] = {}
+        self._links: dict[str, PeerGroup] = {}
         self._buffers: list[_Buffer] = []
         # By plan: the attempt whose weights `_sent` holds, and those weights by tag.
         self._base: dict[str, str] = {}
@@ -385,7 +385,7 @@ class _Lane:
         source: int,
         buckets: list[tuple[int, ShardBucket]],
         before: dict[int, torch.Tensor] | None,
-        links: Mapping[str, Links],
+        links: Mapping[str, PeerGroup],
         sending: _Sending,
     ) -> None:
         self.server, self.plan, self.source, self.buckets, self.sending = server, plan, source, buckets, sending
@@ -398,7 +398,7 @@ class _Lane:
         self.bytes = 0
 
     @property
-    def links(self) -> Links:
+    def links(self) -> PeerGroup:
         return self._all_links[self.server.name]
 
     def make_room(self, packed: bool) -> None:

@@ -39,7 +39,7 @@ class ShardServer(ServerUpdate):
     """A server that receives shards.
 
     Attributes:
-        kind: digest of what its ranks keep, or "" while it has no receive plan.
+        signature: digest of what its ranks keep, or "" while it has no receive plan.
         feed: the trainer's replicas that send to it, or None before its first plan.
         plan: name of the plan by which they send; "" without a receive plan.
         links: name of its links to the trainer, or "" when new ones have to be made.
@@ -50,7 +50,7 @@ class ShardServer(ServerUpdate):
     def __init__(self, server: ServerControl, pause_mode: str, seconds: float) -> None:
         super().__init__(server, pause_mode, seconds)
         self.control = PluginControl(server)
-        self.kind = self.plan = self.links = self.base = ""
+        self.signature = self.plan = self.links = self.base = ""
         self.feed: Feed | None = None
         self.stages = True
         self._instances: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class ShardServer(ServerUpdate):
 
     def forget(self) -> None:
         """Nothing is known of its process; replicas that feed it stay."""
-        self.kind = self.plan = self.links = self.base = ""
+        self.signature = self.plan = self.links = self.base = ""
 
     async def is_new(self) -> bool:
         """True for a process that has no receive plan yet.
@@ -78,7 +78,7 @@ class ShardServer(ServerUpdate):
         self._instances = tuple(rank.instance for rank in await self.control.hello(self._seconds))
         await self.drop(stall)
         ranks = await self.control.trace(specs, self._seconds)
-        self.kind = hashlib.sha256("".join(rank.digest() for rank in ranks).encode()).hexdigest()[:16]
+        self.signature = hashlib.sha256("".join(rank.digest() for rank in ranks).encode()).hexdigest()[:16]
         return ranks
 
     async def take_receive_plan(self, plan: str, request: ReceivePlanRequest) -> None:

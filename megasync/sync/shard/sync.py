@@ -9,7 +9,7 @@ fails; a commit copies what has been verified already. A server that fails insid
 a later publish has brought it a complete version (`quarantined`). ``sync.wave`` limits how many servers are updated at
 a time; nothing ever pauses all of them together.
 
-Replicas of the trainer are assigned to servers (`shard.feeds`), and each server has links to those alone. Links live
+Replicas of the trainer are assigned to servers (`shard.feeds`), and each server has links to those alone. @@ live
 until they fail: a failure of one server or of its links costs no other server its links.
 
 Every phase has a deadline of ``timeouts.weight_sync`` seconds, every message one of ``timeouts.sync_stall``, and making
@@ -150,7 +150,7 @@ class ShardSync(WeightSync[ShardServer]):
                 frozen = self._layout.frozen_tensors
                 specs = [*self._layout.hf_tensors.items(), *frozen.items()]
                 ranks = await server.trace(specs, self._join + GRACE_SECONDS)
-                traced[server.kind] = [rank.without(frozen) for rank in ranks]
+                traced[server.signature] = [rank.without(frozen) for rank in ranks]
                 new.append(server)
 
         with attempt.during("connect"):
@@ -158,15 +158,15 @@ class ShardSync(WeightSync[ShardServer]):
             # In the order of the servers, which does not depend on who answered first.
             by_plan: dict[str, list[ShardServer]] = {}
             for server in (server for server in servers if server in new):
-                by_plan.setdefault(await self._assign(server, new, traced[server.kind]), []).append(server)
+                by_plan.setdefault(await self._assign(server, new, traced[server.signature]), []).append(server)
             for plan, alike in by_plan.items():
-                await self._plan_for(plan, alike, traced[alike[0].kind])
+                await self._plan_for(plan, alike, traced[alike[0].signature])
 
     async def _assign(self, server: ShardServer, new: Sequence[ShardServer], ranks: Sequence[EngineRank]) -> str:
         """Decides which replicas feed a new server; the name of its plan."""
         if server.feed is None:
-            alike = [other for other in new if other.kind == server.kind and other.feed is None]
-            single = await self._make_plan(server.kind, alike, ranks, (WHOLE,))
+            alike = [other for other in new if other.signature == server.signature and other.feed is None]
+            single = await self._make_plan(server.signature, alike, ranks, (WHOLE,))
             sources = max(len(single.sources_of(tp)) for tp in range(single.engine_ranks))
             present = [other.feed for other in self._servers.values() if other.feed]
             replicas, most = self._layout.topology.replicas, max(1, MOST_SOURCES // sources)
@@ -175,7 +175,7 @@ class ShardSync(WeightSync[ShardServer]):
                 other.feed = feed
         assert server.feed is not None
         shares = server.feed.shares
-        return server.kind if len(shares) == 1 else f"{server.kind}-{'-'.join(map(str, shares))}"
+        return server.signature if len(shares) == 1 else f"{server.signature}-{'-'.join(map(str, shares))}"
 
     async def _make_plan(
         self, name: str, servers: Sequence[ShardServer], ranks: Sequence[EngineRank], shares: Sequence[int]
@@ -357,7 +357,7 @@ class ShardSync(WeightSync[ShardServer]):
         )
         return ReceiveRequest(
             attempt=sent.attempt,
-            kind=server.plan,
+            plan=server.plan,
             rendezvous=rendezvous,
             base=base,
             # The digest goes ahead of a bucket that is used on arrival, or whose size is not known in advance.

@@ -18,7 +18,7 @@ from namespaces import permitted
 from megasync.config import Config
 from megasync.errors import ConfigError
 from megasync.lab.chaos.experiment import ChaosExperiment, ChaosTiming, FaultPlan, check_patience
-from megasync.lab.chaos.faults import FILLER, Disk, Link, slowed
+from megasync.lab.chaos.faults import FILLER, Disk, NetworkInterface, slowed
 
 PATIENCE = 30.0
 as_root = pytest.mark.skipif(not permitted(), reason="needs root, namespaces, and iproute2 and util-linux")
@@ -190,7 +190,7 @@ def test_a_link_is_taken_down_and_up_again(namespace: str) -> None:
         ).stdout
         return "UP" in shown.partition("<")[2].partition(">")[0].split(",")
 
-    link = Link.parse(f"{namespace}/lo")
+    link = NetworkInterface.parse(f"{namespace}/lo")
     with pytest.raises(KeyboardInterrupt), link.cut():
         assert not is_up()
         raise KeyboardInterrupt
@@ -200,15 +200,15 @@ def test_a_link_is_taken_down_and_up_again(namespace: str) -> None:
 @as_root
 def test_a_missing_or_down_link_is_refused(namespace: str) -> None:
     with pytest.raises(ConfigError, match=rf"--cut {namespace}/eth7: .*eth7"):
-        Link.parse(f"{namespace}/eth7")
+        NetworkInterface.parse(f"{namespace}/eth7")
     subprocess.run(["ip", "-n", namespace, "link", "set", "lo", "down"], check=True)
     with pytest.raises(ConfigError, match="not up"):
-        Link.parse(f"{namespace}/lo")
+        NetworkInterface.parse(f"{namespace}/lo")
 
 
 def test_a_link_of_the_machine_itself_is_refused() -> None:
     with pytest.raises(ConfigError, match="must be NAMESPACE/INTERFACE"):
-        Link.parse("eth0")
+        NetworkInterface.parse("eth0")
 
 
 def test_a_wait_shorter_than_the_recovery_of_a_stopped_rank_is_refused() -> None:

@@ -17,7 +17,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megasync.lab.rehearsal.rank import rehearse_rank  # noqa: E402
 from megasync.layout.families import experts  # noqa: E402
 from megasync.layout.topology import Topology  # noqa: E402
-from megasync.trainer import engine, model  # noqa: E402
+from megasync.trainer import learner, model  # noqa: E402
 
 set_marks, options = model.set_param_attributes, model.transformer_config
 
@@ -78,8 +78,8 @@ def narrow(**values):
     return engine_options(**values)
 
 
-engine_options = engine.DistributedDataParallelConfig
-build = engine.build_chunks
+engine_options = learner.DistributedDataParallelConfig
+build = learner.build_chunks
 
 
 def float_chunks(layout, trainer, device, dtype):
@@ -98,9 +98,9 @@ FAULTS = {
     "an order of expert ranks": lambda: patch.object(Topology, "expert_coords", expert_ranks_in_order_of),
     "an option that Transformer Engine refuses": lambda: option(normalization="BatchNorm"),
     "an interleaved stage that is off by one": lambda: patch.object(Topology, "stage_layers", late_layers),
-    "a gradient buffer of 16 bits": lambda: patch.object(engine, "DistributedDataParallelConfig", narrow),
+    "a gradient buffer of 16 bits": lambda: patch.object(learner, "DistributedDataParallelConfig", narrow),
     "recomputation that is not switched on": lambda: option(recompute_granularity=None),
-    "weights in another dtype": lambda: patch.object(engine, "build_chunks", float_chunks),
+    "weights in another dtype": lambda: patch.object(learner, "build_chunks", float_chunks),
 }
 
 found: dict = {}

@@ -19,7 +19,7 @@ class TrainedRank(Rank):
     def __init__(self, settings):
         device = RehearsalDevice()
         device.prepare_process(settings["rank"])
-        from megasync.trainer.engine import MegatronEngine
+        from megasync.trainer.learner import MegatronLearner
 
         topology = settings["topology"]
         dist.init_process_group(
@@ -38,7 +38,7 @@ class TrainedRank(Rank):
             optimizer=OptimizerConfig(lr=1e-2),
         )
         model = ModelConfig(path=settings["folder"], dtype=settings["dtype"])
-        self._engine = MegatronEngine(model, trainer, device, settings["rank"], total_steps=10)
+        self._engine = MegatronLearner(model, trainer, device, settings["rank"], total_steps=10)
         self._engine.initialize()
         self._steps = 0
         self._serve(self._engine.layout, settings, Params(self._engine.params()))

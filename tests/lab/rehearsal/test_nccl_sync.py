@@ -25,7 +25,7 @@ from megasync.config.schema import TimeoutConfig
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
 from megasync.sync.attempt import PublishError
-from megasync.sync.groups import Links
+from megasync.sync.groups import PeerGroup
 from megasync.sync.shard import sync as shard_sync
 
 TINY = {
@@ -114,13 +114,13 @@ def test_one_slow_engine_delays_no_other(shipped):
 
 def test_a_sender_that_starts_messages_ahead_deadlocks_through_its_hardware_queue(monkeypatch):
     """With several queues it would pass, and Megatron needs a single one."""
-    init = Links.__init__
+    init = PeerGroup.__init__
 
     def ahead(links, *args, **options):
         init(links, *args, **options)
         links.one_at_a_time = False
 
-    monkeypatch.setattr(Links, "__init__", ahead)
+    monkeypatch.setattr(PeerGroup, "__init__", ahead)
     cluster = record_publishes(SHIPPED, 1)
     for queues in (1, 8):
         cluster.queues = queues

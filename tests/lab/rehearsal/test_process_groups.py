@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 
 from megasync.lab.rehearsal.groups import fake_world
 from megasync.layout.topology import Topology
-from megasync.trainer.engine import open_process_groups
+from megasync.trainer.learner import open_process_groups
 
 
 def created_groups(topology: Topology, rank: int) -> list[tuple[int, ...]]:

@@ -32,7 +32,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megasync.config.schema import TrainerConfig
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
-from megasync.trainer.engine import open_process_groups
+from megasync.trainer.learner import open_process_groups
 from megasync.trainer.model import build_chunks
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 trainer = TrainerConfig(tensor_parallel=2, sequence_parallel=True, data_parallel=512, expert_parallel=4)

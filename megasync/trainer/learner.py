@@ -50,12 +50,11 @@ from megasync.trainer.batch import Batch, Sample, Samples, lengths_of, make_batc
 from megasync.trainer.collectives import broadcast_json
 from megasync.trainer.context import FromAllRanks
 from megasync.trainer.layer_graphs import LayerGraphs, most_sequences
-from megasync.trainer.layer_norms import group_names, groups_of
 from megasync.trainer.loading import load_once
 from megasync.trainer.logprobs import squared_norms
 from megasync.trainer.model import PolicyModel, build_chunks, fresh_value_head, named_weights
 from megasync.trainer.offload import Memory, memory_of
-from megasync.trainer.optimizer import Optimizer, Update
+from megasync.trainer.optimizer import Optimizer, Update, group_names, groups_of
 from megasync.trainer.packing import Lengths, Microbatch, Packing, plan_packing
 from megasync.trainer.param_attributes import sum_partial_experts
 from megasync.trainer.reference import ReferenceWeights
@@ -86,7 +85,7 @@ class LocalBatch:
     tokens: int
 
 
-class MegatronEngine:
+class MegatronLearner:
     """One rank of a model. The constructor only validates the configuration; `initialize` needs torch.distributed.
 
     Raises ConfigError if the architecture or an option is not supported.
@@ -94,7 +93,7 @@ class MegatronEngine:
     Args:
         total_steps: training step at which the learning rate decay ends.
         seed: for Megatron's random states, and for a value head that the model folder does not contain.
-        trains: false for an engine that only scores; it has no gradients and no optimizer.
+        trains: false for a learner that only scores; it has no gradients and no optimizer.
         collective_seconds: deadline of one collective in Megatron's process groups.
         value_head: builds a critic. `run` passes values instead of hidden states to ``evaluate``; log-probs are
             unavailable.
@@ -170,7 +169,7 @@ class MegatronEngine:
             self.trained = self._adapters.params
             weights = (load or self._load_adapters)(layout, self.rank, torch.float32)
             self._write(weights)
-        # The chunks wrapped for training; empty in an engine that only scores.
+        # The chunks wrapped for training; empty in a learner that only scores.
         self.wrapped: list[DistributedDataParallel] = []
         if self._trains:
             self._prepare_training(weights)
@@ -373,7 +372,7 @@ class MegatronEngine:
         """Takes an optimizer step with the gradients of `forward_backward`, or skips it if any rank saw a non-finite
         value. With `trainer.overlap_param_gather`, call `gather_weights` before `params` are read.
 
-        With ``norms``, the update has the squares that `layer_norms.named_norms` names.
+        With ``norms``, the update has the squares that `optimizer.named_norms` names.
         """
         with trace.span("rank", "optimizer"):
             update = self.optimizer.step(step, loss_is_finite, self._squares if norms else None)
@@ -544,10 +543,10 @@ class MegatronEngine:
         Both are those of the distribution over the target's support, where sampling was truncated.
         ``temperature`` is one number, or one of each target. Context-parallel ranks return the same, and must compute
         the same loss of it: each has the rows of its own targets, and gets their gradients. Raises TrainingError if the
-        engine has a value head.
+        learner has a value head.
         """
         if self.layout.value_head:
-            raise TrainingError("an engine with a value head has no log-probs; create one without value_head")
+            raise TrainingError("a learner with a value head has no log-probs; create one without value_head")
         if isinstance(temperature, torch.Tensor) and batch.kept is not None:
             temperature = temperature[batch.kept]
         scores = self.chunks[-1].score(
@@ -686,7 +685,7 @@ class MegatronEngine:
     def close(self) -> None:
         """Drops Megatron's process groups; torch.distributed.destroy_process_group closes them.
 
-        With `trainer.tp_comm_overlap`, the buffers of all engines of the process end with the first that closes.
+        With `trainer.tp_comm_overlap`, the buffers of all learners of the process end with the first that closes.
         """
         close_buffers()
         self._host_memory.close()
@@ -705,7 +704,7 @@ class MegatronEngine:
 
 
 def open_process_groups(topology: Topology, seconds: float = 1800.0) -> None:
-    """Opens Megatron's process groups, which several engines of one process share. A collective.
+    """Opens Megatron's process groups, which several learners of one process share. A collective.
 
     ``seconds`` is the deadline of a collective in them; by default Megatron's own.
 
@@ -745,8 +744,8 @@ def open_process_groups(topology: Topology, seconds: float = 1800.0) -> None:
     if current != needed:
         raise ConfigError(
             f"Megatron's process groups are already open in this process with sizes {current} (tensor, context, "
-            f"pipeline, virtual, expert, expert tensor), but this engine needs {needed}; use the same sizes for all "
-            f"engines of a process"
+            f"pipeline, virtual, expert, expert tensor), but this learner needs {needed}; use the same sizes for all "
+            f"learners of a process"
         )
 
 
