@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from waits import until
 
 from megasync.app.mailbox import Mailbox, ask
 from megasync.app.run_lock import RunLock
@@ -73,9 +74,7 @@ def test_waiting_for_an_answer_times_out(run_dir, running):
 async def test_waiting_ends_when_the_run_ends(run_dir, running):
     with running():
         waiting = asyncio.create_task(asked(run_dir, "scale", 3))
-        async with asyncio.timeout(10):
-            while not list((run_dir / "control").glob("*.ask")):
-                await asyncio.sleep(0.01)
+        await until(lambda: list((run_dir / "control").glob("*.ask")))
     with pytest.raises(MegasyncError, match="ended before it answered"):
         await waiting
 

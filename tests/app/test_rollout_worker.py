@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 from fake_sglang import FakeSGLang
 from rollout_bench import FakeBuffer
+from waits import until
 from worker_crew import NoTrials, sent
 
 from megasync.app.rollout_worker import WorkerSetup, answers_of, local_worker, start_worker
@@ -114,16 +115,13 @@ async def test_it_generates_groups_and_answers_prompts_of_evaluations(run):
         answer = await answers_of(made.workers)(AnswerJob("", 0.0, 0, made.held_out.prompts[0], 0))
         assert answer.versions == {4: 5} and answer.reward is not None
         rolling = asyncio.create_task(made.rollouter.run())
-        while made.rollouter.finished_groups < 4:
-            await asyncio.sleep(0.01)
+        await until(lambda: made.rollouter.finished_groups >= 4)
         assert made.rollouter.metrics()["rollout/tokens"] == 4 * 2 * 5.0
         made.rollouter.stop()
         await rolling
     # A version that the driver has not announced is not taken.
     fake.version = 5
     pending = asyncio.create_task(answers_of(made.workers)(AnswerJob("", 0.0, 1, made.held_out.prompts[1], 0)))
-    async with asyncio.timeout(PATIENCE):
-        while not made.workers._links[0].status.client["rollout/invalid_answers"]:
-            await asyncio.sleep(0.01)
+    await until(lambda: made.workers._links[0].status.client["rollout/invalid_answers"])
     await made.workers.announce(5, 5)
     assert (await asyncio.wait_for(pending, PATIENCE)).versions == {5: 5}

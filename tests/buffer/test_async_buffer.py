@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import pickle
-import random
 
 import pytest
 from local_buffer import kill
@@ -398,88 +397,3 @@ async def test_waiting_reports_each_pending_call_its_blocker_and_its_duration():
     for wait in waits:
         await cancelled(wait)
     assert await buffer.waiting() == {}
-
-
-async def test_a_resumed_buffer_continues_its_counters():
-    buffer = AsyncBuffer(schedule(), 4, 3, {"trained": 2, "dropped": {"failed": 1}})
-    assert (await buffer.counts())["admitted"] == 3
-    assert (await buffer.before_checkpoint())["buffer"] == {
-        "trained": 2,
-        "dropped": {"failed": 1},
-        "regenerated": 0,
-        "masked_tokens": 0,
-        "damaged": 0,
-        "removed_trajectories": 0,
-    }
-
-
-# Whole runs
-
-
-async def _redo(buffer, work):
-    while True:
-        work(await buffer.reclaim())
-
-
-async def _draw(buffer, work):
-    uid = 0
-    while True:
-        await buffer.admit(str(uid))
-        work(str(uid))
-        uid += 1
-
-
-async def _generate(buffer, group, rng, uid, version):
-    for _ in range(rng.choice([0, 1, 3, 20])):
-        await asyncio.sleep(0)
-    if rng.random() < 0.2:
-        await buffer.drop(uid, "failed")
-    else:
-        lag = rng.random() < 0.2
-        await buffer.commit(group(uid, *[max(0, version - 4 * lag)] * 2))
-
-
-async def _train(buffer, rng, steps, sync_steps, versions):
-    for step in range(1, steps + 1):
-        lease = asyncio.create_task(buffer.lease(step, versions[-1]))
-        if rng.random() < 0.5:
-            await asyncio.sleep(0)
-            lease.cancel()
-            await asyncio.gather(lease, return_exceptions=True)
-            lease = asyncio.create_task(buffer.lease(step, versions[-1]))
-        await lease
-        await asyncio.sleep(0)
-        await buffer.ack(step)
-        if step % sync_steps == 0:
-            versions.append(versions[-1] + 1)
-            await buffer.publish(versions[-1])
-
-
-@pytest.mark.parametrize("seed", range(60))
-async def test_concurrent_loops_coupled_only_by_the_buffer_complete_the_run(group, seed):
-    rng = random.Random(seed)
-    sync_steps = rng.randint(1, 2)
-    config = schedule(
-        rng.randint(1, 3),
-        rng.randint(0, 2),
-        weight_sync_steps=sync_steps,
-        window_fraction=rng.choice([None, 0.3, 1.0]),
-        stale=rng.choice(["mask", "regenerate", "drop"]),
-    )
-    steps = 4 * sync_steps
-    total = steps * config.groups_per_step
-    buffer, versions, tasks = AsyncBuffer(config, total), [0], set()
-
-    def work(uid):
-        task = asyncio.create_task(_generate(buffer, group, rng, uid, versions[-1]))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    loops = [asyncio.create_task(_draw(buffer, work)), asyncio.create_task(_redo(buffer, work))]
-    await _train(buffer, rng, steps, sync_steps, versions)
-    await buffer.close("done")
-    ended = await asyncio.gather(*loops, return_exceptions=True)
-    assert all(isinstance(error, BufferClosed) for error in ended)
-    counts = await buffer.counts()
-    assert counts["trained"] == total and counts["live"] == 0
-    assert counts["admitted"] == total + sum(counts["dropped"].values())

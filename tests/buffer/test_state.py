@@ -115,18 +115,21 @@ def test_strict_fifo_waits_for_the_straggler(group):
     assert train(buffer, 1, 0) == ["a"]
 
 
-def test_the_window_bounds_how_many_groups_overtake_a_straggler(group):
-    buffer = buffer_of(groups_per_step=1, max_staleness=3, window=0.75)
+@pytest.mark.parametrize("returned", [False, True])
+def test_the_window_bounds_how_many_groups_overtake_a_straggler(group, returned):
+    buffer = buffer_of(groups_per_step=1, max_staleness=3, window=0.75, stale="regenerate", version=9)
     admit(buffer, *"abcd")
+    if returned:
+        assert not buffer.commit(group("a", 0, 0))
     for uid in "bcd":
-        buffer.commit(group(uid))
-    assert [train(buffer, 1, 0), train(buffer, 2, 0)] == [["b"], ["c"]]
-    assert buffer.lease(3, 0) is None
-    buffer.publish(1)
-    assert buffer.lease(3, 1) is None  # published groups still count in the window
+        buffer.commit(group(uid, 9, 9))
+    assert [train(buffer, 1, 9), train(buffer, 2, 9)] == [["b"], ["c"]]
+    assert buffer.lease(3, 9) is None
+    buffer.publish(10)
+    assert buffer.lease(3, 10) is None  # published groups still count in the window
     assert "1 more behind the window of 3" in buffer.lease_blocker()
-    buffer.commit(group("a"))
-    assert [train(buffer, 3, 1), train(buffer, 4, 1)] == [["a"], ["d"]]
+    buffer.commit(group("a", 9, 9))
+    assert [train(buffer, 3, 10), train(buffer, 4, 10)] == [["a"], ["d"]]
 
 
 def test_a_window_smaller_than_a_batch_still_allows_a_full_batch(group):

@@ -18,6 +18,7 @@ from processes import living, with_word
 from real_servers import reference
 from tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM
+from waits import until
 
 from megasync.cluster import fleet_processes
 from megasync.cluster.fleet import Fleet
@@ -166,9 +167,7 @@ async def test_a_stopped_server_is_detected_and_its_requests_continue(rig):
 
     answers = await interrupted(rig, stop)
     assert any(answer.parts > 1 for answer in answers)
-    async with asyncio.timeout(PATIENCE):
-        while living(stopped):
-            await asyncio.sleep(0.05)
+    await until(lambda: not living(stopped))
     assert survivor in await rig.all_serve(2)
 
 
@@ -206,9 +205,7 @@ async def test_the_fleet_grows_and_shrinks_while_requests_run(rig, monkeypatch):
     assert [control.url for control in rig.fleet.serving()] == before[:1]
     assert {added, before[1]} <= set(rig.gone)
     # The room of those that went is there again.
-    async with asyncio.timeout(PATIENCE):
-        while ray.available_resources()["CPU"] < 1:
-            await asyncio.sleep(0.1)
+    await until(lambda: ray.available_resources()["CPU"] >= 1)
     await rig.fleet.watch()
 
 

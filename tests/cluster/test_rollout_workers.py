@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_bench import FakeBuffer, FakeClient, FakeSource, by_place
+from waits import until
 from worker_crew import LoopbackProcess, NoTrials, crew_config
 
 from megasync.buffer import BufferClosed
@@ -136,12 +137,6 @@ def quickly(monkeypatch):
     monkeypatch.setattr(rollout_workers, "ANNOUNCE_SECONDS", 0.05)
 
 
-async def until(condition):
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
 @pytest.mark.parametrize("workers", [0, 3])
 async def test_workers_end_all_groups_and_report_them(workers):
     async with Crew(workers, total=12) as crew:
@@ -254,7 +249,7 @@ async def test_a_worker_that_hangs_is_reported_before_it_is_killed():
             seen.append((only, crew.processes[0].killed))
 
     seen = []
-    async with Crew(workers=2, patience=0.1, context=RunContext(reports=Reports())) as crew:
+    async with Crew(workers=2, patience=1.0, context=RunContext(reports=Reports())) as crew:
         crew.processes[0].hang()
         await until(lambda: len(crew.processes) == 3)
         assert seen == [({"worker-0"}, False)]

@@ -46,11 +46,14 @@ async def test_signals_are_handled_in_the_loop_and_the_handlers_before_come_back
 
 async def test_a_signal_interrupts_what_blocks_the_loop(quick, caplog):
     received = []
-    sender = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
+
+    async def blocks_until_a_signal():
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        await blocks()
+
     with handle_signals(SIGNALS, received.append):
-        sender.start()
         with pytest.raises(ForeignExit, match="blocked the event loop for .* when a signal came"):
-            await run(blocks, "the workflow blocks")
+            await run(blocks_until_a_signal, "the workflow blocks")
         while not received:
             await asyncio.sleep(0)
     assert received == [signal.SIGTERM]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import weakref
 from typing import Any
 
 import pytest
+from waits import until
 
 from megasync.concurrency import garbage
 from megasync.concurrency.garbage import short_collections
@@ -49,9 +49,7 @@ async def test_cycles_among_survivors_are_collected_by_the_full_collection(monke
         del node
         gc.collect()
         assert seen() is not None
-        async with asyncio.timeout(20):
-            while seen() is not None:
-                await asyncio.sleep(0.01)
+        await until(lambda: seen() is None)
 
 
 async def test_the_collector_is_as_before_afterwards():

@@ -5,6 +5,8 @@ import logging
 import threading
 
 import pytest
+from passing_time import pass_time
+from waits import until
 
 from megasync.concurrency.threads import AllThreadsStuck, DaemonThreads, DeadlineExceeded
 
@@ -17,12 +19,6 @@ def release():
     event.set()
 
 
-async def until(condition):
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 async def test_calls_start_in_fifo_order():
     begun = []
     threads = DaemonThreads(1)
@@ -32,10 +28,13 @@ async def test_calls_start_in_fifo_order():
 
 async def test_only_run_time_counts_against_the_deadline(release):
     threads = DaemonThreads(1)
-    first = asyncio.create_task(threads.call(lambda: release.wait(60), "f", 60.0))
+    first = asyncio.create_task(threads.call(lambda: release.wait(60), "f", 600.0))
     # It looks for stuck threads many times while it waits, and is not late for any of that.
-    second = asyncio.create_task(threads.call(lambda: "second", "f", 0.01))
-    await asyncio.sleep(0.2)
+    second = asyncio.create_task(threads.call(lambda: "second", "f", 20.0))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        pass_time(20.0)
+    await asyncio.sleep(0)
     assert not second.done()
     release.set()
     assert (await first, await second) == (True, "second")

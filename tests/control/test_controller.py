@@ -103,7 +103,7 @@ async def test_a_stop_request_finishes_the_step_and_saves() -> None:
 async def test_a_stop_request_ends_a_wait_for_groups_that_never_come() -> None:
     rig = Rig(rollout={"stall_after": 0})
     running = asyncio.create_task(rig.run())
-    await asyncio.sleep(0.05)
+    await rig.starved()
     rig.controller.request_stop("Ctrl-C")
     assert (await running).step == 0
 

@@ -143,7 +143,7 @@ async def test_a_sync_that_fails_because_of_a_link_is_retried_a_few_times() -> N
 async def test_a_joiner_gets_the_published_version_while_the_trainer_waits() -> None:
     rig = Rig(rollout={"stall_after": 0})
     running = asyncio.create_task(rig.run())
-    await asyncio.sleep(0.01)
+    await rig.starved()
     rig.fleet.come("c")
     while not rig.fleet.up["c"]:
         await asyncio.sleep(0)
@@ -158,7 +158,7 @@ async def test_a_joiner_gets_a_new_version_when_the_trainer_has_newer_weights() 
     running = asyncio.create_task(rig.run())
     while not rig.trainer.steps:
         await asyncio.sleep(0)
-    await asyncio.sleep(0.01)
+    await rig.starved()
     rig.fleet.come("c")
     while not rig.fleet.up["c"]:
         await asyncio.sleep(0)
@@ -172,7 +172,7 @@ async def test_a_joiner_gets_a_new_version_when_the_trainer_has_newer_weights() 
 async def test_a_joiner_that_fails_its_sync_or_parity_does_not_serve(failure: dict[str, Any]) -> None:
     rig = Rig(rollout={"stall_after": 0}, publisher=FakePublisher(**failure))
     running = asyncio.create_task(rig.run())
-    await asyncio.sleep(0.01)
+    await rig.starved()
     rig.fleet.come("c")
     while not (rig.fleet.failed or rig.fleet.disagreeing):
         await asyncio.sleep(0)

@@ -7,6 +7,7 @@ from functools import partial
 
 import envs
 import pytest
+from waits import until
 
 from megasync.environments import EnvironmentPool
 from megasync.errors import DataError
@@ -129,9 +130,7 @@ async def test_an_abandoned_thread_that_returns_late_is_no_longer_counted(make_p
         await surplus
     assert pool.abandoned == 1
     go_on.set()
-    async with asyncio.timeout(20):
-        while pool.abandoned:
-            await asyncio.sleep(0.01)
+    await until(lambda: not pool.abandoned)
     await play(pool, "up")
     assert pool.made == 2
 

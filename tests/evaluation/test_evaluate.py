@@ -30,8 +30,8 @@ async def score(client, count, *, inflight=4, reward=exact, workflow=single_turn
     """The evaluation of one set without a name, and its answers in the order in which they ended."""
     answers = []
     held_out = HeldOutSet("", prompts(count), RewardRunner(reward), **settings)
-    (found,) = await evaluate(Answerer(client, workflow, [held_out], seed), [held_out], inflight, answers.append)
-    return found, answers
+    (result,) = await evaluate(Answerer(client, workflow, [held_out], seed), [held_out], inflight, answers.append)
+    return result, answers
 
 
 async def test_the_score_is_the_share_of_full_rewards_and_each_answer_is_told_as_it_ends(fake_client):
@@ -39,9 +39,9 @@ async def test_the_score_is_the_share_of_full_rewards_and_each_answer_is_told_as
         await asyncio.sleep(0.001 * (5 - ids[0]))  # the first prompts finish last
         return "" if ids[0] == 1 else str(ids[0])
 
-    found, answers = await score(fake_client(behave), 5)
-    assert (found.score, found.n, found.failed, found.pass_at) == (0.8, 5, 0, {})
-    assert found.reward == pytest.approx(0.9)
+    result, answers = await score(fake_client(behave), 5)
+    assert (result.score, result.n, result.failed, result.pass_at) == (0.8, 5, 0, {})
+    assert result.reward == pytest.approx(0.9)
     assert {(a.number, a.prompt, a.text, a.reward) for a in answers[:5]} >= {(0, "q0", "0", 1.0), (1, "q1", "", 0.5)}
 
 
@@ -58,7 +58,7 @@ async def test_every_answer_is_had_once_and_never_too_many_at_once_over_all_sets
         for n, count in enumerate(counts)
     ]
     answers = []
-    found = await evaluate(Answerer(client, single_turn, sets), sets, inflight, answers.append)
+    results = await evaluate(Answerer(client, single_turn, sets), sets, inflight, answers.append)
     had = Counter((a.held_out, a.temperature, a.number, a.repeat) for a in answers)
     # Greedy answers are all the same, so each is had once.
     assert had == Counter(
@@ -69,7 +69,7 @@ async def test_every_answer_is_had_once_and_never_too_many_at_once_over_all_sets
         for repeat in range(times)
     )
     assert client.most_running <= inflight
-    assert [(e.held_out, e.temperature, e.n) for e in found] == [
+    assert [(e.held_out, e.temperature, e.n) for e in results] == [
         each for s in sets for each in ((s.name, 0.0, len(s.prompts)), (s.name, 0.5, repeats * len(s.prompts)))
     ]
 
@@ -111,10 +111,10 @@ async def test_pass_at_k_is_over_the_repeats_of_each_prompt(fake_client):
         right = {0: asked[0] == 1, 1: True, 2: False}[ids[0]]
         return str(ids[0]) if right else "?"
 
-    found, _ = await score(fake_client(behave), 3, temperatures=(1.0,), repeats=4)
-    assert (found.n, found.failed) == (12, 1)
-    assert found.score == pytest.approx(found.pass_at[1]) == pytest.approx((1 / 4 + 1 + 0) / 3)
-    assert found.pass_at == pytest.approx({1: (0.25 + 1) / 3, 2: (0.5 + 1) / 3, 4: (1 + 1) / 3})
+    result, _ = await score(fake_client(behave), 3, temperatures=(1.0,), repeats=4)
+    assert (result.n, result.failed) == (12, 1)
+    assert result.score == pytest.approx(result.pass_at[1]) == pytest.approx((1 / 4 + 1 + 0) / 3)
+    assert result.pass_at == pytest.approx({1: (0.25 + 1) / 3, 2: (0.5 + 1) / 3, 4: (1 + 1) / 3})
 
 
 @pytest.mark.parametrize("error", [ServerError("server is gone"), ValueError("bad row"), DataError("too long")])
@@ -124,8 +124,8 @@ async def test_a_failing_prompt_does_not_affect_the_others(fake_client, error, c
             raise error
         return str(ids[0])
 
-    found, answers = await score(fake_client(behave), 4)
-    assert (found.score, found.reward, found.n, found.failed) == (0.75, 1.0, 4, 1)
+    result, answers = await score(fake_client(behave), 4)
+    assert (result.score, result.reward, result.n, result.failed) == (0.75, 1.0, 4, 1)
     (bad,) = [a for a in answers if a.reward is None]
     assert (bad.prompt, bad.text, bad.error) == ("q2", "", f"{type(error).__name__}: {error}")
     assert f"1 of 4 evaluation answers failed; first error: {type(error).__name__}: {error}" in caplog.text
@@ -139,8 +139,8 @@ async def test_a_reward_that_fails_or_declines_is_counted(fake_client):
             raise RuntimeError("no")
         return [None if answer[0] == "1" else 1.0]
 
-    found, _ = await score(fake_client(), 4, reward=picky)
-    assert (found.score, found.failed) == (0.5, 2)
+    result, _ = await score(fake_client(), 4, reward=picky)
+    assert (result.score, result.failed) == (0.5, 2)
 
 
 async def test_sampling_and_repeatable_seeds_reach_the_server(fake_client):
@@ -158,7 +158,8 @@ async def test_sampling_and_repeatable_seeds_reach_the_server(fake_client):
 async def test_cancelling_leaves_nothing_running(fake_client):
     client = fake_client(lambda ids, options: asyncio.sleep(600))
     task = asyncio.create_task(score(client, 8))
-    await asyncio.sleep(0.01)
+    while not client.running:
+        await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -179,8 +180,8 @@ async def test_the_workflow_cannot_change_the_prompt(fake_client):
     client = fake_client(lambda ids, options: str(ids[0]))
     for _ in range(2):
         sets = [HeldOutSet("", held_out, RewardRunner(exact))]
-        (found,) = await evaluate(Answerer(client, careless, sets), sets, 2)
-        assert found.score == 1.0
+        (result,) = await evaluate(Answerer(client, careless, sets), sets, 2)
+        assert result.score == 1.0
     assert held_out == rows()
 
 

@@ -5,7 +5,6 @@ import os
 import socket
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +12,8 @@ import openai as package
 import pytest
 from fake_sglang import hang
 from gateway_rig import HI, openai
+from passing_time import pass_time
+from waits import until
 
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.errors import ConfigError, DataError
@@ -142,9 +143,9 @@ async def test_concurrent_sessions_of_the_same_agent_are_isolated(rig):
         return fake.answer(body, len(ids), "stop")
 
     rig.fake.script += [answer] * count
-    found = await asyncio.gather(*(workflow(client, {"n": n}) for n, client in enumerate(clients)))
+    results = await asyncio.gather(*(workflow(client, {"n": n}) for n, client in enumerate(clients)))
     await workflow.close()
-    for number, (trajectory,) in enumerate(found):
+    for number, (trajectory,) in enumerate(results):
         assert trajectory.reward == float(number)
         assert rig.tokenizer.decode(trajectory.response_ids) == f"{number}<eos>"
 
@@ -165,8 +166,7 @@ async def test_a_session_ends_with_its_agent_and_aborts_in_flight_requests(rig):
         ask(base_url, api_key)
         late = asyncio.create_task(asyncio.to_thread(ask, base_url, api_key))
         left.append((base_url, api_key, late))
-        while len(rig.fake.requests) < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(rig.fake.requests) >= 2)
 
     workflow = AgentWorkflow(agent, GatewayConfig(), rig.sampling, "tiny", 20.0)
     client = rig.sample_client()
@@ -176,8 +176,7 @@ async def test_a_session_ends_with_its_agent_and_aborts_in_flight_requests(rig):
     base_url, api_key, late = left[0]
     with pytest.raises(package.NotFoundError, match="it has ended"):
         await asyncio.to_thread(ask, base_url, api_key)
-    while not late.done():
-        await asyncio.sleep(0.01)
+    await until(late.done)
     assert late.exception() is not None
     await workflow.close()
 
@@ -189,12 +188,10 @@ async def test_a_client_disconnect_aborts_its_generation(rig):
     async def agent(base_url, api_key, sample, model):
         async with openai(base_url, api_key) as client:
             request = asyncio.create_task(client.chat.completions.create(model=model, messages=HI))
-            while not rig.fake.requests:
-                await asyncio.sleep(0.01)
+            await until(lambda: rig.fake.requests)
             request.cancel()
             await asyncio.gather(request, return_exceptions=True)
-            while rig.gate.inflight:
-                await asyncio.sleep(0.01)
+            await until(lambda: not rig.gate.inflight)
             rig.write("y")
             await client.chat.completions.create(model=model, messages=HI)
 
@@ -263,13 +260,17 @@ async def test_sync_agent_concurrency_is_limited_by_the_thread_count():
 
 
 async def test_waiting_for_a_thread_does_not_count_against_the_deadline_of_a_sync_agent():
+    loop = asyncio.get_running_loop()
+
+    async def pass_most_of_the_deadline():
+        pass_time(50.0)
+
     def agent(base_url, api_key, sample, model):
-        time.sleep(0.1)
+        asyncio.run_coroutine_threadsafe(pass_most_of_the_deadline(), loop).result(20)
         return 1.0
 
-    workflow = make_workflow(agent, threads=1, deadline=2.0)
-    # In sequence they would take longer than the deadline of one.
-    assert await asyncio.gather(*(workflow(answered_client(), {}) for _ in range(25))) == [1.0] * 25
+    workflow = make_workflow(agent, threads=1, deadline=80.0)
+    assert await asyncio.gather(*(workflow(answered_client(), {}) for _ in range(3))) == [1.0] * 3
     await workflow.close()
 
 

@@ -187,8 +187,8 @@ async def test_unsupported_request_parameters_are_rejected_by_name(rig, name, va
 )
 async def test_parameters_without_effect_are_accepted(rig, name, value):
     rig.write("x")
-    found, _ = await rig.ask(**{name: value})
-    assert found.choices[0].message.content == "x"
+    completion, _ = await rig.ask(**{name: value})
+    assert completion.choices[0].message.content == "x"
 
 
 @pytest.mark.parametrize(
@@ -242,8 +242,8 @@ async def test_every_request_requires_the_api_key_of_its_session(rig):
 )
 async def test_unsupported_paths_and_bodies_return_openai_style_errors(rig, path, body, status, code, words):
     rig.gateway.body_mb = 1
-    ((found, answer),) = await send(rig, body, path=path)
-    assert (found, answer["error"]["code"]) == (status, code)
+    ((answered_status, answer),) = await send(rig, body, path=path)
+    assert (answered_status, answer["error"]["code"]) == (status, code)
     assert words in answer["error"]["message"]
 
 
@@ -272,7 +272,7 @@ async def test_a_server_failure_fails_the_attempt_even_if_the_agent_handles_the_
 
 
 async def test_an_interrupted_stream_raises_an_api_error_in_the_agent(make_rig):
-    async with make_rig(stream_interval=3, timeout=1.0) as rig:
+    async with make_rig(stream_interval=3) as rig:
         rig.fake.script += [Break(((3, 0), (3, 0))), *[refuse(400)] * 5]
         rig.fake.continuation = lambda body, count: rig.tokenizer.encode("abcdef")
         caught = []

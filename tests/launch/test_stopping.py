@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waits import until
 
 from megasync.config import load_config
 from megasync.config.access import GENERATION_KEY_VARIABLE
@@ -90,8 +91,7 @@ async def test_a_stop_requested_during_the_doctor_is_honoured(job) -> None:
     launcher = Launcher(job(doctor=WAITS), lines.append)
     running = asyncio.create_task(launcher.run())
     async with asyncio.timeout(PATIENCE):
-        while launcher._driver is None:
-            await asyncio.sleep(0.01)
+        await until(lambda: launcher._driver is not None)
         await launcher.request_stop(signal.SIGINT)
         assert await running == 1
     assert "starting the run" not in lines
@@ -102,7 +102,6 @@ async def test_a_full_disk_loses_output_lines_but_not_the_run(job, monkeypatch) 
     launcher = Launcher(job(other="for i in 1 2 3; do echo noise; done; cat >/dev/null"), _print_line)
     running = asyncio.create_task(launcher.run())
     async with asyncio.timeout(PATIENCE):
-        while not launcher._run_started or launcher._driver is None:
-            await asyncio.sleep(0.01)
+        await until(lambda: launcher._run_started and launcher._driver is not None)
         await launcher.request_stop(signal.SIGINT)
         assert await running == STOPPED

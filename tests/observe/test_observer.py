@@ -8,6 +8,7 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
+from waits import until
 
 from megasync.config import load_config
 from megasync.errors import ServerError
@@ -119,8 +120,8 @@ def test_an_activity_lasts_until_the_next_one(observer, clock):
     observer.activity("trainer", "training")
     observer.activity("servers", "paused")
     clock.now += 1
-    found = {activity.part: (activity.doing, activity.seconds) for activity in observer.snapshot().activities}
-    assert found == {"trainer": ("training", 4.0), "servers": ("paused", 1.0)}
+    activities = {activity.part: (activity.doing, activity.seconds) for activity in observer.snapshot().activities}
+    assert activities == {"trainer": ("training", 4.0), "servers": ("paused", 1.0)}
 
 
 def test_an_evaluation_may_refer_to_an_earlier_step(observer, tmp_path):
@@ -220,8 +221,8 @@ def test_answers_of_an_evaluation_without_a_score_are_not_saved(observer, tmp_pa
 
 def test_a_truncated_sample_is_dropped_and_the_next_one_is_written_intact(tmp_path):
     append_answers(tmp_path, 0, 0, [("p\u2028q", "ü", 0.0)])
-    whole = (tmp_path / SAMPLES_FILE).read_bytes()
-    (tmp_path / SAMPLES_FILE).write_bytes(whole + whole[: whole.index("ü".encode()) + 1])
+    complete_lines = (tmp_path / SAMPLES_FILE).read_bytes()
+    (tmp_path / SAMPLES_FILE).write_bytes(complete_lines + complete_lines[: complete_lines.index("ü".encode()) + 1])
     assert [answer.step for answer in read_answers(tmp_path)] == [0]
     append_answers(tmp_path, 4, 4, [("p\u2028q", "v", 1.0)])
     assert [(answer.step, answer.prompt) for answer in read_answers(tmp_path)] == [(0, "p\u2028q"), (4, "p\u2028q")]
@@ -368,8 +369,7 @@ async def test_a_part_that_cannot_be_described_does_not_end_the_run(observer, tm
     with observer:
         async with observer.writing_state():
             with observer.running():
-                await asyncio.sleep(0.05)
-    assert "ZeroDivisionError" in caplog.text
+                await until(lambda: "ZeroDivisionError" in caplog.text)
     assert kinds(tmp_path)[-1] == ("end", "")
 
 

@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from waits import until
 
 from megasync.errors import ConfigError, DataError
 from megasync.rewards.runner import RewardRunner
@@ -262,8 +263,7 @@ async def make_runner(tmp_path, monkeypatch):
 
 
 async def until_called(folder, how):
-    while not list(folder.glob(f"{how}-*")):
-        await asyncio.sleep(0.01)
+    await until(lambda: list(folder.glob(f"{how}-*")))
 
 
 @pytest.mark.processes

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from processes import gone, lives
 from sandboxes import of_sandboxes
+from waits import until
 
 from megasync.rewards import sandbox
 from megasync.rewards.code_reward import CodeReward
@@ -77,9 +78,9 @@ async def test_a_program_past_its_deadline_is_killed_with_its_descendants():
 async def test_a_cancelled_run_is_killed(monkeypatch, folder, start, kind):
     monkeypatch.setattr(sandbox, "isolation", lambda: kind)
     run = asyncio.create_task(start("import time; time.sleep(600)"))
-    async with asyncio.timeout(20):
-        while not any("program.py" in word or "link.py" in word for p in of_sandboxes(folder) for word in _words(p)):
-            await asyncio.sleep(0.01)
+    await until(
+        lambda: any("program.py" in word or "link.py" in word for p in of_sandboxes(folder) for word in _words(p))
+    )
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await run
@@ -104,8 +105,7 @@ async def test_cleanup_does_not_block_the_event_loop(monkeypatch, tmp_path_facto
     monkeypatch.setenv("PATH", f"{remover.parent}:{os.environ['PATH']}")
     run = asyncio.create_task(run_program("", limits=Limits(wall_seconds=60)))
     async with asyncio.timeout(60):
-        while not begun.exists():
-            await asyncio.sleep(0.01)
+        await until(begun.exists)
         assert not run.done()
         free.touch()
         await run

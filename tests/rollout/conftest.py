@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from clients import make_rollout_client
 from fake_sglang import FakeSGLang
+from passing_time import endless_pause
 from rollout_bench import fake_client, make_bench, make_trajectory
 
 from megasync.config.schema import SamplingConfig
@@ -13,7 +14,7 @@ from megasync.rollout import reply_parser
 from megasync.serving import frozen_client
 from megasync.serving.control import ServerControl
 
-__all__ = ["fake_client", "make_bench", "make_trajectory"]
+__all__ = ["endless_pause", "fake_client", "make_bench", "make_trajectory"]
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,8 @@ from functools import partial
 
 import pytest
 from fake_sglang import FakeSGLang, complete
+from passing_time import pass_time
+from waits import until
 
 from megasync.errors import PoisonPrompt
 from megasync.rollout import quarantine as quarantine_module
@@ -34,7 +36,7 @@ class Fleet:
     """Slot 0 behind the router, slot 1 isolated."""
 
     def __init__(self, alone=ALONE):
-        self.alone, self.isolated, self.refunds = alone, False, []
+        self.alone, self.isolated, self.trials, self.refunds = alone, False, 0, []
         # Whether a server can be isolated.
         self.free = asyncio.Event()
         self.free.set()
@@ -43,6 +45,7 @@ class Fleet:
         assert not self.isolated
         await self.free.wait()
         self.isolated = True
+        self.trials += 1
         return 1, self.alone
 
     def release(self, slot):
@@ -101,8 +104,7 @@ async def test_a_prompt_that_kills_servers_is_refused_after_two_deaths_in_the_cr
         await client.generate([66, 1], routing_key="1:7")
     assert len(deaths) == 4
     # The trial returns its server in a task of its own.
-    while fleet.isolated:
-        await asyncio.sleep(0.01)
+    await until(lambda: not fleet.isolated)
     assert quarantine.metrics() == {"rollout/suspect_prompts": 0.0, "rollout/poison_prompts": 2.0}
     quarantine.describe("0:7", {"answer": 4})
     (file,) = (tmp_path / "poison").iterdir()
@@ -114,10 +116,17 @@ async def test_a_prompt_that_kills_servers_is_refused_after_two_deaths_in_the_cr
     assert "prompt 0:7" in caplog.text
 
 
-async def test_time_held_back_does_not_count_against_the_deadline(served):
-    """The verdict takes longer than the request's own deadline."""
+async def test_time_held_back_does_not_count_against_the_deadline(served, monkeypatch):
+    """Each verdict takes longer than the request's own deadline."""
+    pass_time(0.0)
     client, quarantine, *_ = served
-    client._timeout, quarantine._verdict_seconds = 0.5, 0.8
+    verdict = quarantine._verdict
+
+    async def slow(cut):
+        pass_time(1000.0)
+        await verdict(cut)
+
+    monkeypatch.setattr(quarantine, "_verdict", slow)
     with pytest.raises(PoisonPrompt):
         await client.generate([66], routing_key="0:7")
 
@@ -199,10 +208,7 @@ async def test_a_trial_that_no_server_dies_in_clears_its_prompt_while_it_runs(wo
             await finish.wait()
 
     running = asyncio.create_task(long())
-    while not workers.isolated:
-        await asyncio.sleep(0.001)
-    while workers.isolated:
-        await asyncio.sleep(0.001)
+    await until(lambda: workers.trials and not workers.isolated)
     assert workers.suspects == 0.0 and not running.done()
     finish.set()
     await running

@@ -1,18 +1,15 @@
-"""The rollouter with the real buffer and the real source: a whole run, stopped and taken up again, loses nothing."""
+"""The rollouter with the real buffer and the real source: what a run knows of the life before it."""
 
 import asyncio
-import json
 import random
 import shutil
 import sqlite3
-from collections import Counter
 
-import pytest
 from local_buffer import kill
 from local_rollouter import local_rollouter
 from responses import grow
 
-from megasync.buffer import AsyncBuffer, BufferClosed
+from megasync.buffer import AsyncBuffer
 from megasync.buffer.beginning import begin_ledger, resume_ledger
 from megasync.buffer.segments import load
 from megasync.config.schema import PromptConfig, ScheduleConfig
@@ -25,95 +22,18 @@ from megasync.rollout.group_worker import FailurePolicy
 from megasync.rollout.workflow import single_turn
 from megasync.trajectory import Trajectory
 
-ROWS = 5
 SCHEDULE = ScheduleConfig(groups_per_step=2, samples_per_group=2, max_staleness=1, max_inflight_groups=3)
-
-
-class Life:
-    """One life of a run's driver: it trains leased batches as soon as they are there, and can be stopped anywhere."""
-
-    def __init__(self, rows, steps, trained, cursor=None, live=(), step=0, seed=0, failures=0.0):
-        self.random, self.failures = random.Random(seed), failures
-        self.trained, self.step, self.steps = trained, step, steps
-        self.source = PromptSource(
-            [{"prompt": str(n % 10) * (1 + n // 10)} for n in range(rows)],
-            Renderer(digits_tokenizer(), PromptConfig(), 16),
-            shuffle=True,
-            seed=0,
-        )
-        if cursor is not None:
-            self.source.restore(cursor)
-            self.source.requeue(live)
-        groups = (steps - step) * SCHEDULE.groups_per_step
-        self.buffer = AsyncBuffer(SCHEDULE, total_groups=groups, version=step)
-        self.rollouter = local_rollouter(None, self.source, self.buffer, self.answer, SCHEDULE)
-
-    async def answer(self, client, sample):
-        """Takes an uneven while; a share of the responses fails."""
-        version = self.step
-        await asyncio.sleep(self.random.choice([0, 0, 0.001, 0.003]))
-        if self.random.random() < self.failures:
-            raise RuntimeError("unlucky")
-        return Trajectory(sample["prompt_ids"], [1], [1], [-0.1], [version], reward=self.random.random())
-
-    async def run(self, until):
-        """Trains up to step `until`; returns the checkpoint's cursor and live prompts."""
-        rollout = asyncio.create_task(self.rollouter.run())
-        first = self.step
-        while self.step < until:
-            batch = asyncio.create_task(self.buffer.lease(self.step + 1 - first, self.step))
-            await asyncio.wait({batch, rollout}, return_when=asyncio.FIRST_COMPLETED)
-            if rollout.done():
-                rollout.result()
-            groups = await batch
-            self.trained.extend(group.uid for group in groups)
-            self.step += 1
-            await self.buffer.ack(self.step - first)
-            await self.buffer.publish(self.step)
-        cursor = json.loads(json.dumps(self.source.state()))
-        await asyncio.sleep(0.001)  # the rollout goes on between the two halves of a checkpoint
-        live = (await self.buffer.before_checkpoint())["pending"]
-        await self.buffer.close("stopped")
-        self.rollouter.stop()
-        await rollout
-        return cursor, live
-
-
-@pytest.mark.parametrize("failures", [0.0, 0.1])
-@pytest.mark.parametrize("stops", [[12], [1, 12], [3, 4, 8, 12], list(range(1, 13))])
-async def test_every_prompt_is_trained_once_however_often_the_run_is_stopped(stops, failures):
-    trained, cursor, live, step = [], None, [], 0
-    for number, stop in enumerate(stops):
-        life = Life(ROWS, stops[-1], trained, cursor, live, step, number, failures)
-        cursor, live = await life.run(stop)
-        step = life.step
-    assert len(trained) == stops[-1] * SCHEDULE.groups_per_step
-    assert max(Counter(trained).values()) == 1
-    if not failures:  # else a few prompts ended as drops
-        rest = Life(ROWS, stops[-1], [], cursor, live).source
-        served = trained + [rest.next().uid for _ in range(2 * ROWS)]
-        assert max(Counter(served).values()) == 1
-        epochs = len(trained) // ROWS
-        assert {f"{epoch}:{row}" for epoch in range(epochs) for row in range(ROWS)} <= set(served)
-
-
-async def test_a_closed_buffer_ends_admission_with_its_reason():
-    life = Life(3, 4, [])
-    await life.buffer.close("over")
-    await life.rollouter.run()
-    with pytest.raises(BufferClosed, match="over"):
-        await life.buffer.admit("9:0")
 
 
 class FakeHalfway:
     """Samples two tokens of a response and then stands still, or finishes at once what somebody else began."""
 
     def __init__(self):
-        self.found = []
+        self.beginnings = []
 
     async def generate(self, prompt_ids, keep, **options):
         parts = keep(str(prompt_ids))
-        self.found.append(list(parts.token_ids))
+        self.beginnings.append(list(parts.token_ids))
         if not len(parts):
             grow(parts, [7, 8], version=0)
             await asyncio.Event().wait()
@@ -153,12 +73,12 @@ async def test_a_killed_run_continues_the_responses_that_it_had_begun(tmp_path):
     ledger = left / "ledger.db"
 
     resumed = resume_ledger(ledger, SCHEDULE, 2, 0)
-    client.found.clear()
+    client.beginnings.clear()
     source, buffer, rollouter = life()
     source.skip(resumed.admitted)
     second = asyncio.create_task(rollouter.run())
     groups = await buffer.lease(1, 0)
-    assert client.found == [[7, 8]] * 2 * SCHEDULE.samples_per_group
+    assert client.beginnings == [[7, 8]] * 2 * SCHEDULE.samples_per_group
     assert {group.uid for group in groups} == {"0:0", "0:1"}
     assert all(t.response_ids.tolist() == [7, 8] for group in groups for t in load(group).trajectories)
     await buffer.close("done")

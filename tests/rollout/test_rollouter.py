@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from responses import grow
+from waits import until
 
 from megasync.buffer.payload import decode_partial
 from megasync.errors import DataError, ServerError
@@ -15,11 +16,6 @@ from megasync.rollout.inflight import InflightCap
 
 async def finish(bench):
     await bench.rollouter.run()
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 @settings(max_examples=40)

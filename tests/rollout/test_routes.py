@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from fake_sglang import DROP, Break, finish
 from trajectories import trajectory
+from waits import until
 
 from megasync.errors import DataError, InvalidAnswer, ServerError
 from megasync.layout.routes import RouteFormat
-from megasync.rollout import client as client_module
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.partials import PartialResponses
 from megasync.rollout.tokens import Tokens
@@ -101,19 +101,17 @@ async def test_failures_of_that_request_are_retried(fake, client):
     fake.script += [finish(8, "length")]
     fake.route_layers = 0
     asking = asyncio.create_task(client.generate([1], trained=True))
-    while len(fake.requests) < 3:
-        await asyncio.sleep(0.005)
+    await until(lambda: len(fake.requests) >= 3)
     fake.script += [DROP]
     fake.route_layers = 3
     got = await asking
     assert len(got.token_ids) == 8 and len(got.trajectory().arrays[ROUTES]) == 8
 
 
-async def test_a_server_without_routes_is_named_with_both_remedies(fake, make_client, monkeypatch):
+async def test_a_server_without_routes_is_named_with_both_remedies(fake, make_client, endless_pause):
     fake.route_layers = 0
-    monkeypatch.setattr(client_module, "_FAILURE_WAIT", (1000.0, 1000.0))
     with pytest.raises(ServerError, match=r"--enable-return-routed-experts .*set rollout.routing_replay=false"):
-        await make_client(timeout=0.3).generate([1], trained=True)
+        await make_client().generate([1], trained=True)
     assert len(fake.requests) == 2, "the response, and one request for its routes before a pause"
 
 
@@ -169,19 +167,19 @@ def test_routes_of_common_tokens_are_common_and_a_branch_keeps_those_before_it()
         return np.array(values, np.uint8)[:, None, None]
 
     prompt = Tokens.of([1, 2, 3])
-    whole = prompt + [7, 8]
-    whole.add_routes(0, rows(10, 11, 12, 13))
-    assert (prompt.routed, whole.routed) == (3, 4)
-    assert prompt.routes.ravel().tolist() == [10, 11] and whole.routes.ravel().tolist() == [10, 11, 12, 13]
+    sequence = prompt + [7, 8]
+    sequence.add_routes(0, rows(10, 11, 12, 13))
+    assert (prompt.routed, sequence.routed) == (3, 4)
+    assert prompt.routes.ravel().tolist() == [10, 11] and sequence.routes.ravel().tolist() == [10, 11, 12, 13]
     other = prompt + [9, 9]
     assert other.routed == 3 and other.routes is None
     # Known ones stay; a gap is not filled.
     other.add_routes(2, rows(99, 24))
     other.add_routes(6, rows(99))
     assert other.routes.ravel().tolist() == [10, 11, 12, 24]
-    assert whole.routes.ravel().tolist() == [10, 11, 12, 13]
-    whole.forget_routes(1)
-    assert whole.routed == 1 and whole.routes is None
+    assert sequence.routes.ravel().tolist() == [10, 11, 12, 13]
+    sequence.forget_routes(1)
+    assert sequence.routed == 1 and sequence.routes is None
 
 
 def test_trajectories_without_routes_are_refused_where_they_are_replayed():

@@ -1,26 +1,19 @@
 """The rollouter over several workers: each group is one worker's, and a lost worker costs no prompt."""
 
 import asyncio
-import random
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from local_rollouter import local_worker
-from rollout_bench import FakeBuffer, FakeClient, FakeSource, by_place
+from rollout_bench import FakeBuffer, FakeSource
 from trajectories import trajectory
 
-from megasync.buffer import BufferClosed
 from megasync.buffer.payload import encode
-from megasync.config.schema import GroupConfig, ScheduleConfig
-from megasync.rewards import RewardRunner
-from megasync.rollout.group_worker import GroupEnded, GroupSpec
+from megasync.config.schema import ScheduleConfig
+from megasync.rollout.group_worker import GroupEnded
 from megasync.rollout.inflight import InflightCap, ServerLoad
 from megasync.rollout.metrics import WorkerStatus
 from megasync.rollout.rollouter import Rollouter, ServerLimits
-from megasync.rollout.selection import KILLS_SERVERS, Dropped, Selection
-from megasync.rollout.workflow import single_turn
+from megasync.rollout.selection import KILLS_SERVERS, Dropped
 from megasync.trajectory import Group
 
 
@@ -167,14 +160,27 @@ async def test_a_group_that_is_returned_before_its_end_is_reported_is_started_ag
     await stop(rollouter, run)
 
 
+class Fleet:
+    def loads(self):
+        return [ServerLoad(0.1, 1, 0)] * 2
+
+    def metrics(self):
+        return {}
+
+
+async def test_the_limit_is_shared_by_the_groups_that_run():
+    first, second = FakeWorker(), FakeWorker()
+    cap = InflightCap(2, 0.9)
+    buffer, rollouter, run = start([first], capacity=4, total=4, servers=ServerLimits(Fleet(), cap))
+    await settled()
+    for uid in list(first.groups)[:3]:
+        await first.end(buffer, uid)
+    rollouter.add(second)
+    assert [worker.told[-1][1] for worker in (first, second)] == [cap.limit * 2 // 3, cap.limit // 3]
+    await stop(rollouter, run)
+
+
 async def test_a_worker_that_joins_takes_over_the_closed_gate_and_the_limit():
-    class Fleet:
-        def loads(self):
-            return [ServerLoad(0.1, 1, 0)] * 2
-
-        def metrics(self):
-            return {}
-
     first, second = FakeWorker(), FakeWorker()
     cap = InflightCap(2, 0.9)
     _, rollouter, run = start([first], servers=ServerLimits(Fleet(), cap))
@@ -210,60 +216,3 @@ async def test_the_row_of_a_prompt_that_kills_servers_is_described_with_it():
     await settled()
     assert described == [("0:0", "0")]
     await stop(rollouter, run)
-
-
-@settings(max_examples=30)
-@given(total=st.integers(1, 20), workers=st.integers(1, 4), seed=st.integers(0, 2**16))
-async def test_every_prompt_ends_once_whatever_workers_are_lost_and_join(total, workers, seed):
-    """Real group workers; a lost one is halted late, as a process that still lives for a while."""
-    choice = random.Random(seed)
-    source, zombies = FakeSource(3), []
-
-    class Buffer(FakeBuffer):
-        """Idempotent, as the real buffer."""
-
-        async def _end(self, uid, ended, value):
-            await asyncio.sleep(0)
-            async with self.changed:
-                if self.reason:
-                    raise BufferClosed(self.reason)
-                if uid in self.live:
-                    self.live.remove(uid)
-                    ended[uid] = value
-                self.changed.notify_all()
-
-    buffer = Buffer(total, 5)
-
-    async def behave():
-        await asyncio.sleep(choice.choice([0, 0, 0.001, 0.003]))
-        return "x"
-
-    def make():
-        client = FakeClient(lambda ids, options: behave())
-        selection = Selection(GroupConfig(), 2, 8)
-        spec = GroupSpec(single_turn, RewardRunner(by_place), selection)
-        return local_worker(client, buffer, spec)
-
-    schedule = ScheduleConfig(groups_per_step=2, samples_per_group=2)
-    rollouter = Rollouter(source, buffer, schedule)
-    crew = [make() for _ in range(workers)]
-    for worker in crew:
-        rollouter.add(worker)
-    run = asyncio.create_task(rollouter.run())
-    while not run.done():
-        await asyncio.sleep(choice.choice([0, 0.001]))
-        # Losses keep pace with the groups: a run whose first groups are all dropped ends with an error.
-        if choice.random() < 0.2 and len(zombies) < 3 * (1 + len(buffer.committed)):
-            lost = crew.pop(choice.randrange(len(crew)))
-            rollouter.remove(lost)
-            zombies.append(lost)
-            crew.append(make())
-            rollouter.add(crew[-1])
-    await run
-    for zombie in zombies:
-        await zombie.halt()
-    # A prompt that happens to be alone on two lost workers, after two others, is taken for the cause.
-    assert set(buffer.dropped.values()) <= {"kills_workers"}
-    ended = [*buffer.committed, *buffer.dropped]
-    assert sorted(ended) == sorted(f"{n // 3}:{n % 3}" for n in range(total + len(buffer.dropped)))
-    assert len(buffer.committed) == total

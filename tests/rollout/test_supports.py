@@ -91,10 +91,10 @@ async def test_tokens_between_turns_have_none(client):
     assert decode(encoded.header, encoded.body) == group
 
 
-async def test_a_server_without_supports_is_named_with_both_remedies(fake, make_client):
+async def test_a_server_without_supports_is_named_with_both_remedies(fake, make_client, endless_pause):
     fake.support = None
     with pytest.raises(ServerError, match=r"megasync's plugin, or sample from the full distribution .*top_k=-1"):
-        await make_client(timeout=0.3).generate([1], trained=True)
+        await make_client().generate([1], trained=True)
 
 
 @pytest.mark.parametrize(
@@ -129,12 +129,12 @@ def test_supports_that_cannot_be_are_refused(masks, logprobs, problem):
 
 def test_a_trajectory_needs_both_arrays_and_sizes_that_match():
     support = {SUPPORT_SIZES: np.array([2, 1], np.int32), SUPPORT: np.array([4, 5, 6], np.int32)}
-    whole = dataclasses.replace(trajectory(), arrays=support)
-    assert supports_of(whole) == [[4, 5], [6]]
+    answer = dataclasses.replace(trajectory(), arrays=support)
+    assert supports_of(answer) == [[4, 5], [6]]
     with pytest.raises(ValueError, match="needs both or none"):
-        dataclasses.replace(whole, arrays={SUPPORT: support[SUPPORT]})
+        dataclasses.replace(answer, arrays={SUPPORT: support[SUPPORT]})
     with pytest.raises(ValueError, match="add up to 3 tokens, and there are 2 ids"):
-        dataclasses.replace(whole, arrays=support | {SUPPORT: support[SUPPORT][:2]})
+        dataclasses.replace(answer, arrays=support | {SUPPORT: support[SUPPORT][:2]})
     with pytest.raises(DataError, match="1 trained tokens without a support"):
         untold = {SUPPORT_SIZES: np.array([2, 0], np.int32), SUPPORT: support[SUPPORT][:2]}
-        TrajectoryCheck(single_turn, truncated=True).check(dataclasses.replace(whole, arrays=untold))
+        TrajectoryCheck(single_turn, truncated=True).check(dataclasses.replace(answer, arrays=untold))

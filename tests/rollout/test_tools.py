@@ -7,6 +7,7 @@ import threading
 from typing import Literal
 
 import pytest
+from passing_time import pass_time
 
 from megasync.concurrency.threads import DaemonThreads
 from megasync.errors import ConfigError, ServerError
@@ -195,20 +196,27 @@ async def test_a_call_that_takes_too_long_is_abandoned():
 async def test_a_tool_that_never_returns_takes_no_thread_of_another(monkeypatch):
     monkeypatch.setattr(tools, "_threads", DaemonThreads(2))
     monkeypatch.setattr(tools, "THREADS", 2)
-    release = threading.Event()
+    release, both = threading.Event(), threading.Barrier(3)
 
     def stuck() -> str:
         """Never answers."""
+        both.wait(20)
         release.wait(60)
         return "late"
 
-    toolbox = Toolbox([stuck, add], timeout=0.1)
+    toolbox = Toolbox([stuck, add], timeout=30.0)
+    stuck_calls = asyncio.create_task(observe(toolbox, *(call("stuck", {}, n) for n in range(3))))
     try:
-        texts = await observe(toolbox, *(call("stuck", {}, n) for n in range(3)), call("add", {"a": 1}, 9))
+        await asyncio.to_thread(both.wait, 20)
+        assert await observe(toolbox, call("add", {"a": 1}, 9)) == ["2"]
+        while not stuck_calls.done():
+            pass_time(30.0)
+            await asyncio.sleep(0)
+        texts = await stuck_calls
     finally:
         release.set()
-    late = "Error: stuck did not answer within 0.1 s."
-    assert texts == [late, late, "Error: stuck is not available: none of its 2 earlier calls has ended.", "2"]
+    late = "Error: stuck did not answer within 30 s."
+    assert texts == [late, late, "Error: stuck is not available: none of its 2 earlier calls has ended."]
     assert toolbox.counts["timeouts"] == 3
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from processes import command_line, family, living
+from waits import until
 
 from megasync.errors import ServerError
 from megasync.serving.process import ManagedProcess
@@ -182,8 +183,7 @@ async def test_what_comes_through_the_pipe_is_on_no_command_line(tmp_path):
         process = ManagedProcess(read, dict(os.environ), tmp_path / f"{given}.log", stdin=given)
         process.start()
         try:
-            while not process.tail():
-                await asyncio.sleep(0.02)
+            await until(process.tail)
             assert process.tail() == shown
             lines = [command_line(member) for member in family(process.pid)]
             assert len(lines) >= 2 and not any("a secret" in line for line in lines)

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from fake_sglang import FakeSGLang, hang, refuse
+from waits import until
 
 from megasync.config.schema import SamplingConfig
 from megasync.errors import ServerError
@@ -75,8 +76,7 @@ async def test_new_routing_keys_go_to_the_server_with_the_fewest_requests_and_mo
         for fake in fakes:
             fake.script += [hang(event) for event in started]
         held = [asyncio.create_task(client.generate([key], routing_key=f"group-{key}")) for key in range(8)]
-        while sum(len(fake.requests) for fake in fakes) < 8:
-            await asyncio.sleep(0.01)
+        await until(lambda: sum(len(fake.requests) for fake in fakes) >= 8)
         assert [len(fake.requests) for fake in fakes] == [4, 4]
         for task in held:
             task.cancel()
@@ -117,8 +117,7 @@ async def test_a_cancelled_request_is_closed_at_the_server(tmp_path):
         await started.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        while not fakes[0].disconnected:
-            await asyncio.sleep(0.01)
+        await until(lambda: fakes[0].disconnected)
 
 
 async def test_a_router_without_its_servers_does_not_start(tmp_path):
@@ -184,7 +183,6 @@ async def test_a_router_that_died_is_back_on_its_port_and_requests_wait_for_it(t
         first.kill()
         second = Router([fake.url], "cache_aware", "127.0.0.1", first.port, tmp_path / "router.log")
         stack.push_async_callback(second.stop)
-        while first.alive():
-            await asyncio.sleep(0.02)
+        await until(lambda: not first.alive())
         assert await second.start(30) == url
         assert (await running).token_ids == [2, 3, 4, 5]

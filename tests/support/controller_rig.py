@@ -450,5 +450,10 @@ class Rig:
         self.controller = Controller(config, context, parts, progress, failed_steps)
         self.fleet.newest = lambda: self.controller.progress.claimed
 
+    async def starved(self) -> None:
+        """Returns once the trainer waits for groups."""
+        while not any(call.startswith("lease") for call in await self.buffer.waiting()):
+            await asyncio.sleep(0)
+
     async def run(self) -> Progress:
         return await asyncio.wait_for(self.controller.run(), 20)

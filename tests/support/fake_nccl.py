@@ -1,7 +1,7 @@
-"""A cluster of GPUs that talk over NCCL, in virtual time: who waits for whom, for how long, and with what memory.
+"""A cluster of GPUs that talk over NCCL, in virtual time: who waits for whom, and for how long.
 
-`Machine` is the cluster. Each process of it runs a program, which is either recorded beforehand (a list of `Action`,
-see `fake_nccl_group`) or a thread that runs real code and moves real bytes. Both kinds have the same manners:
+`Machine` is the cluster. Each process of it runs a program that was recorded beforehand, a list of `Action` (see
+`fake_nccl_group`). No bytes move. Operations behave as follows:
 
 - A communicator is created by all its members together. Each call blocks its process until the last member has called,
   and then for a time that grows with the number of members. Nothing interrupts it: no deadline, no death of a member.
@@ -27,17 +27,12 @@ and NVLink in the order in which they start; computation takes no time unless a 
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, NamedTuple
-
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -57,14 +52,6 @@ class Costs:
     card: float = 50e9
     nvlink: float = 450e9
     channel: float = 20e9
-    # NCCL's src/transport/net.cc: for each direction a pool of 16 steps of 128 KiB for each channel.
-    pool_bytes_per_channel: int = 2 * 16 * 128 * 1024
-    # Communicator without connections: an assumption.
-    communicator_bytes: int = 8 * MIB
-    # A connection inside a node, for each channel: issue 1685 finds 10 MiB and 2 MiB.
-    nvlink_bytes_per_channel: int = 12 * MIB
-    # A connection over the network, for each channel: an assumption; buffers are in the pool.
-    network_bytes_per_channel: int = MIB // 16
     # Thread blocks of NCCL that a GPU runs at the same time: one for each multiprocessor, an assumption.
     blocks: int = 132
     # Channels of a communicator that does not limit them.
@@ -84,14 +71,6 @@ class Part(NamedTuple):
     tag: int
 
 
-class Failed(RuntimeError):
-    """An operation of NCCL, or a wait for one, failed in this process."""
-
-
-class Deadlock(Failed):
-    """Nothing moves any more, and no deadline will change that."""
-
-
 # What a program does: the name of a method of `Machine` and its arguments after the host.
 Action = tuple[Any, ...]
 
@@ -99,10 +78,10 @@ Action = tuple[Any, ...]
 class Operation:
     """One kernel."""
 
-    __slots__ = ("comm", "dead", "done", "error", "launched", "part", "process", "tensor", "waiters", "watch")
+    __slots__ = ("comm", "dead", "done", "error", "launched", "part", "process", "waiters", "watch")
 
-    def __init__(self, process: Process, comm: Communicator, part: Part, tensor: Any) -> None:
-        self.process, self.comm, self.part, self.tensor = process, comm, part, tensor
+    def __init__(self, process: Process, comm: Communicator, part: Part) -> None:
+        self.process, self.comm, self.part = process, comm, part
         self.launched = self.done = self.dead = False
         self.error = ""
         self.waiters: list[Host] = []
@@ -160,7 +139,6 @@ class Process:
     dead: bool = False
     blocks: int = 0
     peak_blocks: int = 0
-    memory: int = 0
     communicators: int = 0
     peak_communicators: int = 0
     sent: int = 0
@@ -176,16 +154,15 @@ class Process:
 class Host:
     """A thread of a process, as the machine sees it."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, program: Iterable[Action]) -> None:
         self.process = process
-        self.program: Any = None
+        self.program = iter(program)
         self.operations: dict[int, Operation] = {}
         self.why: tuple[Any, ...] | None = None
         self.deadline: float | None = None
         self.alarm: float | None = None
         self.error: str = ""
         self.ended: float | None = None
-        self.running = False
         self.times: dict[str, float] = {}
         self.joining: list[Host] = []
         self.abandons = False
@@ -199,7 +176,6 @@ class Machine:
     stuck: who waited for whom when nothing moved any more, or "".
     failures: what a process raised, by its name, with the time.
     connected: seconds until the last communicator and connection so far.
-    first_message: seconds until the first message had arrived, or None.
     """
 
     def __init__(self, costs: Costs | None = None, deadlines: bool = True) -> None:
@@ -211,7 +187,6 @@ class Machine:
         self.stuck = ""
         self.failures: dict[str, tuple[float, str]] = {}
         self.connected = 0.0
-        self.first_message: float | None = None
         self.messages = 0
         self.processes: list[Process] = []
         self.hosts: list[Host] = []
@@ -228,21 +203,18 @@ class Machine:
         self._actions = {name: getattr(self, f"_{name}") for name in names.split()}
         self._ready: deque[Host] = deque()
         self._blocked: dict[Host, None] = {}
-        self._lock = threading.Condition(threading.RLock())
-        self._threads_running = 0
 
     # Programs
 
-    def add(self, process: Process, program: Iterable[Action] | None = None) -> Process:
-        """A process, with the program that it runs; without one, threads act for it (`thread`)."""
+    def add(self, process: Process, program: Iterable[Action]) -> None:
+        """Adds a process and the program that it runs."""
         process.hardware = [deque() for _ in range(process.queues)]
         self.processes.append(process)
-        if program is not None:
-            host = Host(process)
-            host.program = iter(program)
-            self.hosts.append(host)
-            self._ready.append(host)
-        return process
+        self._begin(Host(process, program))
+
+    def _begin(self, host: Host) -> None:
+        self.hosts.append(host)
+        self._ready.append(host)
 
     def run(self) -> None:
         """Runs all programs to their end. A program whose action fails aborts its communicators and ends."""
@@ -251,72 +223,6 @@ class Machine:
                 self._go_on(self._ready.popleft())
             if all(host.ended is not None for host in self.hosts) or not self._step():
                 break
-
-    def thread(self, process: Process, work: Callable[[], Any], name: str = "") -> Host:
-        """Starts a thread that runs real code for a process; its operations take virtual time."""
-        host = Host(process)
-
-        def run() -> None:
-            _ACTING.host = host
-            _ACTING.machine = self
-            try:
-                work()
-            finally:
-                with self._lock:
-                    host.running = False
-                    self._threads_running -= 1
-                    self._end(host)
-                    self._lock.notify_all()
-
-        thread = threading.Thread(target=run, name=name or process.name, daemon=True)
-        with self._lock:
-            self.hosts.append(host)
-            host.running = True
-            self._threads_running += 1
-        thread.start()
-        return host
-
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Virtual time does not advance in this context, in which threads are started."""
-        with self._lock:
-            self._threads_running += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._threads_running -= 1
-                self._lock.notify_all()
-
-    def join(self, hosts: Iterable[Host], seconds: float = 60.0) -> None:
-        """Waits until these threads have ended. Raises TimeoutError after so many real seconds."""
-        end = time.monotonic() + seconds
-        for host in hosts:
-            with self._lock:
-                while host.ended is None:
-                    if time.monotonic() > end:
-                        raise TimeoutError(f"{host.process.name} has not ended: {self.explain()}")
-                    self._lock.wait(0.5)
-
-    def act(self, host: Host, action: Action) -> Any:
-        """One action of a thread; returns when it is over. Raises Failed."""
-        with self._lock:
-            host.error = ""
-            if host.process.dead:
-                raise Failed(f"{host.process.name} is dead")
-            if self._actions[action[0]](host, *action[1:]):
-                return
-            if host.running:
-                host.running = False
-                self._threads_running -= 1
-            while host in self._blocked:
-                if self._threads_running or not self._step():
-                    # Nobody else can move: without a deadline this would never end.
-                    if not self._threads_running and not self._events:
-                        raise Deadlock(self.stuck)
-                    self._lock.wait(1.0)
-            if host.error:
-                raise Failed(host.error)
 
     def _go_on(self, host: Host) -> None:
         while host.ended is None:
@@ -374,12 +280,7 @@ class Machine:
             return
         del self._blocked[host]
         host.why, host.error = None, error
-        if host.program is not None:
-            self._ready.append(host)
-            return
-        host.running = True
-        self._threads_running += 1
-        self._lock.notify_all()
+        self._ready.append(host)
 
     # Actions; each returns whether it is over
 
@@ -398,16 +299,13 @@ class Machine:
 
     def _fork(self, host: Host, number: int, program: Iterable[Action]) -> bool:
         """Another thread of the same process begins."""
-        child = Host(host.process)
-        child.program = iter(program)
-        self.hosts.append(child)
-        self._forked[host.process, number] = child
-        self._ready.append(child)
+        child = self._forked[host.process, number] = Host(host.process, program)
+        self._begin(child)
         return True
 
-    def _rejoin(self, host: Host, which: int | Host) -> bool:
-        """Waits for the end of a thread that `fork` began, or of one that runs real code."""
-        child = which if isinstance(which, Host) else self._forked[host.process, which]
+    def _rejoin(self, host: Host, number: int) -> bool:
+        """Waits for the end of a thread that `fork` began."""
+        child = self._forked[host.process, number]
         if child.ended is not None:
             return True
         child.joining.append(host)
@@ -434,8 +332,7 @@ class Machine:
         return self._block(host, ("await", stem, needed), limit)
 
     def _join(self, host: Host, group: str, member: int, size: int) -> bool:
-        found = self._groups.setdefault(group, Group(group, size))
-        found.members[member] = host.process
+        self._groups.setdefault(group, Group(group, size)).members[member] = host.process
         self._members[group, host.process] = member
         return True
 
@@ -455,11 +352,11 @@ class Machine:
 
         With ``abandon`` it is for the whole: the program leaves the call to a thread and goes on without it.
         """
-        found = self._groups[group]
         comm = self._communicators.get(name)
         if comm is None:
-            comm = self._communicators[name] = Communicator(name, found, ranks, channels or self.costs.channels)
+            comm = Communicator(name, self._groups[group], ranks, channels or self.costs.channels)
             comm.watch = watch
+            self._communicators[name] = comm
         comm.calling[member] = host
         if ranks[0] in comm.calling:
             # From here on nothing interrupts the call.
@@ -476,29 +373,23 @@ class Machine:
             return
         comm.ready = True
         self.connected = self.now
-        nodes = {host.process.node for host in comm.calling.values()}
         for host in comm.calling.values():
             process = host.process
             process.communicators += 1
             process.peak_communicators = max(process.peak_communicators, process.communicators)
-            process.memory += self.costs.communicator_bytes
-            if len(nodes) > 1:
-                process.memory += comm.channels * self.costs.pool_bytes_per_channel
             process.streams[comm] = deque()
             process.queue_of[comm] = process.hardware[len(process.queue_of) % process.queues]
             self._release(host)
         comm.calling.clear()
 
-    def _start(self, host: Host, name: str, member: int, part: Part, handle: int, tensor: Any = None) -> bool:
+    def _start(self, host: Host, name: str, member: int, part: Part, handle: int) -> bool:
         """Starts an operation; for its first message to or from a peer, first connects to it."""
         comm, process = self._communicators[name], host.process
         if member in comm.broken:
             host.error = f"{comm.name} cannot be used any more in {process.name}"
-            if host.program is None:
-                raise Failed(host.error)
             self._ready.append(host)
             return False
-        operation = host.operations[handle] = Operation(process, comm, part, tensor)
+        operation = host.operations[handle] = Operation(process, comm, part)
         pair = operation.pair(member)
         if pair is None or pair in comm.connected:
             self._enqueue(operation)
@@ -515,12 +406,9 @@ class Machine:
         del comm.connecting[pair]
         self.connected = self.now
         one, other = (host.process for host in hosts)
-        near = one.node == other.node
-        nbytes = self.costs.nvlink_bytes_per_channel if near else self.costs.network_bytes_per_channel
         one.peers.add(other.name)
         other.peers.add(one.name)
         for host in hosts:
-            host.process.memory += comm.channels * nbytes
             if host in self._blocked and host.why is not None:
                 self._enqueue(host.why[1])
                 self._release(host)
@@ -529,8 +417,6 @@ class Machine:
         operation = host.operations.pop(handle)
         if operation.error:
             host.error = operation.error
-            if host.program is None:
-                raise Failed(host.error)
             self._ready.append(host)
             return False
         if operation.done:
@@ -540,8 +426,7 @@ class Machine:
 
     def _abort(self, host: Host, group: str) -> bool:
         """Aborts all communicators of a group in this process."""
-        found = self._groups.get(group)
-        for comm in [comm for comm in host.process.streams if comm.group is found]:
+        for comm in [comm for comm in host.process.streams if comm.group.name == group]:
             comm.broken.add(self._member(comm, host.process))
             host.process.communicators -= 1
             for operation in host.process.streams.pop(comm):
@@ -556,16 +441,12 @@ class Machine:
             for operation in stream:
                 operation.dead = True
         for host in [host for host in self.hosts if host.process is process]:
-            if host.program is None:
-                self._release(host, f"{process.name} is dead")
-            else:
-                self._blocked.pop(host, None)
-                host.ended = self.now
+            self._blocked.pop(host, None)
+            host.ended = self.now
 
     def kill_at(self, seconds: float, process: Process) -> None:
         """The process dies at that time, if anything happens then."""
-        with self._lock:
-            self._at(seconds, self.kill, process)
+        self._at(seconds, self.kill, process)
 
     # Kernels
 
@@ -645,10 +526,6 @@ class Machine:
         send.process.sent += send.part.nbytes
         receive.process.received += send.part.nbytes
         self.messages += 1
-        if self.first_message is None:
-            self.first_message = self.now
-        if send.tensor is not None and receive.tensor is not None:
-            receive.tensor.view(-1).copy_(send.tensor.view(-1))
         self._finish(send)
         self._finish(receive)
 
@@ -682,8 +559,6 @@ class Machine:
         for _, operation in calls:
             if operation is not root:
                 operation.process.received += part.nbytes
-                if operation.tensor is not None and root.tensor is not None:
-                    operation.tensor.view(-1).copy_(root.tensor.view(-1))
             self._finish(operation)
 
     def _finish(self, operation: Operation) -> None:
@@ -694,7 +569,6 @@ class Machine:
         for host in operation.waiters:
             self._release(host)
         operation.waiters.clear()
-        operation.tensor = None
         self._pump(process)
 
     def _cancel(self, operation: Operation, why: str) -> None:
@@ -806,17 +680,3 @@ class Machine:
             return text + ", which the members started differently", None
         others = ", ".join(map(comm.who, missing[:3]))
         return text + f", which {others} did not start", comm.group.members.get(missing[0])
-
-
-class _Acting(threading.local):
-    host: Host | None = None
-    machine: Machine | None = None
-
-
-_ACTING = _Acting()
-
-
-def acting_host() -> tuple[Machine, Host]:
-    """The machine and the host of this thread (`Machine.thread`)."""
-    assert _ACTING.machine is not None and _ACTING.host is not None, "this thread acts for no process of a machine"
-    return _ACTING.machine, _ACTING.host

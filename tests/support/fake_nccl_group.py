@@ -1,8 +1,7 @@
 """torch's ProcessGroupNCCL and store, over `fake_nccl`: what real code does with them becomes actions of a machine.
 
 `nccl()` puts the stand-ins in the place of torch's classes where `megasync.sync` uses them. A thread that uses them
-acts for a process: either inside `recording`, which returns the actions as a program and waits for nothing, or started
-by `Machine.thread`, where each call takes its virtual time and bytes really move.
+acts for a process inside `recording`, which returns the actions as a program and waits for nothing.
 
 A recorded program is what the code does as long as nothing fails: the order of its operations does not depend on when
 they end. So a program of thousands of ranks is recorded with tensors on the meta device; values that code reads from
@@ -30,10 +29,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from fake_nccl import Action, Host, Machine, Part, acting_host
+from fake_nccl import Action, Part
 from torch.overrides import TorchFunctionMode
 
-from megasync.layout.digest import digest
 from megasync.sync import attempt, groups
 from megasync.sync.broadcast import sender as broadcast_sender
 from megasync.sync.groups import BLOCKING_WAIT
@@ -52,53 +50,25 @@ class Recorder:
     def do(self, *action: Any) -> None:
         self.program.append(action)
 
-    def now(self) -> float:
-        return 0.0
 
-
-class Actor:
-    """A thread of a process in a running machine."""
-
-    def __init__(self, machine: Machine, host: Host) -> None:
-        self.machine, self.host = machine, host
-        self.handles = count()
-        self.limit: float | None = None
-
-    def do(self, *action: Any) -> None:
-        self.machine.act(self.host, action)
-
-    def now(self) -> float:
-        return self.machine.now
-
-
-class _Local(threading.local):
-    recorder: Recorder | None = None
-    actor: Actor | None = None
-
-
-_LOCAL = _Local()
+_RECORDERS: list[Recorder] = []
 _FORKS = count()
 
 
-def who() -> Recorder | Actor:
-    """For whom this thread acts."""
-    if _LOCAL.recorder is not None:
-        return _LOCAL.recorder
-    machine, host = acting_host()
-    if _LOCAL.actor is None or _LOCAL.actor.host is not host:
-        _LOCAL.actor = Actor(machine, host)
-    return _LOCAL.actor
+def who() -> Recorder:
+    """For whom the code acts."""
+    return _RECORDERS[-1]
 
 
 @contextmanager
 def recording() -> Iterator[list[Action]]:
-    """What this thread does inside becomes a program."""
-    before, _LOCAL.recorder = _LOCAL.recorder, Recorder()
+    """What code does inside becomes a program."""
+    _RECORDERS.append(Recorder())
     try:
         with _ZeroValues():
-            yield _LOCAL.recorder.program
+            yield who().program
     finally:
-        _LOCAL.recorder = before
+        _RECORDERS.pop()
 
 
 class _ZeroValues(TorchFunctionMode):
@@ -136,19 +106,15 @@ class FakeStore:
 class FakeWork:
     """An operation that was started."""
 
-    def __init__(self, actor: Recorder | Actor, handle: int, limit: float | None) -> None:
-        self._actor, self._handle, self._limit = actor, handle, limit
+    def __init__(self, recorder: Recorder, handle: int, limit: float | None) -> None:
+        self._recorder, self._handle, self._limit = recorder, handle, limit
         self._waited = False
-        self._started = actor.now()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """In blocking mode the limit counts from the start of the operation, as torch's does."""
         if not self._waited:
             self._waited = True
             limit = self._limit if timeout is None else timeout.total_seconds()
-            if limit is not None:
-                limit -= self._actor.now() - self._started
-            self._actor.do("wait", self._handle, limit)
+            self._recorder.do("wait", self._handle, limit)
         return True
 
 
@@ -167,8 +133,7 @@ class FakeNCCL:
         self._blocking = os.environ.get(BLOCKING_WAIT) == "1"
         self._made: set[str] = set()
         self._eager = False
-        self._owner = who()
-        self._owner.do("join", self._name, rank, size)
+        who().do("join", self._name, rank, size)
 
     def rank(self) -> int:
         return self._rank
@@ -181,14 +146,14 @@ class FakeNCCL:
         self._eager = True
 
     def _communicator(self, ranks: Sequence[int]) -> str:
-        whole = len(ranks) == self._size and self._size != 2
-        name = self._name if whole or self._eager else f"{self._name}/{ranks[0]}:{ranks[-1]}"
+        everybody = len(ranks) == self._size and self._size != 2
+        name = self._name if everybody or self._eager else f"{self._name}/{ranks[0]}:{ranks[-1]}"
         if name not in self._made:
-            actor, timeout = who(), self.options._timeout.total_seconds()
+            recorder, timeout = who(), self.options._timeout.total_seconds()
             watch = None if self._blocking else timeout
             channels = self.options.config.max_ctas
-            limit, abandon = actor.limit or timeout, actor.limit is not None
-            actor.do("init", self._name, self._rank, name, tuple(ranks), channels, watch, limit, abandon)
+            limit, abandon = recorder.limit or timeout, recorder.limit is not None
+            recorder.do("init", self._name, self._rank, name, tuple(ranks), channels, watch, limit, abandon)
             self._made.add(name)
         return name
 
@@ -201,54 +166,43 @@ class FakeNCCL:
     def _point_to_point(self, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> FakeWork:
         everybody = self._eager or self._size == 2
         name = self._communicator(range(self._size) if everybody else sorted((self._rank, peer)))
-        return self._start(name, Part(kind, peer, tensor.numel() * tensor.element_size(), tag), tensor)
+        return self._start(name, Part(kind, peer, tensor.numel() * tensor.element_size(), tag))
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> FakeWork:
         part = Part("broadcast", options.rootRank, tensors[0].numel() * tensors[0].element_size(), 0)
-        return self._start(self._communicator(range(self._size)), part, tensors[0])
+        return self._start(self._communicator(range(self._size)), part)
 
-    def _start(self, name: str, part: Part, tensor: torch.Tensor) -> FakeWork:
-        actor = who()
-        handle = next(actor.handles)
-        actor.do("start", name, self._rank, part, handle, *([] if isinstance(actor, Recorder) else [tensor]))
-        return FakeWork(actor, handle, self.options._timeout.total_seconds() if self._blocking else None)
+    def _start(self, name: str, part: Part) -> FakeWork:
+        recorder = who()
+        handle = next(recorder.handles)
+        recorder.do("start", name, self._rank, part, handle)
+        return FakeWork(recorder, handle, self.options._timeout.total_seconds() if self._blocking else None)
 
     def abort(self) -> None:
-        owner = self._owner
-        if isinstance(owner, Recorder):
-            who().do("abort", self._name)
-        else:
-            # Any thread of the process may call it.
-            owner.machine.act(Host(owner.host.process), ("abort", self._name))
+        who().do("abort", self._name)
 
 
 def _make_group(size: int, rank: int, ranks: Any, backend: Any, store: FakeStore, **options: Any) -> Any:
     """In the place of torch's `_new_process_group_helper`."""
-    found = FakeNCCL.Options()
-    found._timeout = options["timeout"]
-    return FakeNCCL(store, rank, size, found), store
+    group_options = FakeNCCL.Options()
+    group_options._timeout = options["timeout"]
+    return FakeNCCL(store, rank, size, group_options), store
 
 
 class _Thread:
-    """In the place of threading.Thread: recorded as another thread of the process, or one of the machine."""
+    """In the place of threading.Thread: recorded as another thread of the process."""
 
     def __init__(self, target: Callable[[], Any], name: str = "", daemon: bool = True) -> None:
-        self._target, self._name = target, name
-        self._host: Host | None = None
+        self._target = target
 
     def start(self) -> None:
-        actor = who()
-        if isinstance(actor, Actor):
-            self._host = actor.machine.thread(actor.host.process, self._target, self._name)
-            return
         with recording() as program:
             self._target()
         self._number = next(_FORKS)
-        actor.do("fork", self._number, program)
+        who().do("fork", self._number, program)
 
     def join(self, timeout: float | None = None) -> None:
-        actor = who()
-        actor.do("rejoin", self._host if isinstance(actor, Actor) else self._number)
+        who().do("rejoin", self._number)
 
 
 class _Inline(_Thread):
@@ -300,30 +254,19 @@ class _Serial(_Pool):
 
 def _within(seconds: float, what: str, call: Callable[[], None]) -> None:
     """In the place of `groups._within`: the machine limits the call."""
-    actor = who()
-    actor.limit = seconds
+    recorder = who()
+    recorder.limit = seconds
     try:
         call()
     finally:
-        actor.limit = None
-
-
-def _digest(message: torch.Tensor) -> int:
-    """Zero without a look at the message where it has no values; torch would take a millisecond for each."""
-    return 0 if message.device.type == "meta" else digest(message)
-
-
-def _monotonic() -> float:
-    try:
-        return who().now()
-    except AssertionError:
-        return time.monotonic()
+        recorder.limit = None
 
 
 @contextmanager
 def nccl() -> Iterator[None]:
     """The stand-ins, in `megasync.sync` and torch.distributed."""
-    clock = SimpleNamespace(monotonic=_monotonic, time=time.time, sleep=lambda seconds: who().do("work", seconds))
+    # No time passes while a program is recorded.
+    clock = SimpleNamespace(monotonic=lambda: 0.0, time=time.time, sleep=lambda seconds: who().do("work", seconds))
     store = lambda *_: FakeStore()  # noqa: E731 - in the place of two functions
     with ExitStack() as stack:
 
@@ -336,7 +279,8 @@ def nccl() -> Iterator[None]:
             put(module, "open_store", store)
             put(module, "join_store", store)
             put(module, "time", clock)
-            put(module, "digest", _digest)
+            # Messages have no values, and torch would take a millisecond for each.
+            put(module, "digest", lambda message: 0)
         put(groups, "PrefixStore", FakeStore)
         put(groups, "_new_process_group_helper", _make_group)
         put(groups, "_within", _within)

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -24,10 +23,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 from fake_control import FakeControl
-from fake_engine import fake_engine, traced
 from fake_nccl import Action, Costs, Machine, Process
 from fake_nccl_group import FakeNCCL, FakeStore, nccl, recording
-from tiny_shards import shards_of
 from torch.overrides import TorchFunctionMode
 
 from megasync.config.schema import SyncConfig, TimeoutConfig
@@ -309,137 +306,17 @@ def record_broadcasts(case: Case, count: int = 2) -> Cluster:
         return asyncio.run(publish())
 
 
-class _LiveControl(_Control):
-    """Commands reach the receivers in threads of their processes."""
-
-    async def call(self, command: str, request: Any, answer: Any, timeout: float) -> list[Any]:
-        server: Any = self.server
-        given = msgspec.to_builtins(request)
-        with server.machine.hold():
-            answers = await asyncio.to_thread(
-                _in_processes,
-                server.machine,
-                server.processes,
-                [partial(receiver.handle, command, given) for receiver in server.receivers],
-            )
-        if command == "stage":
-            server.staged.set()
-        return answers
-
-    async def load(self, request: Any, version: str, flush: bool, timeout: float) -> None:
-        server: Any = self.server
-        for receiver in server.receivers:
-            receiver.commit(receiver.check(msgspec.to_builtins(request)))
-        server.version = version
-
-
-def _in_processes(machine: Machine, processes: Sequence[Process], calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Calls each in a thread of its process; what they return. Raises the first error."""
-    results: list[Any] = [None] * len(calls)
-    errors: list[BaseException] = []
-
-    def run(at: int, call: Callable[[], Any]) -> None:
-        try:
-            results[at] = call()
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    with machine.hold():
-        hosts = [
-            machine.thread(process, partial(run, at, call))
-            for at, (process, call) in enumerate(zip(processes, calls, strict=True))
-        ]
-    machine.join(hosts)
-    if errors:
-        raise errors[0]
-    return results
-
-
-class LiveCluster:
-    """Real tensors and real code, a thread each, over a `Machine`; for small cases.
-
-    Attributes:
-        sync: the driver. `publish` on it moves ``weights``, whole tensors by name, into the engines.
-        trainer, engines: the processes.
-    """
-
-    def __init__(self, case: Case, weights: dict[str, torch.Tensor], timeouts: TimeoutConfig | None = None) -> None:
-        self.machine, self._config = Machine(), case.config
-        layout = self.layout = Layout(case.config, case.trainer)
-        empty = Cluster(case, [[]] * case.trainer.world, [[[]] * case.tensor] * case.engines)
-        self.trainer, self.engines = empty.processes()
-        for process in (*self.trainer, *(rank for engine in self.engines for rank in engine)):
-            self.machine.add(process)
-        device = SimpleNamespace(torch_device=torch.device("cpu"), backend="nccl")
-        self.senders = [
-            ShardSender(Shards(layout, "float32", rank, held), case.bucket_mb * 2**20, device, "127.0.0.1")
-            for rank in range(case.trainer.world)
-            for held in [{name: shard.nan_to_num() for name, shard in shards_of(layout, rank, weights).items()}]
-        ]
-        self.models = [fake_engine(case.config, case.tensor) for _ in range(case.engines)]
-        self.servers = []
-        for index, model in enumerate(self.models):
-            server = _Server(f"http://engine-{index}", traced(model, layout), [rank.tensors for rank in model])
-            server.machine, server.processes = self.machine, self.engines[index]
-            self.servers.append(server)
-        config = SyncConfig(arena=case.arena, bucket_mb=case.bucket_mb)
-        with mock.patch.object(shard_server, "PluginControl", _LiveControl):
-            self.sync = ShardSync(self.servers, self, layout, "float32", "nccl", config, timeouts or TimeoutConfig())
-
-    async def on_all(self, timeout: float, method: Callable[..., Any], *args: Any) -> list[Any]:
-        name = method.__name__.removeprefix("shard_")
-        calls = [partial(getattr(sender, name), *args) for sender in self.senders]
-        if name != "send":
-            return await asyncio.to_thread(_in_processes, self.machine, self.trainer, calls)
-        with self.machine.hold():
-            for server in self.servers:
-                await server.staged.wait()
-                server.staged.clear()
-            running = asyncio.ensure_future(asyncio.to_thread(_in_processes, self.machine, self.trainer, calls))
-            await asyncio.sleep(0.1)
-        return await running
-
-    def serve(self, weights: dict[str, torch.Tensor]) -> list[bool]:
-        """Whether each engine holds exactly what loading these tensors would give."""
-        oracle = fake_engine(self._config, len(self.models[0]))
-        for rank in oracle:
-            rank.load_weights(weights.items())
-        return [
-            all(
-                torch.equal(found.tensors()[name], expected)
-                for found, rank in zip(model, oracle, strict=True)
-                for name, expected in rank.tensors().items()
-            )
-            for model in self.models
-        ]
-
-
 @dataclass(frozen=True)
 class Figures:
-    """What a machine measured; times in virtual seconds, memory in bytes, the rest by GPU with the most of it."""
+    """What a machine measured; times in virtual seconds, the rest by GPU with the most of it."""
 
-    first_message: float
     connected: float
     publishes: tuple[float, ...]
     trainer_communicators: int
     engine_communicators: int
-    trainer_memory: int
-    engine_memory: int
-    trainer_blocks: int
     engine_blocks: int
     sources: int
     balance: float
-    messages: int
-
-    def __str__(self) -> str:
-        times = ", ".join(f"{seconds:.1f}" for seconds in self.publishes)
-        return (
-            f"first message {self.first_message:.1f} s, all connected {self.connected:.1f} s, publishes {times} s; "
-            f"trainer GPU: {self.trainer_communicators} communicators, {self.trainer_memory / 2**20:.0f} MiB, "
-            f"{self.trainer_blocks} blocks; engine GPU: {self.engine_communicators} communicators, "
-            f"{self.engine_memory / 2**20:.0f} MiB, {self.engine_blocks} blocks, {self.sources} sources; "
-            f"balance {self.balance:.2f}; {self.messages} messages"
-        )
 
 
 @dataclass(frozen=True)
@@ -452,11 +329,11 @@ class Budget:
     balance: float = 1.1
     connected: float = 15.0
 
-    def exceeded(self, found: Figures) -> list[str]:
+    def exceeded(self, figures: Figures) -> list[str]:
         """What is above the budget, with both numbers."""
         limits = vars(self).items()
         return [
-            f"{name} {getattr(found, name):g} > {limit:g}" for name, limit in limits if getattr(found, name) > limit
+            f"{name} {getattr(figures, name):g} > {limit:g}" for name, limit in limits if getattr(figures, name) > limit
         ]
 
 
@@ -491,16 +368,11 @@ def figures(machine: Machine, trainer: Sequence[Process], engines: Sequence[Sequ
     ranks = [rank for engine in engines for rank in engine]
     sent = [process.sent for process in trainer]
     return Figures(
-        first_message=machine.first_message or 0.0,
         connected=machine.connected,
         publishes=tuple(after - before for before, after in pairwise(marks)),
         trainer_communicators=max(process.peak_communicators for process in trainer),
         engine_communicators=max(process.peak_communicators for process in ranks),
-        trainer_memory=max(process.memory for process in trainer),
-        engine_memory=max(process.memory for process in ranks),
-        trainer_blocks=max(process.peak_blocks for process in trainer),
         engine_blocks=max(process.peak_blocks for process in ranks),
         sources=max(len(process.peers) for process in ranks),
         balance=max(sent) / (sum(sent) / len(sent)),
-        messages=machine.messages,
     )

@@ -261,7 +261,7 @@ async def test_after_a_failure_no_further_bucket_is_requested_and_each_server_le
 
 @pytest.mark.parametrize("who", ["trainer", "server"])
 async def test_a_call_without_an_answer_ends_at_the_deadline(world, who):
-    sync, servers, ranks = world(seconds=0.3)
+    sync, servers, ranks = world(seconds=1.0)
     if who == "trainer":
         ranks.faults["sync_send"] = ["hang"]
     else:

@@ -157,7 +157,7 @@ def test_collectives_in_another_order_are_found():
     assert (same.faults, same.stuck, same.processes[0].sent, same.processes[1].received) == ([], "", 64, 64)
 
 
-def test_memory_and_time_are_what_the_costs_say():
+def test_time_is_what_the_costs_say():
     gigabyte = 10**9
     programs = [
         member(0, send(0, 1, 0, gigabyte), wait(0), ("mark", "sent")), member(1, recv(1, 0, 0, gigabyte), wait(0)),
@@ -167,7 +167,3 @@ def test_memory_and_time_are_what_the_costs_say():
         run.run()
         expected = TWO + COSTS.connect_seconds + gigabyte / speed + COSTS.message_seconds
         assert run.hosts[0].times["sent"] == pytest.approx(expected)
-    assert far.processes[0].memory == COSTS.communicator_bytes + 4 * (
-        COSTS.pool_bytes_per_channel + COSTS.network_bytes_per_channel
-    )
-    assert near.processes[0].memory == COSTS.communicator_bytes + 4 * COSTS.nvlink_bytes_per_channel
