@@ -4,7 +4,7 @@
 
 Each stage is a command of its own, runs only if all earlier ones passed, and ends with a verdict. At the first failure
 the ladder stops and names the file to send back: an archive with all logs, the versions and the results so far.
-Results are results.json and report.md, a table for docs/benchmarks.md.
+Results are results.json and report.md, a table for docs/benchmarks_gpu.md.
 
 With one GPU, the trainer rank and the server share it (configs/first_gpu.yaml); with several, each half of them has its
 own. `--device cpu` rehearses the ladder on a machine without a GPU: the same stages with tiny models, Megatron's own
@@ -386,7 +386,7 @@ def archive_of(out: Path) -> Path:
 
 
 def report(machine: Machine, results: Sequence[Result], versions: Mapping[str, str]) -> str:
-    """A table for docs/benchmarks.md."""
+    """A table for docs/benchmarks_gpu.md."""
     where = (
         f"{len(machine.gpus)} x {machine.gpus[0]}" if machine.gpus else "a CPU, as a rehearsal: no figure is a GPU's"
     )
@@ -456,7 +456,7 @@ def main() -> int:
     if failed is not None:
         print(f"first_gpu: {failed.name} failed: {failed.why}\nfirst_gpu: send back {archive_of(out)}")
     else:
-        print(f"first_gpu: all stages passed; send back {archive_of(out)} for docs/benchmarks.md")
+        print(f"first_gpu: all stages passed; send back {archive_of(out)} for docs/benchmarks_gpu.md")
     return int(failed is not None)
 
 

@@ -5,7 +5,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
 # What tests with the marker `extra` need; only these tiers choose such tests.
 case " $* " in *" --tier full "* | *" --tier=full "* | *" --affected"*)
-    for extra in verl trackers engines rehearsal; do
+    for extra in verl trackers engines rehearsal docs; do
         bash launch/setup_extra.sh "$extra"
     done
     ;;

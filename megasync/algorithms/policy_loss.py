@@ -8,7 +8,7 @@ Invariant of importance weights: they are finite, at most ``cap``, without gradi
 log-ratio is clamped before the exponential, so neither an infinite log-prob nor a masked NaN can reach a sum. The
 exponent in k3 is at most `MAX_LOG_RATIO`, so the estimate is finite for finite log-probs.
 
-The formulas and their sources are in docs/algorithms.md.
+The formulas and their sources are in docs/losses.md.
 """
 
 from __future__ import annotations

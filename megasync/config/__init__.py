@@ -1,7 +1,7 @@
 """Configuration: `schema` defines the keys, each with its limit and rules, and `load` reads YAML and overrides.
 
 `limits` checks each value on its own, `rules` what keys need and exclude, `changes` what a resumed run may change.
-`pools` computes the devices and nodes that a run needs, and `reference` writes docs/configuration.md. No module here
+`pools` computes the devices and nodes that a run needs, and `reference` writes docs/keys. No module here
 imports torch or Ray, so a bad configuration is refused before heavy packages are loaded. `megasync.preflight.check`
 adds what depends on a model, on files or on the machine.
 """

@@ -1,7 +1,7 @@
 """Generates the Markdown reference of all keys from the comments, types and defaults in `schema` and from `limits`.
 
-`python -m megasync.config.reference` writes it to docs/configuration.md, below the line `MARK`. A test checks that the
-page is up to date.
+`python -m megasync.config.reference` writes a page for each section of the configuration into docs/keys, and a list
+of them into docs/configuration.md, below the line `MARK`. A test checks that all of them are up to date.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from megasync.config.load import entry_of, section_of
 from megasync.config.rules import Rule
 from megasync.config.schema import Config
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE, KEYS = DOCS / "configuration.md", DOCS / "keys"
 MARK = "<!-- From here on written by `python -m megasync.config.reference`; edit megasync/config/schema instead. -->"
+# Name of the page with the keys that are in no section.
+RUN = "run"
 # Placeholder for a name that the user chooses.
 NAMED = "<name>"
 FIXED = " *Cannot change when a run is resumed.*"
@@ -47,27 +50,70 @@ class Section:
     fixed: str = ""
 
 
-def reference() -> str:
-    """The reference of all sections, in the order of the schema. A class that occurs several times is documented once.
+def pages() -> dict[str, str]:
+    """The text of each page of docs/keys by its name, in the order of the schema: one for each section of the root.
 
-    Raises ValueError for a key without a comment.
+    A class that occurs several times is documented once. Raises ValueError for a key without a comment.
     """
     first: dict[type, str] = {}
-    sections = [part for section in _sections(Section("", Config)) for part in _written(section, first)]
-    return "\n\n".join(sections) + "\n"
+    below: dict[str, list[Section]] = {}
+    for section in _sections(Section("", Config)):
+        below.setdefault(_page(section.prefix), []).append(section)
+    texts = {}
+    for name, (head, *others) in below.items():
+        parts = [MARK, *_written(head, first)]
+        if others:
+            # Behind the heading and the sentence of the section.
+            parts.insert(3, f"Below: {', '.join(_link(other) for other in others)}.")
+        parts += [part for other in others for part in _written(other, first)]
+        texts[name] = "\n\n".join(parts) + "\n"
+    return texts
 
 
 def rewritten(page: str) -> str:
     """The page with everything below `MARK` regenerated. Raises ValueError if the page does not contain `MARK`."""
     above, mark, _ = page.partition(MARK)
     if not mark:
-        raise ValueError(f"the page has no line {MARK!r}; insert it where the reference begins")
-    return f"{above}{mark}\n\n{reference()}"
+        raise ValueError(f"the page has no line {MARK!r}; insert it where the list of sections begins")
+    return f"{above}{mark}\n\n{_contents()}"
+
+
+def write(configuration: Path = PAGE, keys: Path = KEYS) -> None:
+    """Writes both. A page whose section is gone is deleted."""
+    atomic_write(configuration, rewritten(configuration.read_text(encoding="utf-8")))
+    texts = pages()
+    for old in keys.glob("*.md"):
+        if old.stem not in texts:
+            old.unlink()
+    keys.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        atomic_write(keys / f"{name}.md", text)
+
+
+def _contents() -> str:
+    """A line for each page: its section and what it is about."""
+    heads: dict[str, Section] = {}
+    for section in _sections(Section("", Config)):
+        heads.setdefault(_page(section.prefix), section)
+    lines = []
+    for name, head in heads.items():
+        label = f"`{head.prefix.rstrip('.')}`" if head.prefix else "The run"
+        lines.append(f"- [{label}](keys/{name}.md): {_about(head, up='')}")
+    return "\n".join(lines) + "\n"
+
+
+def _page(prefix: str) -> str:
+    return prefix.partition(".")[0] or RUN
+
+
+def _link(section: Section, page: str = "") -> str:
+    name = section.prefix.rstrip(".")
+    return f"[`{name}`]({page}#{re.sub(r'[^a-z_]', '', name)})"
 
 
 def comments(cls: type) -> dict[str, str]:
-    """The comment above each key of a section, by key, those of its base classes included."""
-    sources = "".join(inspect.getsource(base) for base in cls.__mro__ if is_dataclass(base))
+    """The comment above each field of a class, by its name, those of its base classes included."""
+    sources = "".join(inspect.getsource(base) for base in cls.__mro__ if base is cls or is_dataclass(base))
     commented = COMMENTED.findall(sources)
     return {name: " ".join(line.strip().lstrip("# ") for line in text.splitlines()) for text, name in commented}
 
@@ -87,12 +133,14 @@ def _sections(section: Section) -> Iterator[Section]:
 
 def _written(section: Section, first: dict[type, str]) -> Iterator[str]:
     name = section.prefix.rstrip(".")
-    yield f"### `{name}`" if name else "### The run"
+    level = "#" if name in ("", _page(section.prefix), f"{_page(section.prefix)}.{NAMED}") else "##"
+    yield f"{level} `{name}`" if name else f"{level} The run"
     if section.cls in first:
-        yield f"The keys of `{first[section.cls]}`."
+        same = Section(f"{first[section.cls]}.", section.cls)
+        yield f"The keys of {_link(same, f'{_page(same.prefix)}.md')}."
         return
     first[section.cls] = name
-    yield _linked(" ".join((section.cls.__doc__ or "").split()))
+    yield _about(section)
     hints, meanings = get_type_hints(section.cls), comments(section.cls)
     rows = []
     for item in schema_fields(section.cls):
@@ -148,11 +196,14 @@ def _default(item: Field[Any]) -> str:
     return f"`{words.get(str(value), str(value))}`".replace("\n", "\\n")
 
 
-def _linked(text: str) -> str:
-    """The text with each mention of a page in docs/ turned into a link."""
-    return LINK.sub(lambda match: f"[{match[1]}]({match[1]}{match[2] or ''})", text)
+def _about(section: Section, up: str = "../") -> str:
+    return _linked(" ".join((section.cls.__doc__ or "").split()), up)
+
+
+def _linked(text: str, up: str = "../") -> str:
+    """The text with each mention of a page in docs/ turned into a link, from a page that is ``up`` from there."""
+    return LINK.sub(lambda match: f"[{match[1]}]({up}{match[1]}{match[2] or ''})", text)
 
 
 if __name__ == "__main__":
-    page = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
-    atomic_write(page, rewritten(page.read_text(encoding="utf-8")))
+    write(*map(Path, sys.argv[1:]))

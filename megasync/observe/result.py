@@ -19,8 +19,11 @@ from megasync.observe.samples import SAMPLES_FILE, answers_table, before_and_aft
 class RunResult:
     """How far a run came, and where its results are."""
 
+    # The folder with everything that the run wrote.
     run_dir: Path
+    # Trained steps.
     step: int
+    # The weight version that was published last.
     version: int
     # Held-out scores as (step, score); empty without an evaluation set.
     scores: list[tuple[int, float]]

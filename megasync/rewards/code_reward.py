@@ -73,7 +73,7 @@ class CodeReward:
                 )
             log.warning(
                 "The code reward runs without namespaces, which this kernel does not allow: programs have network "
-                "access, can read %s, and have no disk limit. See docs/rewards.md",
+                "access, can read %s, and have no disk limit. See docs/code_reward.md",
                 "what every user can read"
                 if kind.own_user
                 else "everything that you can, including this process's memory",

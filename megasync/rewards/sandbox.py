@@ -181,7 +181,7 @@ def _warn_of_objects(problem: str) -> None:
         _warned = True
         log.warning(
             "A test failed because it needs data where the program returned an object, or does with an object what the "
-            "code reward does not support. If right programs fail it too, change the test; see docs/rewards.md. %s",
+            "code reward does not support. If right programs fail it too, change the test; see docs/code_reward.md. %s",
             problem.strip()[-300:],
         )
 

@@ -159,19 +159,23 @@ def _cut(text: str, most: int) -> str:
 class Trajectory:
     """One sampled response, token for token as the server produced it."""
 
+    # The ids of the prompt, int32 [prompt tokens].
     prompt_ids: IntArray
+    # The ids of everything behind the prompt, int32 [response tokens].
     response_ids: IntArray
-    # 0 for tokens that the policy did not generate (tool output, injected text).
+    # 1 for tokens that the policy sampled, 0 for others (tool output, injected text), [response tokens].
     loss_mask: Runs
-    # The behaviour policy's, as the server reports them.
+    # The behaviour policy's, as the server reports them, float32 [response tokens], natural logarithms.
     logprobs: FloatArray
-    # The published weight version that sampled each token, as the server reports it.
+    # The published weight version that sampled each token, as the server reports it, [response tokens].
     versions: Runs
-    finish_reason: str  # "stop", "length" or "abort"
+    # "stop", "length" or "abort".
+    finish_reason: str
     # For the reward function; the trainer does not get it.
     text: str
     # None until the trajectory is scored, and if the reward function declines to score it.
     reward: float | None
+    # Numbers by name, of which the run shows the means.
     metrics: dict[str, float]
     # Further arrays by name, whose first dimension is the response tokens; only that of `ROUTES` has the prompt's too,
     # and that of `SUPPORT` any number.

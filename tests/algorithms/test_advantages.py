@@ -41,7 +41,7 @@ def whitened(values: list[float], groups) -> list[float]:
 
 
 def plain(groups, name: str, normalize_std: bool) -> list[float]:
-    """The formulas of docs/algorithms.md."""
+    """The formulas of docs/advantages.md."""
     if name == "reinforce_plus_plus":
         return whitened([reward for group in groups for reward, _ in group], groups)
     if name == "remax":

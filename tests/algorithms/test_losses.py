@@ -97,7 +97,7 @@ def dppo_kl(row, rows) -> Tensor:
     return dppo(row, near)
 
 
-# Each token's loss, by the formulas of docs/algorithms.md.
+# Each token's loss, by the formulas of docs/losses.md.
 PLAIN = {
     "vanilla": vanilla,
     "gspo": gspo,

@@ -1,7 +1,7 @@
 """What each accepted pair of estimator, loss, KL term and aggregation minimises, by enumeration on a toy policy.
 
 The gradient that megasync's functions give, in expectation over every group of responses, is compared with the gradient
-of the objective that docs/algorithms.md names, a function of the policy's logits alone. New estimators and losses are
+of the objective that docs/losses.md names, a function of the policy's logits alone. New estimators and losses are
 covered by their lines in the registries: an estimator needs an objective here, and a pair must be proven or refused.
 """
 

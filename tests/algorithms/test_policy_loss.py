@@ -59,7 +59,7 @@ def tensors(tokens):
 
 
 def reference(config, tokens):
-    """The formulas of docs/algorithms.md in plain Python: loss, d loss / d logprob of each token."""
+    """The formulas of docs/losses.md in plain Python: loss, d loss / d logprob of each token."""
     loss, gradient = 0.0, []
     for token in tokens:
         if not token["mask"]:

@@ -1,4 +1,4 @@
-"""docs/configuration.md documents every key of the schema and is up to date."""
+"""docs/keys documents every key of the schema, docs/configuration.md lists its pages, and both are up to date."""
 
 import re
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import pytest
 
 from megasync.config import reference
 from megasync.config.load import entry_of, schema_keys, section_of
-from megasync.config.reference import MARK, PAGE, Section, comments, rewritten
+from megasync.config.reference import KEYS, PAGE, Section, comments, pages, rewritten, write
 from megasync.config.schema import (
     AuxiliaryModelConfig,
     Config,
@@ -18,16 +18,28 @@ from megasync.config.schema import (
     TrainSetConfig,
 )
 
-TEXT = PAGE.read_text(encoding="utf-8")
+TEXT = "".join(page.read_text(encoding="utf-8") for page in KEYS.glob("*.md"))
 
 
-def test_the_page_is_up_to_date():
-    """`python -m megasync.config.reference` updates it."""
-    assert rewritten(TEXT) == TEXT
+def test_the_pages_are_up_to_date():
+    """`python -m megasync.config.reference` updates them."""
+    text = PAGE.read_text(encoding="utf-8")
+    assert rewritten(text) == text
+    assert {page.stem: page.read_text(encoding="utf-8") for page in KEYS.glob("*.md")} == pages()
+
+
+def test_pages_are_written_and_those_of_sections_that_are_gone_deleted(tmp_path):
+    page, keys = tmp_path / "configuration.md", tmp_path / "keys"
+    page.write_text(PAGE.read_text(encoding="utf-8"))
+    keys.mkdir()
+    (keys / "gone.md").write_text("# `gone`\n")
+    write(page, keys)
+    assert {path.stem for path in keys.glob("*.md")} == set(pages())
+    assert all(f"](keys/{name}.md): " in page.read_text() for name in pages())
 
 
 def test_every_key_has_a_row():
-    rows = set(re.findall(r"^\| `([\w.<>]+)` \|", TEXT.partition(MARK)[2], re.MULTILINE))
+    rows = set(re.findall(r"^\| `([\w.<>]+)` \|", TEXT, re.MULTILINE))
     # Described once, for `data.train` and `trainer.optimizer`.
     same = ("data.eval.", "sft.train.", "sft.validation.", "critic.optimizer.")
     keys = {key for key, hint in schema_keys() if section_of(hint) is None and not key.startswith(same)}
@@ -55,7 +67,7 @@ def test_a_row_has_the_allowed_values_and_the_default():
 
 
 def test_pages_that_a_comment_names_are_linked():
-    assert "[gateway.md](gateway.md)" in TEXT and "docs/gateway.md" not in TEXT.partition(MARK)[2]
+    assert "[gateway.md](../gateway.md)" in TEXT and "docs/gateway.md" not in TEXT
 
 
 @dataclass
@@ -85,6 +97,6 @@ def test_a_page_without_the_mark_is_refused():
 
 def test_the_table_of_other_libraries_names_keys_that_exist():
     keys = {key for key, _ in schema_keys()}
-    rows = re.findall(r"^\| `([a-z_]+\.[\w.]+)[`:]", TEXT.split("## Every key")[0], re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z_]+\.[\w.]+)[`:]", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(rows) > 10
     assert set(rows) <= keys

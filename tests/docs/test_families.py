@@ -14,7 +14,7 @@ MODULES = {"dense.py": DENSE, "experts.py": SPARSE, "latent.py": LATENT, "delta_
 
 
 def test_every_family_has_a_row_with_its_module():
-    page = (ROOT / "docs" / "adding_a_model.md").read_text()
+    page = (ROOT / "docs" / "families.md").read_text()
     section = page.partition("## Supported families\n")[2].partition("\n\n**")[0]
     rows = [line.split("|") for line in section.splitlines() if line.startswith("| `")]
     named = {re.match(r" `([a-z0-9_]+)`", row[1]).group(1): row[3].strip(" `") for row in rows[0:]}
@@ -25,5 +25,5 @@ def test_every_family_has_a_row_with_its_module():
 
 def test_the_readme_leads_to_the_table_and_counts_it_right():
     text = (ROOT / "README.md").read_text()
-    assert "docs/adding_a_model.md#supported-families" in text
+    assert "docs/families.md#supported-families" in text
     assert "Twenty model families" in text and len(FAMILIES) == 20

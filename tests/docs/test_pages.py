@@ -18,6 +18,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 CALL = re.compile(r"(?:^|[\s;(/])megasync ([a-z][a-z-]*)([^#\n]*)", re.MULTILINE)
+SCRIPT = re.compile(r"(?:^|[\s(])(?:bash|sbatch) (launch/[a-z_]+\.(?:sh|sbatch))([^#\n]*)", re.MULTILINE)
 MODULE = re.compile(r"(?:[a-z_0-9]+/)*[a-z_0-9]+\.py")
 FILE = re.compile(r"\b(?:launch|configs|examples|tests|patches|docs)/[\w./-]*\w")
 # Modules of other projects that the pages name.
@@ -67,6 +68,30 @@ def test_commands_exist_with_their_options(page):
     assert unknown == []
 
 
+def script_options(script: str) -> set[str]:
+    """The options of a script: those in its text, and of the command or the file to which it passes its arguments."""
+    text = (ROOT / script).read_text(encoding="utf-8")
+    called = re.findall(r"bin/megasync ([a-z-]+).*\"\$@\"", text)
+    known = set(chain(*(param.opts for command in called for param in COMMANDS[command].params)))
+    files = re.findall(r"(launch/\w+\.py) \"\$@\"", text)
+    if "pytest" in text:
+        files.append("tests/conftest.py")
+        known.add("--collect-only")
+    for source in (text, *((ROOT / file).read_text(encoding="utf-8") for file in files)):
+        known |= set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", source))
+    return known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_launch_scripts_have_the_options_that_pages_pass(page):
+    unknown = [
+        f"{script}{rest}"
+        for script, rest in SCRIPT.findall("\n".join(code(page)))
+        if not set(re.findall(r"(?<=\s)--[a-z][a-z-]*", rest)) <= script_options(script)
+    ]
+    assert unknown == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_mentioned_files_exist(page):
     named = set(chain(*map(FILE.findall, code(page))))
@@ -101,7 +126,7 @@ def test_every_page_can_be_reached_from_the_readme():
             target = (page.parent / link.partition("#")[0]).resolve()
             if target.suffix == ".md" and target not in reached and target.is_file():
                 ahead.append(target)
-    assert sorted(set((ROOT / "docs").glob("*.md")) - reached) == []
+    assert sorted(set((ROOT / "docs").rglob("*.md")) - reached) == []
 
 
 def test_every_command_is_in_the_docs():

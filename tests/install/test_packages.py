@@ -50,7 +50,7 @@ def test_a_wheel_has_the_code_the_patches_and_the_entry_points(tmp_path):
 def test_an_unknown_extra_is_refused_at_once_with_the_list():
     for arguments in ([], ["nonesuch"], ["gpu"], ["trackers verl"]):
         asked = subprocess.run(["bash", "launch/setup_extra.sh", *arguments], cwd=ROOT, capture_output=True, text=True)
-        assert asked.returncode == 2 and "engines lint rehearsal trackers verl" in asked.stderr
+        assert asked.returncode == 2 and "docs engines lint rehearsal trackers verl" in asked.stderr
 
 
 def test_no_requirement_begins_with_a_version_that_a_patch_refuses():

@@ -52,7 +52,7 @@ def test_labels_in_legends_are_labels_of_the_metric():
 
 @contextmanager
 def prometheus_server(folder, target):
-    """A Prometheus that scrapes a run every second, as docs/watching.md says; its address."""
+    """A Prometheus that scrapes a run every second, as docs/trackers.md says; its address."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     config = folder / "prometheus.yml"

@@ -1,6 +1,6 @@
 """The typed configuration: one dataclass per section, all held by `Config`.
 
-The comment above each key is its documentation; `megasync.config.reference` copies it into docs/configuration.md. A
+The comment above each key is its documentation; `megasync.config.reference` copies it into docs/keys. A
 nested section needs no comment, because its class has a docstring. `key` declares a key with its default, its
 limit (`megasync.config.limits`) and its rules (`megasync.config.rules`). Nothing here imports torch or Ray.
 """
@@ -108,7 +108,7 @@ _PLACE = "it determines the run directory; move that folder instead, while the r
 
 @dataclass
 class Config:
-    """A run."""
+    """A whole configuration: the name, seed and folder of a run, and a section for each of its parts."""
 
     # Prefix of the run directory's name.
     name: str = key("run", RUN_NAME, fixed=_PLACE)

@@ -98,7 +98,7 @@ class PromptConfig:
 
 @dataclass
 class TrainSetConfig:
-    """One of several training sets, under the name that it has in the metrics: docs/buffer.md#several-training-sets."""
+    """One of several training sets, under the name that it has in the metrics: docs/training_sets.md."""
 
     data: DatasetConfig = field(default_factory=DatasetConfig)
     # Its share of the prompts, relative to the others'. Whole numbers are exact: with 3 and 1, each four prompts in a
@@ -121,7 +121,7 @@ class DataConfig:
     columns: dict[str, str] = key(dict)
     prompt: PromptConfig = field(default_factory=PromptConfig)
     # Which prompts are left out by the rewards of their earlier epochs: by_success, or `package.module:function`; null
-    # leaves out none. docs/buffer.md#curriculum.
+    # leaves out none. docs/training_sets.md#curriculum.
     curriculum: str | None = key(None, CURRICULUM)
     # Options of the curriculum, by name.
     curriculum_options: dict[str, Any] = key(dict, unused_without(".curriculum"))

@@ -99,7 +99,7 @@ class EvalConfig:
 
 @dataclass
 class WandbConfig:
-    """Weights & Biases: docs/watching.md. Its key comes from WANDB_API_KEY or `wandb login`."""
+    """Weights & Biases: docs/trackers.md. Its key comes from WANDB_API_KEY or `wandb login`."""
 
     # online sends metrics as they come; offline writes them below RUN/wandb, for `wandb sync`; disabled is off.
     mode: str = key("online", Choice("online", "offline", "disabled"))
@@ -115,7 +115,7 @@ class WandbConfig:
 
 @dataclass
 class MlflowConfig:
-    """MLflow: docs/watching.md."""
+    """MLflow: docs/trackers.md."""
 
     # Address of the tracking server, or of a database or folder; null takes MLFLOW_TRACKING_URI.
     tracking_uri: str | None = None
@@ -127,7 +127,7 @@ class MlflowConfig:
 
 @dataclass
 class PrometheusConfig:
-    """An endpoint that Prometheus scrapes: docs/watching.md. It needs no key, and has no secrets."""
+    """An endpoint that Prometheus scrapes: docs/trackers.md. It needs no key, and has no secrets."""
 
     # Address to listen on; auto is this node's own.
     host: str = key("127.0.0.1", HOST)

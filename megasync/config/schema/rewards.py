@@ -48,7 +48,7 @@ class RewardConfig:
 
 @dataclass
 class GroupConfig:
-    """Which responses of a prompt, and which prompts, are trained: docs/rewards.md#from-responses-to-a-group."""
+    """Which responses of a prompt, and which prompts, are trained: docs/groups.md."""
 
     # Drop groups whose rewards are all equal, before penalties (nothing to learn), and draw another prompt instead.
     drop_uniform: bool = key(
@@ -152,7 +152,7 @@ class AuxiliaryModelConfig(FrozenModelConfig):
 
 @dataclass
 class TeacherConfig(FrozenModelConfig):
-    """A model on its own servers whose log-probs of the policy's tokens are trained on: docs/algorithms.md#teachers."""
+    """A model on its own servers whose log-probs of the policy's tokens are trained on: docs/teachers.md."""
 
     # What it teaches: values of the rows' column `data_source`, or else names of `data.sets`; empty for everything that
     # no other teacher does.
@@ -161,7 +161,7 @@ class TeacherConfig(FrozenModelConfig):
 
 @dataclass
 class RewardModelConfig(FrozenModelConfig):
-    """A model on its own servers that scores responses (docs/rewards.md#reward-models). It is never trained."""
+    """A model on its own servers that scores responses (docs/reward_models.md). It is never trained."""
 
     # classifier (a sequence-classification or reward head) or generative (a judge that writes).
     kind: str = key(MISSING, Choice("classifier", "generative"))

@@ -123,7 +123,7 @@ class SamplingConfig:
         1.0, FRACTION, needs(".top_k", between(2, MAX_SUPPORT), because=_SUPPORT), *TRUNCATED, fixed=_DISTRIBUTION
     )
     # Sample from so many of the most likely tokens, up to 4,096; -1 for all. Servers report which tokens top_k, top_p
-    # and min_p left, and the trainer scores the same distribution. docs/algorithms.md#truncated-sampling
+    # and min_p left, and the trainer scores the same distribution. docs/sampling.md#truncated-sampling
     top_k: int = key(-1, TOP_K, *TRUNCATED, fixed=_DISTRIBUTION)
     # Sample from tokens with at least this fraction of the most likely one's probability. Above 0 it needs a top_k.
     min_p: float = key(
@@ -215,7 +215,7 @@ class GatewayConfig:
 
 @dataclass
 class EnvironmentConfig:
-    """An environment that the model plays, instead of a workflow (docs/rewards.md#environments); null by default."""
+    """An environment that the model plays, instead of a workflow (docs/environments.md); null by default."""
 
     # reasoning_gym, gymnasium, or `package.module:Class`, instantiated with `options`.
     kind: str = key(
@@ -271,7 +271,7 @@ class RolloutConfig:
     # Number of SGLang servers at the start; `megasync scale` adds and removes servers during the run.
     servers: int = key(2, PROCESSES)
     # URLs of servers that somebody else has started for this run alone, instead of servers of its own; `servers` is
-    # their number. docs/fleet.md#external-servers
+    # their number. docs/servers.md#external-servers
     external: list[str] = key(
         list,
         SERVER_URLS,
@@ -288,7 +288,7 @@ class RolloutConfig:
     # take whole nodes, and must fill them.
     tensor_parallel: int = key(1, PROCESSES)
     # Pipeline stages of each server, of `tensor_parallel` ranks each; a stage holds a part of the layers.
-    # docs/fleet.md#servers-with-pipeline-stages
+    # docs/servers.md#servers-with-pipeline-stages
     pipeline_parallel: int = key(
         1,
         PROCESSES,
@@ -322,7 +322,7 @@ class RolloutConfig:
         ),
     )
     # Attention groups of each server (SGLang's data-parallel attention): each has a part of its tensor-parallel ranks,
-    # whole attention weights, and requests and a KV cache of its own. docs/fleet.md#servers-with-attention-groups
+    # whole attention weights, and requests and a KV cache of its own. docs/servers.md#servers-with-attention-groups
     attention_data_parallel: int = key(
         1,
         PROCESSES,
@@ -343,12 +343,12 @@ class RolloutConfig:
     )
     # Engines of each server that compute prompts, of `tensor_parallel` ranks each, and hand them over to those that
     # compute responses (prefill/decode disaggregation); 0 of both kinds is one engine that does both.
-    # docs/fleet.md#servers-with-prefill-and-decode-engines
+    # docs/servers.md#servers-with-prefill-and-decode-engines
     prefill_engines: int = key(0, NOT_NEGATIVE, needs(".decode_engines", above(0)), *OF_TWO_ENGINES)
     # Engines of each server that compute responses, if others compute prompts.
     decode_engines: int = key(0, NOT_NEGATIVE, needs(".prefill_engines", above(0)))
     # Serve a model folder in block FP8 as it is stored, and quantize the weights of each sync in the same way; false
-    # serves it in model.dtype. docs/weight_sync.md#servers-in-block-fp8
+    # serves it in model.dtype. docs/servers.md#servers-in-block-fp8
     fp8: bool = key(
         False,
         needs("model.dtype", "bfloat16", because="such servers compute in bfloat16"),
@@ -391,7 +391,7 @@ class RolloutConfig:
     # schedule.max_staleness=0 runs are repeatable: docs/concepts.md#repeatable-runs
     deterministic: bool = False
     # Servers report the experts of each token, and the trainer sends the token to the same ones (routing replay, R3).
-    # docs/algorithms.md#routing-replay
+    # docs/sampling.md#routing-replay
     routing_replay: bool = key(
         False,
         needs("model's experts"),

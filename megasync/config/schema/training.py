@@ -136,7 +136,7 @@ class ScheduleConfig:
 class AlgorithmConfig:
     """Advantages and loss: docs/algorithms.md."""
 
-    # Estimator of advantages from the rewards of a step; docs/algorithms.md#advantages lists them.
+    # Estimator of advantages from the rewards of a step; docs/advantages.md#advantages lists them.
     advantage: str = key(
         "grpo",
         ADVANTAGE,
@@ -181,7 +181,7 @@ class AlgorithmConfig:
     )
     # Weight of the log-ratio of a teacher and the policy, which is added to the advantage of each token that has one.
     teacher_coef: float = key(1.0, POSITIVE, unused_without("teachers"))
-    # Loss of a token; docs/algorithms.md#policy-losses lists them.
+    # Loss of a token; docs/losses.md#policy-losses lists them.
     loss: str = key(
         "vanilla",
         LOSS,
@@ -373,7 +373,7 @@ class OptimizerConfig:
 
 @dataclass
 class CriticConfig:
-    """A value model on the trainer's ranks, for `algorithm.advantage=gae`: docs/algorithms.md#critic.
+    """A value model on the trainer's ranks, for `algorithm.advantage=gae`: docs/advantages.md#critic.
 
     By default `critic.optimizer.lr` is 1e-5.
     """
