@@ -38,7 +38,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 900
 PACKAGES = ("megatron", "sglang", "sglang_router", "ray", "transformer_engine", "torch", "transformers")
-REINSTALL = "install the versions of launch/gpu.lock: bash launch/gpu_environment.sh"
+REINSTALL = "install the versions of launch/gpu.lock: megasync install gpu"
 ADAPT = "adapt megasync to this version, or install the one of launch/gpu.lock"
 OWN_CUDNN = "unset CUDNN_HOME, CUDNN_PATH and LD_LIBRARY_PATH: they must name no cuDNN but the one that torch loads"
 # SGLang's attributes that the plugin's hooks use on the objects that they are called with.
@@ -95,12 +95,15 @@ def check_imports() -> Iterator[Item]:
 
 def check_names() -> Iterator[Item]:
     """Every name that megasync and its patches import from an upstream package exists, also inside functions."""
-    for path in [*sorted((ROOT / "megasync").rglob("*.py")), *sorted((ROOT / "patches").glob("*.py"))]:
-        if "verl" in str(path.relative_to(ROOT)):
-            continue
-        for module, name in imported_names(ast.parse(path.read_text(encoding="utf-8"))):
-            label = f"{module}.{name}" if name else module
-            yield attempt(f"{path.relative_to(ROOT)}: {label}", lambda m=module, n=name: find(m, n), ADAPT)
+    for package in ("megasync", "megasync_patches"):
+        (folder,) = importlib.import_module(package).__path__
+        for path in sorted(Path(folder).rglob("*.py")):
+            place = f"{package}/{path.relative_to(folder)}"
+            if "verl" in place or "standins" in place or "/shipped/" in place:
+                continue
+            for module, name in imported_names(ast.parse(path.read_text(encoding="utf-8"))):
+                label = f"{module}.{name}" if name else module
+                yield attempt(f"{place}: {label}", lambda m=module, n=name: find(m, n), ADAPT)
 
 
 def check_transformer_engine() -> Iterator[Item]:

@@ -2,7 +2,7 @@
 # Sets up the environment, adds the type checker and runs every static check: bash launch/lint.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash launch/setup_extra.sh lint
+bash launch/setup.sh cpu lint
 
 failed=()
 check() { # program, arguments...

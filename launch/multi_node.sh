@@ -3,9 +3,11 @@
 # Every host needs the checkout at the same path, with its environment set up. See --help for all options.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-if [ ! -x .venv/bin/megasync ]; then
-    printf 'multi_node: %s has no .venv/bin/megasync; create the environment with: bash launch/setup.sh\n' "$PWD" >&2
+megasync=.venv/bin/megasync
+if [ ! -x "$megasync" ] && ! megasync=$(command -v megasync); then
+    printf 'multi_node: there is no megasync on PATH or in %s/.venv; install it, or create the environment with: %s\n' \
+        "$PWD" 'bash launch/setup.sh' >&2
     exit 2
 fi
 # Replaces this process, so that signals reach the launcher.
-exec .venv/bin/megasync launch "$@"
+exec "$megasync" launch "$@"

@@ -3,5 +3,4 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
-.venv/bin/megasync fetch digits
-exec .venv/bin/megasync train configs/quickstart.yaml "$@"
+exec .venv/bin/megasync quickstart "$@"

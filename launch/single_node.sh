@@ -38,14 +38,17 @@ while [ "$#" -gt 0 ]; do
 done
 [ "${#settings[@]}" -gt 0 ] || fail "give a configuration, such as configs/quickstart.yaml; see --help"
 
-doctor=(.venv/bin/megasync doctor "${settings[@]}")
-train=(.venv/bin/megasync train "${settings[@]}" "${options[@]}")
+megasync=.venv/bin/megasync
+[ -x "$megasync" ] || ! command -v megasync >/dev/null || megasync=megasync
+doctor=("$megasync" doctor "${settings[@]}")
+train=("$megasync" train "${settings[@]}" "${options[@]}")
 if [ -n "$dry_run" ]; then
     show "${doctor[@]}"
     show "${train[@]}"
     exit
 fi
-[ -x .venv/bin/megasync ] || fail "$PWD has no .venv/bin/megasync; create the environment with: bash launch/setup.sh"
+command -v "$megasync" >/dev/null ||
+    fail "there is no megasync on PATH or in $PWD/.venv; install it, or create the environment with: bash launch/setup.sh"
 "${doctor[@]}" || fail "this machine is not ready; the checks above say what to fix"
 # Replaces this process, so that signals reach the run.
 exec "${train[@]}"

@@ -10,6 +10,7 @@ Heavy packages are imported only when a name is first used.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from megasync.base.importing import quick_imports
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from megasync.errors import MegasyncError
     from megasync.trajectory import Trajectory
 
-__version__ = "0.1.0"
+    __version__: str
 
 _PUBLIC = {
     "AsyncTrainer": "megasync.app.async_trainer",
@@ -39,6 +40,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("megasync")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'megasync' has no attribute {name!r}")
     with quick_imports():

@@ -139,7 +139,7 @@ def set_cuda_environment() -> None:
 def compiler_environment(env: Mapping[str, str]) -> dict[str, str]:
     """Variables by which processes on GPUs find the compilers of kernels that are built at their first use.
 
-    CUDA_HOME is the toolkit that `launch/gpu_environment.sh` has installed with torch, unless ``env`` names another;
+    CUDA_HOME is the toolkit that `megasync install gpu` has installed with torch, unless ``env`` names another;
     one that is found by PATH may be of a CUDA that torch is not built for. CUDNN_HOME is the cuDNN that torch loads:
     Transformer Engine takes any that the system has first, and two of them in one process leave it without fused
     attention. PATH begins with the folder of this Python, where ninja is.
@@ -261,7 +261,7 @@ def check_transformer_engine() -> None:
     if find_spec("transformer_engine") is None:
         raise ConfigError(
             f"trainer ranks on GPUs (cluster.device=cuda, or auto on a machine with a GPU) need Transformer Engine, "
-            f"which is not installed on {os.uname().nodename}; pip install 'megasync[gpu]' (docs/install.md), or set "
+            f"which is not installed on {os.uname().nodename}; run `megasync install gpu` (docs/install.md), or set "
             f"cluster.device=cpu"
         )
 
@@ -282,6 +282,8 @@ def why_no_gpu() -> str | None:
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU"
     if not any(glob(pattern) for pattern in _DEVICE_FILES):
         return "this machine has no GPU"
+    if find_spec("torch") is None:
+        return "torch is not installed"
     import torch
 
     return None if torch.version.cuda else f"torch {torch.__version__} is a build without CUDA"

@@ -4,6 +4,5 @@ Nothing here knows about ranks, models or batches. Callers reduce the returned s
 """
 
 from megasync.algorithms.choose import estimator_of, loss_of
-from megasync.algorithms.policy_loss import policy_loss
 
-__all__ = ["estimator_of", "loss_of", "policy_loss"]
+__all__ = ["estimator_of", "loss_of"]

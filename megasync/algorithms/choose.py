@@ -9,17 +9,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from torch import Tensor
-
-from megasync.algorithms import advantages, losses
+from megasync.algorithms import advantages
 from megasync.algorithms.advantages import Floats, TokenRewards
-from megasync.algorithms.losses import Bools, PolicyTokens, StepTokens, TokenLoss
 from megasync.base.importing import check_call, load_function
 from megasync.concurrency.foreign import guard
 from megasync.config.builtin import ADVANTAGES, LOSSES, Algorithm
 from megasync.config.schema import AlgorithmConfig
+
+if TYPE_CHECKING:
+    # With torch, which a plan does not need.
+    from torch import Tensor
+
+    from megasync.algorithms.losses import Bools, PolicyTokens, StepTokens, TokenLoss
+
+# Imported when a loss is asked for, because it needs torch.
+_LOSSES = "megasync.algorithms.losses"
 
 GroupInput = Literal["relative", "scores", "baseline"]
 
@@ -36,7 +42,7 @@ def loss_of(config: AlgorithmConfig) -> Callable[[PolicyTokens], TokenLoss]:
     name, options = config.loss, config.loss_options
     if name not in LOSSES:
         return _with_options(config, LOSSES, name, load_function(name), options)
-    function = getattr(losses, name)
+    function = load_function(f"{_LOSSES}:{name}")
     return _with_options(config, LOSSES, name, function, _named_by(function, options))
 
 
@@ -44,7 +50,7 @@ def chooser_of(config: AlgorithmConfig) -> Callable[[StepTokens], Bools] | None:
     """The function that chooses the tokens of a minibatch that the loss treats apart; None if it has none."""
     if config.loss not in LOSSES or not LOSSES[config.loss].chooses:
         return None
-    function = getattr(losses, f"{config.loss}_tokens")
+    function = load_function(f"{_LOSSES}:{config.loss}_tokens")
     return _with_options(config, LOSSES, config.loss, function, _named_by(function, config.loss_options))
 
 
@@ -117,7 +123,7 @@ Estimated = Literal["log_ratios", "penalties", "values", "returns", "token_advan
 # The policy's log-probs and entropies, and what the loss knows of its tokens.
 Updated = Literal["logprobs", "entropy", "advantages", "teacher_gap", "chosen", "weights", "segments", "mask"]
 Column = Selected | Scored | Estimated | Updated
-Columns = dict[Column, Tensor]
+Columns: TypeAlias = "dict[Column, Tensor]"
 
 
 def estimate_columns(config: AlgorithmConfig, critic: bool) -> frozenset[Column]:

@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 import stat
 import tempfile
@@ -67,6 +68,25 @@ def ray_environment(env: Mapping[str, str]) -> dict[str, str]:
     wanted = env.get("RAY_TMPDIR") or env.get("TMPDIR") or _SHORT_FOLDERS[0]
     folder = socket_folder(wanted)
     return {} if folder == wanted else {"RAY_TMPDIR": folder}
+
+
+def ray_token_file(env: Mapping[str, str]) -> Path:
+    """The file in which Ray keeps the token of this user's clusters."""
+    return Path(env.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+
+
+def ray_token(env: Mapping[str, str]) -> dict[str, str]:
+    """Additions to an environment with which a cluster that is started here has a token where none can be saved."""
+    file = ray_token_file(env)
+    if env.get("RAY_AUTH_TOKEN") or file.is_file() or writable(file.parent):
+        return {}
+    return {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def writable(path: Path) -> bool:
+    """Whether the folder can be written or created."""
+    present = next(p for p in (path, *path.absolute().parents) if p.exists())
+    return present.is_dir() and os.access(present, os.W_OK)
 
 
 def leaves_room_for_sockets(folder: str) -> bool:

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megasync import __version__
 from megasync.base.importing import quick_imports
 from megasync.concurrency.event_loop import end_process
 from megasync.errors import ConfigError, MegasyncError
@@ -48,8 +47,8 @@ SCALE_GRACE = 90.0
 app = typer.Typer(
     help="Fully asynchronous reinforcement learning for language models: Megatron trains, SGLang generates, and "
     "neither waits for the other.\n\n"
-    "To train a small model on this machine: [bold]megasync fetch digits[/], then "
-    "[bold]megasync train configs/quickstart.yaml[/]. To validate a configuration without starting anything: "
+    "To train a small model on this machine: [bold]megasync install cpu[/], then [bold]megasync quickstart[/]. "
+    "To validate a configuration without starting anything: "
     "[bold]megasync plan CONFIG[/]. Every command has its own --help, with examples.",
     no_args_is_help=True,
     add_completion=False,
@@ -60,6 +59,7 @@ app = typer.Typer(
 
 # Sections of `megasync --help`.
 RUNS, CHECKS, MODELS, FAULTS = "Train and evaluate", "Plan and check", "Models", "Fault tolerance"
+SETUP = "Set up"
 
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="YAML configuration file, such as configs/quickstart.yaml.")
@@ -103,6 +103,8 @@ def command(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from megasync import __version__
+
         typer.echo(f"megasync {__version__}")
         raise typer.Exit()
 
@@ -113,6 +115,72 @@ def options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None: ...
+
+
+@command(
+    SETUP, "install cpu", "install cpu --env ~/megasync-env", "install gpu --env .venv", "install trackers engines"
+)
+def install(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME...",
+            help="cpu or gpu: a whole environment. To add to one: engines, rehearsal, trackers, verl.",
+        ),
+    ],
+    env: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Virtual environment to make or complete. Default: this one.")
+    ] = None,
+) -> None:
+    """Install the packages that runs need, in the exact versions of the locks that come with megasync.
+
+    cpu has SGLang for CPUs, gpu everything for NVIDIA GPUs (CUDA 13). After an
+    interruption the same command goes on where it stopped. Settings of pip apply,
+    such as PIP_INDEX_URL and HTTPS_PROXY: with an index of CPU builds of torch, cpu
+    is 3 GB smaller.
+    """
+    from megasync.install.pins import lock_file
+
+    for name in names:
+        lock_file(name)
+    # It also replaces packages that this command has imported.
+    options = [] if env is None else ["--env", str(env.expanduser())]
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "megasync.install", *names, *options])
+
+
+@command(SETUP, "files", "files .", "files ~/megasync --overwrite")
+def files(
+    folder: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="Folder to copy them to.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that differ.")] = False,
+) -> None:
+    """Copy the files that come with megasync to DIR: configurations, launch scripts, examples, patches, verl plugin.
+
+    Without DIR, says where they are. A file that was changed in DIR is never
+    replaced without --overwrite.
+    """
+    from megasync.base.shipped import FOLDERS, copy_out
+
+    if folder is None:
+        for name, (source, purpose) in FOLDERS.items():
+            _say(f"{name}: {purpose}\n    {source}")
+        return
+    written, there = copy_out(folder.expanduser(), overwrite=overwrite)
+    _say(f"wrote {written} files to {folder}" + (f"; {there} were there already" if there else ""))
+
+
+@command(RUNS, "quickstart", "quickstart schedule.total_steps=50 name=first")
+def quickstart(overrides: Overrides = None) -> None:
+    """Train a tiny model on this machine's CPU, from random weights to a learned task, in about a minute.
+
+    Writes the model to models/digits unless it is there, and the run to
+    runs/quickstart-<time>/, both below the current folder.
+    """
+    from megasync.base.shipped import ROOT
+    from megasync.install import require
+
+    require("torch", "ray", "megatron", "sglang", "sglang_router")
+    fetch("digits")
+    train(ROOT / "configs" / "quickstart.yaml", overrides)
 
 
 @command(
@@ -903,6 +971,14 @@ def main() -> None:
         if os.environ.get(DEBUG_VARIABLE) == "1":
             raise
         _print_error(_with_notes(f"{type(error).__name__}: {error}", error))
+        sys.exit(status)
+    except ModuleNotFoundError as error:
+        from megasync.install import fix_for_module
+
+        if (fix := fix_for_module(error.name)) is None:
+            raise
+        status = REFUSED
+        _print_error(fix)
         sys.exit(status)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)

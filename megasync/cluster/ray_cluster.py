@@ -10,7 +10,7 @@ import threading
 import ray
 from megasync_patches import ray_loopback  # pyright: ignore[reportMissingImports] - the folder patches/
 
-from megasync.base.files import ray_environment
+from megasync.base.files import ray_environment, ray_token
 from megasync.config import Config
 from megasync.config.host import LOOPBACK, reach_directly, resolve_host
 from megasync.errors import MegasyncError
@@ -47,6 +47,7 @@ class RayCluster:
             if self._address:
                 ray.init(address=self._address, **quiet)
             else:
+                os.environ.update(ray_token(os.environ))
                 with ray_loopback.applied():
                     ray.init(
                         # Ray would otherwise join any other cluster on this machine.

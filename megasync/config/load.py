@@ -26,6 +26,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megasync.base.files import PRIVATE, atomic_write
+from megasync.base.shipped import ROOT
 from megasync.config.limits import PATH, SHOWN_CHARACTERS, as_typed, keys_of, limit_of, path_problem, schema_fields
 from megasync.config.schema import Config
 from megasync.errors import ConfigError
@@ -187,7 +188,10 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[Any, Any]:
         raise ConfigError(f"configuration file {path}{named_by} is not a usable path: {problem}; check it")
     if not path.is_file():
         kind = "is a folder, not a YAML file" if path.is_dir() else "does not exist"
-        raise ConfigError(f"configuration file {path}{named_by} {kind}; check the path")
+        here = Path.cwd()
+        shipped = path.is_relative_to(here) and (ROOT / path.relative_to(here)).is_file()
+        fix = ", or copy the shipped one here: megasync files ." if shipped else ""
+        raise ConfigError(f"configuration file {path}{named_by} {kind}; check the path{fix}")
     try:
         values = OmegaConf.load(path)
     except OSError as error:

@@ -245,7 +245,7 @@ class Launcher:
             if code in NOT_EXECUTED and not self._run_started:
                 raise MegasyncError(
                     f"{host.name} cannot execute {self._job.python}; the checkout must be at {self._job.folder} there, "
-                    "with an environment created by launch/setup.sh"
+                    "with its environment (megasync install, or launch/setup.sh in a checkout)"
                 )
             if asyncio.get_running_loop().time() - started > MAX_BACKOFF_SECONDS:
                 backoff = BACKOFF_SECONDS

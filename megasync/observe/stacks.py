@@ -244,7 +244,7 @@ def _spy(pid: int, seconds: float) -> tuple[list[Thread], str]:
     folder = str(Path(sys.executable).parent)
     command = shutil.which("py-spy", path=os.pathsep.join([folder, os.environ.get("PATH", "")]))
     if command is None:
-        return [], "py-spy is not installed: pip install 'megasync[watch]'"
+        return [], "py-spy is not installed: pip install py-spy"
     if seconds <= 0:
         return [], "py-spy was not asked, for lack of time"
     why = ""

@@ -3,7 +3,8 @@
 `check_config` checks each key alone (`config.limits`), then the rules that stand at the keys (`config.rules`), and last
 what only a function can say: what depends on a model's layout, on files, on the machine, or on names of a user's own.
 Each error names the keys involved, their values, and a change that resolves the contradiction. Of weights only the
-headers of safetensors files are read, so a folder of a thousand files takes seconds.
+headers of safetensors files are read, so a folder of a thousand files takes seconds. That alone needs torch, so what
+reads them is imported there: a plan for a config.json works where torch is not installed.
 """
 
 from __future__ import annotations
@@ -56,16 +57,13 @@ from megasync.config.supervised import is_supervised
 from megasync.data.curriculum import by_success
 from megasync.errors import CheckpointError, ConfigError
 from megasync.layout.adapter import SERVED_TARGETS, adapter_layout
-from megasync.layout.adapter_files import check_adapter_folder, check_served_folder
 from megasync.layout.block_fp8 import Block
 from megasync.layout.families import FAMILIES, Sizes, Split, language_model
 from megasync.layout.families.rules import HEAD
 from megasync.layout.families.value_head import BIAS, WEIGHT
-from megasync.layout.fp8_folder import linear_matrices
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import check_model_folder, find_hf_config, read_hf_config, read_storage
 from megasync.layout.quantized import QuantizedLayout
-from megasync.layout.shards import HfFolder, stored_shapes
 from megasync.layout.storage import storage_of
 from megasync.layout.topology import Topology
 from megasync.rollout.reply_parser import check_formats
@@ -365,7 +363,7 @@ def _check_model(
         raise ConfigError(
             f"rollout.prefill_engines={config.rollout.prefill_engines} and decode_engines="
             f"{config.rollout.decode_engines} move caches with the package nixl, which is not installed; install the "
-            f"extra `engines` (in a checkout: bash launch/setup_extra.sh engines), or set both to 0"
+            f"extra `engines` (`megasync install engines`), or set both to 0"
         )
     if config.sync.transport == "adapters":
         _check_served_adapters(config, layout)
@@ -393,6 +391,8 @@ def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Pat
         if (adapters := adapter_layout(layout, config.trainer)) is not None:
             path = config.trainer.lora.path
             if path is not None and (not planning or Path(path).expanduser().exists()):
+                from megasync.layout.adapter_files import check_adapter_folder
+
                 check_adapter_folder(path, adapters)
         return layout, source
     except ConfigError as error:
@@ -450,6 +450,8 @@ def _check_served_adapters(config: Config, layout: Layout) -> None:
     """Refuses adapters that servers cannot compute beside the model."""
     adapters = adapter_layout(layout, config.trainer)
     assert adapters is not None, "a rule of sync.transport has refused a run without adapters"
+    from megasync.layout.adapter_files import check_served_folder
+
     for name, each in config.eval.sets.items():
         if each.adapter is not None:
             check_served_folder(f"eval.sets.{name}.adapter", each.adapter, adapters)
@@ -478,6 +480,8 @@ def _check_served_adapters(config: Config, layout: Layout) -> None:
 
 def planned_fp8(layout: Layout, source: Path) -> QuantizedLayout | None:
     """The weights as servers of a folder in block FP8 keep them, from its config.json alone; None for other folders."""
+    from megasync.layout.fp8_folder import linear_matrices
+
     block = read_storage(source)
     return QuantizedLayout(layout, block, linear_matrices(layout, block)) if isinstance(block, Block) else None
 
@@ -553,6 +557,8 @@ def check_weights(folder: Path, layout: Layout, absent: Container[str] = ()) -> 
     """
     if not any(folder.glob("*.safetensors*")):
         return
+    from megasync.layout.shards import HfFolder
+
     try:
         with HfFolder(folder) as files:
             files.check({**layout.hf_tensors, **layout.frozen_tensors}, absent)
@@ -605,6 +611,8 @@ def _check_frozen_folder(key: str, model: FrozenModelConfig) -> None:
             f"{key}.context_length={model.context_length} allows more than attention_chunk_size={chunks.size} tokens, "
             f"but servers of {values['model_type']} do not end attention at a chunk; set it to at most {chunks.size}"
         )
+    from megasync.layout.shards import stored_shapes
+
     try:
         stored = stored_shapes(folder)
         for name, shape in _expected(values, generates=not (scores and model.kind == "classifier")).items():
@@ -766,8 +774,8 @@ def _check_prometheus(prometheus: PrometheusConfig, planning: bool) -> None:
 def _require(package: str, key: str) -> None:
     if find_spec(package) is None:
         raise ConfigError(
-            f"{key} is set, but the package {package} is not installed; install {EXTRA} (in a checkout: bash "
-            f"launch/setup_extra.sh trackers), or set {key}=null"
+            f"{key} is set, but the package {package} is not installed; install {EXTRA} "
+            f"(`megasync install trackers`), or set {key}=null"
         )
 
 

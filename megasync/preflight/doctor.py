@@ -22,26 +22,30 @@ from pathlib import Path
 from megasync_patches import PatchError, ray_bind  # pyright: ignore[reportMissingImports] - the folder patches/
 from packaging.requirements import Requirement
 
-from megasync.base.files import leaves_room_for_sockets, socket_folder
+from megasync.base.files import leaves_room_for_sockets, ray_token_file, socket_folder, writable
+from megasync.base.shipped import LOCKS
 from megasync.config import Config
 from megasync.config.host import LOOPBACK, is_loopback, proxy_variables, resolve_host
 from megasync.device import why_no_gpu
+from megasync.install.environment import SUPPORTED as PYTHONS
+from megasync.install.pins import applicable, read_pins
 from megasync.integrations.verl_versions import SUPPORTED
 from megasync.preflight.check import check_as_run
-from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, check_ports, check_space, verdict, writable
+from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, check_ports, check_space, verdict
 from megasync.preflight.run_doctor import Refuse, examine_for
 
-LOCKS = Path(__file__).resolve().parents[2] / "launch"
 LOCK = LOCKS / "cpu.lock"
-SETUP = "run `bash launch/setup.sh`"
-GPU_SETUP = "run `bash launch/gpu_environment.sh .venv`"
-OLDEST_PYTHON = (3, 11)
+SETUP = "run `megasync install cpu`"
+GPU_SETUP = "run `megasync install gpu`"
+WITHOUT_TORCH = "not examined, because torch is not installed"
 # What the quickstart needs: two servers of 1.6 GB, two trainer ranks, the controller and Ray.
 MEMORY_BYTES = 5 * 10**9
 DISK_BYTES = 2 * 10**9
 # Ray's object store, as `cluster.ray_cluster` sizes it.
 SHARED_MEMORY_BYTES = 512 * 2**20
 OPEN_FILES = 1024
+# At most so many wrong packages are named.
+NAMED = 8
 SERVER_PLUGINS = "sglang.srt.plugins"
 RAY_SUBJECT = "ray's interface"
 VERL_SUBJECT = "verl plugin"
@@ -79,9 +83,9 @@ def examine(config: Config | None = None, host: str = LOOPBACK, refuse: Refuse =
 
 def check_python() -> Iterator[Finding]:
     """Checks the versions of Python and Linux."""
-    python, needed = (".".join(map(str, numbers)) for numbers in (sys.version_info[:3], OLDEST_PYTHON))
-    detail = f"{python} at {sys.executable}"
-    yield verdict("python", sys.version_info >= OLDEST_PYTHON, detail, f"needs {needed} or newer; {SETUP}")
+    detail = f"{sys.version.split()[0]} at {sys.executable}"
+    needed = " or ".join(".".join(map(str, numbers)) for numbers in PYTHONS)
+    yield verdict("python", sys.version_info[:2] in PYTHONS, detail, f"make an environment with Python {needed}")
     system, fix = os.uname(), "megasync needs Linux 5.3 or newer (pidfd_open)"
     yield verdict("system", hasattr(os, "pidfd_open"), f"{system.sysname} {system.release}", fix)
 
@@ -96,12 +100,12 @@ def check_versions(lock: Path | None = None) -> Iterator[Finding]:
     if lock is None and kind == "cpu":
         lock = LOCK
     if lock is not None and lock.is_file():
-        yield from _against(f"packages ({lock.name})", _read_lock(lock), SETUP)
+        yield from _against(f"packages ({lock.name})", _pins(lock), SETUP)
         return
     again = "install megasync with its extras again: pip install 'megasync[gpu]'"
     yield from _against("packages", _own_requirements(), again)
     if kind == "cuda" and (tested := LOCKS / "gpu.lock").is_file():
-        yield from _against(f"packages ({tested.name})", _read_lock(tested), GPU_SETUP, WARNING)
+        yield from _against(f"packages ({tested.name})", _pins(tested), GPU_SETUP, WARNING)
 
 
 def environment_kind() -> str:
@@ -114,11 +118,9 @@ def environment_kind() -> str:
     return "cuda" if find_spec("transformer_engine") else resolve_device("auto").kind
 
 
-def _read_lock(lock: Path) -> list[Requirement]:
-    """The pins of a lock file that apply to this Python and machine. Hashes are skipped."""
-    lines = (line.split("#")[0].strip().removesuffix("\\") for line in lock.read_text(encoding="utf-8").splitlines())
-    pins = [Requirement(line) for line in lines if line and not line.startswith("--hash")]
-    return [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
+def _pins(lock: Path) -> list[Requirement]:
+    """The pins of a lock file that apply to this Python and machine."""
+    return [Requirement(pin.requirement) for pin in applicable(read_pins(lock))]
 
 
 def _own_requirements() -> list[Requirement]:
@@ -138,13 +140,17 @@ def _against(subject: str, wanted: list[Requirement], fix: str, status: str = FA
         # A local version tag such as +cpu names the build, not the version.
         if not requirement.specifier.contains(installed.split("+")[0], prereleases=True):
             wrong.append(f"{requirement.name} is {installed}, not {requirement.specifier}")
-    yield verdict(subject, not wrong, "; ".join(wrong) or f"all {len(wanted)} installed", fix, status)
+    named = "; ".join(wrong[:NAMED]) + (f"; and {len(wrong) - NAMED} more" if len(wrong) > NAMED else "")
+    yield verdict(subject, not wrong, named or f"all {len(wanted)} installed", fix, status)
 
 
 def check_patches() -> Iterator[Finding]:
     """Reports for each upstream patch whether it is active on this device and fits the installed version."""
     import megasync_patches  # pyright: ignore[reportMissingImports] - the folder patches/
 
+    if find_spec("torch") is None:
+        yield Finding("patches", WARNING, WITHOUT_TORCH, SETUP)
+        return
     kind = environment_kind()
     for module in pkgutil.iter_modules(megasync_patches.__path__):
         patch = getattr(import_module(f"megasync_patches.{module.name}"), "PATCH", None)
@@ -176,10 +182,13 @@ def check_patches() -> Iterator[Finding]:
 
 def check_devices() -> Iterator[Finding]:
     """Reports cores, GPUs and the free memory of each GPU."""
-    import torch
-
     cores = len(os.sched_getaffinity(0))
     yield verdict("cpu", cores > 1, f"{cores} core(s)", "at least 2 cores are recommended", WARNING)
+    if find_spec("torch") is None:
+        yield Finding("gpu", WARNING, WITHOUT_TORCH, f"{SETUP}, or {GPU_SETUP[4:]}")
+        return
+    import torch
+
     if not torch.cuda.is_available():
         if environment_kind() == "cpu":
             yield Finding("gpu", OK, "none; runs use cluster.device=cpu")
@@ -220,7 +229,7 @@ def check_transformer_engine() -> Iterator[Finding]:
 
 
 def check_ray() -> Iterator[Finding]:
-    """Checks Ray's token authentication: it must be on, and a token must exist or be creatable."""
+    """Checks Ray's token authentication: it must be on, and joining a cluster needs its token."""
     mode = os.environ.get("RAY_AUTH_MODE", "").lower()
     if mode == "disabled":
         detail = "RAY_AUTH_MODE=disabled: anyone who can reach Ray can run code here"
@@ -229,14 +238,14 @@ def check_ray() -> Iterator[Finding]:
     if os.environ.get("RAY_AUTH_TOKEN"):
         yield Finding("ray token", OK, "from RAY_AUTH_TOKEN")
         return
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    path = ray_token_file(os.environ)
     if path.is_file():
         yield Finding("ray token", OK, str(path))
     elif writable(path.parent):
         yield Finding("ray token", OK, f"will be created at {path}")
     else:
-        fix = "make its folder writable, or set RAY_AUTH_TOKEN"
-        yield Finding("ray token", FAILURE, f"{path} cannot be created", fix)
+        detail = f"{path} cannot be created; a run that starts Ray itself makes a token of its own"
+        yield Finding("ray token", WARNING, detail, "to join a cluster, set RAY_AUTH_TOKEN to its token")
 
 
 def check_proxies() -> Iterator[Finding]:

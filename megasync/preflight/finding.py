@@ -1,8 +1,7 @@
-"""What a check of the machine found, and checks that several doctors share: free space, ports, writable folders."""
+"""What a check of the machine found, and checks that several doctors share: free space, ports."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 from collections.abc import Iterator
@@ -36,12 +35,6 @@ def check_space(subject: str, path: Path, wanted: int, fix: str, why: str = "") 
     """Checks that `wanted` bytes are free on the disk of `path`; `why` is appended to the detail."""
     free = shutil.disk_usage(path).free
     return verdict(subject, free >= wanted, f"{bytes_text(free)} free at {path}{why}", fix)
-
-
-def writable(path: Path) -> bool:
-    """Whether the folder can be written or created."""
-    present = next(p for p in (path, *path.parents) if p.exists())
-    return present.is_dir() and os.access(present, os.W_OK)
 
 
 def check_ports(host: str) -> Iterator[Finding]:

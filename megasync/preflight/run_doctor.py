@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from megasync.base.files import bytes_text
+from megasync.base.files import bytes_text, writable
 from megasync.config import Config
 from megasync.config.access import describe_access, generation_needs_key
 from megasync.config.host import is_loopback, resolve_host
@@ -30,7 +30,6 @@ from megasync.preflight.finding import (
     check_ports,
     check_space,
     verdict,
-    writable,
 )
 from megasync.preflight.memory import checkpoint_bytes
 from megasync.preflight.plan import resolve_plan

@@ -34,7 +34,7 @@ def serve(target: Path, host: str, port: int, with_token: bool, say: Callable[[s
         from megasync.watch.page import application
     except ImportError as error:
         raise ConfigError(
-            f"megasync watch needs {error.name}, which is not installed; run: pip install 'megasync[watch]'"
+            f"megasync watch needs {error.name}, which is not installed; install megasync again with its dependencies"
         ) from None
 
     app = application(target, RECONNECT_SECONDS)

@@ -11,13 +11,14 @@ from chosen_tokens import chosen_of
 from token_rewards import step_of as token_step_of
 from token_rewards import with_values
 
-from megasync.algorithms import estimator_of, policy_loss
+from megasync.algorithms import estimator_of
 from megasync.algorithms.advantages import StepRewards, gae, optimal_token_baseline
+from megasync.algorithms.policy_loss import policy_loss
 from megasync.algorithms.value_loss import value_loss
 from megasync.config.builtin import ADVANTAGES, LOSSES
 from megasync.config.schema import AlgorithmConfig
 
-pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/setup_extra.sh verl`")
+pytest.importorskip("verl.version", reason="verl is not installed; run `megasync install verl`")
 pytestmark = pytest.mark.extra
 GROUPS, SIZE, LONGEST = 6, 4, 9
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}

@@ -1,5 +1,6 @@
 """The command line: fast help, one message per error, and results with their paths."""
 
+import importlib.util
 import os
 import pydoc
 import signal
@@ -13,8 +14,10 @@ import typer
 from typer.testing import CliRunner
 
 import megasync
+from megasync.base import shipped
 from megasync.cli import commands as cli
 from megasync.errors import TrainingError
+from megasync.install import missing
 from megasync.observe.samples import append_answers
 
 ROOT = Path(__file__).parents[2]
@@ -270,3 +273,36 @@ def test_a_sigterm_outside_of_an_event_loop_ends_a_command_as_ctrl_c_does(capsys
     assert (ended.value.exit_code, cleaned) == (130, [True])
     assert "stopped by SIGTERM" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_command_without_its_packages_names_what_installs_them(here, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(missing, "find_spec", lambda name: None if name in ("ray", "sglang") else find(name))
+    status, out, err = here("quickstart")
+    assert (status, out) == (2, "") and "ray, sglang; run `megasync install cpu`" in err and not any(tmp_path.iterdir())
+
+
+def test_a_module_of_a_run_that_cannot_be_imported_is_no_traceback(here, monkeypatch):
+    def absent(*_, **__):
+        raise ModuleNotFoundError("No module named 'ray.util'", name="ray.util")
+
+    monkeypatch.setattr("megasync.app.mailbox.ask", absent)
+    status, _, err = here("scale", "run", "rollout=2")
+    assert status == 2 and err == f"ray is not installed in this environment; {missing.FIX}\n"
+
+
+def test_install_hands_over_to_this_environments_python(here, monkeypatch, tmp_path):
+    became = []
+    monkeypatch.setattr(os, "execv", lambda program, words: became.append(words))
+    here("install", "cpu", "trackers", "--env", str(tmp_path / "a b"))
+    assert became == [[sys.executable, "-P", "-m", "megasync.install", "cpu", "trackers", "--env", f"{tmp_path}/a b"]]
+    status, _, err = here("install", "nonesuch")
+    assert status == 2 and "'nonesuch' cannot be installed; name one of: cpu " in err and len(became) == 1
+
+
+def test_files_says_where_the_shipped_files_are_and_copies_them(here, tmp_path):
+    _, out, _ = here("files")
+    assert str(shipped.ROOT / "configs") in out
+    status, out, _ = here("files", str(tmp_path / "mine"))
+    assert status == 0 and out.startswith("wrote ") and (tmp_path / "mine/configs/quickstart.yaml").is_file()

@@ -8,6 +8,7 @@ from megasync.base.importing import load_function
 from megasync.config import load_config
 from megasync.config.schema import Config
 from megasync.data import load_dataset
+from megasync.errors import ConfigError
 from megasync.models import MODELS
 from megasync.preflight.check import check_config
 from megasync.rewards import load_reward
@@ -64,3 +65,11 @@ def test_a_cpu_configuration_has_a_distributed_topology(name, tmp_path):
     assert trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel >= 2
     assert config.rollout.servers >= 2
     assert config.cluster.device == "cpu"
+
+
+def test_a_shipped_configuration_that_is_not_here_is_offered(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"check the path, or copy the shipped one here: megasync files \."):
+        load_config("configs/quickstart.yaml")
+    with pytest.raises(ConfigError, match=r"does not exist; check the path$"):
+        load_config("configs/mine.yaml")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/setup_extra.sh verl`")
+pytest.importorskip("verl.version", reason="verl is not installed; run `megasync install verl`")
 
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu

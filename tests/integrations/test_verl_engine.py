@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import make_tiny_model, make_tiny_value_model
 
-pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/setup_extra.sh verl`")
+pytest.importorskip("verl.version", reason="verl is not installed; run `megasync install verl`")
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from verl_data import OUTPUTS, PROMPT, TEMPERATURE, padded_batch, routed_batch

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/setup_extra.sh verl`")
+pytest.importorskip("verl.version", reason="verl is not installed; run `megasync install verl`")
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "verl"
 # Seconds; several times what each needs on two busy cores.

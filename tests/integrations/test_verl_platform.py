@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("verl.version", reason="verl is not installed; run `bash launch/setup_extra.sh verl`")
+pytest.importorskip("verl.version", reason="verl is not installed; run `megasync install verl`")
 
 OPEN = """
 import sys

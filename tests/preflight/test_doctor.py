@@ -17,6 +17,7 @@ from packaging.version import Version
 from rich.console import Console
 
 from megasync import device
+from megasync.base.files import ray_token
 from megasync.config import Config
 from megasync.preflight import doctor
 from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, check_ports
@@ -63,7 +64,7 @@ def no_room(*_: object) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("place", "name", "value", "check", "subject", "status", "words"),
     [
-        (doctor, "OLDEST_PYTHON", (99, 1), doctor.check_python, "python", FAILURE, "needs 99.1 or newer"),
+        (doctor, "PYTHONS", ((99, 1),), doctor.check_python, "python", FAILURE, "with Python 99.1"),
         (os, "pidfd_open", None, doctor.check_python, "system", FAILURE, "5.3"),
         (os, "sched_getaffinity", lambda _: {0}, doctor.check_devices, "cpu", WARNING, "at least 2 cores"),
         (psutil, "virtual_memory", no_room, doctor.check_memory, "memory", WARNING, "stop other programs"),
@@ -71,7 +72,7 @@ def no_room(*_: object) -> SimpleNamespace:
         (doctor, "OPEN_FILES", 10**12, doctor.check_disk, "open files", FAILURE, "ulimit -n"),
         (doctor, "DISK_BYTES", 10**18, doctor.check_disk, "disk", FAILURE, "run_root"),
         (doctor, "writable", lambda _: False, doctor.check_disk, "run folder", FAILURE, "run_root"),
-        (doctor, "entry_points", lambda group: [], doctor.check_plugins, f"plugin {PLUGINS}", FAILURE, "setup.sh"),
+        (doctor, "entry_points", lambda group: [], doctor.check_plugins, f"plugin {PLUGINS}", FAILURE, "install cpu"),
         (
             doctor,
             "entry_points",
@@ -109,7 +110,7 @@ def test_a_version_that_differs_from_the_lock_is_a_failure(tmp_path):
     same = f"rich=={version('rich')}\ntorch=={version('torch').split('+')[0]}\n"
     lock.write_text(f"# comment\nnumpy==1.0.0\n{same}no-such-package==1\n")
     (finding,) = doctor.check_versions(lock)
-    assert finding.status == FAILURE and "setup.sh" in finding.fix
+    assert finding.status == FAILURE and "install cpu" in finding.fix
     assert "numpy is" in finding.detail and "==1.0.0" in finding.detail
     assert "no-such-package is missing" in finding.detail and not {"rich", "torch"} & set(finding.detail.split())
 
@@ -222,7 +223,7 @@ def test_another_version_than_that_of_the_gpu_lock_is_a_warning(gpu_environment,
     monkeypatch.setattr(doctor, "requires", lambda _: [])
     declared, tested = doctor.check_versions()
     assert declared.status == OK
-    assert (tested.status, tested.detail) == (WARNING, "b is 2.20.2, not ==1.0") and "gpu_environment.sh" in tested.fix
+    assert (tested.status, tested.detail) == (WARNING, "b is 2.20.2, not ==1.0") and "install gpu" in tested.fix
 
 
 def test_a_missing_or_broken_transformer_engine_is_a_failure(gpu_environment, monkeypatch):
@@ -263,15 +264,16 @@ def test_ray_authentication_turned_off_is_a_warning(monkeypatch):
     assert finding.status == WARNING and "RAY_AUTH_MODE" in finding.fix
 
 
-def test_a_token_must_exist_or_be_creatable(monkeypatch, tmp_path):
+def test_a_home_in_which_no_token_can_be_saved_stops_no_run_of_this_machine(monkeypatch, tmp_path):
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     (finding,) = doctor.check_ray()
-    assert finding.status == OK and "will be created" in finding.detail
+    assert finding.status == OK and "will be created" in finding.detail and ray_token({}) == {}
     (tmp_path / ".ray").touch()
     (finding,) = doctor.check_ray()
-    assert finding.status == FAILURE and finding.fix
+    assert finding.status == WARNING and "a token of its own" in finding.detail and "RAY_AUTH_TOKEN" in finding.fix
+    assert len(ray_token({})["RAY_AUTH_TOKEN"]) == 64 and ray_token({"RAY_AUTH_TOKEN": "x"}) == {}
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
     (finding,) = doctor.check_ray()
     assert finding.status == OK and "secret" not in finding.detail
@@ -298,3 +300,11 @@ def test_a_temporary_folder_that_is_too_long_for_sockets_is_replaced_or_reported
     monkeypatch.setattr("megasync.base.files._SHORT_FOLDERS", ())
     (finding,) = doctor.check_socket_folder()
     assert finding.status == FAILURE and "RAY_TMPDIR" in finding.fix and "107 bytes" in finding.fix
+
+
+def test_without_a_runs_packages_the_doctor_names_the_command_that_installs_them(monkeypatch):
+    find = doctor.find_spec
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "torch" else find(name))
+    findings = [*doctor.check_patches(), *doctor.check_devices()]
+    assert [(f.subject, f.status) for f in findings] == [("patches", WARNING), ("cpu", OK), ("gpu", WARNING)]
+    assert all("megasync install cpu" in str(finding.fix) for finding in findings if finding.status == WARNING)

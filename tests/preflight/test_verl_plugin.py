@@ -11,7 +11,7 @@ from megasync.preflight.finding import FAILURE, OK
 
 # Not `verl`: without the package that is the folder of its examples.
 needs_verl = pytest.mark.skipif(
-    find_spec("verl.version") is None, reason="verl is not installed; run `bash launch/setup_extra.sh verl`"
+    find_spec("verl.version") is None, reason="verl is not installed; run `megasync install verl`"
 )
 
 

@@ -17,10 +17,10 @@ from chosen_tokens import chosen_of
 from token_rewards import step_of
 from torch import Tensor
 
-from megasync.algorithms import estimator_of, policy_loss
+from megasync.algorithms import estimator_of
 from megasync.algorithms.advantages import StepRewards
 from megasync.algorithms.choose import chooser_of
-from megasync.algorithms.policy_loss import KL_KINDS
+from megasync.algorithms.policy_loss import KL_KINDS, policy_loss
 from megasync.config.builtin import ADVANTAGES
 from megasync.config.schema import AlgorithmConfig
 

@@ -9,7 +9,7 @@ from megasync.errors import ConfigError
 
 # Each in a folder NAME-VERSION of its own.
 FOLDER = Path(sys.prefix) / "rehearsal"
-COMMAND = "bash launch/setup_extra.sh rehearsal"
+COMMAND = "megasync install rehearsal"
 
 
 def add_to_path(name: str, version: str) -> None:

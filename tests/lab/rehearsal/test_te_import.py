@@ -80,7 +80,7 @@ def test_layers_of_transformer_engine_build_on_the_meta_device(model_configs, me
 
 def test_a_missing_package_is_an_error_with_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(packages, "FOLDER", tmp_path)
-    with pytest.raises(ConfigError, match=r"transformer-engine 9\.9 is not in .*bash launch/setup_extra\.sh rehearsal"):
+    with pytest.raises(ConfigError, match=r"transformer-engine 9\.9 is not in .*megasync install rehearsal"):
         packages.add_to_path("transformer-engine", "9.9")
 
 
