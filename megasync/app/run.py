@@ -32,7 +32,7 @@ from megasync.control.progress import Progress
 from megasync.control.recovery import FAILED_STEPS_FOLDER
 from megasync.control.restore import restore
 from megasync.device import Device, resolve_device
-from megasync.errors import ServerParityError
+from megasync.errors import MegasyncError, ServerParityError
 from megasync.evaluation.periodic import PeriodicEvaluation
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
@@ -162,7 +162,11 @@ class Run(AnyRun):
         await workers.announce(progress.version, progress.claimed)
         await started.buffer.publish(progress.version)
         await fleet.joined([control.url for control in fleet.joiners() if control in started.controls])
-        handlers = {"scale": partial(self._scale, fleet), "stacks": partial(answer_with_report, opened.reports)}
+        handlers = {
+            "scale": partial(self._scale, fleet),
+            "stacks": partial(answer_with_report, opened.reports),
+            "stop": self._stop,
+        }
         await stack.enter_async_context(opened.mailbox.answering(handlers))
         return Controller(config, context, parts, progress, self.run_dir / FAILED_STEPS_FOLDER)
 
@@ -257,6 +261,12 @@ class Run(AnyRun):
         except ServerParityError as error:
             observer.message(f"restarting servers that alone disagree with the trainer: {error}")
             await fleet.parity_failed(error.reasons)
+
+    async def _stop(self) -> str:
+        """Stops as at the first Ctrl-C, for who cannot send this process a signal. Raises MegasyncError before that."""
+        if not self.request_stop("requested from outside"):
+            raise MegasyncError("the run is still starting and has nothing to save")
+        return "stopping after this step"
 
     async def _scale(self, fleet: Fleet, servers: int) -> str:
         """Changes the number of servers, also for a later resume of the run."""

@@ -20,9 +20,10 @@ from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from megasync.base.importing import quick_imports
 from megasync.concurrency.event_loop import end_process
@@ -44,7 +45,19 @@ EXIT_SECONDS = 30.0
 # Seconds allowed for resizing the server pool, in addition to the start timeout of a server.
 SCALE_GRACE = 90.0
 
+
+class Commands(TyperGroup):
+    """Commands, of which some have names of two words."""
+
+    # Typer has a copy of click's classes, which it does not name in public.
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if (name := " ".join(args[:2])) in self.commands:
+            args = [name, *args[2:]]
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Fully asynchronous reinforcement learning for language models: Megatron trains, SGLang generates, and "
     "neither waits for the other.\n\n"
     "To train a small model on this machine: [bold]megasync install cpu[/], then [bold]megasync quickstart[/]. "
@@ -772,6 +785,14 @@ def launch(
         str, typer.Option(help="Network interface to use on all hosts. Default: the one that routes to the others.")
     ] = "",
     wait: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for all hosts to join.")] = 300.0,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Start the part of host N only (from 0), here: for schedulers that start this command on every host.",
+        ),
+    ] = None,
     continue_file: ContinueFile = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands without running them.")] = False,
 ) -> None:
@@ -784,27 +805,34 @@ def launch(
     """
     from megasync.config import load_config
     from megasync.launch.hosts import read_hosts
-    from megasync.launch.launcher import Job, run_job
+    from megasync.launch.launcher import LOCAL, Job, run_job
     from megasync.launch.launcher import dry_run as commands
     from megasync.launch.slurm import SHELL, requeue, run_file, slurm_hosts
     from megasync.preflight.check import check_config
 
     if bool(hosts) == slurm:
         raise ConfigError("give either --hosts h1,h2,... or, inside a Slurm job, --slurm")
+    named = slurm_hosts() if slurm else read_hosts(hosts)
+    if rank is not None and (slurm or rank >= len(named) or continue_file is None):
+        raise ConfigError(
+            f"--rank {rank} needs --hosts with more than {rank} hosts, not --slurm, and --continue FILE in a folder "
+            "that all hosts share"
+        )
     if slurm and continue_file is None:
         continue_file = run_file(load_config(config, overrides or ()).run_root)
     source, changes = _resolved(config, overrides, continue_file)
     loaded = load_config(source, [*changes, "cluster.address=auto", "cluster.host=auto"])
     check_config(_with_models(loaded, weights=False), planning=True)
     job = Job(
-        hosts=slurm_hosts() if slurm else read_hosts(hosts),
+        hosts=named,
         config=loaded,
         config_file=source,
         changes=changes,
         folder=Path.cwd(),
-        shell=SHELL if slurm else shell,
+        shell=SHELL if slurm else shell if rank is None else LOCAL,
         interface=interface,
         continue_file=continue_file,
+        rank=rank,
         wait=wait,
         logs=(Path(loaded.run_root) / "launch" / f"{datetime.now():%Y%m%d-%H%M%S}").absolute(),
     )
@@ -812,6 +840,46 @@ def launch(
         typer.echo("\n".join(commands(job)))
         return
     raise typer.Exit(asyncio.run(run_job(job, requeue if slurm else None)))
+
+
+@command(
+    RUNS,
+    "launch render --target kuberay configs/qwen3_32b_math.yaml --image IMAGE --volume megasync-data:/data "
+    "run_root=/data/runs > run.yaml",
+    "launch render --target slurm configs/qwen3_32b_math.yaml > run.sbatch",
+    name="launch render",
+)
+def launch_render(
+    config: ConfigFile,
+    target: Annotated[str, typer.Option(help="What starts the run: kuberay, job (Kubernetes), skypilot or slurm.")],
+    overrides: Overrides = None,
+    image: Annotated[str, typer.Option(help="Image that the nodes pull: kuberay, job.")] = "",
+    volume: Annotated[
+        str,
+        typer.Option(metavar="CLAIM:PATH", help="Shared volume and where to mount it; run_root is on it."),
+    ] = "",
+    folder: Annotated[
+        str,
+        typer.Option(metavar="PATH", help="Where CONFIG and its files are in the pods. Default: the image's checkout."),
+    ] = "",
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="What SkyPilot calls the GPUs.")] = "H100",
+) -> None:
+    """Print the file with which Kubernetes, SkyPilot or Slurm starts CONFIG. Starts nothing.
+
+    Nodes and devices are those of `megasync plan`. The file holds no secrets; its
+    first lines say how it is submitted.
+    """
+    from megasync.config import load_config
+    from megasync.launch.manifests import deployment, render
+    from megasync.preflight.check import check_config
+    from megasync.preflight.plan import resolve_plan
+
+    changes = overrides or []
+    loaded = load_config(config, [*changes, "cluster.address=auto", "cluster.host=auto"])
+    loaded = _with_models(loaded, weights=False)
+    check_config(loaded, planning=True)
+    run = deployment(target, resolve_plan(loaded), config, changes, image, volume, folder, gpu)
+    typer.echo(render(target, run), nl=False)
 
 
 @command(CHECKS, "doctor", "doctor configs/quickstart.yaml", "doctor --cluster auto --nodes 4 my_run.yaml")

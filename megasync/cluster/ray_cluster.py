@@ -10,7 +10,8 @@ import threading
 import ray
 from megasync_patches import ray_loopback  # pyright: ignore[reportMissingImports] - the folder patches/
 
-from megasync.base.files import ray_environment, ray_token
+from megasync.base.files import bytes_text, ray_environment, ray_token
+from megasync.base.shared_memory import FIX, FOLDER, SHARED_MEMORY_BYTES, free_shared_memory
 from megasync.config import Config
 from megasync.config.host import LOOPBACK, reach_directly, resolve_host
 from megasync.errors import MegasyncError
@@ -19,7 +20,6 @@ log = logging.getLogger(__name__)
 
 # Actors without a device (router, workers) still need a worker slot each in Ray's accounting of processes.
 SPARE_CPUS = 2
-OBJECT_STORE_BYTES = 512 * 1024**2
 
 
 class RayCluster:
@@ -36,6 +36,8 @@ class RayCluster:
         if ray.is_initialized():
             log.info("Using the Ray session that is already initialised")
             return
+        if not self._address and (room := free_shared_memory()) < SHARED_MEMORY_BYTES:
+            log.warning("Only %s free at %s: Ray is slow, and NCCL may fail; %s", bytes_text(room), FOLDER, FIX)
         quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
         logging.getLogger("ray").setLevel(logging.ERROR)
         # Ray would otherwise rewrite CUDA_VISIBLE_DEVICES to "" for actors without GPUs; the servers set their own.
@@ -53,7 +55,7 @@ class RayCluster:
                         # Ray would otherwise join any other cluster on this machine.
                         address="local",
                         num_cpus=self._devices + SPARE_CPUS,
-                        object_store_memory=OBJECT_STORE_BYTES,
+                        object_store_memory=SHARED_MEMORY_BYTES,
                         include_dashboard=False,
                         # Only this machine needs to reach it, wherever servers and ranks listen.
                         _node_ip_address=LOOPBACK,

@@ -1,4 +1,5 @@
-"""Starts a job on its hosts and shuts it down again. Runs where the user started the job.
+"""Starts a job on its hosts and shuts it down again. Runs where the user started the job, or, where a scheduler starts
+the same command on every host (`Job.rank`), on each of them for that host alone.
 
 phase         waits for                           deadline and failure
 ------------  ----------------------------------  --------------------------------------------------------------
@@ -16,6 +17,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import secrets
 import shlex
 import signal
@@ -29,9 +31,10 @@ from megasync.concurrency.event_loop import handle_signals
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config import Config
 from megasync.config.access import GENERATION_KEY_VARIABLE, given_generation_key
-from megasync.errors import MegasyncError
+from megasync.errors import ConfigError, MegasyncError
 from megasync.launch.hosts import Host
 from megasync.launch.node import HEAD_SECONDS, READY, STOP_SECONDS
+from megasync.launch.preemption import UNFINISHED, is_complete
 from megasync.launch.remote import SSH, Remote, shell_command
 
 log = logging.getLogger(__name__)
@@ -45,6 +48,11 @@ DRIVER_CODES = (0, 2, STOPPED)
 NOT_EXECUTED = (126, 127)
 # Delay before restarting a lost node; it doubles from the first value to the second.
 BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 5.0, 60.0
+# Ray's own choice of a head's port, for hosts that must know it in advance.
+HEAD_PORT = 6379
+TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
+# In place of a remote shell: the host is the one that this runs on.
+LOCAL = "sh -c 'exec \"$@\"'"
 # Placeholder for an address that is known only once the head is up.
 HEAD_PLACE = "HEAD:PORT"
 # What each host adds to its commands.
@@ -69,6 +77,8 @@ class Job:
     python: str = sys.executable
     # Records the run to resume; None starts a new one.
     continue_file: Path | None = None
+    # The only host, by its number, that this launcher is for; None for all.
+    rank: int | None = None
     # Seconds for all nodes to join.
     wait: float = 300.0
     # Where each host keeps the log of its Ray node.
@@ -78,9 +88,14 @@ class Job:
         """The command that starts a Ray node on `host`; the head node if `head` (its address) is ""."""
         cluster = self.config.cluster
         words = ["ray", "--device", cluster.device, "--devices", str(cluster.devices_per_node)]
-        words += ["--head", head] if head else []
+        words += ["--head", head] if head else ["--port", str(HEAD_PORT)] if self.rank is not None else []
         words += ["--pool", host.pool] if host.pool else []
         return self._node(host, [*words, "--log", str(self.logs / f"ray-{host.name}.log")])
+
+    @property
+    def known_head(self) -> str:
+        """The head's address, where it is the same before the head is up."""
+        return f"{self.hosts[0].reachable_at}:{HEAD_PORT}"
 
     def on_head(self, command: Sequence[str], stop_seconds: float = STOP_SECONDS) -> list[str]:
         """The command that runs `command` on the head's host; it has `stop_seconds` to exit when asked to."""
@@ -105,9 +120,13 @@ class Job:
         return [str(self.config_file), *self.changes]
 
     def _node(self, host: Host, words: list[str]) -> list[str]:
-        """A node command. Its interface is the one that routes to the head, or on the head to some other host."""
+        """A node command. Its interface is the one that routes to the head, or on the head to some other host.
+
+        Where a scheduler starts each host, others may not be there yet: then the head takes its default route.
+        """
         head, *others = self.hosts
-        peer = head.reachable_at if host is not head else others[0].reachable_at if others else ""
+        peer = others[0].reachable_at if others and self.rank is None else ""
+        peer = peer if host is head else head.reachable_at
         node = [self.python, "-m", "megasync.launch.node", "--folder", str(self.folder), "--peer", peer]
         node += ["--interface", self.interface] if self.interface else []
         return shell_command(host.shell or self.shell, host.name, node + words)
@@ -116,8 +135,10 @@ class Job:
 def dry_run(job: Job) -> list[str]:
     """A note, then the command lines of a job in order, ready for a shell. They contain no secrets."""
     head, *others = job.hosts
+    if job.rank:
+        return [DRY_RUN_NOTE, shlex.join(job.ray_node(job.hosts[job.rank], job.known_head))]
     commands = [job.ray_node(head, "")]
-    commands += [job.ray_node(host, HEAD_PLACE) for host in others]
+    commands += [job.ray_node(host, HEAD_PLACE) for host in others] if job.rank is None else []
     commands += [job.on_head(job.doctor(HEAD_PLACE)), job.on_head(job.driver(HEAD_PLACE), job.stop_seconds)]
     return [DRY_RUN_NOTE, *(shlex.join(command) for command in commands)]
 
@@ -128,7 +149,7 @@ class Launcher:
     def __init__(self, job: Job, notify: Callable[[str], None] = print) -> None:
         self._job = job
         self._notify = notify
-        self._environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self._environment = {"RAY_AUTH_MODE": "token", TOKEN_VARIABLE: _token(job)}
         # Environment variables that only the driver receives.
         self._secrets = {} if (key := given_generation_key()) is None else {GENERATION_KEY_VARIABLE: key}
         # The command running on the head node: the doctor, then the driver.
@@ -149,11 +170,13 @@ class Launcher:
 
         Raises MegasyncError if the nodes do not start, the doctor finds a failure or the head node is lost.
         """
+        if self._job.rank:
+            return await self._join(self._job.hosts[self._job.rank])
         async with AsyncExitStack() as stack:
             head, head_watch = await self._start_head(stack)
             supervisors = [
                 asyncio.create_task(self._supervise_node(host, head), name=f"node {host.name}")
-                for host in self._job.hosts[1:]
+                for host in (self._job.hosts[1:] if self._job.rank is None else ())
             ]
             for supervisor in supervisors:
                 supervisor.add_done_callback(self._on_supervisor_done)
@@ -165,6 +188,19 @@ class Launcher:
             if self._failure:
                 raise MegasyncError(self._failure)
             return code
+
+    async def _join(self, host: Host) -> int:
+        """Keeps a node of this host in the cluster of the first one, until the run is complete or a signal ends it."""
+        node = asyncio.create_task(self._supervise_node(host, self._job.known_head), name=f"node {host.name}")
+        stopping = asyncio.create_task(self._stopping.wait(), name="stop")
+        try:
+            await asyncio.wait([node, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not node.done():
+                return STOPPED
+            node.result()
+            return 0
+        finally:
+            await cancel_and_wait(node, stopping)
 
     async def _run_doctor_and_driver(self, head: str) -> int:
         code = await self._run_on_head(self._job.doctor(head), STOP_SECONDS)
@@ -233,7 +269,7 @@ class Launcher:
             raise MegasyncError(f"cannot execute the remote shell {self._job.shell!r}: {error}") from error
 
     async def _supervise_node(self, host: Host, head: str) -> None:
-        """Starts a node, and restarts it with backoff whenever it is lost."""
+        """Starts a node, and restarts it with backoff whenever it is lost. For a rank it returns with the run's end."""
         backoff = BACKOFF_SECONDS
         while True:
             node = await self._start_node(host, head)
@@ -247,6 +283,9 @@ class Launcher:
                     f"{host.name} cannot execute {self._job.python}; the checkout must be at {self._job.folder} there, "
                     "with its environment (megasync install, or launch/setup.sh in a checkout)"
                 )
+            if self._job.rank and await asyncio.to_thread(is_complete, self._job.continue_file):
+                self._notify(f"[{host.name}] the run is complete")
+                return
             if asyncio.get_running_loop().time() - started > MAX_BACKOFF_SECONDS:
                 backoff = BACKOFF_SECONDS
             self._notify(f"[{host.name}] Ray node exited with status {code}; restarting it in {backoff:g} s")
@@ -308,7 +347,25 @@ async def run_job(job: Job, requeue: Callable[[], None] | None) -> int:
         await asyncio.to_thread(requeue)
     elif code:
         _print_line(f"the run exited with status {code}")
+    elif job.rank == 0 and not await asyncio.to_thread(is_complete, job.continue_file):
+        _print_line("the run was stopped before its goal; the same command continues it")
+        return UNFINISHED
     return code
+
+
+def _token(job: Job) -> str:
+    """The token of the job's Ray cluster: new, or the given one where several launchers need the same.
+
+    Raises ConfigError if those have none.
+    """
+    if job.rank is None or len(job.hosts) == 1:
+        return secrets.token_hex(32)
+    if token := os.environ.get(TOKEN_VARIABLE):
+        return token
+    raise ConfigError(
+        f"--rank with {len(job.hosts)} hosts needs the same {TOKEN_VARIABLE} in the environment of each; make one with "
+        "`openssl rand -hex 32`, and give it as a secret of the scheduler"
+    )
 
 
 def _print_line(line: str) -> None:

@@ -125,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_subparsers(dest="what", required=True)
     ray = what.add_parser("ray")
     ray.add_argument("--head", default="", help="ADDRESS:PORT of the head; empty to start the head")
+    ray.add_argument("--port", type=int, default=0, help="port of the head; 0 for any that is free")
     ray.add_argument("--device", default="auto")
     ray.add_argument("--devices", type=int, required=True, help="cluster.devices_per_node")
     ray.add_argument("--pool", default="")
@@ -138,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ray(args: argparse.Namespace, pipe: ControlPipe, address: str) -> int:
-    port = 0 if args.head else free_port(address)
+    port = 0 if args.head else args.port or free_port(address)
     # Without GPUs each rank is accounted as one CPU in Ray, whatever its number of cores; Ray counts GPUs itself.
     cpus = args.devices if resolve_device(args.device).kind == "cpu" else 0
     node = ManagedProcess(ray_command(address, args.head, port, cpus, args.pool), os.environ, args.log)

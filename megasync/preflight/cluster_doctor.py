@@ -25,6 +25,7 @@ POLL_SECONDS = 0.5
 def examine_cluster(address: str, nodes: int, wait: float, config: Config | None = None) -> list[Finding]:
     """Waits up to `wait` seconds for `nodes` nodes, then examines them, with a `config` also for that configuration.
 
+    A node that offers Ray no device, such as a head for the driver alone, is none of them.
     Raises MegasyncError if there is no Ray cluster at `address`.
     """
     try:
@@ -53,7 +54,8 @@ def examine_cluster(address: str, nodes: int, wait: float, config: Config | None
 def _await_nodes(nodes: int, wait: float) -> list[dict]:
     deadline = time.monotonic() + wait
     while True:
-        there = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeManagerAddress"])
+        alive = [node for node in ray.nodes() if node["Alive"] and node["Resources"].keys() & {"CPU", "GPU"}]
+        there = sorted(alive, key=lambda node: node["NodeManagerAddress"])
         if len(there) >= nodes or time.monotonic() >= deadline:
             return there
         time.sleep(POLL_SECONDS)

@@ -22,11 +22,13 @@ from pathlib import Path
 from megasync_patches import PatchError, ray_bind  # pyright: ignore[reportMissingImports] - the folder patches/
 from packaging.requirements import Requirement
 
-from megasync.base.files import leaves_room_for_sockets, ray_token_file, socket_folder, writable
+from megasync.base.files import bytes_text, leaves_room_for_sockets, ray_token_file, socket_folder, writable
+from megasync.base.shared_memory import FIX, FOLDER, SHARED_MEMORY_BYTES, free_shared_memory
 from megasync.base.shipped import LOCKS
 from megasync.config import Config
 from megasync.config.host import LOOPBACK, is_loopback, proxy_variables, resolve_host
 from megasync.device import why_no_gpu
+from megasync.errors import ConfigError
 from megasync.install.environment import SUPPORTED as PYTHONS
 from megasync.install.pins import applicable, read_pins
 from megasync.integrations.verl_versions import SUPPORTED
@@ -42,7 +44,6 @@ WITHOUT_TORCH = "not examined, because torch is not installed"
 MEMORY_BYTES = 5 * 10**9
 DISK_BYTES = 2 * 10**9
 # Ray's object store, as `cluster.ray_cluster` sizes it.
-SHARED_MEMORY_BYTES = 512 * 2**20
 OPEN_FILES = 1024
 # At most so many wrong packages are named.
 NAMED = 8
@@ -271,10 +272,12 @@ def check_memory() -> Iterator[Finding]:
     free = psutil.virtual_memory().available
     fix = f"the quickstart needs about {MEMORY_BYTES / 1e9:.0f} GB; stop other programs"
     yield verdict("memory", free >= MEMORY_BYTES, f"{free / 1e9:.1f} GB available", fix, WARNING)
-    shared = Path("/dev/shm")
-    if shared.is_dir():
-        fix = "enlarge /dev/shm (in a container: --shm-size=1g)"
-        yield check_space("shared memory", shared, SHARED_MEMORY_BYTES, fix)
+    try:
+        room = free_shared_memory()
+    except ConfigError as error:
+        yield Finding("shared memory", FAILURE, str(error).removesuffix(f"; {FIX}"), FIX)
+    else:
+        yield verdict("shared memory", room >= SHARED_MEMORY_BYTES, f"{bytes_text(room)} free at {FOLDER}", FIX)
 
 
 def check_disk() -> Iterator[Finding]:

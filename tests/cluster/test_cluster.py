@@ -21,7 +21,7 @@ from megasync.cluster.ray_cluster import RayCluster
 from megasync.cluster.rollout_workers import WorkerActor
 from megasync.config import Config
 from megasync.config.pools import PoolSpec
-from megasync.errors import DataError, MegasyncError, ProcessLost, TrainingError
+from megasync.errors import ConfigError, DataError, MegasyncError, ProcessLost, TrainingError
 
 # Whether a worker finds this module by its name depends on what else is installed under the name "tests".
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -62,6 +62,13 @@ def test_the_cause_of_a_failed_ray_start_is_reported(monkeypatch: pytest.MonkeyP
     with pytest.raises(MegasyncError, match=f"could not start Ray on this machine: {type(cause).__name__}: ") as caught:
         RayCluster(Config(), devices_needed=4).connect()
     assert str(cause) in str(caught.value)
+
+
+def test_a_machine_without_shared_memory_is_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megasync.base.shared_memory.FOLDER", Path("/nowhere"))
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
+    with pytest.raises(ConfigError, match=r"has no /nowhere.*--shm-size=1g"):
+        RayCluster(Config(), devices_needed=4).connect()
 
 
 @pytest.fixture(scope="module")

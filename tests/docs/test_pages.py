@@ -28,6 +28,16 @@ KEYS = {key for key, _ in schema_keys()}
 SECTIONS = {key.split(".")[0] for key in KEYS if "." in key}
 
 
+def calls(text: str) -> list[tuple[str, str]]:
+    """The commands that a text calls, each with what follows it; a name may have two words."""
+    found = []
+    for command, rest in CALL.findall(text):
+        second = next(iter(rest.split()), "")
+        longer = f"{command} {second}"
+        found.append((longer, rest.partition(second)[2]) if longer in COMMANDS else (command, rest))
+    return found
+
+
 def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
@@ -60,7 +70,7 @@ def test_links_have_a_target(page):
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_commands_exist_with_their_options(page):
     unknown = []
-    for command, rest in CALL.findall("\n".join(code(page))):
+    for command, rest in calls("\n".join(code(page))):
         options = set(re.findall(r"(?<=\s)--[a-z][a-z0-9-]*", rest))
         known = set(chain(*(param.opts for param in COMMANDS[command].params))) if command in COMMANDS else set()
         if command not in COMMANDS or not options <= known | {"--help"}:
@@ -130,8 +140,8 @@ def test_every_page_can_be_reached_from_the_readme():
 
 
 def test_every_command_is_in_the_docs():
-    calls = {command for page in PAGES for command, _ in CALL.findall("\n".join(code(page)))}
-    assert set(COMMANDS) - calls == set()
+    called = {command for page in PAGES for command, _ in calls("\n".join(code(page)))}
+    assert set(COMMANDS) - called == set()
 
 
 def test_numbers_of_the_readme_are_on_the_page_that_it_links():

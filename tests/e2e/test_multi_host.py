@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from processes import command_line, living
 from ssh import Ssh
 
 from megasync.config.access import GENERATION_KEY_VARIABLE
+from megasync.launch.preemption import UNFINISHED
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "multi_node.sh"
 ENDLESS = {"total_steps": 100_000}
@@ -155,6 +157,37 @@ def test_a_run_survives_faults_of_its_other_host_and_is_resumed_after_losing_its
     assert f"http://{hosts.address('host1')}" in log.read_text(encoding="utf-8")
     assert hosts.processes("host0") == hosts.processes("host1") == []
     assert files_with(hidden, tmp_path) == []
+
+
+def test_hosts_that_a_scheduler_starts_alike_are_one_job_and_a_preempted_run_goes_on_where_it_stopped(
+    hosts: FakeHosts, miniature: Callable[..., Path], execute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "f" * 64)
+    config = miniature(schedule={"total_steps": 12}, rollout={"servers": 1}, cluster={"devices_per_node": 2})
+    run_file = tmp_path / "this.run"
+    python = (sys.executable, "-m")
+
+    def start(rank: int):
+        host = f"host{rank}"
+        part = ("--hosts", APART, "--rank", str(rank), "--continue", run_file)
+        return execute(hosts.shell, host, *python, "megasync", "launch", config, *part)
+
+    other, head = start(1), start(0)
+    head.wait_for("step 2/")
+    # As a scheduler does on a host that it is about to take away.
+    said = hosts.run("host1", *python, "megasync.launch.preemption", "stop", str(run_file), "120")
+    assert "has stopped" in said
+    assert head.wait() == UNFINISHED, head.output
+    assert "the same command continues it" in head.output
+    trained = head.last_step()
+    assert 2 <= trained < 12
+
+    again = start(0)
+    assert again.wait() == 0, again.output
+    assert f"step {trained + 1}/12" in again.output and f"step {trained}/12" not in again.output
+    assert other.wait() == 0, other.output
+    assert "the run is complete" in other.output
+    assert hosts.processes("host0") == hosts.processes("host1") == []
 
 
 @pytest.mark.hosts

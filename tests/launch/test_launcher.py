@@ -67,10 +67,14 @@ def test_ssh_receives_the_command_as_one_line(config_file: Path) -> None:
         (["--hosts", "a", "no.such=key"], "no.such"),
         (["--hosts", "a", "--shell", "ssh 'x", "--dry-run"], "is not a command: No closing quotation"),
         (["--hosts", "a", "--shell", " ", "--dry-run"], "is not a command"),
+        (["--hosts", "a,b", "--rank", "2", "--continue", "f"], "--rank 2 needs --hosts with more than 2 hosts"),
+        (["--hosts", "a,b", "--rank", "0"], "--continue FILE in a folder"),
+        (["--hosts", "a,b", "--rank", "0", "--continue", "f"], "RAY_AUTH_TOKEN in the environment of each"),
     ],
 )
 def test_invalid_launches_are_refused(config_file: Path, arguments: list[str], words: str, monkeypatch) -> None:
-    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    for variable in ("SLURM_JOB_NODELIST", "RAY_AUTH_TOKEN"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     with pytest.raises(MegasyncError, match=words):
         CliRunner().invoke(app, ["launch", str(config_file), *arguments], catch_exceptions=False)

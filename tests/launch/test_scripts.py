@@ -152,10 +152,10 @@ def test_the_script_for_one_machine_has_a_help_text(checkout):
         ((), "cpu"),
         (("--tier", "fast", "tests/buffer"), "cpu"),
         (("--tier=standard",), "cpu"),
-        (("--tier", "full"), "cpu verl trackers engines rehearsal"),
-        (("--tier=full", "-x"), "cpu verl trackers engines rehearsal"),
-        (("--affected",), "cpu verl trackers engines rehearsal"),
-        (("--affected=HEAD~1",), "cpu verl trackers engines rehearsal"),
+        (("--tier", "full"), "cpu verl trackers engines manifests rehearsal docs"),
+        (("--tier=full", "-x"), "cpu verl trackers engines manifests rehearsal docs"),
+        (("--affected",), "cpu verl trackers engines manifests rehearsal docs"),
+        (("--affected=HEAD~1",), "cpu verl trackers engines manifests rehearsal docs"),
     ],
 )
 def test_the_tests_of_extras_alone_need_more_than_a_run(checkout, arguments, names):
@@ -183,7 +183,10 @@ def test_the_checks_run_all_and_name_those_that_fail(checkout):
     assert "ran basedpyright" in failed.stdout
 
 
-@pytest.mark.parametrize("lock", ["verl.lock", "lint.lock", "trackers.lock", "engines.lock"])
+ADDED = ("verl.lock", "lint.lock", "trackers.lock", "engines.lock", "kuberay.lock", "manifests.lock")
+
+
+@pytest.mark.parametrize("lock", ADDED)
 def test_the_locks_do_not_overlap(lock):
     pins = requirements_of(lock)
     assert {str(requirement.specifier)[:2] for requirement in pins} == {"=="}
@@ -192,11 +195,7 @@ def test_the_locks_do_not_overlap(lock):
 
 def test_locks_that_share_a_package_pin_the_same_version():
     """They are installed into one environment, in any order."""
-    pins = {
-        str(pin)
-        for lock in ("verl.lock", "lint.lock", "trackers.lock", "engines.lock")
-        for pin in requirements_of(lock)
-    }
+    pins = {str(pin) for lock in ADDED for pin in requirements_of(lock)}
     names = [pin.partition("==")[0].lower().replace("_", "-") for pin in pins]
     assert sorted(names) == sorted(set(names))
 

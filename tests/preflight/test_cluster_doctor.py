@@ -229,8 +229,13 @@ def test_no_cluster_at_the_address(monkeypatch):
         cluster_doctor.examine_cluster("192.0.2.1:1", 1, 0.0)
 
 
+NODE = {"Alive": True, "NodeManagerAddress": "192.0.2.1", "NodeManagerHostname": "h0", "Resources": {"CPU": 4.0}}
+
+
 def test_missing_machines(monkeypatch):
-    there = [{"Alive": True, "NodeManagerAddress": "192.0.2.1", "NodeManagerHostname": "h0", "NodeID": "0"}]
+    """A head for the driver alone, which offers Ray no device, is none of those that are waited for."""
+    head = {"NodeManagerAddress": "192.0.2.9", "NodeManagerHostname": "head", "Resources": {"memory": 1.0}}
+    there = [NODE | {"NodeID": "0"}, NODE | head | {"NodeID": "1"}]
     monkeypatch.setattr(ray, "init", lambda **options: None)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(ray, "nodes", lambda: there)
@@ -239,10 +244,9 @@ def test_missing_machines(monkeypatch):
 
 
 def test_a_machine_under_two_names(monkeypatch):
-    node = {"Alive": True, "NodeManagerAddress": "192.0.2.1", "NodeManagerHostname": "h0"}
     monkeypatch.setattr(ray, "init", lambda **options: None)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
-    monkeypatch.setattr(ray, "nodes", lambda: [node | {"NodeID": "0"}, node | {"NodeID": "1"}])
+    monkeypatch.setattr(ray, "nodes", lambda: [NODE | {"NodeID": "0"}, NODE | {"NodeID": "1"}])
     found = only(cluster_doctor.examine_cluster("auto", 2, 0.0))
     assert (found.status, found.detail) == (FAILURE, "2 Ray nodes at 192.0.2.1") and "once" in found.fix
 

@@ -17,6 +17,7 @@ from packaging.version import Version
 from rich.console import Console
 
 from megasync import device
+from megasync.base import shared_memory
 from megasync.base.files import ray_token
 from megasync.config import Config
 from megasync.preflight import doctor
@@ -69,6 +70,7 @@ def no_room(*_: object) -> SimpleNamespace:
         (os, "sched_getaffinity", lambda _: {0}, doctor.check_devices, "cpu", WARNING, "at least 2 cores"),
         (psutil, "virtual_memory", no_room, doctor.check_memory, "memory", WARNING, "stop other programs"),
         (doctor, "SHARED_MEMORY_BYTES", 10**18, doctor.check_memory, "shared memory", FAILURE, "--shm-size"),
+        (shared_memory, "FOLDER", Path("/none"), doctor.check_memory, "shared memory", FAILURE, "--shm-size"),
         (doctor, "OPEN_FILES", 10**12, doctor.check_disk, "open files", FAILURE, "ulimit -n"),
         (doctor, "DISK_BYTES", 10**18, doctor.check_disk, "disk", FAILURE, "run_root"),
         (doctor, "writable", lambda _: False, doctor.check_disk, "run folder", FAILURE, "run_root"),
