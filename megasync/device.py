@@ -243,6 +243,15 @@ def resolve_device(kind: str) -> Device:
     return Device(kind)
 
 
+def count_gpus() -> int:
+    """The number of GPUs that this process can use. Touches none."""
+    if why_no_gpu() is not None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def check_machine(kind: str, *, trains: bool) -> None:
     """Raises ConfigError if a run on this machine alone lacks a GPU or Transformer Engine. Touches no GPU."""
     if resolve_device(kind).kind == "cpu":

@@ -61,7 +61,7 @@ app = typer.Typer(
     help="Fully asynchronous reinforcement learning for language models: Megatron trains, SGLang generates, and "
     "neither waits for the other.\n\n"
     "To train a small model on this machine: [bold]megasync install cpu[/], then [bold]megasync quickstart[/]. "
-    "To validate a configuration without starting anything: "
+    "To begin a run of your own: [bold]megasync init[/]. To validate a configuration without starting anything: "
     "[bold]megasync plan CONFIG[/]. Every command has its own --help, with examples.",
     no_args_is_help=True,
     add_completion=False,
@@ -194,6 +194,61 @@ def quickstart(overrides: Overrides = None) -> None:
     require("torch", "ray", "megatron", "sglang", "sglang_router")
     fetch("digits")
     train(ROOT / "configs" / "quickstart.yaml", overrides)
+
+
+@command(
+    RUNS,
+    "init",
+    "init my-run --template tools",
+    "init my-run --template math --model Qwen/Qwen3-0.6B --gpus 8",
+)
+def init(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="Folder for the run: new or empty. Default: this one.")
+    ] = None,
+    template: Annotated[str | None, typer.Option(help="Template, one of those above. Default: reward.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model to train: digits or smollm2 (small, for a CPU), OWNER/NAME on a hub, or a folder. Default: the "
+            "small one that suits the template."
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, max=1024, help="GPUs of the machine; 0 for a CPU. Default: those of this one.")
+    ] = None,
+) -> None:
+    """Write a run of your own into DIR: configuration, reward, tools or agent, rows, and a test of the reward.
+
+    It works as it is written, and every file is yours to change. Templates: reward
+    (a reward function of your own), math (word problems), tools (an agent that
+    calls your tools), agent (one that uses OpenAI's API), sft (supervised learning
+    first), lora (adapters), distill (from a teacher), deepresearch (an agent that
+    searches). Without arguments, a few questions are asked.
+    """
+    from megasync.cli.questions import ask_run
+    from megasync.device import count_gpus
+    from megasync.starters import (
+        DEFAULT,
+        TEMPLATES,
+        check_folder,
+        find_model,
+        find_template,
+        next_steps,
+        run_files,
+        run_name,
+        write_run,
+    )
+
+    with _interruptible():
+        if folder is template is model is gpus is None:
+            folder, template, model = ask_run()
+        folder, template = folder or Path(), find_template(template or DEFAULT)
+        check_folder(folder)
+        trained = find_model(model or TEMPLATES[template].model)
+        files = run_files(template, trained, count_gpus() if gpus is None else gpus, run_name(folder))
+        write_run(folder, files, trained)
+    _say(next_steps(folder, template, files, trained))
 
 
 @command(

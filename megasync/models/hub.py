@@ -109,7 +109,7 @@ def resolve_names(config: Config, *, weights: bool = True) -> Config:
             continue
         snapshot = _find(section.path, key)
         if not frozen:
-            _check_family(snapshot, key)
+            check_family(snapshot.folder, key, snapshot.name)
         if weights:
             download(snapshot, key)
         section.path = str(snapshot.folder)
@@ -203,12 +203,13 @@ def _find(name: str, key: str) -> Snapshot:
     return Snapshot(repo, commit)
 
 
-def _check_family(snapshot: Snapshot, key: str) -> None:
+def check_family(folder: Path, key: str, named: str) -> None:
+    """Raises ConfigError, with what the user has named, for a model that no family covers."""
     try:
-        Layout(read_hf_config(snapshot.folder), Topology())
+        Layout(read_hf_config(folder), Topology())
     except (ConfigError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         # As in `preflight.check`: a family's rules meet values that no table of types knows.
-        raise ConfigError(f"{key}={snapshot.name!r}: {error}") from None
+        raise ConfigError(f"{key}={named!r}: {error}") from None
 
 
 def download(snapshot: Snapshot, key: str) -> None:

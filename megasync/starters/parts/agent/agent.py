@@ -1,6 +1,6 @@
 """An agent written for OpenAI's API, without a word of megasync: it guesses a number, and is told higher or lower.
 
-OPENAI_API_KEY=... python examples/openai_agent/agent.py      # it plays against any model with such an API
+OPENAI_API_KEY=... python agent.py      # it plays against any model with such an API
 """
 
 from __future__ import annotations
@@ -17,21 +17,26 @@ RULES = "I think of a number from 1 to 9. Answer with one guess, a number alone.
 
 
 async def agent(base_url: str, api_key: str, sample: dict, model: str) -> dict:
-    """Plays one game. The reward is 1 for a first guess that is right, and less for each further one."""
+    """Plays one game about the row `sample`. Returns the reward, and a metric beside it."""
     messages: list[Any] = [{"role": "user", "content": f"{RULES} {sample['prompt']}"}]
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        for guess in range(GUESSES):
+        for guesses in range(1, GUESSES + 1):
             completion = await client.chat.completions.create(model=model, messages=messages)
             answer = completion.choices[0].message
             found = re.search(r"\d+", answer.content or "")
             number = int(found[0]) if found else None
             if number == sample["number"]:
-                return {"reward": 1 - guess / GUESSES, "guesses": guess + 1}
+                return {"reward": reward(guesses), "guesses": guesses}
             messages += [
                 answer.model_dump(exclude_none=True),
                 {"role": "user", "content": hint(number, sample["number"])},
             ]
     return {"reward": 0.0, "guesses": GUESSES}
+
+
+def reward(guesses: int) -> float:
+    """1 for a first guess that is right, and less for each further one."""
+    return 1 - (guesses - 1) / GUESSES
 
 
 def hint(guess: int | None, number: int) -> str:
