@@ -93,10 +93,3 @@ def test_a_key_without_a_comment_is_refused():
 def test_a_page_without_the_mark_is_refused():
     with pytest.raises(ValueError, match="no line"):
         rewritten("# Configuration\n")
-
-
-def test_the_table_of_other_libraries_names_keys_that_exist():
-    keys = {key for key, _ in schema_keys()}
-    rows = re.findall(r"^\| `([a-z_]+\.[\w.]+)[`:]", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(rows) > 10
-    assert set(rows) <= keys
