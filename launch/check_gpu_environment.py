@@ -510,7 +510,7 @@ def gpu_configurations() -> Iterator[tuple[Path, Any, Any]]:
     from megasync.config import load_config
     from megasync.preflight.check import model_layout
 
-    for path in sorted((ROOT / "configs").glob("*.yaml")):
+    for path in sorted((ROOT / "configs").rglob("*.yaml")):
         if path.name == "base.yaml":  # names no model
             continue
         config = load_config(path)

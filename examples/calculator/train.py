@@ -1,30 +1,33 @@
-"""SmolLM2 learns to do sums with two tools: `python examples/calculator/train.py [key=value ...]`, on a CPU.
+"""A small model learns to do sums with two tools: `python examples/calculator/train.py [key=value ...]`, on a CPU.
 
-The model was trained on no tool format, and its chat template shows no tools, so the system message describes them and
-each prompt carries one solved sum. Any parser does for such a model; hermes is the simplest format to write.
+A sum of three numbers takes two calls, of which the second needs the result of the first. The model is made here and
+warmed up on a few solved sums, from which it learns the form of a call but copies numbers badly.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
-import megasync
-from megasync.rollout.tool_agent import tool_agent
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
 
-SYSTEM = {
-    "role": "system",
-    "content": """You solve sums by calling tools: add(a, b), subtract(a, b). Call one like this:
-<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>
-When you have the result, answer with the number alone.""",
-}
-SOLVED = [
-    {"role": "user", "content": "What is 31 + 46?"},
-    {"role": "assistant", "content": '<tool_call>{"name": "add", "arguments": {"a": 31, "b": 46}}</tool_call>'},
-    {"role": "tool", "content": "77"},
-    {"role": "assistant", "content": "77"},
-]
+from warm_start import make_model  # noqa: E402
+
+import megasync  # noqa: E402
+from megasync.rollout.tool_agent import tool_agent  # noqa: E402
+
+MODEL = Path("models/calculator")
+CONFIG = ROOT / "configs" / "recipes" / "tool_agent.yaml"
+SIGNS = {"+": "add", "-": "subtract"}
+HELD_OUT = 128
+# Tokens of several characters: what stands around the numbers of a call.
+CALL = tuple(f'<tool_call>{{"name": "{name}", "arguments": {{"a": ' for name in SIGNS.values())
+BETWEEN, END = ', "b": ', "}}</tool_call>"
+PIECES = "|".join([*map(re.escape, (*CALL, BETWEEN, END)), "[A-Za-z]+", r"[\s\S]"])
 
 
 def add(a: int, b: int) -> int:
@@ -47,15 +50,33 @@ def subtract(a: int, b: int) -> int:
     return a - b
 
 
-def rows(count: int, seed: int) -> list[dict]:
-    """Sums of two numbers with two digits each."""
-    chance = random.Random(seed)
-    made = []
-    for _ in range(count):
-        a, b, sign = chance.randint(10, 99), chance.randint(10, 99), chance.choice("+-")
-        question = {"role": "user", "content": f"What is {a} {sign} {b}?"}
-        made.append({"prompt": [SYSTEM, *SOLVED, question], "answer": str(a + b if sign == "+" else a - b)})
-    return made
+def sums() -> list[list[str]]:
+    """Sums of two or three numbers with two digits, as ["37", "+", "45", "-", "12"]; each occurs once."""
+    chance = random.Random(0)
+    drawn: dict[tuple[str, ...], None] = {}
+    while len(drawn) < 8000:
+        terms = [str(chance.randint(10, 99))]
+        for _ in range(chance.choice((1, 2))):
+            terms += [chance.choice("+-"), str(chance.randint(10, 99))]
+        drawn[tuple(terms)] = None
+    return [*map(list, drawn)]
+
+
+def solved(terms: list[str]) -> list[dict[str, str]]:
+    """A conversation that computes the sum by one call after the other."""
+    messages = [{"role": "user", "content": "".join(terms)}]
+    total = int(terms[0])
+    for sign, term in zip(terms[1::2], terms[2::2], strict=True):
+        call = f"{CALL[list(SIGNS).index(sign)]}{total}{BETWEEN}{term}{END}"
+        total = (add if sign == "+" else subtract)(total, int(term))
+        messages += [{"role": "assistant", "content": call}, {"role": "tool", "content": str(total)}]
+    return [*messages, {"role": "assistant", "content": str(total)}]
+
+
+def row(terms: list[str]) -> dict[str, Any]:
+    """The sum as a prompt, and its result."""
+    messages = solved(terms)
+    return {"prompt": messages[:1], "answer": messages[-1]["content"]}
 
 
 def reward(completions: list[str], answer: list[str], **columns: object) -> list[float]:
@@ -64,11 +85,15 @@ def reward(completions: list[str], answer: list[str], **columns: object) -> list
 
 
 if __name__ == "__main__":
+    known, unknown = sums()[:4000], sums()[4000:]
+    if not MODEL.exists():
+        make_model(MODEL, PIECES, [*map(solved, known)], shown=100, steps=100)
+    rows = [*map(row, unknown)]
     megasync.AsyncTrainer(
-        Path(__file__).parent / "calculator.yaml",
+        CONFIG,
         sys.argv[1:],
-        rollout=tool_agent([add, subtract], max_turns=3),
+        rollout=tool_agent([add, subtract], max_turns=4),
         reward=reward,
-        train_dataset=rows(2000, seed=0),
-        eval_dataset=rows(32, seed=1),
+        train_dataset=rows[HELD_OUT:],
+        eval_dataset=rows[:HELD_OUT],
     ).train()

@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import random
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from warm_start import example, train, word_tokenizer
 
 from deepresearch.corpus import BEGINNINGS, ENDINGS, MIDDLES, SURNAME_ENDINGS, Question, encyclopaedia
 from deepresearch.documents import Passage, passages
@@ -28,25 +29,6 @@ from deepresearch.sharded_index import MatrixShard, ShardedIndex
 # Tokens of several words each: what stands around the agent's queries and answers.
 CALL = ('<tool_call>{"name": "search", "arguments": {"query": "', '"}}</tool_call>')
 ANSWER = ("<answer>", "</answer>")
-SPECIAL = ["<unknown>", "<end>", "<system>", "<user>", "<assistant>", "<tool>"]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] or '' }}"
-    "{% for c in m['tool_calls'] or [] %}"
-    "<tool_call>{\"name\": \"{{ c['function']['name'] }}\", \"arguments\": {{ c['function']['arguments'] | tojson }}}"
-    "</tool_call>{% endfor %}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "dtype": "float32",
-}
 # Encyclopaedias of these seeds are for supervised training; the corpus of the run has seed 0.
 SEEDS = range(1, 41)
 MAX_WORDS, TOP_K = 40, 2
@@ -75,8 +57,7 @@ def _pieces() -> str:
 
 def make_tokenizer() -> Any:
     """A Hugging Face tokenizer with a token for each word and syllable of the encyclopaedia's pages and questions."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Regex, pre_tokenizers
 
     splitter = pre_tokenizers.Split(Regex(_pieces()), "isolated")
     words: dict[str, None] = dict.fromkeys((*CALL, *ANSWER, *" \n-.:,?\"'{}[]<>/_", *map(str, range(10))))
@@ -87,18 +68,7 @@ def make_tokenizer() -> Any:
             texts += [question.text, f" {question.facts[0].relation}"]
         for text in (*texts, refine_messages("", [])[0]["content"], NOTHING_FOUND):
             words |= dict.fromkeys(piece for piece, _ in splitter.pre_tokenize_str(text))
-    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL[0]))
-    tokenizer.pre_tokenizer = splitter
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token=SPECIAL[0],
-        eos_token="<end>",
-        pad_token="<end>",
-        additional_special_tokens=SPECIAL[2:],
-        chat_template=TEMPLATE,
-    )
+    return word_tokenizer(words, splitter)
 
 
 # Demonstrations
@@ -144,61 +114,7 @@ def _as_found(piece: Passage) -> dict[str, str]:
     return {"title": piece.title, "text": piece.text}
 
 
-# Supervised training
-
-
-@dataclass(slots=True)
-class Example:
-    """Token ids, and for each whether it is learned."""
-
-    ids: list[int]
-    learned: list[bool]
-
-
-def example(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> Example:
-    """The tokens of a conversation; those that an assistant writes are learned."""
-    ids: list[int] = []
-    learned: list[bool] = []
-    for number, message in enumerate(messages):
-        answers = message["role"] == "assistant"
-        head = f"<{message['role']}>"
-        for text, mine in ((head, False), (f"{message['content']}<end>", answers)):
-            piece = tokenizer(text, add_special_tokens=False)["input_ids"]
-            ids += piece
-            learned += [mine] * len(piece)
-        assert number or not answers
-    return Example(ids, learned)
-
-
-def train(tokenizer: Any, examples: Sequence[Example], steps: int, batch: int, lr: float, seed: int) -> Any:
-    """A Qwen3 from random weights, trained with AdamW to predict the learned tokens."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    end = tokenizer.eos_token_id
-    config = Qwen3Config(vocab_size=len(tokenizer), **SIZES, eos_token_id=end, pad_token_id=end)
-    model = Qwen3ForCausalLM(config).float()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, steps + 1, pct_start=0.1)
-    chance = random.Random(seed)
-    for step in range(1, steps + 1):
-        drawn = [examples[chance.randrange(len(examples))] for _ in range(batch)]
-        width = max(len(each.ids) for each in drawn)
-        ids = torch.tensor([each.ids + [end] * (width - len(each.ids)) for each in drawn])
-        learned = torch.tensor([each.learned + [False] * (width - len(each.ids)) for each in drawn])
-        logits = model(ids).logits[:, :-1][learned[:, 1:]]
-        targets = ids[:, 1:][learned[:, 1:]]
-        loss = torch.nn.functional.cross_entropy(logits, targets)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 50 == 0:
-            right = (logits.argmax(-1) == targets).float().mean()
-            print(f"step {step}: loss {loss.item():.3f}, tokens right {right.item():.1%}", flush=True)
-    return model.eval()
+# The two models
 
 
 def make(out: Path, demonstrations: int = 80, agent_steps: int = 160, refiner_steps: int = 1200) -> None:

@@ -1,21 +1,30 @@
 """The shipped configurations are valid and refer only to things that exist."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+from header_files import write_headers
 
 from megasync.base.importing import load_function
 from megasync.config import load_config
-from megasync.config.schema import Config
+from megasync.config.builtin import REWARDS
+from megasync.config.schema import Config, DatasetConfig
 from megasync.data import load_dataset
 from megasync.errors import ConfigError
 from megasync.models import MODELS
-from megasync.preflight.check import check_config
-from megasync.rewards import load_reward
+from megasync.models.digits import digits_tokenizer
+from megasync.preflight.check import check_as_run, check_config
+from megasync.preflight.finding import OK
+from megasync.preflight.plan import resolve_plan
+from megasync.preflight.run_doctor import find_contradiction
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHARED = ("base", "smollm2")
-RUNNABLE = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - {*SHARED})
+RUNNABLE = sorted({str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yaml")} - {*SHARED})
+ON_GPUS = [name for name in RUNNABLE if "qwen3" in name]
+# What the program or the run before a recipe makes.
+MADE = ("models/calculator", "models/code", "runs/quickstart/export")
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +36,12 @@ def load(name: str, tmp_path: Path) -> Config:
     """The configuration, with a model that must be fetched first treated as present."""
     config = load_config(CONFIGS / f"{name}.yaml")
     if config.model.config is None:
-        assert config.model.path.removeprefix("models/") in MODELS
+        assert config.model.path in MADE or config.model.path.removeprefix("models/") in MODELS
         config.model.config = str(CONFIGS / "models" / "qwen3_8b.json")
         config.model.path = str(tmp_path / "absent")
+    if config.data.train is None:
+        # The program that names this file brings the rows.
+        config.data.train = config.data.eval = DatasetConfig("jsonl", "rows.jsonl")
     return config
 
 
@@ -44,10 +56,28 @@ def test_functions_that_a_configuration_names_exist(name, tmp_path):
     if rollout.workflow is not None:
         assert callable(load_function(rollout.workflow))
     if rollout.reward is not None:
-        assert callable(load_reward(rollout.reward))
+        assert callable(load_function(REWARDS.get(rollout.reward, rollout.reward)))
 
 
-@pytest.mark.parametrize("name", ["quickstart", "smollm2_reasoning", "smollm2_chain_sum", "first_gpu"])
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_a_configuration_for_gpus_fits_its_nodes_and_a_node_with_the_model_accepts_it(name, tmp_path):
+    """The plan fits into 80 GB a device, and `megasync doctor` finds no contradiction. Rows are on a hub."""
+    config = load(name, tmp_path)
+    plan = resolve_plan(config)
+    assert plan.refusals == ()
+    used = {size for size in ("8", "32") if f"_{size}_gpus" in name}
+    assert plan.nodes == {"8": 1, "32": 4}[used.pop()] if used else plan.nodes in (1, 4)
+    digits_tokenizer().save_pretrained(folder := tmp_path / "model")
+    shutil.copy(config.model.config, folder / "config.json")
+    write_headers(folder, files=16)
+    config.model.path = str(folder)
+    found = find_contradiction(config, lambda as_run: check_as_run(as_run) or ())
+    assert (found.status, found.detail) == (OK, "no contradictions")
+
+
+@pytest.mark.parametrize(
+    "name", ["quickstart", "smollm2_reasoning", "smollm2_chain_sum", "recipes/smollm2_family", "first_gpu"]
+)
 def test_generated_datasets_come_with_a_verifier_and_enough_held_out_rows(name, tmp_path):
     config = load(name, tmp_path)
     rows, verifier = load_dataset(config.data.train)
