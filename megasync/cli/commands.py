@@ -201,6 +201,7 @@ def quickstart(overrides: Overrides = None) -> None:
     "init",
     "init my-run --template tools",
     "init my-run --template math --model Qwen/Qwen3-0.6B --gpus 8",
+    "init my-run --from verl run_qwen3_8b.sh",
 )
 def init(
     folder: Annotated[
@@ -217,6 +218,14 @@ def init(
     gpus: Annotated[
         int | None, typer.Option(min=0, max=1024, help="GPUs of the machine; 0 for a CPU. Default: those of this one.")
     ] = None,
+    other: Annotated[
+        tuple[str, Path] | None,
+        typer.Option(
+            "--from",
+            metavar="LIBRARY FILE",
+            help="Translate a configuration of verl, slime or trl instead: a shell script, YAML or Python.",
+        ),
+    ] = None,
 ) -> None:
     """Write a run of your own into DIR: configuration, reward, tools or agent, rows, and a test of the reward.
 
@@ -231,16 +240,29 @@ def init(
     from megasync.starters import (
         DEFAULT,
         TEMPLATES,
+        after_translation,
         check_folder,
         find_model,
         find_template,
         next_steps,
         run_files,
         run_name,
+        translated_files,
         write_run,
     )
+    from megasync.translate import translate
 
     with _interruptible():
+        if other is not None:
+            if not (template is model is gpus is None):
+                raise ConfigError("--from takes model and devices from FILE: leave --template, --model and --gpus out")
+            folder = folder or Path()
+            check_folder(folder)
+            translation = translate(*other)
+            files = translated_files(translation, run_name(folder))
+            write_run(folder, files)
+            _say(after_translation(folder, translation, files))
+            return
         if folder is template is model is gpus is None:
             folder, template, model = ask_run()
         folder, template = folder or Path(), find_template(template or DEFAULT)

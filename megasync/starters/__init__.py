@@ -2,7 +2,7 @@
 
 `templates` has the table of templates, and puts the files of one together from the folder `parts`; `model` finds out
 what a named model needs; `folder` writes the files, all or none; `commented` writes a configuration with the sentences
-of the schema.
+of the schema; `translated` makes the files of a translation (`megasync.translate`) instead.
 """
 
 from megasync.starters.commented import commented
@@ -19,6 +19,7 @@ from megasync.starters.templates import (
     run_files,
     run_name,
 )
+from megasync.starters.translated import after_translation, translated_files
 
 __all__ = [
     "CONFIG",
@@ -27,6 +28,7 @@ __all__ = [
     "TEMPLATES",
     "Model",
     "Template",
+    "after_translation",
     "check_folder",
     "check_model",
     "commented",
@@ -35,5 +37,6 @@ __all__ = [
     "next_steps",
     "run_files",
     "run_name",
+    "translated_files",
     "write_run",
 ]

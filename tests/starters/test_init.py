@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from megasync.cli import commands as cli
 from megasync.cli import questions
+from megasync.config import load_config
 from megasync.starters import TEMPLATES
 from megasync.starters import folder as folder_module
 
@@ -75,6 +76,18 @@ def test_its_help_names_every_template():
     assert [name for name in TEMPLATES if f" {name} " not in " ".join(text.split())] == []
 
 
+def test_a_configuration_of_another_library_becomes_a_run_and_a_report(init, tmp_path):
+    (tmp_path / "run.sh").write_text(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=train.parquet \\\n"
+        "    actor_rollout_ref.model.path=Qwen/Qwen3-8B actor_rollout_ref.rollout.n=5 trainer.made_up=1\n"
+    )
+    status, out, _ = init("mine", "--from", "verl", "run.sh")
+    assert status == 0 and names("mine") == {"run.yaml", "translation.md"} and "megasync train run.yaml" in out
+    config = load_config(Path("mine", "run.yaml"))
+    assert (config.name, config.model.path, config.schedule.samples_per_group) == ("mine", "Qwen/Qwen3-8B", 5)
+    assert "made_up" in Path("mine", "translation.md").read_text()
+
+
 def test_without_a_folder_it_is_the_working_directory(init, tmp_path):
     status, out, _ = init("--template", "lora", "--gpus", "0")
     assert status == 0 and names(tmp_path) == FILES and "cd " not in out
@@ -94,6 +107,10 @@ def test_without_a_folder_it_is_the_working_directory(init, tmp_path):
         (["full/kept/a"], "is a file"),
         (["locked/a"], "cannot be written"),
         ([], "there is no terminal"),
+        (["a", "--from", "verl", "nowhere.sh"], "nowhere.sh"),
+        (["a", "--from", "verrl", "full/kept"], "did you mean 'verl'?"),
+        (["a", "--from", "verl", "full/kept", "--template", "math"], "leave --template"),
+        (["full", "--from", "verl", "full/kept"], "full is not empty"),
     ],
 )
 def test_a_refusal_names_value_and_fix_and_writes_nothing(init, tmp_path, given, said, monkeypatch):
