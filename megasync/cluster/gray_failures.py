@@ -9,7 +9,7 @@ import orjson
 from megasync.observe.context import RunContext
 from megasync.rollout.inflight import ServerLoad
 from megasync.rollout.partials import PartialResponse
-from megasync.serving.answers import AnswerLimits, StreamedError, read_generated, read_scored
+from megasync.serving.answers import AnswerLimits, read_generated, read_scored
 from megasync.serving.outliers import OutlierDetector
 
 # Every vocabulary has these ids. Two tokens, because a stream without an end shows only after the first one.
@@ -71,8 +71,6 @@ class CheckAnswer:
         self._finished = self._parts.add(generated)
         self._last = piece
         if generated.finish is not None and generated.finish.type == "abort":
-            if generated.finish.status_code:
-                raise StreamedError(generated.finish.status_code, generated.finish.message)
             raise CheckAborted
 
     def problem(self) -> str | None:

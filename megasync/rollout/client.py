@@ -702,9 +702,6 @@ class RolloutClient:
                     raise InvalidAnswer(f"the stream continues after the last piece: {event[:_BODY_SHOWN]!r}")
                 piece = read_generated(event, limits)
                 finished = parts.add(piece)
-                if piece.finish is not None and piece.finish.status_code:
-                    # Without streaming, the HTTP status would report this error.
-                    raise StreamedError(piece.finish.status_code, piece.finish.message)
         except (aiohttp.ClientError, OSError):
             if not finished:
                 raise

@@ -164,6 +164,10 @@ def read_generated(raw: bytes, limits: AnswerLimits) -> GeneratedPiece:
     meta = answer.meta_info
     if meta is None:
         raise InvalidAnswer(f"no meta_info: {raw[:_SHOWN]!r}")
+    finish = meta.finish_reason
+    if finish is not None and finish.status_code:
+        # Without streaming, the HTTP status would report this error. It comes with a token that nothing sampled.
+        raise StreamedError(finish.status_code, finish.message)
     logprobs, token_ids, _ = (
         zip(*meta.output_token_logprobs, strict=True) if meta.output_token_logprobs else ((), (), ())
     )
@@ -176,7 +180,6 @@ def read_generated(raw: bytes, limits: AnswerLimits) -> GeneratedPiece:
     if token_ids:
         _check_tokens(token_ids, limits)
         _check_logprobs(logprobs)
-    finish = meta.finish_reason
     if finish is not None and isinstance(finish.matched, str) and finish.matched not in limits.stop:
         # SGLang ends a response in this way when its logits are NaN.
         raise InvalidAnswer(

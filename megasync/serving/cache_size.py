@@ -1,4 +1,4 @@
-"""How large the KV cache of a server on a CPU is where the configuration leaves it open.
+"""How many tokens a server holds: its context, and its KV cache on a CPU where the configuration leaves that open.
 
 SGLang would take `mem_fraction` of the memory that is free when it starts, each server anew, until nothing is left for
 the others. So a server gets one gibibyte, or what the longest sequence needs.
@@ -14,6 +14,9 @@ from megasync.config.schema import Config, FrozenModelConfig, RolloutConfig
 from megasync.layout.families import FAMILIES, sizes_of
 
 CPU_CACHE_BYTES = 2**30
+# SGLang 0.5.23 refuses prompts that come so close to its context or its cache, and ends responses two tokens before.
+# Servers get these tokens on top of the configured ones; no request uses them.
+RESERVED_TOKENS = 6
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 

@@ -22,6 +22,7 @@ from megasync.config.access import EXTERNAL_KEY_VARIABLE, given_external_key
 from megasync.config.server_args import FLOAT32_HEAD
 from megasync.errors import ConfigError, HttpStatusError, ServerError
 from megasync.layout.model_files import read_hf_config
+from megasync.serving.cache_size import RESERVED_TOKENS
 from megasync.serving.control import ServerControl
 
 # Seconds for one answer, and between two attempts to reach a server that was lost, or two looks at its identity.
@@ -175,5 +176,9 @@ def misfits(info: Mapping[str, Any], model: Mapping[str, Any], config: Config) -
         yield "does not compute deterministically; start it with --enable-deterministic-inference"
     longest = config.data.prompt.max_tokens + rollout.sampling.max_new_tokens
     room = info.get("context_length")
-    if isinstance(room, int) and room < longest:
-        yield f"accepts {room} tokens, but a sequence may have {longest}; start it with --context-length {longest}"
+    needed = longest + RESERVED_TOKENS
+    if isinstance(room, int) and room < needed:
+        yield (
+            f"accepts {room} tokens, of which it reserves {RESERVED_TOKENS}, but a sequence may have {longest}; start "
+            f"it with --context-length {needed}"
+        )

@@ -21,6 +21,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,7 +41,7 @@ from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config, read_storage
 from megasync.layout.storage import Storage
 from megasync.layout.topology import Topology
-from megasync.serving.cache_size import bytes_per_token, cpu_cache_tokens
+from megasync.serving.cache_size import RESERVED_TOKENS, bytes_per_token, cpu_cache_tokens
 from megasync.serving.control import ServerControl
 from megasync.serving.plugin_protocol import (
     ADAPTERS_VARIABLE,
@@ -90,6 +91,8 @@ _ENVIRONMENT = {
     "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",
     # Seconds between two checks whether the caller of a request is still connected.
     "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
+    # Its limit may exceed that of the model by `RESERVED_TOKENS`. Positions of requests do not.
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     # Log-probs are those of the distribution that is sampled from, its temperature included.
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
 }
@@ -232,8 +235,8 @@ class SGLangServer(Service):
             "--random-seed": spec.seed,
             # Higher levels log one line per request and batch.
             "--log-level": "warning",
-            "--context-length": rollout.context_length,
-            "--max-total-tokens": rollout.max_total_tokens or self._cpu_cache(),
+            "--context-length": self._context(),
+            "--max-total-tokens": self._cache(),
             "--max-running-requests": rollout.max_running_requests,
             "--ep-size": rollout.expert_parallel if rollout.expert_parallel > 1 else None,
             "--attn-dp-size": rollout.attention_data_parallel if rollout.attention_data_parallel > 1 else None,
@@ -297,6 +300,20 @@ class SGLangServer(Service):
             raise ServerError("a server on several nodes needs a meeting point; call `meet` on the first one")
         host, port = self._meeting_point
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def _context(self) -> int | None:
+        """Tokens of the longest prompt and response, with those that SGLang reserves; None leaves them to SGLang."""
+        context = self.spec.rollout.context_length
+        if context is None and (self.model_path / "config.json").is_file():
+            with suppress(ConfigError):  # SGLang says what it lacks
+                context = read_hf_config(self.model_path).get("max_position_embeddings")
+        return context and context + RESERVED_TOKENS
+
+    def _cache(self) -> int | None:
+        """Tokens of the cache; None leaves them to SGLang."""
+        if (tokens := self.spec.rollout.max_total_tokens or self._cpu_cache()) is None:
+            return None
+        return tokens + RESERVED_TOKENS
 
     def _cpu_cache(self) -> int | None:
         """Tokens of the cache on a CPU, if the configuration leaves that open."""

@@ -62,6 +62,14 @@ def test_an_answer_is_taken_as_it_is(finish):
     assert parts.texts == ["xxxx"]
 
 
+def test_a_refusal_in_a_stream_is_raised_whatever_token_comes_with_it():
+    finish = {"type": "abort", "message": "Input length (34 tokens) exceeds", "status_code": 400}
+    piece = {"output_ids": [7], "meta_info": {"finish_reason": finish, "output_token_logprobs": []}}
+    with pytest.raises(StreamedError, match="Input length") as caught:
+        read_generated(json.dumps(piece).encode(), ASKED)
+    assert caught.value.status == 400
+
+
 def test_an_abort_without_a_token_and_other_fields_of_the_server_are_no_mistake():
     assert taken({"meta_info": {"finish_reason": {"type": "abort", "message": "m", "err_type": None}}}).state == (
         0,

@@ -24,7 +24,7 @@ from tiny_models import make_tiny_model
 from megasync.cluster.server_slot import CHECK, STREAMED_CHECK, CheckAnswer
 from megasync.config.access import Keys
 from megasync.config.schema import RolloutConfig, SamplingConfig
-from megasync.errors import ServerError
+from megasync.errors import ContextLengthExceeded, ServerError
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.inflight import ServerLoad
 from megasync.serving.answers import AnswerLimits, events
@@ -170,6 +170,21 @@ async def test_score_is_the_logprob_of_each_given_token(stack):
     expected = reference_logprobs(stack.models[0], ids[:1], ids[1:])
     for control in stack.controls:
         assert await stack.client.score(control, ids) == close_to(expected)
+
+
+@pytest.mark.parametrize("room", [1, 6, 7])
+@pytest.mark.parametrize("stream", [0, 4])
+async def test_prompt_and_response_fill_the_whole_context(stack, room, stream):
+    settings = RequestSettings(SamplingConfig(max_new_tokens=16), 60.0, stream_interval=stream)
+    client = RolloutClient(stack.router.url, [], ServedModel(VOCAB, 2048), settings, api_key=KEYS.generation)
+    try:
+        generation = await client.generate([5] * (2048 - room), ignore_eos=True)
+        with pytest.raises(ContextLengthExceeded):
+            await client.generate([5] * 2048)
+    finally:
+        await client.close()
+    assert (len(generation.token_ids), generation.finish_reason) == (room, "length")
+    assert client.metrics()["rollout/invalid_answers"] == 0
 
 
 async def test_an_aborted_generation_continues_with_the_same_tokens(stack):

@@ -14,6 +14,7 @@ import pytest
 from megasync.config.host import proxy_variables
 from megasync.config.schema import FrozenModelConfig, RewardModelConfig, RolloutConfig, TeacherConfig
 from megasync.errors import ServerError
+from megasync.serving.cache_size import RESERVED_TOKENS
 from megasync.serving.plugin_protocol import (
     CLASSIFIER_VARIABLE,
     HOST_VARIABLE,
@@ -260,7 +261,7 @@ def test_a_server_on_a_cpu_has_a_cache_of_a_known_size(tmp_path, kind):
     token = 2 * 2 * 2 * 16 * 4
     for longest, tokens in ((100, 2**30 // token), (2**40, 2**40)):
         server = frozen(model, longest=longest)
-        assert value(server, "--max-total-tokens") == str(tokens)
+        assert value(server, "--max-total-tokens") == str(tokens + RESERVED_TOKENS)
         assert value(server, "--max-running-requests") == "7"
-    assert value(frozen(TeacherConfig(path=str(tmp_path), max_total_tokens=50)), "--max-total-tokens") == "50"
+    assert value(frozen(TeacherConfig(path=str(tmp_path), max_total_tokens=50)), "--max-total-tokens") == "56"
     assert "--max-total-tokens" not in frozen(model, "cuda").command()
