@@ -1,7 +1,7 @@
 """Makes a site of these pages with Sphinx: `bash launch/docs.sh`. Nothing of it is loaded from elsewhere.
 
 The pages stay readable where they lie. What a site needs beside them is derived while they are read: the navigation
-from the lists of the contents pages, links to files outside of this folder, and the page of metrics.
+from the lists of the contents pages, links to files outside of this folder, and the pages of metrics and commands.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megasync import __version__  # noqa: E402
 from megasync.cli.commands import app as cli  # noqa: E402
 from megasync.config.reference import comments  # noqa: E402
 
-# Pages whose list items are the pages below them. A heading above a list is a heading of the navigation.
-CONTENTS = {
-    *("README", "tutorials", "how_to", "explanation", "reference", "configuration", "benchmarks"),
-    "recipes/README",
-}
+# Pages whose list items, or rows, begin with the pages below them. A heading above them is one of the navigation.
+CONTENTS = (
+    *("README", "tutorials", "how_to", "explanation", "reference"),
+    *("configuration", "benchmarks", "recipes/README"),
+)
 # Pages whose text is another file's.
 TEXTS = {"metrics": ROOT / "megasync" / "observe" / "metrics.md"}
 # The page whose text is that of `megasync --help`.
@@ -38,7 +38,7 @@ COMMANDS = "commands"
 # become plain text without it.
 SOURCE = os.environ.get("MEGASYNC_SOURCE_URL", "").rstrip("/")
 
-ENTRY = re.compile(r"^(?:## (.+)|- \[([^\]]+)\]\(([\w./]+)\.(?:md|rst)\))", re.MULTILINE)
+ENTRY = re.compile(r"^(?:## (.+)|(?:- |\| )\[([^\]]+)\]\(([\w./]+)\.(?:md|rst)\))", re.MULTILINE)
 ALIAS = re.compile(r"TypeAliasForwardRef\('(\w+)'\)")
 LINK = re.compile(r"\[([^\]]*)\]\(([\w./-]+)(#[\w-]+)?\)")
 
@@ -47,10 +47,6 @@ release = __version__
 html_title = f"megasync {release}"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "README"
-exclude_patterns = ["images/*.py"]
-nitpicky = True
-# Types of other packages, and of this one that are no part of the reference.
-nitpick_ignore_regex = [("py:.*", ".*")]
 myst_heading_anchors = 4
 # Docstrings write code in single backticks, as Markdown does.
 default_role = "code"
@@ -61,7 +57,6 @@ autodoc_type_aliases = {
 }
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
-python_display_short_literal_types = True
 python_maximum_signature_line_length = 88
 # Commands and drawings have no language; what they say is shown as it is written.
 highlight_language = "none"
@@ -75,15 +70,10 @@ html_copy_source = False
 html_theme_options = {
     "logo": {"text": "megasync"},
     "navbar_align": "left",
-    "header_links_before_dropdown": 6,
     "show_nav_level": 2,
-    "navigation_depth": 3,
-    "show_prev_next": True,
     "footer_start": [],
     "footer_end": [],
     "secondary_sidebar_items": ["page-toc"],
-    "pygments_light_style": "a11y-high-contrast-light",
-    "pygments_dark_style": "a11y-high-contrast-dark",
 }
 
 
@@ -130,10 +120,27 @@ def linked(name: str, folder: Path, text: str) -> str:
     return LINK.sub(of, text)
 
 
+def found_by_key(text: str) -> str:
+    """A page of keys that a search for one of them, whole or without its sections, shows first.
+
+    Its tables also get the width of the second sidebar.
+    """
+    keys = re.findall(r"^\| `([\w.<>]+)` \|", text, re.MULTILINE)
+    entries = "".join(
+        f"   ! single: {entry}\n" for key in keys for entry in dict.fromkeys((key, key.rpartition(".")[2]))
+    )
+    title = re.search(r"^# .*\n", text, re.MULTILINE)
+    assert title is not None
+    index = f"\n```{{eval-rst}}\n.. index::\n{entries}```\n"
+    options = "---\nhtml_theme.sidebar_secondary.remove: true\n---\n\n"
+    return options + text[: title.end()] + index + text[title.end() :]
+
+
 def commands() -> str:
     """The help of all commands."""
     command = get_command(cli)
-    text = get_docs_for_click(obj=command, ctx=command.context_class(command, info_name="megasync"), name="megasync")
+    context: Any = command.context_class(command, info_name="megasync")
+    text = get_docs_for_click(obj=command, ctx=context, name="megasync")
     text = text.replace("# `megasync`\n", "# Commands\n", 1)
     # A list of the commands with the beginnings of their sentences.
     text = re.sub(r"\*\*Commands\*\*:\n\n(\* .*\n)+\n", "", text)
@@ -149,9 +156,9 @@ def read(app: Any, name: str, source: list[str]) -> None:
     if not file.exists():
         return
     text = commands() if name == COMMANDS else file.read_text(encoding="utf-8")
-    # The tables of keys need the width of the second sidebar.
-    options = "---\nhtml_theme.sidebar_secondary.remove: true\n---\n\n" if name.startswith("keys/") else ""
-    source[0] = options + linked(name, file.parent, text) + (toctrees(text) if name in CONTENTS else "")
+    if name.startswith("keys/"):
+        text = found_by_key(text)
+    source[0] = linked(name, file.parent, text) + (toctrees(text) if name in CONTENTS else "")
 
 
 def documented(app: Any, what: str, name: str, object: Any, options: Any, lines: list[str]) -> None:

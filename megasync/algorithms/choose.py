@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 from megasync.algorithms import advantages
 from megasync.algorithms.advantages import Floats, TokenRewards
@@ -123,7 +123,7 @@ Estimated = Literal["log_ratios", "penalties", "values", "returns", "token_advan
 # The policy's log-probs and entropies, and what the loss knows of its tokens.
 Updated = Literal["logprobs", "entropy", "advantages", "teacher_gap", "chosen", "weights", "segments", "mask"]
 Column = Selected | Scored | Estimated | Updated
-Columns: TypeAlias = "dict[Column, Tensor]"
+Columns = dict[Column, "Tensor"]
 
 
 def estimate_columns(config: AlgorithmConfig, critic: bool) -> frozenset[Column]:

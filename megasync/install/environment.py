@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 from zipfile import ZIP_DEFLATED, ZipFile
 
-from megasync.base.files import writable
+from megasync.base.files import atomic_write, writable
 from megasync.base.shipped import ROOT, in_checkout
 from megasync.errors import ConfigError
 from megasync.install.pins import Pin, absent, applicable, canonical, installed_versions, lock_file, read_pins
@@ -173,7 +173,7 @@ def _install_megasync(steps: Steps, pip: list[str], folder: Path, versions: dict
             else [str(rebuilt_wheel("megasync", Path(scratch)))]
         )
         steps.run("megasync", [[*pip, "--no-deps", "--force-reinstall", *source]])
-    stamp.write_text(f"{wanted}\n", encoding="utf-8")
+    atomic_write(stamp, f"{wanted}\n")
 
 
 def rebuilt_wheel(name: str, folder: Path) -> Path:
@@ -187,7 +187,7 @@ def rebuilt_wheel(name: str, folder: Path) -> Path:
     wheel = folder / f"{record.parts[0].removesuffix('.dist-info')}-py3-none-any.whl"
     with ZipFile(wheel, "w", ZIP_DEFLATED) as archive:
         for path in kept:
-            archive.write(own.locate_file(path), str(path))
+            archive.write(str(own.locate_file(path)), str(path))
         archive.writestr(str(record), "".join(f"{path},,\n" for path in [*kept, record]))
     return wheel
 

@@ -123,7 +123,7 @@ def run_files(template: str, model: Model, gpus: int, name: str) -> dict[str, by
 
 
 def next_steps(folder: Path, template: str, files: Mapping[str, bytes], model: Model) -> str:
-    """What a user is told after a run was written: its files, and the commands to go on with."""
+    """The message after a run was written: its files, and the commands to go on with."""
     width = max(map(len, files)) + 2
     lines = [f"Wrote the template {template} to {folder}:"]
     for name, content in files.items():

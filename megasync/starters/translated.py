@@ -23,7 +23,7 @@ def translated_files(translation: Translation, name: str) -> dict[str, bytes]:
 
 
 def after_translation(folder: Path, translation: Translation, files: Mapping[str, bytes]) -> str:
-    """What a user is told after a translation was written: what is left to do, and the commands to go on with."""
+    """The message after a translation was written: what is left to do, and the commands to go on with."""
     options = len({entry.option for entry in translation.translated})
     lines = [f"Translated {options} options of {translation.path} to {folder}: {', '.join(files)}"]
     if left := translation.of("open"):

@@ -43,7 +43,7 @@ class Option:
 
 @dataclass(slots=True)
 class Given:
-    """What a file says: its options by name, the words before them, and what the reader has to say about the rest."""
+    """A file as it was read: its options by name, the words before them, and notes about the rest."""
 
     options: dict[str, Option] = field(default_factory=dict[str, Option])
     # The program, or the names of the classes that are called.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 from megasync.base.files import atomic_write
@@ -52,7 +53,7 @@ def _parts() -> Iterator[str]:
         yield f"### {_TITLES[library]}: without a counterpart"
         lines = [f"| {row.note} | {_names(row)} |" for row in rows if not row.key]
         yield "| instead | option |\n|---|---|\n" + "\n".join(lines)
-    yield "## Others\n\nThese are not translated by `megasync init`."
+    yield "## Others\n\nTheir names are shown, and their configurations are not translated."
     for library, rows in SHOWN.items():
         yield f"### {library}"
         yield _table(rows)
@@ -68,9 +69,14 @@ def _table(rows: Iterable[Row]) -> str:
     return "| here | option | default there | difference |\n|---|---|---|---|\n" + "\n".join(lines)
 
 
+@cache
+def _known() -> set[str]:
+    return {key for key, _ in schema_keys()}
+
+
 def _key(key: str) -> str:
     """A key as it is written: free-form pairs and named sections in braces."""
-    known = {each for each, _ in schema_keys()}
+    known = _known()
     parts = key.split(".")
     count = next(at for at in range(len(parts), 0, -1) if ".".join(parts[:at]) in known)
     rest = ": {".join(parts[count:])

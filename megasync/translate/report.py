@@ -21,8 +21,9 @@ def report(translation: Translation) -> str:
 
 
 def _parts(translation: Translation) -> Iterator[str]:
-    source, counts = translation.source, {kind: len(translation.of(kind)) for kind in _SECTIONS}
-    said = ", ".join(f"{count} {_SECTIONS[kind][0].lower()}" for kind, count in counts.items() if count)
+    source = translation.source
+    counts = [(len(translation.of(kind)), head) for kind, (head, _) in _SECTIONS.items()]
+    said = ", ".join(f"{count} {head.lower()}" for count, head in counts if count)
     yield f"# Translated from {source}"
     options = len({entry.option for entry in translation.translated})
     yield f"`{translation.path.name}`: {options} options are translated" + (f"; {said}." if said else ".")

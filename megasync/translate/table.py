@@ -57,6 +57,13 @@ _MG = f"{_A}.megatron"
 _TC = f"{_MG}.override_transformer_config"
 _OO = f"{_A}.optim.override_optimizer_config"
 _RC = "algorithm.rollout_correction"
+
+
+def _all(section: str, names: str) -> str:
+    """Names of options below a section."""
+    return " ".join(f"{section}.{name}" for name in names.split())
+
+
 _TWICE = "On one node trainer and servers take turns on all devices; of several nodes each gets half if a copy fits"
 _SYNC = "generation and training take turns, as there; 1 or more lets the servers generate while the ranks train"
 _STEPS = "steps are counted here: passes x rows / `schedule.groups_per_step`"
@@ -181,7 +188,7 @@ VERL = (
         v.advantage(
             grpo_vectorized="grpo", rloo_vectorized="rloo", tir_optimal_token_baseline="optimal_token_baseline"
         ),
-        "`gpg` follows the paper, not verl: [algorithms.md](algorithms.md#advantages)", default="gae"),
+        "`gpg` follows the paper, not verl: [advantages.md](advantages.md#advantages)", default="gae"),
     Row("algorithm.norm_adv_by_std_in_grpo", "algorithm.normalize_std",
         where=on("algorithm.adv_estimator", "grpo", "grpo_passk", "grpo_vectorized")),
     Row("algorithm.gamma", "algorithm.advantage_options.gamma", where=_GAE),
@@ -301,12 +308,32 @@ VERL = (
         note="metrics go to TensorBoard; `observe.wandb` and `observe.mlflow` add trackers"),
     Row("trainer.default_local_dir trainer.resume_*", note="runs are below `run_root`; `megasync resume RUN` goes on"),
     Row("trainer.balance_batch", note="packing always balances tokens"),
-    Row("data.*", note="rows are read as they are"),
-    Row(f"{_M}.*", note="sequences are packed, and kernels chosen by Megatron"),
-    Row(f"{_R}.* {_A}.* actor_rollout_ref.nccl_timeout rollout.*", note="megasync decides it"),
-    Row("trainer.* ray_kwargs.* ray_init.* global_profiler.* profiler.* hydra.* defaults transfer_queue.* skip.*",
+    Row("data.return_* data.gen_batch_size data.val_batch_size data.reward_fn_key data.*_key data.image_patch_size "
+        "data.custom_cls.* data.dataloader_* data.trust_remote_code data.use_shm data.validation_shuffle "
+        "data.mm_processor_kwargs* data.tool_config_path data.function_tool_path data.tokenizer",
+        note="rows are read as they are, with all of their columns"),
+    Row(_all(_M, "use_* trust_remote_code fused_kernel_options.* tiled_mlp.* external_lib enable_activation_offload"),
+        note="sequences are packed, and kernels chosen by Megatron"),
+    Row(_all(_M, "lora.* exclude_modules"), note="plain adapters: `trainer.lora`"),
+    Row(_all(_M, "mtp.* tokenizer_path hf_config_path custom_chat_template"), note="the model's folder says it"),
+    Row(_all(_R, "mode calculate_log_probs do_sample dtype enable_chunked_prefill enable_prefix_caching "
+        "free_cache_engine ignore_eos layered_summon load_format logprobs_mode max_num_batched_tokens mtp* moe_load_* "
+        "multi_stage_wake_up over_sample_rate profiler.* prometheus.* prompt_length response_length scheduling_policy "
+        "seed skip_tokenizer_init trace.* disaggregation.* data_parallel_size checkpoint_engine.* engine_kwargs.* "
+        "cudagraph_capture_sizes disable_log_stats router_config_path quantization_config_file limit_images"),
+        note="SGLang's own defaults, or a key of `rollout`"),
+    Row(_all(_A, "calculate_* checkpoint.* data_loader_seed entropy_* freeze_vision_tower loss_scale_factor "
+        "pad_to_length profiler.* qat.* rollout_n shuffle use_* recompute_*"), note="the trainer decides it"),
+    Row("actor_rollout_ref.nccl_timeout", note="`timeouts` has the deadlines"),
+    Row(_all("trainer", "log_val_generations rollout_data_dir validation_data_dir val_only default_hdfs_dir "
+        "del_local_ckpt_after_load max_critic_ckpt_to_keep checkpoint_callback_class esi_redundant_time "
+        "ray_wait_register_center_timeout use_v1 v1.* use_legacy_worker_impl val_generations_to_log_to_wandb "
+        "remove_previous_ckpt_in_save")
+        + " ray_kwargs.* ray_init.* global_profiler.* profiler.* hydra.* transfer_queue.* skip.*",
         note="[launching.md](launching.md) and [watching.md](watching.md) say how runs are started and watched"),
-    Row("algorithm.* distillation.* async_training.*", note="no key does this"),
+    Row("algorithm.use_pf_ppo algorithm.pf_ppo.* algorithm.rollout_correction.loss_type "
+        "algorithm.rollout_correction.rollout_is_batch_normalize distillation.* async_training.use_* "
+        "async_training.dynamic_* async_training.concurrent_*", note="no key does this"),
     # Supervised training
     Row("model.path model.partial_pretrain", "model.path", sft=True),
     Row("data.train_files", "sft.train", v.files("sft.train", "", ""), "one file", sft=True),
@@ -363,7 +390,7 @@ SLIME = (
     Row("n-samples-per-prompt", "schedule.samples_per_group", default=1),
     Row("global-batch-size", "trainer.minibatches", v.slime_minibatches,
         "slime counts the responses of each, here their number"),
-    Row("num-steps-per-rollout", "trainer.minibatches", v.part),
+    Row("num-steps-per-rollout", "trainer.minibatches"),
     Row("update-weights-interval", "schedule.weight_sync_steps"),
     Row("rollout-function-path", "schedule.max_staleness", v.slime_staleness,
         f"asynchronous programs: 1. Others: 0, and {_SYNC}", default=""),
@@ -528,15 +555,20 @@ SLIME = (
         sft=None),
     Row("seed", "seed", sft=None),
     Row("rollout-function-path", note="`megasync sft` reads the rows", sft=True),
-    Row("use-fault-tolerance use-slime-router debug-* log-* load-debug-* dump-* rollout-* router-* buffer-* "
-        "data-source-path offload* distributed-*", note="megasync decides it", sft=None),
+    Row("use-fault-tolerance use-slime-router rollout-skip-special-tokens rollout-data-* rollout-sample-hook-path "
+        "rollout-storage-* rollout-queue-* rollout-io-* rollout-session-id rollout-cleanup-timeout router-* buffer-* "
+        "debug-* log-* load-debug-* dump-* data-source-path offload* distributed-*",
+        note="megasync decides it", sft=None),
     Row("swiglu num-layers hidden-size ffn-hidden-size num-attention-heads use-rotary-position-embeddings "
         "disable-bias-linear normalization norm-epsilon rotary-base group-query-attention num-query-groups "
         "kv-channels qk-layernorm vocab-size add-qkv-bias untie-embeddings-and-output-weights "
         "make-vocab-size-divisible-by seq-length max-position-embeddings moe-* mtp-* enable-mtp-training "
         "multi-latent-attention q-lora-rank kv-lora-rank qk-* v-head-dim spec model-name",
         note="the model's config.json says it", sft=None),
-    Row("use-* log-probs-* global-batch-size n-samples-per-prompt", note="no key does this", sft=None),
+    Row("use-unbiased-kl use-rollout-entropy use-routing-replay use-opsm opsm-* use-opd opd-* use-stateless-adam "
+        "use-score-centering score-centering-* log-probs-* get-mismatch-metrics reset-optimizer-states pg-loss-type "
+        "recompute-loss-function disable-rewards-normalization tis-level", note="no key does this"),
+    Row("global-batch-size n-samples-per-prompt", note="`sft.rows_per_step` counts rows", sft=True),
 )
 
 TRL = (
@@ -677,7 +709,7 @@ TRL = (
     Row("reward_funcs", "rollout.reward", v.trl_rewards,
         "TRL's signature works unchanged; `accuracy_reward` is `math`"),
     Row("reward_weights", "rollout.rewards", v.part),
-    Row("reward_model_name_or_path", note="add it to `reward_models`: [rewards.md](rewards.md#reward-models)"),
+    Row("reward_model_name_or_path", note="add it to `reward_models`: [reward_models.md](reward_models.md)"),
     # Supervised training
     Row("max_length max_seq_length", "sft.max_tokens", default=1024, sft=True),
     Row("packing* padding_free eval_packing", note="rows are always packed into microbatches of tokens", sft=True),

@@ -16,11 +16,14 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from megasync.config.limits import as_typed, limit_of, value_of
-from megasync.config.load import entry_of, load_config, schema_items, section_of, type_name
+from omegaconf import MISSING as REQUIRED
+
+from megasync.config.limits import as_typed, limit_of, schema_fields, value_of
+from megasync.config.load import entry_of, load_config, section_of, type_name
 from megasync.config.megatron_options import check_megatron
 from megasync.config.pools import engine_nodes, frozen_models, nodes_needed, pool_specs, trainer_pool
 from megasync.config.rules import Refusal, refusals
@@ -80,7 +83,7 @@ class Translated:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """What is not as in the file: a choice, an open value, an option without a counterpart, or an unknown one."""
+    """A deviation from the file: a choice, an open value, an option without a counterpart, or an unknown one."""
 
     kind: Kind
     option: str
@@ -197,8 +200,8 @@ class _Translator:
                 "open", "", f"the file names no training rows that are read: set {rows}.kind and {rows}.source"
             )
         if "schedule.total_steps" not in self._keys.values and not self._supervised:
-            default = load_config({_MODEL: {"path": "-"}}).schedule.total_steps
-            self._remark("open", "", f"the file does not say how many steps are trained: {default} are, by default")
+            steps = _defaults().schedule.total_steps
+            self._remark("open", "", f"the file does not say how many steps are trained: {steps} are, by default")
         for text in self._keys.settle():
             self._remark("choice", "", text)
         kept = self._keys.kept()
@@ -270,9 +273,14 @@ class _Translator:
                 if "*" in pattern and fnmatchcase(name, pattern):
                     self._starred(each, pattern, name, option)
                     return
-                if pattern == name:  # its condition does not hold
-                    self._remark("without", name, f"it has no effect with the other options ({each.key})")
+                if pattern == name:  # without a key, or its condition does not hold
+                    said = f"it has no effect with the other options ({each.key})"
+                    self._remark("without", name, said if each.key else each.note)
                     return
+        if any(name in each.spellings for each in TABLES[self._source]):
+            training = "supervised training" if self._supervised else "training on rewards"
+            self._remark("without", name, f"it has no effect in {training}")
+            return
         near = difflib.get_close_matches(name, [one for each in self._rows for one in each.spellings], 1, 0.8)
         hint = f"; near: `{near[0]}`" if near else ""
         self._remark("unknown", name, f"{shown(option)}{hint}")
@@ -300,26 +308,51 @@ class _Translator:
 # Single keys
 
 
+_hints = cache(get_type_hints)
+
+
+@cache
+def _defaults() -> Config:
+    return load_config({_MODEL: {"path": "-"}})
+
+
 def _field_of(key: str) -> tuple[Any, Any]:
     """Type and field of a key, entries of named sections included; None and None for one of free-form pairs."""
     cls: type = Config
     parts = key.split(".")
     while parts:
         name = parts.pop(0)
-        item = next((each for each in schema_items(cls) if each.key == name), None)
-        if item is None:
+        field = next((each for each in schema_fields(cls) if each.name == name), None)
+        if field is None:
             raise Refused(f"{key} is no key of megasync")
+        hint = _hints(cls)[name]
         if not parts:
-            return item.hint, item.field
-        if (below := section_of(item.hint)) is not None:
+            return hint, field
+        if (below := section_of(hint)) is not None:
             cls = below
-        elif (entry := entry_of(item.hint)) is not None:
+        elif (entry := entry_of(hint)) is not None:
             parts.pop(0)
             cls = entry
         else:
-            kind = get_args(item.hint)[1]
+            kind = get_args(hint)[1]
             return (None if kind is Any else kind), None
     raise Refused(f"{key} is a section")
+
+
+def _sections_of(key: str) -> list[tuple[str, type]]:
+    """The sections that hold a key, by their names, with their classes."""
+    found: list[tuple[str, type]] = []
+    cls: type | None = Config
+    parts = key.split(".")
+    at = 0
+    while cls is not None and at < len(parts) - 1:
+        hint = _hints(cls)[parts[at]]
+        cls, entry = section_of(hint), entry_of(hint)
+        at += 1 if entry is None else 2
+        cls = cls or entry
+        if cls is not None:
+            found.append((".".join(parts[:at]), cls))
+    return found
 
 
 def _checked(key: str, value: Any) -> Any:
@@ -381,6 +414,7 @@ class _Keys:
     def __init__(self, supervised: bool) -> None:
         self.values: dict[str, Any] = {}
         self.said: set[str] = set()
+        self._chosen: set[str] = set()
         self._supervised = supervised
 
     def put(self, key: str, value: Any, said: bool) -> None:
@@ -389,31 +423,56 @@ class _Keys:
 
     def settle(self) -> list[str]:
         """Makes the keys fit together, and returns what was chosen for that."""
-        chosen = [*self._evaluation()]
+        chosen = [*self._incomplete(), *self._evaluation()]
+        config = self._config()
+        while True:
+            chosen += self._contradictions(config)
+            if not (lowered := self._whole_nodes(config)):
+                return [text for text in chosen + self._several_nodes(config) if text]
+            chosen += lowered
+
+    def kept(self) -> dict[str, Any]:
+        """The keys that differ from their defaults."""
+        return {key: value for key, value in self.values.items() if not _is_default(key, value)}
+
+    def _contradictions(self, config: Config) -> list[str]:
+        """Takes back keys until no rule is broken."""
+        chosen = []
         for _ in range(_MOST_ROUNDS):
-            config = self._config()
             facts = {
                 "run's held-out sets": (config.data.eval is not None) + len(config.eval.sets),
                 "run's other models": len(frozen_models(config)),
                 "run's models on rollout servers": 0,
                 "server's number of nodes": engine_nodes(config),
             }
-            scope = {"within": _SFT_RULES} if self._supervised else {"without": ["sft"]}
-            refusal = next(iter(refusals(config, facts, **scope)), None)
+            within = _SFT_RULES if self._supervised else ("",)
+            refusal = next(refusals(config, facts, within=within, without=() if self._supervised else ("sft",)), None)
             if refusal is None:
                 break
-            chosen.append(self._resolve(refusal))
-        return [text for text in chosen + self._nodes() if text]
-
-    def kept(self) -> dict[str, Any]:
-        """The keys that differ from their defaults."""
-        default = load_config({_MODEL: {"path": "-"}})
-        return {key: value for key, value in self.values.items() if not _is_default(key, value, default)}
+            chosen.append(self._resolve(refusal, config))
+        return chosen
 
     def _config(self) -> Config:
         values = _nested(self.values)
         values.setdefault(_MODEL, {}).setdefault("path", "-")
         return load_config(values, unset=True)
+
+    def _incomplete(self) -> list[str]:
+        """Leaves out sections of which the file says a part, and not what they must have."""
+        chosen = []
+        for prefix, cls in dict.fromkeys(each for key in self.values for each in _sections_of(key)):
+            required = [item.name for item in schema_fields(cls) if item.default == REQUIRED]
+            missing = [name for name in required if f"{prefix}.{name}" not in self.values]
+            lost = [key for key in self.values if key.startswith(f"{prefix}.")]
+            if not missing or prefix == _MODEL or not lost:
+                continue
+            # A reward that asks a model goes with it.
+            name = prefix.rpartition(".")[2]
+            lost += [key for key in self.values if key == f"rollout.rewards.{name}.model"]
+            for key in lost:
+                del self.values[key]
+            chosen.append(f"{prefix} is left out, because the file does not say {' and '.join(missing)}")
+        return chosen
 
     def _evaluation(self) -> list[str]:
         """Without held-out rows there is no evaluation; a greedy response is not repeated."""
@@ -432,43 +491,62 @@ class _Keys:
             return [f"eval.repeats={repeats} is left out: greedy responses (eval.temperatures: [0]) are all the same"]
         return []
 
-    def _resolve(self, refusal: Refusal) -> str:
+    def _choose(self, key: str, value: Any, config: Config) -> None:
+        """Sets a key, in the configuration too."""
+        self.values[key] = value
+        *above, name = key.split(".")
+        node: Any = config
+        for part in above:
+            node = node[part] if isinstance(node, dict) else getattr(node, part)
+        if isinstance(node, dict):
+            node[name] = value
+        else:
+            setattr(node, name, value)
+
+    def _resolve(self, refusal: Refusal, config: Config) -> str:
         """Resolves a contradiction: by a key of which the file says nothing, otherwise by that which has the rule."""
-        fixes = [fix for fix in refusal.fixes if fix[0] not in self.said] or list(refusal.fixes[-1:])
+        # A key that one rule has changed is left alone by the others, as long as they have another fix.
+        free = [fix for fix in refusal.fixes if fix[0] not in self._chosen]
+        fixes = [fix for fix in free if fix[0] not in self.said] or free[-1:] or list(refusal.fixes[-1:])
         message = refusal.message.rpartition("; ")[0] or refusal.message
         if not fixes:
             key = next(key for key in refusal.keys if key in self.values)
-            del self.values[key]
+            self._choose(key, value_of(_defaults(), key), config)
             return f"{message}. Chosen: {key} is left out"
         key, value = fixes[0]
-        self.values[key] = value
-        if key not in self.said and _is_default(key, value, load_config({_MODEL: {"path": "-"}})):
+        self._choose(key, value, config)
+        self._chosen.add(key)
+        if key not in self.said and _is_default(key, value):
             return ""  # it was the library's default, which says nothing here
         return f"{message}. Chosen: {key}={as_typed(value)}"
 
-    def _nodes(self) -> list[str]:
-        """Lowers numbers of replicas until pools fill whole nodes, and joins a cluster where there are several."""
+    def _whole_nodes(self, config: Config) -> list[str]:
+        """Lowers numbers of replicas until pools fill whole nodes. Rules that are broken by that change other keys."""
         chosen = []
         for key in ("trainer.data_parallel", "rollout.servers"):
-            before = count = self.values.get(key, 2 if key == "rollout.servers" else 1)
-            while count > 1 and not self._fits(key):
-                count -= 1
-                self.values[key] = count
+            before = count = value_of(config, key)
+            for count in range(before, max(0, before - _MOST_ROUNDS), -1):
+                self._choose(key, count, config)
+                if self._fits(key, config):
+                    break
             if count < before:
+                self._chosen.add(key)
                 chosen.append(f"{key}={before} would leave parts of nodes. Chosen: {key}={count}")
-        config = self._config()
+        return chosen
+
+    def _several_nodes(self, config: Config) -> list[str]:
+        """Joins a cluster where there are several nodes."""
         try:
             specs = {"trainer": trainer_pool(config)} if self._supervised else pool_specs(config)
         except ConfigError as error:
-            return [*chosen, f"{error}"]
+            return [f"{error}"]
         nodes = nodes_needed(specs, config.cluster.devices_per_node)
         if nodes > 1:
             self.values |= {"cluster.address": "auto", "cluster.host": "auto"}
-            chosen.append(f"{nodes} nodes are needed, so cluster.address=auto joins the Ray cluster that has them")
-        return chosen
+            return [f"{nodes} nodes are needed, so cluster.address=auto joins the Ray cluster that has them"]
+        return []
 
-    def _fits(self, key: str) -> bool:
-        config = self._config()
+    def _fits(self, key: str, config: Config) -> bool:
         try:
             trainer_pool(config) if key.startswith("trainer") or self._supervised else pool_specs(config)
         except ConfigError:
@@ -487,8 +565,8 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _is_default(key: str, value: Any, default: Config) -> bool:
+def _is_default(key: str, value: Any) -> bool:
     try:
-        return value_of(default, key) == value
+        return value_of(_defaults(), key) == value
     except AttributeError:  # in a named section, or in free-form pairs
         return False

@@ -604,8 +604,6 @@ def slime_groups(value: Any, options: Options) -> int:
 
 
 def slime_minibatches(value: Any, options: Options) -> int:
-    if (steps := options["num-steps-per-rollout"]) is not None:
-        return int(steps)
     responses = options.number("rollout-batch-size") * options.number("n-samples-per-prompt")
     return quotient(responses, options.number("global-batch-size", int(responses)), "responses of a batch")
 

@@ -123,6 +123,8 @@ OTHER_WRITERS = {
     "lab/chaos/faults.py": "fills up a disk",
     "evaluation/report.py": "answers, appended to while the evaluation runs",
     "base/files.py": "atomic_write itself",
+    "install/environment.py": "requirements for pip, in a temporary folder",
+    "install/steps.py": "a log, appended to",
     "launch/node.py": "copies of logs",
     "base/locks.py": "the lock itself: its inode must stay",
     "models/hub.py": "weights on their way, appended to by the next attempt, and named by their digest once whole",
@@ -139,6 +141,7 @@ OTHER_WRITERS = {
     "rewards/sandbox_child.py": "a program's scratch folder, and what the kernel reads of its namespaces",
     "serving/engine_blueprint.py": "a scratch folder of two processes",
     "serving/process.py": "a log, appended to",
+    "starters/folder.py": "files of a draft, which are renamed once all are written",
     "lab/sim/ranks.py": "a simulated checkpoint",
     "sync/disk/writer.py": "weights, with their own fsync, in a folder that is sealed later",
 }

@@ -12,7 +12,13 @@ from run_metrics import steps_of
 pytestmark = pytest.mark.real
 
 ROOT = Path(__file__).parents[2]
-SHORT = ("schedule.total_steps=3", "eval.samples=8", "checkpoint.export=false", "observe.live=false")
+SHORT = (
+    "schedule.total_steps=3",
+    "trainer.optimizer.warmup_steps=0",
+    "eval.samples=8",
+    "checkpoint.export=false",
+    "observe.live=false",
+)
 # What runs a recipe, and the keys that say which model is there already.
 RECIPES = {
     "lora": ("configs/recipes/lora.yaml", ["model.path={model}"]),

@@ -49,7 +49,7 @@ def pins(python: str) -> dict[str, str]:
 def test_the_lock_is_what_the_project_requires(python):
     found = pins(python)
     assert found["megatron-core"] == MEGATRON[python]
-    extras = ("", "gpu", "datasets", "math", "tasks")
+    extras = ("", "train", "gpu", "datasets", "math", "tasks")
     wanted = [Requirement(text) for text in requires("megasync")]
     for requirement in wanted:
         if requirement.name == "megasync" or not any(

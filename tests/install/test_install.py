@@ -245,6 +245,7 @@ def test_outside_an_environment_is_made_as_far_as_megasync_and_goes_on_by_itself
     assert became == [inside, inside]
 
 
+@pytest.mark.processes
 def test_an_environment_whose_python_is_gone_is_refused(env, tmp_path):
     (folder := tmp_path / "old" / "bin").mkdir(parents=True)
     (folder / "python").symlink_to("/nonexistent/python")

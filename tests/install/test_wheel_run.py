@@ -4,34 +4,21 @@ import os
 import subprocess
 import sys
 import sysconfig
-from pathlib import Path
 
 import pytest
+from wheels import build, copied
 
 pytestmark = pytest.mark.real
-ROOT = Path(__file__).parents[2]
 
 
 def test_the_quickstart_learns_from_a_wheel(tmp_path):
     """The packages of runs are those of this environment: installing them again would take minutes and the network."""
     env, place = tmp_path / "an environment", tmp_path / "a folder"
     place.mkdir()
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "-q",
-        "-w",
-        tmp_path,
-    ]
-    subprocess.run([*build, ROOT], check=True, timeout=300)
+    wheel = build("wheel", copied(tmp_path / "source"), tmp_path / "dist")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", env], check=True, timeout=300)
     (packages,) = env.glob("lib/python3.*/site-packages")
-    install = ["install", "--no-deps", "--no-index", "-q", next(tmp_path.glob("*.whl"))]
+    install = ["install", "--no-deps", "--no-index", "-q", wheel]
     subprocess.run([sys.executable, "-m", "pip", "--python", env / "bin" / "python", *install], check=True, timeout=300)
     (packages / "runs.pth").write_text(sysconfig.get_path("purelib") + "\n")
     settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
@@ -14,7 +15,6 @@ from megasync.errors import ServerError
 from megasync.rollout import client as client_module
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.serving.control import ServerControl
-from megasync.serving.process import free_port
 from megasync.serving.router import POLICIES, Router, RouterMembers
 
 pytestmark = pytest.mark.processes
@@ -121,9 +121,13 @@ async def test_a_cancelled_request_is_closed_at_the_server(tmp_path):
 
 
 async def test_a_router_without_its_servers_does_not_start(tmp_path):
-    router = Router([f"http://127.0.0.1:{free_port()}"], "round_robin", "127.0.0.1", 0, tmp_path / "log")
-    with pytest.raises(ServerError, match="was not ready"):
-        await router.start(3)
+    with socket.socket() as nobody:
+        # Bound, so that nobody else listens there.
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        router = Router([url], "round_robin", "127.0.0.1", 0, tmp_path / "log")
+        with pytest.raises(ServerError, match="was not ready"):
+            await router.start(3)
     assert not router.alive()
 
 

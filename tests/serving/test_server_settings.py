@@ -135,8 +135,9 @@ def test_the_rollout_configuration_reaches_the_command_line():
     sizes = {"tensor_parallel": 2, "context_length": 4096, "max_total_tokens": 8192, "max_running_requests": 16}
     users = {"--chunked-prefill-size": 1024, "--mem-fraction-static": 0.6, "--enable-metrics": True}
     server = make(RolloutConfig(**sizes, mem_fraction=0.5, server_args=users), device="cuda")
-    for name, size in sizes.items():
-        assert value(server, {"tensor_parallel": "--tp-size"}.get(name, f"--{name.replace('_', '-')}")) == str(size)
+    assert value(server, "--tp-size") == "2" and value(server, "--max-running-requests") == "16"
+    assert value(server, "--context-length") == str(4096 + RESERVED_TOKENS)
+    assert value(server, "--max-total-tokens") == str(8192 + RESERVED_TOKENS)
     assert value(server, "--chunked-prefill-size") == "1024"
     # The user's own argument wins.
     assert value(server, "--mem-fraction-static") == "0.6"

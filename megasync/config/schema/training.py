@@ -134,7 +134,7 @@ class ScheduleConfig:
 
 @dataclass
 class AlgorithmConfig:
-    """Advantages and loss: docs/algorithms.md."""
+    """Advantages and loss: docs/advantages.md, docs/losses.md."""
 
     # Estimator of advantages from the rewards of a step; docs/advantages.md#advantages lists them.
     advantage: str = key(

@@ -116,7 +116,7 @@ def test_a_receiver_that_takes_messages_in_another_order_is_found(monkeypatch):
         source, _ = Counter(bucket.source for bucket in buckets).most_common(1)[0]
         first, second = [at for at, bucket in enumerate(buckets) if bucket.source == source][:2]
         buckets[first], buckets[second] = buckets[second], buckets[first]
-        return type(plan)(plan.kind, tuple(buckets), plan.fills)
+        return type(plan)(plan.name, tuple(buckets), plan.fills)
 
     monkeypatch.setattr(shard_sync, "receive_plan", swapped)
     machine, trainer, engines = build(record_publishes(replace(SHIPPED, engines=1), 1))
