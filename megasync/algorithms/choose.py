@@ -1,4 +1,4 @@
-"""What a configuration says of its algorithm: the estimator and the loss, their options, and the columns they read.
+"""The algorithm of a configuration: the estimator and the loss, their options, and the columns they read.
 
 A column has one value for each target (a trained token) of a microbatch: [targets]. What no stage of a step reads is
 neither loaded nor computed, so these sets decide which passes over the model a step makes.

@@ -151,7 +151,7 @@ def _check_interpreter(python: Path, folder: Path) -> None:
 
 
 def _versions(folder: Path) -> dict[str, str]:
-    """What an environment has that this process does not run in."""
+    """Packages of an environment that this process does not run in."""
     places = folder.glob("lib/python3.*/site-packages")
     return {name: found for place in places for name, found in installed_versions(place).items()}
 

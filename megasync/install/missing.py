@@ -1,4 +1,4 @@
-"""What to do about a package that a command needs and the environment lacks."""
+"""The error for a package that a command needs and the environment lacks, with the command that installs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scheduler calls around a run that it may pre-empt. FILE is the run's `--continue` file, in a shared folder.
+"""Commands for a scheduler, around a run that it may pre-empt. FILE is the run's `--continue` file, in a shared folder.
 
     python -m megasync.launch.preemption stop FILE SECONDS    before a host is taken away: has the run saved and stopped
     python -m megasync.launch.preemption check FILE           after the run: UNFINISHED if it has to be started again

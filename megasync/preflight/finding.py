@@ -1,4 +1,4 @@
-"""What a check of the machine found, and checks that several doctors share: free space, ports."""
+"""Findings of checks of the machine, and checks that several doctors share: free space, ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `megasync init` writes: a folder with a run of one's own, from one of a few templates.
+"""The files of `megasync init`: a folder with a run of one's own, from one of a few templates.
 
 `templates` has the table of templates, and puts the files of one together from the folder `parts`; `model` finds out
 what a named model needs; `folder` writes the files, all or none; `commented` writes a configuration with the sentences

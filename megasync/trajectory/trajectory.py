@@ -150,7 +150,7 @@ def within(turns: Iterable[Turn], tokens: int) -> tuple[Turn, ...]:
 
 
 def _cut(text: str, most: int) -> str:
-    """Its first characters, without halves of surrogate pairs, which no file can store."""
+    """Returns the first characters, without halves of surrogate pairs, which no file can store."""
     text = text if len(text) <= most else f"{text[: most - 1]}…"
     return text.encode("utf-8", "replace").decode()
 

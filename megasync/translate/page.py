@@ -27,8 +27,8 @@ _FORMS = {
 _HEAD = """# Coming from another library
 
 With `--from LIBRARY FILE`, megasync init translates a configuration of verl, slime or TRL: into a run, and a report of
-what is open, what has no counterpart and what changes in meaning. The tables below are what it goes by. Nothing of the
-file is run: in a shell script variables, arrays, arithmetic and `${NAME:-default}` are substituted, and what only a run
+what is open, what has no counterpart and what changes in meaning. The tables below are its rules. The file is read and
+never run: in a shell script variables, arrays, arithmetic and `${NAME:-default}` are substituted, and what only a run
 could tell is listed, not guessed. A variable that the script never sets stays one: `${oc.env:NAME}`. Defaults of the
 library that differ from megasync's are translated too, so that a run trains as it did there. Where two keys exclude one
 another, one is chosen, and the report says which.

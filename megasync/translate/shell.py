@@ -188,7 +188,7 @@ class _Reader:
     # Variables
 
     def _value(self) -> list[Word]:
-        """What stands behind the = of an assignment: the words of an array, or a single one."""
+        """Reads the value of an assignment: the words of an array, or a single one."""
         if self._peek() != "(":
             return self._word(splits=False) if not self._at_end_of_word() else [Word("")]
         self._at += 1
@@ -297,7 +297,7 @@ class _Reader:
         self._at += 1
 
     def _substitution(self, depth: int) -> list[Word]:
-        """What a $ or a backquote stands for; several words if it is an array."""
+        """Substitutes a $ or a backquote; several words if it is an array."""
         if depth > DEEPEST:
             raise ConfigError(f"substitutions are nested more than {DEEPEST} levels deep")
         text, start = self._text, self._at

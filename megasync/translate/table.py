@@ -1,4 +1,4 @@
-"""What options of other libraries are here: the data of the translation, of docs/knobs.md and of its tests.
+"""The options of other libraries and their keys here: the data of the translation, of docs/knobs.md and of its tests.
 
 A `Row` is one option (or several spellings of it) and the key that it becomes; a row without a key is an option that
 has no counterpart, and says why. `Column` does the same for columns of data. Names were read in the libraries' sources.

@@ -425,11 +425,12 @@ class _Keys:
         """Makes the keys fit together, and returns what was chosen for that."""
         chosen = [*self._incomplete(), *self._evaluation()]
         config = self._config()
-        while True:
+        for _ in range(_MOST_ROUNDS):
             chosen += self._contradictions(config)
             if not (lowered := self._whole_nodes(config)):
-                return [text for text in chosen + self._several_nodes(config) if text]
+                break
             chosen += lowered
+        return [text for text in chosen + self._several_nodes(config) if text]
 
     def kept(self) -> dict[str, Any]:
         """The keys that differ from their defaults."""
