@@ -23,6 +23,7 @@ from megasync.cli.commands import app
 from megasync.config import load_config
 from megasync.errors import ConfigError
 from megasync.launch.manifests import SLURM_OPTIONS, TARGETS, deployment
+from megasync.models import fetch
 from megasync.preflight.plan import Plan, resolve_plan
 
 ROOT = Path(__file__).parents[2]
@@ -88,8 +89,9 @@ def test_nodes_and_devices_of_every_target_are_those_of_the_plan(config: str) ->
     assert f"#SBATCH --nodes={plan.nodes}\n#SBATCH --gpus-per-node=8\n" in script
 
 
-def test_a_run_on_cpus_asks_for_cores_that_its_ray_nodes_offer() -> None:
-    (group,) = ray_cluster("configs/quickstart.yaml", *IN_PODS)["workerGroupSpecs"]
+def test_a_run_on_cpus_asks_for_cores_that_its_ray_nodes_offer(tmp_path: Path) -> None:
+    made = f"model.path={fetch('digits', tmp_path / 'digits')}"
+    (group,) = ray_cluster("configs/quickstart.yaml", *IN_PODS, made)["workerGroupSpecs"]
     assert group["rayStartParams"]["num-cpus"] == container(group)["resources"]["requests"]["cpu"] == "4"
     assert "limits" not in container(group)["resources"]
 
