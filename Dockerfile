@@ -2,7 +2,7 @@
 #
 #   docker build -t megasync .
 #   docker build -t megasync:gpu --build-arg VARIANT=gpu .
-#   docker run --rm --shm-size=1g megasync train configs/quickstart.yaml
+#   docker run --rm --shm-size=1g megasync quickstart
 #   docker run --rm --gpus all --network host --ipc host --ulimit memlock=-1 --ulimit nofile=65536 -v /data:/data megasync:gpu doctor
 #
 # BASE is Debian 12, or for GPUs also Ubuntu 24.04. Neither needs CUDA: compiler, headers and libraries of CUDA are packages of

@@ -75,7 +75,7 @@ class Steps:
         for command in commands:
             lines: list[str] = []
             with (
-                self.log.open("a", encoding="utf-8") as log,
+                self.log.open("a", buffering=1, encoding="utf-8") as log,
                 subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,

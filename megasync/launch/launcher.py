@@ -84,6 +84,13 @@ class Job:
     # Where each host keeps the log of its Ray node.
     logs: Path = field(default_factory=lambda: Path("runs") / "launch")
 
+    def __post_init__(self) -> None:
+        if " " in self.python:
+            raise ConfigError(
+                f"Ray cannot start its nodes by {self.python}, because that path has a space, at which a shell would "
+                "divide it. Make the environment in a folder without one, at the same path on all hosts"
+            )
+
     def ray_node(self, host: Host, head: str) -> list[str]:
         """The command that starts a Ray node on `host`; the head node if `head` (its address) is ""."""
         cluster = self.config.cluster

@@ -284,6 +284,9 @@ def kuberay(run: Deployment) -> str:
             "kind": "RayJob",
             "metadata": {"name": run.name},
             "spec": {
+                # A submitter pod would let its own shell have the entrypoint, of which only the first command would
+                # reach the head.
+                "submissionMode": "HTTPMode",
                 "entrypoint": " && ".join(map(shlex.join, driver)),
                 "backoffLimit": RETRIES,
                 "shutdownAfterJobFinishes": True,

@@ -46,7 +46,8 @@ def fetch(name: str, out: str | Path) -> Path:
             MODELS[name](unfinished)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"{name} cannot be written to {out}: {error}; free some space, or choose another folder"
+            f"{name} cannot be written to {out.absolute()}: {error}; free some space, or choose a folder that can be "
+            "written"
         ) from error
     log.info("%s is ready: %s", name, out)
     return out

@@ -9,7 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from megasync.cli.commands import app
-from megasync.errors import MegasyncError
+from megasync.config import load_config
+from megasync.errors import ConfigError, MegasyncError
+from megasync.launch.hosts import Host
+from megasync.launch.launcher import Job
 
 
 def dry_run(config: Path, *arguments: str) -> list[list[str]]:
@@ -78,3 +81,8 @@ def test_invalid_launches_are_refused(config_file: Path, arguments: list[str], w
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     with pytest.raises(MegasyncError, match=words):
         CliRunner().invoke(app, ["launch", str(config_file), *arguments], catch_exceptions=False)
+
+
+def test_an_environment_that_ray_cannot_start_from_is_refused(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match="/an env/bin/python, because that path has a space"):
+        Job([Host("a")], load_config(config_file), config_file, [], Path("/"), python="/an env/bin/python")

@@ -136,6 +136,16 @@ def test_a_preempted_run_is_continued_and_counts_as_no_failure() -> None:
     assert ray_job["spec"]["entrypoint"].endswith("megasync.launch.preemption check /data/runs/qwen3-32b-math.run")
 
 
+def test_the_head_gets_all_commands_of_a_ray_job() -> None:
+    """KubeRay hands the entrypoint over as it is; in its other modes a shell of the submitter would divide it."""
+    (ray_job,) = documents("kuberay", CONFIGS[1])
+    spec = ray_job["spec"]
+    assert spec["submissionMode"] == "HTTPMode"
+    doctor, driver, check = (shlex.split(command) for command in spec["entrypoint"].split(" && "))
+    assert doctor[1:4] == ["-m", "megasync", "doctor"] and driver[1:4] == ["-m", "megasync", "train"]
+    assert check[1:4] == ["-m", "megasync.launch.preemption", "check"]
+
+
 def test_every_pod_of_a_job_starts_its_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
     _, job = documents("job", CONFIGS[1])
     program, *command = container(job["spec"])["command"]
@@ -280,6 +290,7 @@ RAY_JOB = closed(
     spec=closed(
         "entrypoint rayClusterSpec",
         entrypoint=TEXT,
+        submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"]},
         backoffLimit=NUMBER,
         shutdownAfterJobFinishes=TRUTH,
         rayClusterSpec=RAY_CLUSTER,
