@@ -80,6 +80,8 @@ def train(tokenizer: Any, examples: Sequence[Example], steps: int, batch: int, l
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    # Layers of this size gain nothing from a second thread, and on a busy machine the first one waits for it.
+    torch.set_num_threads(1)
     torch.manual_seed(seed)
     end = tokenizer.eos_token_id
     config = Qwen3Config(vocab_size=len(tokenizer), **SIZES, eos_token_id=end, pad_token_id=end)

@@ -34,7 +34,7 @@ OPERATIONS = {
     "take the larger of it and {n}": "max({x}, {n})",
     "take the smaller of it and {n}": "min({x}, {n})",
 }
-NUMBERS = range(2, 20)
+NUMBERS = range(2, 10)
 INPUTS = (-7, 0, 3, 8, 25)
 HELD_OUT = 128
 PIECES = "|".join([re.escape(HEAD), "[a-z]+", "[0-9]", r"[\s\S]"])

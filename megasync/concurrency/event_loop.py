@@ -24,10 +24,11 @@ import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from megasync.concurrency.foreign import ForeignExit, Interruption, explain, running_on
+from megasync.concurrency.foreign import ForeignExit, Interruption, Stretch, explain, running_on
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +36,9 @@ T = TypeVar("T")
 
 # Seconds between two looks at the loop.
 LOOK_SECONDS = 0.5
-# Seconds that the loop may take to take a signal.
+# Seconds that a signal may wait for code that blocks the loop.
 TAKE_SECONDS = 2.0
-# Seconds without a turn of the loop after which the code that blocks it is named.
+# Seconds that code blocks the loop until it is named.
 SLOW_SECONDS = 10.0
 # Seconds that all tasks of a loop get to end with it. Longer than a coroutine may take to be cut off (`foreign`).
 END_SECONDS = 15.0
@@ -116,7 +117,13 @@ def handle_signals(
 
 
 class _Watch(threading.Thread):
-    """Looks at the loop from outside. Its attributes are single values, which signal handlers may set at any moment."""
+    """Looks at the loop from outside. Its attributes are single values, which signal handlers may set at any moment.
+
+    On a busy machine, many short calls can fill a turn of the loop, and a call can wait for a core or for Python's
+    lock. That is not blocking. The watch therefore adds up the time of one call alone (a `Stretch` of foreign code),
+    without what its thread waited for a core, and at most LOOK_SECONDS for each look, because a process that gets no
+    core does not look either.
+    """
 
     def __init__(
         self,
@@ -130,24 +137,23 @@ class _Watch(threading.Thread):
         self._handler = handler
         self._patience = patience
         self._last = last
-        self._main = threading.get_ident()
+        self._main, self._main_id = threading.get_ident(), threading.get_native_id()
         self._over = threading.Event()
-        # When the loop had a turn, and whether it was asked for the next.
-        self._turn, self._asked = time.monotonic(), False
         # Signals that the loop has not taken, and when the oldest of them came.
         self._waiting, self._since = 0, 0.0
         self._stops = 0
         # When the process ends.
         self._deadline = float("inf")
-        # What to tell the code that is interrupted next.
-        self._problem = ""
+        # The code to interrupt, and what to tell it.
+        self._blocking: tuple[Stretch, str] | None = None
 
     def received(self, number: int, frame: FrameType | None) -> None:
         """Python's handler of the signals, in the main thread, also while the loop is blocked."""
-        if self._problem:
-            interruption = Interruption(self._problem)
-            interruption.problem, self._problem = self._problem, ""
-            if running_on(self._main):
+        if self._blocking:
+            (code, problem), self._blocking = self._blocking, None
+            if running_on(self._main) is code:
+                interruption = Interruption(problem)
+                interruption.problem = problem
                 raise interruption
             return
         if not self._waiting:
@@ -169,43 +175,42 @@ class _Watch(threading.Thread):
             self._over.set()
 
     def run(self) -> None:
-        warned = False
+        code, blocked, warned = None, 0.0, False
+        now, starved = time.monotonic(), _starved(self._main_id)
         while not self._over.wait(LOOK_SECONDS):
-            now = time.monotonic()
+            looked, now, waited, starved = now, time.monotonic(), starved, _starved(self._main_id)
             if now > self._deadline:
                 end_now(INTERRUPTED, "it was interrupted twice")
-            if not self._asked:
-                self._asked = True
-                try:
-                    self._loop.call_soon_threadsafe(self._had_a_turn)
-                except RuntimeError:  # the loop is closed; a deadline may be left
-                    self._turn = float("inf")
+            before, code = code, running_on(self._main)
+            stack = sys._current_frames().get(self._main)
+            if code is None or code is not before or _debugged(stack):
+                blocked, warned = 0.0, False
                 continue
-            blocked = now - self._turn
-            if blocked < TAKE_SECONDS:
-                warned = False
-                continue
-            what, stack = running_on(self._main), sys._current_frames().get(self._main)
-            if what and not _debugged(stack):
-                if self._waiting and now - self._since >= TAKE_SECONDS:
-                    self._interrupt(f"it blocked the event loop for {blocked:.0f} s when a signal came")
-                elif self._patience is not None and blocked >= self._patience:
-                    self._interrupt(f"it blocked the event loop for {blocked:.0f} s")
-                if blocked >= SLOW_SECONDS and not warned:
-                    warned = True
-                    log.warning(
-                        "The event loop has been blocked for %.0f s by %s, and with it the whole run. Await, or call "
-                        "blocking code with asyncio.to_thread. It is here:\n%s",
-                        *(blocked, what, "".join(traceback.format_stack(stack)[-3:])),
-                    )
+            blocked += min(LOOK_SECONDS, now - looked - (starved - waited))
+            if blocked >= SLOW_SECONDS and not warned:
+                warned = True
+                log.warning(
+                    "The event loop has been blocked for %.0f s by %s, and with it the whole run. Await, or call "
+                    "blocking code with asyncio.to_thread. It is here:\n%s",
+                    *(blocked, code.name, "".join(traceback.format_stack(stack)[-3:])),
+                )
+            if self._waiting and min(blocked, now - self._since) >= TAKE_SECONDS:
+                self._interrupt(code, f"it blocked the event loop for {blocked:.0f} s when a signal came")
+            elif self._patience is not None and blocked >= self._patience:
+                self._interrupt(code, f"it blocked the event loop for {blocked:.0f} s")
 
-    def _had_a_turn(self) -> None:
-        self._turn, self._asked = time.monotonic(), False
-
-    def _interrupt(self, problem: str) -> None:
+    def _interrupt(self, code: Stretch, problem: str) -> None:
         """Raises an Interruption in the foreign code, also within a system call such as a sleep."""
-        self._problem = problem
+        self._blocking = code, problem
         signal.pthread_kill(self._main, signal.SIGINT)
+
+
+def _starved(thread: int) -> float:
+    """Seconds that a thread was ready to run and had no core; 0 where the system does not count them."""
+    try:
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def _debugged(frame: FrameType | None) -> bool:

@@ -32,6 +32,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import ContextVar, copy_context
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -66,18 +67,26 @@ class Interruption(KeyboardInterrupt):
     problem = ""
 
 
-# What foreign code runs in this context, and by thread: the name of what runs at this moment.
+@dataclass(slots=True, eq=False)
+class Stretch:
+    """Foreign code from its call to its return, or of a coroutine from one await to the next."""
+
+    name: str
+
+
+# What foreign code runs in this context, and by thread: what runs at this moment.
 _scope: ContextVar[_Scope | None] = ContextVar("foreign code", default=None)
-_running: dict[int, str] = {}
+_running: dict[int, Stretch] = {}
 # Abandoned calls by name. The first, second, fourth, eighth, ... is logged.
 _abandoned: Counter[str] = Counter()
 
 
 def invoke(function: Callable[P, T], /, *arguments: P.args, **keywords: P.kwargs) -> T:
     """Calls a sync function here. Raises Exceptions only, apart from a Ctrl-C of the user."""
-    thread, before = threading.get_ident(), _running.get(threading.get_ident(), "")
+    thread = threading.get_ident()
+    before = _running.get(thread)
     try:
-        _running[thread] = before or _name(function)
+        _running[thread] = before or Stretch(_name(function))
         return function(*arguments, **keywords)
     except BaseException as error:
         if (failure := _failure(error)) is error:
@@ -167,9 +176,9 @@ def is_async(function: object) -> bool:
     )
 
 
-def running_on(thread: int) -> str:
-    """The name of the foreign code that a thread is executing at this moment; empty for none."""
-    return _running.get(thread, "")
+def running_on(thread: int) -> Stretch | None:
+    """The foreign code that a thread is executing at this moment. The same object until it returns or awaits."""
+    return _running.get(thread)
 
 
 class _Scope:
@@ -265,7 +274,7 @@ class _Guarded(Coroutine[Any, Any, Any]):
     def _step(self, step: Callable[..., Any], *arguments: Any) -> Any:
         thread = threading.get_ident()
         try:
-            _running[thread] = self._scope.name
+            _running[thread] = Stretch(self._scope.name)
             awaited = step(*arguments)
             _running.pop(thread, None)
             return awaited

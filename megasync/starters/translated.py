@@ -30,6 +30,7 @@ def after_translation(folder: Path, translation: Translation, files: Mapping[str
         lines += ["To be filled in:", *(f"  {': '.join(filter(None, (each.option, each.text)))}" for each in left)]
     if unknown := translation.of("unknown"):
         lines.append(f"{len(unknown)} options are unknown; {REPORT} names them")
-    lines += ["Next:"] + [f"  cd {shlex.quote(str(folder))}"] * (folder.resolve() != Path.cwd())
-    lines += [f"  megasync plan {CONFIG}", f"  megasync {'sft' if translation.supervised else 'train'} {CONFIG}"]
+    config = shlex.quote(str(folder / CONFIG))
+    lines += [f"Next, in the folder in which {translation.path.name} is run, because paths are relative to it:"]
+    lines += [f"  megasync plan {config}", f"  megasync {'sft' if translation.supervised else 'train'} {config}"]
     return "\n".join(lines)

@@ -28,7 +28,10 @@ def _parts(translation: Translation) -> Iterator[str]:
     options = len({entry.option for entry in translation.translated})
     yield f"`{translation.path.name}`: {options} options are translated" + (f"; {said}." if said else ".")
     command = "sft" if translation.supervised else "train"
-    yield f"Check the configuration with `megasync plan run.yaml`, then start it with `megasync {command} run.yaml`."
+    yield (
+        f"In the folder in which `{translation.path.name}` is run, because paths are relative to it: check the "
+        f"configuration with `megasync plan DIR/run.yaml`, then start it with `megasync {command} DIR/run.yaml`."
+    )
     for kind, (head, meaning) in _SECTIONS.items():
         if remarks := translation.of(kind):
             yield f"## {head}"

@@ -21,6 +21,8 @@ _TRAINERS = ("GRPOTrainer", "AsyncGRPOTrainer", "SFTTrainer", "RLOOTrainer")
 _OBJECTS = ("args", "processing_class", "train_dataset", "eval_dataset", "callbacks", "peft_config", "data_collator")
 _LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
 _DATASET = ("dataset_name", "dataset_config")
+# What stands in place of a data set's name where `data_files` names files.
+_BUILDERS = ("json", "parquet")
 # Other classes of the library, whose training has no counterpart here.
 OTHERS = (
     "DPOConfig",
@@ -148,6 +150,10 @@ def _dataset(call: ast.Call, values: _Values, script: Script) -> None:
         if key is not None
     }
     split = found.get("dataset_train_split", ("train", ""))
+    files = next((values.of(keyword.value) for keyword in call.keywords if keyword.arg == "data_files"), None)
+    if files is not None and found.get("dataset_name", ("", ""))[0] in _BUILDERS:
+        file = files[0].get(split[0]) if isinstance(files[0], dict) else files[0]
+        found = {"dataset_name": (file, files[1])}
     if "dataset_name" not in script.arguments:
         if isinstance(split[0], list):
             found["dataset_train_split"] = (split[0][0], "")

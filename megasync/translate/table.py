@@ -546,7 +546,8 @@ SLIME = (
     # Rewards
     Row("rm-type", "rollout.reward", v.slime_reward, "`math`, `dapo` and `deepscaler`"),
     Row("reward-key", note="a reward is a number, or a dict with `score`"),
-    Row("custom-rm-path", note="slime calls `f(args, sample)`: [rewards.md](rewards.md) has the signatures here"),
+    Row("custom-rm-path", "rollout.reward", v.slime_function,
+        "slime calls `f(args, sample)`: [rewards.md](rewards.md) has the signatures here"),
     # The run
     Row("save-interval", "checkpoint.every_steps", default=0, sft=None),
     Row("save save-* async-save no-save-optim", note="runs are below `run_root`, with an export at the end", sft=None),
@@ -629,7 +630,7 @@ TRL = (
         "one server for `vllm_mode=server`, otherwise as many as there are devices for", default=False),
     Row("vllm_mode", "cluster.colocate", v.colocated(v.trl_shares),
         "trainer and servers take turns on the devices of one node", default="colocate"),
-    Row("", "cluster.device", always("cuda"), sft=None),
+    Row("use_cpu", "cluster.device", lambda x, o: "cpu" if flag(x) else "cuda", default=False, sft=None),
     Row("token_budget", "trainer.tokens_per_microbatch", without(None, instead=8192)),
     Row("num_machines machine_rank main_process_* config_file accelerate_config deepspeed* fsdp* rdzv_* "
         "mixed_precision", note="Megatron trains: [launching.md](launching.md)", sft=None),
@@ -728,7 +729,7 @@ TRL = (
     Row("bf16 fp16 tf32 attn_implementation gradient_checkpointing_kwargs.* remove_unused_columns trust_remote_code "
         "disable_dropout model_init_kwargs.* use_liger* ignore_* dataloader_* cast_lm_head_to_fp32 pad_* eos_token "
         "router_aux_loss_coef torch_* ddp_* optim_* group_by_length chat_template* neftune_* activation_offloading "
-        "benchmarks callbacks env.* do_train use_cpu", note="sequences are packed, and kernels chosen by Megatron",
+        "benchmarks callbacks env.* do_train", note="sequences are packed, and kernels chosen by Megatron",
         sft=None),
 )
 
@@ -822,7 +823,7 @@ COLUMNS = {
         Column("`--metadata-key`", "metadata", "reaches reward functions and workflows as it is"),
     ),
     "trl": (
-        Column("", "prompt", "the prompt: messages or text"),
+        Column("", "prompt", "the prompt: messages, or text with `data.prompt.format: raw`"),
         Column("", "solution", "`data.columns: {answer: solution}`, for `accuracy_reward`"),
         Column("", "messages", "a conversation, for supervised training"),
         Column("", "completion", "the answer to a prompt, for supervised training: `sft.answer: completion`"),

@@ -200,6 +200,8 @@ def hub_dataset(split: str) -> Convert:
     def convert(value: Any, options: Options) -> Keys:
         if value is None:
             raise Open("the file names no data set")
+        if PurePath(str(value)).suffix in KINDS:
+            return Keys(dataset(value))
         keys = Keys({"kind": "hf", "source": str(value), "split": options[split]})
         config = options["dataset_config"] or next(iter(options["dataset_configs"] or ()), None)
         return Keys({**keys, **({"options.name": str(config)} if config is not None else {})})
@@ -240,18 +242,22 @@ def has_verls_reward(options: Options) -> bool:
 def reward_file(*names: str) -> Convert:
     """A function of a Python file, whose name is another option, as package.module:function."""
 
-    def convert(value: Any, options: Options) -> Keys | str:
+    def convert(value: Any, options: Options) -> Keys:
         if value is None:
             return Keys()
         path = PurePath(str(value))
         parts = path.with_suffix("").parts
-        if path.is_absolute() or str(value).startswith("~") or not all(part.isidentifier() for part in parts):
+        elsewhere = path.is_absolute() or not all(part.isidentifier() for part in parts)
+        if elsewhere:
             parts = (path.stem,)
         name = next((options[name] for name in names if name in options), "compute_score")
         function = f"{'.'.join(parts)}:{name}"
         if not _FUNCTION.fullmatch(function):
             raise Refused(f"{path.name} cannot be imported by its name; rename it")
-        return Keys({"rollout.reward": function})
+        keys = Keys({"rollout.reward": function})
+        if elsewhere:
+            keys.lost = f"put {path.parent} on PYTHONPATH, or copy {path.name} to where the run starts"
+        return keys
 
     return convert
 
@@ -304,8 +310,15 @@ def nonzero_std(value: Any, options: Options) -> bool:
 
 def slime_reward(value: Any, options: Options) -> Keys:
     if str(value) not in ("math", "deepscaler", "dapo"):
-        raise Refused(f"{value} has no counterpart; name a function of your own in rollout.reward")
+        raise Open(f"{value} has no counterpart: name a function of your own in rollout.reward")
     return Keys({"rollout.reward": "math"})
+
+
+def slime_function(value: Any, options: Options) -> Keys:
+    raise Open(
+        f"{value} is called as f(args, sample): write it as f(completions, **columns), where a sample's label is the "
+        "column `answer`, and name it in rollout.reward"
+    )
 
 
 # Algorithms

@@ -3,18 +3,21 @@
 import asyncio
 import contextlib
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megasync.concurrency import event_loop
 from megasync.concurrency.event_loop import handle_signals, run_to_end
-from megasync.concurrency.foreign import ForeignExit, invoke, run
+from megasync.concurrency.foreign import ForeignExit, invoke, run, running_on
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ROOT = Path(__file__).parents[2]
@@ -77,6 +80,49 @@ async def test_sync_code_that_loops_on_the_event_loop_fails(quick):
 
     with handle_signals(SIGNALS, lambda number: None, patience=0.2), pytest.raises(ForeignExit, match="it blocked the"):
         invoke(loops)
+
+
+@pytest.fixture
+def looks(quick, monkeypatch):
+    """A queue with what the watch has found running at each of its looks."""
+    found = queue.SimpleQueue()
+
+    def look(thread):
+        code = running_on(thread)
+        if thread != threading.get_ident():
+            found.put(code)
+        return code
+
+    monkeypatch.setattr(event_loop, "running_on", look)
+    return found
+
+
+# More looks than code may block the loop for in these tests.
+LOOKS = 20
+
+
+async def test_short_calls_that_fill_a_turn_of_the_loop_do_not_block_it(looks):
+    """As many requests' chat templates on a busy machine."""
+    with handle_signals(SIGNALS, lambda number: None, patience=0.2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        found = [invoke(looks.get) for _ in range(LOOKS)]
+    assert len({code for code in found if code}) > 1
+
+
+async def test_code_that_waits_for_a_core_does_not_block_the_loop(looks, monkeypatch):
+    monkeypatch.setattr(event_loop, "_starved", lambda thread: time.monotonic())
+    with handle_signals(SIGNALS, lambda number: None, patience=0.2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        found = invoke(lambda: [looks.get() for _ in range(LOOKS)])
+    assert len({code for code in found if code}) == 1
+
+
+async def test_time_in_which_the_process_has_no_core_counts_as_one_look(looks, monkeypatch):
+    """After a pause of the whole process, which the watch finds at its first look after it."""
+    hours = SimpleNamespace(monotonic=count(0.0, 3600.0).__next__)
+    monkeypatch.setattr(event_loop, "time", hours)
+    with handle_signals(SIGNALS, lambda number: None, patience=60):
+        invoke(lambda: [looks.get() for _ in range(LOOKS)])
 
 
 async def test_a_debugger_does_not_block_the_loop(quick):

@@ -193,15 +193,19 @@ async def test_dumps_show_what_guarded_code_awaits():
     assert " workflow" in dump and " nested > " in dump
 
 
-async def test_the_code_that_blocks_a_thread_is_known():
-    seen = []
+async def test_the_code_that_blocks_a_thread_is_known_from_one_await_to_the_next():
+    def look():
+        return foreign.running_on(threading.get_ident())
 
     async def workflow():
-        seen.append(foreign.running_on(threading.get_ident()))
+        first = [look(), invoke(look)]
+        await asyncio.sleep(0)
+        return first, [look(), invoke(look)]
 
-    await run(workflow, "the workflow w")
-    assert seen == ["the workflow w"]
-    assert foreign.running_on(threading.get_ident()) == ""
+    first, second = await run(workflow, "the workflow w")
+    assert {code.name for code in (*first, *second)} == {"the workflow w"}
+    assert first[0] is first[1] and second[0] is second[1] and first[0] is not second[0]
+    assert look() is None
 
 
 def test_errors_and_objects_are_shown_whatever_they_do():

@@ -3,7 +3,7 @@
 import pytest
 
 from megasync.errors import DataError
-from megasync.rewards import sandbox
+from megasync.rewards import code_reward, sandbox
 from megasync.rewards.code_reward import CodeReward
 
 DOUBLE = [{"input": "2\n", "output": "4\n"}, {"input": "5\n", "output": "10"}, {"input": "0", "output": "0\n\n"}]
@@ -63,6 +63,20 @@ async def test_each_row_of_a_call_has_its_own_tests():
     with pytest.raises(DataError, match="entry_point"):
         await reward(["", ""], tests=[same, same], entry_point=["f", None])
     assert await reward(["", ""], tests=[same, None], entry_point=["f", None]) == [0.0, None]
+
+
+async def test_equal_responses_to_the_same_tests_are_run_once(monkeypatch):
+    started = []
+
+    async def run(program, check, limits):
+        started.append((program, check.text))
+        return program == "f = 1"
+
+    monkeypatch.setattr(code_reward, "run_check", run)
+    first, other = "assert f == 1", "assert f > 0"
+    scores = await CodeReward()(["f = 1", "f = 2", "f = 1", "f = 1"], tests=[first, first, first, other])
+    assert scores == [1.0, 0.0, 1.0, 1.0]
+    assert sorted(started) == [("f = 1", first), ("f = 1", other), ("f = 2", first)]
 
 
 def test_a_kernel_without_network_isolation_is_refused_if_isolation_is_required(monkeypatch):

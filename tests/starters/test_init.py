@@ -82,7 +82,7 @@ def test_a_configuration_of_another_library_becomes_a_run_and_a_report(init, tmp
         "    actor_rollout_ref.model.path=Qwen/Qwen3-8B actor_rollout_ref.rollout.n=5 trainer.made_up=1\n"
     )
     status, out, _ = init("mine", "--from", "verl", "run.sh")
-    assert status == 0 and names("mine") == {"run.yaml", "translation.md"} and "megasync train run.yaml" in out
+    assert status == 0 and names("mine") == {"run.yaml", "translation.md"} and "megasync train mine/run.yaml" in out
     config = load_config(Path("mine", "run.yaml"))
     assert (config.name, config.model.path, config.schedule.samples_per_group) == ("mine", "Qwen/Qwen3-8B", 5)
     assert "made_up" in Path("mine", "translation.md").read_text()

@@ -75,6 +75,18 @@ def test_trainers_adapters_and_data_sets_are_read():
     }
 
 
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("load_dataset('json', data_files='a.jsonl', split='train')", "a.jsonl"),
+        ("load_dataset(path='parquet', data_files={'train': 'a.parquet', 'test': 'b.parquet'})", "a.parquet"),
+        ("load_dataset('someone/rows', data_files='a.jsonl')", "someone/rows"),
+    ],
+)
+def test_files_of_a_data_set_come_before_the_name_of_their_reader(call, expected):
+    assert read_script(call).arguments["dataset_name"] == (expected, "")
+
+
 def test_what_changes_the_rows_or_comes_from_the_command_line_is_said():
     notes = read_script(
         "parser = TrlParser((GRPOConfig,))\nscript, training = parser.parse_args_and_config()\n"

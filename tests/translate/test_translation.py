@@ -358,6 +358,34 @@ def test_supervised_training_is_recognised(made, source, name, text, key):
     check(translation)
 
 
+@pytest.mark.parametrize(
+    ("path", "module", "said"),
+    [
+        ("rewards/rules.py", "rewards.rules", ""),
+        ("/home/me/rules.py", "rules", "put /home/me on PYTHONPATH"),
+        ("~/my-rewards/rules.py", "rules", "put ~/my-rewards on PYTHONPATH"),
+    ],
+)
+def test_a_reward_in_another_folder_is_named_and_has_to_be_found(made, path, module, said):
+    translation = made("verl", overrides(**{"custom_reward_function.path": path}))
+    assert translation.config["rollout"]["reward"] == f"{module}:compute_score"
+    assert [each.text[: len(said)] for each in translation.of("open") if "reward" in each.option] == [said] * bool(said)
+
+
+@pytest.mark.parametrize("option", ["--custom-rm-path my.rules.score", "--rm-type f1"])
+def test_a_reward_that_slime_calls_is_to_be_filled_in(made, option):
+    assert any("rollout.reward" in each.text for each in made("slime", flags(option)).of("open"))
+
+
+def test_files_and_a_processor_of_a_trl_script_are_kept(made):
+    script = TRL.replace('"someone/sums", "easy"', '"json", data_files="rows.jsonl"').replace(
+        "beta", "use_cpu=True, beta"
+    )
+    translation = made("trl", script)
+    assert translation.config["data"]["train"] == {"kind": "jsonl", "source": "rows.jsonl"}
+    assert translation.config["cluster"]["device"] == "cpu"
+
+
 def test_contradictions_are_resolved_and_said(made):
     translation = made("slime", flags("--advantage-estimator grpo", "--n-samples-per-prompt 1"))
     (chosen,) = translation.of("choice")[-1:]
