@@ -31,6 +31,8 @@ UNADAPTED = ("q_a_proj", "kv_a_proj_with_mqa")
 # Those whose adapters servers compute beside the model.
 SERVED_TARGETS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 SPLITS = (Split.ROW, Split.COLUMN, Split.GATED, Split.QKV, Split.GATED_QKV)
+# The output layer. Adapters of it are added to logits, so the embedding that it may be tied to stays as it is.
+UNEMBED = "lm_head"
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,17 @@ def adapter_layout(base: Layout, trainer: TrainerConfig) -> AdapterLayout | None
     return AdapterLayout(base, AdapterShape(lora.rank, lora.alpha / lora.rank, tuple(sorted(targets))))
 
 
+def kinds_of_projections(layout: Layout) -> dict[str, set[str]]:
+    """The projections that can have adapters, by whether they are part of "attention", of an "mlp" or the "unembed"."""
+    kinds: dict[str, set[str]] = {"attention": set(), "mlp": set(), "unembed": {UNEMBED}}
+    for pp in range(layout.topology.pipeline):
+        for item in layout.placed(pp):
+            if is_linear(item):
+                kind = "mlp" if ".mlp." in item.param else "attention"
+                kinds[kind] |= {projection(name) for name, _ in item.tensors}
+    return kinds
+
+
 class AdapterLayout(Layout):
     """The adapters of a model as ``base`` lays it out.
 
@@ -86,8 +99,9 @@ class AdapterLayout(Layout):
         return AdapterLayout(self.base.on(topology), self.shape)
 
     def adapted(self, rank: int) -> list[Adapted]:
-        """The adapted parameters of a rank."""
-        return [_adapted(item) for item in self.base.of_rank(rank) if self._adapts(item)]
+        """The adapted parameters of a rank. That of a tied output layer has the name that an untied one would have."""
+        ep, pp = self.topology.expert_coords(rank).ep, self.topology.coords(rank).pp
+        return [_adapted(item) for item in self._adapted_items(pp) if item.ep in (None, ep)]
 
     def factors_of(self, rank: int, targets: Collection[str]) -> dict[str, tuple[int, ...]]:
         """The shape of each factor, by its name in PEFT, of another adapter of the same model."""
@@ -111,14 +125,16 @@ class AdapterLayout(Layout):
     def _targets(self) -> frozenset[str]:
         return frozenset(self.shape.targets)
 
-    def _adapts(self, item: Placed) -> bool:
-        return is_linear(item) and all(projection(name) in self._targets for name, _ in item.tensors)
+    def _adapted_items(self, pp: int) -> Iterator[Placed]:
+        for item in self.base.placed(pp):
+            if is_linear(item) and all(projection(name) in self._targets for name, _ in item.tensors):
+                yield item
+        if UNEMBED in self._targets and pp == self.topology.pipeline - 1:
+            yield self.base.head()
 
     def _place_stage(self, pp: int) -> Iterator[Placed]:
         rank = self.shape.rank
-        for item in self.base.placed(pp):
-            if not self._adapts(item):
-                continue
+        for item in self._adapted_items(pp):
             adapted = _adapted(item)
             down = Split.ROW if item.split is Split.ROW else Split.REPLICATED
             for name, (tensor, shape) in zip(adapted.downs, item.tensors, strict=True):
@@ -236,7 +252,7 @@ def check_served_beside(peft_config: Mapping[str, Any], shape: AdapterShape, key
 
 def _check_targets(layout: Layout, targets: Collection[str]) -> None:
     fused = fused_projections(layout)
-    projections = sorted({name for names in fused for name in names})
+    projections = [*sorted({name for names in fused for name in names}), UNEMBED]
     if unknown := sorted(set(targets) - set(projections)):
         raise ConfigError(f"trainer.lora.targets names {unknown[0]!r}; the model has {', '.join(projections)}")
     for names in fused:

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  # annotated as bare dict
 from torch.nn.functional import one_hot
 
+from megasync.base.files import new_folder
 from megasync.errors import CheckpointError, ConfigError
-from megasync.layout.adapter import AdapterLayout, check_adapter_config, check_served_beside
-from megasync.layout.layout import Layout, Piece
+from megasync.layout.adapter import (
+    UNEMBED,
+    AdapterLayout,
+    AdapterShape,
+    adapter_config,
+    check_adapter_config,
+    check_served_beside,
+)
+from megasync.layout.layout import Box, Layout, Piece, intersect
 from megasync.layout.shards import (
     ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    CORNER,
     HfFolder,
     Read,
     ReadParam,
     ReadPart,
     ShardFiles,
+    box_of,
     export_checkpoint,
     fill_param,
     fill_params,
+    moved,
+    part_of,
     pieces_by_param,
     read_json,
     read_layout,
@@ -87,6 +102,73 @@ def read_adapter(path: str | Path, layout: AdapterLayout, rank: int) -> dict[str
         return fill_params(layout, rank, folder.reading(layout.hf_tensors), torch.float32)
 
 
+def padded(read: Read, shapes: Mapping[str, tuple[int, ...]]) -> Read:
+    """Reads factors of these shapes as if they were of a larger rank, or more of them: the rest is zero, float32."""
+
+    def read_box(name: str, box: Box) -> torch.Tensor:
+        values = torch.zeros(box.rows, box.cols)
+        rows, columns = shapes.get(name, (0, 0))
+        if inside := intersect(box, Box(0, rows, 0, columns)):
+            box_of(values, moved(inside, box, CORNER)).copy_(read(name, inside))
+        return values
+
+    return read_box
+
+
+# Of a folder that `write_adapter` wrote.
+OPTIMIZER = "optimizer.safetensors"
+
+
+class AdapterFiles(HfFolder):
+    """A folder of `write_adapter`: the factors of ``adapters``, and Adam's moments if it has any.
+
+    Raises CheckpointError for adapters of another shape, and for what is missing or damaged.
+    """
+
+    def __init__(self, path: str | Path, adapters: AdapterLayout) -> None:
+        super().__init__(path)
+        self._shapes = adapters.hf_tensors
+        config, expected = read_json(self.path / ADAPTER_CONFIG), adapter_config(adapters.shape, "")
+        for name in ("r", "lora_alpha", "target_modules"):
+            if config.get(name) != expected[name]:
+                raise CheckpointError(f"{path} has adapters with {name}={config.get(name)!r}, not {expected[name]!r}")
+        self.check(self._shapes)
+
+    def factors(self) -> Read:
+        """Reads boxes of factors."""
+        return self.reading(self._shapes)
+
+    def updates(self) -> int:
+        """The number of optimizer steps that the moments are of."""
+        return int(self._open(OPTIMIZER).metadata()["updates"])
+
+    def moments(self, kind: str) -> Read:
+        """Reads boxes of the moments of factors."""
+        file = self._open(OPTIMIZER)
+        return lambda name, box: part_of(file.get_slice(f"{kind}/{name}"), box)
+
+
+def write_adapter(
+    folder: Path,
+    shape: AdapterShape,
+    model_path: str | Path,
+    factors: Mapping[str, torch.Tensor],
+    moments: Mapping[str, Mapping[str, torch.Tensor]] | None,
+    updates: int,
+) -> None:
+    """Writes a PEFT folder, and with ``moments`` Adam's beside it, by kind and factor; durably, or not at all.
+
+    An earlier folder gives way. Raises OSError.
+    """
+    with new_folder(folder, replace=True) as draft:
+        config = adapter_config(shape, str(Path(model_path).resolve()))
+        (draft / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        save_file(dict(factors), draft / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        if moments is not None:
+            tensors = {f"{kind}/{name}": each for kind, of_kind in moments.items() for name, each in of_kind.items()}
+            save_file(tensors, draft / OPTIMIZER, metadata={"updates": str(updates)})
+
+
 def export_model(checkpoint_dir: str | Path, source: str | Path, out: str | Path) -> None:
     """Writes a checkpoint as a Hugging Face folder of a whole model: adapters are merged into the one in ``source``.
 
@@ -107,6 +189,11 @@ def merging(folder: HfFolder, layout: AdapterLayout, part: ReadPart) -> tuple[La
     ``part`` reads boxes of the adapters of ``layout``.
     """
     one = AdapterLayout(Layout(layout.hf_config, Topology()), layout.shape)
+    if one.base.tied and UNEMBED in layout.shape.targets:
+        raise CheckpointError(
+            f"adapters of {UNEMBED} cannot be merged into a model whose output layer is its embedding; export them as "
+            f"a PEFT folder"
+        )
     adapted = {each.item.param: each for each in one.adapted(0)}
     weights = folder.reading(one.base.hf_tensors), pieces_by_param(one.base, 0), one.base.params(0)
     factors = reading_parts(layout, part), pieces_by_param(one, 0), one.params(0)

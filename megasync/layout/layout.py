@@ -224,10 +224,14 @@ class Layout:
                 if self.value_head:
                     yield from (self._place(rule, prefix) for rule in VALUE_HEAD)
                 elif not self.tied:
-                    yield self._place(HEAD, prefix)
+                    yield self.head()
                 elif last > 0:
                     embedding = self._place(EMBEDDING, prefix)
                     yield replace(embedding, param=prefix + HEAD.param(self.spec), copy=True)
+
+    def head(self) -> Placed:
+        """The output layer of the last stage, also if it is tied to the embedding."""
+        return self._place(HEAD, f"{len(self.stages[-1]) - 1}." if self.topology.virtual > 1 else "")
 
     def _place_in_layer(self, rule: Rule, prefix: str, layer: int, local: int) -> Iterator[Placed]:
         if not rule.per_expert:

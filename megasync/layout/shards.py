@@ -139,7 +139,7 @@ def _damage(path: Path) -> str:
     return "" if begin else "it is empty"
 
 
-def _part(stored: Any, box: Box) -> torch.Tensor:
+def part_of(stored: Any, box: Box) -> torch.Tensor:
     """A box of a slice of a safetensors file."""
     rows, cols = slice(box.row, box.row + box.rows), slice(box.col, box.col + box.cols)
     match len(stored.get_shape()):
@@ -212,7 +212,7 @@ class HfFolder(TensorFiles):
                 f"{name!r} in {self.path} has shape {list(stored)}, but its config.json requires {list(shape)}"
             )
         if dtype in PLAIN_DTYPES:
-            return partial(_part, tensor)
+            return partial(part_of, tensor)
         if dtype != VALUES or not isinstance(self._storage, Block) or len(shape) != 2:
             raise CheckpointError(
                 f"{name!r} in {self.path} is stored as {dtype}, which its config.json does not explain; give a folder "
@@ -221,7 +221,7 @@ class HfFolder(TensorFiles):
         block, scales = self._storage, self._scales(name, shape, self._storage)
 
         def read(box: Box) -> torch.Tensor:
-            return dequantize(_part(tensor, box), _part(scales, block.covering(box)), box, block)
+            return dequantize(part_of(tensor, box), part_of(scales, block.covering(box)), box, block)
 
         return read
 
@@ -494,7 +494,7 @@ class ShardFiles(TensorFiles):
 
     def part(self, rank: int, param: str, box: Box) -> torch.Tensor:
         """A box of a parameter that a global rank wrote."""
-        return _part(self._of_rank(rank, param), box)
+        return part_of(self._of_rank(rank, param), box)
 
     def _of_rank(self, rank: int, param: str) -> Any:
         file = shard_file(rank)

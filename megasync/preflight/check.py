@@ -56,7 +56,7 @@ from megasync.config.schema import (
 from megasync.config.supervised import is_supervised
 from megasync.data.curriculum import by_success
 from megasync.errors import CheckpointError, ConfigError
-from megasync.layout.adapter import SERVED_TARGETS, adapter_layout
+from megasync.layout.adapter import SERVED_TARGETS, UNEMBED, adapter_layout
 from megasync.layout.block_fp8 import Block
 from megasync.layout.families import FAMILIES, Sizes, Split, language_model
 from megasync.layout.families.rules import HEAD
@@ -389,6 +389,11 @@ def model_layout(config: Config, *, planning: bool = False) -> tuple[Layout, Pat
         check_architecture(values)
         check_trainer(layout, config.trainer, config.model)
         if (adapters := adapter_layout(layout, config.trainer)) is not None:
+            if UNEMBED in adapters.shape.targets and config.sync.transport != "adapters":
+                raise ConfigError(
+                    f"trainer.lora.targets names {UNEMBED}, whose adapters are not merged into the weights that "
+                    f"servers get, because it may be the embedding too; leave it out"
+                )
             path = config.trainer.lora.path
             if path is not None and (not planning or Path(path).expanduser().exists()):
                 from megasync.layout.adapter_files import check_adapter_folder

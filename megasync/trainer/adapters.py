@@ -10,6 +10,8 @@ that each of them holds whole, each computes a part of the gradient; `param_attr
 Servers get ``weight + scale * up @ down``, computed in float32 and rounded to the dtype of the model. In bfloat16, a
 change far below the distance of two values is lost or doubled by that, so servers sample another policy than the one
 that is trained; `Adapters.kept` measures it.
+
+Adapters of the output layer are added to logits, a part of the rows at a time (`logprobs`).
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ from megasync.layout.adapter import DOWN, Adapted, AdapterLayout
 from megasync.layout.adapter_files import low_rank_product, spread
 from megasync.layout.families import Split
 from megasync.layout.layout import Box
-from megasync.layout.shards import box_of, fill_params
+from megasync.layout.shards import Read, box_of, fill_params
 from megasync.trainer.layer_specs import NormedOutput
-from megasync.trainer.model import PolicyModel
+from megasync.trainer.model import PolicyModel, TargetHead
 from megasync.trainer.param_attributes import set_param_attributes
 
 
@@ -61,7 +63,7 @@ class LowRank(torch.nn.Module):
     ) -> None:
         super().__init__()
         weight = next(layer.parameters(recurse=False))
-        self._scale = layout.shape.scale
+        self.scale = layout.shape.scale
         first = adapted[0].item
         self._rows = first.split is Split.ROW
         self._is_expert = first.ep is not None
@@ -91,7 +93,7 @@ class LowRank(torch.nn.Module):
         narrow = linear(x, torch.cat([getattr(self, name) for name in downs]))
         if not self._is_expert:
             narrow = self._exchanged(narrow)
-        return linear(narrow, spread(getattr(self, up), self.sources, len(downs))) * self._scale
+        return linear(narrow, spread(getattr(self, up), self.sources, len(downs))) * self.scale
 
     def _exchanged(self, narrow: torch.Tensor) -> torch.Tensor:
         """The narrow vectors of the tokens that the output of the layer has, whole."""
@@ -102,6 +104,36 @@ class LowRank(torch.nn.Module):
         if self._split_tokens:
             return gather_from_sequence_parallel_region(narrow)
         return copy_to_tensor_model_parallel_region(narrow)
+
+
+class LowRankHead(torch.nn.Module):
+    """The adapters of an output layer, of which a tensor rank has some rows of ``up``, and ``down`` whole.
+
+    ``split_tokens``: Megatron adds the gradients of ``down`` over tensor ranks, as each has those of other tokens.
+    Here each has those of its own part of the vocabulary, so that the sum is right, and otherwise it is made here.
+    """
+
+    def __init__(
+        self,
+        adapted: Adapted,
+        layout: AdapterLayout,
+        shapes: Mapping[str, tuple[int, ...]],
+        like: torch.Tensor,
+        split_tokens: bool,
+    ) -> None:
+        super().__init__()
+        self.scale = layout.shape.scale
+        self._split_tokens = split_tokens
+        self._down, self._up = (name.rpartition(".")[2] for name in (*adapted.downs, adapted.up))
+        for name, long in ((self._down, adapted.downs[0]), (self._up, adapted.up)):
+            self.register_parameter(name, torch.nn.Parameter(like.new_empty(shapes[long])))
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The narrow vectors [rows, rank] of hidden states [rows, hidden], scaled, and the rows of ``up``."""
+        down: torch.Tensor = getattr(self, self._down)
+        if not self._split_tokens:
+            down = copy_to_tensor_model_parallel_region(down)
+        return linear(rows, down) * self.scale, getattr(self, self._up)
 
 
 def _normalised(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -132,6 +164,12 @@ class Adapters:
     # Of the last merge, over this rank's adapted weights, float64 [3]: the squared norms of the change that the
     # adapters make and of that which merged weights have, and their product. Zero before, and if nothing is rounded.
     kept: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+    modules: Sequence[LowRank | LowRankHead] = ()
+
+    def set_scale(self, scale: float) -> None:
+        """Multiplies the product of all factors by ``scale`` from now on, in place of that of the layout."""
+        for module in self.modules:
+            module.scale = scale
 
     @torch.no_grad()
     def served(self) -> dict[str, torch.Tensor]:
@@ -203,19 +241,25 @@ def attach(
     for each in adapted:
         by_layer[each.module].append(each)
     params: dict[str, torch.Tensor] = {}
+    modules: list[LowRank | LowRankHead] = []
+    split_tokens = sequence_parallel and layout.topology.tensor > 1
     for path, of_layer in by_layer.items():
         chunk, _, inner = path.partition(".") if len(chunks) > 1 else ("0", "", path)
         layer = chunks[int(chunk)].get_submodule(inner)
-        split_tokens = sequence_parallel and layout.topology.tensor > 1
-        adapter = LowRank(layer, of_layer, layout, rank, shapes, split_tokens)
+        if isinstance(layer, TargetHead):
+            like = next(chunks[int(chunk)].parameters())
+            adapter = LowRankHead(of_layer[0], layout, shapes, like, split_tokens)
+        else:
+            adapter = LowRank(layer, of_layer, layout, rank, shapes, split_tokens)
+            if not isinstance(layer, NormedOutput):
+                layer.register_forward_hook(_add)
         layer.add_module("adapter", adapter)
-        if not isinstance(layer, NormedOutput):
-            layer.register_forward_hook(_add)
+        modules.append(adapter)
         params |= {f"{path}.adapter.{name}": param for name, param in adapter.named_parameters()}
     # In the order of the layout, as the model's own.
     params = {name: params[name] for name in shapes}
     set_param_attributes(params, layout, rank, sequence_parallel)
-    return Adapters(layout, rank, weights, params, adapted)
+    return Adapters(layout, rank, weights, params, adapted, modules=modules)
 
 
 def _needs_gradient(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -227,13 +271,18 @@ def fresh_adapters(layout: AdapterLayout, rank: int, seed: int) -> dict[str, tor
 
     They depend on the seed and the names of projections only, not on the topology.
     """
+    return fill_params(layout, rank, fresh_factors(layout.hf_tensors, seed), torch.float32)
+
+
+def fresh_factors(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Read:
+    """Reads new factors of these shapes; see `fresh_adapters`."""
 
     def read(name: str, box: Box) -> torch.Tensor:
-        factor = torch.zeros(layout.hf_tensors[name])
+        factor = torch.zeros(shapes[name])
         if name.endswith(DOWN):
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             bound = 1 / math.sqrt(factor.shape[1])
             factor.uniform_(-bound, bound, generator=generator)
         return box_of(factor, box)
 
-    return fill_params(layout, rank, read, torch.float32)
+    return read

@@ -32,7 +32,8 @@ class Sample:
 
     prompt: NDArray[np.int32]
     response: NDArray[np.int32]
-    # The response offsets whose log-probs are computed: integers, ascending, not empty.
+    # The response offsets whose log-probs are computed: integers, ascending, not empty. With ``targets`` some may be
+    # negative, counted back from the end of the prompt, or the same.
     scored: NDArray[Any]
     # Only so many response tokens are inputs of the model: the last scored one, and what follows, predicts none.
     response_inputs: int
@@ -41,6 +42,8 @@ class Sample:
     routes: RouteArray | None = None
     # The support of each scored token; None if each could be any token.
     support: Support | None = None
+    # The token that is scored at each offset; None if it is that of the response.
+    targets: NDArray[np.int32] | None = None
 
     @classmethod
     def of(cls, prompt: Ids, response: Ids, scored: Ids | None = None) -> Sample:
@@ -184,12 +187,10 @@ class _Packed:
                 if member.response_inputs:
                     self.add_segment(member.response[: member.response_inputs], first_position=len(prompt), prefix=root)
         for member, start in zip(members, starts, strict=True):
-            rows = member.scored.astype(np.int64) + (start - 1)
-            if not member.scored[0]:
-                # The last token of the prompt predicts the first of the response.
-                rows[0] = starts[0] - 1
-            self.rows.append(rows)
-            self.targets.append(member.response[member.scored])
+            # The last token of the prompt, which may be that of others too, predicts the first of the response.
+            first = np.where(member.scored > 0, start, starts[0])
+            self.rows.append(member.scored.astype(np.int64) + first - 1)
+            self.targets.append(member.response[member.scored] if member.targets is None else member.targets)
             self.supports.append(member.support)
 
     def support(self) -> Support | None:

@@ -329,7 +329,7 @@ def _make_room(path: Path, partial: Path) -> None:
 def copied(shard: Shard, memory: HostMemory, device: torch.device) -> Shard:
     """Copies what this rank writes to ``memory``: the parameters and slices of which it is the first holder."""
     rank, writers = shard.rank, shard.layout.writers(shard.rank)
-    peers = _slice_peers(shard.layout, shard.sharded)
+    peers = slice_peers(shard.layout, shard.sharded)
     memory.clear()
     local_shard = replace(
         shard,
@@ -359,7 +359,7 @@ def _write_shard(partial: Path, shard: Shard) -> None:
     fsync(file)
 
 
-def _slice_peers(layout: Layout, sharded: bool) -> Callable[[int, str], Iterable[int]]:
+def slice_peers(layout: Layout, sharded: bool) -> Callable[[int, str], Iterable[int]]:
     """(rank, parameter) -> the ranks whose slices together are the parameter as that rank holds it."""
 
     @cache
@@ -468,7 +468,7 @@ class OptimizerFiles(TensorFiles):
     def __init__(self, path: Path, layout: Layout, sharded: bool) -> None:
         super().__init__(path)
         self._layout = layout
-        self._peers = _slice_peers(layout, sharded)
+        self._peers = slice_peers(layout, sharded)
         self._shapes = cache(layout.params)
         self._starts = cache(self._read_starts)
 

@@ -57,6 +57,7 @@ from megasync.trainer.offload import Memory, memory_of
 from megasync.trainer.optimizer import Optimizer, Update, group_names, groups_of
 from megasync.trainer.packing import Lengths, Microbatch, Packing, plan_packing
 from megasync.trainer.param_attributes import sum_partial_experts
+from megasync.trainer.passes import Adam
 from megasync.trainer.reference import ReferenceWeights
 from megasync.trainer.routing import PolicyRouter
 from megasync.trainer.user_buffers import close_buffers, open_buffers
@@ -162,13 +163,13 @@ class MegatronLearner:
         self.chunks = build_chunks(self.layout, config, self.device, self.dtype)
         self.weights = self.trained = named_weights(self.chunks)
         weights = (load or self._load_folder)(self.layout, self.rank, torch.float32)
-        self._write(weights)
+        self.write(weights)
         if (layout := self._adapter_layout) is not None:
             split_tokens = self.trainer_config.sequence_parallel
             self._adapters = attach(self.chunks, self.weights, layout, self.rank, split_tokens)
             self.trained = self._adapters.params
             weights = (load or self._load_adapters)(layout, self.rank, torch.float32)
-            self._write(weights)
+            self.write(weights)
         # The chunks wrapped for training; empty in a learner that only scores.
         self.wrapped: list[DistributedDataParallel] = []
         if self._trains:
@@ -290,10 +291,22 @@ class MegatronLearner:
         weights = [*self.weights.values(), *(self._adapters.tensors if self._adapters is not None else ())]
         return memory_of(self.wrapped, weights, self.optimizer if self._trains else None)
 
-    def _write(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def write(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Overwrites what is trained. The optimizer gets to know by `Optimizer.reload_weights`."""
         with torch.no_grad():
             for name, param in self.trained.items():
                 param.copy_(weights[name])
+
+    def set_adapter_scale(self, scale: float) -> None:
+        """Multiplies the product of the factors of all adapters by ``scale``; see `Adapters.set_scale`."""
+        assert self._adapters is not None
+        self._adapters.set_scale(scale)
+
+    def gradient_buffers(self) -> list[torch.Tensor]:
+        """The memory of this rank's gradients, which `run` adds to and `update` reads."""
+        # Megatron replaces `Module.buffers`, a method, by its list of buffers.
+        lists: list[Any] = [each for model in self.wrapped for each in (model.buffers, model.expert_parallel_buffers)]
+        return [buffer.grad_data for buffers in lists for buffer in buffers]
 
     # Computation
 
@@ -376,6 +389,13 @@ class MegatronLearner:
         """
         with trace.span("rank", "optimizer"):
             update = self.optimizer.step(step, loss_is_finite, self._squares if norms else None)
+        self._await_gathers(update.applied and bool(self._bucket_groups()))
+        return update
+
+    def update_with(self, adam: Adam) -> Update:
+        """Takes an optimizer step as `update`, with these parameters in place of those of the configuration."""
+        with trace.span("rank", "optimizer"):
+            update = self.optimizer.step_with(adam)
         self._await_gathers(update.applied and bool(self._bucket_groups()))
         return update
 
@@ -680,7 +700,7 @@ class MegatronLearner:
     def _read_weights(self, path: Path) -> None:
         layout = self.trained_layout
         read = partial(checkpoint.read_weights, path, layout, self.dtype, self.rank)
-        self._write(load_once(read, path, layout, self.rank, self.dtype, self.device.torch_device))
+        self.write(load_once(read, path, layout, self.rank, self.dtype, self.device.torch_device))
 
     def close(self) -> None:
         """Drops Megatron's process groups; torch.distributed.destroy_process_group closes them.

@@ -71,6 +71,9 @@ class _Scores(torch.autograd.Function):
     d log p_t / d z_j = [j = t] - p_j   and   d H / d z_j = -p_j (log p_j + H)
 
     Softmax and sum are over the support of the target; outside of it p and both gradients are 0.
+
+    ``narrow`` [targets, rank] and ``up`` [columns, rank], if given, are an adapter of the output layer: their product
+    is added to the logits.
     """
 
     @staticmethod
@@ -84,6 +87,8 @@ class _Scores(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
         support: TargetSupport | None,
+        narrow: torch.Tensor | None,
+        up: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         local = (targets - columns.first).clamp(0, max(columns.number - 1, 0))
         owned = (targets >= columns.first) & (targets < columns.first + columns.number)
@@ -95,7 +100,7 @@ class _Scores(torch.autograd.Function):
         parts = _ranges(count, columns.number, PART_ELEMENTS)
         logits = None
         for part in parts:
-            logits = linear(rows[part].to(dtype), own_weight)
+            logits = _logits(rows, own_weight, narrow, up, part)
             for chunk, of in _chunks(logits, part):
                 z = _scaled(chunk, temperature, of)
                 outside = None if support is None else support.outside(of, columns)
@@ -116,7 +121,7 @@ class _Scores(torch.autograd.Function):
         log_total = sums[0].log()
         entropy = log_total - sums[1] / sums[0]
         kept = logits if len(parts) == 1 else None
-        ctx.save_for_backward(rows, weight, kept, peak + log_total, entropy, local, owned)
+        ctx.save_for_backward(rows, weight, kept, peak + log_total, entropy, local, owned, narrow, up)
         ctx.columns, ctx.temperature, ctx.dtype, ctx.support = columns, temperature, dtype, support
         ctx.set_materialize_grads(False)
         return sums[2] - log_total, entropy
@@ -125,7 +130,7 @@ class _Scores(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - autograd passes one gradient per output
         ctx: Any, of_logprob: torch.Tensor | None, of_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        rows, weight, kept, log_normaliser, entropy, local, owned = ctx.saved_tensors
+        rows, weight, kept, log_normaliser, entropy, local, owned, narrow, up = ctx.saved_tensors
         count, dtype = ctx.columns.number, ctx.dtype
         own_weight = weight[:count].to(dtype)
         parts = _ranges(len(rows), count, PART_ELEMENTS)
@@ -134,10 +139,13 @@ class _Scores(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             # Parts are summed in float32, whatever the dtype of the weights.
             of_weight = torch.zeros_like(weight, dtype=dtype if len(parts) == 1 else torch.float32)
+        of_adapter: list[torch.Tensor] = []
+        if ctx.needs_input_grad[9]:
+            of_adapter = [torch.zeros_like(narrow), torch.zeros_like(up, dtype=torch.float32)]
         for part in parts:
             own_rows = rows[part].to(dtype)
             # Becomes its own gradient.
-            logits = linear(own_rows, own_weight) if kept is None else kept
+            logits = _logits(rows, own_weight, narrow, up, part) if kept is None else kept
             for chunk, of in _chunks(logits, part):
                 log_p = _scaled(chunk, ctx.temperature, of).sub_(log_normaliser[of, None])
                 p = log_p.exp_() if of_entropy is None else log_p.exp()
@@ -156,6 +164,9 @@ class _Scores(torch.autograd.Function):
                     total.scatter_add_(1, local[of, None], (of_logprob[of] * owned[of])[:, None])
                 chunk.copy_(_divided(total, ctx.temperature, of))
             of_rows[part] = logits @ own_weight
+            if of_adapter:
+                of_adapter[0][part] = logits @ up[:count].to(dtype)
+                of_adapter[1][:count] += logits.T @ narrow[part].to(dtype)
             if of_weight is None:
                 continue
             if len(parts) == 1:
@@ -164,7 +175,18 @@ class _Scores(torch.autograd.Function):
                 of_weight[:count] += logits.T @ own_rows
         if of_weight is not None:
             of_weight = of_weight.to(weight.dtype)
-        return of_rows, of_weight, None, None, None, None, None, None
+        of_narrow, of_up = (of_adapter[0], of_adapter[1].to(up.dtype)) if of_adapter else (None, None)
+        return of_rows, of_weight, None, None, None, None, None, None, of_narrow, of_up
+
+
+def _logits(
+    rows: torch.Tensor, weight: torch.Tensor, narrow: torch.Tensor | None, up: torch.Tensor | None, part: slice
+) -> torch.Tensor:
+    """The logits of some rows, in the dtype of ``weight``, whose columns are without padding."""
+    logits = linear(rows[part].to(weight.dtype), weight)
+    if narrow is not None and up is not None:
+        logits.addmm_(narrow[part].to(weight.dtype), up[: len(weight)].to(weight.dtype).T)
+    return logits
 
 
 def _combine(peak: torch.Tensor, sums: torch.Tensor, owned: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -215,6 +237,7 @@ def token_logprobs(
     group: dist.ProcessGroup | None = None,
     dtype: torch.dtype | None = None,
     support: TargetSupport | None = None,
+    adapter: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each target and entropy of its distribution, differentiable and equal on all ranks of ``group``.
 
@@ -228,13 +251,16 @@ def token_logprobs(
         temperature: divides the logits, as the sampler does; one number, or one of each target.
         dtype: that of the logits; by default that of ``weight``.
         support: the tokens that have a probability, for each target; by default all.
+        adapter: narrow vectors [targets, rank], the same on all ranks, and the rows [columns of this rank, rank] of
+            whose products with them the logits are changed. Gradients of the former are a part, as those of ``rows``.
 
     Returns:
         (log-probs, entropies), float32 [targets].
     """
     first = (group.rank() if group is not None else 0) * len(weight)
     columns = _Columns(first, min(max(vocab_size - first, 0), len(weight)))
-    return _Scores.apply(rows, weight, targets, columns, temperature, group, dtype or weight.dtype, support)
+    options = temperature, group, dtype or weight.dtype, support
+    return _Scores.apply(rows, weight, targets, columns, *options, *(adapter or (None, None)))
 
 
 def squared_norms(logprobs: torch.Tensor, colder: torch.Tensor) -> torch.Tensor:

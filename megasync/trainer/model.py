@@ -43,7 +43,8 @@ INITIALIZER_RANGE = 0.02
 class TargetHead(torch.nn.Module):
     """The output layer of a policy: scores targets without the logits of all rows; see `logprobs.token_logprobs`.
 
-    A module of its own, so that hooks see when the weight is read. It has none if it is the embedding's.
+    A module of its own, so that hooks see when the weight is read. It has none if it is the embedding's. With adapters
+    it has an ``adapter``; see `adapters.LowRankHead`.
     """
 
     def __init__(self, weight: torch.nn.Parameter | None) -> None:
@@ -55,7 +56,8 @@ class TargetHead(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         weight = self.weight if tied is None else tied
         assert weight is not None
-        return token_logprobs(rows, weight, targets, **options)
+        adapter = getattr(self, "adapter", None)
+        return token_logprobs(rows, weight, targets, adapter=None if adapter is None else adapter(rows), **options)
 
 
 class PolicyModel(GPTModel):

@@ -29,6 +29,7 @@ from megasync.errors import ConfigError, NonFiniteError
 from megasync.layout.topology import Topology
 from megasync.trainer.checkpoint import MAIN_WEIGHT, MOMENTS, Slice
 from megasync.trainer.collectives import all_agree
+from megasync.trainer.passes import Adam
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -163,15 +164,27 @@ class Optimizer:
         lr = learning_rate(self._config, step, self._total_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        return self._step(lr, self._config.clip_grad, loss_is_finite, measure)
+
+    def step_with(self, adam: Adam) -> Update:
+        """Clips and updates as `step`, with these parameters."""
+        for group in self._optimizer.param_groups:
+            group["lr"], group["betas"], group["eps"] = adam.learning_rate, (adam.beta1, adam.beta2), adam.eps
+            group["weight_decay"] = adam.weight_decay * group.get("wd_mult", 1.0)
+        return self._step(adam.learning_rate, adam.clip_grad, True, None)
+
+    def _step(
+        self, lr: float, clip_grad: float, loss_is_finite: bool, measure: Callable[[], torch.Tensor] | None
+    ) -> Update:
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
         if not all_agree(loss_is_finite and math.isfinite(norm), self._device):
             return Update(False, norm, lr)
         squares = None if measure is None else measure()
-        if self._config.clip_grad > 0:
+        if clip_grad > 0:
             for part in self._optimizer.chained_optimizers:
                 params: list[torch.Tensor] = [*part.get_parameters()]
-                clip_grad_by_total_norm_fp32(params, self._config.clip_grad, norm, self._decoupled)
+                clip_grad_by_total_norm_fp32(params, clip_grad, norm, self._decoupled)
         self._apply()
         self.updates += 1
         return Update(True, norm, lr, squares)
@@ -335,7 +348,7 @@ class Optimizer:
                 if isinstance(inner, torch.optim.AdamW):
                     moments[index]["step"] = torch.tensor(float(updates))
             inner.load_state_dict({"state": moments, "param_groups": inner.state_dict()["param_groups"]})
-            for group in inner.param_groups if updates and not isinstance(inner, torch.optim.AdamW) else ():
+            for group in inner.param_groups if not isinstance(inner, torch.optim.AdamW) else ():
                 # Transformer Engine's Adam counts steps per group, torch's among the moments.
                 group["step"] = updates
         if self._keeps_main_weights:

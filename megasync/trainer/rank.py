@@ -25,7 +25,7 @@ from megasync.buffer.segments import load_trajectories
 from megasync.config.host import resolve_host
 from megasync.config.schema import Config
 from megasync.data.row_file import RowFile
-from megasync.errors import CheckpointError
+from megasync.errors import CheckpointError, MegasyncError
 from megasync.observe import trace
 from megasync.observe.clock import Reading, read_clock
 from megasync.observe.rollouts import RolloutLog, rollout_bytes
@@ -35,10 +35,13 @@ from megasync.trainer.user_buffers import close_buffers
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
+    from megasync.layout.adapter import AdapterShape
     from megasync.sync.broadcast.sender import BroadcastSender
     from megasync.sync.disk.writer import DiskWriter
     from megasync.sync.shard.sender import ShardSender
+    from megasync.trainer.adapter_bank import AdapterBank
     from megasync.trainer.critic import Critic
+    from megasync.trainer.passes import Adam, LossPass, PassPart
     from megasync.trainer.quantized import QuantizedWeights
 
 P = ParamSpec("P")
@@ -286,6 +289,41 @@ class TrainerRank:
         self._learner.load(Path(path))
         if self._critic is not None:
             self._critic.load(Path(path))
+
+    # Many models: `adapter_bank.AdapterBank`.
+
+    @cached_property
+    def _bank(self) -> AdapterBank:
+        from megasync.trainer.adapter_bank import AdapterBank
+
+        return AdapterBank(self._learner)
+
+    def create_model(self, model: str, shape: AdapterShape, seed: int) -> None:
+        """Makes new adapters."""
+        self._bank.create(model, shape, seed)
+
+    def compute_passes(self, passes: list[tuple[str, LossPass]]) -> list[PassPart | MegasyncError]:
+        """Computes passes of several models in their order."""
+        with trace.span("step", "passes", passes=len(passes)):
+            return self._bank.compute(passes)
+
+    def update_model(self, model: str, adam: Adam) -> tuple[bool, float]:
+        """Takes an optimizer step; returns whether it was applied, and the norm of the gradient before clipping."""
+        with trace.span("step", "update"):
+            update = self._bank.update(model, adam)
+        return update.applied, update.grad_norm
+
+    def save_model(self, model: str, folder: str, moments: bool) -> None:
+        """Writes a folder of a model durably, or raises CheckpointError; see `AdapterBank.save`."""
+        self._bank.save(model, Path(folder), moments)
+
+    def load_model(self, model: str, shape: AdapterShape, folder: str, moments: bool) -> None:
+        """Makes a model what a folder holds; see `AdapterBank.load`."""
+        self._bank.load(model, shape, Path(folder), moments)
+
+    def unload_model(self, model: str) -> None:
+        """Forgets a model."""
+        self._bank.unload(model)
 
     # Weight sync: `sync.weight_sync.SendingRank`. A sender is built when its transport first calls it.
 

@@ -206,6 +206,11 @@ def test_invalid_options_of_experts_are_refused(make, model, overrides, parts):
     assert all(part in message for part in parts), message
 
 
+def test_adapters_of_the_output_layer_are_not_merged(make):
+    lora = ["trainer.lora.rank=4", "trainer.lora.targets=[o_proj, lm_head]"]
+    assert "lm_head, whose adapters are not merged" in refused(make(*lora), planning=True)
+
+
 def test_a_plan_reads_the_adapter_that_is_there(make, tmp_path):
     lora = ["trainer.lora.rank=4", f"trainer.lora.path={tmp_path}"]
     assert "adapter_config.json" in refused(make(*lora), planning=True)

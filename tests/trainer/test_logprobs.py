@@ -53,6 +53,24 @@ def test_values_and_gradients_equal_plain_torch(monkeypatch, part, temperature, 
     assert not truncated or mine[2][1] == mine[3][1] == 0.0
 
 
+@pytest.mark.parametrize("part", [10**6, 400], ids=["one part", "several parts"])
+def test_an_adapter_changes_logits_as_the_weight_that_it_stands_for(monkeypatch, part):
+    monkeypatch.setattr(logprobs, "PART_ELEMENTS", part)
+    generator = torch.Generator().manual_seed(1)
+    shapes = (9, 16), (128, 16), (4, 16), (128, 4)
+    rows, weight, down, up = (torch.randn(shape, generator=generator) for shape in shapes)
+    trained = [tensor.requires_grad_() for tensor in (rows, down, up)]
+    targets, factors = torch.randint(0, 100, (9,), generator=generator), torch.randn(9, generator=generator)
+
+    def gradients(logprob):
+        return *torch.autograd.grad((factors * logprob).sum(), trained), logprob
+
+    found, _ = token_logprobs(rows, weight, targets, vocab_size=100, adapter=(2 * rows @ down.T, up))
+    expected, _ = plain(rows, weight + 2 * up @ down, targets, 100, 1.0)
+    for one, other in zip(gradients(found), gradients(expected), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_squared_norms_are_those_of_the_gradients_by_the_logits(temperature):
     logits = (3 * torch.randn(7, 20, generator=torch.Generator().manual_seed(3))).requires_grad_()

@@ -1,0 +1,376 @@
+"""Many models on the same ranks: the adapters of one at a time are those of the learner, the others are on the host.
+
+A model is its adapters with float32 copies, gradients, Adam's moments and the number of its steps. All of it is in the
+learner while the model is active, and in (pinned) host memory otherwise; only a call for another model swaps them. So
+a model computes exactly what it would alone.
+
+The learner has adapters of one rank on all projections. A model of a smaller rank, or with fewer projections, has zero
+rows and columns there. They stay exactly zero: the gradient of a row of ``down`` is a product with a column of ``up``
+and the other way round, Adam makes no step of a zero gradient with zero moments, and weight decay multiplies.
+
+Gradients are summed over passes. Each pass is reduced over ranks by itself, in buffers that begin with zero, and then
+added to those before it, so their sum does not depend on what other models do in between.
+
+    <folder>/adapter_config.json, adapter_model.safetensors     PEFT's files; the factors are float32
+    <folder>/optimizer.safetensors                              Adam's moments, under the names of the factors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from megasync.algorithms.sum_losses import LOSSES
+from megasync.device import synchronize
+from megasync.errors import MegasyncError, TrainingError
+from megasync.layout.adapter import AdapterLayout, AdapterShape
+from megasync.layout.adapter_files import AdapterFiles, padded, write_adapter
+from megasync.layout.layout import Layout
+from megasync.layout.shards import Read, assemble, fill_params
+from megasync.layout.topology import Topology
+from megasync.observe import trace
+from megasync.trainer.adapters import fresh_factors
+from megasync.trainer.batch import Batch, Sample
+from megasync.trainer.checkpoint import MAIN_WEIGHT, MOMENTS, Slice, run_collectively, slice_peers
+from megasync.trainer.learner import LocalBatch, MegatronLearner
+from megasync.trainer.optimizer import Update
+from megasync.trainer.packing import Ints, Lengths, Microbatch
+from megasync.trainer.passes import Adam, LossPass, PassPart, shared_prefixes
+
+# Of what a rank contributes to a saved model: by kind and parameter the element at which its values begin, and these.
+Contribution = dict[str, dict[str, tuple[int, NDArray[np.float32]]]]
+
+
+@dataclass
+class _Model:
+    """The state of a model on one rank. While the model is active, that of the learner is newer."""
+
+    shape: AdapterShape
+    # In the dtype of the model.
+    params: dict[str, torch.Tensor]
+    slices: dict[str, Slice]
+    updates: int = 0
+    # Like `MegatronLearner.gradient_buffers`; empty without gradients.
+    gradients: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+
+
+class AdapterBank:
+    """The models of one rank; every method is a collective.
+
+    The adapters of ``learner`` bound the rank and the projections of all models. Methods raise TrainingError for a
+    model that is not there.
+    """
+
+    def __init__(self, learner: MegatronLearner) -> None:
+        layout = learner.trained_layout
+        assert isinstance(layout, AdapterLayout), "a learner of all weights has no adapters to swap"
+        self._learner = learner
+        self._layout = layout
+        self._device = learner.device.torch_device
+        self._shapes = cache(layout.params)
+        self._writers = layout.writers(learner.rank)
+        self._peers = slice_peers(layout, learner.optimizer.sharded)
+        self._alone = cache(self._adapters_alone)
+        self._models: dict[str, _Model] = {}
+        self._active: str | None = None
+        # Of the active model: whether the learner's state differs from that on the host, and has gradients.
+        self._changed = self._has_gradients = False
+
+    def create(self, model: str, shape: AdapterShape, seed: int) -> None:
+        """Makes new adapters, in place of those that the model may have."""
+        factors = self._alone(shape).hf_tensors
+        self._put(model, shape, self._params(fresh_factors(factors, seed), shape), {}, 0)
+
+    def unload(self, model: str) -> None:
+        """Forgets a model, if it is there."""
+        if self._active == model:
+            self._active = None
+        self._models.pop(model, None)
+
+    # State
+
+    def _adapters_alone(self, shape: AdapterShape) -> AdapterLayout:
+        """The adapters of a model on a single rank."""
+        return AdapterLayout(Layout(self._layout.hf_config, Topology()), shape)
+
+    def _params(self, read: Read, shape: AdapterShape) -> dict[str, torch.Tensor]:
+        """This rank's parameters of a model whose factors, of its own shape, ``read`` reads; float32."""
+        read = padded(read, self._alone(shape).hf_tensors)
+        return fill_params(self._layout, self._learner.rank, read, torch.float32)
+
+    def _put(
+        self,
+        model: str,
+        shape: AdapterShape,
+        params: Mapping[str, torch.Tensor],
+        moments: Mapping[str, Mapping[str, torch.Tensor]],
+        updates: int,
+    ) -> None:
+        """Keeps a model of these float32 parameters, with the moments of each by their names."""
+        learner = self._learner
+        kinds = dict(moments) if learner.dtype == torch.float32 else {**moments, MAIN_WEIGHT: params}
+        ranges = learner.optimizer.ranges(learner.trained)
+        slices = {
+            name: Slice(held.start, {kind: of[name].view(-1)[held.start : held.stop] for kind, of in kinds.items()})
+            for name, held in ranges.items()
+        }
+        cast = {name: param.to(learner.dtype) for name, param in params.items()}
+        self.unload(model)
+        self._models[model] = self._on_host(_Model(shape, cast, slices, updates))
+
+    def _on_host(self, model: _Model) -> _Model:
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")
+            return memory.copy_(tensor.detach(), non_blocking=True)
+
+        copied = _Model(
+            model.shape,
+            {name: copy(param) for name, param in model.params.items()},
+            {
+                name: Slice(
+                    start,
+                    {kind: copy(tensor) for kind, tensor in tensors.items()}
+                    | {kind: copy(make()) for kind, make in made.items()},
+                )
+                for name, (start, tensors, made) in model.slices.items()
+            },
+            model.updates,
+            [copy(buffer) for buffer in model.gradients],
+        )
+        synchronize(self._device)
+        return copied
+
+    def _state(self, model: str) -> _Model:
+        """The present state of a model; of the active one the learner's own tensors."""
+        if model not in self._models:
+            raise TrainingError(f"there is no model {model!r} on the trainer ranks; create or load it first")
+        kept, learner = self._models[model], self._learner
+        if model != self._active or not self._changed:
+            return kept
+        learner.gather_weights()
+        params = {name: param.data for name, param in learner.trained.items()}
+        gradients = learner.gradient_buffers() if self._has_gradients else []
+        return _Model(
+            kept.shape, params, learner.optimizer.slices(learner.trained), learner.optimizer.updates, gradients
+        )
+
+    def _activate(self, model: str) -> None:
+        state = self._state(model)
+        if model == self._active:
+            return
+        with trace.span("rank", "swap"):
+            if self._active is not None and self._changed:
+                self._models[self._active] = self._on_host(self._state(self._active))
+            learner = self._learner
+            learner.gather_weights()
+            learner.write(state.params)
+            learner.optimizer.reload_weights()
+            learner.optimizer.restore(learner.trained, state.slices, state.updates)
+            learner.set_adapter_scale(state.shape.scale)
+            learner.zero_grad()
+            for buffer, kept in zip(learner.gradient_buffers(), state.gradients, strict=bool(state.gradients)):
+                buffer.copy_(kept)
+        self._active, self._changed, self._has_gradients = model, False, bool(state.gradients)
+
+    # Training
+
+    def compute(self, passes: Sequence[tuple[str, LossPass]]) -> list[PassPart | MegasyncError]:
+        """Computes passes of several models in their order. What is wrong with one is its result."""
+        results: list[PassPart | MegasyncError] = []
+        for model, work in passes:
+            try:
+                results.append(self._compute(model, work))
+            except MegasyncError as error:
+                # Each rank finds the same before it computes anything.
+                results.append(error)
+        return results
+
+    def _compute(self, model: str, work: LossPass) -> PassPart:
+        learner = self._learner
+        self._activate(model)
+        prompts, prompt_tokens = shared_prefixes(work.sequences)
+        packing = learner.plan(Lengths(prompts, prompt_tokens, work.lengths - prompt_tokens))
+        microbatches = learner.own_microbatches(packing)
+        shared = [_SharedTargets.of(work, each, prompt_tokens) for each in microbatches]
+        samples = {index: sample for each in shared for index, sample in each.samples.items()}
+        batch = LocalBatch(microbatches, samples, packing.counted_tokens)
+        loss, starts = LOSSES[work.loss], work.target_starts
+
+        def evaluate(part: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+            logprobs, _ = learner.score_rows(hidden, part, 1.0)
+            places, segments = (torch.from_numpy(each).to(self._device) for each in shared[part.index].columns)
+            if len(places) > len(logprobs):
+                logprobs = logprobs[places]
+            sequences = microbatches[part.index].sequences
+            inputs = {
+                name: torch.from_numpy(np.concatenate([column[starts[i] : starts[i + 1]] for i in sequences]))
+                for name, column in work.inputs.items()
+            }
+            losses = loss.compute(logprobs, {name: each.to(self._device) for name, each in inputs.items()}, segments)
+            # A masked copy only keeps a rank in step with others.
+            return losses.sum() * float(part.counted), (logprobs.detach(), losses.detach().sum(dtype=torch.float64))
+
+        with trace.span("rank", "forward_backward" if work.backward else "forward", microbatches=len(microbatches)):
+            if not work.backward:
+                with torch.no_grad():
+                    reports = learner.run(batch, evaluate, forward_only=True)
+            else:
+                earlier = [buffer.clone() for buffer in learner.gradient_buffers()] if self._has_gradients else []
+                learner.zero_grad()
+                reports = learner.run(batch, evaluate, forward_only=False)
+                for buffer, sums in zip(learner.gradient_buffers(), earlier, strict=bool(earlier)):
+                    buffer.add_(sums)
+                self._changed = self._has_gradients = True
+        if not learner.is_last_stage or learner.coords.tp or learner.coords.cp:
+            return PassPart((), (), {})
+        counted = [(each.sequences, report) for each, report in zip(microbatches, reports, strict=True) if each.counted]
+        widths = work.lengths * work.widths
+        logprobs = [
+            part.numpy()
+            for sequences, (values, _) in counted
+            for part in values.cpu().split([int(widths[index]) for index in sequences])
+        ]
+        total = sum(float(value) for _, (_, value) in counted)
+        return PassPart(tuple(i for sequences, _ in counted for i in sequences), tuple(logprobs), {"loss": total})
+
+    def update(self, model: str, adam: Adam) -> Update:
+        """Takes an optimizer step with the gradients of a model and drops them; none count as zero.
+
+        Nothing but the gradients changes if they are not finite on any rank.
+        """
+        self._activate(model)
+        if not self._has_gradients:
+            self._learner.zero_grad()
+        update = self._learner.update_with(adam)
+        self._changed, self._has_gradients = True, False
+        return update
+
+    # Files
+
+    def save(self, model: str, folder: Path, moments: bool) -> None:
+        """Writes a model's folder durably, with Adam's ``moments`` if asked for, in place of an earlier one.
+
+        Raises CheckpointError on every rank if it cannot be written; an earlier one is then as before.
+        """
+        state = self._state(model)
+        with trace.span("rank", "save"):
+            parts = self._gather(self._contribution(state, moments))
+            write = partial(self._write, state, folder, moments, parts) if parts else None
+            run_collectively(write, "write", folder, self._device)
+
+    def _gather(self, part: Contribution) -> list[Contribution]:
+        """What all ranks contribute, on the first; empty on others. The whole of a model is small, however many."""
+        world = dist.get_world_size()
+        if world == 1:
+            return [part]
+        gathered: list[Contribution] | None = [part] * world if self._learner.rank == 0 else None
+        dist.gather_object(part, gathered)
+        return gathered or []
+
+    def _contribution(self, state: _Model, moments: bool) -> Contribution:
+        """What this rank is the first to hold: the float32 adapters, and moments if they are asked for."""
+        rank, writers = self._learner.rank, self._writers
+        kinds = {kind: kind for kind in MOMENTS if moments and state.updates}
+        parts: Contribution = {kind: {} for kind in (MAIN_WEIGHT, *kinds)}
+        if self._learner.dtype == torch.float32:
+            whole = {name: param for name, param in state.params.items() if writers[name] == rank}
+            parts[MAIN_WEIGHT] = {name: (0, _vector(param)) for name, param in whole.items()}
+        else:
+            kinds[MAIN_WEIGHT] = MAIN_WEIGHT
+        for name, (start, tensors, made) in state.slices.items():
+            if rank in self._peers(writers[name], name):
+                for kind in kinds:
+                    parts[kind][name] = start, _vector(tensors[kind] if kind in tensors else made[kind]())
+        return parts
+
+    def _write(self, state: _Model, folder: Path, moments: bool, gathered: Sequence[Contribution]) -> None:
+        layout, small = self._layout, self._alone(state.shape)
+
+        @cache
+        def whole(kind: str, rank: int, param: str) -> torch.Tensor:
+            shape = self._shapes(rank)[param]
+            values = torch.empty(prod(shape))
+            for peer in self._peers(rank, param):
+                if held := gathered[peer][kind].get(param):
+                    start, part = held
+                    values[start : start + len(part)] = torch.from_numpy(part)
+            return values.view(shape)
+
+        kinds = {
+            kind: {
+                name: assemble(name, layout, partial(whole, kind))[: shape[0], : shape[1]].contiguous()
+                for name, shape in small.hf_tensors.items()
+            }
+            for kind in gathered[0]
+        }
+        factors = kinds.pop(MAIN_WEIGHT)
+        saved = kinds if moments else None
+        write_adapter(folder, state.shape, self._learner.model_config.path, factors, saved, state.updates)
+
+    def load(self, model: str, shape: AdapterShape, folder: Path, moments: bool) -> None:
+        """Makes a model what `save` has written, by ranks of any topology; its gradients are gone.
+
+        Without ``moments`` Adam begins anew. Raises CheckpointError on every rank for a folder of other adapters, one
+        that is damaged, and one without moments if these are asked for; the model is then as before.
+        """
+        params: dict[str, torch.Tensor] = {}
+        kinds: dict[str, dict[str, torch.Tensor]] = {}
+        updates = 0
+
+        def read() -> None:
+            nonlocal updates
+            with AdapterFiles(folder, self._alone(shape)) as files:
+                params.update(self._params(files.factors(), shape))
+                updates = files.updates() if moments else 0
+                if updates:
+                    kinds.update({kind: self._params(files.moments(kind), shape) for kind in MOMENTS})
+
+        run_collectively(read, "read", folder, self._device)
+        self._put(model, shape, params, kinds, updates)
+
+
+def _vector(values: torch.Tensor) -> NDArray[np.float32]:
+    return values.detach().float().reshape(-1).cpu().numpy()
+
+
+class _SharedTargets(NamedTuple):
+    """The samples of a microbatch, without targets that they have in common with the first of their tree."""
+
+    samples: dict[int, Sample]
+    # Of each target of all sequences: where its log-prob is among those of the samples; and the place of its sequence
+    # in the microbatch. int64 [targets].
+    columns: tuple[Ints, Ints]
+
+    @classmethod
+    def of(cls, work: LossPass, microbatch: Microbatch, prompt_tokens: Ints) -> _SharedTargets:
+        samples: dict[int, Sample] = {}
+        places: list[Ints] = []
+        scored = 0
+        for tree in microbatch.trees:
+            first = len(places)
+            for index in tree:
+                tokens, targets, width = work.sequences[index], work.targets_of(index), int(work.widths[index])
+                positions, prompt = np.repeat(np.arange(len(tokens)), width), int(prompt_tokens[index])
+                own, place = np.ones(len(targets), dtype=bool), np.zeros(len(targets), dtype=np.int64)
+                if index != tree[0] and width == work.widths[tree[0]]:
+                    # The hidden states of the prompt are those of all.
+                    common = prompt * width
+                    own[:common] = targets[:common] != work.targets_of(tree[0])[:common]
+                    place[:common] = places[first][:common]
+                place[own] = scored + np.arange(own.sum())
+                scored += int(own.sum())
+                places.append(place)
+                offsets = (positions - prompt + 1)[own]
+                inputs = len(tokens) - prompt
+                samples[index] = Sample(tokens[:prompt], tokens[prompt:], offsets, inputs, targets=targets[own])
+        segments = np.repeat(np.arange(len(places)), [len(place) for place in places])
+        return cls(samples, (np.concatenate(places), segments))

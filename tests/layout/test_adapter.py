@@ -1,0 +1,92 @@
+"""Adapters as rectangles: also those of an output layer, and of a model with fewer of them than ranks have room for."""
+
+import json
+
+import pytest
+import torch
+from random_models import MODELS, MORE_MODELS
+
+from megasync.errors import CheckpointError, ConfigError
+from megasync.layout.adapter import AdapterLayout, AdapterShape, kinds_of_projections
+from megasync.layout.adapter_files import AdapterFiles, padded, write_adapter
+from megasync.layout.layout import Box, Layout
+from megasync.layout.shards import assemble, box_of, fill_params
+from megasync.layout.topology import Topology
+
+CONFIGS = MODELS | MORE_MODELS
+TOPOLOGIES = [
+    Topology(),
+    Topology(tensor=2),
+    Topology(pipeline=2, virtual=2),
+    Topology(tensor=2, pipeline=2, data=2),
+]
+
+
+def shape_of(layout, rank, **kinds):
+    found = kinds_of_projections(layout)
+    return AdapterShape(rank, 2.0, tuple(sorted(t for kind in found if kinds.get(kind, True) for t in found[kind])))
+
+
+def factors_of(layout):
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(shape, generator=generator) for name, shape in layout.hf_tensors.items()}
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+@pytest.mark.parametrize("family", ["mistral", "qwen2_moe"])
+def test_ranks_hold_a_small_model_and_zeros(family, topology):
+    base = Layout(CONFIGS[family], topology)
+    layout = AdapterLayout(base, shape_of(base, 5))
+    small = AdapterLayout(Layout(CONFIGS[family], Topology()), shape_of(base, 2, mlp=False))
+    factors = factors_of(small)
+    assert ("base_model.model.lm_head.lora_B.weight", (131, 2)) in small.hf_tensors.items()
+    read = padded(lambda name, box: box_of(factors[name], box), small.hf_tensors)
+    params = [fill_params(layout, rank, read, torch.float32) for rank in range(topology.world)]
+    for name, (rows, columns) in layout.hf_tensors.items():
+        whole = assemble(name, layout, lambda rank, param: params[rank][param])
+        expected = torch.zeros(rows, columns)
+        if name in factors:
+            expected[: factors[name].shape[0], : factors[name].shape[1]] = factors[name]
+        assert torch.equal(whole, expected), name
+    # The rows of vocabulary padding are zero too.
+    heads = [each for rank in params for name, each in rank.items() if name.endswith("output_layer.adapter.up")]
+    assert heads and sum(int(head.count_nonzero()) for head in heads[: topology.tensor]) == 131 * 2
+
+
+def test_a_folder_holds_what_was_written(tmp_path):
+    layout = Layout(CONFIGS["qwen2"], Topology())
+    adapters = AdapterLayout(layout, shape_of(layout, 2))
+    factors, moments = factors_of(adapters), {"exp_avg": factors_of(adapters)}
+    for _ in range(2):
+        write_adapter(tmp_path / "a", adapters.shape, tmp_path, factors, moments, 3)
+    with AdapterFiles(tmp_path / "a", adapters) as files:
+        assert files.updates() == 3
+        for read in (files.factors(), files.moments("exp_avg")):
+            for name, (rows, columns) in adapters.hf_tensors.items():
+                assert torch.equal(read(name, Box(0, rows, 0, columns)), factors[name])
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], "lm_head" in config["target_modules"]) == (2, 4.0, True)
+
+
+def test_other_adapters_are_refused(tmp_path):
+    layout = Layout(CONFIGS["qwen2"], Topology())
+    adapters = AdapterLayout(layout, shape_of(layout, 2))
+    write_adapter(tmp_path / "a", adapters.shape, tmp_path, factors_of(adapters), None, 0)
+    for other, text in (
+        (shape_of(layout, 3), "r=2, not 3"),
+        (AdapterShape(2, 3.0, adapters.shape.targets), "lora_alpha=4.0, not 6.0"),
+        (shape_of(layout, 2, unembed=False), "target_modules="),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            AdapterFiles(tmp_path / "a", AdapterLayout(layout, other))
+    with AdapterFiles(tmp_path / "a", adapters) as files, pytest.raises(CheckpointError, match="is missing"):
+        files.updates()
+
+
+def test_adapters_are_of_attention_mlps_or_the_output_layer():
+    for family, attention in (("qwen2", "o_proj"), ("deepseek_v3", "q_b_proj"), ("qwen3_next", "q_proj")):
+        kinds = kinds_of_projections(Layout(CONFIGS[family], Topology()))
+        assert attention in kinds["attention"] and "down_proj" in kinds["mlp"] and kinds["unembed"] == {"lm_head"}
+        assert not kinds["attention"] & kinds["mlp"]
+    with pytest.raises(ConfigError, match="names 'embed_tokens'; the model has .*, lm_head"):
+        AdapterLayout(Layout(CONFIGS["qwen2"], Topology()), AdapterShape(2, 1.0, ("embed_tokens",)))
