@@ -83,7 +83,7 @@ class Sampling:
     top_k: int = -1
     seed: int | None = None
     # Texts or token ids that end a sample.
-    stop: Sequence[str] | Sequence[int] = ()
+    stop: Sequence[str | int] = ()
     # The number of positions at the end of the prompt whose log-probs are returned; 0 for none.
     prompt_logprobs: int = 0
     topk_prompt_logprobs: int = 0

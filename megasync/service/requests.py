@@ -10,7 +10,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megasync.errors import DataError, MegasyncError
 from megasync.service.interfaces import Adam, AdapterSpec, Pass, PassResult, Samples, Sampling
+
+
+class Unknown(DataError):
+    """Nothing of this name belongs to the tenant."""
+
+
+class Gone(DataError):
+    """A finished session, an unloaded model or an outcome past its time was asked for."""
+
+
+class Busy(DataError):
+    """A limit is reached for now. The same request may be accepted later."""
+
+
+class ServiceClosed(MegasyncError):
+    """The service is shutting down or has failed. Promises are kept: ask again once it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +117,13 @@ class Sample:
     seq: int | None = None
     path: str | None = None
     base_model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Holds the place of a request that was refused for good in the order of its model."""
+
+    message: str
 
 
 Request = CreateModel | Compute | OptimStep | SaveWeights | SaveForSampler | LoadWeights | UnloadModel | Sample

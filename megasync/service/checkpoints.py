@@ -1,0 +1,195 @@
+"""Checkpoints under `tinker://MODEL/weights/NAME` and `.../sampler_weights/NAME`, and the folders of the run.
+
+    states/MODEL/SEQ          the state after request SEQ, of which a model needs the last
+    checkpoints/MODEL/SEQ     what request SEQ of the model saved: a checkpoint, or the adapters of a sampler
+
+A folder is named by the request that made it, never by a client, so no name leads out of the run's folder, nothing is
+overwritten, and names of adapters never repeat. The record says what a folder is; one without a record was left by a
+crash, and is removed when the service opens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import tarfile
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from megasync.base.files import remove_tree, sweep
+from megasync.errors import DataError
+from megasync.service.promises import Promises, drop_record, put_record
+from megasync.service.records import Checkpoint, CheckpointKind
+from megasync.service.requests import Unknown
+
+log = logging.getLogger(__name__)
+
+STATES, SAVED, ARCHIVE = "states", "checkpoints", ".archive-"
+SCHEME = "tinker://"
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
+# Seconds: an hour and ten years, as the protocol has it.
+SHORTEST_TTL, LONGEST_TTL = 3600, 10 * 366 * 24 * 3600
+
+
+def check_name(name: str) -> str:
+    """Returns the name of a checkpoint. Raises DataError for one that is not allowed."""
+    if not NAME.fullmatch(name):
+        raise DataError(
+            f"{name!r} cannot name a checkpoint: use 1 to 128 letters, digits, '-', '_' and '.', and begin with a "
+            f"letter, a digit or '_'"
+        )
+    return name
+
+
+def check_ttl(seconds: int | None) -> None:
+    """Raises DataError for a time to live that is not allowed."""
+    if seconds is not None and not SHORTEST_TTL <= seconds <= LONGEST_TTL:
+        raise DataError(
+            f"a checkpoint cannot live for {seconds} s: give {SHORTEST_TTL} (an hour) to {LONGEST_TTL} s (ten years), "
+            f"or none to keep it"
+        )
+
+
+def path_of(model: str, kind: CheckpointKind, name: str) -> str:
+    return f"{SCHEME}{model}/{kind}/{name}"
+
+
+def adapter_of(model: str, seq: int) -> str:
+    """The name of the adapter that a request saves."""
+    return f"{file_name(model)}-{seq}"
+
+
+def folder_of(adapter: str) -> str:
+    """The folder of an adapter, relative to the run's."""
+    model, _, seq = adapter.rpartition("-")
+    return f"{SAVED}/{model}/{seq}"
+
+
+def state_folder(model: str, seq: int) -> str:
+    return f"{STATES}/{file_name(model)}/{seq}"
+
+
+def file_name(model: str) -> str:
+    return model.replace(":", "-")
+
+
+def size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def remove(folder: Path) -> None:
+    """Removes a folder that nothing names anymore. What cannot be removed is left to the next opening."""
+    with suppress(FileNotFoundError):
+        try:
+            remove_tree(folder)
+        except OSError as error:
+            log.warning("%s cannot be removed: %s", folder, error)
+
+
+def remove_others(run: Path, named: Iterable[str]) -> None:
+    """Removes the folders of states and of what was saved that no record names, and what archives have left."""
+    for archive in run.glob(f"{ARCHIVE}*"):
+        remove(archive)
+    needed = {run / name for name in named}
+    for models in (run / STATES, run / SAVED):
+        for model in models.iterdir() if models.is_dir() else ():
+            sweep(model)
+            for folder in model.iterdir():
+                if folder not in needed:
+                    remove(folder)
+
+
+class Checkpoints:
+    """The checkpoints of all tenants. ``dropped`` is called with each whose folder may go."""
+
+    def __init__(
+        self,
+        run: Path,
+        records: dict[str, Checkpoint],
+        promises: Promises,
+        clock: Callable[[], float],
+        dropped: Callable[[Checkpoint], None],
+    ) -> None:
+        self._run = run
+        self._records = records
+        self._promises = promises
+        self._clock = clock
+        self._dropped = dropped
+
+    def of(self, tenant: str, model: str | None = None) -> list[Checkpoint]:
+        """The tenant's checkpoints, or those of a model, newest first."""
+        found = [c for c in self._records.values() if c.tenant == tenant and model in (None, c.model)]
+        return sorted(found, key=lambda each: -each.created)
+
+    def named(self, path: str) -> Checkpoint | None:
+        return self._records.get(path)
+
+    def bytes_of(self, tenant: str) -> int:
+        return sum(each.size for each in self._records.values() if each.tenant == tenant)
+
+    def find(self, tenant: str, path: str, own: bool = False) -> Checkpoint:
+        """The checkpoint, if it is the tenant's, or published and not ``own``. Raises Unknown, the same for both."""
+        found = self._records.get(path)
+        if found is None or (found.tenant != tenant and (own or not found.public)):
+            raise Unknown(
+                f"there is no checkpoint {path!r}; a path is {SCHEME}MODEL/weights/NAME or "
+                f"{SCHEME}MODEL/sampler_weights/NAME, and must be one of your checkpoints or a published one"
+            )
+        return found
+
+    def add(self, checkpoint: Checkpoint) -> Checkpoint | None:
+        """Adds one whose record is written by the caller. Returns the one whose name it takes."""
+        replaced = self._records.get(checkpoint.path)
+        self._records[checkpoint.path] = checkpoint
+        return replaced
+
+    async def delete(self, tenant: str, path: str) -> None:
+        self._delete(self.find(tenant, path, own=True))
+        await self._promises.commit()
+
+    async def set_ttl(self, tenant: str, path: str, seconds: int | None) -> None:
+        found = self.find(tenant, path, own=True)
+        check_ttl(seconds)
+        found.expires = None if seconds is None else self._clock() + seconds
+        await self._changed(found)
+
+    async def publish(self, tenant: str, path: str, public: bool) -> None:
+        found = self.find(tenant, path, own=True)
+        found.public = public
+        await self._changed(found)
+
+    async def _changed(self, checkpoint: Checkpoint) -> None:
+        await self._promises.commit(put_record("checkpoint", checkpoint.path, checkpoint))
+
+    def delete_expired(self) -> None:
+        now = self._clock()
+        for each in [c for c in self._records.values() if c.expires is not None and c.expires <= now]:
+            log.info("Checkpoint %s has expired", each.path)
+            self._delete(each)
+
+    @asynccontextmanager
+    async def archive(self, tenant: str, path: str) -> AsyncGenerator[Path]:
+        """Gives a tar file of the checkpoint's folder, which is removed at the end of the block."""
+        found = self.find(tenant, path)
+
+        def pack(target: Path) -> None:
+            with tarfile.open(target, "w") as archive:
+                for file in sorted((self._run / folder_of(found.adapter)).iterdir()):
+                    archive.add(file, file.name)
+
+        with tempfile.TemporaryDirectory(prefix=ARCHIVE, dir=self._run) as folder:
+            target = Path(folder) / f"{found.name}.tar"
+            try:
+                await asyncio.to_thread(pack, target)
+            except OSError as error:
+                raise DataError(f"the archive of {path} cannot be written: {error}") from error
+            yield target
+
+    def _delete(self, checkpoint: Checkpoint) -> None:
+        """Drops the folder first: on a full disk nothing could be recorded before. Deleting may be repeated."""
+        del self._records[checkpoint.path]
+        self._dropped(checkpoint)
+        self._promises.record(drop_record("checkpoint", checkpoint.path))

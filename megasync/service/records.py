@@ -1,0 +1,105 @@
+"""What the service knows beside promises: sessions, models, samplers and checkpoints, as they are recorded.
+
+Times are seconds since 1970. ``tenant`` owns the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megasync.concurrency.first_use import prepared
+from megasync.service.interfaces import AdapterSpec
+
+CheckpointKind = Literal["weights", "sampler_weights"]
+
+
+@prepared
+@dataclass(slots=True)
+class Session:
+    """A client's session. ``models`` and ``samplers`` are the ids of what it made, in order.
+
+    They follow from the records of these, so the session is not written again for each.
+    """
+
+    id: str
+    tenant: str
+    created: float
+    tags: list[str] = field(default_factory=list[str])
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    name: str | None = None
+    # The idempotency key that it was made with.
+    key: str | None = None
+    models: list[str] = field(default_factory=list[str])
+    samplers: list[str] = field(default_factory=list[str])
+    # How the client ended it: "success", "errored" or "interrupted"; empty while it lives.
+    ended: str = ""
+    detail: str | None = None
+
+
+@prepared
+@dataclass(slots=True)
+class Model:
+    """A model. ``next`` is the number of the request that it waits for; request 0 makes it."""
+
+    id: str
+    tenant: str
+    session: str
+    created: float
+    spec: AdapterSpec
+    metadata: Mapping[str, Any] | None = None
+    next: int = 0
+    # The folder of the last durable state, relative to the run's, empty for fresh adapters; and its bytes.
+    state: str = ""
+    state_bytes: int = 0
+    steps: int = 0
+    # Passes whose gradients are lost for good, until the next optimizer step has failed for it.
+    lost: str = ""
+    # The newest adapter of inflight samplers.
+    inflight: str = ""
+    inflight_bytes: int = 0
+    # Why it accepts nothing anymore; empty while it lives.
+    ended: str = ""
+    last_request: float = 0.0
+
+
+@prepared
+@dataclass(slots=True)
+class Sampler:
+    """A session of sampling: a snapshot, a checkpoint, the newest adapters of a model (inflight), or the base model."""
+
+    id: str
+    tenant: str
+    session: str
+    created: float
+    # Of the checkpoint that it samples.
+    path: str | None = None
+    # The model that it follows.
+    inflight: str | None = None
+    # The adapter of a snapshot, which this sampler alone has, and its bytes.
+    adapter: str = ""
+    adapter_bytes: int = 0
+    # Clients that have joined it.
+    joined: int = 0
+    # Why it accepts nothing anymore; empty while it lives.
+    ended: str = ""
+
+
+@prepared
+@dataclass(slots=True)
+class Checkpoint:
+    """A checkpoint under ``path``, as `tinker://MODEL/weights/NAME`. ``adapter`` also tells its folder."""
+
+    path: str
+    tenant: str
+    model: str
+    kind: CheckpointKind
+    name: str
+    created: float
+    spec: AdapterSpec
+    adapter: str
+    size: int
+    metadata: Mapping[str, str] | None = None
+    expires: float | None = None
+    public: bool = False

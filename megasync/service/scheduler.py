@@ -1,0 +1,32 @@
+"""Fair turns by tokens: of those who have work, the one that has received the least comes next.
+
+A newcomer, or one that had nothing to do, begins at the level of the last turn, so it can save up no share. Over any
+time in which two have work, what they receive differs by at most the cost of the two largest requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class FairTurns:
+    """Gives turns to names. A turn costs tokens."""
+
+    def __init__(self) -> None:
+        self._received: dict[str, float] = {}
+        self._level = 0.0
+        self._waiting: set[str] = set()
+
+    def next(self, names: Iterable[str]) -> str:
+        """The name whose turn it is, among all that have work now. The first of equals."""
+        names = list(names)
+        for name in names:
+            if name not in self._waiting:
+                self._received[name] = max(self._received.get(name, 0.0), self._level)
+        self._waiting = set(names)
+        chosen = min(names, key=self._received.__getitem__)
+        self._level = self._received[chosen]
+        return chosen
+
+    def charge(self, name: str, tokens: float) -> None:
+        self._received[name] = self._received.get(name, self._level) + tokens

@@ -1,0 +1,750 @@
+"""The training service: sessions, models, samplers and checkpoints of several tenants, and promises that are kept.
+
+    client ──▶ submit ──▶ checks, record ──▶ promise id ──▶ outcome
+                              │                                ▲
+                   models: training (one call at a time)───────┤
+                   samples: samplers (many at a time)──────────┘
+
+A request is recorded before its promise is given, and an outcome before it is given out (`promises`). All else can be
+made again from the record and the folders that it names, so the service may die at any moment: whoever opens it in the
+same folder continues. Closing is no different; it only ends the waits of callers with `ServiceClosed`.
+
+The same number of the same model or sampler, or the same idempotency key, is the same promise. Another body under it is
+refused. A request that is refused for good uses up its number, so that the requests behind it do not wait for it.
+
+A tenant sees what is its own and what was published. What belongs to another is unknown to it, like what never was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megasync.concurrency.batches import Run
+from megasync.concurrency.tasks import cancel_and_wait
+from megasync.errors import DataError
+from megasync.service import interfaces
+from megasync.service.checkpoints import Checkpoints, check_name, check_ttl, folder_of, remove_others
+from megasync.service.encoding import encode
+from megasync.service.interfaces import ServedModel
+from megasync.service.limits import Limits
+from megasync.service.promises import FILE, Promise, Promises, Store, gone, put_record
+from megasync.service.records import Checkpoint, Model, Sampler, Session
+from megasync.service.requests import (
+    Busy,
+    Compute,
+    CreateModel,
+    Gone,
+    LoadWeights,
+    OptimStep,
+    Outcome,
+    Refused,
+    Request,
+    Sample,
+    SaveForSampler,
+    SaveWeights,
+    ServiceClosed,
+    Unknown,
+    UnloadModel,
+)
+from megasync.service.samplers import Adapters, Samplers
+from megasync.service.training import RESTART_SECONDS, Training, model_id, sampler_id
+
+log = logging.getLogger(__name__)
+
+# Seconds between two looks at what is past its time.
+TIDY_SECONDS = 1.0
+KEY_LENGTH = 200
+# The record has numbers of 64 bits.
+MOST_NUMBERS = 2**63
+CLOSING = "the service is shutting down; promises are kept: ask again once it runs"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """A model as the watch page shows it. Times are in seconds."""
+
+    id: str
+    session: str
+    rank: int
+    steps: int
+    loss: float | None
+    tokens: int
+    queued: int
+    # How long the oldest queued request has waited.
+    waited: float
+    on_ranks: bool
+    ended: str
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStatus:
+    """A tenant as the watch page shows it."""
+
+    sessions: int
+    models: Sequence[ModelStatus]
+    # Of training and sampling, in the last minute.
+    tokens_per_second: float
+    pending: int
+    pending_tokens: int
+    kept: int
+    snapshots: int
+    checkpoints: int
+    disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The service as the watch page shows it."""
+
+    tenants: Mapping[str, TenantStatus]
+    restarts: int
+    failure: str
+
+
+class Service:
+    """Serves one base model from ``folder``; used as `async with Service(...) as service`.
+
+    ``clock`` returns seconds since 1970. ``restart_seconds`` are the first and longest pause between attempts to start
+    the ranks. ``run`` replaces the thread that writes the record.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        trainer: interfaces.Trainer,
+        sampler: interfaces.Sampler,
+        served: ServedModel,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.time,
+        restart_seconds: tuple[float, float] = RESTART_SECONDS,
+        run: Run | None = None,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.served = served
+        self.limits = limits or Limits()
+        self._clock = clock
+        store = Store(folder / FILE, run)
+        self._sessions = store.read("session", Session)
+        models, checkpoints = store.read("model", Model), store.read("checkpoint", Checkpoint)
+        samplers = store.read("sampler", Sampler)
+        for session in self._sessions.values():
+            session.models, session.samplers = [], []
+        for model in sorted(models.values(), key=lambda each: each.created):
+            self._sessions[model.session].models.append(model.id)
+        for made in sorted(samplers.values(), key=lambda each: each.created):
+            self._sessions[made.session].samplers.append(made.id)
+        self._promises = Promises(store, self.limits, clock, self._settled, self._forgotten)
+        self._adapters = Adapters(folder, sampler)
+        self._checkpoints = Checkpoints(
+            folder, checkpoints, self._promises, clock, lambda checkpoint: self._adapters.drop(checkpoint.adapter)
+        )
+        self._samplers = Samplers(
+            self._adapters, sampler, samplers, self._promises, self._checkpoints, models, self.limits
+        )
+        self._training = Training(
+            *(folder, trainer, models, self._sessions, self._promises, self._checkpoints, self._adapters),
+            *(self._samplers, self.limits, clock, restart_seconds),
+        )
+        # When each living session last showed a sign of life, and those that have not for too long.
+        self._seen = {session.id: clock() for session in self._sessions.values() if not session.ended}
+        self._idle: set[str] = set()
+        self._session_keys = {(s.tenant, s.key): s.id for s in self._sessions.values() if s.key is not None}
+        self._rates: dict[str, _Rate] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        remove_others(
+            folder,
+            [
+                *(model.state for model in models.values() if model.state and not model.ended),
+                *(folder_of(model.inflight) for model in models.values() if model.inflight),
+                *(folder_of(sampler.adapter) for sampler in samplers.values() if sampler.adapter),
+                *(folder_of(checkpoint.adapter) for checkpoint in checkpoints.values()),
+            ],
+        )
+
+    async def __aenter__(self) -> Service:
+        for session in self._sessions.values():
+            if session.ended:
+                self._end_members(session)
+        for promise in list(self._promises):
+            if not promise.position:
+                self._start(promise)
+            elif promise.request_type == Sample.__name__ and promise.outcome_type is not None:
+                self._samplers.completed(promise)
+        self._tasks = [
+            self._promises.vital(self._training.work(), "training"),
+            self._promises.vital(self._tidy_regularly(), "tidy"),
+        ]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._promises.close(CLOSING)
+        await cancel_and_wait(*self._tasks)
+        await self._samplers.close()
+        await self._promises.end()
+        await self._training.close()
+        await self._adapters.close()
+
+    async def until_failed(self) -> None:
+        """Waits until the service cannot go on, and raises ServiceClosed with the reason."""
+        await self._promises.closing.wait()
+        raise ServiceClosed(self._promises.failure)
+
+    # Promises
+
+    async def submit(self, tenant: str, request: Request, key: str | None = None) -> str:
+        """Accepts a request and returns the id of its promise, which is durable.
+
+        Raises DataError for a refused one: Unknown, Gone or Busy for what the names say, and otherwise what its client
+        must change. Raises ServiceClosed when the service is.
+        """
+        self._check_open()
+        check_key(key)
+        body = encode(request)
+        digest = hashlib.sha256(type(request).__name__.encode() + body).digest()
+        if key is not None and (same := self._promises.of_key(tenant, key)) is not None:
+            return await self._repeated(same, digest)
+        name, target, seq = self._identify(tenant, request)
+        if (same := self._promises.find(name)) is not None:
+            return await self._repeated(same, digest)
+        self._check_number(target, seq)
+        tokens, now = self._tokens(request), self._clock()
+        try:
+            self._check(request, len(body), tokens)
+        except DataError as error:
+            if seq > 0 and model_of(request):
+                await self._refuse(name, tenant, target, seq, digest, str(error))
+            raise
+        self._check_room(tenant, request, target, seq, tokens)
+        promise = Promise(name, tenant, target, seq, key, type(request).__name__, digest, tokens, now, request)
+        made = self._make(tenant, request, target)
+        self._see(tenant, target)
+        if made is None:
+            recorded = self._promises.accept(promise, body, self._start)
+        else:
+            changes, undo = put_record("model", target, made), partial(self._unmake, made)
+            recorded = self._promises.accept(promise, body, self._start, changes, undo=undo)
+        await asyncio.shield(recorded)
+        return name
+
+    async def outcome(self, tenant: str, promise: str, seconds: float) -> Outcome | None:
+        """The outcome of a promise, or None if there is none within the time.
+
+        Raises Unknown for a promise that the tenant was not given, Gone for an outcome that is no longer kept, and
+        ServiceClosed when the service closes.
+        """
+        return await self._promises.wait(self._find(tenant, promise), seconds)
+
+    async def completions(
+        self, tenant: str, sampler: str, client: int, cursor: int, seconds: float, retrieved: Iterable[str] = ()
+    ) -> tuple[Sequence[tuple[str, bool]], int]:
+        """The samples that completed after a cursor, as (promise, whether it failed), and the cursor to ask with next.
+
+        ``client`` numbers the clients that have joined a sampler. Completions up to the cursor are dropped, and
+        outcomes that the client has ``retrieved`` forgotten. Waits up to ``seconds`` for a first one.
+        """
+        return await self._samplers.completions(tenant, sampler, client, cursor, seconds, retrieved)
+
+    def cancel(self, tenant: str, promise: str) -> None:
+        """Stops a request for samples, which then ends as failed. Requests of models are not stopped."""
+        found = self._find(tenant, promise)
+        if not found.position:
+            self._samplers.cancel(found)
+
+    async def refuse(self, tenant: str, model: str, seq: int, why: str) -> None:
+        """Uses up the number of a request that could not be read, so that the requests behind it do not wait."""
+        self._check_open()
+        name, target, seq = self._identify(tenant, OptimStep(model, seq, interfaces.Adam(0.0)))
+        if self._promises.find(name) is None:
+            self._check_number(target, seq)
+            await self._refuse(name, tenant, target, seq, b"", why)
+
+    # Sessions
+
+    async def create_session(
+        self,
+        tenant: str,
+        tags: Sequence[str] = (),
+        metadata: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        key: str | None = None,
+    ) -> str:
+        """Begins a session and returns its id; the same id for the same idempotency key."""
+        self._check_open()
+        check_key(key)
+        if key is not None and (known := self._session_keys.get((tenant, key))) is not None:
+            await self._promises.commit()
+            return known
+        living = sum(s.tenant == tenant and not s.ended and s.id not in self._idle for s in self._sessions.values())
+        if living >= self.limits.sessions:
+            raise Busy(
+                f"the tenant has {living} sessions, and the limit is sessions={self.limits.sessions}; finish one"
+            )
+        session = Session(secrets.token_hex(8), tenant, self._clock(), list(tags), dict(metadata or {}), name, key)
+        change = put_record("session", session.id, session)
+        self._sessions[session.id] = session
+        self._seen[session.id] = self._clock()
+        if key is not None:
+            self._session_keys[tenant, key] = session.id
+        await self._promises.commit(change)
+        return session.id
+
+    def heartbeat(self, tenant: str, session: str) -> None:
+        """Takes a sign of life. Raises Gone for a session that was finished."""
+        self._check_open()
+        self._live_session(tenant, session)
+        self._see(tenant, session)
+
+    async def finish_session(self, tenant: str, session: str, status: str, detail: str | None = None) -> None:
+        """Ends a session, its models and its samplers. Checkpoints stay. The first call counts."""
+        self._check_open()
+        found = self.session(tenant, session)
+        if not found.ended:
+            found.ended, found.detail = status, detail
+            self._seen.pop(session, None)
+            self._idle.discard(session)
+            self._promises.record(put_record("session", session, found))
+            self._end_members(found)
+        await self._promises.commit()
+
+    def _end_members(self, session: Session) -> None:
+        """Ends the models and samplers of a finished session, those that have not ended."""
+        reason = f"its session was finished ({session.ended})"
+        for name in session.models:
+            self._training.end(name, reason)
+            self._training.drop_inflight(name)
+        for name in session.samplers:
+            self._samplers.end(self._samplers.find(session.tenant, name), reason)
+
+    def session(self, tenant: str, session: str) -> Session:
+        found = self._sessions.get(session)
+        if found is None or found.tenant != tenant:
+            raise Unknown(f"there is no session {session!r}; create a session first")
+        return found
+
+    def sessions(self, tenant: str) -> list[Session]:
+        """The tenant's sessions, newest first."""
+        return sorted((s for s in self._sessions.values() if s.tenant == tenant), key=lambda each: -each.created)
+
+    # Models
+
+    def model(self, tenant: str, model: str) -> Model:
+        found = self._training.find(model)
+        if found is None or found.record.tenant != tenant:
+            raise Unknown(f"there is no model {model!r}; create it, or load it from a checkpoint")
+        return found.record
+
+    def models(self, tenant: str) -> list[Model]:
+        """The tenant's models, newest first, also those that have ended."""
+        return sorted((model.record for model in self._training.of(tenant)), key=lambda each: -each.created)
+
+    # Samplers
+
+    async def create_sampler(
+        self, tenant: str, session: str, seq: int, path: str | None = None, base_model: str | None = None
+    ) -> str:
+        """Makes a sampler of a checkpoint, or of the base model, and returns its id; the same for the same number."""
+        self._check_open()
+        owner = self._live_session(tenant, session)
+        sampler = Sampler(sampler_id(session, seq), tenant, session, self._clock(), path=path)
+        self._check_base(base_model)
+        if sampler.id in owner.samplers:
+            found = self._samplers.find(tenant, sampler.id)
+            if (found.path, found.adapter, found.inflight) != (path, "", None):
+                raise DataError(f"session {session} has another sampler number {seq} already; use the next number")
+            await self._promises.commit()
+            return sampler.id
+        if path is not None:
+            self._checkpoints.find(tenant, path)
+        owner.samplers.append(sampler.id)
+        self._samplers.add(sampler)
+        self._see(tenant, session)
+        await self._promises.commit(put_record("sampler", sampler.id, sampler))
+        return sampler.id
+
+    async def join_sampler(self, tenant: str, sampler: str) -> int:
+        """Numbers another client of a sampler, from 1. It numbers its requests from that many times 10**9."""
+        self._check_open()
+        found = self._samplers.living(tenant, sampler)
+        found.joined += 1
+        number = found.joined
+        await self._promises.commit(put_record("sampler", sampler, found))
+        return number
+
+    def sampler(self, tenant: str, sampler: str) -> Sampler:
+        return self._samplers.find(tenant, sampler)
+
+    # Checkpoints
+
+    def checkpoints(self, tenant: str, model: str | None = None) -> list[Checkpoint]:
+        """The tenant's checkpoints, or those of one of its models, newest first."""
+        if model is not None:
+            self.model(tenant, model)
+        return self._checkpoints.of(tenant, model)
+
+    def checkpoint(self, tenant: str, path: str) -> Checkpoint:
+        """A checkpoint of the tenant, or a published one."""
+        return self._checkpoints.find(tenant, path)
+
+    async def delete_checkpoint(self, tenant: str, path: str) -> None:
+        self._check_open()
+        await self._checkpoints.delete(tenant, path)
+
+    async def set_ttl(self, tenant: str, path: str, seconds: int | None) -> None:
+        """Lets a checkpoint expire that many seconds from now; None keeps it."""
+        self._check_open()
+        await self._checkpoints.set_ttl(tenant, path, seconds)
+
+    async def publish(self, tenant: str, path: str, public: bool) -> None:
+        """Lets every tenant load and sample a checkpoint, or no longer."""
+        self._check_open()
+        await self._checkpoints.publish(tenant, path, public)
+
+    @asynccontextmanager
+    async def archive(self, tenant: str, path: str) -> AsyncGenerator[Path]:
+        """Gives a tar file of a checkpoint, which is removed at the end of the block."""
+        found = self._checkpoints.find(tenant, path)
+        async with self._adapters.using(found.adapter), self._checkpoints.archive(tenant, path) as file:
+            yield file
+
+    # What is past its time, and the view
+
+    def tidy(self) -> None:
+        """Acts on what is past its time: missing requests, silent sessions, checkpoints and outcomes."""
+        self._training.give_up_gaps()
+        self._checkpoints.delete_expired()
+        self._promises.forget_old()
+        silent = self._clock() - self.limits.heartbeat_seconds
+        for name in [name for name, seen in self._seen.items() if seen < silent and name not in self._idle]:
+            session = self._sessions[name]
+            if not all(self._training.idle(model) for model in session.models):
+                continue
+            log.info("Session %s of tenant %s is silent; its models leave the ranks", name, session.tenant)
+            self._idle.add(name)
+            for model in session.models:
+                self._training.evict(model)
+
+    def status(self) -> Status:
+        """The state of the service, of each tenant and of each model."""
+        now = self._clock()
+        tenants = {session.tenant for session in self._sessions.values()}
+        return Status(
+            {tenant: self._tenant_status(tenant, now) for tenant in sorted(tenants)},
+            self._training.restarts,
+            self._promises.failure,
+        )
+
+    def _tenant_status(self, tenant: str, now: float) -> TenantStatus:
+        account = self._promises.account(tenant)
+        models = [
+            ModelStatus(
+                id=model.record.id,
+                session=model.record.session,
+                rank=model.record.spec.rank,
+                steps=model.record.steps,
+                loss=model.loss,
+                tokens=model.tokens,
+                queued=len(model.waiting),
+                waited=now - min((promise.accepted for promise in model.waiting.values()), default=now),
+                on_ranks=model.resident,
+                ended=model.record.ended,
+            )
+            for model in self._training.of(tenant)
+        ]
+        return TenantStatus(
+            sessions=sum(
+                s.tenant == tenant and not s.ended and s.id not in self._idle for s in self._sessions.values()
+            ),
+            models=models,
+            tokens_per_second=self._rate(tenant).per_second(now),
+            pending=account.pending,
+            pending_tokens=account.tokens,
+            kept=len(account.kept),
+            snapshots=self._samplers.snapshots_of(tenant),
+            checkpoints=len(self._checkpoints.of(tenant)),
+            disk=self._training.bytes_of(tenant) + self._checkpoints.bytes_of(tenant) + self._samplers.bytes_of(tenant),
+        )
+
+    async def _tidy_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(TIDY_SECONDS)
+            self.tidy()
+
+    # Accepting
+
+    def _check_open(self) -> None:
+        if self._promises.failure:
+            raise ServiceClosed(self._promises.failure)
+
+    def _identify(self, tenant: str, request: Request) -> tuple[str, str, int]:
+        """The id of a request's promise, its target, and its number there. Raises DataError for what is not its own."""
+        match request:
+            case CreateModel():
+                return self._new_model(tenant, request.session, request.seq)
+            case LoadWeights(session=str() as session, model_seq=int() as number, model=None):
+                return self._new_model(tenant, session, number)
+            case UnloadModel():
+                self.model(tenant, request.model)
+                return f"{request.model}:unload", request.model, -1
+            case Sample():
+                if request.sampler is None or request.seq is None:
+                    if request.sampler is not None:
+                        self._samplers.find(tenant, request.sampler)
+                    return f"sample:{secrets.token_hex(12)}", request.sampler or "", 0
+                self._samplers.find(tenant, request.sampler)
+                if not 0 <= request.seq < MOST_NUMBERS:
+                    raise DataError(f"request {request.seq} of sampler {request.sampler}: numbers begin with 0")
+                return f"{request.sampler}:{request.seq}", request.sampler, request.seq
+            case Compute() | OptimStep() | SaveWeights() | SaveForSampler() | LoadWeights():
+                if request.model is None or request.seq is None:
+                    raise DataError("a request needs the model that it is for and its number")
+                if request.seq < 1:
+                    raise DataError(f"request {request.seq} of model {request.model}: numbers begin with 1")
+                self.model(tenant, request.model)
+                return f"{request.model}:{request.seq}", request.model, request.seq
+
+    def _new_model(self, tenant: str, session: str, number: int) -> tuple[str, str, int]:
+        self._live_session(tenant, session)
+        name = model_id(session, number)
+        return f"{name}:0", name, 0
+
+    async def _repeated(self, promise: Promise, digest: bytes) -> str:
+        """The promise of a request that was accepted before."""
+        if promise.digest != digest:
+            raise DataError(
+                f"request {promise.id} was accepted with another body; a number and an idempotency key are for one "
+                f"request, so use new ones"
+            )
+        if promise.recorded is not None:
+            await asyncio.shield(promise.recorded)
+        return promise.id
+
+    def _check_number(self, target: str, seq: int) -> None:
+        """Refuses a number that was used or given up, and what has ended."""
+        if (model := self._training.find(target)) is None:
+            return
+        if 0 <= seq < model.record.next or seq == 0:
+            raise Gone(
+                f"request {seq} of model {target} was answered or given up before; the model waits for request "
+                f"{model.record.next}"
+            )
+        if model.record.ended:
+            raise Gone(f"model {target} is gone: {model.record.ended}")
+        if model.unload is not None:
+            raise Gone(f"model {target} is being unloaded; load one of its checkpoints to go on")
+        if seq > model.record.next + self.limits.pending:
+            raise DataError(
+                f"request {seq} of model {target} is too far ahead: the model waits for request {model.record.next}; "
+                f"number the requests of a model 1, 2, 3, ..."
+            )
+
+    def _tokens(self, request: Request) -> int:
+        """The tokens that a request counts with: those that are given, and those that may be generated."""
+        if isinstance(request, Compute):
+            return sum(datum.tokens.size for datum in request.work.data)
+        if isinstance(request, Sample):
+            sampling = request.sampling
+            room = max(0, self.served.context - sampling.prompt.size)
+            most = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+            return sampling.prompt.size + max(1, sampling.samples) * max(0, most)
+        return 0
+
+    def _check(self, request: Request, size: int, tokens: int) -> None:
+        """Raises DataError for what can never be accepted."""
+        limits = self.limits
+        if size > limits.request:
+            raise DataError(f"a request has {size} bytes, and the limit is request={limits.request}; send less at once")
+        if tokens > limits.tokens:
+            raise DataError(
+                f"a request has {tokens} tokens, and the limit is tokens={limits.tokens}; send less at once"
+            )
+        match request:
+            case CreateModel():
+                self._check_base(request.base_model)
+                spec = request.adapters
+                if not 1 <= spec.rank <= self.served.rank:
+                    raise DataError(f"adapters of rank {spec.rank} are not served; choose 1 to {self.served.rank}")
+                if not (spec.attention or spec.mlp or spec.unembed):
+                    raise DataError("a model needs adapters on attention, mlp or unembed; it has none")
+            case Compute():
+                if not request.work.data:
+                    raise DataError("a pass needs data; it has none")
+                for index, datum in enumerate(request.work.data):
+                    self._check_tokens(datum.tokens, f"datum {index}")
+            case OptimStep():
+                for name, value in asdict(request.adam).items():
+                    if not math.isfinite(value):
+                        raise DataError(
+                            f"{name}={value} is no finite number; an optimizer step needs finite parameters"
+                        )
+            case SaveWeights() | SaveForSampler():
+                if request.name is not None:
+                    check_name(request.name)
+                check_ttl(request.ttl_seconds)
+            case Sample():
+                self._check_base(request.base_model)
+                self._check_tokens(request.sampling.prompt, "the prompt")
+                if not 1 <= request.sampling.samples <= 1024:
+                    raise DataError(f"{request.sampling.samples} samples cannot be asked for; ask for 1 to 1024")
+            case _:
+                pass
+
+    def _check_base(self, name: str | None) -> None:
+        if name is not None and name != self.served.name:
+            raise DataError(f"the base model {name!r} is not served; this service has {self.served.name!r}")
+
+    def _check_tokens(self, tokens: interfaces.Ints, what: str) -> None:
+        served = self.served
+        if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu":
+            raise DataError(
+                f"{what} needs at least one token, whole numbers in one dimension; it has the shape {tokens.shape} and "
+                f"the type {tokens.dtype}"
+            )
+        if tokens.size > served.context:
+            raise DataError(f"{what} has {tokens.size} tokens, and the context of {served.name} is {served.context}")
+        least, greatest = int(tokens.min()), int(tokens.max())
+        if least < 0 or greatest >= served.vocab:
+            wrong = least if least < 0 else greatest
+            raise DataError(f"{what} has the token {wrong}; the tokens of {served.name} are 0 to {served.vocab - 1}")
+
+    def _check_room(self, tenant: str, request: Request | Refused, target: str, seq: int, tokens: int) -> None:
+        """Raises DataError for what the tenant cannot have now."""
+        account, limits = self._promises.account(tenant), self.limits
+        model = self._training.find(target)
+        if model is not None and model.waiting and seq == model.record.next:
+            # Those that fill the limits wait for this one.
+            return
+        if account.pending >= limits.pending:
+            raise Busy(
+                f"{account.pending} requests have no outcome yet, and the limit is pending={limits.pending}; wait "
+                f"for some"
+            )
+        if account.tokens + tokens > limits.tokens:
+            raise Busy(
+                f"{account.tokens} tokens of requests have no outcome yet, {tokens} more are asked for, and the limit "
+                f"is tokens={limits.tokens}; wait for some"
+            )
+        if isinstance(request, CreateModel) or (isinstance(request, LoadWeights) and request.model is None):
+            living = sum(
+                not model.record.ended and model.record.session not in self._idle for model in self._training.of(tenant)
+            )
+            if living >= limits.models:
+                raise Busy(f"the tenant has {living} models, and the limit is models={limits.models}; unload one")
+        if isinstance(request, Sample):
+            self._samplers.check(tenant, request)
+
+    async def _refuse(self, name: str, tenant: str, target: str, seq: int, digest: bytes, why: str) -> None:
+        """Uses up the number of a request of a model that is refused for good."""
+        request = Refused(why)
+        promise = Promise(name, tenant, target, seq, None, Refused.__name__, digest, 0, self._clock(), request)
+        with suppress(Busy):
+            self._check_room(tenant, request, target, seq, 0)
+            await asyncio.shield(self._promises.accept(promise, encode(request), self._start))
+
+    def _make(self, tenant: str, request: Request, target: str) -> Model | None:
+        """The model that a request makes, if it makes one."""
+        if isinstance(request, CreateModel):
+            session, spec, metadata = request.session, request.adapters, request.metadata
+        elif isinstance(request, LoadWeights) and request.session is not None and request.model is None:
+            session, metadata = request.session, request.metadata
+            spec = self._checkpoints.find(tenant, request.path).spec
+        else:
+            return None
+        self._sessions[session].models.append(target)
+        return self._training.add(Model(target, tenant, session, self._clock(), spec, metadata)).record
+
+    def _unmake(self, model: Model) -> None:
+        self._sessions[model.session].models.remove(model.id)
+        self._training.discard(model.id)
+
+    def _start(self, promise: Promise) -> None:
+        """Runs a request that is recorded."""
+        if promise.request_type == Sample.__name__:
+            self._samplers.start(promise)
+        else:
+            self._training.enqueue(promise)
+
+    def _settled(self, promise: Promise) -> None:
+        """Notes an outcome that is on disk."""
+        if promise.request_type == Sample.__name__:
+            self._samplers.completed(promise)
+        self._rate(promise.tenant).add(self._clock(), promise.tokens)
+
+    def _forgotten(self, promise: Promise) -> None:
+        """Notes an outcome that is no longer kept."""
+        self._samplers.forgotten(promise)
+
+    def _find(self, tenant: str, name: str) -> Promise:
+        found = self._promises.find(name)
+        if found is not None and found.tenant == tenant:
+            return found
+        target = name.rpartition(":")[0]
+        with suppress(Unknown):
+            if target.rpartition(":")[0].endswith(":sample"):
+                self._samplers.find(tenant, target)
+            else:
+                self.model(tenant, target)
+            raise gone(name)
+        raise Unknown(f"there is no promise {name!r}; use the id that came with the accepted request")
+
+    def _live_session(self, tenant: str, session: str) -> Session:
+        found = self.session(tenant, session)
+        if found.ended:
+            raise Gone(f"session {session} was finished ({found.ended}); begin a new one")
+        return found
+
+    def _see(self, tenant: str, target: str) -> None:
+        """Notes a sign of life of the session that a session's, model's or sampler's id begins with."""
+        session = target.partition(":")[0]
+        if session in self._seen and self._sessions[session].tenant == tenant:
+            self._seen[session] = self._clock()
+            self._idle.discard(session)
+
+    def _rate(self, tenant: str) -> _Rate:
+        return self._rates.setdefault(tenant, _Rate())
+
+
+class _Rate:
+    """Tokens per second over the last minute, weighted towards now."""
+
+    SECONDS = 60.0
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._at = 0.0
+
+    def add(self, now: float, tokens: int) -> None:
+        self._tokens = self._decayed(now) + tokens
+        self._at = now
+
+    def per_second(self, now: float) -> float:
+        return self._decayed(now) / self.SECONDS
+
+    def _decayed(self, now: float) -> float:
+        return self._tokens * math.exp(-max(0.0, now - self._at) / self.SECONDS)
+
+
+def check_key(key: str | None) -> None:
+    """Raises DataError for an idempotency key that cannot be recorded."""
+    if key is not None and not (key.isascii() and key.isprintable() and 0 < len(key) <= KEY_LENGTH):
+        raise DataError(
+            f"the idempotency key {key!r:.100} is not allowed: use 1 to {KEY_LENGTH} printable ASCII letters"
+        )
+
+
+def model_of(request: Request) -> str | None:
+    """The id of the existing model that a request is for."""
+    return None if isinstance(request, CreateModel | Sample) else request.model

@@ -1,0 +1,741 @@
+"""The models' queues, and the one task that calls the ranks.
+
+    submit ──▶ waiting (by number) ──▶ turn ──▶ restore ──▶ call ──▶ outcome, state and records in one transaction
+                  n runs after n-1      fair by     the model's last durable state,
+                                        tokens      then its recorded passes again
+
+    waits for           ends with
+    ------------------  ---------------------------------------------------------------------------------
+    an earlier number   its request; after `gap_seconds` those behind it fail, and it is given up
+    its turn            the end of the calls before it
+    a call of the ranks the call, which has deadlines of its own; a lost rank restarts all of them
+    room on the disk    room; passes that are done keep their order
+
+Invariants:
+
+- Requests of a model take effect in the order of their numbers, and the cursor (`Model.next`), the outcome and what
+  changed are written together. So a request has its outcome and its effect, or neither.
+- After an optimizer step the model's state is saved in a folder of its own before the outcome is recorded, and the
+  folder before it is removed after that. The state on the ranks is always the last durable one plus the recorded passes
+  with gradients after it (`replay`), so it can be made again at any time: after a crash, a lost rank, an eviction.
+- Whatever an unexpected error leaves on the ranks is not used: they are restarted. A request that has lost the ranks
+  `ATTEMPTS` times fails, and runs alone after the first time, so that it takes nobody with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megasync.base.files import fsync, remove_tree
+from megasync.concurrency.tasks import Backoff
+from megasync.errors import CheckpointError, DataError, ProcessLost
+from megasync.service import interfaces
+from megasync.service.checkpoints import (
+    STATES,
+    Checkpoints,
+    adapter_of,
+    check_name,
+    check_ttl,
+    file_name,
+    folder_of,
+    path_of,
+    remove,
+    size_of,
+    state_folder,
+)
+from megasync.service.interfaces import PassResult
+from megasync.service.limits import Limits
+from megasync.service.promises import Change, Promise, Promises, put_record
+from megasync.service.records import Checkpoint, CheckpointKind, Model, Sampler, Session
+from megasync.service.requests import (
+    Compute,
+    CreateModel,
+    Failed,
+    LoadWeights,
+    ModelReady,
+    OptimStep,
+    Outcome,
+    Refused,
+    Request,
+    Saved,
+    SaveForSampler,
+    SaveWeights,
+    ServiceClosed,
+    UnloadModel,
+    Updated,
+)
+from megasync.service.samplers import Adapters, Samplers
+from megasync.service.scheduler import FairTurns
+
+log = logging.getLogger(__name__)
+
+# Times that the ranks may be lost under a request, or while a model is restored, before that is at fault.
+ATTEMPTS = 3
+# Attempts to start the ranks again, and the first and longest seconds between them.
+RESTARTS = 5
+RESTART_SECONDS = (1.0, 60.0)
+# Requests that need no state on the ranks.
+WITHOUT_STATE = frozenset(kind.__name__ for kind in (LoadWeights, UnloadModel, Refused))
+# Tokens that a request costs which computes none, as an optimizer step.
+STEP_TOKENS = 1_000
+
+
+@dataclass(eq=False, slots=True)
+class ModelQueue:
+    """A model and its requests. ``resident`` tells whether the ranks have its state."""
+
+    record: Model
+    waiting: dict[int, Promise] = field(default_factory=dict[int, Promise])
+    # Finished passes with gradients since the last durable state, in order.
+    replay: list[Promise] = field(default_factory=list[Promise])
+    unload: Promise | None = None
+    resident: bool = False
+    # Requests at the head that are in the batch being made or run.
+    taken: int = 0
+    # Since when an earlier number is missing.
+    gap_since: float | None = None
+    # Times that the ranks were lost while the model was restored.
+    restores: int = 0
+    # The loss per token of the last pass, and the tokens of all passes since the service opened.
+    loss: float | None = None
+    tokens: int = 0
+
+    def head(self) -> Promise | None:
+        """The next request that can run."""
+        found = self.waiting.get(self.record.next + self.taken)
+        return self.unload if found is None and not self.taken else found
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    model: ModelQueue
+    promise: Promise
+
+
+class _NotRestored(Exception):
+    """An error while a model was restored: while its state was ``loading``, or its gradients were computed again."""
+
+    def __init__(self, model: ModelQueue, loading: bool) -> None:
+        super().__init__(model.record.id)
+        self.model = model
+        self.loading = loading
+
+
+class Training:
+    """Runs the requests of all models, one call of the ranks at a time."""
+
+    def __init__(
+        self,
+        run: Path,
+        trainer: interfaces.Trainer,
+        records: dict[str, Model],
+        sessions: dict[str, Session],
+        promises: Promises,
+        checkpoints: Checkpoints,
+        adapters: Adapters,
+        samplers: Samplers,
+        limits: Limits,
+        clock: Callable[[], float],
+        restart_seconds: tuple[float, float] = RESTART_SECONDS,
+    ) -> None:
+        self._run = run
+        self._trainer = trainer
+        self._records = records
+        self._models = {name: ModelQueue(record) for name, record in records.items()}
+        self._sessions = sessions
+        self._promises = promises
+        self._checkpoints = checkpoints
+        self._adapters = adapters
+        self._samplers = samplers
+        self._limits = limits
+        self._clock = clock
+        self._backoff = Backoff(restart_seconds)
+        self._tenants = FairTurns()
+        self._turns: dict[str, FairTurns] = {}
+        # Models that the ranks are to forget.
+        self._leaving: set[str] = set()
+        # Models that have requests.
+        self._busy: set[str] = set()
+        self._background: set[asyncio.Future[None]] = set()
+        self._wake = asyncio.Event()
+        self.restarts = 0
+        for promise in promises:
+            if (model := self._models.get(promise.target)) is not None and promise.position and promise.has_request:
+                model.replay.append(promise)
+        for model in self._models.values():
+            model.replay.sort(key=lambda promise: promise.seq)
+
+    # Queues
+
+    def find(self, name: str) -> ModelQueue | None:
+        return self._models.get(name)
+
+    def of(self, tenant: str) -> list[ModelQueue]:
+        return [model for model in self._models.values() if model.record.tenant == tenant]
+
+    def add(self, record: Model) -> ModelQueue:
+        self._records[record.id] = record
+        self._models[record.id] = model = ModelQueue(record)
+        return model
+
+    def discard(self, name: str) -> None:
+        """Takes back a model whose first request was not accepted."""
+        del self._models[name], self._records[name]
+
+    def enqueue(self, promise: Promise) -> None:
+        """Queues a request that is recorded."""
+        model = self._models[promise.target]
+        if model.record.ended:
+            self._promises.settle(promise, Failed(f"model {model.record.id} is gone: {model.record.ended}", "user"))
+            return
+        model.record.last_request = self._clock()
+        if promise.request_type == UnloadModel.__name__:
+            model.unload = promise
+        else:
+            model.waiting[promise.seq] = promise
+        self._busy.add(model.record.id)
+        self._note_gap(model)
+        self._wake.set()
+
+    def idle(self, name: str) -> bool:
+        """Whether a model has nothing to do."""
+        model = self._models[name]
+        return not model.waiting and model.unload is None
+
+    def evict(self, name: str) -> None:
+        """Lets the ranks forget an idle model; it comes back with its next request."""
+        if self._models[name].resident:
+            self._leaving.add(name)
+            self._wake.set()
+
+    def drop_inflight(self, name: str) -> None:
+        """Ends the inflight samplers of a model."""
+        record = self._models[name].record
+        if record.inflight:
+            adapter, record.inflight, record.inflight_bytes = record.inflight, "", 0
+            self._promises.record(put_record("model", name, record), then=lambda: self._adapters.drop(adapter))
+
+    def end(self, name: str, reason: str) -> None:
+        """Ends a model: its requests fail, except those that run, and its state goes. Its checkpoints stay."""
+        model = self._models[name]
+        if model.record.ended:
+            return
+        model.record.ended = reason
+        running = {model.record.next + index for index in range(model.taken)}
+        for promise in [promise for seq, promise in sorted(model.waiting.items()) if seq not in running]:
+            del model.waiting[promise.seq]
+            self._promises.settle(promise, Failed(f"model {name} is gone: {reason}; the request had no effect", "user"))
+        if model.unload is not None and not model.taken:
+            promise, model.unload = model.unload, None
+            self._promises.settle(promise, ModelReady(name))
+        self._promises.record(*self._drop_replay(model), put_record("model", name, model.record))
+        self._leaving.add(name)
+        self._wake.set()
+
+    def give_up_gaps(self) -> None:
+        """Fails requests that have waited too long for one with an earlier number."""
+        for model in self._models.values():
+            since = model.gap_since
+            if since is None or self._clock() - since < self._limits.gap_seconds:
+                continue
+            missing, first = model.record.next, min(model.waiting)
+            until = first
+            while until in model.waiting:
+                promise = model.waiting.pop(until)
+                until += 1
+                model.record.next = until
+                self._promises.settle(
+                    promise,
+                    Failed(
+                        f"request {missing} of model {model.record.id} did not arrive within "
+                        f"{self._limits.gap_seconds:g} s, so request {promise.seq} had no "
+                        f"effect; repeat both under new numbers",
+                        "user",
+                    ),
+                    put_record("model", model.record.id, model.record),
+                )
+            model.gap_since = None
+            self._note_gap(model)
+            self._wake.set()
+
+    def _note_gap(self, model: ModelQueue) -> None:
+        missing = bool(model.waiting) and not model.taken and model.record.next not in model.waiting
+        model.gap_since = (self._clock() if model.gap_since is None else model.gap_since) if missing else None
+
+    # The task
+
+    async def work(self) -> None:
+        """Runs requests until it is cancelled, or the ranks cannot be started."""
+        with suppress(ServiceClosed):
+            while True:
+                await self._promises.writable()
+                if self._leaving:
+                    await self._guarded((), self._forget_leaving())
+                elif batch := self._take():
+                    await self._guarded(batch, self._perform(batch))
+                else:
+                    self._wake.clear()
+                    await self._wake.wait()
+
+    async def close(self) -> None:
+        """Waits for what runs in the background."""
+        if self._background:
+            await asyncio.wait(self._background)
+
+    def _take(self) -> list[_Turn]:
+        """The passes of several models, or one other request, whose turn it is."""
+        batch: list[_Turn] = []
+        tokens = 0
+        while tokens < self._limits.batch:
+            ready: dict[str, dict[str, ModelQueue]] = {}
+            for name in list(self._busy):
+                model = self._models[name]
+                if model.head() is not None:
+                    ready.setdefault(model.record.tenant, {})[name] = model
+                elif not model.waiting and model.unload is None:
+                    self._busy.discard(name)
+            if not ready:
+                break
+            tenant = self._tenants.next(ready)
+            turns = self._turns.setdefault(tenant, FairTurns())
+            model = ready[tenant][turns.next(ready[tenant])]
+            promise = model.head()
+            assert promise is not None
+            alone = promise.request_type != Compute.__name__ or promise.attempts > 0
+            if alone and batch:
+                break
+            cost = max(promise.tokens, STEP_TOKENS)
+            self._tenants.charge(tenant, cost)
+            turns.charge(model.record.id, cost)
+            model.taken += 1
+            tokens += cost
+            batch.append(_Turn(model, promise))
+            if alone:
+                break
+        return batch
+
+    async def _guarded(self, batch: Sequence[_Turn], work: Awaitable[None]) -> None:
+        """Runs a call; if it fails unexpectedly, the ranks are restarted, and its requests run again or fail."""
+        try:
+            await work
+        except ServiceClosed:
+            raise
+        except _NotRestored as error:
+            # What is wrong with the model's own files or data leaves the ranks as they were.
+            own = isinstance(error.__cause__, DataError | CheckpointError | OSError)
+            if not own:
+                await self._restart(error.__cause__ or error)
+            error.model.restores += 1
+            if own or error.model.restores >= ATTEMPTS:
+                self._give_up_restoring(error, batch)
+        except Exception as error:  # noqa: BLE001 - what it leaves on the ranks is not used
+            await self._restart(error)
+            for turn in batch:
+                if turn.promise.position:
+                    continue
+                turn.promise.attempts += 1
+                if turn.promise.attempts >= ATTEMPTS:
+                    message = f"the trainer ranks failed {ATTEMPTS} times at this request: {error}; it had no effect"
+                    self._finish(turn, Failed(message, "server"))
+        for turn in batch:
+            turn.model.taken = 0
+            self._note_gap(turn.model)
+        for turn in batch:
+            if not turn.promise.position and turn.model.record.ended:
+                self._finish(turn, Failed(f"model {turn.model.record.id} is gone: {turn.model.record.ended}", "user"))
+
+    def _give_up_restoring(self, error: _NotRestored, batch: Sequence[_Turn]) -> None:
+        """Gives up gradients that cannot be made again, or else the request that needs the model; its state stays."""
+        model, cause = error.model, error.__cause__
+        model.restores = 0
+        if not error.loading:
+            first, last = model.replay[0].seq, model.replay[-1].seq
+            model.record.lost = f"the gradients of requests {first} to {last} are lost, and not made again: {cause}"
+            changes = self._drop_replay(model)
+            self._promises.record(*changes, put_record("model", model.record.id, model.record))
+            return
+        turn = next(turn for turn in batch if turn.model is model)
+        state = model.record.state or "its first state"
+        message = f"the model cannot be brought back from {state}: {cause}; the request had no effect: repeat it"
+        self._finish(turn, Failed(message, "server"))
+
+    async def _restart(self, error: BaseException) -> None:
+        for model in self._models.values():
+            model.resident = False
+        self._backoff.reset()
+        for _ in range(RESTARTS):
+            log.warning("The trainer ranks are restarted: %s", error)
+            self.restarts += 1
+            try:
+                await self._trainer.restart()
+            except Exception as failure:  # noqa: BLE001 - it is repeated, and the last one is reported
+                error = failure
+                await asyncio.sleep(self._backoff.next())
+            else:
+                return
+        reason = f"the trainer ranks could not be started {RESTARTS} times: {error}; start the service again to resume"
+        log.error("The service stops: %s", reason)
+        self._promises.close(reason)
+        raise ServiceClosed(reason)
+
+    async def _forget_leaving(self) -> None:
+        while self._leaving:
+            name = next(iter(self._leaving))
+            model = self._models[name]
+            if model.resident:
+                await self._trainer.unload(name)
+                model.resident = False
+            if model.record.ended and model.record.state:
+                await self._promises.commit()
+                await asyncio.to_thread(remove, self._run / STATES / file_name(name))
+            self._leaving.discard(name)
+
+    async def _restore(self, model: ModelQueue) -> None:
+        """Brings a model's state to the ranks: the last durable one, and the gradients since."""
+        record = model.record
+        if model.resident or record.next == 0:
+            return
+        loading = True
+        try:
+            if record.state:
+                await self._trainer.load(record.id, record.spec, self._run / record.state, True)
+            else:
+                await self._trainer.create(record.id, record.spec)
+            loading = False
+            replay = list(model.replay)
+            while replay:
+                tokens, passes = 0, list[tuple[str, interfaces.Pass]]()
+                while replay and tokens < self._limits.batch:
+                    promise = replay.pop(0)
+                    request = await self._promises.body(promise)
+                    assert isinstance(request, Compute)
+                    passes.append((record.id, request.work))
+                    tokens += promise.tokens
+                for result in await self._trainer.compute(passes):
+                    if isinstance(result, Exception):
+                        raise result
+        except Exception as error:
+            raise _NotRestored(model, loading) from error
+        model.resident = True
+        model.restores = 0
+
+    async def _perform(self, batch: Sequence[_Turn]) -> None:
+        for turn in batch:
+            if turn.promise.request_type not in WITHOUT_STATE:
+                await self._restore(turn.model)
+        requests = [await self._promises.body(turn.promise) for turn in batch]
+        if isinstance(requests[0], Compute):
+            await self._compute(batch, [request for request in requests if isinstance(request, Compute)])
+            return
+        (turn,), (request,) = batch, requests
+        try:
+            await self._one(turn, request)
+        except DataError as error:
+            self._finish(turn, Failed(str(error), "user"))
+
+    async def _compute(self, batch: Sequence[_Turn], requests: Sequence[Compute]) -> None:
+        try:
+            results = await self._trainer.compute([(each.model, each.work) for each in requests])
+        except DataError as error:
+            if len(batch) > 1:
+                # Each alone, to learn whose fault it is.
+                for turn in batch:
+                    turn.promise.attempts = max(1, turn.promise.attempts)
+                return
+            results = [error]
+        spoilt: set[ModelQueue] = set()
+        for turn, request, result in zip(batch, requests, results, strict=True):
+            if isinstance(result, DataError):
+                self._finish(turn, Failed(str(result), "user"))
+            elif isinstance(result, ProcessLost):
+                raise result
+            elif isinstance(result, Exception):
+                message = f"the trainer ranks could not compute this pass: {result}; it had no effect"
+                self._finish(turn, Failed(message, "server"))
+                # Its gradients may be in part among the model's.
+                spoilt.add(turn.model)
+            else:
+                self._computed(turn, request, result)
+        for model in spoilt:
+            model.resident = False
+            await self._trainer.unload(model.record.id)
+
+    def _computed(self, turn: _Turn, request: Compute, result: PassResult) -> None:
+        model = turn.model
+        model.tokens += turn.promise.tokens
+        if "loss:sum" in result.metrics:
+            model.loss = result.metrics["loss:sum"] / max(1, turn.promise.tokens)
+        if request.work.backward:
+            model.replay.append(turn.promise)
+        self._finish(turn, result, keep_request=request.work.backward)
+
+    async def _one(self, turn: _Turn, request: Request | Refused) -> None:
+        """Runs any other request. Raises DataError for what its client must change; then it had no effect."""
+        record = turn.model.record
+        match request:
+            case CreateModel():
+                await self._trainer.create(record.id, record.spec)
+                turn.model.resident = True
+                self._finish(turn, ModelReady(record.id))
+            case OptimStep():
+                await self._step(turn, request)
+            case LoadWeights():
+                await self._load(turn, request)
+            case SaveWeights():
+                await self._save(turn, request)
+            case SaveForSampler():
+                await self._save_for_sampler(turn, request)
+            case UnloadModel():
+                self._unload(turn)
+            case Refused():
+                raise DataError(request.message)
+            case _:
+                raise TypeError(f"a model cannot run {type(request).__name__}")
+
+    async def _step(self, turn: _Turn, request: OptimStep) -> None:
+        model, record = turn.model, turn.model.record
+        if record.lost:
+            message = f"{record.lost}; all gradients since the last step were dropped: repeat those passes and the step"
+            await self._trainer.unload(record.id)
+            model.resident, record.lost = False, ""
+            self._finish(turn, Failed(message, "server"), *self._drop_replay(model))
+            return
+        metrics = await self._trainer.update(record.id, request.adam)
+        if metrics.get("skipped:sum", 0):
+            # Only the gradients are gone.
+            self._finish(turn, Updated(metrics), *self._drop_replay(model))
+            return
+        if await self._save_state(turn):
+            record.steps += 1
+            self._finish(turn, Updated(metrics), *self._drop_replay(model), then=self._removal(model))
+
+    async def _load(self, turn: _Turn, request: LoadWeights) -> None:
+        model, record = turn.model, turn.model.record
+        checkpoint = self._checkpoints.find(record.tenant, request.path)
+        mine, its = record.spec, checkpoint.spec
+        if (its.rank, its.attention, its.mlp, its.unembed) != (mine.rank, mine.attention, mine.mlp, mine.unembed):
+            raise DataError(
+                f"{request.path} has adapters {its}, but model {record.id} has {mine}; make a model from it"
+            )
+        if request.optimizer and checkpoint.kind != "weights":
+            raise DataError(
+                f"{request.path} was saved for samplers, without the optimizer's state; load it without, or load "
+                f"weights that save_state wrote"
+            )
+        async with self._adapters.using(checkpoint.adapter):
+            folder = self._run / folder_of(checkpoint.adapter)
+            try:
+                await self._trainer.load(record.id, record.spec, folder, request.optimizer)
+            except (OSError, CheckpointError) as error:
+                self._finish(turn, Failed(f"{request.path} cannot be loaded: {error}", "server"))
+                return
+        model.resident = True
+        if await self._save_state(turn):
+            record.lost = ""
+            ready = ModelReady(record.id, request.path)
+            self._finish(turn, ready, *self._drop_replay(model), then=self._removal(model))
+
+    async def _save_state(self, turn: _Turn) -> bool:
+        """Makes the state on the ranks durable. Without room the request fails without effect."""
+        model, record = turn.model, turn.model.record
+        state = state_folder(record.id, turn.promise.seq)
+        try:
+            await self._write_folder(record, state, optimizer=True)
+        except (OSError, CheckpointError) as error:
+            await self._trainer.unload(record.id)
+            model.resident = False
+            message = (
+                f"the state after request {turn.promise.seq} cannot be saved: {error}; the request had no effect, and "
+                f"gradients are kept: repeat it once there is room"
+            )
+            self._finish(turn, Failed(message, "server"))
+            return False
+        size = await asyncio.to_thread(size_of, self._run / state)
+        # Nothing is awaited from here to the outcome, so both are recorded together.
+        record.state, record.state_bytes = state, size
+        return True
+
+    def _removal(self, model: ModelQueue) -> Callable[[], None]:
+        """Removes the states before the present one."""
+        present = self._run / model.record.state
+
+        def remove_earlier() -> None:
+            for folder in present.parent.iterdir() if present.parent.is_dir() else ():
+                if folder != present and folder.name.isdigit() and int(folder.name) < int(present.name):
+                    remove(folder)
+
+        return lambda: self._in_background(asyncio.to_thread(remove_earlier))
+
+    async def _save(self, turn: _Turn, request: SaveWeights) -> None:
+        name = check_name(request.name or str(turn.promise.seq))
+        checkpoint = await self._checkpoint(
+            turn, "weights", name, request.overwrite, request.ttl_seconds, request.metadata
+        )
+        if checkpoint is not None:
+            self._finish_saved(turn, checkpoint)
+
+    async def _checkpoint(
+        self,
+        turn: _Turn,
+        kind: CheckpointKind,
+        name: str,
+        overwrite: bool,
+        ttl: int | None,
+        metadata: Mapping[str, str] | None,
+    ) -> Checkpoint | None:
+        record, now = turn.model.record, self._clock()
+        path = path_of(record.id, kind, name)
+        check_ttl(ttl)
+        if not overwrite and self._checkpoints.named(path) is not None:
+            raise DataError(f"{path} exists; choose another name, delete it, or save with overwrite=True")
+        size = await self._save_folder(turn, optimizer=kind == "weights")
+        if size is None:
+            return None
+        return Checkpoint(
+            path=path,
+            tenant=record.tenant,
+            model=record.id,
+            kind=kind,
+            name=name,
+            created=now,
+            spec=record.spec,
+            adapter=adapter_of(record.id, turn.promise.seq),
+            size=size,
+            metadata=metadata,
+            expires=None if ttl is None else now + ttl,
+        )
+
+    def _finish_saved(self, turn: _Turn, checkpoint: Checkpoint) -> None:
+        replaced = self._checkpoints.add(checkpoint)
+        self._finish(
+            turn,
+            Saved(path=checkpoint.path),
+            put_record("checkpoint", checkpoint.path, checkpoint),
+            then=None if replaced is None else lambda: self._adapters.drop(replaced.adapter),
+        )
+
+    async def _save_for_sampler(self, turn: _Turn, request: SaveForSampler) -> None:
+        record, seq = turn.model.record, turn.promise.seq
+        if request.name is not None or request.sampler_seq is None:
+            name = check_name(request.name or str(seq))
+            saved = await self._checkpoint(turn, "sampler_weights", name, False, request.ttl_seconds, request.metadata)
+            if saved is not None:
+                self._finish_saved(turn, saved)
+            return
+        session = self._sessions[record.session]
+        sampler = Sampler(sampler_id(session.id, request.sampler_seq), record.tenant, session.id, self._clock())
+        if sampler.id in session.samplers:
+            raise DataError(
+                f"session {session.id} has a sampler number {request.sampler_seq} already; use the next number"
+            )
+        size = await self._save_folder(turn, optimizer=False)
+        if size is None:
+            return
+        adapter, before = adapter_of(record.id, seq), ""
+        if request.inflight:
+            sampler.inflight = record.id
+            before, record.inflight, record.inflight_bytes = record.inflight, adapter, size
+        else:
+            sampler.adapter, sampler.adapter_bytes = adapter, size
+        session.samplers.append(sampler.id)
+        self._adapters.offer(adapter)
+        self._samplers.add(sampler)
+        self._finish(
+            turn,
+            Saved(sampler=sampler.id),
+            put_record("sampler", sampler.id, sampler),
+            then=(lambda: self._adapters.drop(before)) if before else None,
+        )
+
+    async def _save_folder(self, turn: _Turn, optimizer: bool) -> int | None:
+        """Saves the adapters in the folder of the request. Returns its bytes, or None if the request failed."""
+        record = turn.model.record
+        used = (
+            self.bytes_of(record.tenant)
+            + self._checkpoints.bytes_of(record.tenant)
+            + self._samplers.bytes_of(record.tenant)
+        )
+        if used >= self._limits.disk:
+            raise DataError(
+                f"the checkpoints, samplers and states of the tenant have {used} bytes, and the limit is "
+                f"disk={self._limits.disk}; delete checkpoints, then repeat the request"
+            )
+        folder = folder_of(adapter_of(record.id, turn.promise.seq))
+        try:
+            await self._write_folder(record, folder, optimizer)
+        except (OSError, CheckpointError) as error:
+            message = f"the checkpoint cannot be written: {error}; repeat the request once there is room"
+            self._finish(turn, Failed(message, "server"))
+            return None
+        return await asyncio.to_thread(size_of, self._run / folder)
+
+    async def _write_folder(self, record: Model, folder: str, optimizer: bool) -> None:
+        path = self._run / folder
+
+        def prepare() -> None:
+            if not path.parent.is_dir():
+                path.parent.mkdir(parents=True)
+                fsync(path.parent.parent)
+                fsync(self._run)
+            # An attempt whose outcome was lost with the ranks may have written it.
+            if path.exists():
+                remove_tree(path)
+
+        await asyncio.to_thread(prepare)
+        await self._trainer.save(record.id, path, optimizer)
+
+    def _unload(self, turn: _Turn) -> None:
+        turn.model.unload = None
+        turn.model.taken = 0
+        self._promises.settle(turn.promise, ModelReady(turn.model.record.id))
+        self.end(turn.model.record.id, "it was unloaded; load one of its checkpoints to go on")
+
+    def bytes_of(self, tenant: str) -> int:
+        """The bytes of the states of a tenant's models, and of their inflight adapters."""
+        return sum(m.record.state_bytes + m.record.inflight_bytes for m in self.of(tenant) if not m.record.ended)
+
+    # Outcomes
+
+    def _finish(
+        self,
+        turn: _Turn,
+        outcome: Outcome,
+        *changes: Change,
+        keep_request: bool = False,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Records a request's outcome with everything that it changed."""
+        model, promise = turn.model, turn.promise
+        if promise.request_type == UnloadModel.__name__:
+            model.unload = None
+        else:
+            model.waiting.pop(promise.seq)
+            model.record.next = promise.seq + 1
+            # The head of the queue moved by one.
+            model.taken = max(0, model.taken - 1)
+        if promise.seq == 0 and isinstance(outcome, Failed) and not model.record.ended:
+            self.end(model.record.id, f"it could not be made: {outcome.message}")
+        record = put_record("model", model.record.id, model.record)
+        self._promises.settle(promise, outcome, *changes, record, keep_request=keep_request, then=then)
+
+    def _drop_replay(self, model: ModelQueue) -> list[Change]:
+        replay, model.replay = model.replay, []
+        return [self._promises.release_request(promise) for promise in replay]
+
+    def _in_background(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def sampler_id(session: str, number: int) -> str:
+    return f"{session}:sample:{number}"
+
+
+def model_id(session: str, number: int) -> str:
+    return f"{session}:train:{number}"

@@ -1,0 +1,35 @@
+"""Turns are fair by tokens among those who have work."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megasync.service.scheduler import FairTurns
+
+COSTS = st.integers(1, 1000)
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), st.lists(COSTS, min_size=1, max_size=20), min_size=2))
+def test_what_two_receive_while_both_have_work_differs_by_two_requests_at_most(work):
+    turns, received = FairTurns(), dict.fromkeys(work, 0)
+    left = {name: list(costs) for name, costs in work.items()}
+    largest = max(max(costs) for costs in work.values())
+    while all(left.values()):
+        name = turns.next(left)
+        cost = left[name].pop()
+        turns.charge(name, cost)
+        received[name] += cost
+        assert max(received.values()) - min(received.values()) <= 2 * largest
+
+
+@given(st.lists(COSTS, min_size=1, max_size=20))
+def test_who_was_idle_saved_up_nothing(costs):
+    turns = FairTurns()
+    for cost in costs:
+        assert turns.next(["busy"]) == "busy"
+        turns.charge("busy", cost)
+    taken = {"busy": 0, "idle": 0}
+    for _ in range(10):
+        name = turns.next(["busy", "idle"])
+        turns.charge(name, 10)
+        taken[name] += 1
+    assert taken["busy"] >= 5 - max(costs) // 10
