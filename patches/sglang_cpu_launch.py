@@ -40,6 +40,7 @@ import torch
 from megasync_patches import Patch
 from megasync_patches.sglang_cpu_block_fp8 import PATCH as BLOCK_FP8
 from megasync_patches.sglang_cpu_llama4 import PATCH as LLAMA4
+from megasync_patches.sglang_cpu_lora_head import PATCH as LORA_HEAD
 
 from megasync.base.importing import quick_imports
 
@@ -213,6 +214,7 @@ def main(arguments: list[str]) -> None:
     settings = prepare_server_args(arguments)
     if settings.enable_lora:
         leave_unpinned()
+        LORA_HEAD.apply()
     if settings.attn_dp_size > 1:
         from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
 

@@ -47,10 +47,19 @@ from megasync.rollout.partials import PartialResponse, request_digest
 from megasync.rollout.quarantine import QuarantineClient, Ticket
 from megasync.rollout.reply_parser import ReplyParser
 from megasync.rollout.tokens import Tokens
-from megasync.serving.answers import AnswerLimits, StreamedError, events, read_bounded, read_generated, read_scored
+from megasync.serving.answers import (
+    AnswerLimits,
+    PromptQuestion,
+    StreamedError,
+    events,
+    read_bounded,
+    read_generated,
+    read_prompt,
+    read_scored,
+)
 from megasync.serving.control import ServerControl
 from megasync.serving.disaggregated_control import DisaggregatedControl, EngineScores
-from megasync.serving.plugin_protocol import ROUTES_FROM, ROUTING_KEY_HEADER, WITH_SUPPORT
+from megasync.serving.plugin_protocol import FLAT_TOP, ROUTES_FROM, ROUTING_KEY_HEADER, WITH_SUPPORT
 from megasync.serving.router import STICKY_POLICIES
 from megasync.trajectory.runs import IntArray
 
@@ -282,6 +291,11 @@ class _Sending:
     routes: RouteFormat | None
     # About the largest support of a token, if supports are requested; 0 otherwise.
     support: int
+    # How many of the likeliest tokens are requested at each token, and what is requested about the prompt.
+    top: int
+    question: PromptQuestion | None
+    # Whether a response that is cut begins again.
+    whole: bool
     # The message of each failed attempt, and the number of those with an invalid answer.
     failures: list[str]
     ticket: Ticket
@@ -371,6 +385,9 @@ class RolloutClient:
         priority: int = 0,
         adapter: str | None = None,
         server: str | None = None,
+        top: int = 0,
+        question: PromptQuestion | None = None,
+        whole: bool = False,
         **sampling: Any,
     ) -> Generation:
         """Samples one response. `sampling` overrides configured parameters (temperature, max_new_tokens, stop, ...).
@@ -383,6 +400,10 @@ class RolloutClient:
         the waiting requests with the lowest `priority` number first. `adapter` names one that the servers have, which
         answers in place of the policy. `server` is the URL of one that is asked in place of the router, although it
         may hold an older version than the published one.
+
+        `top` requests as many of the likeliest tokens at each token, and `question` log-probs of the prompt; both are
+        found in the response that `keep` supplies. A `whole` response, and one with a question, begins again where
+        another one continues after an interruption. So no stop string straddles one.
 
         `prompt_ids` is a list of ids, an array, or `Tokens` such as `generation.tokens + [...]`, of which only the new
         ids are read.
@@ -423,9 +444,10 @@ class RolloutClient:
                 routes = self._routes if trained else None
                 support = params["top_k"] if trained and truncates(params) else 0
                 failed, empty = Backoff(_FAILURE_WAIT, self._random), Backoff(_EMPTY_ABORT_WAIT, self._random)
+                whole = whole or question is not None
                 sending = _Sending(
-                    *(params, routing_key, priority, destination, routes, support, failures, ticket, deadline),
-                    *(failed, empty),
+                    *(params, routing_key, priority, destination, routes, support, top, question, whole, failures),
+                    *(ticket, deadline, failed, empty),
                 )
                 await self._finish(parts, sending)
                 while routes is not None and parts.tokens.routes is None:
@@ -563,6 +585,8 @@ class RolloutClient:
             failed = await self._attempt(parts, params | rest, sending)
             if parts.finished or parts.finish_if_stopped(stop_ids, params["stop"], trim=not params["no_stop_trim"]):
                 return
+            if sending.whole:
+                parts.discard_request()
             if len(parts) > done:
                 sending.failed.reset()
                 sending.empty.reset()
@@ -590,12 +614,23 @@ class RolloutClient:
             "input_ids": parts.tokens,
             "sampling_params": params,
             "return_logprob": True,
-            "stream": self._stream,
+            # Each piece would repeat what it says of the prompt.
+            "stream": self._stream and sending.question is None,
             "priority": sending.priority,
         }
         labels = {} if sending.routes is None else {ROUTES_FROM: str(parts.tokens.routed)}
         if sending.support:
             labels[WITH_SUPPORT] = "1"
+        if sending.top:
+            body["top_logprobs_num"] = sending.top
+        if (question := sending.question) is not None:
+            # The answer begins with the position before the first one that has a log-prob.
+            body["logprob_start_len"] = question.first - 1
+            if question.named:
+                body["token_ids_logprob"] = list(question.named)
+            if question.top:
+                body["top_logprobs_num"] = question.top
+                labels[FLAT_TOP] = "1"
         if labels:
             body["custom_labels"] = labels
         if sending.destination.adapter is not None:
@@ -666,7 +701,10 @@ class RolloutClient:
             positions,
             sending.support,
             oldest=published or 0,
+            adapter=sending.destination.adapter,
+            top=sending.top,
         )
+        most = limits.most_bytes + (0 if sending.question is None else sending.question.most_bytes(len(ids)))
         try:
             async with self._open().post(
                 # A redirect would send the request elsewhere.
@@ -680,10 +718,14 @@ class RolloutClient:
                     self._raise_refusal(response.status, text, len(ids))
                 elif (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
                     raise InvalidAnswer(f"the answer has the encoding {encoding!r:.100}, which was not requested")
-                elif self._stream:
+                elif body["stream"]:
                     await self._read_stream(response, parts, limits)
-                elif not parts.add(read_generated(await read_bounded(response, limits.most_bytes), limits)):
-                    raise InvalidAnswer("the answer has no finish_reason")
+                else:
+                    raw = await read_bounded(response, most)
+                    if not parts.add(read_generated(raw, limits)):
+                        raise InvalidAnswer("the answer has no finish_reason")
+                    if sending.question is not None and parts.finished:
+                        parts.scores = read_prompt(raw, sending.question, ids.array, limits)
         except StreamedError as error:
             self._raise_refusal(error.status, str(error), len(ids))
         except (aiohttp.ClientError, OSError) as error:

@@ -31,7 +31,7 @@ import orjson
 
 from megasync.errors import InvalidAnswer
 from megasync.rollout.tokens import Tokens
-from megasync.serving.answers import GeneratedPiece
+from megasync.serving.answers import GeneratedPiece, PromptScores, TopTokens
 from megasync.trajectory import Partial, Support
 from megasync.trajectory.runs import FloatArray, IntArray, Runs
 
@@ -63,9 +63,13 @@ class PartialResponse:
         "_start",
         "_start_kept",
         "_start_span",
+        "_start_top",
+        "_top",
         "_version",
+        "cached",
         "finish_reason",
         "saved",
+        "scores",
         "texts",
         "tokens",
         "watch",
@@ -89,14 +93,20 @@ class PartialResponse:
         # The support of each token, as sizes and ids; both are empty if sampling is not truncated.
         self._sizes = array("i", () if support is None else support.sizes)
         self._kept = array("i", () if support is None else support.ids)
+        # The likeliest tokens at each token, piece by piece, if they are requested.
+        self._top: list[TopTokens] = []
+        # What a server said of the prompt, if it was asked; and how many of its tokens the first one had computed.
+        self.scores: PromptScores | None = None
+        self.cached: int | None = None
         self.texts = list(texts)
         self.finish_reason = finish_reason
         # The `state` that was last saved.
         self.saved: tuple[int, str] = (0, "abort")
         self.watch: Callable[[IntArray], None] | None = None
-        # Of the current request: the indices of its first token, of its first span and of its first support's first id,
-        # its token budget, the version of its latest piece, and how many consecutive pieces had no token.
-        self._start = self._start_span = self._start_kept = self._budget = self._empty = 0
+        # Of the current request: the indices of its first token, of its first span, of its first support's first id and
+        # of its first likeliest tokens, its token budget, the version of its latest piece, and how many consecutive
+        # pieces had no token.
+        self._start = self._start_span = self._start_kept = self._start_top = self._budget = self._empty = 0
         # The positions whose routes were known before the current request.
         self._routed = 0
         self._version: int | None = None
@@ -152,6 +162,16 @@ class PartialResponse:
         return Support(np.array(self._sizes), np.array(self._kept)) if self._sizes else None
 
     @property
+    def top(self) -> TopTokens | None:
+        """The likeliest tokens at each token; None unless they were requested."""
+        if not self._top:
+            return None
+        ids, logprobs = (
+            np.concatenate(parts) for parts in zip(*((each.ids, each.logprobs) for each in self._top), strict=True)
+        )
+        return TopTokens(ids, logprobs)
+
+    @property
     def versions(self) -> Runs:
         """The version of each token."""
         return Runs.of_spans(self._spans)
@@ -179,7 +199,7 @@ class PartialResponse:
         if not self.texts or len(self) > self._start:
             self.texts.append("")
         self._start, self._start_span, self._routed = len(self), len(self._spans), self.tokens.routed
-        self._start_kept = len(self._kept)
+        self._start_kept, self._start_top = len(self._kept), len(self._top)
         self._budget, self._version, self._empty = budget, published, 0
 
     def add(self, piece: GeneratedPiece) -> bool:
@@ -215,6 +235,10 @@ class PartialResponse:
         if piece.support is not None:
             self._sizes.extend(piece.support.sizes)
             self._kept.extend(piece.support.ids)
+        if piece.top is not None:
+            self._top.append(piece.top)
+        if self.cached is None:
+            self.cached = piece.cached
         self.tokens = self.tokens + piece.token_ids
         if piece.routes is not None:
             self.tokens.add_routes(self.first_requested, piece.routes)
@@ -228,7 +252,7 @@ class PartialResponse:
         self.tokens.forget_routes(self._routed)
         self.tokens = self.tokens.first(self._prompt + self._start)
         del self._logprobs[self._start :], self._spans[self._start_span :]
-        del self._sizes[self._start :], self._kept[self._start_kept :]
+        del self._sizes[self._start :], self._kept[self._start_kept :], self._top[self._start_top :]
         self.texts[-1] = ""
         self.finish_reason = "abort"
 

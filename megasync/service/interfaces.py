@@ -36,7 +36,8 @@ class Datum:
     # [tokens]
     tokens: Ints
     # float32 or int64, [tokens] or [tokens, targets]. Position i of `target_tokens` is what the model predicts after
-    # token i.
+    # token i. If the client says which targets were sampled, `sampled_sequence` [tokens] numbers the sampled sequences
+    # of the datum, and is -1 elsewhere.
     inputs: Mapping[str, NDArray[Any]]
 
 
@@ -84,8 +85,12 @@ class Sampling:
     seed: int | None = None
     # Texts or token ids that end a sample.
     stop: Sequence[str | int] = ()
+    # Whether the model's end-of-sequence tokens end a sample as well; the protocol turns it off by an empty list of
+    # stops.
+    stop_at_eos: bool = True
     # The number of positions at the end of the prompt whose log-probs are returned; 0 for none.
     prompt_logprobs: int = 0
+    # Of the same positions, or of all if there are none.
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     # Ids whose log-probs at each position of the prompt but the first are returned, [prompt - 1, targets]; -1 is none.
@@ -94,7 +99,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """The likeliest tokens of some positions and their log-probs, both [positions, k]."""
+    """The likeliest tokens of all positions and their log-probs, both [positions, k], with NaN where there are none.
+
+    ``k`` is the number that was asked for, or the size of the vocabulary if that is smaller.
+    """
 
     ids: Ints
     logprobs: Floats

@@ -12,15 +12,19 @@ import binascii
 from array import array
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, TypeVar
 
 import aiohttp
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from megasync.concurrency.first_use import prepared
 from megasync.errors import InvalidAnswer
 from megasync.layout.routes import RouteArray, RouteFormat
 from megasync.trajectory import Support
+from megasync.trajectory.runs import FloatArray, IntArray
 
 T = TypeVar("T")
 
@@ -33,12 +37,16 @@ _FRAME_BYTES = 1 << 20
 _TOKEN_BYTES = 4096
 # Bytes of an id and its comma in JSON, and as much again.
 _ID_BYTES = 24
+# Bytes of an id with its log-prob, and as much again.
+_CELL_BYTES = 96
 _SHOWN = 300
 # The content type of a streamed answer, the prefix of each event, and the event that ends the stream.
 EVENT_STREAM = "text/event-stream"
 _EVENT_PREFIX, _LAST_EVENT = b"data:", b"[DONE]"
 
 _Entry = tuple[float, int, Any]
+# Of the positions of a prompt, the first has nothing.
+_Row = list[_Entry] | None
 
 
 @prepared
@@ -69,6 +77,12 @@ class _Meta(msgspec.Struct):
     output_token_sampling_logprobs: list[float] | None = None
     weight_versions: list[_Span] | None = None
     routed_experts: str | None = None
+    # The likeliest tokens at each token.
+    output_top_logprobs: list[list[_Entry]] | None = None
+    # The name of the adapter that sampled the tokens.
+    adapter: str | None = None
+    # Of the prompt, those whose keys and values were there already.
+    cached_tokens: int | None = None
 
 
 @prepared
@@ -96,8 +110,59 @@ class _Scored(msgspec.Struct):
     meta_info: _ScoredMeta
 
 
+@prepared
+class _PromptMeta(_ScoredMeta):
+    input_token_ids_logprobs: list[_Row] | None = None
+    # Base64 of float32 and of int32, [positions, top].
+    input_top_logprobs_val_flat_b64: str = ""
+    input_top_logprobs_idx_flat_b64: str = ""
+
+
+@prepared
+class _Prompt(msgspec.Struct):
+    meta_info: _PromptMeta
+
+
 _generated = msgspec.json.Decoder(_Generated)
+_prompt = msgspec.json.Decoder(_Prompt)
 _BROKEN = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The likeliest tokens at some positions and their log-probs, both [positions, count], likeliest first."""
+
+    ids: IntArray
+    logprobs: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class PromptQuestion:
+    """The log-probs that a request asks for of a prompt, at its positions from ``first`` on, at temperature 1.
+
+    They are those of the prompt's own tokens, of the ``top`` likeliest ones, and of the ``named`` ids. ``first`` is at
+    least 1: what follows nothing has no log-prob. ``top`` is at most the size of the vocabulary.
+    """
+
+    first: int
+    top: int = 0
+    named: tuple[int, ...] = ()
+
+    def most_bytes(self, prompt: int) -> int:
+        """The size of the answer about a prompt of so many tokens, at most."""
+        return (prompt - self.first + 1) * (_CELL_BYTES * (1 + len(self.named)) + 12 * self.top)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """The answer to a `PromptQuestion`: the log-probs [positions], the ``top`` ones, and the ``named`` ones.
+
+    ``named`` is [positions, named ids].
+    """
+
+    logprobs: FloatArray
+    top: TopTokens | None = None
+    named: FloatArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +173,8 @@ class AnswerLimits:
     that any server can hold, or None where it is unknown. `oldest` is the version that every server held when the
     request was sent: an older one is that of a process that no weight sync has reached. `routes` is the format of
     routes, if they were requested, of at most `positions` positions. `support` is about how many tokens a token's
-    support has at most; 0 if none was requested.
+    support has at most; 0 if none was requested. `adapter` is the one that the request names, and `top` the number of
+    likeliest tokens that are requested at each token.
     """
 
     vocab_size: int
@@ -119,11 +185,14 @@ class AnswerLimits:
     positions: int = 0
     support: int = 0
     oldest: int = 0
+    adapter: str | None = None
+    top: int = 0
 
     @property
     def most_bytes(self) -> int:
         routes = 0 if self.routes is None else self.routes.text_bytes * self.positions
-        return _FRAME_BYTES + (_TOKEN_BYTES + _ID_BYTES * self.support) * self.tokens + routes
+        token = _TOKEN_BYTES + _ID_BYTES * self.support + _CELL_BYTES * self.top
+        return _FRAME_BYTES + token * self.tokens + routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +201,8 @@ class GeneratedPiece:
 
     Only the last piece has a `finish`, and only it tells which token has which version: `spans` are (version, tokens).
     The other pieces carry the version at the time of sending. `routes` are those of the requested positions, if the
-    last piece has them. `support` is that of each token, over which its log-prob is, if it was requested.
+    last piece has them. `support` is that of each token, over which its log-prob is, if it was requested. `top` are the
+    likeliest tokens at each token, likewise. `cached` counts the prompt's tokens that the server had computed before.
     """
 
     token_ids: array[int]
@@ -143,6 +213,8 @@ class GeneratedPiece:
     spans: list[tuple[int, int]]
     routes: RouteArray | None = None
     support: Support | None = None
+    top: TopTokens | None = None
+    cached: int = 0
 
 
 class StreamedError(Exception):
@@ -168,6 +240,8 @@ def read_generated(raw: bytes, limits: AnswerLimits) -> GeneratedPiece:
     if finish is not None and finish.status_code:
         # Without streaming, the HTTP status would report this error. It comes with a token that nothing sampled.
         raise StreamedError(finish.status_code, finish.message)
+    if limits.adapter is not None and meta.adapter != limits.adapter:
+        raise InvalidAnswer(f"the adapter {meta.adapter!r:.{_SHOWN}} sampled it, and {limits.adapter!r} was requested")
     logprobs, token_ids, _ = (
         zip(*meta.output_token_logprobs, strict=True) if meta.output_token_logprobs else ((), (), ())
     )
@@ -194,6 +268,8 @@ def read_generated(raw: bytes, limits: AnswerLimits) -> GeneratedPiece:
         _spans(meta.weight_versions or [], limits),
         None if meta.routed_experts is None else _routes(meta.routed_experts, limits),
         support,
+        _top(meta.output_top_logprobs or (), len(token_ids), limits) if limits.top and token_ids else None,
+        meta.cached_tokens or 0,
     )
 
 
@@ -213,6 +289,37 @@ def read_scored(answer: Any, ids: list[int]) -> list[float]:
         raise InvalidAnswer(f"token {missing} has no log-prob")
     _check_logprobs(logprobs)
     return logprobs
+
+
+def read_prompt(raw: bytes, question: PromptQuestion, ids: IntArray, limits: AnswerLimits) -> PromptScores:
+    """Parses what an answer to /generate says of its prompt, ``ids``. Raises InvalidAnswer."""
+    try:
+        meta = _prompt.decode(raw).meta_info
+    except _BROKEN as error:
+        raise InvalidAnswer(f"{error}: {raw[:_SHOWN]!r}") from error
+    asked = ids[question.first :]
+    # The first entry is that of the position before, without a log-prob.
+    entries = meta.input_token_logprobs[1:]
+    values, reported, _ = zip(*entries, strict=True) if entries else ((), (), ())
+    # SGLang names the last token of the vocabulary 0. Its log-prob is right.
+    expected = np.where((np.array(reported) == 0) & (asked == limits.vocab_size - 1), 0, asked) if reported else asked
+    if not np.array_equal(reported, expected):
+        raise InvalidAnswer(f"it scored {len(entries)} tokens, not the {asked.size} that were asked for")
+    logprobs = _checked_array(values, asked.size)
+    top = None
+    if question.top:
+        shape = asked.size, question.top
+        top_ids = _flat(meta.input_top_logprobs_idx_flat_b64, np.int32, shape)
+        _check_ids(top_ids, limits)
+        top = TopTokens(top_ids, _checked_array(_flat(meta.input_top_logprobs_val_flat_b64, np.float32, shape), shape))
+    named = None
+    if question.named:
+        rows = (meta.input_token_ids_logprobs or ())[1:]
+        found, values = _cells(rows, (asked.size, len(question.named)))
+        if (found != question.named).any():
+            raise InvalidAnswer("it has log-probs of other ids than were asked for")
+        named = _checked_array(values, values.shape)
+    return PromptScores(logprobs, top, named)
 
 
 def parse_as(answer: Any, form: type[T], what: str) -> T:
@@ -268,6 +375,46 @@ def _check_logprobs(logprobs: Sequence[float]) -> None:
     if min(logprobs) < low or max(logprobs) > high:
         bad = next(value for value in logprobs if not low <= value <= high)
         raise InvalidAnswer(f"the log-prob {bad:g} of a sampled token is outside [{low:g}, 0]")
+
+
+def _checked_array(values: Any, shape: int | tuple[int, ...]) -> FloatArray:
+    """Log-probs of any tokens, which may be smaller than those of sampled ones."""
+    try:
+        array = np.asarray(values, np.float32).reshape(shape)
+    except (TypeError, ValueError) as error:
+        raise InvalidAnswer(f"not log-probs of {shape} tokens: {error}") from error
+    if not (np.isfinite(array) & (array <= _LOGPROBS[1])).all():
+        raise InvalidAnswer(f"a log-prob is not a finite number of at most 0: {array.ravel()[:8]}")
+    return array
+
+
+def _check_ids(ids: IntArray, limits: AnswerLimits) -> None:
+    if ids.size and not 0 <= ids.min() <= ids.max() < limits.vocab_size:
+        raise InvalidAnswer(
+            f"token ids between {ids.min()} and {ids.max()} leave the vocabulary [0, {limits.vocab_size})"
+        )
+
+
+def _flat(text: str, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+    try:
+        return np.frombuffer(binascii.a2b_base64(text, strict_mode=True), dtype).reshape(shape)
+    except ValueError as error:
+        raise InvalidAnswer(f"not the {shape} likeliest tokens that were requested: {error}") from error
+
+
+def _cells(rows: Sequence[_Row], shape: tuple[int, int]) -> tuple[IntArray, FloatArray]:
+    """Ids and log-probs of rows of entries, both of this shape."""
+    if len(rows) != shape[0] or any(len(row or ()) != shape[1] for row in rows):
+        raise InvalidAnswer(f"it has log-probs of several tokens at {len(rows)} positions, not {shape}")
+    cells = list(chain.from_iterable(row for row in rows if row is not None))
+    values, ids, _ = zip(*cells, strict=True) if cells else ((), (), ())
+    return np.array(ids, np.int32).reshape(shape), np.array(values, np.float32).reshape(shape)
+
+
+def _top(rows: Sequence[list[_Entry]], tokens: int, limits: AnswerLimits) -> TopTokens:
+    ids, logprobs = _cells(rows, (tokens, limits.top))
+    _check_ids(ids, limits)
+    return TopTokens(ids, _checked_array(logprobs, logprobs.shape))
 
 
 def _routes(text: str, limits: AnswerLimits) -> RouteArray:

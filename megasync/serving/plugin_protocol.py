@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import zlib
 from typing import Any
 
@@ -38,6 +39,8 @@ PIPELINE_VARIABLE = "MEGASYNC_PIPELINE"
 SOCKETS_VARIABLE = "MEGASYNC_SOCKETS"
 # "1" in the environment of a server that serves the policy's adapters beside its model.
 ADAPTERS_VARIABLE = "MEGASYNC_ADAPTERS"
+# In the environment of such a server, the folder in which it finds adapters by their names (`ADAPTER_NAME`).
+ADAPTER_ROOT_VARIABLE = "MEGASYNC_ADAPTER_ROOT"
 # In the environment of an engine of a server with several, as "2/3": the number of its first rank, and how many ranks
 # the server has.
 RANKS_VARIABLE = "MEGASYNC_RANKS"
@@ -52,6 +55,8 @@ ROUTING_KEY_HEADER = "x-smg-routing-key"
 ROUTES_FROM = "megasync_routes_from"
 # Custom label, "1", of a request whose answer shall have the support of each token.
 WITH_SUPPORT = "megasync_with_support"
+# Custom label, "1", of a request whose answer shall have the likeliest tokens of its prompt as flat arrays.
+FLAT_TOP = "megasync_flat_top"
 
 # How the names of the policy's adapters begin; a version follows, and perhaps a dot and a number: "policy-7",
 # "policy-7.1". The one with the highest number is that of the version.
@@ -60,6 +65,10 @@ POLICY_ADAPTER = "policy-"
 KEPT_ADAPTER = "kept-"
 # How the names of adapters begin that answer held-out sets; the name of the set follows.
 EVAL_ADAPTER = "eval-"
+# The name of an adapter in the folder of a server that loads adapters by name. It is a single part of a path.
+ADAPTER_NAME = re.compile(rf"(?!{POLICY_ADAPTER}|{KEPT_ADAPTER}|{EVAL_ADAPTER})[A-Za-z0-9][A-Za-z0-9_.-]{{0,199}}")
+# In the metadata of an answer, the name of the adapter that sampled it.
+ADAPTER = "adapter"
 # In the folder of a published version, as JSON: {"files": {name: {"bytes": ..., "sha256": ...}}}.
 MANIFEST = "manifest.json"
 

@@ -44,6 +44,7 @@ from megasync.layout.topology import Topology
 from megasync.serving.cache_size import RESERVED_TOKENS, bytes_per_token, cpu_cache_tokens
 from megasync.serving.control import ServerControl
 from megasync.serving.plugin_protocol import (
+    ADAPTER_ROOT_VARIABLE,
     ADAPTERS_VARIABLE,
     CLASSIFIER_VARIABLE,
     CLOSED_ROUTE,
@@ -105,6 +106,9 @@ _PRIORITY_ARGUMENTS: dict[str, object] = {
     "--disable-priority-preemption": True,
     "--default-priority-value": 0,
 }
+# Seconds that the requests of an adapter wait while others take up all places of a batch, until one of these gets no
+# new requests any more. Otherwise steady requests of some would keep the others out for ever.
+_ADAPTER_WAIT = 5.0
 # SGLang refuses priorities with other policies.
 _PRIORITY_POLICIES = ("fcfs", "lof")
 _CPU_ARGUMENTS: dict[str, object] = {
@@ -124,13 +128,17 @@ _CPU_ARGUMENTS: dict[str, object] = {
 class ServedAdapters:
     """Adapters that a server serves beside its model: their rank, their projections, and how many in one batch.
 
-    ``loaded`` are those that it has from its start, as name and PEFT folder.
+    ``loaded`` are those that it has from its start, as name and PEFT folder. With a ``root``, a request may name any
+    other adapter whose PEFT folder has that name in the root: the server loads it then. Beyond ``most_loaded`` it
+    unloads those that were used longest ago and that no request uses.
     """
 
     rank: int
     targets: tuple[str, ...]
     most: int
     loaded: tuple[tuple[str, str], ...] = ()
+    root: Path | None = None
+    most_loaded: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +278,10 @@ class SGLangServer(Service):
                 # Requests without an adapter count as one.
                 "--max-loras-per-batch": spec.adapters.most + 1,
             }
+            if spec.adapters.root is not None:
+                options["--lora-drain-wait-threshold"] = _ADAPTER_WAIT
+            if spec.adapters.most_loaded is not None:
+                options["--max-loaded-loras"] = max(spec.adapters.most_loaded, spec.adapters.most + 1)
             if spec.adapters.loaded:
                 options["--lora-paths"] = tuple(f"{name}={path}" for name, path in spec.adapters.loaded)
         if spec.device == "cpu":
@@ -346,7 +358,8 @@ class SGLangServer(Service):
 
     def environment(self) -> dict[str, str]:
         env = {"SGLANG_EXTERNAL_MODEL_PACKAGE": MODEL_PACKAGE} | without_proxies(os.environ) | _ENVIRONMENT
-        env.pop(KEYS_VARIABLE, None)
+        for inherited in (KEYS_VARIABLE, ADAPTER_ROOT_VARIABLE):
+            env.pop(inherited, None)
         if self.api_key is not None:
             env[KEYS_VARIABLE] = "stdin"
         if self._folder is not None:
@@ -372,6 +385,8 @@ class SGLangServer(Service):
             CLASSIFIER_VARIABLE: self.spec.classifier,
         }
         env |= {variable: "1" for variable, on in switches.items() if on}
+        if (adapters := self.spec.adapters) is not None and adapters.root is not None:
+            env[ADAPTER_ROOT_VARIABLE] = str(adapters.root.resolve())
         if (storage := self._dequantized()) is not None:
             env[STORAGE_VARIABLE] = json.dumps(storage)
         if self.spec.device != "cpu":

@@ -28,6 +28,8 @@ PROBES = frozenset(
         *(("GET", "/metrics"), ("GET", "/metrics/")),
     }
 )
+# Lists adapters, which of a service are its tenants': a server that loads adapters by name closes it.
+ADAPTERS = frozenset({("GET", "/v1/models")})
 # Open with the generation key, or without a key if there is none.
 GENERATION = frozenset(
     ("POST", path) for path in ("/generate", "/encode", "/classify", "/v1/completions", "/v1/chat/completions")
@@ -42,11 +44,17 @@ class ServerGuard:
     """ASGI middleware that refuses requests without the key of their route."""
 
     def __init__(
-        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], *, admin: str, generation: str | None
+        self,
+        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        *,
+        admin: str,
+        generation: str | None,
+        named_adapters: bool = False,
     ) -> None:
         self._app = app
         self._admin = admin
         self._generation = generation
+        self._probes = PROBES - ADAPTERS if named_adapters else PROBES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or self._admits(scope):
@@ -61,7 +69,7 @@ class ServerGuard:
 
     def _admits(self, scope: Mapping[str, Any]) -> bool:
         route = (scope.get("method"), scope["path"])
-        if route in PROBES or (self._generation is None and route in GENERATION):
+        if route in self._probes or (self._generation is None and route in GENERATION):
             return True
         if _has_key(scope, self._admin):
             return True
@@ -89,6 +97,8 @@ class GuardedServer:
     generation: str | None
     # Of a decode engine.
     prompts: PromptCalls | None = None
+    # Whether it loads adapters by name.
+    named_adapters: bool = False
 
     def register(self) -> None:
         if self.prompts is not None:
@@ -114,4 +124,5 @@ class GuardedServer:
         if self.prompts is not None:
             app.add_middleware(self.prompts.middleware)
         # Added last, it is in front of all others.
-        app.add_middleware(ServerGuard, admin=self.admin, generation=self.generation)
+        keys = {"admin": self.admin, "generation": self.generation}
+        app.add_middleware(ServerGuard, **keys, named_adapters=self.named_adapters)

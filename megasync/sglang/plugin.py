@@ -10,14 +10,17 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 from megasync_patches.sglang_score_bias import PATCH as SCORE_BIAS  # pyright: ignore[reportMissingImports] - the folder patches/
 
 from megasync.serving.plugin_protocol import (
+    ADAPTER_ROOT_VARIABLE,
     ADAPTERS_VARIABLE,
     CLASSIFIER_VARIABLE,
+    FLAT_TOP,
     HANDOVER_VARIABLE,
     KEYS_VARIABLE,
     PIPELINE_VARIABLE,
@@ -27,7 +30,7 @@ from megasync.serving.plugin_protocol import (
     STORE_SCHEME,
     WITH_SUPPORT,
 )
-from megasync.sglang.adapters import PolicyAdapters
+from megasync.sglang.adapters import NamedAdapters, PolicyAdapters
 from megasync.sglang.group_sockets import GroupSockets
 from megasync.sglang.guard import GuardedServer
 from megasync.sglang.handover import Handover
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
 _INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 _GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
+_SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
 _WEIGHTS = "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_iterator"
 
 
@@ -56,6 +60,9 @@ def register() -> None:
         GroupSockets(folder).register()
     if os.environ.get(ADAPTERS_VARIABLE) == "1":
         PolicyAdapters().register()
+    if root := os.environ.get(ADAPTER_ROOT_VARIABLE):
+        NamedAdapters(Path(root)).register()
+        hook("AROUND", _SAMPLING, with_seeds)
     if stored := os.environ.get(STORAGE_VARIABLE):
         from megasync.layout.block_fp8 import Block
 
@@ -75,7 +82,8 @@ def register() -> None:
         if role is not None:
             # Those inherit it.
             os.environ[HANDOVER_VARIABLE] = keys.pop("handover")
-        GuardedServer(**keys, prompts=PromptCalls(keys["admin"]) if role == "decode" else None).register()
+        prompts = PromptCalls(keys["admin"]) if role == "decode" else None
+        GuardedServer(**keys, prompts=prompts, named_adapters=ADAPTER_ROOT_VARIABLE in os.environ).register()
     if handover := os.environ.get(HANDOVER_VARIABLE):
         Handover(handover, os.environ.get("SGLANG_USE_CPU_ENGINE") == "1").register()
     if os.environ.get(CLASSIFIER_VARIABLE) == "1" and SCORE_BIAS.needed():
@@ -83,16 +91,33 @@ def register() -> None:
 
 
 def request_arrays(manager: Any, request: Any, *_: Any, **__: Any) -> None:
-    """Turns labels that request routes and supports into SGLang's own fields, before SGLang reads them."""
+    """Turns labels that request routes, supports and flat arrays into SGLang's own fields, before it reads them."""
     labels = dict(getattr(request, "custom_labels", None) or {})
     # What remains becomes labels of SGLang's metrics.
-    start, with_support = labels.pop(ROUTES_FROM, ""), labels.pop(WITH_SUPPORT, "")
+    start, with_support, flat = (labels.pop(name, "") for name in (ROUTES_FROM, WITH_SUPPORT, FLAT_TOP))
     if start.isdecimal():
         request.return_routed_experts, request.routed_experts_start_len = True, int(start)
     if with_support == "1":
         request.return_sampling_mask = True
-    if start or with_support:
+    if flat == "1":
+        request.return_flat_raw_top_logprobs = request.return_flat_raw_top_logprobs_b64 = True
+    if start or with_support or flat:
         request.custom_labels = labels or None
+
+
+def with_seeds(stock: Stock, kind: Any, batch: Any, *arguments: Any, **options: Any) -> Any:
+    """The sampling parameters of a batch, in which each request samples from its own seed.
+
+    SGLang ignores seeds without deterministic inference. Its sampler of GPUs cannot use any.
+    """
+    import torch
+    from sglang.srt.runtime_context import get_exec
+
+    made = stock(kind, batch, *arguments, **options)
+    if made.sampling_seed is None and get_exec().kernel.sampling_backend == "pytorch":
+        seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
+        made.sampling_seed = torch.tensor(seeds, device=made.temperatures.device)
+    return made
 
 
 def dequantize_weights(storage: Storage, stock: Stock, *arguments: Any, **options: Any) -> Any:

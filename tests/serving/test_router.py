@@ -14,6 +14,8 @@ from megasync.config.schema import SamplingConfig
 from megasync.errors import ServerError
 from megasync.rollout import client as client_module
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
+from megasync.rollout.partials import PartialResponse
+from megasync.serving.answers import PromptQuestion
 from megasync.serving.control import ServerControl
 from megasync.serving.router import POLICIES, Router, RouterMembers
 
@@ -49,6 +51,19 @@ async def test_requests_are_spread_and_whole(tmp_path):
         assert {"temperature", "top_k", "min_p", "sampling_seed", "stop_token_ids", "max_new_tokens"} <= set(sent)
         await client.generate([1], priority=7)
         assert sorted(fake.requests[-1]["priority"] for fake in fakes) == [0, 7]
+
+
+async def test_questions_about_a_prompt_and_names_of_adapters_arrive(tmp_path):
+    async with routed(tmp_path, "cache_aware", workers=1) as (_, client):
+        parts = PartialResponse()
+        asked = PromptQuestion(1, 3, (4, 6))
+        await client.generate([1, 2, 4], question=asked, adapter="tuned", keep=lambda _: parts, max_new_tokens=1)
+        assert parts.scores.logprobs.tolist() == [-2 / 128, -4 / 128]
+        assert parts.scores.top.ids.tolist() == [[0, 1, 2]] * 2
+        assert parts.scores.named.tolist() == [[-4 / 128, -6 / 128]] * 2
+        top = PartialResponse()
+        await client.generate([1], top=2, adapter="tuned", keep=lambda _: top)
+        assert top.top.ids.shape == (4, 2)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

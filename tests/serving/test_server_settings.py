@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from megasync.config.schema import FrozenModelConfig, RewardModelConfig, Rollout
 from megasync.errors import ServerError
 from megasync.serving.cache_size import RESERVED_TOKENS
 from megasync.serving.plugin_protocol import (
+    ADAPTER_ROOT_VARIABLE,
     CLASSIFIER_VARIABLE,
     HOST_VARIABLE,
     KEYS_VARIABLE,
@@ -26,6 +28,7 @@ from megasync.serving.router import Router
 from megasync.serving.server import (
     MODEL_PACKAGE,
     EngineRole,
+    ServedAdapters,
     ServerSpec,
     SGLangServer,
     frozen_server_spec,
@@ -266,3 +269,15 @@ def test_a_server_on_a_cpu_has_a_cache_of_a_known_size(tmp_path, kind):
         assert value(server, "--max-running-requests") == "7"
     assert value(frozen(TeacherConfig(path=str(tmp_path), max_total_tokens=50)), "--max-total-tokens") == "56"
     assert "--max-total-tokens" not in frozen(model, "cuda").command()
+
+
+def test_only_a_server_with_a_root_of_adapters_looks_adapters_up(monkeypatch, tmp_path):
+    monkeypatch.setenv(ADAPTER_ROOT_VARIABLE, "/inherited")
+    adapters = ServedAdapters(8, ("q_proj", "lm_head"), most=3)
+    for without in (make(), make(adapters=adapters)):
+        assert ADAPTER_ROOT_VARIABLE not in without.environment()
+    server = make(adapters=replace(adapters, root=tmp_path, most_loaded=2))
+    assert server.environment()[ADAPTER_ROOT_VARIABLE] == str(tmp_path)
+    # Of a batch, one place is that of requests without an adapter; SGLang asks for as many in memory.
+    assert (value(server, "--max-loras-per-batch"), value(server, "--max-loaded-loras")) == ("4", "4")
+    assert float(value(server, "--lora-drain-wait-threshold")) > 0

@@ -41,6 +41,7 @@ with quick_imports():
     from sglang.srt.entrypoints import engine, http_server
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.moe import fused_moe_native
+    from sglang.srt.lora.backend import torch_backend
     from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
     from sglang.srt.models import llama4, mllama4, qwen2_classification, qwen3_classification
     from sglang.srt.models.deepseek_common import attention_backend_handler as latent
@@ -63,6 +64,9 @@ assert dumper._MegatronPlugin._available
 # Of attention groups it cannot pad the batches, and lets idle ranks sleep for a second.
 assert not hasattr(TorchNativeAttnBackend, "get_cpu_graph_seq_len_fill_value")
 assert "poll(1000)" in inspect.getsource(IdleSleeper.maybe_sleep)
+# Of the rows that the output layer computes, it does not know which belong to which adapter
+# (megasync_patches.sglang_cpu_lora_head).
+assert "pruned_batch_info" not in inspect.getsource(torch_backend)
 for module in (qwen2_classification, qwen3_classification):
     # A head with a bias, which Hugging Face's classifiers of these families lack (megasync_patches.sglang_score_bias).
     assert "self.score = nn.Linear(config.hidden_size, config.num_labels)\\n" in inspect.getsource(module)

@@ -22,7 +22,9 @@ CLOSED = [
 ]
 
 
-async def status(route: tuple[str, str], *keys: bytes, generation: str | None = MAKER, kind: str = "http") -> int:
+async def status(
+    route: tuple[str, str], *keys: bytes, generation: str | None = MAKER, kind: str = "http", named: bool = False
+) -> int:
     """200 is what stands behind the guard, 403 a WebSocket that was not accepted."""
     sent = []
 
@@ -34,7 +36,7 @@ async def status(route: tuple[str, str], *keys: bytes, generation: str | None = 
 
     headers = [(b"host", b"here"), *((b"authorization", key) for key in keys)]
     scope = {"type": kind, "method": route[0], "path": route[1], "headers": headers}
-    await ServerGuard(behind, admin=ADMIN, generation=generation)(scope, None, send)
+    await ServerGuard(behind, admin=ADMIN, generation=generation, named_adapters=named)(scope, None, send)
     first = sent[0]
     if first.get("type") == "websocket.close":
         return 403
@@ -54,6 +56,11 @@ async def test_other_routes_require_the_admin_key(route):
 async def test_probes_are_open_and_only_look(route):
     assert route[0] == "GET"
     assert await status(route) == 200
+
+
+async def test_a_list_of_tenants_adapters_is_no_probe():
+    assert [await status(("GET", path), named=True) for path in ("/v1/models", "/model_info")] == [401, 200]
+    assert await status(("GET", "/v1/models"), b"Bearer " + ADMIN.encode(), named=True) == 200
 
 
 @pytest.mark.parametrize("route", sorted(GENERATION))

@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 from aiohttp import web
 
-from megasync.serving.plugin_protocol import ROUTES_FROM, WITH_SUPPORT
+from megasync.serving.plugin_protocol import FLAT_TOP, ROUTES_FROM, WITH_SUPPORT
 
 # Tokens in a piece of a streamed answer.
 PIECE = 3
@@ -105,6 +105,26 @@ class FakeSGLang:
         rows = [[[position, 100 + len(self.requests)]] * self.route_layers for position in positions]
         return base64.b64encode(np.array(rows, np.int32).tobytes()).decode()
 
+    def scores(self, body: dict) -> dict:
+        """Of each position the log-prob of id i is -i/128; the likeliest ids are those from 0 on, with -i/32."""
+        ids, named, top = body["input_ids"][body["logprob_start_len"] :], body.get("token_ids_logprob"), 0
+        if body.get("custom_labels", {}).get(FLAT_TOP) == "1":
+            top = body["top_logprobs_num"]
+        likeliest = np.tile(np.arange(top, dtype=np.int32), (len(ids) - 1, 1))
+        flat = [base64.b64encode(array.tobytes()).decode() for array in (likeliest, likeliest.astype(np.float32) / -32)]
+        return {
+            "cached_tokens": body["logprob_start_len"],
+            # The last id of the vocabulary is called 0.
+            "input_token_logprobs": [
+                [None if at == 0 else -i / 128, 0 if i == self.vocab - 1 else i, None] for at, i in enumerate(ids)
+            ],
+            "input_token_ids_logprobs": [None, *([[[-i / 128, i, None] for i in named]] * (len(ids) - 1))]
+            if named
+            else None,
+            "input_top_logprobs_idx_flat_b64": flat[0],
+            "input_top_logprobs_val_flat_b64": flat[1],
+        }
+
     def piece(self, body: dict, ids: list[int], version: int, last: dict | None = None) -> dict:
         meta = {
             "id": "0",
@@ -112,6 +132,12 @@ class FakeSGLang:
             "weight_version": str(version),
             "output_token_logprobs": [[-i / 128, i, None] for i in ids],
         }
+        if "lora_path" in body:
+            meta["adapter"] = body["lora_path"]
+        if "logprob_start_len" in body:
+            meta |= self.scores(body)
+        elif top := body.get("top_logprobs_num"):
+            meta["output_top_logprobs"] = [[[-k / 32, k, None] for k in range(top)] for _ in ids]
         if body.get("custom_labels", {}).get(WITH_SUPPORT) == "1" and self.support is not None:
             meta["output_token_sampling_mask"] = [self.support(token) for token in ids]
             meta["output_token_sampling_logprobs"] = [-i / 256 for i in ids]

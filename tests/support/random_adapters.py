@@ -6,9 +6,10 @@ import shutil
 import torch
 from family_layouts import reference
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from megasync.config.schema import LoraConfig, TrainerConfig
-from megasync.layout.adapter import AdapterLayout, adapter_config, adapter_layout
+from megasync.layout.adapter import AdapterLayout, AdapterShape, adapter_config, adapter_layout
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
@@ -57,3 +58,28 @@ def adapted_reference(peft, merged, rows):
         stem = PREFIX + name.removesuffix(".weight")
         found[stem + DOWN], found[stem + UP] = ALPHA / RANK * up.T @ grad, ALPHA / RANK * grad @ down.T
     return logprobs, loss, found
+
+
+def write_peft(path, folder, seed, rank=RANK, targets=("q_proj", "k_proj", "v_proj", "o_proj"), alpha=32.0):
+    """Writes random adapters of some projections for the model at ``path``; Hugging Face's model with them merged.
+
+    Those of ``lm_head`` leave the embedding that it may be tied to as it is.
+    """
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    # Also if it was tied.
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    generator = torch.Generator().manual_seed(seed)
+    factors = {}
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] in targets:
+                up_rows, down_columns = module.weight.shape
+                down = torch.randn(rank, down_columns, generator=generator) * down_columns**-0.5
+                up = torch.randn(up_rows, rank, generator=generator) * 0.3 / alpha
+                factors[PREFIX + name + DOWN], factors[PREFIX + name + UP] = down, up
+                module.weight += alpha / rank * up @ down
+    folder.mkdir(parents=True)
+    save_file(factors, folder / "adapter_model.safetensors")
+    shape = AdapterShape(rank, alpha / rank, tuple(targets))
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_config(shape, str(path))))
+    return model
