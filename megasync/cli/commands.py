@@ -138,7 +138,7 @@ def install(
         list[str],
         typer.Argument(
             metavar="NAME...",
-            help="cpu or gpu: a whole environment. To add to one: engines, rehearsal, trackers, verl.",
+            help="cpu or gpu: a whole environment. To add to one: engines, rehearsal, serve, trackers, verl.",
         ),
     ],
     env: Annotated[

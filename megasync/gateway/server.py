@@ -141,7 +141,7 @@ class Gateway:
             return _json(refused.body(), refused.status, _NO_RETRY)
 
     async def _chat(self, request: web.BaseRequest, session: Session) -> web.StreamResponse:
-        body = parse_chat(await _read(request))
+        body = parse_chat(await read_body(request))
         self._warn_of_ignored(body)
         completion = Completion(body.model or self._model)
         if body.stream:
@@ -201,7 +201,8 @@ def _model_entry(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "megasync"}
 
 
-async def _read(request: web.BaseRequest) -> bytes:
+async def read_body(request: web.BaseRequest) -> bytes:
+    """The body of a request. Raises RequestError if it does not arrive in time."""
     if request.content.is_eof():
         # It arrived together with the headers.
         return await request.read()

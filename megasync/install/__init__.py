@@ -4,7 +4,7 @@
     ----------------------------  ------------------------------------  ------------------------------------------------
     cpu                           a whole environment, SGLang for CPUs  installs its pins, without dependencies
     gpu                           a whole environment for CUDA 13       the same, by hashes; builds what has no wheel
-    engines, lint, trackers, ...  what is added to one of the two       the same as cpu
+    engines, lint, serve, ...     what is added to one of the two       the same as cpu
     rehearsal                     packages that are only read           unpacks each into a folder off Python's path
 
 Only the standard library is imported here and in `environment`: a checkout runs both before there is any package.

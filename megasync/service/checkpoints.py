@@ -1,4 +1,6 @@
-"""Checkpoints under `tinker://MODEL/weights/NAME` and `.../sampler_weights/NAME`, and the folders of the run.
+"""Checkpoints under `tinker://MODEL/weights/NAME`, `.../sampler_weights/NAME` and `.../external_weights/NAME`.
+
+Those of the last kind are saved to be downloaded, and are samplers' otherwise. All are folders of the run:
 
     states/MODEL/SEQ          the state after request SEQ, of which a model needs the last
     checkpoints/MODEL/SEQ     what request SEQ of the model saved: a checkpoint, or the adapters of a sampler
@@ -170,6 +172,9 @@ class Checkpoints:
             log.info("Checkpoint %s has expired", each.path)
             self._delete(each)
 
+    def folder(self, checkpoint: Checkpoint) -> Path:
+        return self._run / folder_of(checkpoint.adapter)
+
     @asynccontextmanager
     async def archive(self, tenant: str, path: str) -> AsyncGenerator[Path]:
         """Gives a tar file of the checkpoint's folder, which is removed at the end of the block."""
@@ -177,7 +182,7 @@ class Checkpoints:
 
         def pack(target: Path) -> None:
             with tarfile.open(target, "w") as archive:
-                for file in sorted((self._run / folder_of(found.adapter)).iterdir()):
+                for file in sorted(self.folder(found).iterdir()):
                     archive.add(file, file.name)
 
         with tempfile.TemporaryDirectory(prefix=ARCHIVE, dir=self._run) as folder:

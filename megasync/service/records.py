@@ -12,7 +12,7 @@ from typing import Any, Literal
 from megasync.concurrency.first_use import prepared
 from megasync.service.interfaces import AdapterSpec
 
-CheckpointKind = Literal["weights", "sampler_weights"]
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 
 @prepared

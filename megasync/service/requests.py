@@ -75,13 +75,15 @@ class SaveWeights:
 class SaveForSampler:
     """Asks for adapters that can be sampled: a checkpoint of its own if it has a name, and otherwise a sampler.
 
-    An ``inflight`` sampler follows the newest adapters that its model offers.
+    An ``inflight`` sampler follows the newest adapters that its model offers. An ``external`` checkpoint is saved to be
+    downloaded.
     """
 
     model: str
     seq: int
     name: str | None = None
     inflight: bool = False
+    external: bool = False
     # The number of the sampler in its session, if a sampler is asked for.
     sampler_seq: int | None = None
     ttl_seconds: int | None = None

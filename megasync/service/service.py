@@ -414,6 +414,13 @@ class Service:
         await self._checkpoints.publish(tenant, path, public)
 
     @asynccontextmanager
+    async def folder(self, tenant: str, path: str) -> AsyncGenerator[Path]:
+        """Gives the folder of a checkpoint, which stays until the end of the block."""
+        found = self._checkpoints.find(tenant, path)
+        async with self._adapters.using(found.adapter):
+            yield self._checkpoints.folder(found)
+
+    @asynccontextmanager
     async def archive(self, tenant: str, path: str) -> AsyncGenerator[Path]:
         """Gives a tar file of a checkpoint, which is removed at the end of the block."""
         found = self._checkpoints.find(tenant, path)

@@ -623,7 +623,8 @@ class Training:
         record, seq = turn.model.record, turn.promise.seq
         if request.name is not None or request.sampler_seq is None:
             name = check_name(request.name or str(seq))
-            saved = await self._checkpoint(turn, "sampler_weights", name, False, request.ttl_seconds, request.metadata)
+            kind = "external_weights" if request.external else "sampler_weights"
+            saved = await self._checkpoint(turn, kind, name, False, request.ttl_seconds, request.metadata)
             if saved is not None:
                 self._finish_saved(turn, saved)
             return

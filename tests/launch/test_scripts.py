@@ -152,10 +152,10 @@ def test_the_script_for_one_machine_has_a_help_text(checkout):
         ((), "cpu"),
         (("--tier", "fast", "tests/buffer"), "cpu"),
         (("--tier=standard",), "cpu"),
-        (("--tier", "full"), "cpu verl trackers engines manifests rehearsal docs"),
-        (("--tier=full", "-x"), "cpu verl trackers engines manifests rehearsal docs"),
-        (("--affected",), "cpu verl trackers engines manifests rehearsal docs"),
-        (("--affected=HEAD~1",), "cpu verl trackers engines manifests rehearsal docs"),
+        (("--tier", "full"), "cpu verl trackers engines serve manifests rehearsal docs"),
+        (("--tier=full", "-x"), "cpu verl trackers engines serve manifests rehearsal docs"),
+        (("--affected",), "cpu verl trackers engines serve manifests rehearsal docs"),
+        (("--affected=HEAD~1",), "cpu verl trackers engines serve manifests rehearsal docs"),
     ],
 )
 def test_the_tests_of_extras_alone_need_more_than_a_run(checkout, arguments, names):
@@ -183,7 +183,7 @@ def test_the_checks_run_all_and_name_those_that_fail(checkout):
     assert "ran basedpyright" in failed.stdout
 
 
-ADDED = ("verl.lock", "lint.lock", "trackers.lock", "engines.lock", "kuberay.lock", "manifests.lock")
+ADDED = ("verl.lock", "lint.lock", "trackers.lock", "engines.lock", "serve.lock", "kuberay.lock", "manifests.lock")
 
 
 @pytest.mark.parametrize("lock", ADDED)
@@ -202,7 +202,8 @@ def test_locks_that_share_a_package_pin_the_same_version():
 
 def test_the_locks_pin_exactly_and_fit_the_projects_requirements():
     trackers = [pin for pin in requirements_of("trackers.lock") if pin.name in ("wandb", "mlflow-skinny")]
-    locked = [*LOCK, *requirements_of("lint.lock"), *trackers]
+    serve = [pin for pin in requirements_of("serve.lock") if pin.name == "tinker"]
+    locked = [*LOCK, *requirements_of("lint.lock"), *trackers, *serve]
     pins = {requirement.name.lower().replace("_", "-"): requirement for requirement in locked}
     assert len(pins) == len(locked)
     for requirement in locked:
@@ -210,7 +211,7 @@ def test_the_locks_pin_exactly_and_fit_the_projects_requirements():
         assert specifier.operator == "==" and requirement.url is None and "+" not in specifier.version
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    names = ("train", "tasks", "deepresearch", "trackers", "test", "lint")
+    names = ("train", "tasks", "deepresearch", "trackers", "serve", "test", "lint")
     wanted = chain(project["dependencies"], *(extras[name] for name in names), project_build())
     for requirement in map(Requirement, wanted):
         if requirement.name == "megasync":

@@ -1,0 +1,400 @@
+"""Keys, tenants, refusals and long polls of the endpoint, over plain HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import tarfile
+
+import numpy as np
+import pytest
+import zstandard
+
+pytest.importorskip("tinker")
+pytestmark = pytest.mark.extra
+
+from endpoint_rig import KEYS, serving  # noqa: E402
+from tinker import types  # noqa: E402
+from tinker.proto.request_conv import forward_backward_request_to_proto  # noqa: E402
+from tinker.proto.response_conv import deserialize_sample_response  # noqa: E402
+
+from megasync.errors import ConfigError  # noqa: E402
+from megasync.service import endpoint as module  # noqa: E402
+from megasync.service.endpoint import VERSIONS_HEADER, Endpoint  # noqa: E402
+from megasync.service.limits import Limits  # noqa: E402
+
+PROTOBUF = {"Content_Type": "application/x-protobuf"}
+
+
+@pytest.fixture
+async def rig(tmp_path):
+    async with serving(tmp_path) as rig:
+        yield rig
+
+
+def compute(model, seq, tokens=(1, 2, 3), change=lambda message: None):
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(list(tokens)), loss_fn_inputs={"target_tokens": np.array(tokens)}
+    )
+    given = types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
+    request = types.ForwardBackwardRequest(forward_backward_input=given, model_id=model, seq_id=seq)
+    message = forward_backward_request_to_proto(request)
+    change(message)
+    return message.SerializeToString()
+
+
+def step(model, seq):
+    return {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 1.0}}
+
+
+def sample(sampler, seq, **fields):
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+    return {
+        "sampling_session_id": sampler,
+        "seq_id": seq,
+        "prompt": prompt,
+        "sampling_params": {"max_tokens": 4},
+    } | fields
+
+
+async def session_of(rig, key=KEYS["ann"]):
+    body = {"tags": [], "user_metadata": None, "sdk_version": "0"}
+    return (await rig.ask("create_session", body, key=key))[1]["session_id"]
+
+
+async def model_of(rig, session, number=0):
+    body = {"session_id": session, "model_seq_id": number, "base_model": "tiny", "lora_config": {"rank": 4}}
+    return (await rig.outcome("create_model", body))["model_id"]
+
+
+async def sampler_of(rig, session, number=0):
+    body = {"session_id": session, "sampling_session_seq_id": number, "base_model": "tiny"}
+    return (await rig.ask("create_sampling_session", body))[1]["sampling_session_id"]
+
+
+# Keys and tenants
+
+
+@pytest.mark.parametrize("key", [None, "", "tml-", "tml-ann-012345678", "tml-ann-01234567890", "tml-\udcff"])
+async def test_without_a_key_only_the_health_is_answered(rig, key):
+    assert await rig.ask("healthz", key=key) == (200, {"status": "ok"})
+    patterns = [(method, pattern.pattern.replace("([^/]+)", "x")) for method, pattern, _ in rig.endpoint._patterns]
+    for method, path in [*rig.endpoint._routes, *patterns, ("GET", "nothing"), ("POST", "copy_weights")]:
+        status, answer = await rig.ask(path, b"not read", key=key, method=method)
+        assert status == 401 and "X-API-Key" in answer["detail"], path
+
+
+async def test_a_tenant_cannot_tell_what_is_anothers_from_what_is_not_there(rig):
+    session = await session_of(rig)
+    model = await model_of(rig, session)
+    sampler = await sampler_of(rig, session)
+    promise = f"{model}:0"
+    path = (await rig.outcome("save_weights", {"model_id": model, "seq_id": 1, "path": "w"}))["path"]
+    run = f"training_runs/{model}"
+    asked = [
+        ("session_heartbeat", {"session_id": session}, "POST"),
+        (f"sessions/{session}", None, "GET"),
+        (f"sessions/{session}/finish", {"reason": {"type": "success"}}, "POST"),
+        ("get_info", {"model_id": model}, "POST"),
+        ("unload_model", {"model_id": model}, "POST"),
+        ("optim_step", step(model, 2), "POST"),
+        ("forward_backward", compute(model, 2), "POST"),
+        (
+            "create_model",
+            {"session_id": session, "model_seq_id": 1, "base_model": "tiny", "lora_config": {"rank": 4}},
+            "",
+        ),
+        ("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 5}, "POST"),
+        ("join_sampling_session", {"sampling_session_id": sampler}, "POST"),
+        (f"samplers/{sampler}", None, "GET"),
+        ("asample", sample(sampler, 0), "POST"),
+        ("asample", sample(None, None, model_path=path), "POST"),
+        ("retrieve_future", {"request_id": promise}, "POST"),
+        ("retrieve_futures", {"target": {"sampling_session_id": sampler}, "timeout": 0}, "POST"),
+        ("cancel_future", {"request_id": promise}, "POST"),
+        ("weights_info", {"tinker_path": path}, "POST"),
+        (run, None, "GET"),
+        (f"{run}/checkpoints", None, "GET"),
+        (f"{run}/checkpoints/weights/w/archive", None, "GET"),
+        (f"{run}/checkpoints/weights/w", None, "DELETE"),
+        (f"{run}/checkpoints/weights/w/ttl", {"ttl_seconds": 3600}, "PUT"),
+        (f"{run}/checkpoints/weights/w/publish", None, "POST"),
+    ]
+
+    def other(value):
+        text = value if isinstance(value, str) else json.dumps(value)
+        return text.replace(session, "f" * len(session)).replace("weights/w", "weights/x")
+
+    for where, body, method in asked:
+        theirs = await rig.ask(where, body, key=KEYS["bob"], method=method)
+        assert theirs[0] == 404, where
+        if not isinstance(body, bytes):
+            nothing = await rig.ask(other(where), body and json.loads(other(body)), key=KEYS["bob"], method=method)
+            assert (nothing[0], other(nothing[1])) == (404, other(theirs[1])), where
+    for listed, name in (("sessions", "sessions"), ("training_runs", "training_runs"), ("checkpoints", "checkpoints")):
+        assert len((await rig.ask(listed))[1][name]) == 1
+        assert (await rig.ask(listed, key=KEYS["bob"]))[1][name] == []
+    # Nothing of it had an effect.
+    assert (await rig.ask("get_info", {"model_id": model}))[0] == 200
+    assert (await rig.outcome("optim_step", step(model, 2)))["type"] == "optim_step"
+
+
+async def test_a_published_checkpoint_is_everyones_to_read_and_its_owners_to_change(rig):
+    model = await model_of(rig, await session_of(rig))
+    path = (await rig.outcome("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "s"}))["path"]
+    checkpoint = f"training_runs/{model}/checkpoints/sampler_weights/s"
+    assert (await rig.ask(f"{checkpoint}/publish", method="POST"))[0] == 204
+    bob = {"key": KEYS["bob"]}
+    assert (await rig.ask("weights_info", {"tinker_path": path}, **bob))[1]["lora_rank"] == 4
+    assert (await rig.ask(checkpoint, method="DELETE", **bob))[0] == 404
+    assert (await rig.ask(f"{checkpoint}/publish", method="DELETE"))[0] == 204
+    assert (await rig.ask("weights_info", {"tinker_path": path}, **bob))[0] == 404
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("retrieve_future", b"{", 400, "not valid JSON"),
+        ("telemetry", bytes(2**20 + 1), 413, "send fewer or smaller data"),
+        ("retrieve_future", b"[1]", 400, "must be a JSON object"),
+        ("retrieve_future", {}, 400, "FutureRetrieveRequest.request_id: Field required"),
+        ("retrieve_future", {"request_id": "x", "other": 1}, 400, "other: Extra inputs are not permitted"),
+        ("forward_backward", b"\xff\xff", 400, "not a ForwardBackwardRequest"),
+        ("forward_backward", {"model_id": "m"}, 400, "not a ForwardBackwardRequest"),
+        (
+            "create_sampling_session",
+            {"session_id": "x", "sampling_session_seq_id": "y"},
+            400,
+            "sampling_session_seq_id",
+        ),
+        ("sessions/x/finish", {"reason": {"type": "tired"}}, 400, "'tired' is none of success, errored, interrupted"),
+        ("weights_info", {"tinker_path": 3}, 400, "tinker_path=3 is not text"),
+        ("sessions?limit=x", None, 400, "limit='x'"),
+        ("sessions?offset=-1", None, 400, "offset='-1'"),
+        ("copy_weights", {}, 404, "POST /api/v1/copy_weights is not supported: a tenant has no projects"),
+        ("nothing", {}, 404, "POST /api/v1/nothing is not a route"),
+        ("retrieve_future/", {}, 404, "is not a route"),
+        ("%ff%00", {}, 404, "is not a route"),
+        ("training_runs/%ff%22", None, 404, "there is no model"),
+        ("sessions?limit=" + "9" * 5000, None, 400, "limit="),
+        ("sessions?offset=%ff", None, 400, "offset="),
+        ("asample", sample(None, None, sampling_params={"max_tokens": 1e20}), 400, "max_tokens"),
+        ("asample", sample("s", 2**63), 400, "seq_id is missing, negative or too large"),
+    ],
+)
+async def test_what_is_wrong_is_said(rig, path, body, status, words):
+    answered, answer = await rig.ask(path, body)
+    assert answered == status and words in answer["detail"]
+
+
+async def test_a_body_is_bounded_before_and_after_its_decompression(tmp_path):
+    async with serving(tmp_path, body_mb=1) as rig:
+        model = await model_of(rig, await session_of(rig))
+        status, answer = await rig.ask("forward_backward", bytes(2**20 + 1))
+        assert status == 413 and "send fewer or smaller data" in answer["detail"]
+        bomb = zstandard.ZstdCompressor().compress(bytes(2**30))
+        assert len(bomb) < 2**17
+        status, answer = await rig.ask("forward_backward", bomb, Content_Encoding="zstd")
+        assert status == 400 and "1073741824 bytes large when decompressed" in answer["detail"]
+        status, answer = await rig.ask("forward_backward", b"x", Content_Encoding="gzip")
+        assert status == 400 and "Content-Encoding 'gzip' is not supported" in answer["detail"]
+        zipped = zstandard.ZstdCompressor().compress(compute(model, 1))
+        assert "metrics" in await rig.outcome("forward_backward", zipped, Content_Encoding="zstd")
+
+
+@pytest.mark.parametrize(
+    "tokens_and_change",
+    [
+        ((1, 2, 100), lambda message: None),
+        ((1, -1), lambda message: None),
+        ((1,) * 65, lambda message: None),
+        ((1, 2), lambda message: setattr(message, "loss_fn", "dpo")),
+        ((1, 2), lambda message: setattr(message.data[0].model_input.add().image, "data", b"x")),
+        ((1, 2), lambda message: setattr(message.data[0].loss_fn_inputs["target_tokens"], "dense", b"x")),
+    ],
+)
+async def test_a_refused_request_uses_up_its_number_and_has_no_effect(rig, tokens_and_change):
+    model = await model_of(rig, await session_of(rig))
+    status, answer = await rig.ask("forward_backward", compute(model, 1, *tokens_and_change))
+    assert status == 400 and answer["detail"]
+    assert "metrics" in await rig.outcome("optim_step", step(model, 2))
+    assert ("compute", model) not in rig.trainer.calls
+
+
+async def test_a_repeated_request_is_the_same_promise_and_another_body_is_refused(rig):
+    model = await model_of(rig, await session_of(rig))
+    first = await rig.ask("forward_backward", compute(model, 1), X_Idempotency_Key="k1")
+    assert first == await rig.ask("forward_backward", compute(model, 1), X_Idempotency_Key="k2")
+    for number, key in ((1, "k3"), (2, "k1")):
+        status, answer = await rig.ask("forward_backward", compute(model, number, (5,)), X_Idempotency_Key=key)
+        assert status == 400 and "accepted with another body" in answer["detail"]
+    for key in ("k" * 257, "\u00e9"):
+        status, answer = await rig.ask("forward_backward", compute(model, 2), X_Idempotency_Key=key)
+        assert status == 400 and "idempotency key" in answer["detail"]
+    await rig.outcome("forward_backward", compute(model, 2))
+    assert rig.trainer.calls.count(("compute", model)) == 2
+
+
+async def test_a_tenant_above_a_limit_is_asked_to_wait_and_another_is_not(tmp_path):
+    async with serving(tmp_path, limits=Limits(pending=1)) as rig:
+        rig.servers.pause = asyncio.Event()
+        sampler = await sampler_of(rig, await session_of(rig))
+        first = (await rig.ask("asample", sample(sampler, 0)))[1]
+        status, answer = await rig.ask("asample", sample(sampler, 1))
+        assert status == 429 and "pending=1" in answer["detail"]
+        bob = {"key": KEYS["bob"]}
+        assert (await rig.ask("asample", sample(None, None, base_model="tiny"), **bob))[0] == 200
+        rig.servers.pause.set()
+        assert (await rig.ask("retrieve_future", {"request_id": first["request_id"]}))[0] == 200
+        assert (await rig.ask("asample", sample(sampler, 1)))[0] == 200
+
+
+async def test_a_finished_session_is_gone(rig):
+    session = await session_of(rig)
+    model = await model_of(rig, session)
+    assert (await rig.ask(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None}))[0] == 204
+    assert (await rig.ask("session_heartbeat", {"session_id": session}))[0] == 410
+    assert (await rig.ask("optim_step", step(model, 1)))[0] == 410
+
+
+async def test_an_error_of_the_service_is_logged_and_not_shown(rig, monkeypatch, caplog):
+    monkeypatch.setattr(rig.service, "sessions", lambda tenant: 1 / 0)
+    status, answer = await rig.ask("sessions")
+    assert status == 500 and answer["detail"].startswith("internal error (ZeroDivisionError)")
+    assert "division by zero" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"a": "sk-0123456789abcdef"}, "must be `tml-`"),
+        ({"a": "tml-short"}, "at least 12 characters"),
+        ({"a": "tml-0123456789abc d"}, "without spaces"),
+        ({"a": KEYS["ann"], "b": KEYS["ann"]}, "two tenants have the same key"),
+        ({}, "no tenant"),
+    ],
+)
+def test_keys_that_clients_cannot_use_are_refused(keys, words):
+    with pytest.raises(ConfigError, match=words):
+        Endpoint(None, keys)
+
+
+async def test_an_address_that_is_taken_is_refused(rig):
+    port = int(rig.endpoint.url.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=f"port={port}"):
+        await Endpoint(rig.service, KEYS, port=port).start()
+
+
+# Outcomes
+
+
+async def test_a_promise_without_an_outcome_is_asked_for_again(rig, monkeypatch):
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.01)
+    rig.servers.pause = asyncio.Event()
+    sampler = await sampler_of(rig, await session_of(rig))
+    promise = (await rig.ask("asample", sample(sampler, 0)))[1]["request_id"]
+    status, answer = await rig.ask("retrieve_future", {"request_id": promise})
+    assert (status, answer) == (408, {"type": "try_again", "request_id": promise, "queue_state": "active"})
+    target = {"target": {"sampling_session_id": sampler}}
+    assert await rig.ask("retrieve_futures", target) == (200, {"completions": [], "cursor": 0})
+
+
+async def test_a_thousand_polls_are_woken_by_their_outcomes(rig):
+    rig.servers.pause = asyncio.Event()
+    sampler = await sampler_of(rig, await session_of(rig))
+    promises = [(await rig.ask("asample", sample(sampler, number)))[1]["request_id"] for number in range(1000)]
+    polls = [asyncio.create_task(rig.ask("retrieve_future", {"request_id": promise})) for promise in promises]
+    # Others are answered while they wait.
+    assert (await rig.ask("healthz"))[0] == 200
+    rig.servers.pause.set()
+    answers = await asyncio.gather(*polls)
+    assert {status for status, _ in answers} == {200}
+
+
+async def test_samples_are_protobuf_or_json_and_say_which_version_each_token_has(rig):
+    model = await model_of(rig, await session_of(rig))
+    saved = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0}
+    sampler = (await rig.outcome("save_weights_for_sampler", saved))["sampling_session_id"]
+    _, promise = await rig.ask("asample", sample(sampler, 0, num_samples=2))
+    assert promise["sample_sequence_ids"] == [f"{promise['request_id']}:{index}" for index in range(2)]
+    body = {"request_id": promise["request_id"]}
+    _, plain = await rig.ask("retrieve_future", body)
+    headers = {"X-API-Key": KEYS["ann"], "Accept": "application/x-protobuf"}
+    async with rig.http.post(f"{rig.endpoint.url}/api/v1/retrieve_future", json=body, headers=headers) as answer:
+        decoded = deserialize_sample_response(await answer.read())
+        versions = json.loads(answer.headers[VERSIONS_HEADER])
+    (adapter,) = rig.servers.adapters
+    assert versions == plain["weight_versions"] == [[[adapter, 0, 4]]] * 2
+    assert [each.tokens for each in decoded.sequences] == [each["tokens"] for each in plain["sequences"]]
+
+
+async def test_completions_of_a_sampler_are_read_in_order_by_a_cursor(rig):
+    sampler = await sampler_of(rig, await session_of(rig))
+    promises = [(await rig.ask("asample", sample(sampler, number)))[1]["request_id"] for number in range(3)]
+    seen, cursor = [], 0
+    while len(seen) < 3:
+        target = {"target": {"sampling_session_id": sampler}, "prev_cursor": cursor}
+        _, answer = await rig.ask("retrieve_futures", target)
+        seen += [each["request_id"] for each in answer["completions"]]
+        cursor = answer["cursor"]
+    assert sorted(seen) == sorted(promises)
+    acked = {"target": {"sampling_session_id": sampler}, "prev_cursor": cursor, "timeout": 0}
+    _, answer = await rig.ask("retrieve_futures", acked | {"retrieved_request_ids": seen[:1]})
+    assert answer == {"completions": [], "cursor": cursor}
+    assert (await rig.ask("retrieve_future", {"request_id": seen[0]}))[0] == 410
+    assert (await rig.ask("retrieve_future", {"request_id": seen[1]}))[0] == 200
+
+
+async def test_a_cancelled_request_ends_as_the_users(rig):
+    rig.servers.pause = asyncio.Event()
+    sampler = await sampler_of(rig, await session_of(rig))
+    promise = {"request_id": (await rig.ask("asample", sample(sampler, 0)))[1]["request_id"]}
+    assert (await rig.ask("cancel_future", promise))[0] == 204
+    status, outcome = await rig.ask("retrieve_future", promise)
+    assert (status, outcome["category"]) == (200, "user") and "cancelled" in outcome["error"]
+
+
+async def test_a_checkpoint_is_downloaded_as_an_archive(rig):
+    model = await model_of(rig, await session_of(rig))
+    await rig.outcome("save_weights", {"model_id": model, "seq_id": 1, "path": "w"})
+    status, body = await rig.ask(f"training_runs/{model}/checkpoints/weights/w/archive")
+    assert status == 200
+    with tarfile.open(fileobj=io.BytesIO(body)) as archive:
+        assert json.load(archive.extractfile("state.json")).keys() == {"w", "m"}
+
+
+async def test_lists_are_given_in_pages(rig):
+    session = await session_of(rig)
+    models = [await model_of(rig, session, number) for number in range(3)]
+    _, answer = await rig.ask("training_runs?limit=1&offset=1")
+    assert answer["cursor"] == {"offset": 1, "limit": 1, "total_count": 3}
+    assert [run["training_run_id"] for run in answer["training_runs"]] == [models[1]]
+
+
+async def test_a_slow_client_holds_nobody(rig):
+    host, port = rig.endpoint.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    head = (
+        f"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\nX-API-Key: {KEYS['ann']}\r\nContent-Length: 1000\r\n\r\n"
+    )
+    writer.write(head.encode() + b"{")
+    await writer.drain()
+    assert (await rig.ask("get_server_capabilities"))[0] == 200
+    writer.close()
+
+
+async def test_polls_end_when_the_service_closes(tmp_path):
+    async with serving(tmp_path) as rig:
+        rig.servers.pause = asyncio.Event()
+        sampler = await sampler_of(rig, await session_of(rig))
+        promise = {"request_id": (await rig.ask("asample", sample(sampler, 0)))[1]["request_id"]}
+        poll = asyncio.create_task(rig.ask("retrieve_future", promise))
+        # It waits in the service once this later request is answered.
+        await rig.ask("healthz")
+        rig.service._promises.close("the service is shutting down")
+        status, answer = await poll
+        assert status == 503 and "shutting down" in answer["detail"]
