@@ -20,19 +20,22 @@ if TYPE_CHECKING:
     from megasync.app.run import RunResult
     from megasync.config import Config
     from megasync.errors import MegasyncError
+    from megasync.service.app import LocalService as Service
     from megasync.trajectory import Trajectory
 
     __version__: str
 
+# The module of each public name, and its name there if that is another.
 _PUBLIC = {
     "AsyncTrainer": "megasync.app.async_trainer",
     "Config": "megasync.config",
     "MegasyncError": "megasync.errors",
     "RunResult": "megasync.app.run",
+    "Service": "megasync.service.app:LocalService",
     "Trajectory": "megasync.trajectory",
 }
 
-__all__ = ["AsyncTrainer", "Config", "MegasyncError", "RunResult", "Trajectory"]
+__all__ = ["AsyncTrainer", "Config", "MegasyncError", "RunResult", "Service", "Trajectory"]
 
 
 def __dir__() -> list[str]:
@@ -44,6 +47,6 @@ def __getattr__(name: str) -> Any:
         return version("megasync")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'megasync' has no attribute {name!r}")
+    module, _, there = _PUBLIC[name].partition(":")
     with quick_imports():
-        module = import_module(_PUBLIC[name])
-    return getattr(module, name)
+        return getattr(import_module(module), there or name)

@@ -19,7 +19,7 @@ from pathlib import Path
 from megasync.base.files import atomic_write
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.buffer.ledger import begun
-from megasync.config import CONFIG_FILE, load_config
+from megasync.config import CONFIG_FILE, SERVICE_FOLDER, load_config
 from megasync.config.limits import SHOWN_CHARACTERS, path_problem
 from megasync.errors import ConfigError
 
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 
 def is_resumable(run_dir: Path) -> bool:
-    """Whether the run has a ledger or a complete checkpoint to resume from."""
-    if begun(run_dir / LEDGER_FILE):
+    """Whether the run has a ledger, of trajectories or of a service, or a complete checkpoint to resume from."""
+    if begun(run_dir / LEDGER_FILE) or (run_dir / SERVICE_FOLDER).is_dir():
         return True
     from megasync.trainer.checkpoint import latest
 

@@ -24,7 +24,7 @@ from megasync.cluster.fleet import Fleet
 from megasync.cluster.trainer_group import TrainerGroup
 from megasync.concurrency.garbage import short_collections
 from megasync.concurrency.tasks import gather_or_cancel
-from megasync.config import CONFIG_FILE, Config, remember
+from megasync.config import Config
 from megasync.config.pools import pool_specs
 from megasync.control.controller import Controller
 from megasync.control.interfaces import ControlledParts
@@ -163,7 +163,7 @@ class Run(AnyRun):
         await started.buffer.publish(progress.version)
         await fleet.joined([control.url for control in fleet.joiners() if control in started.controls])
         handlers = {
-            "scale": partial(self._scale, fleet),
+            "scale": partial(self.scale, fleet),
             "stacks": partial(answer_with_report, opened.reports),
             "stop": self._stop,
         }
@@ -267,12 +267,3 @@ class Run(AnyRun):
         if not self.request_stop("requested from outside"):
             raise MegasyncError("the run is still starting and has nothing to save")
         return "stopping after this step"
-
-    async def _scale(self, fleet: Fleet, servers: int) -> str:
-        """Changes the number of servers, also for a later resume of the run."""
-        done = await fleet.scaling.resize(servers)
-        try:
-            remember(self.run_dir, "rollout.servers", servers)
-        except OSError as error:
-            return f"{done}; a resumed run will use the old number, because {CONFIG_FILE} cannot be written: {error}"
-        return done

@@ -19,10 +19,11 @@ from megasync.app.mailbox import Mailbox
 from megasync.app.resume_file import is_resumable
 from megasync.app.run_lock import RunLock
 from megasync.base.files import atomic_write
+from megasync.cluster.fleet import Fleet
 from megasync.concurrency.event_loop import handle_signals
 from megasync.concurrency.foreign import explain
 from megasync.concurrency.threads import DaemonThreads
-from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
+from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, remember, save_config
 from megasync.errors import ConfigError, TrainingError
 from megasync.layout.shards import export_checkpoint
 from megasync.observe import stacks, trace
@@ -186,6 +187,15 @@ class AnyRun(ABC):
         log.warning("State of the run, requested by a signal:\n%s", description)
         if self._opened is not None:
             await self._opened.reports.report("requested by SIGUSR1")
+
+    async def scale(self, fleet: Fleet, servers: int) -> str:
+        """Changes the number of servers, also for a later resume of the run."""
+        done = await fleet.scaling.resize(servers)
+        try:
+            remember(self.run_dir, "rollout.servers", servers)
+        except OSError as error:
+            return f"{done}; a resumed run will use the old number, because {CONFIG_FILE} cannot be written: {error}"
+        return done
 
     @contextlib.contextmanager
     def _open(self, traced_processes: int) -> Iterator[OpenedRun]:

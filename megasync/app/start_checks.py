@@ -1,4 +1,5 @@
-"""The checks before a run starts, in one list: `train`, `sft`, `plan` and `doctor` refuse the same in the same words.
+"""The checks before a run starts, in one list: `train`, `sft`, `serve`, `plan` and `doctor` refuse the same in the same
+words.
 
 `check_run` goes through the configuration (`preflight.check`) and through everything that the run prepares before its
 first process: reward, workflow, tools, tokenizer, every row. The run itself prepares it by the same functions. Modules
@@ -16,9 +17,11 @@ from megasync.app.workload import PythonArguments, Workload, load_workflow, prep
 from megasync.config import Config
 from megasync.config.pools import frozen_models
 from megasync.config.schema import DatasetConfig
+from megasync.config.served import is_served
 from megasync.config.supervised import is_supervised
 from megasync.data import load_dataset
 from megasync.data.datasets import load_conversations
+from megasync.data.render import load_tokenizer
 from megasync.layout.model_files import has_tokenizer
 from megasync.models.hub import with_names
 from megasync.preflight.check import check_as_run
@@ -39,7 +42,7 @@ def prepare_run(config: Config, custom: PythonArguments) -> Workload:
 
 
 def check_run(config: Config, *, planning: bool = False) -> list[str]:
-    """Raises ConfigError and DataError as `megasync train`, or for a supervised run `megasync sft`. Starts nothing.
+    """Raises ConfigError and DataError as the command that the configuration is for. Starts nothing.
 
     Returns what could not be checked because it is not on this machine: datasets of a hub, which are not downloaded
     here, and with `planning` also folders of models and files of rows.
@@ -48,6 +51,8 @@ def check_run(config: Config, *, planning: bool = False) -> list[str]:
     missing = list(_missing(config, planning))
     if missing:
         _check_present(config, planning)
+    elif is_served(config):
+        load_tokenizer(config.model.path)
     elif is_supervised(config):
         from megasync.app.supervised import prepare_supervised
 
@@ -60,6 +65,8 @@ def check_run(config: Config, *, planning: bool = False) -> list[str]:
 def _datasets(config: Config) -> dict[str, DatasetConfig]:
     """The datasets that the run reads, by their keys."""
     data, sft = config.data, config.sft
+    if is_served(config):
+        return {}
     named = {"sft.train": sft.train, "sft.validation": sft.validation}
     if not is_supervised(config):
         named = {"data.train": data.train} | {f"data.sets.{name}.data": each.data for name, each in data.sets.items()}
@@ -76,8 +83,8 @@ def _is_here(dataset: DatasetConfig, planning: bool) -> bool:
 
 def _missing(config: Config, planning: bool) -> Iterator[str]:
     """The keys, with their values, of what is not on this machine."""
-    frozen = {} if is_supervised(config) else frozen_models(config)
-    models, named = {"model": config.model, **frozen}, with_names(config)
+    alone = is_served(config) or is_supervised(config)
+    models, named = {"model": config.model, **({} if alone else frozen_models(config))}, with_names(config)
     names = {"model": named.model, **frozen_models(named)}
     if planning:
         missing = (key for key, model in models.items() if not has_tokenizer(Path(model.path).expanduser()))
@@ -93,7 +100,7 @@ def _check_present(config: Config, planning: bool) -> None:
     for dataset in _datasets(config).values():
         if _is_here(dataset, planning):
             (load_conversations if supervised else load_dataset)(dataset, config.data)
-    if supervised:
+    if supervised or is_served(config):
         return
     for name, reward in config.rollout.rewards.items():
         if reward.model is None:

@@ -321,12 +321,42 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
 
 
 @command(
+    RUNS, "serve configs/serve_quickstart.yaml", "serve configs/serve_qwen3_8b.yaml serve.port=8080 rollout.servers=4"
+)
+def serve(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Serve training and sampling to scripts that speak Tinker's protocol.
+
+    Starts trainer ranks, servers and an endpoint, and prints its address and the
+    file with the key. Clients take both from TINKER_BASE_URL and TINKER_API_KEY.
+    All output goes to a run directory, as with train. Press Ctrl-C once to finish
+    what runs and stop; press it twice to stop immediately. `megasync resume RUN`
+    goes on, with all models, checkpoints and accepted requests.
+    """
+    from megasync.config import load_config
+    from megasync.preflight.check import check_service
+
+    loaded = _with_models(load_config(config, overrides or ()))
+    check_service(loaded)  # before the import below, which takes seconds
+
+    from megasync.service.app import serve_forever
+
+    with _interruptible():
+        serve_forever(loaded)
+
+
+@command(
     RUNS, "resume runs/quickstart-20260101-120000", "resume runs/quickstart-20260101-120000 schedule.total_steps=500"
 )
 def resume(run: RunDirectory, overrides: Overrides = None) -> None:
     """Resume RUN, in its own directory, from its newest complete checkpoint (or from the start if it has none)."""
-    from megasync.config import ROWS_FILE
+    from megasync.config import ROWS_FILE, SERVICE_FOLDER
 
+    if (run / SERVICE_FOLDER).is_dir():
+        from megasync.service.app import resume_serving
+
+        with _interruptible():
+            resume_serving(run, overrides or ())
+        return
     if (run / ROWS_FILE).is_file():
         from megasync.app.supervised import resume_supervised
 
@@ -349,20 +379,19 @@ def plan(
 ) -> None:
     """Show what CONFIG would start: pools, ranks, buffer capacity, staleness bound, memory. Starts nothing.
 
-    A CONFIG that names sft.train is planned as a supervised run (megasync sft).
+    A CONFIG that names sft.train is planned as a supervised run (megasync sft),
+    one with a section serve as a service (megasync serve).
     Exits with status 2 if the run does not fit into device memory, and suggests
     the nearest configuration that does. The model's weights are not needed: set
     model.config to a config.json to plan without them.
     """
     from megasync.app.start_checks import check_run
     from megasync.config import load_config
-    from megasync.config.supervised import is_supervised
-    from megasync.preflight.plan import resolve_plan, resolve_supervised
+    from megasync.preflight.plan import resolve
     from megasync.preflight.render import plan_tables
 
     loaded = _with_models(load_config(config, overrides or ()), weights=False)
     left_out = check_run(loaded, planning=True)
-    resolve = resolve_supervised if is_supervised(loaded) else resolve_plan
     resolved = resolve(loaded, None if device_memory is None else int(device_memory * 1e9))
     _console().print(plan_tables(resolved, left_out))
     if resolved.refusals:

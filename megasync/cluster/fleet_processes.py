@@ -31,6 +31,7 @@ class FleetProcesses:
 
     def __init__(self, config: Config, run_dir: Path, device: Device, pools: Pools, keys: Keys) -> None:
         self._config = config
+        self._run_dir = run_dir
         self._logs = run_dir / "logs"
         self._nodes = engine_nodes(config)
         self._device = device
@@ -91,7 +92,7 @@ class FleetProcesses:
             gpus=",".join(shared_gpus[index * devices : (index + 1) * devices]),
             releases_memory=config.cluster.colocate,
             metrics=config.observe.prometheus is not None,
-            adapters=served_adapters(config),
+            adapters=served_adapters(config, self._run_dir),
             longest=longest_request(config, config.rollout),
         )
         slots, name = self._pool_slots(index), server_name(index)

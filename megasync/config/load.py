@@ -38,6 +38,9 @@ CONFIG_FILE = "config.yaml"
 CUSTOM_FILE = "custom.json"
 # In the run directory of a supervised run: number and digest of its rows.
 ROWS_FILE = "sft.json"
+# In the run directory of a service: its ledger, checkpoints and states of models; and the keys of its tenants, if
+# `serve.keys` names no file.
+SERVICE_FOLDER, TENANTS_FILE = "service", "keys"
 
 # Renamed keys: old name to new name. A user's file or override with an old name is refused with an error that gives the
 # new name. In a run's saved configuration the old name is read as the new one.

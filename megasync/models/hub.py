@@ -32,6 +32,7 @@ from megasync.base.files import bytes_text
 from megasync.config import Config
 from megasync.config.limits import keys_of
 from megasync.config.schema import CriticConfig, DatasetConfig, FrozenModelConfig, ModelConfig
+from megasync.config.served import is_served
 from megasync.config.supervised import is_supervised
 from megasync.errors import ConfigError
 from megasync.layout.layout import Layout
@@ -98,14 +99,16 @@ def resolve_names(config: Config, *, weights: bool = True) -> Config:
     datasets of a hub are pinned too. A policy or critic that no family covers is refused before its weights are
     downloaded. Raises ConfigError.
     """
+    served = is_served(config)
+    alone = served or is_supervised(config)
     for key, section, item in keys_of(config):
-        if weights and isinstance(section, DatasetConfig) and item.name == "source":
+        if weights and not served and isinstance(section, DatasetConfig) and item.name == "source":
             _pin_rows(section)
         if item.name != "path" or not isinstance(section, ModelConfig | CriticConfig | FrozenModelConfig):
             continue
         frozen = isinstance(section, FrozenModelConfig)
         described = isinstance(section, ModelConfig) and section.config is not None and not weights
-        if section.path is None or described or (frozen and is_supervised(config)) or not is_name(section.path):
+        if section.path is None or described or (frozen and alone) or not is_name(section.path):
             continue
         snapshot = _find(section.path, key)
         if not frozen:

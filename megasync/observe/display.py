@@ -20,6 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megasync.observe.state_file import TenantState
+
 REFRESH_PER_SECOND = 4
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32
@@ -71,6 +73,8 @@ class RunSnapshot:
     activities: tuple[Activity, ...] = ()
     # The latest messages, newest last.
     messages: tuple[str, ...] = ()
+    # Of a service; None for a run of another kind.
+    tenants: tuple[TenantState, ...] | None = None
 
     @property
     def eta_seconds(self) -> float | None:
@@ -153,8 +157,11 @@ def line(snap: RunSnapshot) -> str:
 
 def view(snap: RunSnapshot) -> RenderableType:
     """The live view of a snapshot."""
-    numbers = _losses(snap) if snap.losses or snap.validation_losses else _numbers(snap)
-    parts = [_progress(snap), "", numbers, "", _activities(snap)]
+    if snap.tenants is not None:
+        parts = [_tenants(snap), "", _activities(snap)]
+    else:
+        numbers = _losses(snap) if snap.losses or snap.validation_losses else _numbers(snap)
+        parts = [_progress(snap), "", numbers, "", _activities(snap)]
     if snap.messages:
         parts += ["", *(Text(message, style="dim", overflow="fold") for message in snap.messages)]
     return Panel(Group(*parts), title=snap.name, subtitle=Text(str(snap.run_dir), style="dim"), title_align="left")
@@ -171,6 +178,19 @@ def _progress(snap: RunSnapshot) -> Table:
         ProgressBar(total=snap.total_steps, completed=snap.step),
         f"{duration(snap.seconds)} elapsed, at most {left} left",
     )
+    return table
+
+
+def _tenants(snap: RunSnapshot) -> Table:
+    """A row for each tenant of a service."""
+    table = Table(box=None, padding=(0, 2), pad_edge=False)
+    table.add_column(f"{duration(snap.seconds)} elapsed", style="cyan", no_wrap=True)
+    for heading in ("models", "steps", "loss", "waiting", "tokens/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for tenant in snap.tenants or ():
+        loss = number(tenant.models[0].loss if tenant.models else None, 4)
+        counts = str(len(tenant.models)), str(tenant.steps), loss, str(tenant.promises)
+        table.add_row(tenant.name, *counts, number(tenant.rate, 0))
     return table
 
 

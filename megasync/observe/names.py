@@ -22,3 +22,4 @@ TRAINED_RATE = "train/tokens_per_second"
 # Of supervised training: mean negative log-prob of the trained tokens, of a step and of the held-out rows.
 TRAINING_LOSS = "sft/loss"
 VALIDATION_LOSS = "sft/validation_loss"
+TENANT_PREFIX = "tenant/"

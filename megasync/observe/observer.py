@@ -50,6 +50,7 @@ from megasync.observe.state_file import (
     RankState,
     RunState,
     Status,
+    TenantState,
     read_state,
     write_state,
 )
@@ -84,14 +85,15 @@ class RunParts:
     ranks: Callable[[], list[RankState]] = list
     workers: Callable[[], list[ProcessState]] = list
     frozen_models: Callable[[], list[ProcessState]] = list
+    tenants: Callable[[], list[TenantState]] = list
     # Addresses of the servers' own metrics by the server's name; asked from another thread.
     metrics_urls: Callable[[], Mapping[str, str]] = dict
 
     def as_now(self) -> RunParts:
         """Reports of the present, for ever."""
         servers, router, ranks = self.servers(), self.router(), self.ranks()
-        workers, frozen_models = self.workers(), self.frozen_models()
-        states = lambda: servers, lambda: router, lambda: ranks, lambda: workers, lambda: frozen_models
+        workers, frozen_models, tenants = self.workers(), self.frozen_models(), self.tenants()
+        states = lambda: servers, lambda: router, lambda: ranks, lambda: workers, lambda: frozen_models, lambda: tenants
         return RunParts(*states, self.metrics_urls)
 
 
@@ -110,6 +112,8 @@ class RunObserver:
         self._run_dir = Path(run_dir)
         self._clock = clock
         self._pacing = Pacing.of(config.schedule)
+        # A service has no last step.
+        self._total_steps = 0 if config.serve is not None else config.schedule.total_steps
         self._metrics = MetricsLog(self._run_dir, config.observe.tensorboard)
         self._sinks = Sinks(configured_sinks(config, self._run_dir, self.snapshot, lambda: self.parts.metrics_urls()))
         self._start = clock()
@@ -286,6 +290,29 @@ class RunObserver:
         self._show(text)
         self._record(EVALUATION, text, step=step, loss=loss)
 
+    def tenants(self) -> None:
+        """Records what the tenants of a service have done: a line of metrics at the number of all their steps."""
+        tenants = self.parts.tenants()
+        self._step = max(self._step, sum(tenant.steps for tenant in tenants))
+        values: dict[str, float] = {}
+        for tenant in tenants:
+            prefix = f"{names.TENANT_PREFIX}{tenant.name}"
+            values |= {
+                f"{prefix}/models": len(tenant.models),
+                f"{prefix}/steps": tenant.steps,
+                f"{prefix}/tokens": tenant.tokens,
+                f"{prefix}/tokens_per_second": tenant.rate,
+                f"{prefix}/waiting": tenant.promises,
+                f"{prefix}/waiting_tokens": tenant.tokens_in_flight,
+                f"{prefix}/waited": tenant.waited,
+                f"{prefix}/samplers": tenant.samplers,
+                f"{prefix}/checkpoints": tenant.checkpoints,
+                f"{prefix}/disk": tenant.disk_bytes,
+            }
+            losses = {f"{prefix}/loss": model.loss for model in tenant.models[:1] if model.loss is not None}
+            values |= losses
+        self._log(self._step, values)
+
     def rewind(self, step: int) -> None:
         """Training resumes from an earlier step: discards what was measured after it."""
         self._step = step
@@ -343,7 +370,7 @@ class RunObserver:
             name=config.name,
             run_dir=self._run_dir,
             step=self._step,
-            total_steps=config.schedule.total_steps,
+            total_steps=self._total_steps,
             version=self._version,
             seconds=now - self._start,
             step_seconds=(progress[-1][0] - progress[0][0]) / steps if steps > 0 else None,
@@ -362,6 +389,7 @@ class RunObserver:
             capacity=self._pacing.capacity,
             activities=tuple(Activity(part, doing, now - since) for part, (doing, since) in activities),
             messages=tuple(self._messages),
+            tenants=tuple(self.parts.tenants()) if config.serve is not None else None,
         )
 
     def state(self) -> RunState:
@@ -375,7 +403,7 @@ class RunObserver:
             status=self._status,
             reason=self.stopped,
             step=self._step,
-            total_steps=self._config.schedule.total_steps,
+            total_steps=self._total_steps,
             version=self._version,
             activities={part: (doing, now - (clock - since)) for part, (doing, since) in self._activities.items()},
             servers=[self._serving(server) for server in parts.servers()],
@@ -384,6 +412,7 @@ class RunObserver:
             workers=parts.workers(),
             frozen_models=parts.frozen_models(),
             buffer=self._buffer_state,
+            tenants=parts.tenants(),
             eta_seconds=self.snapshot().eta_seconds,
         )
 

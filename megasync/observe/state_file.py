@@ -82,6 +82,49 @@ class BufferState(msgspec.Struct, kw_only=True, frozen=True):
 
 
 @prepared
+class ModelState(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """A model of a tenant of a service, by its id."""
+
+    name: str
+    rank: int = 0
+    # Optimizer steps since it was created.
+    steps: int = 0
+    # Sum of the loss over its newest pass.
+    loss: float | None = None
+    # Requests that wait for the ranks, and how long the oldest one has waited, in seconds.
+    waiting: int = 0
+    waited: float = 0.0
+
+
+@prepared
+class TenantState(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """A tenant of a service: what it has, and what it waits for."""
+
+    name: str
+    # Sessions that show signs of life.
+    sessions: int = 0
+    # Those that have not ended, newest first.
+    models: list[ModelState] = []
+    # Optimizer steps of all of its models, and tokens of their passes since the driver was started.
+    steps: int = 0
+    tokens: int = 0
+    # Tokens of passes and samples in a second, over the last minute.
+    rate: float = 0.0
+    # Requests that are not answered yet, and their tokens.
+    promises: int = 0
+    tokens_in_flight: int = 0
+    # Samplers with adapters of their own, checkpoints, and the bytes of all that on disk.
+    samplers: int = 0
+    checkpoints: int = 0
+    disk_bytes: int = 0
+
+    @property
+    def waited(self) -> float:
+        """How long the oldest request for the ranks has waited, in seconds."""
+        return max((model.waited for model in self.models), default=0.0)
+
+
+@prepared
 class RunState(msgspec.Struct, kw_only=True, frozen=True):
     """The state of a run at ``time``."""
 
@@ -105,6 +148,8 @@ class RunState(msgspec.Struct, kw_only=True, frozen=True):
     # Servers of reward models, auxiliary models and teachers.
     frozen_models: list[ProcessState] = []
     buffer: BufferState | None = None
+    # Of a service; `total_steps` is 0 then.
+    tenants: list[TenantState] = []
     eta_seconds: float | None = None
 
 

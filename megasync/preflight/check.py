@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from megasync.algorithms.choose import takes_tokens
 from megasync.base.importing import keyword_options, load_function
 from megasync.config import builtin
-from megasync.config.access import check_access
+from megasync.config.access import check_access, read_tenants
 from megasync.config.builtin import ADVANTAGES, LOSSES, Algorithm
 from megasync.config.host import is_loopback, resolve_host
 from megasync.config.limits import REWARD, SHOWN_CHARACTERS, as_typed, check_limits, path_problem
@@ -53,6 +53,7 @@ from megasync.config.schema import (
     TrainerConfig,
     WandbConfig,
 )
+from megasync.config.served import is_served, served_config
 from megasync.config.supervised import is_supervised
 from megasync.data.curriculum import by_success
 from megasync.errors import CheckpointError, ConfigError
@@ -84,6 +85,8 @@ EXTRA = "megasync[trackers]"
 WANDB_HOST = "https://api.wandb.ai"
 # Schemes of MLflow's databases, which the small package mlflow-skinny cannot open.
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+# The package whose types and messages the service speaks.
+PROTOCOL_PACKAGE = "tinker"
 # What `megasync sft` reads besides data and model.
 SUPERVISED = ("trainer", "sft", "cluster.tls_cert", "cluster.tls_key", "cluster.tls_ca")
 
@@ -105,7 +108,7 @@ def check_config(
     """
     check_limits(config)
     own_rows = own_rows or not training
-    facts, passed = run_facts(config), ["sft"]
+    facts, passed = run_facts(config), ["sft", "serve"]
     if own_rows:
         passed += ["data.train", *(f"data.sets.{name}" for name in config.data.sets)]
     if own_eval_rows:
@@ -163,9 +166,44 @@ def check_supervised(config: Config, *, planning: bool = False) -> None:
     check_observe(config, planning)
 
 
+def check_service(config: Config, *, planning: bool = False) -> None:
+    """Raises ConfigError for a configuration that `megasync serve` cannot start; names the key and the fix.
+
+    With `planning`, `model.config` alone may describe the model, and the service may start on another machine.
+    """
+    serve = config.serve
+    if serve is None:
+        raise ConfigError("serve is not set; write `serve: {}` into the configuration for its defaults (docs/serve.md)")
+    check_limits(config)
+    check_rules(config, within=("serve",))
+    if serve.keys is not None and not planning:
+        read_tenants(serve.keys)
+    check_rules(config, model_facts(model_layout(config, planning=planning)[0]), within=("serve",))
+    config = served_config(config, served_context(config, planning=planning))
+    check_config(config, planning=planning, own_rows=True)
+    if planning:
+        return
+    if find_spec(PROTOCOL_PACKAGE) is None:
+        raise ConfigError(
+            f"the service uses the package {PROTOCOL_PACKAGE}, which is not installed; install the extra `serve` "
+            f"(`megasync install serve`)"
+        )
+    _check_port("serve", serve.host, serve.port)
+
+
+def served_context(config: Config, *, planning: bool = False) -> int:
+    """The longest sequence of a service, in tokens. Raises ConfigError as `model_layout` does."""
+    layout, source = model_layout(config, planning=planning)
+    limit = config.rollout.context_length or layout.hf_config.get("max_position_embeddings")
+    if limit is None:
+        raise ConfigError(f"{source} has no max_position_embeddings; set rollout.context_length")
+    return limit
+
+
 def check_as_run(config: Config, *, planning: bool = False) -> None:
-    """Raises ConfigError as the command does that the configuration is for: `megasync sft` or `megasync train`."""
-    (check_supervised if is_supervised(config) else check_config)(config, planning=planning)
+    """Raises ConfigError as the command that the configuration is for: `megasync serve`, `sft` or `train`."""
+    check = check_service if is_served(config) else check_supervised if is_supervised(config) else check_config
+    check(config, planning=planning)
 
 
 def check_steps(config: Config) -> None:
@@ -759,20 +797,23 @@ def _check_mlflow(mlflow: MlflowConfig, planning: bool) -> None:
 
 
 def _check_prometheus(prometheus: PrometheusConfig, planning: bool) -> None:
-    host, port = prometheus.host, prometheus.port
-    if planning:
-        return
+    if not planning:
+        _check_port("observe.prometheus", prometheus.host, prometheus.port)
+
+
+def _check_port(section: str, host: str, port: int) -> None:
+    """Raises ConfigError if this machine cannot listen at the host and port of a section."""
     host = resolve_host(host)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family) as probe:
-            # As the endpoint does: a port in TIME_WAIT counts as free.
+            # As endpoints do: a port in TIME_WAIT counts as free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except OSError as error:
         raise ConfigError(
-            f"observe.prometheus cannot listen at host={host}, port={port}: {error.strerror}; set another port, or 0 "
-            f"for a free one"
+            f"{section} cannot listen at host={host}, port={port}: {error.strerror}; set another port, or 0 for a free "
+            f"one"
         ) from None
 
 

@@ -18,12 +18,13 @@ from pathlib import Path
 from megasync.config.builtin import ADVANTAGES
 from megasync.config.megatron_options import newer_megatron
 from megasync.config.schema import Config, FrozenModelConfig, LoraConfig, RolloutConfig, SyncConfig
-from megasync.layout.adapter import AdapterLayout, adapter_layout
+from megasync.layout.adapter import AdapterLayout, adapter_layout, kinds_of_projections
 from megasync.layout.layout import Layout
 from megasync.layout.quantized import SCALES_DTYPE, VALUES_DTYPE, QuantizedLayout
 from megasync.preflight.check import planned_fp8
 from megasync.serving.cache_size import bytes_per_token, cpu_cache_tokens, longest_request
 from megasync.serving.frozen_folder import read_frozen_model
+from megasync.serving.plugin_protocol import ADAPTERS_IN_BATCH, ADAPTERS_LOADED
 from megasync.sync.broadcast.plan import ITEM_BYTES
 from megasync.trainer.architecture import chunks_of, full_microbatch
 
@@ -86,6 +87,8 @@ class ServerMemory:
     kv_source: str
     # Staging area for the next version, if it is on the device.
     arena: int = 0
+    # Room for the adapters of a batch.
+    adapters: int = 0
 
     @property
     def kv_room(self) -> int:
@@ -93,8 +96,8 @@ class ServerMemory:
 
     @property
     def total(self) -> int:
-        """Weights, KV cache and staging area."""
-        return self.weights + self.kv_room + self.arena
+        """Weights, adapters, KV cache and staging area."""
+        return self.weights + self.adapters + self.kv_room + self.arena
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,8 @@ class HostMemory:
     staging: int
     offloaded: int = 0
     optimizer: int = 0
+    models: int = 0
+    adapters: int = 0
 
     @property
     def total(self) -> int:
@@ -144,16 +149,42 @@ def host_memory(config: Config, layout: Layout, ranks: int, servers: int) -> Hos
         staging=servers * staged,
         offloaded=offloaded,
         optimizer=fullest(host_state),
+        models=0 if config.serve is None else config.serve.models * fullest(_model_state),
+        adapters=servers * ADAPTERS_LOADED * _served_adapter(config, layout),
     )
 
 
 def _learners(config: Config, layout: Layout) -> list[tuple[Config, Layout]]:
     """Lists the models that are trained (policy or adapters, critic), each as the configuration of a policy."""
-    learners = [(config, adapter_layout(layout, config.trainer) or layout)]
+    learners = [(config, trained_adapters(config, layout) or layout)]
     if config.critic.enabled:
         trainer = replace(config.trainer, optimizer=config.critic.optimizer, lora=LoraConfig())
         learners.append((replace(config, trainer=trainer), critic_layout(layout)))
     return learners
+
+
+def trained_adapters(config: Config, layout: Layout) -> AdapterLayout | None:
+    """The adapters that ranks train; None if they train all weights. Those of a service are of all projections."""
+    trainer = config.trainer
+    if config.serve is not None:
+        targets = sorted(set().union(*kinds_of_projections(layout).values()))
+        trainer = replace(trainer, lora=replace(trainer.lora, targets=targets))
+    return adapter_layout(layout, trainer)
+
+
+def _model_state(config: Config, layout: Layout, rank: int) -> int:
+    """Bytes of a model of a service in the host memory of a rank: adapters, gradients, and the optimizer's state."""
+    elements, pinned = _elements(layout, rank), PINNED if config.cluster.device != "cpu" else 1
+    state = _optimizer_elements(config, layout, rank) * _stored_bytes(config)
+    return pinned * (elements * (ITEM_BYTES[config.model.dtype] + GRAD_BYTES) + state)
+
+
+def _served_adapter(config: Config, layout: Layout) -> int:
+    """Bytes of the adapters of a model on a rank of a service's server; 0 for a run."""
+    if config.serve is None or (adapters := trained_adapters(config, layout)) is None:
+        return 0
+    total = sum(map(prod, adapters.hf_tensors.values())) * ITEM_BYTES[config.model.dtype]
+    return -(-total // config.rollout.tensor_parallel)
 
 
 def _elements(layout: Layout, rank: int) -> int:
@@ -186,6 +217,9 @@ def stage_memory(config: Config, layout: Layout, bucket: int, stage: int) -> Ran
         quantized_items = [each for each in quantized.of_rank(rank) if each.dtype in (VALUES_DTYPE, SCALES_DTYPE)]
         copies = sum(prod(shapes[each.param]) * ITEM_BYTES[each.dtype] for each in quantized_items if each.dtype)
     gradients, optimizer = _elements(trained, rank) * GRAD_BYTES, _state(config, trained, rank)
+    if config.serve is not None:
+        # Those of earlier passes, while a pass computes its own.
+        gradients *= 2
     critic = 0
     for learner, learned in critics:
         # Its activations exist while the policy's do not, and it has no logits.
@@ -612,7 +646,9 @@ def server_memory(config: Config, layout: Layout, device_bytes: int | None) -> S
     synced = _server_weights(config, layout)
     weights = synced + _frozen_weights(config, layout)
     longest, arena = longest_request(config, rollout), _arena(config.sync, synced)
-    return _kv_cache("rollout", rollout, weights, per_token, device_bytes, longest, arena)
+    # Requests without an adapter count as one.
+    adapters = (ADAPTERS_IN_BATCH + 1) * _served_adapter(config, layout)
+    return _kv_cache("rollout", rollout, weights, per_token, device_bytes, longest, arena, adapters)
 
 
 def _in_fp8(config: Config, layout: Layout) -> QuantizedLayout | None:
@@ -678,15 +714,16 @@ def _kv_cache(
     device_bytes: int | None,
     longest: int,
     arena: int = 0,
+    adapters: int = 0,
 ) -> ServerMemory:
     if device_bytes is None:
         tokens, source = servers.max_total_tokens, f"{key}.max_total_tokens"
         if tokens is None:
             tokens, source = cpu_cache_tokens(per_token, longest), f"{source}=null on a CPU"
-        return ServerMemory(weights, per_token, tokens, source, arena)
-    room = int(device_bytes * servers.mem_fraction) - weights
+        return ServerMemory(weights, per_token, tokens, source, arena, adapters)
+    room = int(device_bytes * servers.mem_fraction) - weights - adapters
     tokens = max(0, room // per_token)
     source = f"{key}.mem_fraction={servers.mem_fraction:g} of {device_bytes / 1e9:.0f} GB"
     if servers.max_total_tokens is not None and servers.max_total_tokens <= tokens:
         tokens, source = servers.max_total_tokens, f"{key}.max_total_tokens"
-    return ServerMemory(weights, per_token, tokens, source, arena)
+    return ServerMemory(weights, per_token, tokens, source, arena, adapters)

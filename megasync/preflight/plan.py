@@ -14,12 +14,13 @@ from pathlib import Path
 from megasync.config.pacing import Pacing
 from megasync.config.pools import PoolSpec, frozen_models, frozen_pool, nodes_needed, pool_specs, trainer_pool
 from megasync.config.schema import Config, RewardModelConfig
-from megasync.config.supervised import supervised_config
+from megasync.config.served import is_served, served_config
+from megasync.config.supervised import is_supervised, supervised_config
 from megasync.errors import ConfigError
 from megasync.layout.adapter import AdapterLayout, adapter_layout
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Coords, ExpertCoords, Topology
-from megasync.preflight.check import model_layout
+from megasync.preflight.check import model_layout, served_context
 from megasync.preflight.fit import context_needed, nearest_fit, rank_refusals, refusals
 from megasync.preflight.memory import (
     HostMemory,
@@ -31,6 +32,7 @@ from megasync.preflight.memory import (
     longest_sequence,
     server_memory,
     stage_memory,
+    trained_adapters,
 )
 from megasync.sync.broadcast.plan import BroadcastPlan, plan_broadcast
 
@@ -105,7 +107,7 @@ class TrainerPlan:
     @property
     def adapters(self) -> AdapterLayout | None:
         """The adapters that are trained; None if all weights are."""
-        return adapter_layout(self.layout, self.config.trainer)
+        return trained_adapters(self.config, self.layout)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -216,6 +218,14 @@ def resolve_plan(config: Config, device_bytes: int | None = None) -> Plan:
         refusals=refused,
         nearest=nearest,
     )
+
+
+def resolve(config: Config, device_bytes: int | None = None) -> TrainerPlan:
+    """The plan of a checked configuration, of whatever command it is for."""
+    if is_served(config):
+        context = served_context(config, planning=True)
+        return resolve_plan(served_config(config, context), device_bytes)
+    return (resolve_supervised if is_supervised(config) else resolve_plan)(config, device_bytes)
 
 
 def resolve_supervised(config: Config, device_bytes: int | None = None) -> TrainerPlan:

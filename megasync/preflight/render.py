@@ -48,7 +48,8 @@ def plan_tables(plan: TrainerPlan, left_out: Sequence[str] = ()) -> RenderableTy
     """
     parts: list[RenderableType]
     if isinstance(plan, Plan):
-        parts = [_summary(plan), _pools(plan), _nodes(plan), _ranks(plan), _memory(plan)]
+        summary = _summary if plan.config.serve is None else _service
+        parts = [summary(plan), _pools(plan), _nodes(plan), _ranks(plan), _memory(plan)]
         if plan.frozen_models or not plan.config.rollout.external:
             parts.append(_server(plan))
     else:
@@ -66,8 +67,7 @@ def plan_tables(plan: TrainerPlan, left_out: Sequence[str] = ()) -> RenderableTy
 
 def _summary(plan: Plan) -> Table:
     config, pacing = plan.config, plan.pacing
-    schedule, rollout, health = config.schedule, config.rollout, config.rollout.health
-    lost = f"at most {tokens} token(s)" if (tokens := rollout.stream_interval) else "all tokens"
+    schedule, rollout = config.schedule, config.rollout
     workers, nodes = config.rollout.workers, plan.rollout.spec.nodes
     teachers = [
         f"{name} ({model.path}) for {', '.join(model.sources) or 'all other rows'}"
@@ -85,9 +85,7 @@ def _summary(plan: Plan) -> Table:
         **({"teachers": "; ".join(teachers)} if teachers else {}),
         "weight sync": f"every {schedule.weight_sync_steps} step(s): {bytes_text(plan.broadcast.nbytes)} "
         f"{_transport(plan)}",
-        "fleet": f"continues with at least {rollout.min_servers} of {rollout.servers} server(s){_engines(rollout)}; "
-        f"each {'is waited for' if rollout.external else 'restarts'} up to {health.restarts} time(s) in "
-        f"{health.restart_window:g} s; a server that dies loses {lost} of each request it runs",
+        "fleet": _fleet(rollout),
         **({"devices": TURNS} if config.cluster.colocate else {}),
         "host memory": _host_memory(plan.host),
         **_cpu_memory(plan),
@@ -107,6 +105,41 @@ def _summary(plan: Plan) -> Table:
             f"initial weights in host memory, at most {kept} a rank; scoring copies them to the device in blocks"
         )
     return facts(rows)
+
+
+def _service(plan: Plan) -> Table:
+    config, serve = plan.config, plan.config.serve
+    assert serve is not None
+    adapters = plan.adapters
+    count = 0 if adapters is None else sum(prod(shape) for shape in adapters.hf_tensors.values())
+    trust = "plain HTTP" if config.cluster.tls_cert is None else "TLS"
+    keys = "one tenant, whose key is drawn" if serve.keys is None else f"tenants and keys of {serve.keys}"
+    return facts(
+        {
+            "run": f"{config.name}, a training service (`megasync serve`), because serve is set",
+            **_model(plan),
+            "adapters": f"of each model its own, of rank {config.trainer.lora.rank} at most, of all projections and "
+            f"the output layer: {_count(count)} parameters",
+            "endpoint": f"{serve.host}, port {serve.port or 'any'}, by {trust}; {keys}",
+            "a tenant": f"at most {serve.models} models in memory, {serve.adapters} adapters on servers, "
+            f"{serve.disk_gb:g} GB on disk, {serve.promises:,} requests with {serve.tokens_in_flight:,} tokens waiting",
+            "sequences": f"at most {longest_sequence(config)} tokens, {_microbatches(config)}",
+            "fleet": _fleet(config.rollout),
+            "host memory": _host_memory(plan.host),
+            **_cpu_memory(plan),
+            "access": describe_access(config.cluster),
+            "metrics": describe_sinks(config),
+        }
+    )
+
+
+def _fleet(rollout: RolloutConfig) -> str:
+    lost = f"at most {tokens} token(s)" if (tokens := rollout.stream_interval) else "all tokens"
+    return (
+        f"continues with at least {rollout.min_servers} of {rollout.servers} server(s){_engines(rollout)}; each "
+        f"{'is waited for' if rollout.external else 'restarts'} up to {rollout.health.restarts} time(s) in "
+        f"{rollout.health.restart_window:g} s; a server that dies loses {lost} of each request it runs"
+    )
 
 
 def _model(plan: TrainerPlan) -> dict[str, str]:
@@ -175,6 +208,8 @@ def _host_memory(memory: HostMemory) -> str:
         "the next weights of servers": memory.staging,
         "what is offloaded in turns": memory.offloaded,
         "the optimizer's state that is updated there": memory.optimizer,
+        "models of a tenant": memory.models,
+        "adapters that servers keep": memory.adapters,
     }
     listed = ", ".join(f"{bytes_text(nbytes)} for {what}" for what, nbytes in parts.items() if nbytes)
     return f"at most {bytes_text(memory.total)} on a node besides programs and data: {listed}"
@@ -318,10 +353,13 @@ def _server(plan: Plan) -> Table:
     of += [(model.name, model.memory) for model in plan.frozen_models]
     if len(of) > 1:
         table.add_column("of")
-    for column in ("weights", "arena", "KV per token", "KV room", "KV tokens", "from"):
+    adapters = ("adapters",) if plan.server.adapters else ()
+    for column in ("weights", *adapters, "arena", "KV per token", "KV room", "KV tokens", "from"):
         table.add_column(column, justify="left" if column == "from" else "right", overflow="fold")
     for name, server in of:
         cells = _server_cells(server)
+        if adapters:
+            cells.insert(1, bytes_text(plan.server.adapters))
         table.add_row(*([name, *cells] if len(of) > 1 else cells))
     return table
 

@@ -17,11 +17,12 @@ from megasync.config import Config
 from megasync.config.access import describe_access, generation_needs_key
 from megasync.config.host import is_loopback, resolve_host
 from megasync.config.pools import devices_needed, pool_specs, trainer_pool
+from megasync.config.served import is_served, served_config
 from megasync.config.supervised import is_supervised
 from megasync.device import check_machine, resolve_device
 from megasync.errors import ConfigError, DataError
 from megasync.models.hub import pending
-from megasync.preflight.check import model_layout
+from megasync.preflight.check import model_layout, served_context
 from megasync.preflight.finding import (
     FAILURE,
     OK,
@@ -50,13 +51,15 @@ def examine_for(config: Config, refuse: Refuse) -> Iterator[Finding]:
     yield first
     if first.status == OK:
         yield from list(check_downloads(config)) or check_tokenizer(config)
-        for check in (check_run_folder, check_keys, check_cpu_memory, check_gpus):
+        if is_served(config):
+            config = served_config(config, served_context(config, planning=True))
+        for check in (check_run_folder, check_keys, check_tenants, check_cpu_memory, check_gpus):
             yield from check(config)
         yield from check_ports(resolve_host(config.cluster.host))
 
 
 def find_contradiction(config: Config, refuse: Refuse) -> Finding:
-    """The first thing that `megasync train`, or for a supervised run `megasync sft`, would refuse."""
+    """The first thing that the command that the configuration is for would refuse."""
     try:
         left_out = refuse(config)
     except (ConfigError, DataError) as error:
@@ -96,8 +99,11 @@ def check_run_folder(config: Config) -> Iterator[Finding]:
         return
     layout, _ = model_layout(config)
     each, kept = checkpoint_bytes(config, layout), config.checkpoint.keep + 1
+    less = f"checkpoint.keep={config.checkpoint.keep}"
+    if config.serve is not None:
+        kept, less = config.serve.models, f"serve.models={config.serve.models}"
     present = next(place for place in (root, *root.parents) if place.exists())
-    fix = f"free some space, lower checkpoint.keep={config.checkpoint.keep}, or set run_root to a larger disk"
+    fix = f"free some space, lower {less}, or set run_root to a larger disk"
     yield check_space("run folder", present, each * kept, fix, f"; {kept} checkpoints need {bytes_text(each * kept)}")
 
 
@@ -128,6 +134,22 @@ def check_keys(config: Config) -> Iterator[Finding]:
     protected = is_loopback(cluster.host) or generation_needs_key(cluster)
     fix = "set cluster.generation_key=auto, or isolate that network"
     yield verdict("access", protected, describe_access(cluster), fix, WARNING)
+
+
+def check_tenants(config: Config) -> Iterator[Finding]:
+    """Checks that nobody else can read the keys of a service's tenants, in their file or on the network."""
+    serve = config.serve
+    if serve is None:
+        return
+    if serve.keys is not None:
+        file = Path(serve.keys).expanduser()
+        private = not file.exists() or file.stat().st_mode & 0o077 == 0
+        readable = "" if private else ", which other users may read"
+        yield verdict("tenants", private, f"keys are in {file}{readable}", f"chmod 600 {file}", WARNING)
+    encrypted = config.cluster.tls_cert is not None
+    sent = f"clients send their keys to {serve.host} by {'TLS' if encrypted else 'plain HTTP'}"
+    fix = "set cluster.tls_cert and tls_key, or serve.host=127.0.0.1 behind a proxy that has a certificate"
+    yield verdict("endpoint", encrypted or is_loopback(serve.host), sent, fix, WARNING)
 
 
 def check_gpus(config: Config) -> Iterator[Finding]:

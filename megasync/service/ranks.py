@@ -15,7 +15,7 @@ from megasync.algorithms.sum_losses import LOSSES, REFUSED, SumLoss
 from megasync.cluster.trainer_group import TrainerGroup
 from megasync.config import Config
 from megasync.config.schema import LoraConfig
-from megasync.errors import ConfigError, DataError
+from megasync.errors import DataError
 from megasync.layout.adapter import AdapterShape, kinds_of_projections
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
@@ -33,15 +33,7 @@ UNREAD = frozenset({"sampled_sequence"})
 
 
 def trained_config(config: Config) -> Config:
-    """The configuration of ranks for models of up to `trainer.lora.rank`, with adapters of any projection.
-
-    Raises ConfigError for an option that models cannot share.
-    """
-    if config.trainer.cuda_graphs:
-        raise ConfigError(
-            "trainer.cuda_graphs=true captures the scale of one model's adapters, but a service trains many models; "
-            "set it to false"
-        )
+    """The configuration of ranks for models of up to `trainer.lora.rank`, with adapters of any projection."""
     targets = sorted(set().union(*_kinds(config.model.path).values()))
     lora = LoraConfig(rank=config.trainer.lora.rank, alpha=ALPHA, targets=targets)
     # Adapters are written to files, so ranks hold no merged weights.

@@ -34,7 +34,7 @@ from typing import Any
 from megasync.concurrency.batches import Run
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import DataError
-from megasync.service import interfaces
+from megasync.service import interfaces, tenant_logs
 from megasync.service.checkpoints import Checkpoints, check_name, check_ttl, folder_of, remove_others
 from megasync.service.encoding import encode
 from megasync.service.interfaces import ServedModel
@@ -689,6 +689,7 @@ class Service:
         if promise.request_type == Sample.__name__:
             self._samplers.completed(promise)
         self._rate(promise.tenant).add(self._clock(), promise.tokens)
+        tenant_logs.note(promise, promise.finished - promise.accepted)
 
     def _forgotten(self, promise: Promise) -> None:
         """Notes an outcome that is no longer kept."""

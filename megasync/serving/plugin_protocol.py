@@ -67,6 +67,10 @@ KEPT_ADAPTER = "kept-"
 EVAL_ADAPTER = "eval-"
 # The name of an adapter in the folder of a server that loads adapters by name. It is a single part of a path.
 ADAPTER_NAME = re.compile(rf"(?!{POLICY_ADAPTER}|{KEPT_ADAPTER}|{EVAL_ADAPTER})[A-Za-z0-9][A-Za-z0-9_.-]{{0,199}}")
+# In the folder of a service, the folder in which its servers find adapters by their names.
+ADAPTER_ROOT = "served"
+# Different adapters in one batch of such a server, and those that it keeps in host memory.
+ADAPTERS_IN_BATCH, ADAPTERS_LOADED = 8, 16
 # In the metadata of an answer, the name of the adapter that sampled it.
 ADAPTER = "adapter"
 # In the folder of a published version, as JSON: {"files": {name: {"bytes": ..., "sha256": ...}}}.

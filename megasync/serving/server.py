@@ -30,13 +30,14 @@ from typing import TYPE_CHECKING, Any, cast
 import psutil
 
 from megasync.base.files import socket_folder
+from megasync.config import SERVICE_FOLDER
 from megasync.config.host import is_loopback, resolve_host, without_proxies
 from megasync.config.pools import engine_devices
 from megasync.config.schema import Config, FrozenModelConfig, RewardModelConfig, RolloutConfig
 from megasync.config.server_args import OVERRIDES
 from megasync.device import compiler_environment
 from megasync.errors import ConfigError, HttpStatusError, ServerError
-from megasync.layout.adapter import adapter_layout
+from megasync.layout.adapter import adapter_layout, kinds_of_projections
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config, read_storage
 from megasync.layout.storage import Storage
@@ -44,7 +45,10 @@ from megasync.layout.topology import Topology
 from megasync.serving.cache_size import RESERVED_TOKENS, bytes_per_token, cpu_cache_tokens
 from megasync.serving.control import ServerControl
 from megasync.serving.plugin_protocol import (
+    ADAPTER_ROOT,
     ADAPTER_ROOT_VARIABLE,
+    ADAPTERS_IN_BATCH,
+    ADAPTERS_LOADED,
     ADAPTERS_VARIABLE,
     CLASSIFIER_VARIABLE,
     CLOSED_ROUTE,
@@ -497,15 +501,20 @@ class SGLangServer(Service):
         )
 
 
-def served_adapters(config: Config) -> ServedAdapters | None:
-    """The adapters of a run as its servers need to know them; None if they get merged weights.
+def served_adapters(config: Config, run_dir: Path = Path()) -> ServedAdapters | None:
+    """The adapters of a run or a service as its servers need to know them; None if they get merged weights.
 
-    In one batch: the current version, those of requests that began up to `max_staleness` before, the one that an exact
-    evaluation keeps, and those of held-out sets.
+    In one batch of a run: the current version, those of requests that began up to `max_staleness` before, the one that
+    an exact evaluation keeps, and those of held-out sets.
     """
     if config.sync.transport != "adapters":
         return None
     base = Layout(read_hf_config(config.model.path), Topology.from_config(config.trainer))
+    if config.serve is not None:
+        # Each model has some of them.
+        targets = tuple(sorted(set().union(*kinds_of_projections(base).values())))
+        rank, root = config.trainer.lora.rank, run_dir / SERVICE_FOLDER / ADAPTER_ROOT
+        return ServedAdapters(rank, targets, ADAPTERS_IN_BATCH, root=root, most_loaded=ADAPTERS_LOADED)
     layout = adapter_layout(base, config.trainer)
     assert layout is not None
     held_out = tuple(

@@ -175,6 +175,21 @@ def lengths(runs: Runs, x: str = "step") -> go.Figure | None:
     return plot.done(zero=True)
 
 
+def tenant_losses(run: RunFolder) -> go.Figure | None:
+    """Loss of the newest pass of each tenant of a service."""
+    return _by_tenant(run, "Loss by tenant", "sum over a pass", "loss")
+
+
+def tenant_rates(run: RunFolder) -> go.Figure | None:
+    """Tokens per second that are trained and sampled for each tenant of a service."""
+    return _by_tenant(run, "Throughput by tenant", "tokens/s", "tokens_per_second")
+
+
+def _by_tenant(run: RunFolder, title: str, unit: str, field: str) -> go.Figure | None:
+    under = [name for name in run.under(names.TENANT_PREFIX) if name.endswith(f"/{field}")]
+    return _curves("", title, unit, {name.split("/")[1]: name for name in under}, zero=False)(run, "time")
+
+
 def layer_gradients(run: RunFolder) -> go.Figure | None:
     """Norms of gradients by groups of layers (`observe.norms_every`)."""
     return _layers(run, "Norm of the gradients by layers", "norms/grad/")

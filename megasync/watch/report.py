@@ -52,7 +52,7 @@ def make_report(run: RunFolder) -> Document:
 
 
 def _subtitle(run: RunFolder) -> str:
-    kind = "Supervised run" if run.supervised else "Reinforcement learning run"
+    kind = "Service" if run.served else "Supervised run" if run.supervised else "Reinforcement learning run"
     if run.start is None or run.end is None:
         return kind
     last = "as of" if run.status in ACTIVE else "to"

@@ -29,7 +29,7 @@ from megasync.app.run_lock import is_held
 from megasync.base.files import open_regular
 from megasync.buffer.groups import LIVE, RENAMED_REASONS, TRAINED, GroupState
 from megasync.buffer.ledger import FILE as LEDGER_FILE
-from megasync.config import CONFIG_FILE, CUSTOM_FILE, ROWS_FILE
+from megasync.config import CONFIG_FILE, CUSTOM_FILE, ROWS_FILE, SERVICE_FOLDER
 from megasync.config.pacing import Pacing
 from megasync.errors import ConfigError
 from megasync.observe import names
@@ -244,9 +244,19 @@ class RunFolder:
         return (self.path / ROWS_FILE).is_file() or names.TRAINING_LOSS in self.metrics.names
 
     @property
+    def served(self) -> bool:
+        """Whether it is a training service (`megasync serve`)."""
+        return (self.path / SERVICE_FOLDER).is_dir()
+
+    @property
+    def buffered(self) -> bool:
+        """Whether it is reinforcement learning: trajectories in a buffer, with a ledger of their prompts."""
+        return not (self.supervised or self.served)
+
+    @property
     def pacing(self) -> Pacing | None:
         """Capacity of the buffer and staleness bound; None if the configuration is not known."""
-        if self.supervised or not any(key.startswith("schedule.") for key in self.settings):
+        if not self.buffered or not any(key.startswith("schedule.") for key in self.settings):
             return None
         setting = self.settings.get
         try:
@@ -263,7 +273,7 @@ class RunFolder:
     def total_steps(self) -> int | None:
         if self.state is not None and self.state.total_steps:
             return self.state.total_steps
-        total = self.settings.get("schedule.total_steps")
+        total = None if self.served else self.settings.get("schedule.total_steps")
         return total if isinstance(total, int) else None
 
     # How far it came
@@ -326,7 +336,9 @@ class RunFolder:
 
     @property
     def step(self) -> int:
-        """The latest trained step."""
+        """The latest trained step; of a service, the number of all optimizer steps."""
+        if self.served:
+            return self.state.step if self.state is not None else 0
         for name in ("time/step", names.TRAINING_LOSS, "version"):
             if len(steps := self.metrics.series(name).steps):
                 return int(steps[-1])
@@ -421,8 +433,8 @@ class RunFolder:
 
     @property
     def balance(self) -> Balance | None:
-        """Where the admitted prompts are; None for a supervised run, or if nothing tells."""
-        if self.supervised:
+        """Where the admitted prompts are; None for a run without a buffer, or if nothing tells."""
+        if not self.buffered:
             return None
         return self.counted() or self._reported_balance()
 

@@ -70,7 +70,7 @@ def test_short_help_and_the_version():
 
 
 def test_the_package_shows_what_is_public():
-    assert {"AsyncTrainer", "Config", "MegasyncError", "RunResult", "Trajectory"} <= {*dir(megasync)}
+    assert {"AsyncTrainer", "Config", "MegasyncError", "RunResult", "Service", "Trajectory"} <= {*dir(megasync)}
     assert all(getattr(megasync, name) for name in dir(megasync))
     text = pydoc.render_doc(megasync, renderer=pydoc.plaintext)
     assert "class AsyncTrainer" in text and "rollout" in text
@@ -127,6 +127,20 @@ def test_plan_prints_the_plan_with_overrides_applied():
 def test_a_folder_that_is_not_a_run_directory_is_refused(here, command, more, tmp_path):
     status, _, err = here(command, tmp_path / "absent", *more)
     assert status == 2 and "absent" in err
+
+
+@pytest.mark.parametrize(
+    ("config", "override", "said"),
+    [
+        ("serve_quickstart", "trainer.lora.rank=0", "serve needs trainer.lora.rank above 0"),
+        ("quickstart", "seed=1", "serve is not set; write `serve: {}`"),
+        ("serve_quickstart", "serve.prot=1", "serve.port"),
+    ],
+)
+def test_a_service_is_refused_before_anything_starts(here, tmp_path, config, override, said):
+    status, out, err = here("serve", f"configs/{config}.yaml", f"run_root={tmp_path}", override)
+    assert (status, out) == (2, "") and said in err
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_kind_of_process_to_kill_is_refused(here):

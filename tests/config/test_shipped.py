@@ -14,9 +14,10 @@ from megasync.data import load_dataset
 from megasync.errors import ConfigError
 from megasync.models import MODELS
 from megasync.models.digits import digits_tokenizer
-from megasync.preflight.check import check_as_run, check_config
+from megasync.preflight import check
+from megasync.preflight.check import check_as_run
 from megasync.preflight.finding import OK
-from megasync.preflight.plan import resolve_plan
+from megasync.preflight.plan import Plan, resolve
 from megasync.preflight.run_doctor import find_contradiction
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -47,7 +48,7 @@ def load(name: str, tmp_path: Path) -> Config:
 
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_a_shipped_configuration_can_be_planned(name, tmp_path):
-    check_config(load(name, tmp_path), planning=True)
+    check_as_run(load(name, tmp_path), planning=True)
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
@@ -60,17 +61,18 @@ def test_functions_that_a_configuration_names_exist(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ON_GPUS)
-def test_a_configuration_for_gpus_fits_its_nodes_and_a_node_with_the_model_accepts_it(name, tmp_path):
+def test_a_configuration_for_gpus_fits_its_nodes_and_a_node_with_the_model_accepts_it(name, tmp_path, monkeypatch):
     """The plan fits into 80 GB a device, and `megasync doctor` finds no contradiction. Rows are on a hub."""
     config = load(name, tmp_path)
-    plan = resolve_plan(config)
-    assert plan.refusals == ()
+    plan = resolve(config)
+    assert isinstance(plan, Plan) and plan.refusals == ()
     used = {size for size in ("8", "32") if f"_{size}_gpus" in name}
     assert plan.nodes == {"8": 1, "32": 4}[used.pop()] if used else plan.nodes in (1, 4)
     digits_tokenizer().save_pretrained(folder := tmp_path / "model")
     shutil.copy(config.model.config, folder / "config.json")
     write_headers(folder, files=16)
     config.model.path = str(folder)
+    monkeypatch.setattr(check, "find_spec", lambda package: package)
     found = find_contradiction(config, lambda as_run: check_as_run(as_run) or ())
     assert (found.status, found.detail) == (OK, "no contradictions")
 

@@ -18,9 +18,10 @@ from megasync.observe.curve import CURVE_FILE, held_out_name, plot_curve, points
 from megasync.observe.display import view
 from megasync.observe.events import EVENTS_FILE, EventReader, faults, read_events
 from megasync.observe.metrics import METRICS_FILE, MetricsLog, read_metrics
-from megasync.observe.observer import SPEED_STEPS, RunObserver
+from megasync.observe.observer import SPEED_STEPS, RunObserver, RunParts
+from megasync.observe.registry import metric_of
 from megasync.observe.samples import SAMPLES_FILE, answers_table, append_answers, before_and_after, read_answers
-from megasync.observe.state_file import STATE_FILE, ProcessState, RankState, read_state
+from megasync.observe.state_file import STATE_FILE, ModelState, ProcessState, RankState, TenantState, read_state
 
 METRICS = {
     names.REWARD: 0.5,
@@ -380,3 +381,20 @@ def test_events_that_cannot_be_written_do_not_end_the_run(observer, tmp_path, ca
         observer.fault("server-0", "killed")
         observer.step(1, 1, METRICS)
     assert "could not write events" in caplog.text and "could not write the state" in caplog.text
+
+
+def test_what_tenants_of_a_service_do_is_in_the_state_the_view_and_the_metrics(tmp_path):
+    config = load_config({"model": {"path": "m"}, "serve": {}}, ["observe.live=false", "observe.tensorboard=false"])
+    alone = TenantState(name="lab", models=[ModelState(name="a"), ModelState(name="b")], steps=5, tokens=70)
+    text = StringIO()
+    with RunObserver(config, tmp_path, console=Console(file=text, width=110)) as observer:
+        observer.show(RunParts(tenants=lambda: [alone]))
+        observer.tenants()
+        snapshot, state = observer.snapshot(), observer.state()
+    assert state.tenants == [alone] and state.step == 5 and state.total_steps == snapshot.total_steps == 0
+    Console(file=text, width=110).print(view(snapshot))
+    assert "lab" in text.getvalue() and "buffer" not in text.getvalue()
+    metrics = read_metrics(tmp_path)
+    assert metrics["step"] == [5] and metrics["tenant/lab/tokens"] == [70] and metrics["tenant/lab/models"] == [2]
+    assert "tenant/lab/loss" not in metrics
+    assert all(metric_of(name) for name in metrics if "/" in name)

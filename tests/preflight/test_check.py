@@ -1,6 +1,7 @@
 """A configuration that contradicts itself, its model or its machine is refused with all keys and the fix."""
 
 import json
+import socket
 import subprocess
 import sys
 from dataclasses import fields
@@ -16,10 +17,13 @@ from megasync.config.schema import Config, RewardModelConfig
 from megasync.config.server_args import OF_FROZEN_MODELS, OF_ROLLOUT, RESERVED
 from megasync.errors import ConfigError
 from megasync.layout.model_files import FETCHABLE
-from megasync.preflight.check import check_config, check_supervised, model_layout
+from megasync.preflight import check
+from megasync.preflight.check import check_config, check_service, check_supervised, model_layout
 
 HARD = "eval.sets.hard={data: {kind: digits, source: copy, split: test}}"
 GAE = ["algorithm.advantage=gae", "critic.enabled=true"]
+COMMANDS = {"train": check_config, "sft": check_supervised, "serve": check_service}
+SERVED = ["serve={port: 0}", "trainer.lora.rank=8", "cluster.device=cpu", "model.dtype=float32"]
 # Each line has the command that is refused, its overrides, and keys that the message names.
 REFUSED = [json.loads(line) for line in (Path(__file__).parent / "refused.jsonl").read_text().splitlines()]
 
@@ -37,7 +41,7 @@ def test_a_sound_configuration_passes(make):
 @pytest.mark.parametrize(("command", "overrides", "keys"), REFUSED, ids=[" ".join(row[1]) for row in REFUSED])
 def test_a_contradiction_names_all_sides(make, command, overrides, keys):
     with pytest.raises(ConfigError) as caught:
-        (check_supervised if command == "sft" else check_config)(make(*overrides))
+        COMMANDS[command](make(*(SERVED if command == "serve" else ()), *overrides))
     assert all(key in str(caught.value) for key in keys), caught.value
 
 
@@ -314,3 +318,17 @@ def test_a_run_root_below_a_file_is_refused(make, tmp_path):
 def test_checking_loads_neither_torch_nor_ray():
     code = "import sys, megasync.config; sys.exit(any(m in sys.modules for m in ('torch', 'ray', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_service_is_refused_without_the_protocols_package_and_at_a_port_that_is_taken(make, monkeypatch):
+    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"package tinker, which is not installed.*megasync install serve"):
+        check_service(make(*SERVED))
+    check_service(make(*SERVED), planning=True)
+    monkeypatch.setattr(check, "find_spec", lambda name: name)
+    check_service(make(*SERVED))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match=r"serve cannot listen at host=127\.0\.0\.1, port=\d+: .*in use"):
+            check_service(make(*SERVED, f"serve.port={taken.getsockname()[1]}"))

@@ -15,7 +15,7 @@ from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
 from megasync.preflight.check import check_as_run, check_config, model_layout
 from megasync.preflight.memory import checkpoint_bytes, critic_layout, host_memory, server_memory, stage_memory
-from megasync.preflight.plan import TrainerPlan, resolve_plan, resolve_supervised
+from megasync.preflight.plan import Plan, TrainerPlan, resolve, resolve_plan, resolve_supervised
 from megasync.preflight.render import plan_tables
 
 ROOT = Path(__file__).parents[2]
@@ -508,3 +508,28 @@ def test_a_plan_names_adapters_and_teachers(model, make, tmp_path):
     pools = resolve_plan(config).cpu_memory
     assert set(pools) == {"trainer", "rollout", "teachers.one"} and pools["teachers.one"] > 2**30
     assert "for teachers.one" in text
+
+
+def test_a_service_is_planned_without_data_buffer_and_algorithm():
+    config = load_config("configs/serve_qwen3_8b.yaml", ["serve.port=0", "schedule.max_staleness=3"])
+    check_as_run(config, planning=True)
+    text = rendered_plan(resolve(config), 400)
+    assert "a training service (`megasync serve`), because serve is set" in text
+    assert "of rank 64 at most, of all projections and the output layer: 184.6M parameters" in text
+    assert "127.0.0.1, port any, by plain HTTP; one tenant, whose key is drawn" in text
+    assert "at most 16 models in memory, 64 adapters on servers, 200 GB on disk, 10,000 requests" in text
+    assert "at most 16384 tokens, in microbatches of at most 16384 tokens per rank" in text
+    assert "4 rank(s)" in text and "4 server(s)" in text
+    assert not any(word in text for word in ("staleness", "weight sync", "buffer", "responses"))
+
+
+def test_a_service_needs_memory_for_models_that_wait_and_for_adapters_on_servers():
+    config = load_config("configs/serve_qwen3_8b.yaml")
+    plan, twice = (resolve(load_config("configs/serve_qwen3_8b.yaml", more)) for more in ([], ["serve.models=32"]))
+    assert isinstance(plan, Plan) and plan.adapters is not None
+    elements = sum(prod(shape) for shape in plan.adapters.hf_tensors.values())
+    assert plan.server.adapters == 9 * elements * 2
+    run = replace(config, serve=None, sync=replace(config.sync, transport="adapters"))
+    assert plan.server.kv_room + plan.server.adapters == pytest.approx(resolve_plan(run).server.kv_room, abs=1e6)
+    assert twice.host.models == 2 * plan.host.models > 0
+    assert plan.host.adapters == 4 * 16 * elements * 2

@@ -11,8 +11,9 @@ from made_runs import make_run, write_trace
 from nicegui import ui
 from nicegui.testing import user_simulation
 
+from megasync.config import SERVICE_FOLDER
 from megasync.observe.events import END, EventLog
-from megasync.observe.state_file import read_state, write_state
+from megasync.observe.state_file import ModelState, TenantState, read_state, write_state
 from megasync.watch import figures
 from megasync.watch.page import VIEWS
 from megasync.watch.run_folder import RunFolder
@@ -28,6 +29,7 @@ KINDS = {
     "begun": {"steps": 0, "status": "running", "rollouts": False},
     "ended": {"steps": 0, "status": "failed", "rollouts": False},
     "supervised": {"steps": 3, "supervised": True},
+    "served": {"steps": 2, "rollouts": False},
     "silent": {"steps": 2, "rollouts": False, "settings": ["observe.trace=false", "observe.rollouts=0"]},
 }
 
@@ -36,6 +38,8 @@ KINDS = {
 def made(folder, kind) -> Iterator[RunFolder]:
     run_dir = make_run(folder, **KINDS[kind])
     with (run_dir / "driver.lock").open() as lock:
+        if kind == "served":
+            (run_dir / SERVICE_FOLDER).mkdir()
         if KINDS[kind].get("status") == "running":
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield RunFolder(run_dir)
@@ -74,6 +78,9 @@ def words(user) -> list[str]:
         ("supervised", "weights", "Gradient norm", "Log-prob gap"),
         ("supervised", "faults", f"{UNMEASURED} counts.", "Prompts lost"),
         ("supervised", "timeline", "This run has no trace: trace/ is missing or empty.", "previous step"),
+        ("served", "overview", "No tenant is known", "Buffer"),
+        ("served", "rollouts", "A service records no responses", "text contains"),
+        ("served", "faults", "All are zero.", "Prompts lost"),
         ("silent", "timeline", "This run has no trace: observe.trace is false.", "previous step"),
         ("silent", "rollouts", "This run has recorded no responses: observe.rollouts is 0.", "text contains"),
     ],
@@ -131,3 +138,19 @@ async def test_the_end_of_a_run_is_named_among_its_messages(tmp_path):
     async with user_simulation() as user:
         await opened(user, RunFolder(run_dir), "overview")
         await user.should_see("run finished")
+
+
+async def test_the_overview_of_a_service_lists_tenants_and_their_models(tmp_path):
+    run_dir = make_run(tmp_path, steps=2, rollouts=False)
+    (run_dir / SERVICE_FOLDER).mkdir()
+    state = read_state(run_dir)
+    assert state is not None
+    model = ModelState(name="model-1", rank=8, steps=41, loss=0.25, waiting=2, waited=2.0)
+    tenant = TenantState(
+        name="<b>lab</b>", models=[model], steps=41, promises=3, tokens_in_flight=1200, rate=512.0, disk_bytes=10**9
+    )
+    write_state(run_dir, msgspec.structs.replace(state, tenants=[tenant]))
+    async with user_simulation() as user:
+        await opened(user, RunFolder(run_dir), "overview")
+        for shown in ("<b>lab</b>", "<b>lab</b> model-1", "3 (1.20k tokens)", "512", "2 s", "1.0 GB", "0.250"):
+            await user.should_see(shown, retries=LONG)

@@ -49,6 +49,7 @@ from megasync.config.schema.rollout import (
     SamplingConfig,
     ToolsConfig,
 )
+from megasync.config.schema.service import OF_SERVICE, ServeConfig
 from megasync.config.schema.training import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -92,6 +93,7 @@ __all__ = [
     "RolloutConfig",
     "SamplingConfig",
     "ScheduleConfig",
+    "ServeConfig",
     "SftConfig",
     "SyncConfig",
     "TeacherConfig",
@@ -119,6 +121,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    serve: ServeConfig | None = key(None, OF_SERVICE)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -15,7 +15,7 @@ from megasync.watch.run_folder import RunFolder
 
 def reproduction(run: RunFolder) -> Section:
     section = Section("How to reproduce it")
-    command = "sft" if run.supervised else "train"
+    command = "serve" if run.served else "sft" if run.supervised else "train"
     path = shlex.quote(str(run.path))
     lines = [
         "# the same configuration and seed, in a new run directory",
@@ -23,7 +23,7 @@ def reproduction(run: RunFolder) -> Section:
         "# continue this run from its newest checkpoint",
         f"megasync resume {path}",
     ]
-    if not run.supervised:
+    if run.buffered:
         lines += ["# score its newest checkpoint", f"megasync eval {path}"]
     lines += ["# look at it, and write this report again", f"megasync watch {path}", f"megasync report {path}"]
     section.add(Verbatim("\n".join(lines), "bash"))

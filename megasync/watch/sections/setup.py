@@ -29,6 +29,8 @@ def training_data(run: RunFolder) -> str:
     """The kind and the source of the training data, or the rows that came from Python."""
     if rows := run.custom.get("train_dataset"):
         return f"{rows} from Python"
+    if run.served:
+        return ""
     place = "sft.train" if run.supervised else "data.train"
     parts = [run.settings.get(f"{place}.{key}") for key in ("kind", "source")]
     return "/".join(str(part) for part in parts if part)
@@ -40,6 +42,8 @@ def _facts(run: RunFolder) -> list[tuple[str, str]]:
     if run.supervised:
         rows = get("sft.rows_per_step")
         facts.append(("Batch", f"{rows} rows a step" if rows else ""))
+    elif run.served:
+        facts.append(("Servers", _servers(run)))
     else:
         rows = run.custom.get("eval_dataset")
         held_out = _joined(get("data.eval.kind"), get("data.eval.source"), separator="/")

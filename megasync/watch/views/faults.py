@@ -38,7 +38,7 @@ def build(run: RunFolder, place: Place) -> Update:
     """Draws the faults of a run."""
     parts = [trouble(run), _readings(run)]
     with ui.element("div").classes("grid"):
-        parts += [_list(run), *([] if run.supervised else [_balance(run)]), _counters(run), _evidence(run)]
+        parts += [_list(run), *([_balance(run)] if run.buffered else []), _counters(run), _evidence(run)]
     return together(parts)
 
 
@@ -46,7 +46,7 @@ def _readings(run: RunFolder) -> Update:
     with ui.element("div").classes("readings"):
         count, slowest, open_now = Reading("Faults"), Reading("Longest to the next step"), Reading("Not recovered")
         again = Reading("Steps repeated")
-        of_prompts = [] if run.supervised else [_of_prompts(run)]
+        of_prompts = [_of_prompts(run)] if run.buffered else []
 
     def update() -> None:
         faults = run.faults
@@ -80,7 +80,7 @@ def _of_prompts(run: RunFolder) -> Update:
 
 
 def _list(run: RunFolder) -> Update:
-    with card("Faults", "newest first", "all" if run.supervised else "two-thirds"), ui.element("div").classes("scroll"):
+    with card("Faults", "newest first", "two-thirds" if run.buffered else "all"), ui.element("div").classes("scroll"):
         table = Table(
             ("time", "part", "what happened", "working after", "next step after"),
             ("working after", "next step after"),

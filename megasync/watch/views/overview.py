@@ -17,6 +17,7 @@ from megasync.watch.chart import Chart
 from megasync.watch.elements import Cell, Reading, Shares, Table, card, first_line, text, trouble, why_none
 from megasync.watch.run_folder import ACTIVE, RunFolder
 from megasync.watch.view import Place, Update, together
+from megasync.watch.views import tenants
 
 # What a step of the trainer consists of, and the states of the buffer's slots; colours are those of page.css.
 TRAINER_TIMES = {
@@ -44,6 +45,10 @@ LARGE_CHART, SMALL_CHART = 380, 260
 
 def build(run: RunFolder, place: Place) -> Update:
     """Draws the overview of a run."""
+    if run.served:
+        parts = [trouble(run), tenants.readings(run)]
+        with ui.element("div").classes("grid"):
+            return together([*parts, tenants.cards(run), _processes(run), _messages(run)])
     parts = [trouble(run), _readings(run)]
     with ui.element("div").classes("grid"):
         main = (figures.losses, "losses") if run.supervised else (figures.reward, "rewards and scores")

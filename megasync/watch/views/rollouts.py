@@ -63,9 +63,10 @@ STRENGTH = 65
 
 def build(run: RunFolder, place: Place) -> Update:
     """Draws the recorded responses of a run. The query may have the filters, as `_remember` writes them."""
-    if run.supervised:
+    if not run.buffered:
         troubles = trouble(run)
-        text("p", "A supervised run generates no responses: it trains on those of its data.", "empty")
+        other = "A supervised run generates no responses: it trains on those of its data."
+        text("p", "A service records no responses of its tenants." if run.served else other, "empty")
         return troubles
     return _Rollouts(run, place).update
 

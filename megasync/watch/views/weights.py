@@ -44,7 +44,7 @@ def build(run: RunFolder, place: Place) -> Update:
 
 def _readings(run: RunFolder) -> Update:
     with ui.element("div").classes("readings"):
-        of_updates = [] if run.supervised else [_of_updates(run)]
+        of_updates = [_of_updates(run)] if run.buffered else []
         norm, skipped = Reading("Gradient norm"), Reading("Steps skipped")
 
     def update() -> None:
