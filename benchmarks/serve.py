@@ -3,7 +3,7 @@
     python3.12 -m venv .venv-skyrl && .venv-skyrl/bin/pip install "skyrl[tinker,jax]==0.4.0" aiohttp uv      # once
     megasync fetch digits
     python benchmarks/serve.py [--shape small] [--rounds 3] [--steps 10] [--sides megasync skyrl] [KEY=VALUE ...]
-    python benchmarks/serve.py --sides megasync loop --tenants 8
+    python benchmarks/serve.py --tenants 8 --sides loop megasync
 
 Both servers get the same recipe (`serve_recipe.py`), each from a client that it speaks: SkyRL from the one in its
 environment, megasync from the one in its own. A side is started and stopped in each round, the sides take turns, and

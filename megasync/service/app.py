@@ -25,6 +25,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from megasync.app.hang_request import answer_with_report
 from megasync.app.run_directory import AnyRun, OpenedRun, new_run_dir, run_stoppable
@@ -55,13 +56,15 @@ from megasync.preflight.check import check_service, served_context
 from megasync.rollout import client as rollout
 from megasync.rollout.quarantine import Quarantine, QuarantineClient
 from megasync.service import tenant_logs
-from megasync.service.endpoint import Endpoint
 from megasync.service.interfaces import ServedModel
 from megasync.service.limits import Limits
 from megasync.service.ranks import Ranks, trained_config
 from megasync.service.sampling import FleetSampler
 from megasync.service.service import Service, TenantStatus
 from megasync.serving.plugin_protocol import ADAPTER_ROOT
+
+if TYPE_CHECKING:
+    from megasync.service.endpoint import Endpoint
 
 # Seconds between two looks at the servers, and between two lines of metrics.
 WATCH_SECONDS, METRICS_SECONDS = 1.0, 5.0
@@ -93,8 +96,11 @@ def _resumed(run_dir: Path, overrides: Sequence[str]) -> Config:
 
 async def _begin(config: Config, run_dir: Path | None) -> None:
     await asyncio.to_thread(_check, config)
+    # Raises ConfigError without Tinker's messages, which a service without an endpoint does without.
+    from megasync.service.endpoint import Endpoint
+
     run_dir = run_dir or new_run_dir(config)
-    run = ServedRun(config, run_dir)
+    run = ServedRun(config, run_dir, Endpoint)
     await run_stoppable(run.execute(), run_dir, config, run)
 
 
@@ -108,7 +114,7 @@ def _check(config: Config) -> None:
 class ServedRun(AnyRun):
     """A service in `run_dir`, new or resumed. Without an ``endpoint`` only its own process can use it."""
 
-    def __init__(self, config: Config, run_dir: Path, endpoint: bool = True) -> None:
+    def __init__(self, config: Config, run_dir: Path, endpoint: type[Endpoint] | None = None) -> None:
         super().__init__(config, run_dir)
         assert config.serve is not None, "`check_service` has refused a configuration without the section"
         self._serve: ServeConfig = config.serve
@@ -133,7 +139,7 @@ class ServedRun(AnyRun):
             observer.finished = False
             async with observer.writing_state(), AsyncExitStack() as stack:
                 service, fleet = await self._start(stack, opened)
-                endpoint = await self._listen(stack, service, observer) if self._endpoint else None
+                endpoint = await self._listen(stack, service, observer)
                 handlers = {
                     "scale": partial(self.scale, fleet),
                     "stacks": partial(answer_with_report, opened.reports),
@@ -213,14 +219,16 @@ class ServedRun(AnyRun):
         fleet.follow(client.add_server, client.remove_server)
         return client
 
-    async def _listen(self, stack: AsyncExitStack, service: Service, observer: RunObserver) -> Endpoint:
+    async def _listen(self, stack: AsyncExitStack, service: Service, observer: RunObserver) -> Endpoint | None:
+        if self._endpoint is None:
+            return None
         serve, cluster = self._serve, self.config.cluster
         file = await asyncio.to_thread(self.keys_file)
         tls = None
         if cluster.tls_cert is not None and cluster.tls_key is not None:
             tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             tls.load_cert_chain(cluster.tls_cert, cluster.tls_key)
-        endpoint = Endpoint(
+        endpoint = self._endpoint(
             service, read_tenants(file), host=serve.host, port=serve.port, body_mb=serve.request_mb, tls=tls
         )
         await endpoint.start()
@@ -358,7 +366,7 @@ class LocalService:
 
     async def __aenter__(self) -> Service:
         self.run_dir = self.run_dir or new_run_dir(self.config)
-        self._run = ServedRun(self.config, self.run_dir, endpoint=False)
+        self._run = ServedRun(self.config, self.run_dir)
         started: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run.execute(started.set_result), name="service")
         await asyncio.wait([self._task, started], return_when=asyncio.FIRST_COMPLETED)

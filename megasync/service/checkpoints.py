@@ -18,7 +18,7 @@ import re
 import tarfile
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from megasync.base.files import remove_tree, sweep
@@ -84,11 +84,12 @@ def size_of(folder: Path) -> int:
 
 def remove(folder: Path) -> None:
     """Removes a folder that nothing names anymore. What cannot be removed is left to the next opening."""
-    with suppress(FileNotFoundError):
-        try:
-            remove_tree(folder)
-        except OSError as error:
-            log.warning("%s cannot be removed: %s", folder, error)
+    try:
+        remove_tree(folder)
+    except FileNotFoundError:
+        log.debug("%s was removed meanwhile", folder)
+    except OSError as error:
+        log.warning("%s cannot be removed: %s", folder, error)
 
 
 def remove_others(run: Path, named: Iterable[str]) -> None:

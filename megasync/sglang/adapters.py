@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 
 from megasync.serving.plugin_protocol import ADAPTER, ADAPTER_NAME, KEPT_ADAPTER, MANIFEST, POLICY_ADAPTER
 from megasync.sglang.hooks import Stock, hook
+
+log = logging.getLogger(__name__)
 
 _GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 _RESOLVE_ADAPTER = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_and_resolve_lora"
@@ -60,6 +63,7 @@ class PolicyAdapters:
                             set_version(answer["meta_info"], _version_of(name))
                     yield answer
         except AdapterUnavailable as problem:
+            log.warning("A request waits for an adapter: %s", problem)
             # Not as the status of the answer: the router would take a server for broken that lacks a file.
             finish = {"type": "abort", "status_code": 503, "message": str(problem)}
             yield {"text": "", "output_ids": [], "meta_info": {"id": request.rid, "finish_reason": finish}}

@@ -61,7 +61,10 @@ def _key(name: str, value: Any, cls: type, defaults: Any, told: _Told) -> str:
     below = section_of(hint)
     if below is not None and isinstance(value, Mapping):
         body = _section(value, below, below() if default is None else default, told)
-        return f"{name}:\n{indent(body, '  ')}" if body else ""
+        if not body:
+            # A section that is not there by default says something by being there.
+            return "" if default is not None else f"{name}: {{}}\n"
+        return f"{name}:\n{indent(body, '  ')}"
     sentence = "" if (cls, name) in told else _comment(comments(cls)[name])
     told.add((cls, name))
     entry = entry_of(hint)

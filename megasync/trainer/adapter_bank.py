@@ -17,6 +17,7 @@ added to those before it, so their sum does not depend on what other models do i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -41,6 +42,7 @@ from megasync.observe import trace
 from megasync.trainer.adapters import fresh_factors
 from megasync.trainer.batch import Batch, Sample
 from megasync.trainer.checkpoint import MAIN_WEIGHT, MOMENTS, Slice, run_collectively, slice_peers
+from megasync.trainer.collectives import gather_on_first
 from megasync.trainer.learner import LocalBatch, MegatronLearner
 from megasync.trainer.optimizer import Update
 from megasync.trainer.packing import Ints, Lengths, Microbatch
@@ -269,12 +271,14 @@ class AdapterBank:
 
     def _gather(self, part: Contribution) -> list[Contribution]:
         """What all ranks contribute, on the first; empty on others. The whole of a model is small, however many."""
-        world = dist.get_world_size()
-        if world == 1:
+        if dist.get_world_size() == 1:
             return [part]
-        gathered: list[Contribution] | None = [part] * world if self._learner.rank == 0 else None
-        dist.gather_object(part, gathered)
-        return gathered or []
+        held = [(kind, name, *each) for kind, of_kind in part.items() for name, each in of_kind.items()]
+        places = json.dumps([list(part), [(kind, name, start, len(values)) for kind, name, start, values in held]])
+        text = torch.frombuffer(bytearray(places.encode()), dtype=torch.uint8)
+        values = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *(values for *_, values in held)]))
+        both = gather_on_first(text, self._device), gather_on_first(values, self._device)
+        return [_split(text, values) for text, values in zip(*both, strict=True)]
 
     def _contribution(self, state: _Model, moments: bool) -> Contribution:
         """What this rank is the first to hold: the float32 adapters, and moments if they are asked for."""
@@ -340,6 +344,17 @@ class AdapterBank:
 
 def _vector(values: torch.Tensor) -> NDArray[np.float32]:
     return values.detach().float().reshape(-1).cpu().numpy()
+
+
+def _split(places: torch.Tensor, values: torch.Tensor) -> Contribution:
+    """What a rank contributed, of the places and values that it sent."""
+    kinds, held = json.loads(places.numpy().tobytes())
+    part: Contribution = {kind: {} for kind in kinds}
+    end = 0
+    for kind, name, start, count in held:
+        part[kind][name] = start, values[end : end + count].numpy()
+        end += count
+    return part
 
 
 class _SharedTargets(NamedTuple):

@@ -38,3 +38,17 @@ def first_failure(error: BaseException | None, device: torch.device) -> str | No
     if source == world:
         return None
     return broadcast_json(f"rank {source}: {type(error).__name__}: {error}", source, device)
+
+
+def gather_on_first(values: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
+    """Gathers a vector of each rank, of any length but one dtype, in host memory of rank 0; empty on other ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    lengths = torch.zeros(world, dtype=torch.int64, device=device)
+    lengths[rank] = len(values)
+    dist.all_reduce(lengths)
+    counts: list[int] = lengths.tolist()
+    padded = torch.zeros(max(counts), dtype=values.dtype, device=device)
+    padded[: len(values)] = values
+    gathered = None if rank else [torch.empty_like(padded) for _ in range(world)]
+    dist.gather(padded, gathered)
+    return [each[:count].cpu() for each, count in zip(gathered, counts, strict=True)] if gathered is not None else []

@@ -156,8 +156,8 @@ async def started(make, tmp_path, monkeypatch):
 
     monkeypatch.setattr(app.ServedRun, "_start", start)
 
-    async def begin(*overrides):
-        run = app.ServedRun(make(*SERVED, "observe.live=false", *overrides), tmp_path / "run")
+    async def begin(endpoint=None):
+        run = app.ServedRun(make(*SERVED, "observe.live=false"), tmp_path / "run", endpoint)
         (tmp_path / "run").mkdir(exist_ok=True)
         up: asyncio.Future = asyncio.get_running_loop().create_future()
         tasks.append(asyncio.create_task(run.execute(up.set_result)))
@@ -171,8 +171,11 @@ async def started(make, tmp_path, monkeypatch):
 
 
 async def test_a_stop_answers_what_was_accepted_and_a_resumed_service_has_it(started, tmp_path, capsys):
+    pytest.importorskip("tinker")
+    from megasync.service.endpoint import Endpoint
+
     begin, _, servers = started
-    run, service, task = await begin()
+    run, service, task = await begin(Endpoint)
     session = await service.create_session("local")
     base = await service.create_sampler("local", session, 0, base_model=MODEL.name)
     servers.pause = asyncio.Event()
@@ -188,7 +191,7 @@ async def test_a_stop_answers_what_was_accepted_and_a_resumed_service_has_it(sta
     state = read_state(tmp_path / "run")
     assert state is not None and (state.status, state.reason) == ("stopped", "SIGINT")
     assert [tenant.name for tenant in state.tenants] == ["local"] and state.tenants[0].promises == 0
-    run, service, task = await begin()
+    run, service, task = await begin(Endpoint)
     assert not isinstance(await service.outcome("local", promise, 0), Failed | None)
     run.request_stop("again")
     await task
