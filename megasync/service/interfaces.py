@@ -1,4 +1,4 @@
-"""What the parts of the service pass to each other: what clients ask for, what comes back, and who computes it.
+"""The data that parts of the service pass to each other, and the protocols of ranks and servers that compute it.
 
 Everything is plain data, so ranks, endpoint and tests need none of each other's libraries. Names of losses, of their
 inputs and of options are those of the protocol.

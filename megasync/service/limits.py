@@ -1,4 +1,4 @@
-"""What one tenant may take of the service, so that none starves another or fills the disk."""
+"""The limits of one tenant, so that none starves another or fills the disk."""
 
 from __future__ import annotations
 

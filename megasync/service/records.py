@@ -1,4 +1,4 @@
-"""What the service knows beside promises: sessions, models, samplers and checkpoints, as they are recorded.
+"""Records of sessions, models, samplers and checkpoints: all that the service knows besides promises.
 
 Times are seconds since 1970. ``tenant`` owns the record.
 """

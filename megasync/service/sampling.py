@@ -134,7 +134,7 @@ class FleetSampler:
 
 
 class _Asked:
-    """What a request asks of its prompt, and where that belongs in the answer. Raises DataError for too much."""
+    """The log-probs that a request asks of its prompt, and their places in the answer. Too many are a DataError."""
 
     def __init__(self, sampling: Sampling, prompt: int, vocab: int) -> None:
         self._prompt, self._last = prompt, sampling.prompt_logprobs

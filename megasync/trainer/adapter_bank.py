@@ -270,18 +270,18 @@ class AdapterBank:
             run_collectively(write, "write", folder, self._device)
 
     def _gather(self, part: Contribution) -> list[Contribution]:
-        """What all ranks contribute, on the first; empty on others. The whole of a model is small, however many."""
+        """The first rank gets the contributions of all, others get none. Ranks that hold copies send nothing."""
         if dist.get_world_size() == 1:
             return [part]
         held = [(kind, name, *each) for kind, of_kind in part.items() for name, each in of_kind.items()]
-        places = json.dumps([list(part), [(kind, name, start, len(values)) for kind, name, start, values in held]])
-        text = torch.frombuffer(bytearray(places.encode()), dtype=torch.uint8)
+        places = [(kind, name, start, len(values)) for kind, name, start, values in held]
+        text = torch.from_numpy(np.frombuffer(json.dumps(places).encode() if held else b"", np.uint8).copy())
         values = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *(values for *_, values in held)]))
         both = gather_on_first(text, self._device), gather_on_first(values, self._device)
-        return [_split(text, values) for text, values in zip(*both, strict=True)]
+        return [_split(list(part), text, values) for text, values in zip(*both, strict=True)]
 
     def _contribution(self, state: _Model, moments: bool) -> Contribution:
-        """What this rank is the first to hold: the float32 adapters, and moments if they are asked for."""
+        """This rank contributes what it is the first to hold: float32 adapters, and moments if they are asked for."""
         rank, writers = self._learner.rank, self._writers
         kinds = {kind: kind for kind in MOMENTS if moments and state.updates}
         parts: Contribution = {kind: {} for kind in (MAIN_WEIGHT, *kinds)}
@@ -346,12 +346,11 @@ def _vector(values: torch.Tensor) -> NDArray[np.float32]:
     return values.detach().float().reshape(-1).cpu().numpy()
 
 
-def _split(places: torch.Tensor, values: torch.Tensor) -> Contribution:
-    """What a rank contributed, of the places and values that it sent."""
-    kinds, held = json.loads(places.numpy().tobytes())
+def _split(kinds: Sequence[str], places: torch.Tensor, values: torch.Tensor) -> Contribution:
+    """A rank's contribution, from the places and values that it sent."""
     part: Contribution = {kind: {} for kind in kinds}
     end = 0
-    for kind, name, start, count in held:
+    for kind, name, start, count in json.loads(places.numpy().tobytes() or "[]"):
         part[kind][name] = start, values[end : end + count].numpy()
         end += count
     return part

@@ -41,14 +41,22 @@ def first_failure(error: BaseException | None, device: torch.device) -> str | No
 
 
 def gather_on_first(values: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
-    """Gathers a vector of each rank, of any length but one dtype, in host memory of rank 0; empty on other ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    lengths = torch.zeros(world, dtype=torch.int64, device=device)
+    """Gathers a vector of each rank, of any length but one dtype, in host memory of rank 0; empty on other ranks.
+
+    A rank without values sends nothing, so only what is there takes memory and time.
+    """
+    rank = dist.get_rank()
+    lengths = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
     lengths[rank] = len(values)
     dist.all_reduce(lengths)
-    counts: list[int] = lengths.tolist()
-    padded = torch.zeros(max(counts), dtype=values.dtype, device=device)
-    padded[: len(values)] = values
-    gathered = None if rank else [torch.empty_like(padded) for _ in range(world)]
-    dist.gather(padded, gathered)
-    return [each[:count].cpu() for each, count in zip(gathered, counts, strict=True)] if gathered is not None else []
+    if rank:
+        if len(values):
+            dist.send(values.to(device), 0)
+        return []
+    gathered = [values]
+    for source, length in enumerate(lengths.tolist()[1:], start=1):
+        received = torch.empty(length, dtype=values.dtype, device=device)
+        if length:
+            dist.recv(received, source)
+        gathered.append(received.cpu())
+    return gathered

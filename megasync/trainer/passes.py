@@ -1,4 +1,4 @@
-"""What travels between the driver and ranks that train several models: passes, their results, and Adam's parameters.
+"""Messages between the driver and ranks that train several models: passes, their results, and Adam's parameters.
 
 Every position of a sequence has targets: what the model predicts after the token there. numpy, no torch.
 """
