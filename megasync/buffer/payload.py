@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from megasync.concurrency.first_use import prepared
 from megasync.errors import DataError
-from megasync.trajectory import Group, Partial, Support, Trajectory, Turn, sample_rewards
+from megasync.trajectory import Group, Line, Partial, Support, Trajectory, Turn, sample_rewards
 from megasync.trajectory.runs import Runs
 
 # Arrays begin at multiples of this many bytes.
@@ -43,7 +43,8 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
     can be read alone. Trajectories of a group with equal prompts have equal ``prompt_at``. ``response_inputs`` is the
     offset of the last trained response token: it and what follows are no inputs of the model. ``trained`` holds
     (version, number of trained tokens), ascending by version. Tokens older than ``mask_below`` are masked. ``arrays``
-    are names, dtypes and shapes. ``turns`` is the length of the notes of its turns, in bytes.
+    are names, dtypes and shapes. ``turns`` is the length of the notes of its turns, in bytes. ``line``
+    says what it is within its sample.
     """
 
     prompt_at: int
@@ -63,6 +64,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
     arrays: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     mask_below: int = 0
     turns: int = 0
+    line: Line | None = None
 
     @property
     def oldest_version(self) -> int | None:
@@ -328,6 +330,7 @@ def _write(t: Trajectory, writer: _Writer, prompts: dict[bytes, tuple[int, int]]
         sample=t.sample,
         arrays=tuple((name, array.dtype.str, array.shape) for name, array in t.arrays.items()),
         turns=len(turns),
+        line=t.line,
     )
 
 
@@ -400,6 +403,7 @@ def decode_trajectory(header: TrajectoryHeader, prompt: bytes | memoryview, own:
         arrays={name: further.array(dtype, math.prod(shape)).reshape(shape) for name, dtype, shape in header.arrays},
         turns=_turns.decode(further.array(np.uint8, header.turns).data) if header.turns else (),
         sample=header.sample,
+        line=header.line,
     )
     return trajectory.masked(header.mask_below) if header.mask_below else trajectory
 

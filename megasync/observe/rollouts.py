@@ -37,7 +37,7 @@ from megasync.concurrency.first_use import prepared
 from megasync.concurrency.foreign import shown
 from megasync.errors import DataError
 from megasync.observe.growing_file import GrowingFile
-from megasync.trajectory import TOKEN_REWARDS, Trajectory, Turn, finite_float
+from megasync.trajectory import TOKEN_REWARDS, Line, Trajectory, Turn, finite_float
 from megasync.trajectory.runs import Runs
 from megasync.trajectory.trajectory import within
 
@@ -87,6 +87,8 @@ class Row(msgspec.Struct, omit_defaults=True, gc=False):
     dropped: str = ""
     # Mean absolute difference between the log-probs of trainer and server at the trained tokens.
     gap: float | None = None
+    # What it is among the trajectories of its sample, if there are several.
+    line: Line | None = None
     # What workflow and reward functions reported.
     metrics: dict[str, float | None] = {}
     # The place of its body in bytes, and the name of the file, which only a reader knows.
@@ -229,6 +231,7 @@ def recorded(
         finish_reason=trajectory.finish_reason,
         dropped=dropped,
         gap=gap,
+        line=trajectory.line,
         metrics={**trajectory.metrics},
     )
     tokens = len(trajectory.response_ids)

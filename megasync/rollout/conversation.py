@@ -16,6 +16,8 @@ rendered messages with the text that the server saw:
     forked     rewrites earlier turns (such as dropping their reasoning);  the messages as rendered now, as a new line
                or the caller edited the messages
 
+`rollout.lines` says what each line is: the final one, a sub-agent's, and so on.
+
 Invariants: no sampled token is ever replaced by another tokenisation of its text; over `trajectories` each sampled
 token is trained exactly once, with the log-prob and version of its own generation, and tokens between two generations
 (tool output, template text) have a loss mask of 0. `record` and `Generation.trajectory` guarantee them.
@@ -24,22 +26,36 @@ token is trained exactly once, with the log-prob and version of its own generati
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megasync.data.chat_template import ChatTemplate
 from megasync.errors import DataError, TemplateRefused
+from megasync.rollout.lines import COMPACTED, RETRY, SUB_AGENT, lines_of
 from megasync.rollout.tokens import Tokens
 from megasync.rollout.tools import ToolCall
-from megasync.trajectory import ANSWER, ROUTES, SUPPORT, SUPPORT_SIZES, TOKEN_REWARDS, Call, Support, Trajectory, Turn
+from megasync.trajectory import (
+    ANSWER,
+    ROUTES,
+    SUPPORT,
+    SUPPORT_SIZES,
+    TOKEN_REWARDS,
+    Call,
+    Line,
+    Support,
+    Trajectory,
+    Turn,
+)
 from megasync.trajectory.runs import FloatArray, Runs, float_array
 
 Messages = Sequence[dict[str, Any]]
+T = TypeVar("T")
 
 # Marks the end of an answer to locate the text after it. Plain characters, because templates render them unchanged.
 _END = "endOfTheAnswer7Q3V"
@@ -50,14 +66,15 @@ class Generation:
 
     `tokens` are those of prompt and response, to be continued by the next prompt: `generation.tokens + observation`.
     `prompt_ids`, `token_ids`, `logprobs` and `versions` are new lists with every access. `finish_reason` is "stop" or
-    "length". `parts` is the number of requests: 1, plus one for each interruption. `parent` is the earlier generation
-    that this one continues, which the conversation sets. A chat notes the turns that its messages `added` to the
-    parent, counted from the first token of the prompt, and the tool `calls` of the answer.
+    "length". `parts` is the number of requests: 1, plus one for each interruption. The conversation sets `number`, the
+    place among its generations, and `parent`, the earlier generation that this one continues. A chat notes the turns
+    that its messages `added` to the parent, counted from the first token of the prompt, and the tool `calls` of the
+    answer.
     """
 
     __slots__ = (
-        "_logprobs", "_spans", "added", "calls", "finish_reason", "parent", "parts", "prompt", "support", "text",
-        "tokens",
+        "_logprobs", "_spans", "added", "calls", "finish_reason", "number", "parent", "parts", "prompt", "support",
+        "text", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -84,6 +101,7 @@ class Generation:
         self.text = text
         self.parts = parts
         self.support = support
+        self.number = 0
         self.parent: Generation | None = None
         self.added: tuple[Turn, ...] = ()
         self.calls: tuple[Call, ...] = ()
@@ -133,22 +151,23 @@ class Generation:
         metrics: dict[str, float] | None = None,
         untrained: Collection[Generation] = (),
         turn_rewards: Mapping[Generation, float] | None = None,
+        line: Line | None = None,
     ) -> Trajectory:
         """Return the whole line as one trajectory.
 
         A reward function receives `text`, by default the text of this generation. The tokens of `untrained` generations
         get a loss mask of 0, because another trajectory trains them. ``turn_rewards`` are those of single generations,
-        given at their last tokens; they are parts of the reward.
+        given at their last tokens; they are parts of the reward. ``line`` is the note of what the line is.
         """
-        line = self.line()
-        prompt = len(line[0].prompt)
+        generations = self.line()
+        prompt = len(generations[0].prompt)
         response = self.tokens.array[prompt:]
         logprobs = np.zeros(response.size, np.float32)
         masks: list[tuple[int, int]] = []
         versions: list[tuple[int, int]] = []
         supports: list[Support] = []
         at = 0
-        for generation in line:
+        for generation in generations:
             start, end = len(generation.prompt) - prompt, len(generation.tokens) - prompt
             logprobs[start:end] = generation._logprobs
             # Tokens between generations were not sampled. Their versions only fill the gap and are never read.
@@ -157,21 +176,21 @@ class Generation:
             supports += [Support.whole(start - at), generation.support or Support.whole(end - start)]
             at = end
         arrays: dict[str, NDArray[Any]] = {}
-        if any(generation.support is not None for generation in line):
+        if any(generation.support is not None for generation in generations):
             support = Support.join(supports)
             arrays |= {SUPPORT_SIZES: support.sizes, SUPPORT: support.ids}
         if turn_rewards:
             arrays[TOKEN_REWARDS] = rewards = np.full(response.size, np.nan, np.float32)
-            for generation in line:
+            for generation in generations:
                 if generation in turn_rewards and generation not in untrained and len(generation.token_ids):
                     rewards[len(generation.tokens) - prompt - 1] = turn_rewards[generation]
-        turns = list(self._turns(line))
+        turns = list(self._turns(generations))
         if self.tokens.routes is not None:
             arrays[ROUTES] = self.tokens.routes
         # An array that nobody can change is taken as it is.
         logprobs.flags.writeable = False
         return Trajectory(
-            prompt_ids=line[0].prompt.array,
+            prompt_ids=generations[0].prompt.array,
             response_ids=response,
             loss_mask=Runs.of_spans(masks),
             logprobs=logprobs,
@@ -183,6 +202,7 @@ class Generation:
             arrays=arrays,
             # One answer without a call says nothing that the loss mask does not.
             turns=turns if len(turns) > 1 or self.calls else (),
+            line=line,
         )
 
     def _turns(self, line: Sequence[Generation]) -> Iterator[Turn]:
@@ -241,47 +261,79 @@ class AnswerTemplate(ChatTemplate):
 
 
 class _Text:
-    """A text that continues an earlier one, whose characters it shares."""
+    """A text that continues an earlier one, by the length and hash of what it adds.
 
-    __slots__ = ("before", "piece")
+    The characters themselves would be held twice: messages have them.
+    """
+
+    __slots__ = ("before", "hashed", "size")
 
     def __init__(self, before: _Text | None, piece: str) -> None:
         self.before = before
-        self.piece = piece
+        self.size = len(piece)
+        # Keyed by the process, so nobody can write a text with the hash of another one.
+        self.hashed = hash(piece)
 
-    def __str__(self) -> str:
-        pieces, at = [], self
-        while at is not None:
-            pieces.append(at.piece)
+    def rest(self, text: str, ends: dict[_Text, int]) -> str | None:
+        """Return what follows this text in one that begins with it; None if it does not.
+
+        ``ends`` says where texts end in it, -1 for those that it does not begin with, and is filled in: texts that
+        share their beginnings are compared once.
+        """
+        path, at = list[_Text](), self
+        while at is not None and at not in ends:
+            path.append(at)
             at = at.before
-        return "".join(reversed(pieces))
+        end = 0 if at is None else ends[at]
+        for part in reversed(path):
+            start, end = end, end + part.size
+            if start < 0 or hash(text[start:end]) != part.hashed or end > len(text):
+                end = -1
+            ends[part] = end
+        return None if end < 0 else text[end:]
 
-    def grown(self, text: str) -> _Text:
-        """The text, sharing this one's characters if it begins with them."""
-        text_so_far = str(self)
-        return _Text(self, text[len(text_so_far) :]) if text.startswith(text_so_far) else _Text(None, text)
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ChatPrompt:
     """A prompt that is ready to be sent.
 
-    `guarded` are the messages as they are rendered. `text` is the text of all tokens; `rendered` is the template's
-    rendering of the messages, the same object where it is the same text. `added` are the turns since the answer that
-    it continues, counted from the first token of the prompt.
+    The messages are those of the prompt of the turn `before`, an answer in place of its own, and what follows: `new`.
+    `shown` are the new ones as they are rendered, or all of them if a stand-in changed earlier ones too. `text` is the
+    text of all tokens. `added` are the turns since the answer that it continues, counted from the first token of the
+    prompt.
     """
 
-    messages: list[dict[str, Any]]
-    guarded: list[dict[str, Any]]
+    before: ChatTurn | None
+    new: list[dict[str, Any]]
+    shown: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     ids: Tokens
     text: _Text
-    rendered: _Text
+    # The number of messages.
+    count: int
     added: tuple[Turn, ...] = ()
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """All messages, in a new list with every access."""
+        parts, at = list[list[dict[str, Any]]](), self
+        while at is not None:
+            parts.append(at.new)
+            at = None if at.before is None else at.before.prompt
+        return [message for part in reversed(parts) for message in part]
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
+    @property
+    def guarded(self) -> list[dict[str, Any]]:
+        """All messages as they are rendered, in a new list with every access."""
+        parts, at = list[list[dict[str, Any]]](), self
+        while at is not None:
+            parts.append(at.shown)
+            at = None if at.before is None or len(at.shown) == at.count else at.before.prompt
+        return [message for part in reversed(parts) for message in part]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChatTurn:
     """A prompt and its answer."""
 
     prompt: ChatPrompt
@@ -290,28 +342,35 @@ class _Turn:
     # The text of all tokens, including the answer's.
     text: _Text
 
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        return [*self.prompt.messages, self.answer]
-
     def is_continued_by(self, messages: Messages) -> bool:
-        """Return whether the messages continue this prompt with an assistant message, not necessarily the answer."""
-        count = len(self.prompt.messages)
+        """Return whether the messages continue this prompt with an assistant message, not necessarily the answer.
+
+        They must continue the turn before it.
+        """
+        new, count = self.prompt.new, self.prompt.count
         return (
             len(messages) > count
+            # Prompts of other agents mostly differ in the last message, which saves comparing all of them.
+            and messages[count - 1 : count] == new[-1:]
             and messages[count].get("role") == "assistant"
-            and list(messages[:count]) == self.prompt.messages
+            and messages[count - len(new) : count] == new
         )
 
 
 class Conversation:
-    """The generations of one sample and the chat turns among them."""
+    """The generations of one sample and the chat turns among them.
+
+    Of both a tree is kept, from what continues nothing to what continues it, and so on: a search looks only at what
+    continues something that fits. A sample with 200 agents of 20 turns thus compares a prompt with about 220 others.
+    """
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
         self.realigned = 0
         self.forked = 0
-        self._turns: list[_Turn] = []
+        self._continuations: dict[Generation | None, list[Generation]] = {}
+        self._turns: dict[Generation, ChatTurn] = {}
+        self._continuing: dict[ChatTurn | None, list[ChatTurn]] = {}
 
     def tokens(self, prompt_ids: Sequence[int]) -> Tokens:
         """The prompt as the continuation of the longest earlier turn that it begins with, whose tokens it shares."""
@@ -323,17 +382,15 @@ class Conversation:
 
     def record(self, generation: Generation) -> Generation:
         """Record a generation. Its parent is the longest earlier turn that its prompt begins with."""
+        generation.number = len(self.generations)
         generation.parent = self._parent(generation.prompt)
         self.generations.append(generation)
+        self._continuations.setdefault(generation.parent, []).append(generation)
         return generation
 
     def _parent(self, prompt: Tokens) -> Generation | None:
-        best: Generation | None = None
-        for earlier in reversed(self.generations):
-            longer = best is None or len(earlier.tokens) >= len(best.tokens)
-            if longer and prompt.begins_with(earlier.tokens):
-                best = earlier
-        return best
+        begun = _fitting(self._continuations, lambda earlier: prompt.begins_with(earlier.tokens))
+        return max(begun, key=lambda earlier: (len(earlier.tokens), -earlier.number), default=None)
 
     def prompt(
         self, template: AnswerTemplate, messages: Messages, tools: Messages = (), *, realign_rewritten: bool = False
@@ -343,42 +400,61 @@ class Conversation:
         With `realign_rewritten`, a template that rewrites earlier turns causes no fork: the model still sees the turns
         as they were sampled.
         """
-        turns = sorted(reversed(self._turns), key=lambda turn: -len(turn.prompt.messages))
-        longest = next((turn for turn in turns if turn.is_continued_by(messages)), None)
-        shared, guarded = ([], []) if longest is None else (longest.prompt.messages, longest.prompt.guarded)
+        messages = list(messages)
+        # The longest first, and of equally long ones the latest.
+        turns = _fitting(self._continuing, lambda turn: turn.is_continued_by(messages))
+        turns.sort(key=lambda turn: (turn.prompt.count, turn.generation.number), reverse=True)
+        longest = turns[0] if turns else None
+        earlier = [] if longest is None else longest.prompt.guarded
         # Copies, because the caller may change the messages later. Those of the earlier turn are shared with it.
-        added = [dict(message) for message in messages[len(shared) :]]
-        messages, guarded, tools = [*shared, *added], [*guarded, *map(template.guard, added)], list(tools)
+        new = [dict(message) for message in messages[len(earlier) :]]
+        if longest is not None and new[0] == longest.answer:
+            new[0] = longest.answer
+        # An agent sends equal tools with each request.
+        tools = longest.prompt.tools if longest is not None and longest.prompt.tools == list(tools) else list(tools)
+        shown = [template.guard(message) for message in new]
+        if all(guarded is message for guarded, message in zip(shown, new, strict=True)):
+            shown = new
+        guarded = [*earlier, *shown]
         try:
             rendered = template.render(guarded, tools, answer=True)
         except TemplateRefused:
-            if longest is None or added[0] != longest.answer:
+            if longest is None or new[0] != longest.answer:
                 raise
             rendered, guarded = _with_stand_in(template, longest, guarded, tools)
+            shown = guarded
 
-        def extended(turn: _Turn, text: _Text, shown: _Text) -> ChatPrompt:
-            ids = turn.generation.tokens + template.encode(text.piece)
-            prompt = ChatPrompt(messages, guarded, tools, ids, text, shown)
-            return replace(prompt, added=_turns_of(template, turn, prompt))
+        def made(ids: Tokens, text: _Text) -> ChatPrompt:
+            return ChatPrompt(longest, new, shown, tools, ids, text, len(messages))
 
+        def extended(turn: ChatTurn, piece: str) -> ChatPrompt:
+            prompt = made(turn.generation.tokens + template.encode(piece), _Text(turn.text, piece))
+            return replace(prompt, added=_turns_of(template, turn, prompt, piece))
+
+        ends: dict[_Text, int] = {}
         for turn in turns:
-            if turn.is_continued_by(messages) and (text := turn.text.grown(rendered)).before is not None:
-                return extended(turn, text, text)
+            if (rest := turn.text.rest(rendered, ends)) is not None:
+                return extended(turn, rest)
         if longest is not None:
-            after = _text_after(template, longest, messages, guarded, tools, rendered, realign_rewritten)
+            after = _text_after(template, longest, new, guarded, tools, rendered, realign_rewritten)
             if after is not None:
                 self.realigned += 1
-                return extended(longest, _Text(longest.text, after), longest.prompt.rendered.grown(rendered))
+                return extended(longest, after)
             self.forked += 1
-        text = _Text(None, rendered)
-        return ChatPrompt(messages, guarded, tools, Tokens.of(template.encode(rendered)), text, text)
+        return made(Tokens.of(template.encode(rendered)), _Text(None, rendered))
 
     def answered(
         self, template: AnswerTemplate, prompt: ChatPrompt, generation: Generation, answer: dict[str, Any]
     ) -> None:
         """Record `answer`, the message parsed from `generation`, so that the next prompt can continue it."""
         text = _Text(prompt.text, template.decode(generation.token_ids))
-        self._turns.append(_Turn(prompt, generation, answer, text))
+        turn = ChatTurn(prompt, generation, answer, text)
+        self._turns[generation] = turn
+        self._continuing.setdefault(prompt.before, []).append(turn)
+
+    def lines(self) -> list[tuple[Generation, Line]]:
+        """Return the last generation of each line and what the line is, in the order in which the lines ended."""
+        return lines_of(self.generations, self._turns)
 
     def trajectories(
         self,
@@ -404,29 +480,37 @@ class Conversation:
                 raise DataError(f"got {len(turn_rewards)} rewards for {len(self.generations)} turns")
             reward = sum(turn_rewards) if reward is None else reward
         of_turns = dict(zip(self.generations, turn_rewards or (), strict=False))
-        parents = {generation.parent for generation in self.generations}
-        leaves = [generation for generation in self.generations if generation not in parents]
+        lines = self.lines()
         trajectories: list[Trajectory] = []
         trained: set[Generation] = set()
-        for leaf in leaves:
-            sample_metrics = self.metrics() | (metrics or {}) if leaf is leaves[-1] else None
+        for leaf, line in lines:
+            last = leaf is self.generations[-1]
             trajectories.append(
                 leaf.trajectory(
                     reward,
                     text=self.generations[-1].text,
-                    metrics=sample_metrics,
-                    untrained=frozenset(trained),
+                    metrics=self._metrics(lines) | (metrics or {}) if last else None,
+                    untrained=trained,
                     turn_rewards=of_turns,
+                    line=line if len(lines) > 1 else None,
                 )
             )
             trained.update(leaf.line())
         return trajectories
 
     def metrics(self) -> dict[str, float]:
+        return self._metrics(self.lines())
+
+    def _metrics(self, lines: Sequence[tuple[Generation, Line]]) -> dict[str, float]:
+        kinds = Counter(line.kind for _, line in lines)
         return {
             "turns": float(len(self.generations)),
             "turns_realigned": float(self.realigned),
             "turns_forked": float(self.forked),
+            "lines": float(len(lines)),
+            "lines_sub_agent": float(kinds[SUB_AGENT]),
+            "lines_retry": float(kinds[RETRY]),
+            "lines_compacted": float(kinds[COMPACTED]),
         }
 
 
@@ -473,8 +557,18 @@ class Reply:
         return self.conversation.trajectories(reward, metrics, turn_rewards)
 
 
+def _fitting(continuing: Mapping[T | None, list[T]], fits: Callable[[T], bool]) -> list[T]:
+    """Return all that fit, where what continues another one fits only if that does."""
+    found, at = list[T](), list[T | None]([None])
+    while at:
+        fitting = [each for each in continuing.get(at.pop(), ()) if fits(each)]
+        found += fitting
+        at += fitting
+    return found
+
+
 def _with_stand_in(
-    template: AnswerTemplate, turn: _Turn, guarded: list[dict[str, Any]], tools: Messages
+    template: AnswerTemplate, turn: ChatTurn, guarded: list[dict[str, Any]], tools: Messages
 ) -> tuple[str, list[dict[str, Any]]]:
     """Render the messages with another form of the turn's answer, which the template rejects as the model wrote it.
 
@@ -490,7 +584,7 @@ def _with_stand_in(
         forms = [answer | {"tool_calls": calls}, answer | one, bare | {"content": ""} | one, *forms]
     # The results of calls that could not be parsed get a call.
     called = [_called(*pair) for pair in pairwise(guarded)] + guarded[-1:]
-    number = len(turn.prompt.messages)
+    number = turn.prompt.count
     for form in (called[number], *map(template.guard, forms)):
         changed = [*called[:number], form, *called[number + 1 :]]
         try:
@@ -515,15 +609,15 @@ def _object(call: dict[str, Any]) -> dict[str, Any]:
 
 def _text_after(
     template: AnswerTemplate,
-    turn: _Turn,
-    messages: Messages,
+    turn: ChatTurn,
+    new: Messages,
     guarded: Messages,
     tools: Messages,
     rendered: str,
     realign_rewritten: bool,
 ) -> str | None:
     """Return the text after the turn's answer, or None if the tokens up to there do not represent these messages."""
-    if list(tools) != turn.prompt.tools or list(messages[: len(turn.messages)]) != turn.messages:
+    if tools is not turn.prompt.tools or new[0] != turn.answer:
         return None
     try:
         if not realign_rewritten and not _renders_unchanged(template, turn, guarded, tools, rendered):
@@ -535,10 +629,10 @@ def _text_after(
 
 
 def _renders_unchanged(
-    template: AnswerTemplate, turn: _Turn, guarded: Messages, tools: Messages, rendered: str
+    template: AnswerTemplate, turn: ChatTurn, guarded: Messages, tools: Messages, rendered: str
 ) -> bool:
     """Return whether the template renders the text up to the answer unchanged, and the answer as when it was last."""
-    count, prompt = len(turn.prompt.messages), str(turn.prompt.rendered)
+    count, prompt = turn.prompt.count, template.render(turn.prompt.guarded, tools, answer=True)
     before, done = (template.render(guarded[:number], tools, answer=False) for number in (count, count + 1))
     return any(
         prompt.startswith(earlier) and grown.startswith(earlier) and rendered.startswith(grown)
@@ -547,8 +641,8 @@ def _renders_unchanged(
     )
 
 
-def _after_answer(template: AnswerTemplate, turn: _Turn, guarded: Messages, tools: Messages) -> str | None:
-    marked, number = [*guarded], len(turn.prompt.messages)
+def _after_answer(template: AnswerTemplate, turn: ChatTurn, guarded: Messages, tools: Messages) -> str | None:
+    marked, number = [*guarded], turn.prompt.count
     marked[number] = _marked(guarded[number])
     text = template.render(marked, tools, answer=True)
     if (at := text.rfind(_END)) < 0:
@@ -562,14 +656,14 @@ def _after_answer(template: AnswerTemplate, turn: _Turn, guarded: Messages, tool
     return text[min(rests)[1] :] if rests else None
 
 
-def _turns_of(template: AnswerTemplate, turn: _Turn, prompt: ChatPrompt) -> tuple[Turn, ...]:
-    """The turns between an answer and the end of a prompt that continues it, one for each message.
+def _turns_of(template: AnswerTemplate, turn: ChatTurn, prompt: ChatPrompt, added: str) -> tuple[Turn, ...]:
+    """The turns between an answer and the end of a prompt that continues it by a text, one for each message.
 
     A turn ends with the text of its message; what the template writes before the next message belongs to that. Messages
     that cannot be told apart are one turn.
     """
     start, end = len(turn.generation.tokens), len(prompt.ids)
-    first = len(turn.prompt.messages) + 1
+    first = turn.prompt.count + 1
     called: dict[str, str] = {}
     # Role and name of each message.
     writers: list[tuple[str, str]] = []
@@ -582,7 +676,7 @@ def _turns_of(template: AnswerTemplate, turn: _Turn, prompt: ChatPrompt) -> tupl
     # The first is the answer itself, or another message in its place.
     if not (writers := writers[1:]):
         return ()
-    cuts = _cuts(template, prompt, first, end - start) if len(writers) > 1 else []
+    cuts = _cuts(template, prompt, added, first, end - start) if len(writers) > 1 else []
     if cuts is None:
         roles, names = (", ".join(dict.fromkeys(filter(None, words))) for words in zip(*writers, strict=True))
         writers, cuts = [(roles, names)], []
@@ -592,7 +686,7 @@ def _turns_of(template: AnswerTemplate, turn: _Turn, prompt: ChatPrompt) -> tupl
     )
 
 
-def _cuts(template: AnswerTemplate, prompt: ChatPrompt, first: int, tokens: int) -> list[int] | None:
+def _cuts(template: AnswerTemplate, prompt: ChatPrompt, added: str, first: int, tokens: int) -> list[int] | None:
     """The numbers of added tokens up to the end of each message from the `first` to the last but one.
 
     None if the template does not render each of them once, in their order, or if it is unknown where tokens begin.
@@ -609,7 +703,7 @@ def _cuts(template: AnswerTemplate, prompt: ChatPrompt, first: int, tokens: int)
         rest = template.render(marked, prompt.tools, answer=True)
     except DataError:
         return None
-    added, starts = prompt.text.piece, template.starts(prompt.text.piece)
+    starts = template.starts(added)
     rest = rest[-len(added) - sum(map(len, marks)) :]
     pieces: list[str] = []
     for mark in marks:

@@ -27,6 +27,8 @@ from megasync.trajectory.runs import IntArray, int_array
 
 # An array that is full grows by this share of its length, and by at least this many ids.
 _GROWTH, _LEAST_GROWTH = 1 / 16, 64
+# Last ids that are compared before all of them.
+_COMPARED = 16
 _NO_ROUTES = np.empty((0, 0, 0), np.uint8)
 _NO_ROUTES.flags.writeable = False
 
@@ -65,11 +67,10 @@ class Tokens(Sequence[int]):
             return False
         if other._line is self._line:
             return True
-        theirs = other.array
-        # Other conversations mostly differ in the last id, which saves comparing all of them.
-        return not theirs.size or bool(
-            self._line.ids[theirs.size - 1] == theirs[-1] and np.array_equal(self._line.ids[: theirs.size], theirs)
-        )
+        size, ids, theirs = other._length, self._line.ids, other._line.ids
+        # Other conversations mostly differ in the last ids, which saves comparing all of them.
+        last = slice(max(0, size - _COMPARED), size)
+        return ids[last].tobytes() == theirs[last].tobytes() and np.array_equal(ids[:size], theirs[:size])
 
     def check(self, vocab_size: int) -> None:
         """Raises DataError for an id outside [0, vocab_size). Looks only at ids that were not checked before."""

@@ -137,6 +137,29 @@ class Turn:
         return replace(self, start=self.start + tokens, end=self.end + tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What a trajectory is within a sample that has several: a note for people who read it, as `Turn`.
+
+    `rollout.lines` defines the words.
+    """
+
+    # What the line is, such as "final" or "sub-agent".
+    kind: str
+    # How it began, such as "branch" or "summary".
+    origin: str
+    # Its place among the lines of the sample, and that of the line that it came from, if any.
+    number: int
+    parent: int | None
+    # The numbers of the first answer that it trains and of its last one, among all answers of the sample.
+    first: int
+    last: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", _cut(self.kind, NAME))
+        object.__setattr__(self, "origin", _cut(self.origin, NAME))
+
+
 def within(turns: Iterable[Turn], tokens: int) -> tuple[Turn, ...]:
     """The parts of the turns in the first ``tokens``. Raises ValueError for turns that overlap or hold nothing."""
     kept, at = [], 0
@@ -185,6 +208,8 @@ class Trajectory:
     # The number of its sample within the group, which all trajectories of a conversation that forked share; None: it is
     # a sample of its own.
     sample: int | None
+    # What it is among the trajectories of a conversation that forked.
+    line: Line | None
 
     def __init__(
         self,
@@ -200,6 +225,7 @@ class Trajectory:
         arrays: Mapping[str, NDArray[Any]] | None = None,
         turns: Iterable[Turn] = (),
         sample: int | None = None,
+        line: Line | None = None,
     ) -> None:
         """Raises ValueError, naming the field, for values of another kind or number."""
         _set(
@@ -216,6 +242,7 @@ class Trajectory:
             arrays={name: np.asarray(array) for name, array in (arrays or {}).items()},
             turns=_field("turns", lambda given: within(given, len(response_ids)), turns),
             sample=sample,
+            line=line,
         )
         if not self.prompt_ids.size:
             raise ValueError("a trajectory needs at least one prompt token")
@@ -281,7 +308,8 @@ class Trajectory:
     def plain(self) -> dict[str, Any]:
         """All fields by name, with lists in the place of arrays, runs and turns, as for JSON."""
         plain = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
-        return plain | {"turns": [asdict(turn) for turn in self.turns]}
+        line = None if self.line is None else asdict(self.line)
+        return plain | {"turns": [asdict(turn) for turn in self.turns], "line": line}
 
     def __eq__(self, other: object) -> bool:
         return _equal(self, other)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megasync.errors import DataError
 from megasync.observe.rollouts import Response, RolloutIndex, Row
-from megasync.trajectory import ANSWER, Turn
+from megasync.trajectory import ANSWER, Line, Turn
 
 Numbers = NDArray[np.floating[Any]]
 # What a tokenizer decodes of a part of a character.
@@ -90,6 +90,28 @@ def turns(response: Response) -> list[Turn]:
         parts.append(noted)
         at = noted.end
     return parts[:-1]
+
+
+def tree(rows: Sequence[Row]) -> list[tuple[int, Row, Line]]:
+    """The lines of a sample below those that they came from: how deep each of them is, its row and its note.
+
+    A line whose origin is not among the rows begins a tree, as do lines that name each other.
+    """
+    noted = sorted(((row.line, row) for row in rows if row.line is not None), key=lambda each: each[0].first)
+    numbers = {line.number for line, _ in noted}
+    below: dict[int | None, list[tuple[Line, Row]]] = {}
+    for line, row in noted:
+        below.setdefault(line.parent if line.parent in numbers else None, []).append((line, row))
+    found: list[tuple[int, Row, Line]] = []
+    waiting = [(0, *each) for each in reversed(below.pop(None, []))]
+    while waiting or below:
+        if not waiting:
+            # Only a damaged recording has lines that came from each other.
+            waiting = [(0, *each) for each in reversed(below.pop(next(iter(below))))]
+        depth, line, row = waiting.pop()
+        found.append((depth, row, line))
+        waiting += [(depth + 1, *each) for each in reversed(below.pop(line.number, []))]
+    return found
 
 
 def writer_of(turn: Turn) -> str:

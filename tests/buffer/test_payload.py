@@ -21,7 +21,7 @@ from megasync.buffer.payload import (
 )
 from megasync.buffer.segments import SegmentWriter, load_trajectories, segments_in
 from megasync.errors import DataError
-from megasync.trajectory import ANSWER, Call, Group, Partial, Support, Trajectory, Turn
+from megasync.trajectory import ANSWER, Call, Group, Line, Partial, Support, Trajectory, Turn
 
 IDS = st.integers(0, 2**31 - 1)
 LOGPROBS = st.floats(-1e3, 0, width=32)
@@ -54,6 +54,7 @@ def trajectories(draw):
         metrics=draw(st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False), max_size=2)),
         arrays=arrays,
         turns=draw(st.sampled_from([(), TURNS])),
+        line=draw(st.sampled_from([None, Line("sub-agent", "new", 1, None, 3, 7), Line("final", "", 2, 0, 4, 9)])),
     )
 
 
@@ -150,11 +151,11 @@ def test_what_cannot_be_recorded_is_refused_by_the_name_of_its_group(strange):
         encode(Group("0:7", [answer]))
 
 
-def test_a_header_that_was_recorded_without_turns_is_read():
+def test_a_header_that_was_recorded_without_notes_is_read():
     answer = Trajectory([1], [1, 2], [1, 0], [-0.5, 0.0], [0, 0], reward=1.0)
     encoded = encode(Group("0:7", [answer]))
     fields = msgspec.msgpack.decode(encoded.head)
-    assert fields[-1][0].pop() == 0
+    assert (fields[-1][0].pop(), fields[-1][0].pop()) == (None, 0)
     older = EncodedGroup(msgspec.msgpack.encode(fields), encoded.body)
     assert decode(older.header, older.body) == Group("0:7", [answer])
 

@@ -22,7 +22,7 @@ from megasync.observe.rollouts import (
     is_sampled,
     recorded,
 )
-from megasync.trajectory import ANSWER, Call, Trajectory, Turn
+from megasync.trajectory import ANSWER, Call, Line, Trajectory, Turn
 from megasync.trajectory.runs import Runs
 
 LIMIT = 2**20
@@ -71,12 +71,13 @@ def test_a_response_reads_back_as_it_was_written(tmp_path):
     assert (read.mask, read.versions, read.text, read.problem) == (whole.mask, whole.versions, whole.text, "none")
 
 
-def test_the_turns_of_a_trajectory_read_back(tmp_path):
+def test_the_notes_of_a_trajectory_read_back(tmp_path):
+    line = Line("sub-agent", "branch", 1, 0, 2, 4)
     turns = (Turn(0, 2, ANSWER, calls=(Call("add", "{}"),)), Turn(2, 3, "tool", "add"))
-    answer = Trajectory([1], [5] * 3, [1, 1, 0], [-0.5] * 3, [0] * 3, turns=turns)
+    answer = Trajectory([1], [5] * 3, [1, 1, 0], [-0.5] * 3, [0] * 3, turns=turns, line=line)
     RolloutLog(tmp_path, "trainer-0", LIMIT).append([recorded("0:1", 0, answer, step=1, version=1, time=1.0)])
     index = index_of(tmp_path)
-    assert index.read(index.rows[0]).turns == turns
+    assert (index.read(index.rows[0]).turns, index.rows[0].line) == (turns, line)
 
 
 def test_a_body_that_was_recorded_without_turns_is_read(tmp_path):

@@ -45,6 +45,11 @@ class Talk:
         return (self.conversation.realigned, self.conversation.forked)
 
 
+def counts(lines=1, **others):
+    names = ("turns", "turns_realigned", "turns_forked", "lines_sub_agent", "lines_retry", "lines_compacted")
+    return {"lines": float(lines), **{name: float(others.get(name, 0)) for name in names}}
+
+
 def masked(trajectory, template):
     """The trajectory's response as text, what is not trained in lower case brackets."""
     text, before = "", 1
@@ -63,7 +68,7 @@ def test_turns_are_one_trajectory_with_what_the_model_did_not_write_left_out_of_
     assert masked(trajectory, talk.template) == "ab$|<tool>r$<assistant>|cd$"
     assert [v for v, m in zip(trajectory.versions, trajectory.loss_mask, strict=True) if m] == [1, 1, 1, 2, 2, 2]
     assert {p for p, m in zip(trajectory.logprobs, trajectory.loss_mask, strict=True) if not m} == {0.0}
-    assert trajectory.metrics == {"turns": 2.0, "turns_realigned": 0.0, "turns_forked": 0.0}
+    assert trajectory.metrics == counts(turns=2)
     assert (trajectory.reward, trajectory.text) == (1.0, "cd")
     assert last.trajectory().response_ids.tolist() == trajectory.response_ids.tolist()
 
@@ -121,7 +126,7 @@ def test_a_template_that_forgets_reasoning_forks_and_both_parts_are_trained():
     first, last = talk.conversation.trajectories(reward=0.5, metrics={"m": 1.0})
     assert (masked(first, talk.template), masked(last, talk.template)) == ("(hm)one$", "(so)two$")
     assert (first.text, first.reward, first.metrics) == ("(so)two", 0.5, {})
-    assert last.metrics == {"turns": 2.0, "turns_realigned": 0.0, "turns_forked": 1.0, "m": 1.0}
+    assert last.metrics == counts(turns=2, turns_forked=1, lines=2) | {"m": 1.0}
 
 
 def test_a_rewriting_template_is_realigned_where_that_is_asked_for():

@@ -3,8 +3,8 @@
 import numpy as np
 from made_runs import make_run
 
-from megasync.observe.rollouts import Response
-from megasync.trajectory import ANSWER, Turn
+from megasync.observe.rollouts import Response, Row
+from megasync.trajectory import ANSWER, Line, Turn
 from megasync.trajectory.runs import Runs
 from megasync.watch.decoder import decoder_of
 from megasync.watch.responses import (
@@ -15,6 +15,7 @@ from megasync.watch.responses import (
     by_logprob,
     by_mask,
     by_version,
+    tree,
     turns,
     visible,
     writer_of,
@@ -63,6 +64,23 @@ def test_without_a_tokenizer_ids_are_shown():
 
 def test_line_breaks_are_visible_and_control_characters_are_not():
     assert visible("a\r\nb\x1b[31m\u202e") == "a↵\nb\ufffd[31m\ufffd"
+
+
+def test_lines_stand_below_those_that_they_came_from():
+    def row(number, parent, first):
+        return Row("0:1", number, 1, 1, 0.0, 1, 1, line=Line("side", "branch", number, parent, first, first))
+
+    def drawn(*lines):
+        return [(depth, line.number) for depth, _, line in tree([row(*line) for line in lines])]
+
+    assert drawn((0, 2, 3), (1, 2, 1), (2, None, 0), (3, None, 5), (4, 1, 2)) == [
+        (0, 2), (1, 1), (2, 4), (1, 0), (0, 3),
+    ]  # fmt: skip
+    # One whose origin was left out, and lines that no recording of ours has.
+    assert drawn((5, 9, 1), (6, None, 0)) == [(0, 6), (0, 5)]
+    assert sorted(drawn((0, 1, 0), (1, 0, 1))) == [(0, 0), (1, 1)]
+    assert drawn((0, 0, 0), (0, 0, 1)) == [(0, 0), (0, 0)]
+    assert tree([Row("0:1", 0, 1, 1, 0.0, 1, 1)]) == []
 
 
 def test_without_notes_masked_tokens_are_turns_that_were_not_generated():

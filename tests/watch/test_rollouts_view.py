@@ -6,7 +6,8 @@ from nicegui import ui
 from nicegui.testing import user_simulation
 from nicegui.testing.user_interaction import UserInteraction
 
-from megasync.observe.rollouts import RolloutLog
+from megasync.observe.rollouts import RolloutLog, recorded
+from megasync.trajectory import Line, Trajectory
 from megasync.watch.elements import Text
 from megasync.watch.run_folder import RunFolder
 from megasync.watch.view import Place
@@ -83,6 +84,26 @@ async def test_a_response_is_shown_with_its_group_and_as_text(run):
         await user.should_see(f"answer 1 {HOSTILE}".replace("\u2028", "\ufffd"))
         await user.should_see("Tokens are shown by their ids")
         assert not [element for element in user.client.elements.values() if isinstance(element, ui.html)]
+
+
+async def test_the_lines_of_a_sample_are_a_tree_that_opens_them(run):
+    lines = [Line("sub-agent", "new", 0, None, 1, 2), Line("final", "<b>new", 1, None, 0, 3)]
+    written = [
+        recorded("9:9", place, Trajectory([1], [5], [1], [-0.5], [0], sample=4, line=line), step=1, version=1, time=1e9)
+        for place, line in enumerate(lines)
+    ]
+    RolloutLog(run.path, "worker-1", 1 << 20).append(written)
+    run.rollouts.update()
+    async with user_simulation() as user:
+        (view,) = await opened(user, run, uid="9:9")
+        choose(user, "9:9")
+        await user.should_see("Lines of sample 4 of group 9:9", retries=LONG)
+        await user.should_see("2 lines, 4 answers")
+        await user.should_see("<b>new")
+        shown = view.__self__._open.sample
+        answers = ("answer 2 to 3", "answer 1 to 4")
+        choose(user, f"response {1 - shown}, {answers[1 - shown]}, 1 token")
+        await user.should_see(f"Response: group 9:9, response {1 - shown}", retries=LONG)
 
 
 async def test_a_long_reference_answer_unfolds(run):

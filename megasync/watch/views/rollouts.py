@@ -22,7 +22,7 @@ from megasync.trajectory import ANSWER, Turn, of_sample
 from megasync.watch import responses, units
 from megasync.watch.decoder import decoder_of
 from megasync.watch.elements import Chip, Text, card, notice, swatch, text, trouble
-from megasync.watch.responses import SHADINGS, Decoder, Shading, about, one_line, turns, visible, writer_of
+from megasync.watch.responses import SHADINGS, Decoder, Shading, about, one_line, tree, turns, visible, writer_of
 from megasync.watch.run_folder import ACTIVE, RunFolder
 from megasync.watch.view import Place, Update, address
 
@@ -32,6 +32,8 @@ PAGE, PORTION, TURNS = 25, 1500, 200
 MATCHES, SEARCH_SECONDS = 500, 10.0
 # Responses of a group that are shown side by side, and characters of each.
 MEMBERS, MEMBER_CHARACTERS = 32, 700
+# Lines of a sample are indented up to this depth; the looks of their chips.
+DEPTH, KINDS = 8, {"final": "good", "compacted": "warn", "retry": "warn", "sub-agent": "live"}
 # Folded texts show this many characters.
 PREVIEW = 80
 ANY = "any"
@@ -207,7 +209,7 @@ class _Rollouts:
             self._body = ui.element("tbody")
         with ui.element("div").classes("pager"):
             self._back = ui.button("newer", on_click=partial(self._turn, -1)).props("flat dense no-caps")
-            self._where = text("span", "", "muted")
+            self._where = text("span", "", "note")
             self._next = ui.button("older", on_click=partial(self._turn, 1)).props("flat dense no-caps")
 
     def _sort_by(self, field: str) -> None:
@@ -331,6 +333,8 @@ class _Rollouts:
                 read[position] if position is not None else await asyncio.to_thread(responses.read, self._index, row)
             )
             _one(row, response, answer, decoder)
+            if row.line is not None:
+                _lines(row, [member for member in members if member.number == row.number], self._show)
             if len(members) > 1:
                 _group(row, members, read, decoder, self._show)
         if by_reader:
@@ -432,6 +436,7 @@ def _facts(row: Row) -> None:
         "staleness": f"{row.staleness} at version {row.version}",
         "gap": "" if row.gap is None else f"{units.number(row.gap)} nats",
         "ended by": row.finish_reason,
+        "line": "" if row.line is None else one_line(row.line.kind),
         "dropped": row.dropped,
         "set": row.set,
     }
@@ -568,6 +573,27 @@ def _step(number: int) -> str:
     """Colours of steps repeat, except the first, which is none."""
     of_list = STEPS[0] if not number else STEPS[1 + (number - 1) % (len(STEPS) - 1)]
     return of_list if of_list == "transparent" else f"color-mix(in srgb, {of_list} {STRENGTH}%, transparent)"
+
+
+def _lines(row: Row, members: Sequence[Row], show: Callable[[Row], Any]) -> None:
+    """The lines of a sample as a tree, the open one marked, over the answers from the first to the last."""
+    drawn = tree(members)
+    count = max(1, *(line.last + 1 for _, _, line in drawn))
+    note = f"{units.counted(len(drawn), 'line')}, {units.counted(count, 'answer')}"
+    with card(f"Lines of sample {row.number} of group {row.uid}", note), ui.element("div").classes("tree"):
+        for depth, member, line in drawn:
+            with ui.element("div").classes("line" + " chosen" * (member is row)).props('tabindex="0"') as box:
+                with ui.element("div").classes("origin").style(f"padding-left: {min(depth, DEPTH) * 1.4}em"):
+                    text("span", "└" if depth else "", "note")
+                    Chip(one_line(line.kind), KINDS.get(line.kind, ""))
+                    text("span", one_line(line.origin), "note")
+                with ui.element("div").classes("answers"):
+                    start, width = (100 * part / count for part in (line.first, 1 + line.last - line.first))
+                    ui.element("i").style(f"left: {start:.2f}%; width: {width:.2f}%")
+                answers = f"answer {line.first + 1}" + (f" to {line.last + 1}" if line.last > line.first else "")
+                text("div", f"response {member.sample}, {answers}, {units.counted(member.tokens, 'token')}", "note")
+            box.on("click", partial(show, member))
+            box.on("keydown.enter", partial(show, member))
 
 
 def _group(
