@@ -38,26 +38,41 @@ _READ = frozenset({"role", "content", "refusal", "tool_calls", "function_call", 
 _DEPTH = 64
 
 
+class ReadMessages(list[Message]):
+    """Messages that `as_messages` has read, which it does not read again. Nothing else may be added to them."""
+
+
 def as_messages(messages: Sequence[Any]) -> list[Message]:
     """The messages in the form of this module. The given ones are not changed. Raises DataError."""
+    if isinstance(messages, ReadMessages):
+        return messages
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise DataError(f"chat messages must be a list, got {messages!r:.80}")
     # Arrow gives all messages of a column the same keys, with null for those that a message does not have; the same
     # holds for the arguments of its calls. Elsewhere null is a value that somebody wrote.
     from_arrow = len(messages) > 1 and all(isinstance(m, Mapping) and m.keys() == messages[0].keys() for m in messages)
     read: list[Message] = []
-    # Ids of the latest calls that have no result yet.
-    open_calls: list[str] = []
     for number, written in enumerate(messages):
-        message = as_message(written, number, from_arrow=from_arrow)
-        if "tool_calls" in message:
-            open_calls = [call["id"] for call in message["tool_calls"]]
-        elif message["role"] == "tool":
-            message.setdefault("tool_call_id", open_calls[0] if open_calls else f"call_{number}")
-            if message["tool_call_id"] in open_calls:
-                open_calls.remove(message["tool_call_id"])
-        read.append(message)
+        add_message(read, as_message(written, number, from_arrow=from_arrow))
     return read
+
+
+def add_message(messages: list[Message], message: Message) -> None:
+    """Appends a message that was read. A result that names no call is that of the first one without a result."""
+    if message["role"] == "tool" and "tool_call_id" not in message:
+        message["tool_call_id"] = _open_call(messages)
+    messages.append(message)
+
+
+def _open_call(messages: Sequence[Message]) -> str:
+    """The id of the first of the latest calls that has no result yet, or an id of its own."""
+    answered = set[Any]()
+    for message in reversed(messages):
+        if "tool_calls" in message:
+            open_calls = [call["id"] for call in message["tool_calls"] if call["id"] not in answered]
+            return open_calls[0] if open_calls else f"call_{len(messages)}"
+        answered.add(message.get("tool_call_id"))
+    return f"call_{len(messages)}"
 
 
 def as_message(message: Any, number: int, *, from_arrow: bool = False) -> Message:
@@ -111,7 +126,7 @@ def as_tool_schema(written: Any, number: int, *, drop_null: bool = False) -> dic
 
 
 # The types of a tool whose name and parameters are not under "function".
-_BARE = frozenset({"function", "object"})
+_BARE = ("function", "object")
 
 
 def parse_arguments(text: str) -> dict[str, Any] | str:
@@ -176,8 +191,9 @@ def _message(values: Any, number: int, from_arrow: bool) -> Message:
             f"has the role {role!r:.80}; it must be text, such as user; its keys are {sorted(map(str, values))}"
         )
     role = _ROLES.get(role, valid_text(role))
-    if media := sorted(key for key in _MEDIA & values.keys() if values[key]):
-        raise DataError(f"has {media[0]}, but only text is supported")
+    for key in _MEDIA & values.keys():
+        if values[key]:
+            raise DataError(f"has {key}, but only text is supported")
     calls = list(_calls(values, number, from_arrow))
     thoughts: list[str] = [text for key in _REASONING if isinstance(text := values.get(key), str) and text][:1]
     content = _content(values.get("content"), role, thoughts)

@@ -1,10 +1,12 @@
 """The gateway's HTTP server. It runs on the event loop that starts it.
 
     GET  /s/<session>/v1/models, /s/<session>/v1/models/<name>
-    POST /s/<session>/v1/chat/completions
+    POST /s/<session>/v1/chat/completions, /s/<session>/v1/responses
+    POST /s/<session>/v1/messages, /s/<session>/v1/messages/count_tokens
+    POST /s/<session>/inference/v1/generate
 
-Invariant: a request is not processed before its session is found and its key is verified. Every response
-is JSON in OpenAI's form, except a stream that breaks off in the middle. `_answer` guarantees both.
+Invariant: a request is not processed before its session is found and its key is verified. Every response is JSON in its
+dialect's form, except a stream that breaks off in the middle. `_answer` guarantees both.
 
 It is aiohttp's low-level server, without an application: its router and middlewares would take half of the HTTP time.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -23,9 +25,12 @@ from aiohttp import web
 from megasync.config.host import reach_directly, resolve_host
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.errors import ConfigError
-from megasync.gateway.chat_request import ChatBody, parse_chat
-from megasync.gateway.completion import Completion, deltas, finish_reason
+from megasync.gateway import messages
+from megasync.gateway.chat_completions import ChatExchange
 from megasync.gateway.errors import RequestError, as_request_error
+from megasync.gateway.generate import generated, parse_generate
+from megasync.gateway.request import Exchange, Kept
+from megasync.gateway.responses import ResponsesExchange
 from megasync.gateway.session import Session
 from megasync.rollout.workflow import SampleClient
 
@@ -109,9 +114,12 @@ class Gateway:
         return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=size)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        # The path is /s/<session>/<rest>.
+        name, _, path = request.path.removeprefix("/s/").partition("/")
+        # A client appends its version to a base URL, which may have one.
+        while path.startswith("v1/"):
+            path = path[3:]
         try:
-            # The path is /s/<session>/<rest>.
-            name, _, path = request.path.removeprefix("/s/").partition("/")
             session = self._sessions.get(name)
             if session is None:
                 raise RequestError(
@@ -119,86 +127,103 @@ class Gateway:
                     f"there is no session at {request.path}: it has ended or never existed",
                     code="session_not_found",
                 )
-            if not session.admits(request.headers.get("Authorization", "")):
+            if not session.admits(_key(request.headers)):
                 raise RequestError(401, "invalid API key for this session; pass the api_key that the agent receives")
             session.begin_request()
-            if (request.method, path) == ("POST", "v1/chat/completions"):
-                return await self._chat(request, session)
-            if (request.method, path) == ("GET", "v1/models"):
-                return _json({"object": "list", "data": [_model_entry(self._model)]})
-            if request.method == "GET" and path.startswith("v1/models/"):
-                return _json(_model_entry(path.removeprefix("v1/models/")))
-            raise RequestError(
-                404,
-                f"{request.method} /{path} is not supported: the gateway serves POST /v1/chat/completions and GET "
-                f"/v1/models",
-                code="not_supported",
-            )
+            return await self._route(request, session, path)
         except Exception as error:  # every error is reported to the agent
             refused = as_request_error(error)
             if refused.status == 500:
                 log.error("Gateway failed at %s", request.path, exc_info=error)
-            return _json(refused.body(), refused.status, _NO_RETRY)
+            body = messages.refusal(refused) if path.startswith("messages") else refused.body()
+            return _json(body, refused.status, _NO_RETRY)
 
-    async def _chat(self, request: web.BaseRequest, session: Session) -> web.StreamResponse:
-        body = parse_chat(await read_body(request))
-        self._warn_of_ignored(body)
-        completion = Completion(body.model or self._model)
-        if body.stream:
-            return await self._stream(request, session, body, completion)
-        reply, message = await session.answer(body)
-        logprobs = session.logprobs(reply) if body.logprobs else None
-        return _json(completion.whole(reply, message, logprobs))
+    async def _route(self, request: web.BaseRequest, session: Session, path: str) -> web.StreamResponse:
+        match request.method, path:
+            case "POST", "chat/completions" | "responses" | "messages":
+                return await self._chat(request, session, _DIALECTS[path])
+            case "POST", "messages/count_tokens":
+                asked = messages.count_request(await read_body(request), session.kept)
+                return _json({"input_tokens": await session.count(asked)})
+            case "POST", "inference/v1/generate":
+                prompt_ids, sampling = parse_generate(await read_body(request))
+                self._warn_of_ignored(sampling.chosen if self._config.sampling == "configured" else ())
+                return _json(generated(await session.generate(prompt_ids, sampling)))
+            case "GET", "models":
+                entry = _model_entry(self._model, session)
+                return _json({"object": "list", "data": [entry], "has_more": False})
+            case "GET", _ if path.startswith("models/"):
+                return _json(_model_entry(path.removeprefix("models/"), session))
+        raise RequestError(
+            404,
+            f"{request.method} /v1/{path} is not supported: the gateway serves POST /v1/chat/completions, "
+            f"/v1/responses, /v1/messages and /v1/messages/count_tokens, GET /v1/models, and POST "
+            f"/inference/v1/generate",
+            code="not_supported",
+        )
 
-    async def _stream(
-        self, request: web.BaseRequest, session: Session, body: ChatBody, completion: Completion
+    async def _chat(
+        self, request: web.BaseRequest, session: Session, dialect: Callable[[bytes, str, Kept], Exchange]
     ) -> web.StreamResponse:
-        async with aclosing(session.stream(body)) as parts:
+        exchange = dialect(await read_body(request), self._model, session.kept)
+        asked = exchange.request
+        ignored = asked.sampling.chosen if self._config.sampling == "configured" else ()
+        self._warn_of_ignored([*ignored, *asked.without_effect])
+        if asked.stream:
+            return await self._stream(request, session, exchange)
+        return _json(exchange.whole(await session.answer(asked)))
+
+    async def _stream(self, request: web.BaseRequest, session: Session, exchange: Exchange) -> web.StreamResponse:
+        async with aclosing(session.stream(exchange.request)) as parts:
             # Nothing is sent before the first part, so that a refusal can still set the status.
             part = await anext(parts)
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             await response.prepare(request)
-            usage_follows = bool(body.stream_options and body.stream_options.include_usage)
-
-            async def send(event: dict[str, Any]) -> None:
-                # If a usage chunk follows, all earlier chunks have `"usage": null`.
-                if usage_follows and "error" not in event:
-                    event = {"usage": None} | event
-                await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
-
-            await send(completion.chunk({"role": "assistant", "content": ""}))
-            sent = ""
+            await response.write(exchange.begin())
             try:
                 while isinstance(part, str):
-                    sent += part
-                    await send(completion.chunk({"content": part}))
+                    await response.write(exchange.text(part))
                     part = await anext(parts)
-            except Exception as error:  # the status has been sent; the `openai` package raises an error event
+            except Exception as error:  # the status has been sent; the client's package raises an error event
                 log.debug("Stream of %s failed", request.path, exc_info=error)
-                await send(as_request_error(error).body())
+                await response.write(exchange.failed(as_request_error(error)))
                 return response
-            reply, message = part
-            for delta in deltas(message, sent):
-                await send(completion.chunk(delta))
-            logprobs = session.logprobs(reply) if body.logprobs else None
-            await send(completion.chunk({}, finish_reason(reply), logprobs))
-            if usage_follows:
-                await send(completion.usage_chunk(reply))
-            await response.write(b"data: [DONE]\n\n")
+            await response.write(exchange.end(part))
             return response
 
-    def _warn_of_ignored(self, body: ChatBody) -> None:
-        ignored = [name for name in ("temperature", "top_p", "seed") if getattr(body, name) is not None]
-        if ignored and self._config.sampling == "configured" and not self._warned:
+    def _warn_of_ignored(self, names: Collection[str]) -> None:
+        if names and not self._warned:
             self._warned = True
             log.warning(
-                "The agent's requests set %s, which have no effect: rollout.gateway.sampling=configured",
-                ", ".join(ignored),
+                "The agent's requests set %s, which have no effect; temperature, top_p and seed have one if "
+                "rollout.gateway.sampling=request",
+                ", ".join(names),
             )
 
 
-def _model_entry(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "megasync"}
+# The dialects of chat, by path.
+_DIALECTS: dict[str, Callable[[bytes, str, Kept], Exchange]] = {
+    "chat/completions": ChatExchange,
+    "responses": ResponsesExchange,
+    "messages": messages.MessagesExchange,
+}
+
+
+def _key(headers: Mapping[str, str]) -> str:
+    """The key of a request, as OpenAI's and Anthropic's clients send it."""
+    key = headers.get("x-api-key")
+    return headers.get("Authorization", "").removeprefix("Bearer ") if key is None else key
+
+
+def _model_entry(name: str, session: Session) -> dict[str, Any]:
+    """A model, with the fields of OpenAI, of vLLM and of Anthropic."""
+    openai = {"id": name, "object": "model", "created": 0, "owned_by": "megasync"}
+    return openai | {
+        "max_model_len": session.context_length,
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+    }
 
 
 async def read_body(request: web.BaseRequest) -> bytes:

@@ -14,27 +14,25 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config.schema import SamplingConfig
 from megasync.data.text_codec import TextCodec
 from megasync.errors import ServerError, TemplateRefused
-from megasync.gateway.chat_request import ChatBody, sampling_options, tool_schemas
-from megasync.gateway.completion import LiveText, token_logprobs
+from megasync.gateway.answer import Answer, LiveText, token_logprobs
 from megasync.gateway.errors import RequestError
+from megasync.gateway.request import Kept, Request, Sampling
 from megasync.gateway.transcript import Transcript
-from megasync.rollout.conversation import Reply
+from megasync.rollout.conversation import Generation
 from megasync.rollout.workflow import SampleClient
 from megasync.trajectory.runs import IntArray
 
-# A reply, and the message that the agent receives for it.
-Answered = tuple[Reply, dict[str, Any]]
-
 
 class Session:
-    """`sampling` is the configured sampling, `chooses` as in `sampling_options`."""
+    """`sampling` is the configured sampling, `chooses` as in `Sampling.options`."""
 
     def __init__(self, client: SampleClient, sampling: SamplingConfig, chooses: bool) -> None:
         self.id = secrets.token_urlsafe(24)
@@ -47,14 +45,14 @@ class Session:
         self._sampling = sampling
         self._chooses = chooses
         self._transcript = Transcript()
+        self.kept = Kept()
         self._requests: set[asyncio.Task[Any]] = set()
         self._ended = False
 
-    def admits(self, authorization: str) -> bool:
-        """Whether the header `Bearer ...` has the session's key, compared in constant time."""
+    def admits(self, key: str) -> bool:
+        """Whether this is the session's key, compared in constant time."""
         # A header may hold any bytes, which arrive as surrogates.
-        header = authorization.encode("utf-8", "surrogateescape")
-        return hmac.compare_digest(header, f"Bearer {self.key}".encode())
+        return hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self.key.encode())
 
     def begin_request(self) -> None:
         """Registers the current task, so that `end` cancels it. Raises RequestError after the session has ended."""
@@ -70,20 +68,49 @@ class Session:
         self._ended = True
         await cancel_and_wait(*self._requests)
 
-    async def answer(self, body: ChatBody, watch: Callable[[IntArray], None] | None = None) -> Answered:
-        """The reply to a request, and the message for the agent.
+    async def answer(self, request: Request, watch: Callable[[IntArray], None] | None = None) -> Answer:
+        """The answer to a request, for the agent.
 
         `watch` is called with all token ids so far as the response grows. Raises RequestError, DataError and
         ServerError.
         """
-        if self.failure is not None:
-            raise self.failure
-        options = sampling_options(body, self._sampling.max_new_tokens, self._chooses)
+        options = request.sampling.options(self._sampling.max_new_tokens, self._chooses)
         if watch is not None:
             options["watch"] = watch
-        messages = self._transcript.restore(body.messages)
+        messages = self._transcript.restore(request)
+        with self._failures():
+            reply = await self._client.chat(messages, tools=request.tools, **options)
+        calls = self._transcript.answered(messages, reply, request.single_call)
+        message, generation = reply.messages[-1], reply.generation
+        logprobs = None
+        if request.logprobs:
+            logprobs = token_logprobs(generation, self.decode, TextCodec(self._client.tokenizer))
+        return Answer(
+            generation,
+            message["content"],
+            message.get("reasoning_content", ""),
+            calls,
+            logprobs,
+            self._stopped_by(request, generation),
+        )
+
+    async def count(self, request: Request) -> int:
+        """The number of tokens of a request's prompt. Raises RequestError and DataError."""
+        return self._client.count(self._transcript.restore(request), request.tools)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+        """Continues token ids. Raises DataError and ServerError."""
+        options = sampling.options(self._sampling.max_new_tokens, self._chooses)
+        with self._failures():
+            return await self._client.generate(prompt_ids, **options)
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Keeps what a request that fails says of the sample. Raises the failure of an earlier request."""
+        if self.failure is not None:
+            raise self.failure
         try:
-            reply = await self._client.chat(messages, tools=tool_schemas(body), **options)
+            yield
         except ServerError as error:
             self.failure = error
             raise
@@ -92,9 +119,8 @@ class Session:
                 self.refusal = error
             raise
         self.refusal = None
-        return reply, self._transcript.answered(messages, reply)
 
-    async def stream(self, body: ChatBody) -> AsyncGenerator[str | Answered]:
+    async def stream(self, request: Request) -> AsyncGenerator[str | Answer]:
         """Yields text as it is sampled, then the answer. Text that must be parsed or cut comes only with the answer.
 
         Raises the same errors as `answer`.
@@ -106,7 +132,7 @@ class Session:
             if text := live.grown(ids):
                 pieces.put_nowait(text)
 
-        answer = asyncio.create_task(self.answer(body, watch if self._streams(body) else None))
+        answer = asyncio.create_task(self.answer(request, watch if self._streams(request) else None))
         answer.add_done_callback(lambda _: pieces.put_nowait(None))
         try:
             while (piece := await pieces.get()) is not None:
@@ -115,17 +141,26 @@ class Session:
         finally:
             await cancel_and_wait(answer)
 
+    @property
+    def context_length(self) -> int:
+        """The tokens of prompt and response together."""
+        return self._client.context_length
+
     def decode(self, ids: Sequence[int] | IntArray) -> str:
         """The text of token ids as the agent sees it, without special tokens."""
         return self._client.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def logprobs(self, reply: Reply) -> dict[str, Any]:
-        """The log-prob of every token of a reply, as the agent sees it."""
-        return token_logprobs(reply.generation, self.decode, TextCodec(self._client.tokenizer))
+    def _stopped_by(self, request: Request, generation: Generation) -> str | None:
+        """The stop text of the request that ended a response. Its tokens have it, and its text does not."""
+        stops = request.sampling.stop
+        if not stops or generation.finish_reason != "stop":
+            return None
+        rest = self.decode(generation.token_ids).removeprefix(generation.text)
+        return next((stop for stop in stops if rest.startswith(stop)), None)
 
-    def _streams(self, body: ChatBody) -> bool:
+    def _streams(self, request: Request) -> bool:
         """Whether text can be streamed before the answer is complete.
 
         Tool calls and reasoning are parsed from the complete answer, and a stop text may span two pieces.
         """
-        return not (tool_schemas(body) or body.stop or self._sampling.stop or self._client.sets_reasoning_apart)
+        return not (request.tools or request.sampling.stop or self._sampling.stop or self._client.sets_reasoning_apart)

@@ -3,7 +3,7 @@
 An agent sends an earlier answer back unchanged, without its reasoning, or with the arguments of its tool calls
 serialised again. Invariant: an answer with the same content is recognised and replaced by the recorded message, so that
 the next prompt continues from the sampled tokens. Any other answer is kept as the agent sent it, and the conversation
-forks. `restore` guarantees it.
+forks. `restore` guarantees it, for all dialects alike, because it compares messages in the form of `data/messages.py`.
 
 An agent sends all messages again with each request. Those that it has sent before are recognised by one comparison, so
 only new ones are converted.
@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import msgspec
-
-from megasync.data.messages import as_message
-from megasync.gateway.chat_request import Message
+from megasync.data.messages import Message, ReadMessages, add_message, as_message
+from megasync.gateway.request import Request
 from megasync.rollout.conversation import Reply
+from megasync.rollout.tools import ToolCall
 
 # The latest requests of a session whose messages are kept, for agents that alternate between conversations.
 _REQUESTS_KEPT = 8
@@ -30,50 +30,45 @@ class Transcript:
     """The answers and tool call ids of one session."""
 
     def __init__(self) -> None:
-        # (messages as sent, restored messages) of the latest requests.
-        self._requests: deque[tuple[list[Message], list[dict[str, Any]]]] = deque(maxlen=_REQUESTS_KEPT)
-        # (messages before an answer, the answer), by the number of those messages.
-        self._answers: dict[int, list[tuple[list[dict[str, Any]], dict[str, Any]]]] = {}
+        # (parts as sent, restored messages) of the latest requests.
+        self._requests: deque[tuple[list[Any], list[Message]]] = deque(maxlen=_REQUESTS_KEPT)
+        # (messages before an answer, the answer as the agent sees it, the answer), by the number of those messages.
+        self._answers: dict[int, list[tuple[list[Message], Message, Message]]] = {}
         # Tool call ids that agents see, to the recorded ones. Recorded ids count from 0 in every answer, which breaks
         # agents that look up a call by its id.
         self._ids: dict[str, str] = {}
 
-    def restore(self, messages: list[Message]) -> list[dict[str, Any]]:
+    def restore(self, request: Request) -> ReadMessages:
         """The agent's messages in the form for `client.chat`, with known answers replaced by the recorded ones.
 
         Raises DataError for a message that cannot be shown to the model.
         """
-        sent, before = self._continued(messages)
-        restored = list(before)
-        for number, message in enumerate(messages[len(sent) :], len(sent)):
-            plain = self._plain(message, number)
-            restored.append(self._known(plain, restored) or plain)
+        sent, before = self._continued(request.sent)
+        restored, new = ReadMessages(before), request.sent[len(sent) :]
+        for part in new:
+            for written in request.read(part):
+                plain = self._plain(written, len(restored))
+                add_message(restored, self._known(plain, restored) or plain)
         # Shares the earlier messages, which would otherwise be kept once per request.
-        self._requests.appendleft(([*sent, *messages[len(sent) :]], restored))
+        self._requests.appendleft(([*sent, *new], restored))
         return restored
 
-    def answered(self, before: list[dict[str, Any]], reply: Reply) -> dict[str, Any]:
-        """Records the answer to these restored messages and returns the message for the agent."""
-        answer = reply.messages[-1]
-        self._answers.setdefault(len(before), []).append((before, answer))
-        message: dict[str, Any] = {"role": "assistant", "content": answer["content"], "refusal": None}
-        if reasoning := answer.get("reasoning_content"):
-            message["reasoning_content"] = reasoning
-        if reply.tool_calls:
-            message["content"] = answer["content"] or None
-            message["tool_calls"] = [
-                {
-                    "id": self._new_id(call.id),
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.raw_arguments},
-                }
-                for call in reply.tool_calls
-            ]
-        return message
+    def answered(self, before: list[Message], reply: Reply, single_call: bool = False) -> list[ToolCall]:
+        """Records the answer to these restored messages. Returns its calls as the agent sees them.
 
-    def _continued(self, messages: list[Message]) -> tuple[Sequence[Message], Sequence[dict[str, Any]]]:
-        """The longest earlier request that these messages begin with."""
-        prefixes = [request for request in self._requests if messages[: len(request[0])] == request[0]]
+        With `single_call` the agent sees the first one only.
+        """
+        answer = shown = reply.messages[-1]
+        calls = reply.tool_calls
+        if single_call and len(calls) > 1:
+            calls = calls[:1]
+            shown = answer | {"tool_calls": answer["tool_calls"][:1]}
+        self._answers.setdefault(len(before), []).append((before, shown, answer))
+        return [replace(call, id=self._new_id(call.id)) for call in calls]
+
+    def _continued(self, sent: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Message]]:
+        """The longest earlier request that these parts begin with."""
+        prefixes = [request for request in self._requests if sent[: len(request[0])] == request[0]]
         return max(prefixes, key=lambda request: len(request[0]), default=((), ()))
 
     def _new_id(self, call_id: str) -> str:
@@ -81,23 +76,20 @@ class Transcript:
         self._ids[shown] = call_id
         return shown
 
-    def _known(self, plain: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any] | None:
+    def _known(self, plain: Message, before: list[Message]) -> Message | None:
         if plain["role"] != "assistant":
             return None
         optional = {"reasoning_content"} - plain.keys()
-        for messages, answer in reversed(self._answers.get(len(before), ())):
-            if messages == before and {key: value for key, value in answer.items() if key not in optional} == plain:
+        for messages, shown, answer in reversed(self._answers.get(len(before), ())):
+            if messages == before and {key: value for key, value in shown.items() if key not in optional} == plain:
                 return answer
         return None
 
-    def _plain(self, message: Message, number: int) -> dict[str, Any]:
+    def _plain(self, written: Mapping[str, Any], number: int) -> Message:
         """The message in the form of `data/messages.py`, with the recorded ids of calls."""
-        sent = msgspec.to_builtins(message)
-        for call in sent["tool_calls"] or ():
-            del call["index"]
+        plain = as_message(written, number)
+        for call in plain.get("tool_calls", ()):
             call["id"] = self._ids.get(call["id"], call["id"])
-        if sent["tool_call_id"] is not None:
-            sent["tool_call_id"] = self._ids.get(sent["tool_call_id"], sent["tool_call_id"])
-        plain = as_message(sent, number)
-        plain.pop("annotations", None)
+        if (call_id := plain.get("tool_call_id")) is not None:
+            plain["tool_call_id"] = self._ids.get(call_id, call_id)
         return plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -40,10 +41,7 @@ class Chat:
         **options: Any,
     ) -> Reply:
         """Generate the assistant's turn and record it in the conversation. `options` are passed to `generate`."""
-        schemas = [
-            as_tool_schema(tool, number) if isinstance(tool, dict) else as_tool(tool).schema
-            for number, tool in enumerate(tools)
-        ]
+        schemas = _schemas(tools)
         calls_as = tool_format(self._config.tool_format, self._source) if schemas else None
         messages = as_messages(messages)
         prompt = conversation.prompt(self._template, messages, schemas, realign_rewritten=self._realign)
@@ -56,6 +54,13 @@ class Chat:
         conversation.answered(self._template, prompt, generation, message)
         return Reply([*prompt.messages, message], generation, conversation, list(parsed.calls), parsed.malformed)
 
+    def count(self, conversation: Conversation, messages: Sequence[dict[str, Any]], tools: Sequence[ToolLike]) -> int:
+        """The number of tokens of the prompt that `answer` would generate from. The conversation stays as it is."""
+        prompt = copy.copy(conversation).prompt(
+            self._template, as_messages(messages), _schemas(tools), realign_rewritten=self._realign
+        )
+        return len(prompt.ids)
+
     async def _parsed(
         self, generation: Generation, schemas: Sequence[dict[str, Any]], calls_as: str | None, called: int
     ) -> ParsedAnswer:
@@ -63,6 +68,13 @@ class Chat:
             return ParsedAnswer(generation.text)
         text = self._template.answer_text(generation)
         return await self._parser.parse(text, schemas, calls_as, self._reasoning, called=called)
+
+
+def _schemas(tools: Sequence[ToolLike]) -> list[dict[str, Any]]:
+    return [
+        as_tool_schema(tool, number) if isinstance(tool, dict) else as_tool(tool).schema
+        for number, tool in enumerate(tools)
+    ]
 
 
 def _message(parsed: ParsedAnswer) -> dict[str, Any]:

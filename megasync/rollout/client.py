@@ -488,6 +488,10 @@ class RolloutClient:
         """
         return await self._chats().answer(self.generate, conversation or Conversation(), messages, tools, **options)
 
+    def count(self, messages: Sequence[dict[str, Any]], tools: Sequence[ToolLike], conversation: Conversation) -> int:
+        """The number of tokens of the prompt that `chat` would send. Raises DataError as `chat`."""
+        return self._chats().count(conversation, messages, tools)
+
     async def ask(self, model: str, messages: Sequence[dict[str, Any]], **sampling: Any) -> str:
         """The answer of one of `auxiliary_models` to chat messages; see `AuxiliaryModel.chat`.
 

@@ -27,6 +27,7 @@ from megasync.base.importing import name_of
 from megasync.concurrency.foreign import shown
 from megasync.errors import DataError
 from megasync.observe import trace
+from megasync.rollout.chat import ToolLike
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.conversation import Conversation, Generation, Reply
 from megasync.rollout.inflight import RequestGate
@@ -85,6 +86,10 @@ class SampleClient:
         """
         return await self._send(self._client.chat, messages, {"conversation": self.conversation} | options)
 
+    def count(self, messages: Sequence[dict[str, Any]], tools: Sequence[ToolLike] = ()) -> int:
+        """The number of tokens of the prompt that `chat` would send. Raises DataError as `chat`."""
+        return self._client.count(messages, tools, self.conversation)
+
     async def ask(self, model: str, messages: Sequence[dict[str, Any]], **sampling: Any) -> str:
         """The answer of one of `auxiliary_models`, which is not part of the sample's trajectory.
 
@@ -96,6 +101,11 @@ class SampleClient:
     def tokenizer(self) -> Any:
         """The model's Hugging Face tokenizer."""
         return self._client.tokenizer
+
+    @property
+    def context_length(self) -> int:
+        """The tokens that a prompt and its response may have together."""
+        return self._client.context_length
 
     @property
     def sets_reasoning_apart(self) -> bool:

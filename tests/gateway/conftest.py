@@ -7,18 +7,11 @@ from contextlib import asynccontextmanager
 import pytest
 from clients import make_rollout_client
 from fake_sglang import FakeSGLang
-from gateway_rig import Rig
+from gateway_rig import TEMPLATE, Rig
 from tiny_models import byte_tokenizer
 
 from megasync.config.schema import ChatConfig, SamplingConfig
 from megasync.serving.control import ServerControl
-
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}"
-    "{% for m in messages %}<bos>{{ m['role'] }}: {{ m['content'] }}"
-    "{% for c in m.get('tool_calls', []) %}<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}<eos>"
-    "{% endfor %}{% if add_generation_prompt %}<bos>assistant: {% endif %}"
-)
 
 
 @pytest.fixture

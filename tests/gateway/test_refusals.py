@@ -103,10 +103,59 @@ async def test_arguments_of_any_text_may_stand_in_the_history(rig, arguments):
 SPOILERS = (None, 3, -1, 10**30, 1e308, True, "", "\u00e9", [], {}, [[]], {"\u00e9": None}, "x" * 999)
 
 
-def spoiled(chance: random.Random) -> bytes:
+# A sound request to each door.
+SCHEMA = ADD["function"]["parameters"]
+SOUND: dict[str, Any] = {
+    "/chat/completions": {
+        "model": "m", "messages": history('{"a": 1}'), "tools": [ADD], "stop": ["x"], "max_tokens": 4, "seed": 1,
+    },
+    "/responses": {
+        "model": "m", "instructions": "x", "include": [], "metadata": {"a": "b"}, "max_output_tokens": 4,
+        "input": [
+            *HI,
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "x"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "x"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'},
+            {"type": "function_call_output", "call_id": "c", "output": "x"},
+        ],
+        "tools": [{"type": "function", "name": "add", "parameters": SCHEMA}],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]},
+    },
+    "/messages": {
+        "model": "m", "max_tokens": 4, "stop_sequences": ["x"], "metadata": {"a": "b"},
+        "system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            *HI,
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "x", "signature": "x"},
+                    {"type": "text", "text": "x"},
+                    {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "x"}]},
+                    {"type": "text", "text": "x"},
+                ],
+            },
+        ],
+        "tools": [{"name": "add", "input_schema": SCHEMA}],
+        "tool_choice": {"type": "auto"},
+    },
+    "/inference/v1/generate": {
+        "model": "m", "token_ids": [5, 6], "sampling_params": {"max_tokens": 4, "seed": 1, "stop": ["x"], "n": 1},
+    },
+}  # fmt: skip
+DOORS = [*SOUND]
+RESULT = {"type": "tool_result", "tool_use_id": "x"}
+
+
+def spoiled(chance: random.Random, path: str) -> bytes:
     """A sound request in which one value anywhere is replaced, removed or repeated."""
-    body = {"model": "m", "messages": history('{"a": 1}'), "tools": [ADD], "stop": ["x"], "max_tokens": 4, "seed": 1}
-    body = json.loads(json.dumps(body))
+    body = json.loads(json.dumps(SOUND[path]))
     place: Any = body
     while True:
         key = chance.choice(list(place) if isinstance(place, dict) else range(len(place)))
@@ -125,17 +174,59 @@ def spoiled(chance: random.Random) -> bytes:
     return json.dumps(body, ensure_ascii=chance.random() < 0.5).encode()
 
 
+@pytest.mark.parametrize("path", DOORS)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(1, 30))])
-async def test_no_change_of_a_request_is_an_internal_error(make_rig, seed):
+async def test_no_change_of_a_request_is_an_internal_error(make_rig, seed, path):
     async with make_rig(chat=ChatConfig(tool_format="hermes")) as rig:
         rig.gateway.sampling = "request"
         rig.write(*["x"] * 150)
         chance = random.Random(seed)
-        bodies = [spoiled(chance) for _ in range(150)]
-        answers = await send(rig, *bodies)
+        bodies = [spoiled(chance, path) for _ in range(150)]
+        answers = await send(rig, *bodies, path=path)
         wrong = [pair for pair in zip(bodies, answers, strict=True) if pair[1][0] not in (200, 400)]
         assert not wrong, wrong[0]
         assert {status for status, _ in answers} == {200, 400}
+
+
+LONG_NUMBER = 10**30
+HOSTILE: dict[str, Any] = {
+    "not JSON": b"{",
+    "not UTF-8": b'{"model": "\xff"}',
+    "half a character": '{"model": "\ud800"}'.encode("utf-8", "surrogatepass"),
+    "too deep": ('{"metadata": ' + DEEP + "}").encode(),
+    "no object": b"[]",
+    "nothing": b"",
+    "a number that is infinite": b'{"temperature": 1e999}',
+}
+
+
+@pytest.mark.parametrize("path", DOORS)
+async def test_hostile_bodies_are_refused_in_the_form_of_each_dialect(rig, path):
+    answers = await send(rig, *HOSTILE.values(), path=path)
+    for name, (status, answer) in zip(HOSTILE, answers, strict=True):
+        kind = answer["error"]["type"]
+        assert (status, kind, path != "/messages" or answer["type"] == "error") == (
+            400,
+            "invalid_request_error",
+            True,
+        ), (name, answer)
+
+
+@pytest.mark.parametrize("path", DOORS)
+async def test_unknown_fields_and_long_numbers_are_never_an_internal_error(rig, path):
+    tool = {"type": "function", "name": "f", "function": {"name": "f", "parameters": {"maximum": LONG_NUMBER}}}
+    tools = [tool if "chat" in path else {"name": "f", "parameters": {"maximum": LONG_NUMBER}, "type": "function"}]
+    if path == "/messages":
+        tools = [{"name": "f", "input_schema": {"maximum": LONG_NUMBER}}]
+    rig.write("x")
+    unknown, long = await send(
+        rig,
+        json.dumps(SOUND[path] | {"logit_processor": 1}).encode(),
+        json.dumps(SOUND[path] | {"tools": tools}).encode(),
+        path=path,
+    )
+    assert unknown[0] == 400 and "logit_processor" in unknown[1]["error"]["message"]
+    assert long[0] in (200, 400), long
 
 
 # Parameters
@@ -147,7 +238,6 @@ async def test_no_change_of_a_request_is_an_internal_error(make_rig, seed):
         ("n", 2),
         ("tool_choice", "required"),
         ("tool_choice", {"type": "function", "function": {"name": "add"}}),
-        ("parallel_tool_calls", False),
         ("response_format", {"type": "json_object"}),
         ("modalities", ["text", "audio"]),
         ("frequency_penalty", 0.5),
@@ -175,6 +265,7 @@ async def test_unsupported_request_parameters_are_rejected_by_name(rig, name, va
         ("n", 1),
         ("tool_choice", "auto"),
         ("parallel_tool_calls", True),
+        ("parallel_tool_calls", False),
         ("response_format", {"type": "text"}),
         ("frequency_penalty", 0),
         ("logit_bias", {}),
@@ -189,6 +280,63 @@ async def test_parameters_without_effect_are_accepted(rig, name, value):
     rig.write("x")
     completion, _ = await rig.ask(**{name: value})
     assert completion.choices[0].message.content == "x"
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "name"),
+    [
+        ("/responses", {"background": True}, "background"),
+        ("/responses", {"conversation": "conv_1"}, "conversation"),
+        ("/responses", {"truncation": "auto"}, "truncation"),
+        ("/responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format"),
+        ("/responses", {"tool_choice": "required"}, "tool_choice"),
+        ("/responses", {"tool_choice": {"type": "function", "name": "add"}}, "tool_choice"),
+        ("/responses", {"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ("/responses", {"include": ["file_search_call.results"]}, "include"),
+        ("/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ("/responses", {"input": [{"role": "user"}]}, "input"),
+        ("/responses", {"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        ("/responses", {"previous_response_id": "resp_x"}, "previous_response_id"),
+        ("/messages", {"tool_choice": {"type": "any"}}, "tool_choice"),
+        ("/messages", {"tool_choice": {"type": "tool", "name": "add"}}, "tool_choice"),
+        ("/messages", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+        ("/messages", {"tools": [{"name": "f", "input_schema": {}, "defer_loading": True}]}, "defer_loading"),
+        ("/messages", {"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config"),
+        ("/messages", {"mcp_servers": [{"type": "url", "url": "x", "name": "x"}]}, "mcp_servers"),
+        ("/messages", {"container": "x"}, "container"),
+        ("/messages", {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+        ("/messages", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ("/messages", {"messages": [{"role": "assistant", "content": [RESULT]}]}, "tool_result"),
+        ("/messages", {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "answer"),
+        ("/messages", {"stop_sequences": [""]}, "stop_sequences"),
+        ("/messages", {"max_tokens": 0}, "max_tokens"),
+    ],
+)  # fmt: skip
+async def test_what_other_dialects_ask_for_and_cannot_have_is_refused_by_name(rig, path, changes, name):
+    ((status, answer),) = await send(rig, json.dumps(SOUND[path] | changes).encode(), path=path)
+    assert status == 400
+    assert name in answer["error"]["message"], answer
+    assert len(rig.fake.requests) == 1, "only the request after it"
+
+
+@pytest.mark.parametrize(
+    ("path", "changes"),
+    [
+        ("/responses", {"reasoning": {"effort": "high", "summary": "auto"}, "store": False, "user": "me"}),
+        ("/responses", {"include": ["reasoning.encrypted_content"], "text": {"verbosity": "low"}}),
+        ("/responses", {"prompt_cache_key": "x", "truncation": "disabled", "background": False}),
+        ("/messages", {"thinking": {"type": "enabled", "budget_tokens": 9999}, "service_tier": "auto"}),
+        ("/messages", {"output_config": {"effort": "high"}, "context_management": {"edits": []}}),
+        ("/messages?beta=true", {"mcp_servers": []}),
+    ],
+)
+async def test_what_changes_nothing_is_accepted_in_other_dialects(make_rig, path, changes):
+    # The template knows hermes' tools.
+    async with make_rig() as rig:
+        rig.write("x")
+        body = SOUND[path.partition("?")[0]] | changes
+        ((status, answer),) = await send(rig, json.dumps(body).encode(), path=path)
+        assert status == 200, answer
 
 
 @pytest.mark.parametrize(
@@ -225,9 +373,10 @@ async def test_a_missing_tool_format_is_reported_before_streaming_begins(make_ri
 # Keys, paths and sizes
 
 
-async def test_every_request_requires_the_api_key_of_its_session(rig):
+@pytest.mark.parametrize("path", DOORS)
+async def test_every_request_requires_the_api_key_of_its_session(rig, path):
     wrong = ("sk-wrong", "{key}x", "", "Basic {key}", "Bearer \u00e9", "Bearer \udcff\udcfe")
-    answers = await send(rig, json.dumps({"messages": HI}).encode(), keys=wrong)
+    answers = await send(rig, json.dumps(SOUND[path]).encode(), path=path, keys=wrong)
     assert [(status, "api_key" in answer["error"]["message"]) for status, answer in answers] == [(401, True)] * 6
     assert len(rig.fake.requests) == 1, "the last one, with the key"
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import msgspec
 
-from megasync.gateway.chat_request import Message
+from megasync.gateway.chat_completions import ChatExchange
+from megasync.gateway.request import Kept, Request
 from megasync.gateway.transcript import Transcript
 
 
-def sent(messages: list[dict[str, Any]]) -> list[Message]:
+def sent(messages: list[dict[str, Any]]) -> Request:
     """As parsed from a request: every object is new."""
-    return msgspec.json.decode(msgspec.json.encode(messages), type=list[Message])
+    return ChatExchange(msgspec.json.encode({"messages": messages}), "tiny", Kept()).request
 
 
 def reply(before: list[dict[str, Any]], text: str, reasoning: str = "") -> Any:
@@ -29,8 +30,8 @@ def test_each_turn_converts_only_its_new_messages(monkeypatch) -> None:
     converted: list[str] = []
     plain = Transcript._plain
 
-    def counted(self: Transcript, message: Message, number: int) -> dict[str, Any]:
-        converted.append(str(message.content))
+    def counted(self: Transcript, message: Any, number: int) -> dict[str, Any]:
+        converted.append(str(message["content"]))
         return plain(self, message, number)
 
     monkeypatch.setattr(Transcript, "_plain", counted)
@@ -39,8 +40,8 @@ def test_each_turn_converts_only_its_new_messages(monkeypatch) -> None:
         messages.append(user(f"question {turn}"))
         restored = transcript.restore(sent(messages))
         assert restored == messages
-        messages.append(transcript.answered(restored, reply(restored, f"answer {turn}")) | {"refusal": None})
-        messages[-1] = {"role": "assistant", "content": messages[-1]["content"]}
+        transcript.answered(restored, reply(restored, f"answer {turn}"))
+        messages.append({"role": "assistant", "content": f"answer {turn}"})
     assert len(converted) == 50 + 49
 
 

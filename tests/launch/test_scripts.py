@@ -152,10 +152,10 @@ def test_the_script_for_one_machine_has_a_help_text(checkout):
         ((), "cpu"),
         (("--tier", "fast", "tests/buffer"), "cpu"),
         (("--tier=standard",), "cpu"),
-        (("--tier", "full"), "cpu verl trackers engines serve manifests rehearsal docs"),
-        (("--tier=full", "-x"), "cpu verl trackers engines serve manifests rehearsal docs"),
-        (("--affected",), "cpu verl trackers engines serve manifests rehearsal docs"),
-        (("--affected=HEAD~1",), "cpu verl trackers engines serve manifests rehearsal docs"),
+        (("--tier", "full"), "cpu verl trackers engines serve anthropic manifests rehearsal docs"),
+        (("--tier=full", "-x"), "cpu verl trackers engines serve anthropic manifests rehearsal docs"),
+        (("--affected",), "cpu verl trackers engines serve anthropic manifests rehearsal docs"),
+        (("--affected=HEAD~1",), "cpu verl trackers engines serve anthropic manifests rehearsal docs"),
     ],
 )
 def test_the_tests_of_extras_alone_need_more_than_a_run(checkout, arguments, names):
@@ -183,7 +183,10 @@ def test_the_checks_run_all_and_name_those_that_fail(checkout):
     assert "ran basedpyright" in failed.stdout
 
 
-ADDED = ("verl.lock", "lint.lock", "trackers.lock", "engines.lock", "serve.lock", "kuberay.lock", "manifests.lock")
+ADDED = (
+    "verl.lock", "lint.lock", "trackers.lock", "engines.lock", "serve.lock", "anthropic.lock", "kuberay.lock",
+    "manifests.lock",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("lock", ADDED)

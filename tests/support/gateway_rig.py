@@ -74,6 +74,14 @@ def _writes(ids, finish):
     return behave
 
 
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<bos>{{ m['role'] }}: {{ m['content'] }}"
+    "{% for c in m.get('tool_calls', []) %}<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}<eos>"
+    "{% endfor %}{% if add_generation_prompt %}<bos>assistant: {% endif %}"
+)
+
+
 HI = [{"role": "user", "content": "hi"}]
 
 
