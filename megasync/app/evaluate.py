@@ -24,6 +24,8 @@ from megasync.app.workload import Task, prepare_task
 from megasync.concurrency.event_loop import run_to_end
 from megasync.concurrency.tasks import wait_for_first
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
+from megasync.config.access import describe_sessions
+from megasync.config.builtin import EXTERNAL
 from megasync.config.pools import pool_specs
 from megasync.config.schema import SyncConfig, TrainerConfig
 from megasync.device import check_machine, resolve_device
@@ -163,6 +165,8 @@ async def _evaluate(config: Config, out: Path, name: str, task: Task, console: C
         await servers.start()
         await servers.fleet.joined([control.url for control in servers.fleet.joiners()])
         start = time.monotonic()
+        if config.rollout.agent == EXTERNAL:
+            progress.message(describe_sessions(out))
         with progress:
             answer = answers_of(servers.workers)
             evaluating = evaluate(answer, task.eval_sets, config.eval.max_inflight, progress.answer)

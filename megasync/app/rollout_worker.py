@@ -20,16 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from megasync.app.workload import PythonArguments, Task, Workload, prepare_worker
+from megasync.base.files import atomic_write
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.buffer.segments import BodyWriter, GroupSink, segments_of
 from megasync.cluster.rollout_workers import RolloutWorkers, check_travels, worker_name
 from megasync.concurrency.foreign import invoke
 from megasync.concurrency.garbage import short_collections
 from megasync.concurrency.tasks import cancel_and_wait
-from megasync.config import Config
+from megasync.config import SESSIONS_FOLDER, Config
 from megasync.config.access import Keys, router_trust
 from megasync.errors import PoisonPrompt
 from megasync.evaluation.evaluate import Answer, Answerer, AnswerJob, HeldOutAnswer
+from megasync.gateway import ExternalAgents
 from megasync.observe import trace
 from megasync.observe.logfile import log_to_file
 from megasync.rewards import reward_functions
@@ -195,6 +197,11 @@ def build_worker(
         on_invalid_answer=partial(end.tell, "invalid_answer"),
         auxiliary=task.auxiliary,
     )
+    if isinstance(task.workflow, ExternalAgents) and keys.sessions is not None:
+        task.workflow.admit(keys.sessions)
+        # A worker that replaces another has another address, unless rollout.gateway.port is set.
+        (folder := setup.run_dir / SESSIONS_FOLDER).mkdir(exist_ok=True)
+        atomic_write(folder / f"{name}.url", task.workflow.url)
     record = DropRecord.of(config, setup.run_dir, name)
     serve_worker(
         end, config, task, client, quarantine, buffer, lambda url: ServerControl(url, keys.admin), record, close
@@ -217,8 +224,9 @@ def serve_worker(
     seed = config.seed if config.rollout.deterministic else None
     servers = _WorkerServers(control, {"": client, **task.frozen_clients})
 
-    def frozen_metrics() -> dict[str, float]:
-        return {
+    def more_metrics() -> dict[str, float]:
+        sessions = task.workflow.metrics() if isinstance(task.workflow, ExternalAgents) else {}
+        return sessions | {
             f"{key.replace('.', '/')}/{metric}": value
             for key, model in task.frozen_clients.items()
             for metric, value in model.metrics().items()
@@ -232,7 +240,7 @@ def serve_worker(
         on_ended=end.ended,
         on_failed=end.failed,
         quarantine=quarantine,
-        more_metrics=frozen_metrics,
+        more_metrics=more_metrics,
         record=record,
         clock=clock,
     )

@@ -25,6 +25,8 @@ from megasync.cluster.trainer_group import TrainerGroup
 from megasync.concurrency.garbage import short_collections
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config import Config
+from megasync.config.access import describe_sessions
+from megasync.config.builtin import EXTERNAL
 from megasync.config.pools import pool_specs
 from megasync.control.controller import Controller
 from megasync.control.interfaces import ControlledParts
@@ -199,6 +201,8 @@ class Run(AnyRun):
             await servers.start(await trainer.gpus())
         else:
             await gather_or_cancel(trainer.start(self._checkpoint), servers.start())
+        if config.rollout.agent == EXTERNAL:
+            opened.observer.message(describe_sessions(self.run_dir))
         controls = servers.fleet.joiners()
         return StartedRun(trainer, servers, buffer, controls, servers.scorer(stack, config, workload))
 

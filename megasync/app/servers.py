@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,10 +25,11 @@ from megasync.cluster.rollout_workers import RolloutWorkers, WorkerActor
 from megasync.cluster.trainer_group import TrainerGroup
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config import Config
-from megasync.config.access import Keys
+from megasync.config.access import Keys, sessions_key
 from megasync.config.pools import PoolSpec, devices_needed
 from megasync.device import Device
 from megasync.errors import ConfigError
+from megasync.gateway import ExternalAgents
 from megasync.models.hub import missing_here, snapshots
 from megasync.observe.context import RunContext
 from megasync.observe.observer import RunParts
@@ -111,6 +112,8 @@ class InferenceServers:
         `custom` is for workers in other processes. An evaluation, which commits no groups, has no `buffer`.
         """
         keys = Keys.draw(config.cluster, external=bool(config.rollout.external))
+        if isinstance(task.workflow, ExternalAgents):
+            keys = replace(keys, sessions=sessions_key(run_dir))
         processes = FleetProcesses(config, run_dir, device, pools, keys)
         fleet = Fleet(config, processes, task.vocab_size, context)
         stack.push_async_callback(fleet.stop)

@@ -14,6 +14,7 @@ from megasync.base.importing import check_call, load_callable, load_function, na
 from megasync.concurrency.foreign import explain, is_async, run
 from megasync.concurrency.threads import DaemonThreads
 from megasync.config import Config
+from megasync.config.builtin import EXTERNAL
 from megasync.config.schema import DataConfig, RolloutConfig
 from megasync.data import PromptSource, Renderer, as_rows, load_dataset, load_training_sets, split_examples
 from megasync.data.chat_template import ChatTemplate
@@ -23,7 +24,7 @@ from megasync.data.render import load_tokenizer
 from megasync.environments import Play
 from megasync.errors import ConfigError, DataError, TemplateRefused
 from megasync.evaluation.held_out import HeldOutSet, held_out_sets, sets_of_worker
-from megasync.gateway import AgentWorkflow
+from megasync.gateway import AgentWorkflow, ExternalAgents
 from megasync.layout.model_files import end_tokens, read_hf_config
 from megasync.layout.routes import RouteFormat
 from megasync.models.hub import title, with_names
@@ -87,7 +88,7 @@ class Task:
 
     async def open(self) -> None:
         """Opens the gateway's port, which may be refused, before any process starts."""
-        if isinstance(self.workflow, AgentWorkflow):
+        if isinstance(self.workflow, AgentWorkflow | ExternalAgents):
             await self.workflow.open()
 
     async def close(self) -> None:
@@ -289,16 +290,19 @@ def load_workflow(config: Config, custom: PythonArguments, tokenizer: Any) -> Ca
 
     Raises ConfigError, and DataError for tools whose calls could not be recognised.
     """
-    agent = _loaded(custom.agent)
+    agent: Callable | str | None = _loaded(custom.agent)
     if agent is None and custom.rollout is None and config.rollout.agent is not None:
-        agent = load_function(config.rollout.agent)
+        agent = EXTERNAL if config.rollout.agent == EXTERNAL else load_function(config.rollout.agent)
     if agent is not None:
         if tokenizer is not None and not tokenizer.chat_template:
             raise ConfigError(
                 f"agents use chat messages, but the tokenizer of model.path={config.model.path!r} has no chat template"
             )
         name = title(with_names(config).model.path)
-        return AgentWorkflow(agent, config.rollout.gateway, config.rollout.sampling, name, config.timeouts.agent)
+        gateway, sampling, timeouts = config.rollout.gateway, config.rollout.sampling, config.timeouts
+        if isinstance(agent, str):
+            return ExternalAgents(gateway, sampling, name, timeouts)
+        return AgentWorkflow(agent, gateway, sampling, name, timeouts.agent)
     if custom.rollout is None and config.rollout.environment is not None:
         return Play.of(config.rollout.environment, config.timeouts.environment)
     workflow = _loaded(custom.rollout) or _configured_workflow(config.rollout)

@@ -9,12 +9,16 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megasync.base.files import PRIVATE, atomic_write
 from megasync.config.host import is_loopback
+from megasync.config.load import SESSIONS_FOLDER, SESSIONS_KEY
 from megasync.config.schema import ClusterConfig
 from megasync.errors import ConfigError
 
 # Environment variable with the user's own key, which must not be in a file. Without it, the run generates a key.
 GENERATION_KEY_VARIABLE = "MEGASYNC_GENERATION_KEY"
+# As well, for sessions from outside (`rollout.agent: external`).
+SESSIONS_KEY_VARIABLE = "MEGASYNC_SESSIONS_KEY"
 # The key of servers that somebody else runs.
 EXTERNAL_KEY_VARIABLE = "MEGASYNC_EXTERNAL_KEY"
 # Minimum length in characters. 16 random hexadecimal digits are 64 bits.
@@ -28,17 +32,17 @@ LOCAL_TENANT = "local"
 _TENANT = re.compile(r"[\w.-]{1,64}")
 
 
-def given_generation_key() -> str | None:
-    """The user's own key, or None if the variable is unset or empty.
+def given_key(variable: str = GENERATION_KEY_VARIABLE) -> str | None:
+    """The user's own key in a variable of the environment, or None if that is unset or empty.
 
     Raises ConfigError if the key is too short or cannot be sent in an HTTP header. The message omits the key.
     """
-    key = os.environ.get(GENERATION_KEY_VARIABLE, "")
+    key = os.environ.get(variable, "")
     if not key:
         return None
     if len(key) < SHORTEST_KEY or not all("!" <= letter <= "~" for letter in key):
         raise ConfigError(
-            f"the key in {GENERATION_KEY_VARIABLE} has {len(key)} characters; it must have at least {SHORTEST_KEY} "
+            f"the key in {variable} has {len(key)} characters; it must have at least {SHORTEST_KEY} "
             "printable ASCII characters and no spaces. Generate one with `openssl rand -hex 24`, or unset the variable"
         )
     return key
@@ -52,7 +56,7 @@ def given_external_key() -> str | None:
     key = os.environ.get(EXTERNAL_KEY_VARIABLE, "")
     if not all("!" <= letter <= "~" for letter in key):
         raise ConfigError(f"the key in {EXTERNAL_KEY_VARIABLE} must be printable ASCII characters without spaces")
-    if key and given_generation_key() not in (None, key):
+    if key and given_key() not in (None, key):
         raise ConfigError(
             f"{EXTERNAL_KEY_VARIABLE} and {GENERATION_KEY_VARIABLE} differ, but generation on external servers needs "
             f"their key; unset {GENERATION_KEY_VARIABLE}"
@@ -60,11 +64,35 @@ def given_external_key() -> str | None:
     return key or None
 
 
+def sessions_key(run_dir: Path) -> str:
+    """The key of sessions from outside: the user's own, or the run's, which a resumed run keeps.
+
+    Writes the run's, for this user alone. Raises ConfigError.
+    """
+    if (own := given_key(SESSIONS_KEY_VARIABLE)) is not None:
+        return own
+    file = run_dir / SESSIONS_FOLDER / SESSIONS_KEY
+    try:
+        if not file.exists():
+            file.parent.mkdir(exist_ok=True)
+            atomic_write(file, secrets.token_hex(KEY_BYTES), PRIVATE)
+        return file.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error}; make room, or set {SESSIONS_KEY_VARIABLE}") from None
+
+
+def describe_sessions(run_dir: Path) -> str:
+    """One sentence that says where programs outside open sessions, and with which key."""
+    folder = run_dir / SESSIONS_FOLDER
+    key = f"in {SESSIONS_KEY_VARIABLE}" if given_key(SESSIONS_KEY_VARIABLE) else f"in {folder / SESSIONS_KEY}"
+    return f"programs outside open sessions at the addresses in {folder}/*.url, with the key {key}"
+
+
 def generation_needs_key(cluster: ClusterConfig) -> bool:
-    """Whether generation requests must carry a key. Raises ConfigError like `given_generation_key`."""
+    """Whether generation requests must carry a key. Raises ConfigError like `given_key`."""
     if cluster.generation_key != "auto":
         return cluster.generation_key == "always"
-    return not is_loopback(cluster.host) or given_generation_key() is not None
+    return not is_loopback(cluster.host) or given_key() is not None
 
 
 def check_access(cluster: ClusterConfig, *, external: bool = False, planning: bool = False) -> None:
@@ -72,7 +100,7 @@ def check_access(cluster: ClusterConfig, *, external: bool = False, planning: bo
 
     Unless `planning`, it also checks that this machine can use the certificate files.
     """
-    keys = {GENERATION_KEY_VARIABLE: given_generation_key()}
+    keys = {GENERATION_KEY_VARIABLE: given_key()}
     if external:
         keys[EXTERNAL_KEY_VARIABLE] = given_external_key()
     if cluster.generation_key == "never" and (name := next((each for each in keys if keys[each]), None)):
@@ -189,6 +217,8 @@ class Keys:
     router: str = field(repr=False)
     # Authorizes generation; None if generation needs no key.
     generation: str | None = field(default=None, repr=False)
+    # Authorizes programs outside to open sessions; None if nobody may.
+    sessions: str | None = field(default=None, repr=False)
 
     @classmethod
     def draw(cls, cluster: ClusterConfig, external: bool = False) -> Keys:
@@ -199,4 +229,4 @@ class Keys:
         admin, router, generation = (secrets.token_hex(KEY_BYTES) for _ in range(3))
         if external and (key := given_external_key()) is not None:
             return cls(key, router, key)
-        return cls(admin, router, (given_generation_key() or generation) if generation_needs_key(cluster) else None)
+        return cls(admin, router, (given_key() or generation) if generation_needs_key(cluster) else None)

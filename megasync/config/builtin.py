@@ -16,6 +16,9 @@ ENVIRONMENTS = {
 }
 
 
+# The value of `rollout.agent` with which programs outside of the run open sessions.
+EXTERNAL = "external"
+
 CURRICULA = {"by_success": "megasync.data.curriculum:by_success"}
 
 

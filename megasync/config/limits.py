@@ -185,6 +185,7 @@ def _named_or_reference(names: Iterable[str], reference: str = str(FUNCTION)) ->
 ADVANTAGE = _named_or_reference(builtin.ADVANTAGES)
 LOSS = _named_or_reference(builtin.LOSSES)
 CURRICULUM = _named_or_reference(builtin.CURRICULA)
+AGENT = _named_or_reference([builtin.EXTERNAL])
 REWARD = _named_or_reference(builtin.REWARDS)
 ENVIRONMENT = _named_or_reference(builtin.ENVIRONMENTS, "package.module:Class")
 RUN_NAME = form(r"[\w.-]+", "letters, digits, '.', '_' and '-' only (it names the run's folder)")

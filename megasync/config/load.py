@@ -41,6 +41,8 @@ ROWS_FILE = "sft.json"
 # In the run directory of a service: its ledger, checkpoints and states of models; and the keys of its tenants, if
 # `serve.keys` names no file.
 SERVICE_FOLDER, TENANTS_FILE = "service", "keys"
+# Of `rollout.agent: external`: the folder with the addresses of the gateways, and the file in it with their key.
+SESSIONS_FOLDER, SESSIONS_KEY = "sessions", "key"
 
 # Renamed keys: old name to new name. A user's file or override with an old name is refused with an error that gives the
 # new name. In a run's saved configuration the old name is read as the new one.

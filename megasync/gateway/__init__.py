@@ -5,5 +5,6 @@ sample become trajectories.
 """
 
 from megasync.gateway.agent import AgentWorkflow
+from megasync.gateway.external import ExternalAgents
 
-__all__ = ["AgentWorkflow"]
+__all__ = ["AgentWorkflow", "ExternalAgents"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -49,12 +49,22 @@ _NO_RETRY = _JSON | {"x-should-retry": "false"}
 
 
 class Gateway:
-    """Serves one session per sample. `model` is the model name that it reports."""
+    """Serves one session per sample. `model` is the model name that it reports.
 
-    def __init__(self, config: GatewayConfig, sampling: SamplingConfig, model: str) -> None:
+    `outside` answers what is not below /s/, such as claims of samples (`external`).
+    """
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        sampling: SamplingConfig,
+        model: str,
+        outside: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]] | None = None,
+    ) -> None:
         self._config = config
         self._sampling = sampling
         self._model = model
+        self._outside = outside
         self._sessions: dict[str, Session] = {}
         self._runner: web.ServerRunner | None = None
         self._starting = asyncio.Lock()
@@ -120,6 +130,8 @@ class Gateway:
         while path.startswith("v1/"):
             path = path[3:]
         try:
+            if self._outside is not None and not request.path.startswith("/s/"):
+                return await self._outside(request)
             session = self._sessions.get(name)
             if session is None:
                 raise RequestError(
@@ -127,7 +139,7 @@ class Gateway:
                     f"there is no session at {request.path}: it has ended or never existed",
                     code="session_not_found",
                 )
-            if not session.admits(_key(request.headers)):
+            if not session.admits(key_of(request.headers)):
                 raise RequestError(401, "invalid API key for this session; pass the api_key that the agent receives")
             session.begin_request()
             return await self._route(request, session, path)
@@ -209,7 +221,7 @@ _DIALECTS: dict[str, Callable[[bytes, str, Kept], Exchange]] = {
 }
 
 
-def _key(headers: Mapping[str, str]) -> str:
+def key_of(headers: Mapping[str, str]) -> str:
     """The key of a request, as OpenAI's and Anthropic's clients send it."""
     key = headers.get("x-api-key")
     return headers.get("Authorization", "").removeprefix("Bearer ") if key is None else key

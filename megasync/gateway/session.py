@@ -31,6 +31,12 @@ from megasync.rollout.workflow import SampleClient
 from megasync.trajectory.runs import IntArray
 
 
+def same_key(given: str, key: str) -> bool:
+    """Compares two keys in constant time."""
+    # A header may hold any bytes, which arrive as surrogates.
+    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode())
+
+
 class Session:
     """`sampling` is the configured sampling, `chooses` as in `Sampling.options`."""
 
@@ -41,6 +47,8 @@ class Session:
         self.failure: ServerError | None = None
         # What the chat template rejected after the model had answered; the agent cannot go on then.
         self.refusal: TemplateRefused | None = None
+        # When the agent was last heard of, by the clock of the event loop.
+        self.seen = 0.0
         self._client = client
         self._sampling = sampling
         self._chooses = chooses
@@ -50,9 +58,8 @@ class Session:
         self._ended = False
 
     def admits(self, key: str) -> bool:
-        """Whether this is the session's key, compared in constant time."""
-        # A header may hold any bytes, which arrive as surrogates.
-        return hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self.key.encode())
+        """Whether this is the session's key."""
+        return same_key(key, self.key)
 
     def begin_request(self) -> None:
         """Registers the current task, so that `end` cancels it. Raises RequestError after the session has ended."""
@@ -61,7 +68,21 @@ class Session:
         request = asyncio.current_task()
         assert request is not None
         self._requests.add(request)
-        request.add_done_callback(self._requests.discard)
+        request.add_done_callback(self._end_request)
+        self.show_life()
+
+    def _end_request(self, request: asyncio.Task[Any]) -> None:
+        self._requests.discard(request)
+        self.show_life()
+
+    def show_life(self) -> None:
+        """Notes that the agent lives."""
+        self.seen = asyncio.get_running_loop().time()
+
+    @property
+    def busy(self) -> bool:
+        """Whether the agent waits for an answer."""
+        return bool(self._requests)
 
     async def end(self) -> None:
         """Cancels the running requests and waits for them."""

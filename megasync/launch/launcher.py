@@ -30,7 +30,7 @@ from pathlib import Path
 from megasync.concurrency.event_loop import handle_signals
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config import Config
-from megasync.config.access import GENERATION_KEY_VARIABLE, given_generation_key
+from megasync.config.access import GENERATION_KEY_VARIABLE, SESSIONS_KEY_VARIABLE, given_key
 from megasync.errors import ConfigError, MegasyncError
 from megasync.launch.hosts import Host
 from megasync.launch.node import HEAD_SECONDS, READY, STOP_SECONDS
@@ -158,7 +158,8 @@ class Launcher:
         self._notify = notify
         self._environment = {"RAY_AUTH_MODE": "token", TOKEN_VARIABLE: _token(job)}
         # Environment variables that only the driver receives.
-        self._secrets = {} if (key := given_generation_key()) is None else {GENERATION_KEY_VARIABLE: key}
+        variables = GENERATION_KEY_VARIABLE, SESSIONS_KEY_VARIABLE
+        self._secrets = {name: key for name in variables if (key := given_key(name)) is not None}
         # The command running on the head node: the doctor, then the driver.
         self._driver: Remote | None = None
         self._stopping = asyncio.Event()

@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 from megasync.algorithms.choose import takes_tokens
 from megasync.base.importing import keyword_options, load_function
 from megasync.config import builtin
-from megasync.config.access import check_access, read_tenants
-from megasync.config.builtin import ADVANTAGES, LOSSES, Algorithm
+from megasync.config.access import SESSIONS_KEY_VARIABLE, check_access, given_key, read_tenants
+from megasync.config.builtin import ADVANTAGES, EXTERNAL, LOSSES, Algorithm
 from megasync.config.host import is_loopback, resolve_host
 from megasync.config.limits import REWARD, SHOWN_CHARACTERS, as_typed, check_limits, path_problem
 from megasync.config.megatron_options import check_megatron
@@ -127,6 +127,8 @@ def check_config(
     _check_frozen_models(config, planning)
     _check_nodes(config, pool_specs(config, training=training))
     check_access(config.cluster, external=bool(config.rollout.external), planning=planning)
+    if config.rollout.agent == EXTERNAL:
+        given_key(SESSIONS_KEY_VARIABLE)
     _check_model(config, facts, passed, planning, training)
     _check_data(config, planning, own_rows, own_eval_rows)
     _check_folder("run_root", config.run_root)

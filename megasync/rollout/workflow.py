@@ -70,6 +70,13 @@ class SampleClient:
         self._requests = 0
         self.conversation = Conversation()
 
+    def again(self) -> SampleClient:
+        """A client for the sample from its beginning. While it sends the same requests, it gets the same responses."""
+        fresh = copy.copy(self)
+        fresh._requests = 0
+        fresh.conversation = Conversation()
+        return fresh
+
     async def generate(self, prompt_ids: Sequence[int], **options: Any) -> Generation:
         """Generates from token ids; see `RolloutClient.generate`.
 

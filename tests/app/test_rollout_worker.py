@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from dataclasses import dataclass
 from functools import partial
 
+import httpx
 import pytest
 from fake_sglang import FakeSGLang
 from rollout_bench import FakeBuffer
@@ -125,3 +127,24 @@ async def test_it_generates_groups_and_answers_prompts_of_evaluations(run):
     await until(lambda: made.workers._links[0].status.client["rollout/invalid_answers"])
     await made.workers.announce(5, 5)
     assert (await asyncio.wait_for(pending, PATIENCE)).versions == {5: 5}
+
+
+async def test_a_worker_writes_where_programs_outside_open_sessions(config_file, tmp_path, own_log_handlers):
+    config = load_config(config_file, ["rollout.agent=external", "rollout.workers=4"])
+    # An agent needs a chat template.
+    config.model.path = str(shutil.copytree(config.model.path, tmp_path / "chat"))
+    (tmp_path / "chat" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    workload, keys = prepare_workload(config, PythonArguments()), Keys("admin", "router", sessions="the key of the run")
+    setup = WorkerSetup.of(config, tmp_path, 3, "http://router", keys, workload, PythonArguments(), False)
+    polled = await start_worker(sent(setup))
+    try:
+        url = (tmp_path / "sessions" / "worker-3.url").read_text()
+        async with httpx.AsyncClient() as http:
+            answers = [
+                await http.get(f"{url}/sessions", headers={"Authorization": f"Bearer {key}"})
+                for key in ("the key of the run", "another")
+            ]
+        assert [answer.status_code for answer in answers] == [200, 401]
+        assert polled.end.status.client["rollout/sessions"] == 0.0
+    finally:
+        await polled.end.questions["close"]()

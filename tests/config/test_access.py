@@ -7,13 +7,16 @@ import pytest
 
 from megasync.config.access import (
     GENERATION_KEY_VARIABLE,
+    SESSIONS_KEY_VARIABLE,
     Keys,
     check_access,
     describe_access,
+    describe_sessions,
     draw_tenants,
     generation_needs_key,
     read_tenants,
     router_trust,
+    sessions_key,
 )
 from megasync.config.schema import ClusterConfig
 from megasync.errors import ConfigError
@@ -23,7 +26,8 @@ OWN = "a-key-of-the-users-own"
 
 @pytest.fixture(autouse=True)
 def no_key_of_ones_own(monkeypatch):
-    monkeypatch.delenv(GENERATION_KEY_VARIABLE, raising=False)
+    for name in (GENERATION_KEY_VARIABLE, SESSIONS_KEY_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +64,24 @@ def test_the_users_own_key_is_read_from_the_environment(monkeypatch):
     with pytest.raises(ConfigError, match=f"generation_key=never, but {GENERATION_KEY_VARIABLE}") as refused:
         check_access(ClusterConfig(generation_key="never"))
     assert OWN not in str(refused.value)
+
+
+def test_a_run_keeps_the_key_of_its_sessions_in_a_private_file(tmp_path):
+    key, other = sessions_key(tmp_path), sessions_key(tmp_path.parent)
+    assert len(key) == 48 and key != other
+    assert sessions_key(tmp_path) == key
+    file = tmp_path / "sessions" / "key"
+    assert (file.stat().st_mode & 0o777, str(file) in describe_sessions(tmp_path)) == (0o600, True)
+
+
+def test_the_users_own_key_of_sessions_is_written_nowhere(tmp_path, monkeypatch):
+    monkeypatch.setenv(SESSIONS_KEY_VARIABLE, OWN)
+    assert sessions_key(tmp_path) == OWN
+    assert not (tmp_path / "sessions").exists()
+    assert f"in {SESSIONS_KEY_VARIABLE}" in describe_sessions(tmp_path)
+    monkeypatch.setenv(SESSIONS_KEY_VARIABLE, "short")
+    with pytest.raises(ConfigError, match=f"{SESSIONS_KEY_VARIABLE} has 5 characters"):
+        sessions_key(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["short", "with a blank in it", "schlüssel-der-zu-viel-hat", "two-lines-of\r\nheaders"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megasync.config.builtin import EXTERNAL
 from megasync.config.limits import AT_LEAST_ONE, HOST, NOT_NEGATIVE, PATH, POSITIVE, RAY_ADDRESS, Choice, Range
 from megasync.config.rules import SET, above, at_most, excludes, key, longer_than, needs, none_of, unused_without, when
 
@@ -154,7 +155,8 @@ class TimeoutConfig:
     reward: float = key(60.0, POSITIVE)
     # One call of an environment.
     environment: float = key(60.0, POSITIVE)
-    # One sample of `rollout.agent`, from the start of the agent to its return; waiting for a thread does not count.
+    # One sample of `rollout.agent`, from the start of the agent to its return; waiting for a thread does not count. Of an
+    # external one, from the claim of a session to its close.
     agent: float = key(
         1500.0,
         POSITIVE,
@@ -165,6 +167,11 @@ class TimeoutConfig:
             where={"rollout.agent": ()},
         ),
     )
+    # Silence of a program with an open session (`rollout.agent: external`), after which others get its sample.
+    heartbeat: float = key(60.0, POSITIVE, unused_without("rollout.agent", EXTERNAL))
+    # Reward of a session that was closed with the reward "later" (`rollout.agent: external`). Without it, the reward
+    # function scores the sample, or it is dropped.
+    late_reward: float = key(120.0, POSITIVE, unused_without("rollout.agent", EXTERNAL))
     # One answer of a rollout worker's event loop (`rollout.workers`). User code that blocks it for longer is taken for
     # hung: the worker is killed and replaced.
     rollout_worker: float = key(
@@ -207,6 +214,11 @@ class TimeoutConfig:
             ".agent + .reward",
             "no group finishes before its agents return and are scored",
             where={"rollout.agent": ()},
+        ),
+        longer_than(
+            ".agent + .late_reward + .reward",
+            "no group finishes before its sessions are closed, rewarded and scored",
+            where={"rollout.agent": EXTERNAL},
         ),
         longer_than(
             f"{_CHECKS} + .shutdown + .server_start + .request",

@@ -10,6 +10,7 @@ from omegaconf import MISSING
 
 from megasync.config.host import is_loopback
 from megasync.config.limits import (
+    AGENT,
     AT_LEAST_ONE,
     ENVIRONMENT,
     FRACTION,
@@ -365,11 +366,11 @@ class RolloutConfig:
     # Constructor arguments, if `workflow` names a class; its instance is the rollout function.
     workflow_options: dict[str, Any] = key(dict, unused_without(".workflow"))
     # An agent that uses the OpenAI API instead, as `package.module:function`:
-    # `def agent(base_url, api_key, sample, model)`, sync or async. docs/gateway.md
+    # `def agent(base_url, api_key, sample, model)`, sync or async (docs/gateway.md). With `external`, programs outside
+    # the run open a session for each sample. docs/agents.md#i-have-an-agent-in-another-language-or-container
     agent: str | None = key(
         None,
-        FUNCTION,
-        FUNCTIONS,
+        AGENT,
         excludes(".workflow", because=_GENERATES),
         excludes(".environment", because=_GENERATES),
         excludes(".tools.functions", because=_GENERATES),

@@ -27,6 +27,7 @@ COUNTERS = (
     "fleet/gray_parity",
     "rollout/workers_lost",
     "rollout/server_failures",
+    "rollout/sessions_silent",
     "rollout/samples_failed",
     "rollout/poison_prompts",
     "rollout/worker_poison",
