@@ -24,7 +24,7 @@ from megasync.data.render import load_tokenizer
 from megasync.environments import Play
 from megasync.errors import ConfigError, DataError, TemplateRefused
 from megasync.evaluation.held_out import HeldOutSet, held_out_sets, sets_of_worker
-from megasync.gateway import AgentWorkflow, ExternalAgents
+from megasync.gateway import AgentWorkflow, ExternalAgents, VerifiersWorkflow
 from megasync.layout.model_files import end_tokens, read_hf_config
 from megasync.layout.routes import RouteFormat
 from megasync.models.hub import title, with_names
@@ -87,8 +87,8 @@ class Task:
     routes: RouteFormat | None = None
 
     async def open(self) -> None:
-        """Opens the gateway's port, which may be refused, before any process starts."""
-        if isinstance(self.workflow, AgentWorkflow | ExternalAgents):
+        """Opens the gateway's port, which may be refused, and an environment's server, before other processes."""
+        if isinstance(self.workflow, AgentWorkflow | ExternalAgents | Play | VerifiersWorkflow):
             await self.workflow.open()
 
     async def close(self) -> None:
@@ -304,7 +304,11 @@ def load_workflow(config: Config, custom: PythonArguments, tokenizer: Any) -> Ca
             return ExternalAgents(gateway, sampling, name, timeouts)
         return AgentWorkflow(agent, gateway, sampling, name, timeouts.agent)
     if custom.rollout is None and config.rollout.environment is not None:
-        return Play.of(config.rollout.environment, config.timeouts.environment)
+        timeouts = config.timeouts
+        if config.rollout.environment.kind == "verifiers":
+            gateway, sampling = config.rollout.gateway, config.rollout.sampling
+            return VerifiersWorkflow(config.rollout.environment, gateway, sampling, config.model.path, timeouts)
+        return Play.of(config.rollout.environment, timeouts.environment, timeouts.server_start)
     workflow = _loaded(custom.rollout) or _configured_workflow(config.rollout)
     form = f"the rollout function {name_of(workflow)} must be written as `async def rollout(client, sample)`"
     if not is_async(workflow):

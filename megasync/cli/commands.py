@@ -138,7 +138,8 @@ def install(
         list[str],
         typer.Argument(
             metavar="NAME...",
-            help="cpu or gpu: a whole environment. To add to one: engines, rehearsal, serve, trackers, verl.",
+            help="cpu or gpu: a whole environment. To add to one: engines, rehearsal, serve, trackers, verl. "
+            "Beside one, in an environment of its own: openenv, verifiers.",
         ),
     ],
     env: Annotated[

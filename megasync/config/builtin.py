@@ -13,6 +13,9 @@ REWARDS = {
 ENVIRONMENTS = {
     "reasoning_gym": "megasync.environments.reasoning_gym_task:ReasoningGymTask",
     "gymnasium": "megasync.environments.gymnasium_text:GymnasiumText",
+    "openenv": "megasync.environments.openenv:OpenEnv",
+    # It plays whole episodes: a workflow, not an Environment.
+    "verifiers": "megasync.gateway.verifiers:VerifiersWorkflow",
 }
 
 

@@ -20,6 +20,7 @@ from megasync.data.final_answer import references
 from megasync.data.match import match_answer
 from megasync.data.reasoning_gym import gym_rows
 from megasync.data.rows import Row, as_conversations, as_rows, place
+from megasync.data.verifiers_rows import verifiers_rows
 from megasync.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -44,8 +45,12 @@ def load_dataset(config: DatasetConfig, data: DataConfig | None = None) -> tuple
         made, verifier = digit_rows(config), digit_reward
     elif config.kind == "reasoning_gym":
         made, verifier = gym_rows(config)
+    elif config.kind == "verifiers":
+        made, verifier = verifiers_rows(config), None
     else:
-        raise DataError(f"unknown dataset kind {config.kind!r}; kinds: digits, reasoning_gym, {', '.join(READERS)}")
+        raise DataError(
+            f"unknown dataset kind {config.kind!r}; kinds: digits, reasoning_gym, verifiers, {', '.join(READERS)}"
+        )
     return [Row(row, f"{name} ({config.split}), row {number}") for number, row in enumerate(made)], verifier
 
 

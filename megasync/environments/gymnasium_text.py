@@ -6,12 +6,11 @@ has one, otherwise `str(observation)`. The action is the last action name in the
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from megasync.environments.protocol import Step
+from megasync.environments.protocol import Step, episode_seed
 from megasync.errors import DataError
 
 # Names of the actions 0, 1, ... of Gymnasium's toy-text environments, by id without the version.
@@ -58,7 +57,7 @@ class GymnasiumText:
         self._pattern = re.compile(rf"\b({'|'.join(map(re.escape, self._names))})\b")
 
     def reset(self, sample: dict[str, Any]) -> str:
-        observation, _ = self._env.reset(seed=_seed(sample))
+        observation, _ = self._env.reset(seed=episode_seed(sample))
         return f"{self._text(observation)}\n\n{self._choice()}"
 
     def step(self, action: str) -> Step:
@@ -84,10 +83,3 @@ def _render_modes(gymnasium: Any, id: str) -> Sequence[str]:
     entry = gymnasium.spec(id).entry_point
     made = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
     return getattr(made, "metadata", {}).get("render_modes", ())
-
-
-def _seed(sample: dict[str, Any]) -> int:
-    """The seed of a row's episode, 31 bits."""
-    if "seed" in sample:
-        return int(sample["seed"]) % 2**31
-    return int.from_bytes(hashlib.sha256(repr(sample.get("prompt")).encode()).digest()[:4], "big") >> 1

@@ -24,10 +24,17 @@ class Play:
         self._opening = [{"role": "system", "content": system}] if system else []
 
     @classmethod
-    def of(cls, config: EnvironmentConfig, deadline: float) -> Play:
-        """The workflow of a configuration. `deadline` is in seconds, per call. Raises ConfigError."""
-        factory = environment_factory(config.kind, config.options)
+    def of(cls, config: EnvironmentConfig, deadline: float, start: float = 600.0) -> Play:
+        """The workflow of a configuration. Raises ConfigError.
+
+        `deadline` is in seconds, per call; `start` is that of the start of a server.
+        """
+        factory = environment_factory(config.kind, config.options, start)
         return cls(EnvironmentPool(factory, config.pool, deadline, config.isolation), config.max_turns, config.system)
+
+    async def open(self) -> None:
+        """Starts what the environments share. Raises ConfigError if it cannot start."""
+        await self._pool.ready()
 
     async def __call__(self, client: SampleClient, sample: dict[str, Any]) -> list[Trajectory]:
         rewards: list[float] = []

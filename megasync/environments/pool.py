@@ -26,8 +26,8 @@ from megasync.base.importing import name_of
 from megasync.concurrency.foreign import explain, invoke, run
 from megasync.concurrency.processes import answer_in_process, kill_pool, one_process
 from megasync.concurrency.tasks import within
-from megasync.environments.protocol import Environment, Step, plain_answer
-from megasync.errors import DataError
+from megasync.environments.protocol import Environment, SharingFactory, Step, plain_answer
+from megasync.errors import DataError, ServerError
 
 log = logging.getLogger(__name__)
 
@@ -172,10 +172,19 @@ class EnvironmentPool:
         self._abandoned = [host for host in self._abandoned if host.busy]
         return len(self._abandoned)
 
+    async def ready(self) -> None:
+        """Makes usable what the environments share. Raises ServerError or ConfigError."""
+        if isinstance(self._factory, SharingFactory):
+            await self._factory.shared.ready()
+
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[Episode]:
-        """An environment for one episode. Raises DataError when too many environments hang on their threads."""
+        """An environment for one episode.
+
+        Raises DataError when too many environments hang on their threads, ServerError when what they share is down.
+        """
         async with self._free:
+            await self.ready()
             host = self._idle.pop() if self._idle else self._make()
             episode = Episode(host, self._name, self._deadline)
             try:
@@ -187,9 +196,11 @@ class EnvironmentPool:
                     self._discard(host)
 
     async def close(self) -> None:
-        """Closes the idle environments, each within the deadline."""
+        """Closes the idle environments, each within the deadline, and what they share."""
         idle, self._idle = self._idle, []
         await asyncio.gather(*map(self._close, idle))
+        if isinstance(self._factory, SharingFactory):
+            await self._factory.shared.close()
 
     def _make(self) -> Host:
         if self.abandoned >= self._size:
@@ -215,7 +226,10 @@ class EnvironmentPool:
 
 
 class Episode:
-    """A leased environment. Its methods raise DataError, naming the environment, for any fault of the environment."""
+    """A leased environment. Its methods raise DataError, naming the environment, for any fault of the environment.
+
+    A ServerError of the environment passes: its server is at fault, and the episode is repeated.
+    """
 
     def __init__(self, host: Host, name: str, deadline: float) -> None:
         self._host = host
@@ -238,6 +252,8 @@ class Episode:
             raise self._error(
                 f"{method} did not answer within {self._deadline:g} s; raise timeouts.environment, or make it faster"
             ) from error
+        except ServerError:
+            raise
         except Exception as error:  # whatever a user's environment raises
             raise self._error(f"{method} raised {explain(error)}") from error
         self.sound = True

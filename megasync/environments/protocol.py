@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -65,13 +66,43 @@ def plain_answer(method: str, answer: Any) -> Any:
     return Step(str(observation), number, ended)
 
 
-def environment_factory(kind: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
-    """A factory for a built-in kind or for "package.module:Class". Raises ConfigError, also for invalid options."""
+class Shared(Protocol):
+    """An object that all environments of a class share, such as a server, made by `make_shared(seconds, **options)`.
+
+    Each environment is then created as `Class(shared)`. `seconds` is the deadline of a server's start.
+    """
+
+    async def ready(self) -> None:
+        """Makes it usable before an episode begins. Raises ServerError, or ConfigError for what cannot work."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class SharingFactory:
+    """Creates environments that share an object."""
+
+    def __init__(self, func: Callable[[Any], Environment], shared: Shared) -> None:
+        self.func = func
+        self.shared = shared
+
+    def __call__(self) -> Environment:
+        return self.func(self.shared)
+
+
+def environment_factory(kind: str, options: Mapping[str, Any], seconds: float = 600.0) -> Callable[[], Environment]:
+    """A factory for a built-in kind or for "package.module:Class". Raises ConfigError, also for invalid options.
+
+    `seconds` is the deadline for the start of a server that the environments share.
+    """
     factory = load_function(ENVIRONMENTS.get(kind, kind))
     missing = [name for name in METHODS if not callable(getattr(factory, name, None))]
     if missing:
         raise ConfigError(f"the environment {kind!r} has no {', '.join(missing)}; it needs reset, step and close")
-    check_call(factory, f"the environment {kind!r} rejects its options {masked(options)}", **options)
+    shared = getattr(factory, "make_shared", None)
+    given = () if shared is None else (seconds,)
+    problem = f"the environment {kind!r} rejects its options {masked(options)}"
+    check_call(shared or factory, problem, *given, **options)
     for name, arguments in METHODS.items():
         method = getattr(factory, name)
         # A method of a class takes the instance first.
@@ -84,4 +115,11 @@ def environment_factory(kind: str, options: Mapping[str, Any]) -> Callable[[], E
             f"the environment {kind!r} is async in {', '.join(sorted(asynchronous))} only; write all or none of its "
             f"methods as `async def`"
         )
-    return partial(factory, **options)
+    return partial(factory, **options) if shared is None else SharingFactory(factory, shared(seconds, **options))
+
+
+def episode_seed(sample: Mapping[str, Any]) -> int:
+    """The seed of a row's episode, 31 bits: its column `seed`, or else a hash of its prompt."""
+    if "seed" in sample:
+        return int(sample["seed"]) % 2**31
+    return int.from_bytes(hashlib.sha256(repr(sample.get("prompt")).encode()).digest()[:4], "big") >> 1

@@ -6,5 +6,6 @@ sample become trajectories.
 
 from megasync.gateway.agent import AgentWorkflow
 from megasync.gateway.external import ExternalAgents
+from megasync.gateway.verifiers import VerifiersWorkflow
 
-__all__ = ["AgentWorkflow", "ExternalAgents"]
+__all__ = ["AgentWorkflow", "ExternalAgents", "VerifiersWorkflow"]

@@ -4,6 +4,8 @@
     POST /s/<session>/v1/chat/completions, /s/<session>/v1/responses
     POST /s/<session>/v1/messages, /s/<session>/v1/messages/count_tokens
     POST /s/<session>/inference/v1/generate
+    POST /s/by-model/...                         the same for one client of many sessions, whose requests name theirs
+                                                 as the model
 
 Invariant: a request is not processed before its session is found and its key is verified. Every response is JSON in its
 dialect's form, except a stream that breaks off in the middle. `_answer` guarantees both.
@@ -19,6 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+import msgspec
 import orjson
 from aiohttp import web
 
@@ -29,9 +32,9 @@ from megasync.gateway import messages
 from megasync.gateway.chat_completions import ChatExchange
 from megasync.gateway.errors import RequestError, as_request_error
 from megasync.gateway.generate import generated, parse_generate
-from megasync.gateway.request import Exchange, Kept
+from megasync.gateway.request import Exchange, Kept, decode_body
 from megasync.gateway.responses import ResponsesExchange
-from megasync.gateway.session import Session
+from megasync.gateway.session import Session, new_key, same_key
 from megasync.rollout.workflow import SampleClient
 
 log = logging.getLogger(__name__)
@@ -42,10 +45,18 @@ _CLOSE_SECONDS = 1.0
 # Connections that may wait to be accepted: all agents of a step may start at the same moment.
 _BACKLOG = 4096
 _MIB = 1024**2
+# In the place of a session in paths: the request's model is the session.
+_BY_MODEL = "by-model"
 
 _JSON = {"Content-Type": "application/json; charset=utf-8"}
 # The rollout client has already retried what can be retried, so a retry by the agent would only take time.
 _NO_RETRY = _JSON | {"x-should-retry": "false"}
+
+
+class _Named(msgspec.Struct):
+    """What a body of any route has."""
+
+    model: str
 
 
 class Gateway:
@@ -65,6 +76,8 @@ class Gateway:
         self._sampling = sampling
         self._model = model
         self._outside = outside
+        # Of the sessions that requests name as their model.
+        self.key = new_key()
         self._sessions: dict[str, Session] = {}
         self._runner: web.ServerRunner | None = None
         self._starting = asyncio.Lock()
@@ -103,10 +116,15 @@ class Gateway:
             await runner.cleanup()
 
     @asynccontextmanager
-    async def session(self, client: SampleClient) -> AsyncIterator[Session]:
-        """A session of one SampleClient, which ends with the block."""
+    async def session(self, client: SampleClient, *, by_model: bool = False) -> AsyncIterator[Session]:
+        """A session of one SampleClient, which ends with the block.
+
+        One `by_model` has the gateway's key, and its requests may go to `url_by_model` with its id as the model.
+        """
         await self.start()
         session = Session(client, self._sampling, self._config.sampling == "request")
+        if by_model:
+            session.key = self.key
         self._sessions[session.id] = session
         try:
             yield session
@@ -116,6 +134,10 @@ class Gateway:
 
     def base_url(self, session: Session) -> str:
         return f"{self.url}/s/{session.id}/v1"
+
+    @property
+    def url_by_model(self) -> str:
+        return f"{self.url}/s/{_BY_MODEL}/v1"
 
     # Requests
 
@@ -132,6 +154,8 @@ class Gateway:
         try:
             if self._outside is not None and not request.path.startswith("/s/"):
                 return await self._outside(request)
+            if name == _BY_MODEL and same_key(key_of(request.headers), self.key):
+                name = decode_body(await read_body(request), _Named).model
             session = self._sessions.get(name)
             if session is None:
                 raise RequestError(

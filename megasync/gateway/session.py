@@ -31,6 +31,10 @@ from megasync.rollout.workflow import SampleClient
 from megasync.trajectory.runs import IntArray
 
 
+def new_key() -> str:
+    return f"sk-{secrets.token_urlsafe(32)}"
+
+
 def same_key(given: str, key: str) -> bool:
     """Compares two keys in constant time."""
     # A header may hold any bytes, which arrive as surrogates.
@@ -42,7 +46,7 @@ class Session:
 
     def __init__(self, client: SampleClient, sampling: SamplingConfig, chooses: bool) -> None:
         self.id = secrets.token_urlsafe(24)
-        self.key = f"sk-{secrets.token_urlsafe(32)}"
+        self.key = new_key()
         # The first server failure. The sample must then be repeated, whatever the agent returns.
         self.failure: ServerError | None = None
         # What the chat template rejected after the model had answered; the agent cannot go on then.

@@ -6,6 +6,7 @@
     gpu                           a whole environment for CUDA 13       the same, by hashes; builds what has no wheel
     engines, lint, serve, ...     what is added to one of the two       the same as cpu
     rehearsal                     packages that are only read           unpacks each into a folder off Python's path
+    openenv, verifiers            a whole environment of its own        makes that in a folder of this one
 
 Only the standard library is imported here and in `environment`: a checkout runs both before there is any package.
 
@@ -14,7 +15,7 @@ Invariant: what is installed is complete. pip writes a package's INSTALLER file 
 stopped, and repairs the package that it was writing.
 """
 
-from megasync.install.environment import make_environment
+from megasync.install.environment import apart_program, make_environment
 from megasync.install.missing import fix_for_module, require
 
-__all__ = ["fix_for_module", "make_environment", "require"]
+__all__ = ["apart_program", "fix_for_module", "make_environment", "require"]

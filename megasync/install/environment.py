@@ -38,6 +38,8 @@ FIRST = ("packaging", "setuptools", "setuptools-scm", "vcs-versioning")
 WHOLE = {"cpu": 4 * 10**9, "gpu": 13 * 10**9}
 # Unpacked beside Python's path instead of installed: `megasync.lab.rehearsal.packages` reads them there.
 UNPACKED = "rehearsal"
+# Each has an environment of its own in a folder of the run's: their requirements conflict with those of a run.
+APART = ("openenv", "verifiers")
 # So many packages are installed by one call of pip; what it has installed stays, whatever happens to the next.
 BATCH = 25
 # Published without wheels, so they are built here. The last one is built against torch.
@@ -75,6 +77,8 @@ def make_environment(names: Sequence[str], folder: Path | None = None) -> bool:
     for name in [*names, *([UNPACKED] if "gpu" in names else [])]:
         if name == UNPACKED:
             _unpack(steps, read_pins(lock_file(name)))
+        elif name in APART:
+            _install_apart(steps, name)
         else:
             _install(steps, name)
     return steps.ran
@@ -233,7 +237,7 @@ def _install(steps: Steps, name: str) -> None:
         return
     _check_room(Path(sys.prefix), WHOLE.get(name, 0) * len(due) // len(pins))
     _check_compilers(due)
-    _remove_unfinished(due)
+    _remove_unfinished(due, Path(sysconfig.get_path("purelib")))
     pip = _pip(sys.executable)
     if name == "cpu" and (torch := [pin for pin in due if pin.name == "torch"]):
         # By its exact pin, with its dependencies: resolved together with others, pip might choose another build of it.
@@ -257,6 +261,28 @@ def _install(steps: Steps, name: str) -> None:
             names = " ".join(pin.name for pin in built)
             steps.run(f"building {names} (several minutes)", [command], environment=BUILD_VARIABLES)
     importlib.invalidate_caches()
+
+
+def _install_apart(steps: Steps, name: str) -> None:
+    """Makes the environment of a lock that conflicts with a run's, or completes it."""
+    folder = Path(sys.prefix) / name
+    pins = applicable(read_pins(lock_file(name)))
+    if "pip" not in _versions(folder):
+        steps.run(f"virtual environment {folder}", [[sys.executable, "-m", "venv", str(folder)]])
+    if due := absent(pins, _versions(folder)):
+        _remove_unfinished(due, *folder.glob("lib/python3.*/site-packages"))
+        with tempfile.TemporaryDirectory() as scratch:
+            command = [*_pip(apart_program(name, "python")), "--no-deps", "--requirement"]
+            commands = [[*command, file] for file in _requirements(due, Path(scratch))]
+            steps.run(f"{len(due)} packages of {name}.lock", commands, count=len(due))
+
+
+def apart_program(name: str, program: str) -> Path:
+    """A program of an environment that lies beside the run's. Raises ConfigError if that is not installed."""
+    path = Path(sys.prefix) / name / "bin" / program
+    if not path.exists():
+        raise ConfigError(f"there is no {path}; run `megasync install {name}`")
+    return path
 
 
 def _requirements(pins: Sequence[Pin], folder: Path) -> list[str]:
@@ -285,10 +311,10 @@ def _check_compilers(due: Sequence[Pin]) -> None:
         )
 
 
-def _remove_unfinished(due: Sequence[Pin]) -> None:
+def _remove_unfinished(due: Sequence[Pin], *folders: Path) -> None:
     """Removes the metadata of packages that pip was stopped in: it would take them for installed."""
     names = {pin.name for pin in due}
-    for info in Path(sysconfig.get_path("purelib")).glob("*.dist-info"):
+    for info in (info for folder in folders for info in folder.glob("*.dist-info")):
         if canonical(info.stem.rpartition("-")[0]) in names and not (info / "INSTALLER").is_file():
             shutil.rmtree(info)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import tempfile
 from pathlib import Path
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -51,3 +52,9 @@ def log_to_file(path: Path, level: int = logging.INFO) -> logging.Handler:
     handler.setFormatter(logging.Formatter(FORMAT))
     handler.attach(level)
     return handler
+
+
+def log_folder() -> Path:
+    """The folder of this process's log file; without one, the system's folder for temporary files."""
+    files = [handler for handler in logging.getLogger("megasync").handlers if isinstance(handler, _LogFile)]
+    return Path(files[-1].baseFilename).parent if files else Path(tempfile.gettempdir())

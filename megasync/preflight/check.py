@@ -115,7 +115,7 @@ def check_config(
         facts |= {"run's held-out sets": 1, "data.eval.size": None}
         passed.append("data.eval")
     if own_agent:
-        facts["rollout.agent"] = "the caller's"
+        facts |= {"rollout.agent": "the caller's", "run's rollout.agent or verifiers environment": True}
         passed.append("rollout.agent")
     check_rules(config, facts, without=passed, training=training)
     for key, table in (("advantage", ADVANTAGES), ("loss", LOSSES)):
@@ -219,6 +219,8 @@ def run_facts(config: Config) -> dict[str, Any]:
     return {
         "run's held-out sets": (config.data.eval is not None) + len(config.eval.sets),
         "run's other models": len(models),
+        "run's rollout.agent or verifiers environment": config.rollout.agent is not None
+        or (config.rollout.environment is not None and config.rollout.environment.kind == "verifiers"),
         "run's models on rollout servers": sum(model.pool != "own" for model in models),
         "server's number of nodes": engine_nodes(config),
     }

@@ -1,7 +1,8 @@
-"""Runs one command, and kills its whole process group when the owner or the command ends.
+"""Runs one command, and kills its whole process group, and what else it started, when the owner or the command ends.
 
 Run as a script, with the standard library only: ``python -S -E supervisor.py OWNER_PID SCRATCH COMMAND...``.
-Invariant: no process of the command's group outlives this script or the owner, and afterwards nothing is left that
+Invariant: no process of the command's group outlives this script or the owner, nor does a process in a session of its
+own, which becomes this script's child when its parent ends; and afterwards nothing is left that
 SCRATCH names (glob patterns, joined by `os.pathsep`). A pidfd of the owner wakes `_wait` as soon as the owner is gone,
 even by SIGKILL. A parent-death signal covers the death of this script itself. The script has one thread, so that
 signal cannot fire early, as it would in an owner whose forking thread ends.
@@ -73,6 +74,30 @@ def _await_end(group: int) -> None:
             return
 
 
+def _kill_children() -> None:
+    """Kills what has left the group, until nothing is left: the children of what is killed become this script's."""
+    deadline = time.monotonic() + GONE_SECONDS
+    while (children := _children()) and time.monotonic() < deadline:
+        for pid in children:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is not None:
+                pass
+        time.sleep(0.01)
+
+
+def _children() -> list[int]:
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            # A process may end at any moment. Its name, in parentheses, may hold anything.
+            with suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:
+                if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
+                    found.append(int(entry))
+    return found
+
+
 def _remove(patterns: list[str]) -> None:
     for pattern in patterns:
         for path in glob.glob(pattern):
@@ -112,6 +137,7 @@ def main(owner: int, scratch: list[str], command: list[str]) -> int:
     finally:
         _signal_group(child.pid, signal.SIGKILL)
         _await_end(child.pid)
+        _kill_children()
         _remove(scratch)
 
 

@@ -442,6 +442,7 @@ class _Keys:
         for _ in range(_MOST_ROUNDS):
             facts = {
                 "run's held-out sets": (config.data.eval is not None) + len(config.eval.sets),
+                "run's rollout.agent or verifiers environment": config.rollout.agent is not None,
                 "run's other models": len(frozen_models(config)),
                 "run's models on rollout servers": 0,
                 "server's number of nodes": engine_nodes(config),

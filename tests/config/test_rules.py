@@ -53,6 +53,7 @@ SOUND: dict[str, Any] = {
     "model's rotated pairs of adjacent channels": False,
     **{"model's type": "qwen3", "model's max_position_embeddings": 32768, "model's linear_num_key_heads": 64},
     **{"trainer's ranks of an expert layer": 8, "run's held-out sets": 2, "run's other models": 0},
+    "run's rollout.agent or verifiers environment": True,
     **{"run's models on rollout servers": 0, "server's number of nodes": 1},
 }
 # Values that no type says.

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from megasync.errors import ConfigError, MegasyncError
-from megasync.install import environment, fix_for_module, make_environment, pins, require
+from megasync.install import apart_program, environment, fix_for_module, make_environment, pins, require
 from megasync.install.steps import Steps
 
 HASHED = "six==1.0 ; sys_platform == 'linux' \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\n"
@@ -110,6 +110,31 @@ def test_the_gpu_lock_is_installed_by_hashes_wheels_first_and_brings_what_is_rea
     assert [requirement.split(" ")[0] for requirement in requirements(built)] == ["zss==1"]
     assert "--ignore-requires-python" in read and (env / "rehearsal" / "read-3").is_dir()
     assert not any("not-here" in word for command in commands for word in command)
+
+
+def test_an_environment_of_its_own_is_made_in_a_folder_of_the_runs_and_completed(commands, env, monkeypatch):
+    (pins.LOCKS / "verifiers.lock").write_text("odd==1\nmore==9\n")
+    run, made = Steps.run, []
+
+    def making(steps, title, commands, **options):
+        if commands[0][1:3] == ["-m", "venv"]:
+            made.append(Path(commands[0][3]))
+            packages = made[0] / "lib" / "python3.11" / "site-packages"
+            for name in ("pip-23", "more-9", "odd-0"):
+                (packages / f"{name}.dist-info").mkdir(parents=True)
+                (packages / f"{name}.dist-info" / "INSTALLER").write_text("pip\n")
+            (made[0] / "bin").mkdir()
+            (made[0] / "bin" / "python").touch()
+        else:
+            run(steps, title, commands, **options)
+
+    monkeypatch.setattr(Steps, "run", making)
+    with pytest.raises(ConfigError, match=r"there is no .*verifiers/bin/python; run `megasync install verifiers`"):
+        apart_program("verifiers", "python")
+    make_environment(["verifiers"])
+    assert made == [env / "verifiers"]
+    assert list(map(requirements, commands)) == [["odd==1"]]
+    assert apart_program("verifiers", "python") == env / "verifiers" / "bin" / "python"
 
 
 @pytest.mark.parametrize(

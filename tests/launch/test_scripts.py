@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from megasync.install.environment import APART
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), *sorted((ROOT / "launch").glob("*.sbatch")), ROOT / ".ci" / "run"]
 
@@ -152,10 +154,10 @@ def test_the_script_for_one_machine_has_a_help_text(checkout):
         ((), "cpu"),
         (("--tier", "fast", "tests/buffer"), "cpu"),
         (("--tier=standard",), "cpu"),
-        (("--tier", "full"), "cpu verl trackers engines serve anthropic manifests rehearsal docs"),
-        (("--tier=full", "-x"), "cpu verl trackers engines serve anthropic manifests rehearsal docs"),
-        (("--affected",), "cpu verl trackers engines serve anthropic manifests rehearsal docs"),
-        (("--affected=HEAD~1",), "cpu verl trackers engines serve anthropic manifests rehearsal docs"),
+        (("--tier", "full"), "cpu verl trackers engines serve anthropic manifests rehearsal docs openenv verifiers"),
+        (("--tier=full", "-x"), "cpu verl trackers engines serve anthropic manifests rehearsal docs openenv verifiers"),
+        (("--affected",), "cpu verl trackers engines serve anthropic manifests rehearsal docs openenv verifiers"),
+        (("--affected=HEAD~1",), "cpu verl trackers engines serve anthropic manifests rehearsal docs openenv verifiers"),
     ],
 )
 def test_the_tests_of_extras_alone_need_more_than_a_run(checkout, arguments, names):
@@ -194,6 +196,14 @@ def test_the_locks_do_not_overlap(lock):
     pins = requirements_of(lock)
     assert {str(requirement.specifier)[:2] for requirement in pins} == {"=="}
     assert not {requirement.name for requirement in pins} & {requirement.name for requirement in LOCK}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_the_lock_of_an_environment_of_its_own_pins_each_package_once(name):
+    pins = requirements_of(f"{name}.lock")
+    assert {str(requirement.specifier)[:2] for requirement in pins} == {"=="}
+    names = [requirement.name.lower().replace("_", "-") for requirement in pins]
+    assert name in names and len(names) == len(set(names))
 
 
 def test_locks_that_share_a_package_pin_the_same_version():

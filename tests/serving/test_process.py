@@ -77,6 +77,38 @@ async def test_a_child_does_not_outlive_a_command_that_ends_by_itself(tmp_path):
     assert gone([child])
 
 
+APART = """
+import os, subprocess, sys, time
+# As agents are started, which may start others: each in a session of its own.
+deeper = "import subprocess, sys; subprocess.Popen(['sleep', '600'], start_new_session=True); " * int(sys.argv[2])
+child = subprocess.Popen([sys.executable, "-c", deeper + "print(flush=True); import time; time.sleep(600)"],
+                         start_new_session=True, stdout=subprocess.PIPE)
+child.stdout.readline()
+pids = [os.getpid(), child.pid]
+pids += map(int, open(f"/proc/{child.pid}/task/{child.pid}/children").read().split())
+with open(sys.argv[1] + ".part", "w") as out:
+    out.write(" ".join(map(str, pids)))
+os.rename(sys.argv[1] + ".part", sys.argv[1])
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "stopped"])
+async def test_what_has_a_session_of_its_own_ends_with_the_command(tmp_path, end):
+    process = ManagedProcess(
+        [sys.executable, "-c", APART, str(tmp_path / "pids"), "1"], dict(os.environ), tmp_path / "log"
+    )
+    process.start()
+    pids = pids_of(tmp_path)
+    assert len(pids) == 3
+    if end == "killed":
+        os.kill(pids[0], signal.SIGKILL)
+        await process.wait()
+    else:
+        await process.stop()
+    assert gone(pids)
+
+
 OWNER = """
 import os, sys, time
 from pathlib import Path

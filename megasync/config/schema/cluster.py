@@ -153,14 +153,15 @@ class TimeoutConfig:
     )
     # One call of a reward function.
     reward: float = key(60.0, POSITIVE)
-    # One call of an environment.
+    # One call of an environment; a sign of life of a verifiers environment's server.
     environment: float = key(60.0, POSITIVE)
     # One sample of `rollout.agent`, from the start of the agent to its return; waiting for a thread does not count. Of an
-    # external one, from the claim of a session to its close.
+    # external one, from the claim of a session to its close. One episode of a
+    # verifiers environment.
     agent: float = key(
         1500.0,
         POSITIVE,
-        unused_without("rollout.agent"),
+        unused_without("run's rollout.agent or verifiers environment"),
         longer_than(
             ".request",
             "an agent would be stopped, and its prompt would count as failed, while a server may still answer it",

@@ -218,7 +218,7 @@ class GatewayConfig:
 class EnvironmentConfig:
     """An environment that the model plays, instead of a workflow (docs/environments.md); null by default."""
 
-    # reasoning_gym, gymnasium, or `package.module:Class`, instantiated with `options`.
+    # reasoning_gym, gymnasium, openenv, verifiers, or `package.module:Class`, instantiated with `options`.
     kind: str = key(
         MISSING,
         ENVIRONMENT,
@@ -375,7 +375,7 @@ class RolloutConfig:
         excludes(".environment", because=_GENERATES),
         excludes(".tools.functions", because=_GENERATES),
     )
-    gateway: GatewayConfig = section(GatewayConfig, unused_without("rollout.agent"))
+    gateway: GatewayConfig = section(GatewayConfig, unused_without("run's rollout.agent or verifiers environment"))
     # `math`, `code`, or `package.module:function`, `f(completions, **columns) -> list[float | None]`; null takes the
     # dataset's verifier. docs/rewards.md
     reward: str | None = key(None, REWARD, excludes(".rewards", because="the second has all reward functions"))

@@ -1,0 +1,71 @@
+"""The tasks of a verifiers taskset as rows, and how its own environment is reached.
+
+A row has `prompt`, the text of the task's prompt, and `task`, the task's data, which the environment's server takes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megasync.config.schema import DatasetConfig
+from megasync.errors import DataError
+from megasync.install import apart_program
+
+_SIDE = Path(__file__).with_name("verifiers_side.py")
+# Seconds to load a taskset, which may download its data.
+_LOAD_SECONDS = 3600.0
+_LAST_LINES = 12
+
+
+def verifiers_command(order: str, python: str = "") -> list[str]:
+    """The command that carries out an order in verifiers' environment, or in that of another `python`.
+
+    Raises ConfigError if it is not installed.
+    """
+    return [str(python or apart_program("verifiers", "python")), "-P", str(_SIDE), order]
+
+
+def verifiers_variables() -> dict[str, str]:
+    """The environment variables of that command. Modules of the working directory can be imported, as in a run."""
+    path = os.pathsep.join(filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def verifiers_rows(config: DatasetConfig) -> list[dict[str, Any]]:
+    """The tasks of the taskset `config.source`. Its `options` are the taskset's own, and `select` and `python`.
+
+    Raises DataError with what verifiers says.
+    """
+    name = f"verifiers:{config.source}"
+    if config.split != "train":
+        raise DataError(
+            f"{name}: split={config.split!r}, but tasksets have no splits; choose other tasks with options.select, "
+            f"such as {{skip: 1000}}, or a taskset's own option"
+        )
+    taskset = dict(config.options)
+    python, select = taskset.pop("python", ""), taskset.pop("select", None) or {}
+    if not isinstance(select, Mapping):
+        raise DataError(f"{name}: options.select={select!r} must be a mapping, such as {{skip: 1000}}")
+    chosen = {"limit": config.size, "seed": config.seed} | dict(select)
+    order = {"name": config.source, "taskset": taskset, "select": chosen}
+    command = verifiers_command("rows", python)
+    try:
+        done = subprocess.run(
+            command,
+            input=json.dumps(order),
+            capture_output=True,
+            text=True,
+            timeout=_LOAD_SECONDS,
+            env=verifiers_variables(),
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise DataError(f"{name} cannot be loaded: {error}") from error
+    if done.returncode:
+        raise DataError(f"{name} cannot be loaded:\n" + "\n".join(done.stderr.splitlines()[-_LAST_LINES:]))
+    return [json.loads(line) for line in done.stdout.splitlines()]
