@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extras=()
 # What tests with the marker `extra` need; only these tiers choose such tests.
-case " $* " in *" --tier full "* | *" --tier=full "* | *" --affected"*) extras=(verl trackers engines serve anthropic manifests rehearsal docs openenv verifiers) ;; esac
+case " $* " in *" --tier full "* | *" --tier=full "* | *" --affected"*) extras=(verl trackers engines serve anthropic mcp manifests rehearsal docs openenv verifiers) ;; esac
 bash launch/setup.sh cpu "${extras[@]}"
 # Two worker processes; tests/support/scheduling.py distributes the tests.
 exec .venv/bin/python -m pytest -n 2 "$@"

@@ -37,6 +37,21 @@ class ServerError(MegasyncError):
     """An SGLang server, a router, or a service behind a tool died, refused a request, or did not answer in time."""
 
 
+class ServiceFailed(ServerError):
+    """An environment or a tool server failed, and not at what the model asked of it. `service` is its name."""
+
+    def __init__(self, message: str, service: str) -> None:
+        super().__init__(message, service)
+        self.service = service
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ServiceDown(MegasyncError):
+    """An environment or a tool server has failed for everybody for so long that samples no longer wait for it."""
+
+
 class HttpStatusError(ServerError):
     """A server answered with an error `status`."""
 
@@ -131,3 +146,8 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 def is_infrastructure(error: BaseException) -> bool:
     """Whether an error is the fault of a server and not of a prompt: a ServerError is among its causes."""
     return any(isinstance(cause, ServerError) for cause in causes(error))
+
+
+def failed_service(error: BaseException) -> str | None:
+    """The name of the environment or tool server whose failure is among the causes of an error; None without one."""
+    return next((cause.service for cause in causes(error) if isinstance(cause, ServiceFailed)), None)

@@ -33,9 +33,10 @@ from megasync.rewards.function import Given
 from megasync.rewards.model_reward import ModelReward
 from megasync.rewards.scoring import Scoring
 from megasync.rollout.auxiliary import AuxiliaryModel, load_auxiliary_models
+from megasync.rollout.mcp_server import McpServer
 from megasync.rollout.reply_parser import tool_format
 from megasync.rollout.teachers import Teacher, Teachers, load_teachers
-from megasync.rollout.tool_agent import TOOLS, tool_agent
+from megasync.rollout.tool_agent import ToolAgent, tool_agent
 from megasync.rollout.workflow import single_turn
 
 log = logging.getLogger(__name__)
@@ -87,8 +88,11 @@ class Task:
     routes: RouteFormat | None = None
 
     async def open(self) -> None:
-        """Opens the gateway's port, which may be refused, and an environment's server, before other processes."""
-        if isinstance(self.workflow, AgentWorkflow | ExternalAgents | Play | VerifiersWorkflow):
+        """Opens the gateway's port and the servers of tools and environments, before any other process starts.
+
+        Raises ConfigError when one of them refuses.
+        """
+        if isinstance(self.workflow, AgentWorkflow | ExternalAgents | Play | ToolAgent | VerifiersWorkflow):
             await self.workflow.open()
 
     async def close(self) -> None:
@@ -253,7 +257,8 @@ def run_stop_ids(config: Config, custom: PythonArguments, tokenizer: Any) -> fro
     """The tokens that end a response of this run: the model's, and the one that ends a turn of its chat template."""
     ids = stop_ids(config.model.path, tokenizer)
     rollout = config.rollout
-    chats = config.data.prompt.format == "chat" or rollout.tools.functions or _scores_itself(config, custom)
+    tools = rollout.tools.functions or rollout.tools.mcp
+    chats = config.data.prompt.format == "chat" or tools or _scores_itself(config, custom)
     if not (chats and tokenizer.chat_template):
         return ids
     end = ChatTemplate(tokenizer, rollout.chat.template_options).turn_end(ids)
@@ -301,29 +306,36 @@ def load_workflow(config: Config, custom: PythonArguments, tokenizer: Any) -> Ca
         name = title(with_names(config).model.path)
         gateway, sampling, timeouts = config.rollout.gateway, config.rollout.sampling, config.timeouts
         if isinstance(agent, str):
-            return ExternalAgents(gateway, sampling, name, timeouts)
-        return AgentWorkflow(agent, gateway, sampling, name, timeouts.agent)
+            return ExternalAgents(gateway, sampling, name, timeouts, score_late=_scores_late(config))
+        return AgentWorkflow(agent, gateway, sampling, name, timeouts.agent, score_late=_scores_late(config))
     if custom.rollout is None and config.rollout.environment is not None:
         timeouts = config.timeouts
         if config.rollout.environment.kind == "verifiers":
             gateway, sampling = config.rollout.gateway, config.rollout.sampling
             return VerifiersWorkflow(config.rollout.environment, gateway, sampling, config.model.path, timeouts)
-        return Play.of(config.rollout.environment, timeouts.environment, timeouts.server_start)
+        starting = timeouts.server_start
+        return Play.of(config.rollout.environment, timeouts.environment, starting, score_late=_scores_late(config))
     workflow = _loaded(custom.rollout) or _configured_workflow(config.rollout)
     form = f"the rollout function {name_of(workflow)} must be written as `async def rollout(client, sample)`"
     if not is_async(workflow):
         raise ConfigError(form)
     check_call(workflow, form, None, {})
-    if tokenizer is not None and (tools := getattr(workflow, TOOLS, ())):
+    if tokenizer is not None and isinstance(workflow, ToolAgent):
         tool_format(config.rollout.chat.tool_format, str(tokenizer.chat_template))
         try:
-            ChatTemplate(tokenizer, config.rollout.chat.template_options).check_tools([tool.schema for tool in tools])
+            ChatTemplate(tokenizer, config.rollout.chat.template_options).check_tools(
+                [tool.schema for tool in workflow.offered]
+            )
         except TemplateRefused as error:
             raise DataError(
                 f"tools need a chat template that writes their results, but that of model.path={config.model.path!r} "
                 f"cannot: {error}; use a model with such a template, or a workflow of your own"
             ) from error
     return workflow
+
+
+def _scores_late(config: Config) -> bool:
+    return config.rollout.at_deadline == "score"
 
 
 def _loaded(function: Callable | str | None) -> Callable | None:
@@ -335,10 +347,24 @@ def _configured_workflow(rollout: RolloutConfig) -> Callable:
     if rollout.workflow:
         return load_callable(rollout.workflow, rollout.workflow_options)
     tools = rollout.tools
-    if not tools.functions:
+    if not tools.functions and not tools.mcp:
         return single_turn
+    servers = [
+        McpServer(
+            name,
+            server.command,
+            server.url or "",
+            environment=server.environment,
+            headers=server.headers,
+            tools=server.tools,
+            prefix=server.prefix,
+            shared=server.shared,
+            pool=server.pool,
+        )
+        for name, server in tools.mcp.items()
+    ]
     return tool_agent(
-        [load_function(reference) for reference in tools.functions],
+        [*(load_function(reference) for reference in tools.functions), *servers],
         max_turns=tools.max_turns,
         timeout=tools.timeout,
         max_output=tools.max_output,

@@ -57,6 +57,7 @@ from megasync.errors import (
 from megasync.observe import trace
 from megasync.observe.awaits import describe_tasks
 from megasync.observe.context import RunContext
+from megasync.rollout.breaker import paused_services
 from megasync.rollout.client import PinnedVersion
 
 log = logging.getLogger(__name__)
@@ -492,6 +493,8 @@ class Controller:
                 problem = (
                     f"no group was finished and no step trained for {stalled:.0f} s (timeouts.no_progress={limit:.0f})"
                 )
+                if paused := paused_services(self._rollouter.metrics()):
+                    problem += f"; paused, because they failed for everybody: {', '.join(paused)}"
                 report = await self._reports.report(problem)
                 stacks = "" if report is None else f" Stacks of all processes: {report}."
                 raise TrainingError(f"{problem}.{stacks} State of the run:\n{await self.dump()}")

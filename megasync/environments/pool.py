@@ -4,8 +4,12 @@ Invariants: at most `size` episodes are in progress, each with exclusive use of 
 call failed or was abandoned is never leased again. `lease` guarantees both. The calls of one environment never overlap,
 and none blocks the event loop, except for an async environment's own code: its host guarantees both.
 
+A ServerError of an environment, the end of its process, and a `reset` without an answer are no fault of the episode:
+they are a ServiceFailed, and `breaker` pauses environments that fail so for everybody.
+
     waits       for                      woken by
     ----------  -----------------------  ------------------------------------
+    lease       a pause of the breaker   `breaker`
     lease       a free slot              the end of another episode
     a call      the environment          its answer, or the deadline
 """
@@ -18,6 +22,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import asynccontextmanager
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -27,7 +32,8 @@ from megasync.concurrency.foreign import explain, invoke, run
 from megasync.concurrency.processes import answer_in_process, kill_pool, one_process
 from megasync.concurrency.tasks import within
 from megasync.environments.protocol import Environment, SharingFactory, Step, plain_answer
-from megasync.errors import DataError, ServerError
+from megasync.errors import DataError, ServerError, ServiceFailed, is_infrastructure
+from megasync.rollout.breaker import Breaker
 
 log = logging.getLogger(__name__)
 
@@ -147,20 +153,29 @@ def host_kind(factory: Factory, isolation: str) -> type[LoopHost | ThreadHost | 
     return {"thread": ThreadHost, "process": ProcessHost}[isolation]
 
 
+class StepTimeout(DataError):
+    """An environment did not answer an action within its deadline, which may be the fault of either."""
+
+
 class EnvironmentPool:
     """`factory` creates an environment. `deadline` is in seconds, per call, and includes the creation.
+
+    `label` is the environment's name in metrics, by default that of its class.
 
     `isolation` selects where sync environments run. With "thread", an environment that hangs is abandoned (at most
     `size` of them). With "process", it is killed; the factory must then be picklable. Async environments run on the
     event loop.
     """
 
-    def __init__(self, factory: Factory, size: int, deadline: float, isolation: str = "thread") -> None:
+    def __init__(
+        self, factory: Factory, size: int, deadline: float, isolation: str = "thread", label: str = ""
+    ) -> None:
         self._factory = factory
         self._size = size
         self._deadline = deadline
         self._kind = host_kind(factory, isolation)
         self._name = name_of(getattr(factory, "func", factory))
+        self.breaker = Breaker(label or self._name.rpartition(".")[2])
         self._free = asyncio.Semaphore(size)
         self._idle: list[Host] = []
         self._abandoned: list[Host] = []
@@ -181,12 +196,16 @@ class EnvironmentPool:
     async def lease(self) -> AsyncIterator[Episode]:
         """An environment for one episode.
 
-        Raises DataError when too many environments hang on their threads, ServerError when what they share is down.
+        Raises DataError when too many environments hang on their threads, ServiceFailed when what they share is down,
+        and ServiceDown when they have failed for everybody for long.
         """
-        async with self._free:
-            await self.ready()
+        async with self.breaker.episode(), self._free:
+            try:
+                await self.ready()
+            except ServerError as error:
+                raise ServiceFailed(str(error), self.breaker.name) from error
             host = self._idle.pop() if self._idle else self._make()
-            episode = Episode(host, self._name, self._deadline)
+            episode = Episode(host, self._name, self.breaker.name, self._deadline)
             try:
                 yield episode
             finally:
@@ -226,14 +245,16 @@ class EnvironmentPool:
 
 
 class Episode:
-    """A leased environment. Its methods raise DataError, naming the environment, for any fault of the environment.
+    """A leased environment.
 
-    A ServerError of the environment passes: its server is at fault, and the episode is repeated.
+    Its methods raise ServiceFailed for a failure that is not the episode's, and otherwise DataError, naming the
+    environment; StepTimeout for a late answer to an action.
     """
 
-    def __init__(self, host: Host, name: str, deadline: float) -> None:
+    def __init__(self, host: Host, name: str, label: str, deadline: float) -> None:
         self._host = host
         self._name = name
+        self._label = label
         self._deadline = deadline
         # Whether the environment can be leased again: False from the start of a call until it answers.
         self.sound = True
@@ -249,15 +270,18 @@ class Episode:
         try:
             answer = await within(self._host.call(method, *arguments), self._deadline)
         except TimeoutError as error:
-            raise self._error(
-                f"{method} did not answer within {self._deadline:g} s; raise timeouts.environment, or make it faster"
-            ) from error
-        except ServerError:
-            raise
+            late = f"{method} did not answer within {self._deadline:g} s; raise timeouts.environment, or make it faster"
+            # No action has reached it before.
+            raise self._failure(late) if method == "reset" else StepTimeout(self._said(late)) from error
         except Exception as error:  # whatever a user's environment raises
-            raise self._error(f"{method} raised {explain(error)}") from error
+            if is_infrastructure(error) or isinstance(error, BrokenProcessPool):
+                raise self._failure(f"{method}: {explain(error)}") from error
+            raise DataError(self._said(f"{method} raised {explain(error)}")) from error
         self.sound = True
         return answer
 
-    def _error(self, problem: str) -> DataError:
-        return DataError(f"the environment {self._name}: {problem}")
+    def _said(self, problem: str) -> str:
+        return f"the environment {self._name}: {problem}"
+
+    def _failure(self, problem: str) -> ServiceFailed:
+        return ServiceFailed(self._said(problem), self._label)

@@ -16,11 +16,12 @@ from typing import Any, Protocol
 
 from megasync.base.importing import name_of
 from megasync.concurrency.foreign import explain, run
-from megasync.concurrency.tasks import cancel_and_wait
-from megasync.errors import DataError
+from megasync.concurrency.tasks import Backoff, cancel_and_wait
+from megasync.errors import DataError, failed_service
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.observe import trace
 from megasync.rollout.client import ANYWHERE, Destination, RolloutClient
+from megasync.rollout.group_worker import BACKOFF_SECONDS, MAX_REPEATS
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.workflow import SampleClient, TrajectoryCheck, Workflow, call_workflow, request_seed
 from megasync.trajectory import Prompt
@@ -180,14 +181,20 @@ class Answerer:
         self._gate = RequestGate()
 
     async def __call__(self, job: AnswerJob, destination: Destination = ANYWHERE, /) -> HeldOutAnswer:
-        client = self._sample_client(job, destination)
-        try:
-            text, reward = await self._answer(client, job)
-            return job.answer(text, reward, versions={} if job.by_adapter else _versions(client))
-        except Exception as error:
-            # A user's workflow or reward, or a server, failed: this answer counts as failed, logged in `_scores`.
-            log.debug("Evaluation prompt %s of %r failed", job.prompt.uid, job.held_out, exc_info=error)
-            return job.failed(error)
+        repeats, backoff = 0, Backoff(BACKOFF_SECONDS)
+        while True:
+            client = self._sample_client(job, destination)
+            try:
+                text, reward = await self._answer(client, job)
+                return job.answer(text, reward, versions={} if job.by_adapter else _versions(client))
+            except Exception as error:
+                # A user's workflow or reward, or a server, failed: this answer counts as failed, logged in `_scores`.
+                log.debug("Evaluation prompt %s of %r failed", job.prompt.uid, job.held_out, exc_info=error)
+                if failed_service(error) is None or repeats == MAX_REPEATS:
+                    return job.failed(error)
+            # An environment or tool server failed, which says nothing of the model.
+            repeats += 1
+            await asyncio.sleep(backoff.next())
 
     def _sample_client(self, job: AnswerJob, destination: Destination) -> SampleClient:
         held_out, seed = self._sets[job.held_out], None

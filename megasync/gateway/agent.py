@@ -32,16 +32,28 @@ log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 5.0
 
 
+class AgentLate(DataError):
+    """An agent did not return within its deadline."""
+
+
 class AgentWorkflow:
     """`rollout(client, sample)` for an agent, called as `agent(base_url=, api_key=, sample=, model=)`, sync or async.
 
     The agent returns the sample's reward, None (the reward function scores the last answer), or a dictionary with
     "reward" and metrics. `deadline` is in seconds from the start of the agent to its return; a sync agent's wait for a
-    free thread does not count. Raises ConfigError for an agent that does not accept these keywords.
+    free thread does not count. With `score_late`, the sample of an agent that reaches it ends with its responses, which
+    the reward function scores; otherwise it fails. Raises ConfigError for an agent that does not accept these keywords.
     """
 
     def __init__(
-        self, agent: Callable[..., Any], config: GatewayConfig, sampling: SamplingConfig, model: str, deadline: float
+        self,
+        agent: Callable[..., Any],
+        config: GatewayConfig,
+        sampling: SamplingConfig,
+        model: str,
+        deadline: float,
+        *,
+        score_late: bool = False,
     ) -> None:
         form = "must be written as `def agent(base_url, api_key, sample, model)`, sync or async"
         check_call(agent, f"the agent {name_of(agent)} {form}", base_url="", api_key="", sample={}, model="")
@@ -55,6 +67,7 @@ class AgentWorkflow:
         self._name = name_of(agent)
         self._model = model
         self._deadline = deadline
+        self._score_late = score_late
 
     async def open(self) -> None:
         """Starts the gateway. Raises ConfigError when its address cannot be bound."""
@@ -68,21 +81,22 @@ class AgentWorkflow:
         whatever the agent raises. If it raises after the chat template rejected messages that follow a response, the
         sample ends with its responses, which the reward function scores.
         """
-        result, refused = None, False
+        result, ended = None, ""
         async with self._gateway.session(client) as session:
             try:
                 base_url = self._gateway.base_url(session)
                 result = await self._called(base_url=base_url, api_key=session.key, sample=sample, model=self._model)
             except Exception as error:  # whatever the agent raises
-                if session.failure is None and session.refusal is None:
+                late = self._score_late and isinstance(error, AgentLate) and client.conversation.generations
+                if session.failure is None and session.refusal is None and not late:
                     raise
                 log.debug("Agent %s failed after a failed request", self._name, exc_info=error)
-                refused = session.refusal is not None
+                ended = "deadline" if late else "template_refused" if session.refusal is not None else ""
         if session.failure is not None:
             raise ServerError(f"a request of the agent {self._name} failed: {session.failure}") from session.failure
-        if refused:
+        if ended:
             # The responses are trained as they are: what led here should be unlearned.
-            return client.conversation.trajectories(metrics={"template_refused": 1.0})
+            return client.conversation.trajectories(metrics={ended: 1.0})
         reward, metrics = invoke(self._outcome, result)
         if not client.conversation.generations:
             raise DataError(
@@ -109,7 +123,7 @@ class AgentWorkflow:
                 return await self._on_loop(run(self._agent, name, None, **arguments))
             return await self._threads.call(self._agent, name, self._deadline, **arguments)
         except DeadlineExceeded:
-            raise DataError(
+            raise AgentLate(
                 f"the agent {self._name} did not return within {self._deadline:g} s; raise timeouts.agent, or give it "
                 f"less to do"
             ) from None

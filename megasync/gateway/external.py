@@ -129,13 +129,23 @@ class _Play:
 class ExternalAgents:
     """`rollout(client, sample)` for programs outside: offers each sample, and returns what its session sampled.
 
-    Nobody is admitted before `admit` has named the key.
+    Nobody is admitted before `admit` has named the key. With `score_late`, a session that is not closed in time ends
+    with its responses, which the reward function scores; otherwise its sample fails.
     """
 
-    def __init__(self, config: GatewayConfig, sampling: SamplingConfig, model: str, timeouts: TimeoutConfig) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        sampling: SamplingConfig,
+        model: str,
+        timeouts: TimeoutConfig,
+        *,
+        score_late: bool = False,
+    ) -> None:
         self._gateway = Gateway(config, sampling, model, self._answer)
         self._model = model
         self._timeouts = timeouts
+        self._score_late = score_late
         # A key that nobody knows.
         self._key = secrets.token_urlsafe(32)
         self._numbers = itertools.count()
@@ -190,6 +200,8 @@ class ExternalAgents:
                 reward = None if close.reward is None or close.reward == LATER else float(close.reward)
                 return client.conversation.trajectories(reward, dict(close.metrics))
             if end == EXPIRED:
+                if self._score_late and client.conversation.generations:
+                    return client.conversation.trajectories(metrics={"deadline": 1.0})
                 raise DataError(
                     f"a session from outside was not closed within {self._timeouts.agent:g} s; raise timeouts.agent, "
                     f"or give the agent less to do"

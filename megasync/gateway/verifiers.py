@@ -38,9 +38,10 @@ from megasync.concurrency.tasks import cancel_and_wait, within
 from megasync.config.host import without_proxies
 from megasync.config.schema import EnvironmentConfig, GatewayConfig, SamplingConfig, TimeoutConfig
 from megasync.data.verifiers_rows import verifiers_command, verifiers_variables
-from megasync.errors import ConfigError, DataError, ServerError
+from megasync.errors import ConfigError, DataError, ServerError, ServiceFailed
 from megasync.gateway.server import Gateway
 from megasync.gateway.session import Session
+from megasync.rollout.breaker import Breaker
 from megasync.rollout.conversation import Conversation, Generation
 from megasync.rollout.workflow import SampleClient
 from megasync.serving.owned_server import EnvironmentService, OwnedServer
@@ -312,6 +313,8 @@ class VerifiersWorkflow:
         if self._client["type"] != "train":
             del self._client["renderer_model_name"]
         self._name = name
+        self.label = environment.kind
+        self._breaker = Breaker(environment.kind)
         self._timeouts = timeouts
         self._free = asyncio.Semaphore(environment.pool)
         self._channel: _Channel | None = None
@@ -330,7 +333,7 @@ class VerifiersWorkflow:
         task = sample.get("task")
         if not isinstance(task, Mapping):
             raise DataError("a row has no column `task`; verifiers plays rows of data.train.kind=verifiers")
-        async with self._free, self._gateway.session(client, by_model=True) as session:
+        async with self._breaker.episode(), self._free, self._gateway.session(client, by_model=True) as session:
             try:
                 traces = await within(self._play(session, task), self._timeouts.agent)
             except TimeoutError:
@@ -342,8 +345,12 @@ class VerifiersWorkflow:
                 if session.failure is None:
                     raise
                 traces = []
-        if session.failure is not None:
-            raise ServerError(f"a request of {self._name} failed: {session.failure}") from session.failure
+            except ServerError as error:
+                if session.failure is None:
+                    raise ServiceFailed(str(error), self._breaker.name) from error
+                traces = []
+            if session.failure is not None:
+                raise ServerError(f"a request of {self._name} failed: {session.failure}") from session.failure
         return trajectories_of(client.conversation, traces)
 
     async def close(self) -> None:

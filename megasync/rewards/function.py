@@ -29,7 +29,7 @@ from megasync.concurrency.foreign import invoke, is_async, shown
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config.builtin import REWARDS
 from megasync.data.rows import is_messages
-from megasync.errors import ConfigError
+from megasync.errors import ConfigError, ServerError
 from megasync.trajectory.runs import FloatArray
 
 # What a function can ask for beside the columns of the rows; messages where prompts are chats.
@@ -58,7 +58,10 @@ class Convention:
     by_name: bool = False
 
     def call(self, function: Callable[..., Any], completions: Sequence[str], columns: Columns) -> Any:
-        """Calls the function for a group; returns one score per completion, or an awaitable of that."""
+        """Calls the function for a group; returns one score per completion, or an awaitable of that.
+
+        A function that is called once per completion gives an error in place of the score of a call that raised.
+        """
         if self.kind == "verl":
             return _each(function, [self._taken(row) for row in _verl_rows(completions, columns)])
         if self.kind == "verl_batch":
@@ -298,13 +301,28 @@ def ground_truth_of(row: Mapping[str, Any]) -> Any:
 
 
 def _each(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> Any:
+    """One score per row, or the error of its call."""
     if is_async(function):
-        return _gathered(function, rows)
-    return [_score(function(**row)) for row in rows]
+        return gather_or_cancel(*(_awaited(function, row) for row in rows))
+    return [_called(function, row) for row in rows]
 
 
-async def _gathered(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
-    return [_score(answer) for answer in await gather_or_cancel(*(function(**row) for row in rows))]
+def _called(function: Callable[..., Any], row: dict[str, Any]) -> Any:
+    try:
+        return _score(function(**row))
+    except ServerError:
+        raise
+    except Exception as error:  # noqa: BLE001 - of a user's function, of which the other rows know nothing
+        return error
+
+
+async def _awaited(function: Callable[..., Any], row: dict[str, Any]) -> Any:
+    try:
+        return _score(await function(**row))
+    except ServerError:
+        raise
+    except Exception as error:  # noqa: BLE001 - as above
+        return error
 
 
 async def _later(answers: Any) -> list[Any]:

@@ -10,9 +10,11 @@ import asyncio
 import copy
 import inspect
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -38,8 +40,19 @@ NO_MAIN_THREAD = "signal only works in main thread"
 Score = float | FloatArray | None
 
 
+class Failed(Enum):
+    """In place of a score: the function failed at this response."""
+
+    FAILED = "failed"
+
+
+FAILED = Failed.FAILED
+
+
 class InvalidScores(DataError):
-    """A reward function gave no valid scores. Names the function and the prompt."""
+    """A reward function gave no valid scores. Names the function and the prompt; `grader` is its name in metrics."""
+
+    grader = ""
 
 
 class RewardRunner:
@@ -74,14 +87,20 @@ class RewardRunner:
         return {f.name: f.weight for f in self._functions} if len(self._functions) > 1 else {}
 
     async def score(
-        self, trajectories: Sequence[Trajectory], columns: dict[str, Any], uid: str = ""
+        self,
+        trajectories: Sequence[Trajectory],
+        columns: dict[str, Any],
+        uid: str = "",
+        failed: Counter[str] | None = None,
     ) -> list[Trajectory]:
         """The trajectories of one prompt with their rewards, in the same order.
 
-        Raises DataError, or ServerError from a reward model whose servers do not answer.
+        With `failed`, responses at which alone a function fails, by a score that is no number or, if it is called for
+        each response, by an error, are left without a reward, and counted there by the function's name. Raises
+        DataError, or ServerError from a reward model whose servers do not answer.
         """
         unscored = [t for t in trajectories if t.reward is None]
-        scored = iter(await self._scored(unscored, columns, uid) if unscored and self._functions else unscored)
+        scored = iter(await self._scored(unscored, columns, uid, failed) if unscored and self._functions else unscored)
         return [
             next(scored) if t.reward is None else replace(t, reward=_number(t.reward, uid, "the workflow"))
             for t in trajectories
@@ -103,14 +122,24 @@ class RewardRunner:
         if self._processes:
             self._processes.close()
 
-    async def _scored(self, trajectories: list[Trajectory], columns: dict[str, Any], uid: str) -> list[Trajectory]:
-        calls = [self._scores(function, trajectories, columns, uid) for function in self._functions]
+    async def _scored(
+        self, trajectories: list[Trajectory], columns: dict[str, Any], uid: str, failed: Counter[str] | None
+    ) -> list[Trajectory]:
+        lenient = failed is not None
+        calls = [self._scores(function, trajectories, columns, uid, lenient) for function in self._functions]
         # All of them end before the first error is raised, so that none keeps running.
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-        return [self._rewarded(t, scores) for t, scores in zip(trajectories, zip(*answers, strict=True), strict=True)]
+        rewarded = []
+        for trajectory, scores in zip(trajectories, zip(*answers, strict=True), strict=True):
+            names = [f.name for f, score in zip(self._functions, scores, strict=True) if score is FAILED]
+            if failed is not None:
+                failed.update(names)
+            # The other functions alone would make another reward of it.
+            rewarded.append(trajectory if names else self._rewarded(trajectory, scores))
+        return rewarded
 
     def _rewarded(self, trajectory: Trajectory, scores: Sequence[Score]) -> Trajectory:
         weights = [function.weight for function in self._functions]
@@ -129,19 +158,22 @@ class RewardRunner:
         return metrics
 
     async def _scores(
-        self, function: RewardFunction, trajectories: list[Trajectory], columns: dict[str, Any], uid: str
+        self, function: RewardFunction, trajectories: list[Trajectory], columns: dict[str, Any], uid: str, lenient: bool
     ) -> list[Score]:
         lengths = [len(t.response_ids) for t in trajectories]
         added = {
             "completion_ids": [t.response_ids.tolist() for t in trajectories],
             "finish_reasons": [t.finish_reason for t in trajectories],
         }
-        work = partial(score_group, function, [t.text for t in trajectories], columns, added, lengths, uid)
+        work = partial(score_group, function, [t.text for t in trajectories], columns, added, lengths, uid, lenient)
         try:
             with trace.span("reward", function.name, responses=len(trajectories)):
                 return await self._call(function, work)
-        except (ServerError, InvalidScores):
-            # The first is not the fault of the function or the responses: the caller backs off and retries.
+        except InvalidScores as error:
+            error.grader = function.name
+            raise
+        except ServerError:
+            # It is not the fault of the function or the responses: the caller backs off and retries.
             raise
         except DeadlineExceeded as error:
             problem = f"did not answer within {self._timeout:g} s; raise timeouts.reward, or make it faster"
@@ -176,6 +208,7 @@ def score_group(
     added: Mapping[str, Sequence[Any]],
     lengths: Sequence[int],
     uid: str,
+    lenient: bool = False,
 ) -> list[Score] | Awaitable[list[Score]]:
     """The scores of a group, of responses of these numbers of tokens; an awaitable of them from an async function.
 
@@ -186,10 +219,10 @@ def score_group(
     repeated = {name: [value] * len(completions) for name, value in copy.deepcopy(dict(columns)).items()}
     answer = function.convention.call(function.call, list(completions), {**repeated, **added})
     if not inspect.isawaitable(answer):
-        return _checked(function, answer, lengths, uid)
+        return _checked(function, answer, lengths, uid, lenient)
 
     async def later() -> list[Score]:
-        return _checked(function, await answer, lengths, uid)
+        return _checked(function, await answer, lengths, uid, lenient)
 
     return later()
 
@@ -198,8 +231,11 @@ async def _read(work: Callable[[], Awaitable[list[Score]]]) -> list[Score]:
     return await work()
 
 
-def _checked(function: RewardFunction, answer: Any, lengths: Sequence[int], uid: str) -> list[Score]:
-    """The scores as plain data. Raises InvalidScores."""
+def _checked(function: RewardFunction, answer: Any, lengths: Sequence[int], uid: str, lenient: bool) -> list[Score]:
+    """The scores as plain data. Raises InvalidScores, or the error in place of a score.
+
+    With `lenient`, an invalid score, or an error, is FAILED if another score is valid.
+    """
     count = len(lengths)
     try:
         items = iter(answer)
@@ -209,14 +245,29 @@ def _checked(function: RewardFunction, answer: Any, lengths: Sequence[int], uid:
     if isinstance(answer, (str, bytes, dict)) or len(scores) != count:
         raise _error(function, uid, f"must return {count} scores, one per completion, not {shown(answer)}")
     source = f"the reward function {name_of(function.call)}"
-    return [
-        None
-        if score is None
-        else _of_tokens(score, length, uid, source)
-        if isinstance(score, (list, tuple)) or getattr(score, "ndim", 0)
-        else _number(score, uid, source)
-        for score, length in zip(scores, lengths, strict=True)
-    ]
+    checked: list[Any] = []
+    failures: list[Exception] = []
+    for score, length in zip(scores, lengths, strict=True):
+        try:
+            checked.append(_one(score, length, uid, source))
+        except Exception as error:
+            if not lenient:
+                raise
+            checked.append(FAILED)
+            failures.append(error)
+    if failures and all(score is None or score is FAILED for score in checked):
+        raise failures[0]
+    return checked
+
+
+def _one(score: Any, length: int, uid: str, source: str) -> Score:
+    if score is None:
+        return None
+    if isinstance(score, Exception):
+        raise score
+    if isinstance(score, list | tuple) or getattr(score, "ndim", 0):
+        return _of_tokens(score, length, uid, source)
+    return _number(score, uid, source)
 
 
 def _of_tokens(score: Any, length: int, uid: str, source: str) -> FloatArray:
@@ -240,4 +291,6 @@ def _number(score: Any, uid: str, source: str) -> float:
 
 
 def _error(function: RewardFunction, uid: str, problem: str) -> InvalidScores:
-    return InvalidScores(f"the reward function {name_of(function.call)} {problem} (prompt {uid})")
+    error = InvalidScores(f"the reward function {name_of(function.call)} {problem} (prompt {uid})")
+    error.grader = function.name
+    return error

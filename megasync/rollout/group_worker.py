@@ -12,13 +12,23 @@ neither Ray nor other workers.
 Invariant: every started group ends in exactly one `GroupEnded`, after its `commit` or `drop`, unless the worker is
 halted or fails before; `_work` guarantees it. Whose failure it is decides how it is handled:
 
-    kind            cause                                                    reaction
-    --------------  -------------------------------------------------------  ------------------------------------------
-    infrastructure  a server, router or tool's service is down or slow       retried elsewhere, without a limit
-    data            megasync refused a prompt, a tool call or a reward       counted against the prompt, then dropped
-    unexpected      anything else that a workflow or reward function raised  as data, and its traceback is logged
+    kind            cause                                              reaction
+    --------------  -------------------------------------------------  ----------------------------------------------
+    infrastructure  a server, router or tool's own service is down     repeated elsewhere, until the run's watchdog
+    (ServerError)   or slow                                            ends it
+    ... of a        an environment or MCP server is down, hangs or     the sample is repeated, at most MAX_REPEATS
+    service         was killed                                         times, then left out; of all samples: `breaker`
+    (ServiceFailed)
+    agent           what the model did: a wrong call, out of turns     none here: it sees the error, or the sample ends
+                    or context, its deadline (AGENT_FAILURES)          with what it has, and is scored and trained
+    grader          a reward function raised, or gave no number        scored again, then left out
+    (InvalidScores)
+    code            anything else that a workflow raised, or what      counted against the prompt, then the sample is
+                    megasync refused of its data                       left out; unexpected errors have a traceback
 
-Only the run's watchdog ends the retries of infrastructure failures, so that prompts are not lost while the fleet
+No failure but the agent's own is ever trained as a reward. `rollout/failures_*` and `failures/*` count all of them.
+
+Only the watchdog ends the retries of failures of the run's own servers, so that prompts are not lost while the fleet
 recovers. A prompt that is known to crash servers is not an infrastructure failure: see `quarantine`.
 
 A group may be started again on another worker while the first, which was declared lost, still works on it. Whichever
@@ -49,19 +59,29 @@ from megasync.concurrency.foreign import explain, run
 from megasync.concurrency.tasks import Backoff, cancel_and_wait
 from megasync.config.schema import Config
 from megasync.data.sets import SET
-from megasync.errors import DataError, MegasyncError, causes, is_infrastructure
+from megasync.errors import DataError, MegasyncError, ServiceDown, causes, failed_service, is_infrastructure
 from megasync.observe import trace
 from megasync.observe.rollouts import RolloutLog, is_sampled, nothing_sampled, recorded, rollout_bytes
 from megasync.rewards import RewardRunner
 from megasync.rewards.function import ground_truth_of
+from megasync.rewards.runner import InvalidScores
+from megasync.rollout.breaker import breaker_metrics
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.inflight import RequestGate
 from megasync.rollout.metrics import Summary, WorkerMetrics, WorkerStatus, summarize
 from megasync.rollout.partials import PartialResponses
 from megasync.rollout.quarantine import QuarantineClient
-from megasync.rollout.selection import KILLS_SERVERS, Dropped, Selection
+from megasync.rollout.selection import KILLS_SERVERS, SERVICE_DOWN, Dropped, Selection
 from megasync.rollout.teachers import Teachers
-from megasync.rollout.workflow import SampleClient, TrajectoryCheck, Workflow, call_workflow, request_seed
+from megasync.rollout.workflow import (
+    AGENT_FAILURES,
+    SampleClient,
+    TrajectoryCheck,
+    Workflow,
+    call_workflow,
+    label_of,
+    request_seed,
+)
 from megasync.trajectory import BASELINE, TOKEN_REWARDS, Group, Prompt, Trajectory, by_sample, sample_rewards
 
 log = logging.getLogger(__name__)
@@ -69,6 +89,8 @@ log = logging.getLogger(__name__)
 # Seconds of backoff after a sample's servers failed, doubled up to the second number. The client has retried each
 # request by then, until `timeouts.request`.
 BACKOFF_SECONDS = (1.0, 30.0)
+# Repetitions of a sample whose environment or tool server fails while others' work: its actions may be what kills it.
+MAX_REPEATS = 8
 # Errors of one type that are logged with a traceback. Later ones would only repeat them.
 MAX_TRACEBACKS = 3
 
@@ -208,6 +230,8 @@ class GroupWorker:
         self._buffer = buffer
         self._spec = spec
         self._name = f"the workflow {name_of(spec.workflow)}"
+        # What its samples' failures are counted under.
+        self._label = label_of(spec.workflow)
         self._check = TrajectoryCheck(spec.workflow, spec.routed, spec.truncated)
         self._check_baseline = TrajectoryCheck(spec.workflow)
         self._failures = failures or FailurePolicy()
@@ -222,7 +246,8 @@ class GroupWorker:
 
     @property
     def status(self) -> WorkerStatus:
-        return self._metrics.status(self._gate.inflight, {**self._client.metrics(), **self._more_metrics()})
+        metrics = {**self._client.metrics(), **self._more_metrics(), **breaker_metrics()}
+        return self._metrics.status(self._gate.inflight, metrics)
 
     def begin(self, gated: bool, limit: int | None) -> None:
         """Starts the timers of a worker that the rollouter uses from now on. `gated` is whether its gate is closed."""
@@ -337,9 +362,10 @@ class GroupWorker:
         trajectories = [t for sample in samples for t in sample]
         if evidence := self._quarantine.evidence(prompt.uid):
             return Dropped(KILLS_SERVERS, evidence), trajectories, None
+        # Of several reasons, that a service is down is the one to act on.
+        problems.sort(key=lambda problem: problem.reason != SERVICE_DOWN)
         if not trajectories:
-            problem = problems[0] if problems else "the workflow returned no trajectory"
-            return Dropped("no_response", problem), [], None
+            return problems[0] if problems else Dropped("no_response", "the workflow returned no trajectory"), [], None
         try:
             scored = [*await self._score([*trajectories, *greedy], prompt)]
         except DataError as error:
@@ -347,7 +373,7 @@ class GroupWorker:
         if self._spec.baseline:
             scored, baseline = scored[: len(trajectories)], sample_rewards(scored[len(trajectories) :])
             if not baseline:
-                problem = greedy_problem or "the greedy response has no reward"
+                problem = greedy_problem.problem if greedy_problem else "the greedy response has no reward"
                 return Dropped("no_baseline", problem), scored, summarize(scored)
             scored = [replace(t, metrics={**t.metrics, BASELINE: baseline[0]}) for t in scored]
         if not self._spec.token_rewards:
@@ -367,7 +393,7 @@ class GroupWorker:
             except DataError as error:
                 return Dropped("teacher_error", str(error)), scored, summarize(scored)
         # A failed sample is a likelier cause than what is left of the others.
-        drop = replace(chosen, problem=problems[0]) if problems and chosen.problem else chosen
+        drop = replace(chosen, problem=problems[0].problem) if problems and chosen.problem else chosen
         return drop, scored, summarize(scored)
 
     def _without_scores(self, scored: Sequence[Trajectory]) -> str:
@@ -383,19 +409,30 @@ class GroupWorker:
         )
 
     async def _score(self, trajectories: list[Trajectory], prompt: Prompt) -> Sequence[Trajectory]:
-        """Raises DataError when the reward has used up its attempts; server failures do not count."""
+        """Leaves responses unscored at which alone the reward still fails in its last attempt.
+
+        Raises DataError where it then fails at all of them; server failures do not count.
+        """
         attempts, backoff = 0, Backoff(self._failures.backoff_seconds)
         while True:
+            failed = Counter[str]() if attempts + 1 == self._failures.max_attempts else None
             try:
-                return await self._spec.rewards.score(trajectories, prompt.columns, prompt.uid)
+                scored = await self._spec.rewards.score(trajectories, prompt.columns, prompt.uid, failed)
             except MegasyncError as error:
                 if is_infrastructure(error):
                     await self._back_off(f"Reward of group {prompt.uid}", error, backoff)
                     continue
                 attempts += 1
                 self._note_unexpected(f"the reward of group {prompt.uid}", error)
-                if attempts == self._failures.max_attempts:
+                if failed is not None:
+                    grader = next((cause.grader for cause in causes(error) if isinstance(cause, InvalidScores)), "")
+                    self._count("grader", grader or self._label, len(by_sample(trajectories)))
                     raise
+            else:
+                for grader, responses in (failed or {}).items():
+                    log.warning("The reward %s failed at %d responses of group %s", grader, responses, prompt.uid)
+                    self._count("grader", grader, responses)
+                return scored
 
     async def _teach(self, trajectories: list[Trajectory], prompt: Prompt) -> list[Trajectory]:
         """Raises DataError when a teacher refuses a response; server failures do not count."""
@@ -418,13 +455,19 @@ class GroupWorker:
             if self._unexpected[kind] <= MAX_TRACEBACKS:
                 log.error("%s failed with an unexpected %s:", what, kind, exc_info=error)
 
+    def _count(self, kind: str, name: str, samples: int = 1) -> None:
+        """Counts failures by their kind and what failed."""
+        self._metrics.counts[f"failures_{kind}"] += samples
+        self._metrics.failures[f"failures/{name}/{kind}"] += samples
+
     async def _back_off(self, what: str, error: BaseException, backoff: Backoff) -> None:
+        self._count("infrastructure", failed_service(error) or "servers")
         self._metrics.server_failures += 1
         log.warning("%s: retrying once a server is available: %s", what, error)
         await asyncio.sleep(backoff.next())
 
-    async def _sample_all(self, prompt: Prompt, batch: int) -> tuple[list[list[Trajectory]], list[str]]:
-        """The trajectories of each sample, in the samples' order, and the errors of those that failed.
+    async def _sample_all(self, prompt: Prompt, batch: int) -> tuple[list[list[Trajectory]], list[Dropped]]:
+        """The trajectories of each sample, in the samples' order, and why others are left out.
 
         Once as many have succeeded as a group needs, the others are cancelled, which aborts their requests.
         """
@@ -443,35 +486,44 @@ class GroupWorker:
         if unused:
             self._metrics.counts["samples_unused"] += unused
         return samples[: self._spec.selection.samples_awaited], [
-            result for result in results if isinstance(result, str)
+            result for result in results if isinstance(result, Dropped)
         ]
 
-    async def _greedy(self, prompt: Prompt, batch: int) -> tuple[Sequence[Trajectory], str]:
+    async def _greedy(self, prompt: Prompt, batch: int) -> tuple[Sequence[Trajectory], Dropped | None]:
         """The trajectories of the greedy response, if the estimator needs one, or why there are none."""
         if not self._spec.baseline:
-            return (), ""
+            return (), None
         sample = await self._sample(prompt, batch, self._spec.selection.samples_started)
-        return ((), sample) if isinstance(sample, str) else (sample, "")
+        return ((), sample) if isinstance(sample, Dropped) else (sample, None)
 
-    async def _sample(self, prompt: Prompt, batch: int, index: int) -> list[Trajectory] | str:
-        """One sample's trajectories, or the text of its error once it has used up its attempts."""
-        attempts, backoff = 0, Backoff(self._failures.backoff_seconds)
+    async def _sample(self, prompt: Prompt, batch: int, index: int) -> list[Trajectory] | Dropped:
+        """One sample's trajectories, or why it is left out once its attempts are used up."""
+        attempts, repeats, backoff = 0, 0, Backoff(self._failures.backoff_seconds)
         while True:
             try:
                 trajectories = await self._attempt(prompt, batch, index)
             except Exception as error:  # whatever a user's workflow raises
+                if any(isinstance(cause, ServiceDown) for cause in causes(error)):
+                    return Dropped(SERVICE_DOWN, explain(error))
                 if is_infrastructure(error):
+                    repeats += failed_service(error) is not None
+                    if repeats > MAX_REPEATS:
+                        self._count("infrastructure", failed_service(error) or "servers")
+                        return Dropped("no_response", f"{self._name} failed {repeats} times: {explain(error)}")
                     await self._back_off(f"Sample {index} of group {prompt.uid}", error, backoff)
                     continue
                 attempts += 1
+                self._count("code", self._label)
                 self._partials.sample(prompt.uid, index).forget_finished()
                 log.debug("Sample %d of group %s failed", index, prompt.uid, exc_info=error)
                 self._metrics.failed_samples += 1
                 self._note_unexpected(f"sample {index} of group {prompt.uid}", error)
                 if attempts == self._failures.max_attempts:
-                    return f"{self._name} raised {explain(error)}"
+                    return Dropped("no_response", f"{self._name} raised {explain(error)}")
             else:
                 self._metrics.add_generated(trajectories)
+                if any(t.metrics.get(name) for t in trajectories for name in AGENT_FAILURES):
+                    self._count("agent", self._label)
                 return trajectories
 
     async def _attempt(self, prompt: Prompt, batch: int, index: int) -> list[Trajectory]:
@@ -506,5 +558,5 @@ def _labelled(trajectory: Trajectory, name: str) -> Trajectory:
     return replace(trajectory, metrics={**trajectory.metrics, f"reward@{name}": trajectory.reward})
 
 
-def _succeeded(sample: asyncio.Task[list[Trajectory] | str]) -> bool:
+def _succeeded(sample: asyncio.Task[list[Trajectory] | Dropped]) -> bool:
     return sample.done() and not sample.cancelled() and isinstance(sample.result(), list)

@@ -45,6 +45,8 @@ class WorkerMetrics:
         self.failed_samples = 0
         self.server_failures = 0
         self.counts: Counter[str] = Counter()
+        # Failures by full metric names: what failed, and the kind.
+        self.failures: Counter[str] = Counter()
         self._tokens = 0
         self._clock = clock
         self._started = clock()
@@ -67,7 +69,7 @@ class WorkerMetrics:
             self.failed_samples,
             self.server_failures,
             dict(self.counts),
-            client,
+            {**client, **self.failures},
         )
 
     def _rate(self) -> float:
@@ -119,7 +121,7 @@ class RolloutMetrics:
     def lost(self, last: WorkerStatus) -> None:
         """Keeps the counts of a lost worker, by its last report. None of its requests is in flight anymore."""
         self.workers_lost += 1
-        counts = {name: value for name, value in last.client.items() if not name.endswith("/inflight")}
+        counts = {name: value for name, value in last.client.items() if not name.endswith(("/inflight", "/paused"))}
         self._lost = [_sum([*self._lost, replace(last, client=counts)])]
 
     def snapshot(self, workers: Iterable[WorkerStatus]) -> dict[str, float]:

@@ -38,6 +38,10 @@ KILLS_SERVERS = "kills_servers"
 KILLS_WORKERS = "kills_workers"
 
 
+# A prompt whose environment or tool server has failed for everybody for too long.
+SERVICE_DOWN = "service_down"
+
+
 @dataclass(frozen=True, slots=True)
 class Dropped:
     """A group that will not be trained: the reason it is counted under, and the text of the error behind it, if any."""

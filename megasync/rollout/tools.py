@@ -3,7 +3,7 @@
 A tool has type hints and a Google-style docstring, from which its JSON schema is generated. It may be async. Invariant:
 every call yields one observation for the model within its deadline, whatever the model or the tool did wrong;
 `Toolbox.run` guarantees it. The only exception is a ServerError, which ends the sample, because the model should not
-learn from an outage.
+learn from an outage. Tools of MCP servers (`mcp_server`) are called in the same way.
 
 A sync tool runs in its own thread. A thread cannot be killed, so a tool that exceeds its deadline is abandoned and
 counts against `THREADS` until it returns. The deadline starts with the tool; waiting for a thread does not count.
@@ -35,6 +35,10 @@ log = logging.getLogger(__name__)
 # Maximum concurrent calls of one sync tool in one process; further calls wait.
 THREADS = 64
 _threads = DaemonThreads(THREADS)
+
+
+class ToolFailed(Exception):
+    """A tool's own report of a failed call, which the model sees as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,18 @@ class Tool:
     @property
     def name(self) -> str:
         return self.schema["function"]["name"]
+
+    @property
+    def source(self) -> str:
+        """Where the tool comes from, for messages."""
+        return name_of(self.function)
+
+    async def call(self, arguments: dict[str, Any], seconds: float) -> str:
+        """Calls the tool with bound arguments and returns its result as text.
+
+        Raises DeadlineExceeded after `seconds`, AllThreadsStuck, or what the tool raises.
+        """
+        return await _within(self.function, arguments, seconds)
 
     def bind(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Convert the arguments to their declared types. Raises DataError that names the invalid argument."""
@@ -132,9 +148,14 @@ class Toolbox:
 
     def __post_init__(self) -> None:
         self.tools = [as_tool(function) for function in self.functions]
-        names = Counter(tool.name for tool in self.tools)
-        if twice := [name for name, count in names.items() if count > 1]:
-            raise ConfigError(f"two tools have the name {twice[0]!r}, by which the model calls them; rename one")
+        known: dict[str, Tool] = {}
+        for tool in self.tools:
+            if (other := known.get(tool.name)) is not None:
+                raise ConfigError(
+                    f"two tools have the name {tool.name!r}, by which the model calls them: of {other.source} and of "
+                    f"{tool.source}; rename one, or give an MCP server a prefix"
+                )
+            known[tool.name] = tool
 
     async def run(self, calls: Sequence[ToolCall], malformed: int = 0) -> list[dict[str, Any]]:
         """Run all calls concurrently. Returns one message per call, in order, plus one if any call was malformed.
@@ -180,7 +201,7 @@ class Toolbox:
             return f"Error: {self._cut(str(error))}"
         try:
             with trace.span("tool", call.name):
-                return self._cut(await _within(tool.function, arguments, self.timeout))
+                return self._cut(await tool.call(arguments, self.timeout))
         except DeadlineExceeded:
             self.counts["timeouts"] += 1
             return f"Error: {call.name} did not answer within {self.timeout:g} s."
@@ -192,7 +213,7 @@ class Toolbox:
                 raise
             self.counts["errors"] += 1
             log.debug("Tool %s failed", call.name, exc_info=error)
-            return f"Error: {self._cut(explain(error))}"
+            return f"Error: {self._cut(str(error) if isinstance(error, ToolFailed) else explain(error))}"
 
     def _cut(self, text: str) -> str:
         if len(text) <= self.max_output:

@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Metrics by which a workflow says that a sample ended early by the agent's own failure. It is trained as it was scored.
+AGENT_FAILURES = ("turn_limit", "context_full", "template_refused", "deadline")
+
 
 class SampleClient:
     """The requests of one sample. Options that the workflow passes override the defaults.
@@ -144,6 +147,11 @@ def _described(answer: Any) -> dict[str, Any]:
     generation = answer.generation if isinstance(answer, Reply) else answer
     tokens = len(generation.tokens) - len(generation.prompt)
     return {"tokens": tokens, "version": generation.newest_version, "prompt_tokens": len(generation.prompt)}
+
+
+def label_of(workflow: Callable[..., Any]) -> str:
+    """The name under which failures of a workflow's samples are counted: of its environment, or its own."""
+    return str(getattr(workflow, "label", "") or name_of(workflow).rpartition(".")[2]).replace("/", "-")
 
 
 def request_seed(*parts: object) -> int:

@@ -12,6 +12,7 @@ from megasync.config.schema import (
     AuxiliaryModelConfig,
     Config,
     EvalSetConfig,
+    McpConfig,
     RewardConfig,
     RewardModelConfig,
     TeacherConfig,
@@ -44,6 +45,7 @@ def test_every_key_has_a_row():
         "eval.sets": EvalSetConfig,
         "reward_models": RewardModelConfig,
         "rollout.rewards": RewardConfig,
+        "rollout.tools.mcp": McpConfig,
         "teachers": TeacherConfig,
     }
     assert {key for key, hint in schema_keys() if entry_of(hint)} == set(named)

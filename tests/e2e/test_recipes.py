@@ -24,12 +24,15 @@ RECIPES = {
     "lora": ("configs/recipes/lora.yaml", ["model.path={model}"]),
     "distillation": ("configs/recipes/distillation.yaml", ["model.path={model}", "teachers.solver.path={model}"]),
     "tool_agent": ("examples/calculator/train.py", []),
+    "mcp_agent": ("examples/mcp_agent/train.py", []),
     "code": ("examples/programs/train.py", []),
 }
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains(name, execute, the_run_dir, digits_model, tmp_path, monkeypatch):
+    if name == "mcp_agent":
+        pytest.importorskip("mcp", reason="megasync install mcp")
     monkeypatch.chdir(tmp_path)
     started, keys = RECIPES[name]
     program = [ROOT / started] if started.endswith(".py") else ["-m", "megasync", "train", ROOT / started]
@@ -46,7 +49,7 @@ def test_a_recipe_trains(name, execute, the_run_dir, digits_model, tmp_path, mon
         assert last["sync/bytes"] < 200_000
     if name == "distillation":
         assert last["teachers/solver/requests"] >= 3 * 16 * 16
-    if name == "tool_agent":
+    if name in ("tool_agent", "mcp_agent"):
         assert last["rollout/tool_calls"] > 0 and last["rollout/turns"] > 1
     if name == "code":
         assert any(row["rollout/reward_mean"] > 0 for row in steps)

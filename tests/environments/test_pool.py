@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import threading
 from functools import partial
 
@@ -10,7 +11,8 @@ import pytest
 from waits import until
 
 from megasync.environments import EnvironmentPool
-from megasync.errors import DataError
+from megasync.errors import DataError, ServerError, ServiceFailed
+from megasync.rollout.breaker import Breaker
 
 ROW = {"goal": 2}
 KINDS = [
@@ -149,3 +151,57 @@ async def test_an_error_in_the_workflow_itself_does_not_discard_the_environment(
 async def test_an_environment_that_cannot_be_created_raises_an_error_with_the_cause(make_pool, isolation):
     with pytest.raises(DataError, match="reset raised ValueError: no licence"):
         await play(make_pool(isolation, refuse=True))
+
+
+class Service:
+    """An environment whose server is down at first; each failure is told apart from the actions'."""
+
+    down = 3
+
+    async def reset(self, sample):
+        if Service.down:
+            Service.down -= 1
+            raise ServerError("connection refused")
+        return "ready"
+
+    async def step(self, action):
+        if action == "down":
+            raise ServerError("connection reset")
+        return "", 1.0, True
+
+    async def close(self): ...
+
+
+async def test_an_environment_whose_server_is_down_is_paused_and_tried_by_one_episode(monkeypatch):
+    monkeypatch.setattr(Service, "down", 3)
+    pool = EnvironmentPool(Service, 4, 20.0, label="shop")
+    # Failures far enough apart to count, and no delay before the trial.
+    pool.breaker = Breaker("shop", clock=iter(range(0, 10**6, 100)).__next__, delay_seconds=(0.0, 0.0))
+    for _ in range(3):
+        with pytest.raises(ServiceFailed, match=r"Service: reset: ServerError: connection refused") as failure:
+            await play(pool)
+        assert failure.value.service == "shop"
+    assert pool.breaker.paused
+    assert (await play(pool, "go"))[0] == "ready"
+    assert not pool.breaker.paused
+    with pytest.raises(ServiceFailed, match="step: ServerError: connection reset"):
+        await play(pool, "down")
+
+
+async def test_a_reset_without_an_answer_is_no_fault_of_the_episode(make_pool):
+    class Slow(envs.AsyncCounter):
+        async def reset(self, sample):
+            await asyncio.Event().wait()
+
+    with pytest.raises(ServiceFailed, match=r"reset did not answer within 0\.2 s"):
+        await play(make_pool(environment=Slow, deadline=0.2))
+
+
+@pytest.mark.processes
+async def test_the_death_of_an_environments_process_is_no_fault_of_the_episode(make_pool):
+    pool = make_pool("process", envs.Counter)
+    async with pool.lease() as episode:
+        first = await episode.reset(ROW)
+        os.kill(int(first.split()[-1]), signal.SIGKILL)
+        with pytest.raises(ServiceFailed, match="step: BrokenProcessPool"):
+            await episode.step("up")

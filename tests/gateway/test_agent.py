@@ -314,3 +314,35 @@ async def test_an_agent_can_run_as_a_separate_process(rig):
 
     (trajectory,) = await rig.play(agent)
     assert trajectory.reward == 1.0
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_the_sample_of_a_late_agent_ends_with_its_responses_where_it_is_to_be_scored(rig, is_async):
+    rig.write("first")
+    asked = asyncio.Event()
+    rig.fake.script.append(hang(asked))
+
+    def agent(base_url, api_key, sample, model):
+        ask(base_url, api_key)
+        # The deadline finds this request at the server.
+        ask(base_url, api_key)
+
+    async def async_agent(base_url, api_key, sample, model):
+        await asyncio.to_thread(agent, base_url, api_key, sample, model)
+
+    function = async_agent if is_async else agent
+    workflow = AgentWorkflow(function, GatewayConfig(), rig.sampling, "tiny", 1.0, score_late=True)
+    (trajectory,) = await workflow(rig.sample_client(), {})
+    assert (trajectory.reward, trajectory.metrics["deadline"]) == (None, 1.0)
+    assert rig.tokenizer.decode(trajectory.response_ids) == "first<eos>"
+    await workflow.close()
+
+
+async def test_a_late_agent_without_a_response_fails_even_where_it_is_to_be_scored(rig):
+    async def agent(base_url, api_key, sample, model):
+        await asyncio.Event().wait()
+
+    workflow = AgentWorkflow(agent, GatewayConfig(), rig.sampling, "tiny", 0.2, score_late=True)
+    with pytest.raises(DataError, match="did not return within"):
+        await workflow(rig.sample_client(), {})
+    await workflow.close()

@@ -154,10 +154,19 @@ def test_the_script_for_one_machine_has_a_help_text(checkout):
         ((), "cpu"),
         (("--tier", "fast", "tests/buffer"), "cpu"),
         (("--tier=standard",), "cpu"),
-        (("--tier", "full"), "cpu verl trackers engines serve anthropic manifests rehearsal docs openenv verifiers"),
-        (("--tier=full", "-x"), "cpu verl trackers engines serve anthropic manifests rehearsal docs openenv verifiers"),
-        (("--affected",), "cpu verl trackers engines serve anthropic manifests rehearsal docs openenv verifiers"),
-        (("--affected=HEAD~1",), "cpu verl trackers engines serve anthropic manifests rehearsal docs openenv verifiers"),
+        (
+            ("--tier", "full"),
+            "cpu verl trackers engines serve anthropic mcp manifests rehearsal docs openenv verifiers",
+        ),
+        (
+            ("--tier=full", "-x"),
+            "cpu verl trackers engines serve anthropic mcp manifests rehearsal docs openenv verifiers",
+        ),
+        (("--affected",), "cpu verl trackers engines serve anthropic mcp manifests rehearsal docs openenv verifiers"),
+        (
+            ("--affected=HEAD~1",),
+            "cpu verl trackers engines serve anthropic mcp manifests rehearsal docs openenv verifiers",
+        ),
     ],
 )
 def test_the_tests_of_extras_alone_need_more_than_a_run(checkout, arguments, names):
@@ -186,8 +195,8 @@ def test_the_checks_run_all_and_name_those_that_fail(checkout):
 
 
 ADDED = (
-    "verl.lock", "lint.lock", "trackers.lock", "engines.lock", "serve.lock", "anthropic.lock", "kuberay.lock",
-    "manifests.lock",
+    "verl.lock", "lint.lock", "trackers.lock", "engines.lock", "serve.lock", "anthropic.lock", "mcp.lock",
+    "kuberay.lock", "manifests.lock",
 )  # fmt: skip
 
 

@@ -156,8 +156,7 @@ class TimeoutConfig:
     # One call of an environment; a sign of life of a verifiers environment's server.
     environment: float = key(60.0, POSITIVE)
     # One sample of `rollout.agent`, from the start of the agent to its return; waiting for a thread does not count. Of an
-    # external one, from the claim of a session to its close. One episode of a
-    # verifiers environment.
+    # external one, from the claim of a session to its close. One episode of a verifiers environment.
     agent: float = key(
         1500.0,
         POSITIVE,
@@ -205,6 +204,11 @@ class TimeoutConfig:
             ".request + rollout.tools.timeout + .reward",
             "no group finishes before its requests, tool calls and rewards",
             where={"rollout.tools.functions": ()},
+        ),
+        longer_than(
+            ".request + rollout.tools.timeout + .reward",
+            "no group finishes before its requests, tool calls and rewards",
+            where={"rollout.tools.mcp": ()},
         ),
         longer_than(
             ".request + .environment",

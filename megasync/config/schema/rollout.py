@@ -170,24 +170,54 @@ class ChatConfig:
     rewritten_turns: str = key("fork", Choice("fork", "realign"))
 
 
+_OF_TOOL_AGENT = (
+    excludes("rollout.workflow", because=_GENERATES),
+    needs("data.prompt.format", "chat"),
+    needs("rollout.chat.tool_format", none_of(None, instead=AUTO), because="no call could be read"),
+)
+
+
+@dataclass
+class McpConfig:
+    """A server of the Model Context Protocol, under a name of its own: docs/workflows.md#mcp-servers."""
+
+    # Program and arguments of a server that is started here and speaks over its standard input and output.
+    command: list[str] = key(list, excludes(".url", because="a server has one of them"))
+    # URL of a server that runs already and speaks streamable HTTP, such as http://host:8000/mcp.
+    url: str | None = None
+    # Variables of the command's environment, beside the few that it gets of this one (PATH, HOME, USER, ...).
+    environment: dict[str, str] = key(dict, unused_without(".command"))
+    # Headers of each request to the URL, for example {Authorization: "Bearer ${oc.env:TOKEN}"}.
+    headers: dict[str, str] = key(dict, unused_without(".url"))
+    # Names of the tools to offer; empty offers all.
+    tools: list[str] = key(list)
+    # Text before the tools' names, where two servers have one of the same name.
+    prefix: str = ""
+    # One server, or connection, for all samples of a rollout worker; false gives each sample its own, whose state no
+    # other sample sees.
+    shared: bool = False
+    # Maximum number of servers, or connections, of a rollout worker; further samples wait.
+    pool: int = key(64, AT_LEAST_ONE, unused_without(".shared", False))
+
+
+# Where no MCP server has tools either.
+_NO_MCP = {".mcp": one_of({})}
+
+
 @dataclass
 class ToolsConfig:
     """Tools of the tool agent: docs/workflows.md."""
 
-    # `package.module:function` of each tool. If there is any, the tool agent is the workflow.
-    functions: list[str] = key(
-        list,
-        FUNCTIONS,
-        excludes("rollout.workflow", because=_GENERATES),
-        needs("data.prompt.format", "chat"),
-        needs("rollout.chat.tool_format", none_of(None, instead=AUTO), because="no call could be read"),
-    )
+    # `package.module:function` of each tool. If there is any, or an MCP server, the tool agent is the workflow.
+    functions: list[str] = key(list, FUNCTIONS, *_OF_TOOL_AGENT)
+    # MCP servers by name, whose tools are offered too.
+    mcp: dict[str, McpConfig] = key(dict, NAMES, *_OF_TOOL_AGENT)
     # Maximum number of model turns per sample.
-    max_turns: int = key(8, AT_LEAST_ONE, unused_without(".functions"))
+    max_turns: int = key(8, AT_LEAST_ONE, unused_without(".functions", where=_NO_MCP))
     # Deadline of one tool call, in seconds.
-    timeout: float = key(60.0, POSITIVE, unused_without(".functions"))
+    timeout: float = key(60.0, POSITIVE, unused_without(".functions", where=_NO_MCP))
     # Maximum length of a tool's output that the model sees, in characters.
-    max_output: int = key(8192, AT_LEAST_ONE, unused_without(".functions"))
+    max_output: int = key(8192, AT_LEAST_ONE, unused_without(".functions", where=_NO_MCP))
 
 
 @dataclass
@@ -224,6 +254,7 @@ class EnvironmentConfig:
         ENVIRONMENT,
         excludes("rollout.workflow", because=_GENERATES),
         excludes("rollout.tools.functions", because=_GENERATES),
+        excludes("rollout.tools.mcp", because=_GENERATES),
         excludes("rollout.reward", because="an environment returns the rewards itself"),
         excludes("rollout.rewards", because="an environment returns the rewards itself"),
         needs("data.prompt.format", "chat"),
@@ -361,7 +392,7 @@ class RolloutConfig:
     )
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     # `package.module:function` with the signature `async def rollout(client, sample)`; null is a single turn, or the
-    # tool agent if `rollout.tools` has functions.
+    # tool agent if `rollout.tools` has functions or MCP servers.
     workflow: str | None = key(None, FUNCTION)
     # Constructor arguments, if `workflow` names a class; its instance is the rollout function.
     workflow_options: dict[str, Any] = key(dict, unused_without(".workflow"))
@@ -374,8 +405,17 @@ class RolloutConfig:
         excludes(".workflow", because=_GENERATES),
         excludes(".environment", because=_GENERATES),
         excludes(".tools.functions", because=_GENERATES),
+        excludes(".tools.mcp", because=_GENERATES),
     )
     gateway: GatewayConfig = section(GatewayConfig, unused_without("run's rollout.agent or verifiers environment"))
+    # What becomes of a sample whose agent reaches `timeouts.agent`, or whose environment does not answer a step within
+    # `timeouts.environment`: leave_out, or score what it has, by the reward function or the environment's rewards.
+    at_deadline: str = key(
+        "leave_out",
+        Choice("leave_out", "score"),
+        unused_without(".agent", where={".environment": one_of(None)}),
+        excludes(".environment.kind", "verifiers", because="its server plays and scores whole episodes"),
+    )
     # `math`, `code`, or `package.module:function`, `f(completions, **columns) -> list[float | None]`; null takes the
     # dataset's verifier. docs/rewards.md
     reward: str | None = key(None, REWARD, excludes(".rewards", because="the second has all reward functions"))

@@ -29,9 +29,16 @@ COUNTERS = (
     "rollout/server_failures",
     "rollout/sessions_silent",
     "rollout/samples_failed",
+    "rollout/failures_infrastructure",
+    "rollout/failures_agent",
+    "rollout/failures_grader",
+    "rollout/failures_code",
     "rollout/poison_prompts",
     "rollout/worker_poison",
 )
+# Of samples, by what failed: `failures/<name>/<kind>`.
+FAILURES = "failures/"
+KINDS = ("infrastructure", "agent", "grader", "code")
 PALETTE = ("var(--orange)", "var(--red)", "var(--purple)", "var(--sky)", "var(--gray)")
 
 
@@ -39,7 +46,13 @@ def build(run: RunFolder, place: Place) -> Update:
     """Draws the faults of a run."""
     parts = [trouble(run), _readings(run)]
     with ui.element("div").classes("grid"):
-        parts += [_list(run), *([_balance(run)] if run.buffered else []), _counters(run), _evidence(run)]
+        parts += [
+            _list(run),
+            *([_balance(run)] if run.buffered else []),
+            _counters(run),
+            _evidence(run),
+            _failures(run),
+        ]
     return together(parts)
 
 
@@ -145,6 +158,30 @@ def _counters(run: RunFolder) -> Update:
         )
         measured = any(count is not None for count in counts.values())
         empty.say("" if entries else "All are zero." if measured else why_none(run, "counts"))
+
+    return update
+
+
+def _failures(run: RunFolder) -> Update:
+    """Draws the failures of samples by environment, tool server, reward function or workflow, and what is paused."""
+    with card("Failures of samples", "since the driver last started", "third"):
+        table = Table(("of", *KINDS, "now"), KINDS, wide="of")
+        empty = text("div", "", "empty")
+
+    def update() -> None:
+        counts: dict[str, dict[str, float]] = {}
+        for metric in run.metrics.names:
+            name, slash, kind = metric.removeprefix(FAILURES).rpartition("/")
+            if metric.startswith(FAILURES) and slash:
+                counts.setdefault(name, {})[kind] = run.metrics.latest(metric) or 0.0
+        table.show(
+            [
+                (name, *(units.number(of.get(kind, 0.0)) for kind in KINDS), "paused" if of.get("paused") else "")
+                for name, of in sorted(counts.items())
+                if any(of.values())
+            ]
+        )
+        empty.say("" if any(map(any, (of.values() for of in counts.values()))) else "No sample has failed.")
 
     return update
 
