@@ -52,6 +52,10 @@ class ServiceDown(MegasyncError):
     """An environment or a tool server has failed for everybody for so long that samples no longer wait for it."""
 
 
+class SandboxError(ServerError):
+    """A sandbox cannot be started, has died, or did not answer in time: not the fault of what runs in it."""
+
+
 class HttpStatusError(ServerError):
     """A server answered with an error `status`."""
 

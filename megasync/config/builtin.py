@@ -12,6 +12,7 @@ REWARDS = {
 
 ENVIRONMENTS = {
     "reasoning_gym": "megasync.environments.reasoning_gym_task:ReasoningGymTask",
+    "harbor": "megasync.environments.harbor:HarborTask",
     "gymnasium": "megasync.environments.gymnasium_text:GymnasiumText",
     "openenv": "megasync.environments.openenv:OpenEnv",
     # It plays whole episodes: a workflow, not an Environment.

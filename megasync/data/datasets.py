@@ -17,6 +17,7 @@ from typing import Any
 from megasync.config.schema import DataConfig, DatasetConfig
 from megasync.data.digits import digit_reward, digit_rows
 from megasync.data.final_answer import references
+from megasync.data.harbor_tasks import harbor_rows
 from megasync.data.match import match_answer
 from megasync.data.reasoning_gym import gym_rows
 from megasync.data.rows import Row, as_conversations, as_rows, place
@@ -165,6 +166,7 @@ READERS: dict[str, Callable[[DatasetConfig], Iterable[dict[str, Any]]]] = {
     "jsonl": _read_jsonl,
     "parquet": _read_parquet,
     "hf": _read_hf,
+    "harbor": harbor_rows,
 }
 
 

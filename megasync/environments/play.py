@@ -17,8 +17,9 @@ class Play:
     """`rollout(client, sample)` for an environment. The reward is the sum of those of all turns.
 
     An episode ends when the environment reports `done`, after `max_turns` steps, when the context is full, or when the
-    chat template refuses an observation; it is then scored as far as it came. `system` is the system message. With
-    `score_late`, a step without an answer ends the episode too; otherwise it fails.
+    chat template refuses an observation; it is then scored as far as it came, by the environment if that can grade an
+    unfinished one. `system` is the system message. With `score_late`, a step without an answer ends the episode too;
+    otherwise it fails.
     """
 
     def __init__(self, pool: EnvironmentPool, max_turns: int, system: str = "", score_late: bool = False) -> None:
@@ -66,6 +67,8 @@ class Play:
                             raise
                         reward, ended = 0.0, "deadline"
                 rewards.append(reward)
+            if not done and rewards and ended != "deadline":
+                rewards[-1] += await episode.grade()
         metrics = {"environment/turns": float(len(rewards)), "environment/finished": float(done)}
         ended = ended or ("" if done else "turn_limit")
         metrics |= {name: float(name == ended) for name in AGENT_FAILURES}

@@ -176,6 +176,8 @@ class EnvironmentPool:
         self._kind = host_kind(factory, isolation)
         self._name = name_of(getattr(factory, "func", factory))
         self.breaker = Breaker(label or self._name.rpartition(".")[2])
+        # Whether episodes that end unfinished are graded.
+        self._grades = hasattr(getattr(factory, "func", factory), "grade")
         self._free = asyncio.Semaphore(size)
         self._idle: list[Host] = []
         self._abandoned: list[Host] = []
@@ -205,7 +207,7 @@ class EnvironmentPool:
             except ServerError as error:
                 raise ServiceFailed(str(error), self.breaker.name) from error
             host = self._idle.pop() if self._idle else self._make()
-            episode = Episode(host, self._name, self.breaker.name, self._deadline)
+            episode = Episode(host, self._name, self.breaker.name, self._deadline, self._grades)
             try:
                 yield episode
             finally:
@@ -251,8 +253,9 @@ class Episode:
     environment; StepTimeout for a late answer to an action.
     """
 
-    def __init__(self, host: Host, name: str, label: str, deadline: float) -> None:
+    def __init__(self, host: Host, name: str, label: str, deadline: float, grades: bool = False) -> None:
         self._host = host
+        self._grades = grades
         self._name = name
         self._label = label
         self._deadline = deadline
@@ -264,6 +267,10 @@ class Episode:
 
     async def step(self, action: str) -> Step:
         return await self._call("step", action)
+
+    async def grade(self) -> float:
+        """The reward of an episode that ends before the environment is done; 0.0 from one that cannot grade it."""
+        return await self._call("grade") if self._grades else 0.0
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         self.sound = False

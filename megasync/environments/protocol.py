@@ -31,7 +31,8 @@ class Environment(Protocol):
     """Plays one episode at a time. The methods are either all sync or all async.
 
     `reset` starts an episode, even if the previous one did not finish. An episode must depend only on the sample and
-    the actions, so that the episodes of a group are comparable.
+    the actions, so that the episodes of a group are comparable. An environment may also have a method `grade() ->
+    float`: the reward of an episode that the turns or the context ended, beside that of its steps.
     """
 
     def reset(self, sample: dict[str, Any]) -> str:
@@ -54,6 +55,10 @@ def plain_answer(method: str, answer: Any) -> Any:
         if not isinstance(answer, str):
             raise DataError(f"reset must return the observation as text, not {shown(answer)}")
         return str(answer)
+    if method == "grade":
+        if (number := finite_float(answer)) is None:
+            raise DataError(f"grade must return a finite reward, not {shown(answer)}")
+        return number
     if method != "step":
         return None
     try:

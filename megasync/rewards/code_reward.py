@@ -15,18 +15,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megasync.concurrency.tasks import gather_or_cancel
-from megasync.errors import DataError
+from megasync.errors import DataError, SandboxError
 from megasync.rewards.code_answer import program_of
 from megasync.rewards.code_tests import COLUMNS, Run, read_tests
-from megasync.rewards.sandbox import (
-    Check,
-    Limits,
-    isolation,
-    probe,
-    run_check,
-    run_program,
-    sweep,
-)
+from megasync.rewards.sandbox import Check, run_check, run_program
+from megasync.sandboxes import Limits
+from megasync.sandboxes.local import isolation, probe, sweep
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +54,7 @@ class CodeReward:
         self._swept = False
         try:
             kind = isolation()
-        except OSError as error:
+        except SandboxError as error:
             raise TypeError(f"the code reward cannot run programs on this machine: {error}") from error
         if self._limits != Limits() and (problem := probe(kind, self._limits)):
             raise TypeError(f"no program can run within {self._limits}; raise the limits ({problem})")

@@ -3,8 +3,9 @@
 import pytest
 
 from megasync.errors import DataError
-from megasync.rewards import code_reward, sandbox
+from megasync.rewards import code_reward
 from megasync.rewards.code_reward import CodeReward
+from megasync.sandboxes import local
 
 DOUBLE = [{"input": "2\n", "output": "4\n"}, {"input": "5\n", "output": "10"}, {"input": "0", "output": "0\n\n"}]
 
@@ -80,15 +81,15 @@ async def test_equal_responses_to_the_same_tests_are_run_once(monkeypatch):
 
 
 def test_a_kernel_without_network_isolation_is_refused_if_isolation_is_required(monkeypatch):
-    monkeypatch.setattr("megasync.rewards.code_reward.isolation", lambda: sandbox.Isolation("", False))
+    monkeypatch.setattr("megasync.rewards.code_reward.isolation", lambda: local.Isolation("", False))
     CodeReward()
     with pytest.raises(TypeError, match="require_no_network.*user namespaces|namespaces.*container"):
         CodeReward(require_no_network=True)
 
 
 def test_a_machine_that_cannot_run_programs_is_refused(monkeypatch):
-    monkeypatch.setattr(sandbox, "probe", lambda kind: "no clone")
-    sandbox.isolation.cache_clear()
+    monkeypatch.setattr(local, "probe", lambda kind: "no clone")
+    local.isolation.cache_clear()
     for limits in ({}, {"cpu_seconds": 1}):
         with pytest.raises(TypeError, match="cannot run programs on this machine.*no clone"):
             CodeReward(**limits)

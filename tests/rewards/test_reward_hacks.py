@@ -13,7 +13,8 @@ from sandboxes import of_sandboxes
 from megasync.rewards import sandbox
 from megasync.rewards.code_checks import check_of
 from megasync.rewards.code_reward import CodeReward
-from megasync.rewards.sandbox import Limits, run_check
+from megasync.rewards.sandbox import run_check
+from megasync.sandboxes import Limits, local
 
 pytestmark = pytest.mark.processes
 
@@ -332,7 +333,7 @@ FORKS = {
 
 
 # The kinds of isolation that work on this machine.
-STRONGEST, *WEAKER = KINDS = [kind for kind in sandbox._kinds() if not sandbox.probe(kind)]
+STRONGEST, *WEAKER = KINDS = [kind for kind in local._kinds() if not local.probe(kind)]
 # Programs whose effect depends on the kind of isolation: what they leave behind, and what they find around them.
 KIND_DEPENDENT = (
     *("leaves children", "makes 1,500 nested folders", "makes 20,000 files", "makes files nobody may remove"),

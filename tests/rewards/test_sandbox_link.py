@@ -4,7 +4,8 @@ import pytest
 
 from megasync.rewards import sandbox
 from megasync.rewards.code_checks import check_of
-from megasync.rewards.sandbox import Limits, run_check
+from megasync.rewards.sandbox import run_check
+from megasync.sandboxes import Limits
 
 PROGRAM = """
 import collections, enum, fractions, math

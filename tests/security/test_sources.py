@@ -28,7 +28,10 @@ OWN = {
     "megasync/lab/sim/workers.py",
 }
 # Processes in a sandbox, whose purpose is to run a model's program or a dataset's tests.
-SANDBOXED = {f"megasync/rewards/sandbox_{name}.py" for name in ("child", "link", "check")}
+SANDBOXED = {
+    *(f"megasync/rewards/sandbox_{name}.py" for name in ("link", "check")),
+    "megasync/sandboxes/guest/inside.py",
+}
 
 
 def dangers(tree: ast.AST) -> Iterator[str]:

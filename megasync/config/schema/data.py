@@ -54,10 +54,11 @@ class ModelConfig:
 class DatasetConfig:
     """A dataset. Both are null by default: rows may also come from Python, and `eval.sets` adds held-out sets."""
 
-    # digits (procedural), reasoning_gym, verifiers, jsonl, parquet, or hf (a `datasets` folder or hub name).
+    # digits (procedural), reasoning_gym, verifiers, jsonl, parquet, hf (a `datasets` folder or hub name), or harbor
+    # (folders of tasks).
     kind: str = key(MISSING, DATASET)
-    # File or folder of jsonl, parquet and hf datasets, or owner/name[@revision] of an hf dataset; the task's name for
-    # digits and reasoning_gym, the taskset's for verifiers.
+    # File or folder of jsonl, parquet, hf and harbor datasets, or owner/name[@revision] of an hf dataset; the task's
+    # name for digits and reasoning_gym, the taskset's for verifiers.
     source: str = MISSING
     # Split of the dataset. The generated tasks have `train` and `test`, which share no row.
     split: str = "train"
@@ -67,7 +68,9 @@ class DatasetConfig:
     seed: int = key(0, NOT_NEGATIVE)
     # digits: length; reasoning_gym, verifiers: the task's own options; hf: arguments of `datasets.load_dataset` (name,
     # revision).
-    options: dict[str, Any] = key(dict, excludes(".kind", "jsonl", "parquet", because="only other kinds take options"))
+    options: dict[str, Any] = key(
+        dict, excludes(".kind", "jsonl", "parquet", "harbor", because="only other kinds take options")
+    )
 
 
 @dataclass

@@ -248,7 +248,7 @@ class GatewayConfig:
 class EnvironmentConfig:
     """An environment that the model plays, instead of a workflow (docs/environments.md); null by default."""
 
-    # reasoning_gym, gymnasium, openenv, verifiers, or `package.module:Class`, instantiated with `options`.
+    # reasoning_gym, gymnasium, harbor, openenv, verifiers, or `package.module:Class`, instantiated with `options`.
     kind: str = key(
         MISSING,
         ENVIRONMENT,
