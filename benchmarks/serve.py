@@ -7,9 +7,9 @@
 
 Both servers get the same recipe (`serve_recipe.py`), each from a client that it speaks: SkyRL from the one in its
 environment, megasync from the one in its own. A side is started and stopped in each round, the sides take turns, and
-each has all cores. Both compute in float32. The first steps of a recipe are not counted: SkyRL compiles in them. It has
-room for the adapters that are used and no more, since it computes with all of them, and its largest batch is that of a
-step.
+each has all cores. SkyRL computes with all of them, each of megasync's processes with `--threads`. Both compute in
+float32. The first steps of a recipe are not counted: SkyRL compiles in them. It has room for the adapters that are used
+and no more, since it computes with all of them, and its largest batch is that of a step.
 
 Times are medians over the counted steps of all rounds, ratios are taken within a round. `CPU` are seconds of all
 processes of a server, which other work on the machine changes little; an idle SGLang server also uses some. `memory` is
@@ -206,7 +206,7 @@ class Side:
         own = (f"run_root={folder}", f"serve.port={port}", f"serve.keys={keys}", *sizes(self._shape))
         return [
             sys.executable, "-m", "megasync", "serve", "configs/serve_quickstart.yaml", *own, *self._given.overrides
-        ], {}  # fmt: skip
+        ], {"OMP_NUM_THREADS": str(self._given.threads)}  # fmt: skip
 
     def _skyrl(self, folder: Path, port: int) -> tuple[list[str | Path], dict[str, str]]:
         peer, shape = self._given.peer.absolute(), self._shape
@@ -344,6 +344,7 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", choices=["megasync", "skyrl", "loop"], default=["megasync", "skyrl"])
     parser.add_argument("--tenants", type=int, default=1, help="compare so many with one, on megasync")
     parser.add_argument("--peer", type=Path, default=PEER, help="environment of SkyRL")
+    parser.add_argument("--threads", type=int, default=1, help="of each of megasync's ranks and servers")
     parser.add_argument("--peer-options", type=json.loads, default={}, help="JSON: options of SkyRL's backend")
     parser.add_argument("--client", type=Path, default=Path(sys.executable), help="interpreter with megasync's client")
     given = parser.parse_intermixed_args()

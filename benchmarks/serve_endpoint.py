@@ -36,6 +36,7 @@ from megasync.service.interfaces import (
     Samples,
     Sampling,
     ServedModel,
+    WriteState,
 )
 from megasync.service.service import Service
 
@@ -58,9 +59,12 @@ class Ranks:
     async def update(self, model: str, adam: Adam) -> Mapping[str, float]:
         return {}
 
-    async def save(self, model: str, folder: Path, optimizer: bool) -> None:
-        with new_folder(folder) as draft:
-            (draft / "adapter_config.json").write_text("{}")
+    async def copy_state(self, model: str, optimizer: bool) -> WriteState:
+        async def write(folder: Path) -> None:
+            with new_folder(folder) as draft:
+                (draft / "adapter_config.json").write_text("{}")
+
+        return write
 
     async def load(self, model: str, spec: AdapterSpec, folder: Path, optimizer: bool) -> None: ...
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  # annotated as bare dict
+from numpy.typing import NDArray
+from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]  # PathLike without its type
 from torch.nn.functional import one_hot
 
 from megasync.base.files import new_folder
@@ -115,12 +118,12 @@ def padded(read: Read, shapes: Mapping[str, tuple[int, ...]]) -> Read:
     return read_box
 
 
-# Of a folder that `write_adapter` wrote.
+# In a folder of a `SavedAdapter`.
 OPTIMIZER = "optimizer.safetensors"
 
 
 class AdapterFiles(HfFolder):
-    """A folder of `write_adapter`: the factors of ``adapters``, and Adam's moments if it has any.
+    """A folder of a `SavedAdapter`: the factors of ``adapters``, and Adam's moments if it has any.
 
     Raises CheckpointError for adapters of another shape, and for what is missing or damaged.
     """
@@ -148,25 +151,27 @@ class AdapterFiles(HfFolder):
         return lambda name, box: part_of(file.get_slice(f"{kind}/{name}"), box)
 
 
-def write_adapter(
-    folder: Path,
-    shape: AdapterShape,
-    model_path: str | Path,
-    factors: Mapping[str, torch.Tensor],
-    moments: Mapping[str, Mapping[str, torch.Tensor]] | None,
-    updates: int,
-) -> None:
-    """Writes a PEFT folder, and with ``moments`` Adam's beside it, by kind and factor; durably, or not at all.
+@dataclass(frozen=True)
+class SavedAdapter:
+    """Adapters, and perhaps Adam's moments by kind and factor, as they go into a PEFT folder. Tensors are in numpy."""
 
-    An earlier folder gives way. Raises OSError.
-    """
-    with new_folder(folder, replace=True) as draft:
-        config = adapter_config(shape, str(Path(model_path).resolve()))
-        (draft / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        save_file(dict(factors), draft / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        if moments is not None:
-            tensors = {f"{kind}/{name}": each for kind, of_kind in moments.items() for name, each in of_kind.items()}
-            save_file(tensors, draft / OPTIMIZER, metadata={"updates": str(updates)})
+    shape: AdapterShape
+    # Of the model that they adapt.
+    model_path: str
+    factors: Mapping[str, NDArray[np.float32]]
+    # With the number of optimizer steps that they are of.
+    moments: Mapping[str, Mapping[str, NDArray[np.float32]]] | None = None
+    updates: int = 0
+
+    def write(self, folder: Path) -> None:
+        """Writes the folder durably, or not at all; an earlier one gives way. Raises OSError."""
+        with new_folder(folder, replace=True) as draft:
+            config = adapter_config(self.shape, str(Path(self.model_path).resolve()))
+            (draft / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+            save_file(dict(self.factors), draft / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+            if self.moments is not None:
+                tensors = {f"{kind}/{name}": each for kind, of in self.moments.items() for name, each in of.items()}
+                save_file(tensors, draft / OPTIMIZER, metadata={"updates": str(self.updates)})
 
 
 def export_model(checkpoint_dir: str | Path, source: str | Path, out: str | Path) -> None:

@@ -2,11 +2,11 @@
 
 A generation survives interruptions. A request that was aborted, or whose server or router died, is sent again with the
 tokens so far appended to the prompt and with the remaining budget. The log-probs and versions of all requests are kept.
-With `stream_interval`, tokens arrive while they are sampled, so a dead server costs at most that many tokens per
-request. Transient failures are retried with exponential backoff until the generation's own deadline. The caller's
-arguments are never changed, and all sampling parameters are always sent. No token id outside the vocabulary leaves this
-module, because one would kill the server: `_checked` guarantees it. Answers are checked as strictly (`answers`): an
-invalid answer is discarded, counted, and requested again.
+With `stream_interval`, tokens of longer responses arrive while they are sampled, so a dead server costs at most that
+many tokens per request. Transient failures are retried with exponential backoff until the generation's own deadline.
+The caller's arguments are never changed, and all sampling parameters are always sent. No token id outside the
+vocabulary leaves this module, because one would kill the server: `_checked` guarantees it. Answers are checked as
+strictly (`answers`): an invalid answer is discarded, counted, and requested again.
 
 With routing replay a response is complete when the routes of all its positions are known. Servers report them when a
 request ends, so those of a request that was cut come from its continuation, which computes these positions again.
@@ -24,7 +24,7 @@ import random
 import ssl
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, NoReturn, Protocol
@@ -56,10 +56,11 @@ from megasync.serving.answers import (
     read_generated,
     read_prompt,
     read_scored,
+    split_answers,
 )
 from megasync.serving.control import ServerControl
 from megasync.serving.disaggregated_control import DisaggregatedControl, EngineScores
-from megasync.serving.plugin_protocol import FLAT_TOP, ROUTES_FROM, ROUTING_KEY_HEADER, WITH_SUPPORT
+from megasync.serving.plugin_protocol import FLAT_TOP, ROUTES_FROM, ROUTING_KEY_HEADER, SEEDS, WITH_SUPPORT
 from megasync.serving.router import STICKY_POLICIES
 from megasync.trajectory.runs import IntArray
 
@@ -340,10 +341,10 @@ class RolloutClient:
         self._routes = model.routes
         self._base = base_params(settings.sampling)
         self._timeout = settings.timeout
-        self._stream = settings.stream_interval > 0
+        self._interval = settings.stream_interval
         self._chat_config = settings.chat
         # The first token of a response that is not streamed comes with the last.
-        self._shared = SharedPrompts() if settings.sticky and self._stream else None
+        self._shared = SharedPrompts() if settings.sticky and self._interval else None
         self._api_key = api_key
         self._trust = trust
         self._quarantine = quarantine or QuarantineClient()
@@ -412,52 +413,25 @@ class RolloutClient:
         have, and prompts that a server rejects; ContextLengthExceeded for a prompt that leaves no room; PoisonPrompt
         for a poison prompt; ServerError when the servers fail otherwise, or do not answer within `request_timeout`.
         """
-        prompt = self._checked(prompt_ids)
-        params = merge_params(self._base, sampling)
+        prompt, params = self._parameters(prompt_ids, sampling)
         if trained:
             check_trained(params, self._base)
             if adapter is not None:
                 raise DataError(f"adapter={adapter!r} is not the policy, whose tokens are trained; leave it out")
         destination = Destination(server, adapter)
-        budget = min(params["max_new_tokens"], self.context_length - len(prompt))
-        if budget < 1:
-            raise ContextLengthExceeded(
-                f"a prompt of {len(prompt)} tokens leaves no room for a response in a context of {self.context_length}"
-            )
-        params["max_new_tokens"] = budget
-        if not params["ignore_eos"]:
-            # A server may not know all of them, such as the one with which a chat template ends a turn.
-            params["stop_token_ids"] = sorted(self._stop_ids.union(params["stop_token_ids"]))
         parts = PartialResponse() if keep is None else keep(request_digest(prompt, params))
         parts.follow(prompt)
         # Deterministic servers use the same seed for every request that has none.
         params["sampling_seed"] = self._random.getrandbits(63) if seed is None else seed
-        failures: list[str] = []
-        try:
-            async with (
-                self._quarantine.request(routing_key, prompt) as ticket,
-                # Before the deadline, because the quarantine may hold back the request that goes ahead.
-                self._turn(routing_key, prompt, parts) as first_token,
-                asyncio.timeout(self._timeout) as deadline,
-            ):
-                parts.watch = _first(first_token, watch)
-                routes = self._routes if trained else None
-                support = params["top_k"] if trained and truncates(params) else 0
-                failed, empty = Backoff(_FAILURE_WAIT, self._random), Backoff(_EMPTY_ABORT_WAIT, self._random)
-                whole = whole or question is not None
-                sending = _Sending(
-                    *(params, routing_key, priority, destination, routes, support, top, question, whole, failures),
-                    *(ticket, deadline, failed, empty),
-                )
-                await self._finish(parts, sending)
-                while routes is not None and parts.tokens.routes is None:
-                    await self._fetch_routes(parts.tokens, sending)
-        except TimeoutError:
-            last = f"; the last of {len(failures)} failed attempts: {failures[-1]}" if failures else ""
-            raise ServerError(
-                f"no complete answer from {self.url} within {self._timeout:g} s (timeouts.request) for a prompt of "
-                f"{len(prompt)} tokens and a budget of {budget}, after {len(parts)} tokens{last}"
-            ) from None
+        routes = self._routes if trained else None
+        support = params["top_k"] if trained and truncates(params) else 0
+        async with self._sending(
+            *([parts], prompt, params, routing_key, priority, destination),
+            *(routes, support, top, question, whole or question is not None, watch),
+        ) as sending:
+            await self._finish(parts, sending)
+            while routes is not None and parts.tokens.routes is None:
+                await self._fetch_routes(parts.tokens, sending)
         count = len(parts.texts)
         # A caller that receives this response again gets the same text.
         parts.texts = [self._text(parts, params)]
@@ -471,6 +445,49 @@ class RolloutClient:
             parts=count,
             support=parts.support if support else None,
         )
+
+    async def begin_together(
+        self,
+        prompt_ids: Sequence[int],
+        responses: Sequence[PartialResponse],
+        seeds: Sequence[int | None],
+        *,
+        routing_key: str | None = None,
+        adapter: str | None = None,
+        top: int = 0,
+        whole: bool = False,
+        **sampling: Any,
+    ) -> None:
+        """Sends a request for several new responses to a prompt, each with a seed of its own, until it has an answer.
+
+        A response that is not finished then is for `generate` to continue, which gets it from `keep`. Arguments and
+        errors are those of `generate`; the servers need megasync's plugin, and each a single engine.
+        """
+        prompt, params = self._parameters(prompt_ids, sampling)
+        drawn = [self._random.getrandbits(63) if seed is None else seed for seed in seeds]
+        for parts in responses:
+            parts.follow(prompt)
+        with suppress(_TransientError):
+            async with self._sending(
+                *(responses, prompt, params, routing_key, 0, Destination(None, adapter)),
+                *(None, 0, top, None, whole, None),
+            ) as sending:
+                while await self._attempt(responses, params, sending, drawn):
+                    if any(map(len, responses)):
+                        # The quarantine hears of it, and that the request has not completed.
+                        await self._enter({}, sending)
+                        raise _TransientError("the rest is left to `generate`")
+                    await asyncio.sleep(sending.failed.next())
+        stop_ids = frozenset(() if params["ignore_eos"] else params["stop_token_ids"])
+        for parts in responses:
+            ended = parts.finished or parts.finish_if_stopped(stop_ids, params["stop"], trim=not params["no_stop_trim"])
+            if whole and not ended:
+                parts.discard_request()
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether one of several requests for a prompt goes ahead (`SharedPrompts`)."""
+        return self._shared is not None
 
     async def chat(
         self,
@@ -579,6 +596,61 @@ class RolloutClient:
             except TimeoutError:
                 log.warning("Connections to %s did not close within %g s, abandoning them", self.url, _CLOSE_SECONDS)
 
+    def _parameters(self, prompt_ids: Sequence[int], sampling: dict[str, Any]) -> tuple[Tokens, dict[str, Any]]:
+        """A prompt, and all sampling parameters but the seed. Raises as `generate`."""
+        prompt = self._checked(prompt_ids)
+        params = merge_params(self._base, sampling)
+        budget = min(params["max_new_tokens"], self.context_length - len(prompt))
+        if budget < 1:
+            raise ContextLengthExceeded(
+                f"a prompt of {len(prompt)} tokens leaves no room for a response in a context of {self.context_length}"
+            )
+        params["max_new_tokens"] = budget
+        if not params["ignore_eos"]:
+            # A server may not know all of them, such as the one with which a chat template ends a turn.
+            params["stop_token_ids"] = sorted(self._stop_ids.union(params["stop_token_ids"]))
+        return prompt, params
+
+    @asynccontextmanager
+    async def _sending(
+        self,
+        responses: Sequence[PartialResponse],
+        prompt: Tokens,
+        params: dict[str, Any],
+        routing_key: str | None,
+        priority: int,
+        destination: Destination,
+        routes: RouteFormat | None,
+        support: int,
+        top: int,
+        question: PromptQuestion | None,
+        whole: bool,
+        watch: Callable[[IntArray], None] | None,
+    ) -> AsyncIterator[_Sending]:
+        """Tracks the requests for some responses to a prompt. Raises ServerError when the deadline passes."""
+        failures: list[str] = []
+        try:
+            async with (
+                self._quarantine.request(routing_key, prompt) as ticket,
+                # Before the deadline, because the quarantine may hold back the request that goes ahead.
+                self._turn(routing_key, prompt, responses[0]) as first_token,
+                asyncio.timeout(self._timeout) as deadline,
+            ):
+                for parts in responses:
+                    parts.watch = _first(first_token, watch)
+                failed, empty = Backoff(_FAILURE_WAIT, self._random), Backoff(_EMPTY_ABORT_WAIT, self._random)
+                yield _Sending(
+                    *(params, routing_key, priority, destination, routes, support, top, question, whole, failures),
+                    *(ticket, deadline, failed, empty),
+                )
+        except TimeoutError:
+            last = f"; the last of {len(failures)} failed attempts: {failures[-1]}" if failures else ""
+            raise ServerError(
+                f"no complete answer from {self.url} within {self._timeout:g} s (timeouts.request) for a prompt of "
+                f"{len(prompt)} tokens and a budget of {params['max_new_tokens']}, after "
+                f"{sum(map(len, responses))} tokens{last}"
+            ) from None
+
     async def _finish(self, parts: PartialResponse, sending: _Sending) -> None:
         """Sends requests until the response is finished."""
         params, budget = sending.params, sending.params["max_new_tokens"]
@@ -586,7 +658,7 @@ class RolloutClient:
         stop_ids = frozenset(() if params["ignore_eos"] else params["stop_token_ids"])
         while not parts.finished and (done := len(parts)) < budget:
             rest = {"max_new_tokens": budget - done, "min_new_tokens": max(0, minimum - done)}
-            failed = await self._attempt(parts, params | rest, sending)
+            failed = await self._attempt([parts], params | rest, sending)
             if parts.finished or parts.finish_if_stopped(stop_ids, params["stop"], trim=not params["no_stop_trim"]):
                 return
             if sending.whole:
@@ -603,7 +675,7 @@ class RolloutClient:
         """Asks for missing routes of tokens that are complete. One token is sampled and discarded."""
         probe = PartialResponse()
         probe.follow(tokens)
-        failed = await self._attempt(probe, sending.params | {"max_new_tokens": 1, "min_new_tokens": 0}, sending)
+        failed = await self._attempt([probe], sending.params | {"max_new_tokens": 1, "min_new_tokens": 0}, sending)
         if tokens.routes is None:
             if not failed:
                 sending.failures.append(
@@ -612,17 +684,31 @@ class RolloutClient:
                 )
             await asyncio.sleep(sending.failed.next())
 
-    async def _attempt(self, parts: PartialResponse, params: dict[str, Any], sending: _Sending) -> bool:
-        """Sends one request; returns whether it failed. Appends the message of a failure."""
+    async def _attempt(
+        self,
+        responses: Sequence[PartialResponse],
+        params: dict[str, Any],
+        sending: _Sending,
+        seeds: Sequence[int] = (),
+    ) -> bool:
+        """Sends one request; returns whether it failed. Appends the message of a failure.
+
+        It has one response, or several new ones with ``seeds`` of their own.
+        """
+        tokens = responses[0].tokens
+        # A response of one piece has nothing to save, but other requests may wait for its first token.
+        pieces = params["max_new_tokens"] > self._interval or (self._shared is not None and len(responses) == 1)
         body = {
-            "input_ids": parts.tokens,
+            "input_ids": tokens,
             "sampling_params": params,
             "return_logprob": True,
             # Each piece would repeat what it says of the prompt.
-            "stream": self._stream and sending.question is None,
+            "stream": bool(self._interval) and pieces and sending.question is None,
             "priority": sending.priority,
         }
-        labels = {} if sending.routes is None else {ROUTES_FROM: str(parts.tokens.routed)}
+        labels = {} if sending.routes is None else {ROUTES_FROM: str(tokens.routed)}
+        if seeds:
+            labels[SEEDS] = ",".join(map(str, seeds))
         if sending.support:
             labels[WITH_SUPPORT] = "1"
         if sending.top:
@@ -641,13 +727,14 @@ class RolloutClient:
             body["lora_path"] = sending.destination.adapter
         url = await self._enter(body, sending) or sending.destination.server or self.url
         try:
-            await self._request(url, body, parts, sending)
+            await self._request(url, body, responses, sending)
         except _TransientError as failure:
             sending.failures.append(str(failure))
             if failure.cut:
                 self._quarantine.cut(sending.ticket)
         except InvalidAnswer as failure:
-            parts.discard_request()
+            for parts in responses:
+                parts.discard_request()
             sending.failures.append(f"invalid answer: {failure}")
             self._invalid_answers += 1
             self._on_invalid_answer()
@@ -682,10 +769,10 @@ class RolloutClient:
         self,
         url: str,
         body: dict[str, Any],
-        parts: PartialResponse,
+        responses: Sequence[PartialResponse],
         sending: _Sending,
     ) -> None:
-        """Sends one request and adds its tokens to `parts`.
+        """Sends one request and adds its tokens to the responses.
 
         Raises _TransientError, InvalidAnswer, and the errors of `_raise_refusal`.
         """
@@ -694,8 +781,9 @@ class RolloutClient:
         budget = sampling["max_new_tokens"]
         # What answers at a destination may be older than the published version.
         published = self._published if sending.destination == ANYWHERE else None
-        parts.begin_request(budget, published)
-        positions = len(ids) + budget - 1 - parts.first_requested
+        for parts in responses:
+            parts.begin_request(budget, published)
+        positions = len(ids) + budget - 1 - responses[0].first_requested
         limits = AnswerLimits(
             self.vocab_size,
             budget,
@@ -707,6 +795,7 @@ class RolloutClient:
             oldest=published or 0,
             adapter=sending.destination.adapter,
             top=sending.top,
+            responses=len(responses),
         )
         most = limits.most_bytes + (0 if sending.question is None else sending.question.most_bytes(len(ids)))
         try:
@@ -723,13 +812,14 @@ class RolloutClient:
                 elif (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
                     raise InvalidAnswer(f"the answer has the encoding {encoding!r:.100}, which was not requested")
                 elif body["stream"]:
-                    await self._read_stream(response, parts, limits)
+                    await self._read_stream(response, responses, limits)
                 else:
-                    raw = await read_bounded(response, most)
-                    if not parts.add(read_generated(raw, limits)):
-                        raise InvalidAnswer("the answer has no finish_reason")
-                    if sending.question is not None and parts.finished:
-                        parts.scores = read_prompt(raw, sending.question, ids.array, limits)
+                    answers = split_answers(await read_bounded(response, most), limits)
+                    for parts, raw in zip(responses, answers, strict=True):
+                        if not parts.add(read_generated(raw, limits)):
+                            raise InvalidAnswer("the answer has no finish_reason")
+                        if sending.question is not None and parts.finished:
+                            parts.scores = read_prompt(raw, sending.question, ids.array, limits)
         except StreamedError as error:
             self._raise_refusal(error.status, str(error), len(ids))
         except (aiohttp.ClientError, OSError) as error:
@@ -738,20 +828,21 @@ class RolloutClient:
             raise _TransientError(f"{type(error).__name__}: {error}", cut) from error
 
     async def _read_stream(
-        self, response: aiohttp.ClientResponse, parts: PartialResponse, limits: AnswerLimits
+        self, response: aiohttp.ClientResponse, responses: Sequence[PartialResponse], limits: AnswerLimits
     ) -> None:
-        finished = False
+        open_responses = set(range(len(responses)))
         try:
             # Read to the end of the stream: a connection with unread data is not reused.
             async for event in events(response, limits.most_bytes):
-                if finished:
-                    raise InvalidAnswer(f"the stream continues after the last piece: {event[:_BODY_SHOWN]!r}")
                 piece = read_generated(event, limits)
-                finished = parts.add(piece)
+                if piece.index not in open_responses:
+                    raise InvalidAnswer(f"the stream continues after the last piece: {event[:_BODY_SHOWN]!r}")
+                if responses[piece.index].add(piece):
+                    open_responses.discard(piece.index)
         except (aiohttp.ClientError, OSError):
-            if not finished:
+            if open_responses:
                 raise
-        if not finished:
+        if open_responses:
             raise _TransientError("the stream ended before the request finished")
 
     def _raise_refusal(self, status: int | None, text: str, sent: int) -> NoReturn:

@@ -59,7 +59,7 @@ from megasync.service import tenant_logs
 from megasync.service.interfaces import ServedModel
 from megasync.service.limits import Limits
 from megasync.service.ranks import Ranks, trained_config
-from megasync.service.sampling import FleetSampler
+from megasync.service.sampling import TOGETHER, FleetSampler
 from megasync.service.service import Service, TenantStatus
 from megasync.serving.plugin_protocol import ADAPTER_ROOT
 
@@ -184,7 +184,9 @@ class ServedRun(AnyRun):
         await fleet.joined([control.url for control in fleet.joiners()])
         client = self._client(stack, config, fleet, keys, served)
         folder = self.run_dir / SERVICE_FOLDER
-        sampler = FleetSampler(client, served, folder / ADAPTER_ROOT)
+        # Of several engines each needs a request of its own for each sample.
+        together = 1 if config.rollout.prefill_engines or config.rollout.decode_engines else TOGETHER
+        sampler = FleetSampler(client, served, folder / ADAPTER_ROOT, together=together)
         stack.enter_context(tenant_logs.writing(self.run_dir / "logs"))
         ranks = _ReportedRanks(group, trained, served, observer)
         service = await stack.enter_async_context(Service(folder, ranks, sampler, served, limits_of(self._serve)))

@@ -6,7 +6,7 @@ inputs and of options are those of the protocol.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -144,6 +144,11 @@ class ServedModel:
     folder: Path = field(default_factory=Path)
 
 
+# Writes a complete folder, or none: PEFT's files, and the optimizer's state if it was copied. Durable. Raises OSError.
+# May be called while the ranks compute.
+WriteState = Callable[[Path], Awaitable[None]]
+
+
 class Trainer(Protocol):
     """The trainer ranks, as the service uses them. Models are named by ids that never repeat.
 
@@ -166,8 +171,8 @@ class Trainer(Protocol):
         """
         ...
 
-    async def save(self, model: str, folder: Path, optimizer: bool) -> None:
-        """Writes a complete folder, or none: PEFT's files, and with ``optimizer`` the optimizer's state. Durable."""
+    async def copy_state(self, model: str, optimizer: bool) -> WriteState:
+        """Copies a model's adapters, with ``optimizer`` also its moments, and returns what writes the copy."""
         ...
 
     async def load(self, model: str, spec: AdapterSpec, folder: Path, optimizer: bool) -> None:

@@ -89,9 +89,8 @@ class Store:
             self._db = sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)
             self._prepare()
         except sqlite3.Error as error:
-            raise LedgerError(
-                f"{path} cannot be opened: {error}; is another service running in this folder?"
-            ) from error
+            fix = "free space on its disk" if is_full(error) else "is another service running in this folder?"
+            raise LedgerError(f"{path} cannot be opened: {error}; {fix}") from error
         self._batches: Batches[Callable[[], Any], Any] = Batches(
             lambda items: partial(self._transact, items), FILE, run
         )
@@ -167,7 +166,7 @@ class Store:
 
 def is_full(error: BaseException) -> bool:
     """Whether a write failed for want of room."""
-    return isinstance(error, sqlite3.Error) and error.sqlite_errorcode in (
+    return isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", None) in (
         sqlite3.SQLITE_FULL,
         sqlite3.SQLITE_IOERR_WRITE,
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +22,7 @@ from megasync.layout.adapter import AdapterShape, kinds_of_projections
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
-from megasync.service.interfaces import Adam, AdapterSpec, Datum, Pass, PassResult, ServedModel
+from megasync.service.interfaces import Adam, AdapterSpec, Datum, Pass, PassResult, ServedModel, WriteState
 from megasync.trainer import passes as columns
 from megasync.trainer.passes import LossPass, PassPart
 from megasync.trainer.rank import TrainerRank
@@ -96,8 +98,11 @@ class Ranks:
         # The norm of a skipped step is no number.
         return {"skipped:sum": 0.0, "grad_norm:mean": norm} if applied else {"skipped:sum": 1.0}
 
-    async def save(self, model: str, folder: Path, optimizer: bool) -> None:
-        await self._group.on_all(self._timeouts.train_step, TrainerRank.save_model, model, str(folder), optimizer)
+    async def copy_state(self, model: str, optimizer: bool) -> WriteState:
+        copies = await self._group.on_all(self._timeouts.train_step, TrainerRank.copy_model, model, optimizer)
+        state = copies[0]
+        assert state is not None, "the first rank has the copies of all"
+        return partial(asyncio.to_thread, state.write)
 
     async def load(self, model: str, spec: AdapterSpec, folder: Path, optimizer: bool) -> None:
         await self._group.on_all(

@@ -36,6 +36,7 @@ class Session:
     # How the client ended it: "success", "errored" or "interrupted"; empty while it lives.
     ended: str = ""
     detail: str | None = None
+    ended_at: float = 0.0
 
 
 @prepared

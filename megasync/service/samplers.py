@@ -29,7 +29,7 @@ from megasync.errors import DataError
 from megasync.service import interfaces
 from megasync.service.checkpoints import Checkpoints, folder_of, remove
 from megasync.service.limits import Limits
-from megasync.service.promises import Promise, Promises, first_of, put_record
+from megasync.service.promises import Change, Promise, Promises, drop_record, first_of, put_record
 from megasync.service.records import Model, Sampler
 from megasync.service.requests import Failed, Gone, Outcome, Sample, ServiceClosed, Unknown
 
@@ -187,6 +187,11 @@ class Samplers:
             put_record("sampler", sampler.id, sampler),
             then=lambda: self._adapters.drop(adapter) if adapter else None,
         )
+
+    def forget(self, name: str) -> Change:
+        """Forgets a sampler that has ended; returns the change of the record."""
+        del self._records[name]
+        return drop_record("sampler", name)
 
     def bytes_of(self, tenant: str) -> int:
         return sum(each.adapter_bytes for each in self._snapshots.get(tenant, {}).values())

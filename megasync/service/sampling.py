@@ -6,8 +6,9 @@ the router may send a request anywhere. An entry has links to the files of the a
 server notices that it reads other bytes.
 
 What a request asks of its prompt is answered by a request of its own, which also leaves the prompt in the server's
-cache; the samples follow. Log-probs of a prompt are those at temperature 1, and of sampled tokens those at the
-temperature that they were sampled at, over the whole vocabulary.
+cache; the samples follow, `TOGETHER` in a request. Those that it leaves unfinished continue in requests of their own.
+Log-probs of a prompt are those at temperature 1, and of sampled tokens those at the temperature that they were sampled
+at, over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import asyncio
 import hashlib
 import json
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,11 @@ MOST_TOP = 128
 # Log-probs that one request may ask of its prompt or of its samples. A server sends some 30 bytes for each.
 MOST_CELLS = 2**20
 
+# Samples of one request to a server. More of them are spread over servers.
+TOGETHER = 32
+# Tokens of a prompt that are worth a wait for one server that has computed them.
+LONG_PROMPT = 256
+
 
 class FleetSampler:
     """The fleet as the service's `Sampler`.
@@ -46,13 +53,17 @@ class FleetSampler:
         client: stays its owner's to close.
         root: the folder in which the servers look for adapters (`ServedAdapters.root`).
         samples: the largest number of samples of one request.
+        together: how many of these one request to a server has; 1 for servers of several engines.
     """
 
-    def __init__(self, client: RolloutClient, model: ServedModel, root: Path, samples: int = 256) -> None:
+    def __init__(
+        self, client: RolloutClient, model: ServedModel, root: Path, samples: int = 256, together: int = TOGETHER
+    ) -> None:
         self._client = client
         self._model = model
         self._root = root.resolve()
         self._samples = samples
+        self._together = together
 
     async def offer(self, adapter: str, folder: Path) -> None:
         """Makes a PEFT folder available under the name, until `withdraw`; survives this process.
@@ -94,23 +105,39 @@ class FleetSampler:
             # Requests for the same prompt go to the server that has it in its cache.
             "routing_key": prompt.digest(adapter.encode()),
         }
+        seeds = [
+            None if sampling.seed is None else request_seed(sampling.seed, number) for number in range(sampling.samples)
+        ]
 
-        async def generate(number: int, **more: Any) -> PartialResponse:
-            seed = None if sampling.seed is None else request_seed(sampling.seed, number)
-            response = PartialResponse()
+        async def generate(response: PartialResponse, seed: int | None, **more: Any) -> None:
             await self._client.generate(prompt, keep=lambda _: response, seed=seed, **options | more)
-            return response
+
+        async def generate_several(responses: list[PartialResponse], seeds: list[int | None], **more: Any) -> None:
+            if len(responses) == 1:
+                await generate(responses[0], seeds[0], **more)
+                return
+            await self._client.begin_together(prompt, responses, seeds, **options | more)
+            rest = [each for each in zip(responses, seeds, strict=True) if not each[0].finished]
+            await gather_or_cancel(*(generate(*each, **more) for each in rest))
 
         first = None
         if asked.question is not None:
-            first = await generate(0, question=asked.question, max_new_tokens=1)
+            first = PartialResponse()
+            await generate(first, seeds[0], question=asked.question, max_new_tokens=1)
         if tokens == 0:
-            responses = [PartialResponse() for _ in range(sampling.samples)]
+            responses = [PartialResponse() for _ in seeds]
         elif first is not None and (sampling.samples, tokens, top) == (1, 1, 0):
             responses = [first]
         else:
-            responses = await gather_or_cancel(
-                *(generate(number, max_new_tokens=tokens, top=top) for number in range(sampling.samples))
+            responses = [PartialResponse() for _ in seeds]
+            # The first goes ahead where the others can use what its server has computed.
+            ahead = int(self._client.shares_prompts and first is None and len(prompt) >= LONG_PROMPT)
+            begins = [*range(ahead), *range(ahead, sampling.samples, self._together)]
+            await gather_or_cancel(
+                *(
+                    generate_several(responses[begin:end], seeds[begin:end], max_new_tokens=tokens, top=top)
+                    for begin, end in pairwise([*begins, sampling.samples])
+                )
             )
         cached = (first or responses[0]).cached or 0
         samples = [_sampled(response, adapter) for response in responses]

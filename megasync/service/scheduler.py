@@ -30,3 +30,7 @@ class FairTurns:
 
     def charge(self, name: str, tokens: float) -> None:
         self._received[name] = self._received.get(name, self._level) + tokens
+
+    def forget(self, name: str) -> None:
+        """Forgets a name that never comes again."""
+        self._received.pop(name, None)

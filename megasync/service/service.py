@@ -39,7 +39,7 @@ from megasync.service.checkpoints import Checkpoints, check_name, check_ttl, fol
 from megasync.service.encoding import encode
 from megasync.service.interfaces import ServedModel
 from megasync.service.limits import Limits
-from megasync.service.promises import FILE, Promise, Promises, Store, gone, put_record
+from megasync.service.promises import FILE, Promise, Promises, Store, drop_record, gone, put_record
 from megasync.service.records import Checkpoint, Model, Sampler, Session
 from megasync.service.requests import (
     Busy,
@@ -160,6 +160,8 @@ class Service:
         # When each living session last showed a sign of life, and those that have not for too long.
         self._seen = {session.id: clock() for session in self._sessions.values() if not session.ended}
         self._idle: set[str] = set()
+        # Sessions that have ended, and when each is looked at for what it has left.
+        self._ended = {session.id: session.ended_at for session in self._sessions.values() if session.ended}
         self._session_keys = {(s.tenant, s.key): s.id for s in self._sessions.values() if s.key is not None}
         self._rates: dict[str, _Rate] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -194,6 +196,7 @@ class Service:
         self._promises.close(CLOSING)
         await cancel_and_wait(*self._tasks)
         await self._samplers.close()
+        await self._training.written()
         await self._promises.end()
         await self._training.close()
         await self._adapters.close()
@@ -288,7 +291,7 @@ class Service:
         if key is not None and (known := self._session_keys.get((tenant, key))) is not None:
             await self._promises.commit()
             return known
-        living = sum(s.tenant == tenant and not s.ended and s.id not in self._idle for s in self._sessions.values())
+        living = self._living(tenant)
         if living >= self.limits.sessions:
             raise Busy(
                 f"the tenant has {living} sessions, and the limit is sessions={self.limits.sessions}; finish one"
@@ -302,6 +305,10 @@ class Service:
         await self._promises.commit(change)
         return session.id
 
+    def _living(self, tenant: str) -> int:
+        """The number of a tenant's sessions that have not ended and show signs of life."""
+        return sum(self._sessions[name].tenant == tenant for name in self._seen if name not in self._idle)
+
     def heartbeat(self, tenant: str, session: str) -> None:
         """Takes a sign of life. Raises Gone for a session that was finished."""
         self._check_open()
@@ -313,9 +320,10 @@ class Service:
         self._check_open()
         found = self.session(tenant, session)
         if not found.ended:
-            found.ended, found.detail = status, detail
+            found.ended, found.detail, found.ended_at = status, detail, self._clock()
             self._seen.pop(session, None)
             self._idle.discard(session)
+            self._ended[session] = found.ended_at
             self._promises.record(put_record("session", session, found))
             self._end_members(found)
         await self._promises.commit()
@@ -430,7 +438,7 @@ class Service:
     # What is past its time, and the view
 
     def tidy(self) -> None:
-        """Acts on what is past its time: missing requests, silent sessions, checkpoints and outcomes."""
+        """Acts on what is past its time: missing requests, silent and ended sessions, checkpoints and outcomes."""
         self._training.give_up_gaps()
         self._checkpoints.delete_expired()
         self._promises.forget_old()
@@ -443,6 +451,27 @@ class Service:
             self._idle.add(name)
             for model in session.models:
                 self._training.evict(model)
+        self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        """Forgets sessions that have ended long ago, with their models and samplers, unless checkpoints are left.
+
+        By then no outcome of them is kept either. Without it the record would grow with every session.
+        """
+        now = self._clock()
+        for name in [name for name, since in self._ended.items() if since < now - self.limits.kept_seconds]:
+            session = self._sessions[name]
+            if not all(
+                self._training.gone(model) and not self._checkpoints.of(session.tenant, model)
+                for model in session.models
+            ):
+                self._ended[name] = now
+                continue
+            changes = [self._training.forget(model) for model in session.models]
+            changes += [self._samplers.forget(sampler) for sampler in session.samplers]
+            del self._sessions[name], self._ended[name]
+            self._session_keys.pop((session.tenant, session.key or ""), None)
+            self._promises.record(*changes, drop_record("session", name))
 
     def status(self) -> Status:
         """The state of the service, of each tenant and of each model."""
@@ -472,9 +501,7 @@ class Service:
             for model in self._training.of(tenant)
         ]
         return TenantStatus(
-            sessions=sum(
-                s.tenant == tenant and not s.ended and s.id not in self._idle for s in self._sessions.values()
-            ),
+            sessions=self._living(tenant),
             models=models,
             tokens_per_second=self._rate(tenant).per_second(now),
             pending=account.pending,

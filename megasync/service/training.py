@@ -10,6 +10,7 @@
     its turn            the end of the calls before it
     a call of the ranks the call, which has deadlines of its own; a lost rank restarts all of them
     room on the disk    room; passes that are done keep their order
+    its own state       the file that the state is written to; other models' requests run meanwhile
 
 Invariants:
 
@@ -18,6 +19,8 @@ Invariants:
 - After an optimizer step the model's state is saved in a folder of its own before the outcome is recorded, and the
   folder before it is removed after that. The state on the ranks is always the last durable one plus the recorded passes
   with gradients after it (`replay`), so it can be made again at any time: after a crash, a lost rank, an eviction.
+- The ranks only copy a state. It is written while they compute for other models, at most `SAVES` at a time; the model's
+  own requests wait for it (`ModelQueue.saving`).
 - Whatever an unexpected error leaves on the ranks is not used: they are restarted. A request that has lost the ranks
   `ATTEMPTS` times fails, and runs alone after the first time, so that it takes nobody with it.
 """
@@ -50,7 +53,7 @@ from megasync.service.checkpoints import (
 )
 from megasync.service.interfaces import PassResult
 from megasync.service.limits import Limits
-from megasync.service.promises import Change, Promise, Promises, put_record
+from megasync.service.promises import Change, Promise, Promises, drop_record, put_record
 from megasync.service.records import Checkpoint, CheckpointKind, Model, Sampler, Session
 from megasync.service.requests import (
     Compute,
@@ -79,6 +82,8 @@ ATTEMPTS = 3
 # Attempts to start the ranks again, and the first and longest seconds between them.
 RESTARTS = 5
 RESTART_SECONDS = (1.0, 60.0)
+# States that are copied and not yet written, at most.
+SAVES = 4
 # Requests that need no state on the ranks.
 WITHOUT_STATE = frozenset(kind.__name__ for kind in (LoadWeights, UnloadModel, Refused))
 # Tokens that a request costs which computes none, as an optimizer step.
@@ -97,6 +102,8 @@ class ModelQueue:
     resident: bool = False
     # Requests at the head that are in the batch being made or run.
     taken: int = 0
+    # Whether its state is being written, which ends the request at the head.
+    saving: bool = False
     # Since when an earlier number is missing.
     gap_since: float | None = None
     # Times that the ranks were lost while the model was restored.
@@ -107,6 +114,8 @@ class ModelQueue:
 
     def head(self) -> Promise | None:
         """The next request that can run."""
+        if self.saving:
+            return None
         found = self.waiting.get(self.record.next + self.taken)
         return self.unload if found is None and not self.taken else found
 
@@ -162,6 +171,8 @@ class Training:
         # Models that have requests.
         self._busy: set[str] = set()
         self._background: set[asyncio.Future[None]] = set()
+        self._saves = asyncio.Semaphore(SAVES)
+        self._saving: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self.restarts = 0
         for promise in promises:
@@ -237,6 +248,22 @@ class Training:
         self._leaving.add(name)
         self._wake.set()
 
+    def forget(self, name: str) -> Change:
+        """Forgets a model that has ended; returns the change of the record."""
+        model = self._models.pop(name)
+        del self._records[name]
+        self._busy.discard(name)
+        if (turns := self._turns.get(model.record.tenant)) is not None:
+            turns.forget(name)
+        return drop_record("model", name)
+
+    def gone(self, name: str) -> bool:
+        """Whether a model has ended, and nothing of it is on the ranks or being written."""
+        model = self._models[name]
+        return bool(model.record.ended) and not (
+            model.resident or model.saving or model.waiting or name in self._leaving
+        )
+
     def give_up_gaps(self) -> None:
         """Fails requests that have waited too long for one with an earlier number."""
         for model in self._models.values():
@@ -274,13 +301,18 @@ class Training:
         with suppress(ServiceClosed):
             while True:
                 await self._promises.writable()
-                if self._leaving:
-                    await self._guarded((), self._forget_leaving())
+                if leaving := [name for name in self._leaving if not self._models[name].saving]:
+                    await self._guarded((), self._forget(leaving))
                 elif batch := self._take():
                     await self._guarded(batch, self._perform(batch))
                 else:
                     self._wake.clear()
                     await self._wake.wait()
+
+    async def written(self) -> None:
+        """Waits until the states that are being written have ended their requests. Call it once `work` has ended."""
+        if self._saving:
+            await asyncio.wait(self._saving)
 
     async def close(self) -> None:
         """Waits for what runs in the background."""
@@ -343,11 +375,16 @@ class Training:
                     message = f"the trainer ranks failed {ATTEMPTS} times at this request: {error}; it had no effect"
                     self._finish(turn, Failed(message, "server"))
         for turn in batch:
-            turn.model.taken = 0
-            self._note_gap(turn.model)
-        for turn in batch:
-            if not turn.promise.position and turn.model.record.ended:
-                self._finish(turn, Failed(f"model {turn.model.record.id} is gone: {turn.model.record.ended}", "user"))
+            if not turn.model.saving:
+                self._turned(turn)
+
+    def _turned(self, turn: _Turn) -> None:
+        """Lets a model go on after its turn."""
+        model = turn.model
+        model.taken = 0
+        self._note_gap(model)
+        if not turn.promise.position and model.record.ended:
+            self._finish(turn, Failed(f"model {model.record.id} is gone: {model.record.ended}", "user"))
 
     def _give_up_restoring(self, error: _NotRestored, batch: Sequence[_Turn]) -> None:
         """Gives up gradients that cannot be made again, or else the request that needs the model; its state stays."""
@@ -383,9 +420,8 @@ class Training:
         self._promises.close(reason)
         raise ServiceClosed(reason)
 
-    async def _forget_leaving(self) -> None:
-        while self._leaving:
-            name = next(iter(self._leaving))
+    async def _forget(self, leaving: Sequence[str]) -> None:
+        for name in leaving:
             model = self._models[name]
             if model.resident:
                 await self._trainer.unload(name)
@@ -510,9 +546,12 @@ class Training:
             # Only the gradients are gone.
             self._finish(turn, Updated(metrics), *self._drop_replay(model))
             return
-        if await self._save_state(turn):
+
+        def durable() -> None:
             record.steps += 1
             self._finish(turn, Updated(metrics), *self._drop_replay(model), then=self._removal(model))
+
+        await self._save_state(turn, durable)
 
     async def _load(self, turn: _Turn, request: LoadWeights) -> None:
         model, record = turn.model, turn.model.record
@@ -535,30 +574,33 @@ class Training:
                 self._finish(turn, Failed(f"{request.path} cannot be loaded: {error}", "server"))
                 return
         model.resident = True
-        if await self._save_state(turn):
+
+        def durable() -> None:
             record.lost = ""
             ready = ModelReady(record.id, request.path)
             self._finish(turn, ready, *self._drop_replay(model), then=self._removal(model))
 
-    async def _save_state(self, turn: _Turn) -> bool:
-        """Makes the state on the ranks durable. Without room the request fails without effect."""
-        model, record = turn.model, turn.model.record
+        await self._save_state(turn, durable)
+
+    async def _save_state(self, turn: _Turn, durable: Callable[[], None]) -> None:
+        """Has the state on the ranks saved. Calls ``durable`` then; without room the request fails without effect."""
+        record = turn.model.record
         state = state_folder(record.id, turn.promise.seq)
-        try:
-            await self._write_folder(record, state, optimizer=True)
-        except (OSError, CheckpointError) as error:
-            await self._trainer.unload(record.id)
-            model.resident = False
+
+        def saved(size: int) -> None:
+            record.state, record.state_bytes = state, size
+            durable()
+
+        def failed(error: Exception) -> None:
+            # The ranks go back to the last state that is saved.
+            self._leaving.add(record.id)
             message = (
                 f"the state after request {turn.promise.seq} cannot be saved: {error}; the request had no effect, and "
                 f"gradients are kept: repeat it once there is room"
             )
             self._finish(turn, Failed(message, "server"))
-            return False
-        size = await asyncio.to_thread(size_of, self._run / state)
-        # Nothing is awaited from here to the outcome, so both are recorded together.
-        record.state, record.state_bytes = state, size
-        return True
+
+        await self._save_behind(turn, state, True, saved, failed)
 
     def _removal(self, model: ModelQueue) -> Callable[[], None]:
         """Removes the states before the present one."""
@@ -573,11 +615,7 @@ class Training:
 
     async def _save(self, turn: _Turn, request: SaveWeights) -> None:
         name = check_name(request.name or str(turn.promise.seq))
-        checkpoint = await self._checkpoint(
-            turn, "weights", name, request.overwrite, request.ttl_seconds, request.metadata
-        )
-        if checkpoint is not None:
-            self._finish_saved(turn, checkpoint)
+        await self._checkpoint(turn, "weights", name, request.overwrite, request.ttl_seconds, request.metadata)
 
     async def _checkpoint(
         self,
@@ -587,74 +625,75 @@ class Training:
         overwrite: bool,
         ttl: int | None,
         metadata: Mapping[str, str] | None,
-    ) -> Checkpoint | None:
+    ) -> None:
         record, now = turn.model.record, self._clock()
         path = path_of(record.id, kind, name)
         check_ttl(ttl)
         if not overwrite and self._checkpoints.named(path) is not None:
             raise DataError(f"{path} exists; choose another name, delete it, or save with overwrite=True")
-        size = await self._save_folder(turn, optimizer=kind == "weights")
-        if size is None:
-            return None
-        return Checkpoint(
-            path=path,
-            tenant=record.tenant,
-            model=record.id,
-            kind=kind,
-            name=name,
-            created=now,
-            spec=record.spec,
-            adapter=adapter_of(record.id, turn.promise.seq),
-            size=size,
-            metadata=metadata,
-            expires=None if ttl is None else now + ttl,
-        )
 
-    def _finish_saved(self, turn: _Turn, checkpoint: Checkpoint) -> None:
-        replaced = self._checkpoints.add(checkpoint)
-        self._finish(
-            turn,
-            Saved(path=checkpoint.path),
-            put_record("checkpoint", checkpoint.path, checkpoint),
-            then=None if replaced is None else lambda: self._adapters.drop(replaced.adapter),
-        )
+        def saved(size: int) -> None:
+            checkpoint = Checkpoint(
+                path=path,
+                tenant=record.tenant,
+                model=record.id,
+                kind=kind,
+                name=name,
+                created=now,
+                spec=record.spec,
+                adapter=adapter_of(record.id, turn.promise.seq),
+                size=size,
+                metadata=metadata,
+                expires=None if ttl is None else now + ttl,
+            )
+            replaced = self._checkpoints.add(checkpoint)
+            self._finish(
+                turn,
+                Saved(path=checkpoint.path),
+                put_record("checkpoint", checkpoint.path, checkpoint),
+                then=None if replaced is None else lambda: self._adapters.drop(replaced.adapter),
+            )
+
+        await self._save_adapter(turn, kind == "weights", saved)
 
     async def _save_for_sampler(self, turn: _Turn, request: SaveForSampler) -> None:
         record, seq = turn.model.record, turn.promise.seq
         if request.name is not None or request.sampler_seq is None:
             name = check_name(request.name or str(seq))
             kind = "external_weights" if request.external else "sampler_weights"
-            saved = await self._checkpoint(turn, kind, name, False, request.ttl_seconds, request.metadata)
-            if saved is not None:
-                self._finish_saved(turn, saved)
+            await self._checkpoint(turn, kind, name, False, request.ttl_seconds, request.metadata)
             return
         session = self._sessions[record.session]
         sampler = Sampler(sampler_id(session.id, request.sampler_seq), record.tenant, session.id, self._clock())
+        exists = f"session {session.id} has a sampler number {request.sampler_seq} already; use the next number"
         if sampler.id in session.samplers:
-            raise DataError(
-                f"session {session.id} has a sampler number {request.sampler_seq} already; use the next number"
-            )
-        size = await self._save_folder(turn, optimizer=False)
-        if size is None:
-            return
-        adapter, before = adapter_of(record.id, seq), ""
-        if request.inflight:
-            sampler.inflight = record.id
-            before, record.inflight, record.inflight_bytes = record.inflight, adapter, size
-        else:
-            sampler.adapter, sampler.adapter_bytes = adapter, size
-        session.samplers.append(sampler.id)
-        self._adapters.offer(adapter)
-        self._samplers.add(sampler)
-        self._finish(
-            turn,
-            Saved(sampler=sampler.id),
-            put_record("sampler", sampler.id, sampler),
-            then=(lambda: self._adapters.drop(before)) if before else None,
-        )
+            raise DataError(exists)
 
-    async def _save_folder(self, turn: _Turn, optimizer: bool) -> int | None:
-        """Saves the adapters in the folder of the request. Returns its bytes, or None if the request failed."""
+        def saved(size: int) -> None:
+            adapter, before = adapter_of(record.id, seq), ""
+            if sampler.id in session.samplers:
+                # Made for another model meanwhile.
+                self._finish(turn, Failed(exists, "user"), then=lambda: self._adapters.drop(adapter))
+                return
+            if request.inflight:
+                sampler.inflight = record.id
+                before, record.inflight, record.inflight_bytes = record.inflight, adapter, size
+            else:
+                sampler.adapter, sampler.adapter_bytes = adapter, size
+            session.samplers.append(sampler.id)
+            self._adapters.offer(adapter)
+            self._samplers.add(sampler)
+            self._finish(
+                turn,
+                Saved(sampler=sampler.id),
+                put_record("sampler", sampler.id, sampler),
+                then=(lambda: self._adapters.drop(before)) if before else None,
+            )
+
+        await self._save_adapter(turn, False, saved)
+
+    async def _save_adapter(self, turn: _Turn, optimizer: bool, saved: Callable[[int], None]) -> None:
+        """Has the adapters saved in the folder of the request. Calls ``saved`` with its bytes, or the request fails."""
         record = turn.model.record
         used = (
             self.bytes_of(record.tenant)
@@ -666,17 +705,57 @@ class Training:
                 f"the checkpoints, samplers and states of the tenant have {used} bytes, and the limit is "
                 f"disk={self._limits.disk}; delete checkpoints, then repeat the request"
             )
-        folder = folder_of(adapter_of(record.id, turn.promise.seq))
-        try:
-            await self._write_folder(record, folder, optimizer)
-        except (OSError, CheckpointError) as error:
+
+        def failed(error: Exception) -> None:
             message = f"the checkpoint cannot be written: {error}; repeat the request once there is room"
             self._finish(turn, Failed(message, "server"))
-            return None
-        return await asyncio.to_thread(size_of, self._run / folder)
 
-    async def _write_folder(self, record: Model, folder: str, optimizer: bool) -> None:
-        path = self._run / folder
+        await self._save_behind(turn, folder_of(adapter_of(record.id, turn.promise.seq)), optimizer, saved, failed)
+
+    async def _save_behind(
+        self,
+        turn: _Turn,
+        folder: str,
+        optimizer: bool,
+        saved: Callable[[int], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Copies a model's state from the ranks, and begins to write it. One of the two ends the request then."""
+        model = turn.model
+        await self._saves.acquire()
+        try:
+            write = await self._trainer.copy_state(model.record.id, optimizer)
+        except BaseException:
+            self._saves.release()
+            raise
+        model.saving = True
+        task = self._promises.vital(self._end_save(turn, self._run / folder, write, saved, failed), f"save {folder}")
+        self._saving.add(task)
+        task.add_done_callback(self._saving.discard)
+
+    async def _end_save(
+        self,
+        turn: _Turn,
+        folder: Path,
+        write: interfaces.WriteState,
+        saved: Callable[[int], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        try:
+            size = await self._write_folder(folder, write)
+        except (OSError, CheckpointError) as error:
+            failed(error)
+        else:
+            # Nothing is awaited from here to the outcome, so all that changes is recorded together.
+            saved(size)
+        finally:
+            self._saves.release()
+            turn.model.saving = False
+            self._turned(turn)
+            self._wake.set()
+
+    async def _write_folder(self, path: Path, write: interfaces.WriteState) -> int:
+        """Writes a state, and returns its bytes."""
 
         def prepare() -> None:
             if not path.parent.is_dir():
@@ -688,7 +767,8 @@ class Training:
                 remove_tree(path)
 
         await asyncio.to_thread(prepare)
-        await self._trainer.save(record.id, path, optimizer)
+        await write(path)
+        return await asyncio.to_thread(size_of, path)
 
     def _unload(self, turn: _Turn) -> None:
         turn.model.unload = None

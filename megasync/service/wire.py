@@ -1,8 +1,10 @@
 """Tinker's wire formats: protobuf and JSON of its client to `requests`, and outcomes to protobuf and JSON.
 
-Invariant: what leaves `read_*` has the shapes and types that `interfaces` promises, and took no more memory than its
-`limit`; everything else is a DataError that names the field. Tokens are moved by NumPy, never one by one. A sparse
-tensor becomes a dense one, whose missing cells are 0 (-1 for `target_prompt_logprobs`, where that asks for nothing).
+Invariant: what leaves `read_*` has the shapes and types that `interfaces` promises, and its tensors took no more memory
+than its `limit`; everything else is a DataError that names the field. The parts of a large body are counted before it
+is parsed (`_check_parts`, `read_json`), because the smallest take far more memory than their bytes. Tokens are moved by
+NumPy, never one by one. A sparse tensor becomes a dense one, whose missing cells are 0 (in `target_prompt_logprobs` -1,
+which asks for nothing).
 
 The client's own modules, of the extra `serve`, say what a message contains. Only this module imports them.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar, cast, get_args
 
 import numpy as np
@@ -49,6 +52,7 @@ from megasync.service.requests import (
 )
 
 try:
+    from google.protobuf.descriptor import Descriptor
     from google.protobuf.message import DecodeError
     from pydantic import BaseModel, ValidationError
     from tinker import types  # pyright: ignore[reportMissingImports]
@@ -65,6 +69,10 @@ Wire = TypeVar("Wire", bound=BaseModel)
 SEQUENCE = "sampled_sequence"
 # Data of one request, and parts of all of them together: chunks, inputs and spans. The client sends up to 1,024 data.
 _MOST_DATA, _MOST_PARTS = 1 << 14, 1 << 18
+# Messages and fields that a body in protobuf may have, and values that one in JSON may have, of up to 100 bytes each.
+_MOST_FIELDS, _MOST_VALUES = 1 << 20, 1 << 22
+# Shorter bodies are not counted: their parts take a few MB at most.
+_COUNTED_BYTES = 1 << 18
 # What a cell of top log-probs without a token has.
 _NO_LOGPROB = -99999.0
 _LOSSES = tuple(name for name in get_args(types.LossFnType) if name != "custom")
@@ -97,6 +105,8 @@ def unzip(body: bytes, limit: int) -> bytes:
 def read_compute(body: bytes, limit: int) -> Compute:
     """Decodes a `ForwardBackwardRequest`, whose tensors take at most ``limit`` bytes."""
     message = pb.ForwardBackwardRequest()
+    if len(body) > _COUNTED_BYTES:
+        _check_parts(body, message.DESCRIPTOR)
     try:
         message.ParseFromString(body)
     except DecodeError:
@@ -111,6 +121,46 @@ def read_compute(body: bytes, limit: int) -> Compute:
     except DataError as error:
         raise Numbered(message.model_id, seq, str(error)) from None
     return Compute(message.model_id, seq, work)
+
+
+def _check_parts(body: bytes, kind: Descriptor) -> None:
+    """Raises DataError for a message with too many fields. What is no protobuf is left to the parser."""
+    stack, fields = [(0, len(body), kind)], 0
+    with suppress(IndexError):
+        while stack:
+            at, end, kind = stack.pop()
+            known = kind.fields_by_number
+            while at < end:
+                fields += 1
+                tag, at = _varint(body, at)
+                field, size = known.get(tag >> 3), _FIXED.get(tag & 7, 0)
+                if tag & 7 == 0:
+                    _, at = _varint(body, at)
+                elif tag & 7 == 2:
+                    size, at = _varint(body, at)
+                    if field is not None and field.message_type is not None:
+                        stack.append((at, at + size, field.message_type))
+                    elif field is not None and field.cpp_type not in (field.CPPTYPE_STRING, field.CPPTYPE_MESSAGE):
+                        # Numbers, of a byte each at least.
+                        fields += size
+                elif not size:
+                    return
+                at += size
+                if fields > _MOST_FIELDS:
+                    raise DataError(f"the body has more than {_MOST_FIELDS} fields; send less at once")
+
+
+# Bytes of the types of fields that are no varint and have no length.
+_FIXED = {1: 8, 5: 4}
+
+
+def _varint(body: bytes, at: int) -> tuple[int, int]:
+    """A number, and where the next part begins. Raises IndexError at the end of the body."""
+    value, shift = 0, 0
+    while (byte := body[at]) > 127:
+        value |= (byte & 127) << shift
+        shift, at = shift + 7, at + 1
+    return value | byte << shift, at + 1
 
 
 class Numbered(DataError):
@@ -281,7 +331,9 @@ def _seed(value: int) -> int:
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """Decodes a JSON object."""
+    """Decodes a JSON object of at most `_MOST_VALUES` values."""
+    if len(body) > _COUNTED_BYTES and sum(map(body.count, (b",", b"[", b"{"))) > _MOST_VALUES:
+        raise DataError(f"the body has more than {_MOST_VALUES} values; send less at once")
     try:
         value = orjson.loads(body or b"{}")
     except orjson.JSONDecodeError as error:

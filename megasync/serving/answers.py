@@ -97,6 +97,8 @@ class _Generated(msgspec.Struct):
     text: str | None = None
     output_ids: tuple[int, ...] | None = None
     error: _Error | None = None
+    # Which of several responses this is a piece of.
+    index: int = 0
 
 
 @prepared
@@ -125,6 +127,7 @@ class _Prompt(msgspec.Struct):
 
 _generated = msgspec.json.Decoder(_Generated)
 _prompt = msgspec.json.Decoder(_Prompt)
+_several = msgspec.json.Decoder(list[msgspec.Raw])
 _BROKEN = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -174,7 +177,8 @@ class AnswerLimits:
     request was sent: an older one is that of a process that no weight sync has reached. `routes` is the format of
     routes, if they were requested, of at most `positions` positions. `support` is about how many tokens a token's
     support has at most; 0 if none was requested. `adapter` is the one that the request names, and `top` the number of
-    likeliest tokens that are requested at each token.
+    likeliest tokens that are requested at each token. `responses` counts those that were requested, each of them within
+    these bounds.
     """
 
     vocab_size: int
@@ -187,12 +191,13 @@ class AnswerLimits:
     oldest: int = 0
     adapter: str | None = None
     top: int = 0
+    responses: int = 1
 
     @property
     def most_bytes(self) -> int:
         routes = 0 if self.routes is None else self.routes.text_bytes * self.positions
         token = _TOKEN_BYTES + _ID_BYTES * self.support + _CELL_BYTES * self.top
-        return _FRAME_BYTES + token * self.tokens + routes
+        return self.responses * (_FRAME_BYTES + token * self.tokens + routes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +208,7 @@ class GeneratedPiece:
     The other pieces carry the version at the time of sending. `routes` are those of the requested positions, if the
     last piece has them. `support` is that of each token, over which its log-prob is, if it was requested. `top` are the
     likeliest tokens at each token, likewise. `cached` counts the prompt's tokens that the server had computed before.
+    `index` numbers the response that it is of, among several.
     """
 
     token_ids: array[int]
@@ -215,6 +221,7 @@ class GeneratedPiece:
     support: Support | None = None
     top: TopTokens | None = None
     cached: int = 0
+    index: int = 0
 
 
 class StreamedError(Exception):
@@ -223,6 +230,23 @@ class StreamedError(Exception):
     def __init__(self, code: Any, message: Any) -> None:
         super().__init__(str(message)[:_SHOWN])
         self.status = code if isinstance(code, int) else None
+
+
+def split_answers(raw: bytes, limits: AnswerLimits) -> list[bytes]:
+    """The answers to a request for several responses, or the only one. Raises InvalidAnswer, StreamedError."""
+    if limits.responses == 1:
+        return [raw]
+    if not raw.lstrip().startswith(b"["):
+        # An error of the whole request.
+        read_generated(raw, limits)
+        raise InvalidAnswer(f"one answer, and {limits.responses} were requested")
+    try:
+        answers = [bytes(answer) for answer in _several.decode(raw)]
+    except _BROKEN as error:
+        raise InvalidAnswer(f"{error}: {raw[:_SHOWN]!r}") from error
+    if len(answers) != limits.responses:
+        raise InvalidAnswer(f"{len(answers)} answers, and {limits.responses} were requested")
+    return answers
 
 
 def read_generated(raw: bytes, limits: AnswerLimits) -> GeneratedPiece:
@@ -270,6 +294,7 @@ def read_generated(raw: bytes, limits: AnswerLimits) -> GeneratedPiece:
         support,
         _top(meta.output_top_logprobs or (), len(token_ids), limits) if limits.top and token_ids else None,
         meta.cached_tokens or 0,
+        answer.index,
     )
 
 

@@ -57,6 +57,8 @@ ROUTES_FROM = "megasync_routes_from"
 WITH_SUPPORT = "megasync_with_support"
 # Custom label, "1", of a request whose answer shall have the likeliest tokens of its prompt as flat arrays.
 FLAT_TOP = "megasync_flat_top"
+# Custom label of a request for several responses: the seed of each, with commas between them.
+SEEDS = "megasync_seeds"
 
 # How the names of the policy's adapters begin; a version follows, and perhaps a dot and a number: "policy-7",
 # "policy-7.1". The one with the highest number is that of the version.

@@ -77,9 +77,9 @@ _UNQUANTIZED = {"quantization_config": None}
 _CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
-    # More threads make small models slower, and an idle thread pool spins.
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
+    # More threads make small models slower, and an idle thread pool spins. Ray sets it to 1 unless the user has set it.
+    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    "MKL_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     # A plain install has no compiler on the path.
     "TORCHDYNAMO_DISABLE": "1",
 }

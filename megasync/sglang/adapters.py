@@ -46,8 +46,9 @@ class PolicyAdapters:
 
     def choose(self, manager: Any, request: Any) -> None:
         """Gives a request without an adapter that of the server's version, if there is one."""
-        if manager.enable_lora and request.is_single and not request.lora_path:
-            request.lora_path = policy_adapter(manager.config_value("weight_version"), _loaded(manager))
+        if manager.enable_lora and not request.lora_path:
+            name = policy_adapter(manager.config_value("weight_version"), _loaded(manager))
+            request.lora_path = name if name is None or request.is_single else [name] * request.batch_size
 
     async def around_generate(
         self, stock: Stock, manager: Any, request: Any, *rest: Any, **options: Any
@@ -56,11 +57,10 @@ class PolicyAdapters:
         try:
             async with aclosing(stock(manager, request, *rest, **options)) as answers:
                 async for answer in answers:
-                    name = request.lora_path
-                    if isinstance(name, str):
-                        answer["meta_info"][ADAPTER] = name
-                        if name.startswith((POLICY_ADAPTER, KEPT_ADAPTER)):
-                            set_version(answer["meta_info"], _version_of(name))
+                    # A request for several responses has one answer for all, or pieces with numbers.
+                    several = isinstance(answer, list)
+                    for index, each in enumerate(answer if several else [answer]):
+                        _label(each["meta_info"], request.lora_path, index if several else each.get("index", 0))
                     yield answer
         except AdapterUnavailable as problem:
             log.warning("A request waits for an adapter: %s", problem)
@@ -88,6 +88,15 @@ class PolicyAdapters:
         if problem := damage(Path(reference.lora_path)):
             return manager.create_lora_update_result(success=False, error_message=problem)
         return stock(manager, reference)
+
+
+def _label(meta: dict[str, Any], adapters: Any, index: int) -> None:
+    """Says in an answer's metadata which adapter sampled it, of the one, or the list of them, of its request."""
+    name = adapters[index] if isinstance(adapters, list) else adapters
+    if isinstance(name, str):
+        meta[ADAPTER] = name
+        if name.startswith((POLICY_ADAPTER, KEPT_ADAPTER)):
+            set_version(meta, _version_of(name))
 
 
 class AdapterUnavailable(Exception):
@@ -122,16 +131,16 @@ class NamedAdapters:
 
         Raises AdapterUnavailable.
         """
-        name = request.lora_path
-        named = isinstance(name, str) and ADAPTER_NAME.fullmatch(name)
+        names = request.lora_path if isinstance(request.lora_path, list) else [request.lora_path]
+        named = {name for name in names if isinstance(name, str) and ADAPTER_NAME.fullmatch(name)}
         while True:
-            if named and name not in _loaded(manager):
+            for name in named.difference(_loaded(manager)):
                 await self._load(manager, name)
             try:
                 await stock(manager, request)
             except ValueError:
                 # Unless others needed its place in the meantime.
-                if not named or name in _loaded(manager):
+                if named.issubset(_loaded(manager)):
                     raise
             else:
                 return

@@ -25,6 +25,7 @@ from megasync.serving.plugin_protocol import (
     KEYS_VARIABLE,
     PIPELINE_VARIABLE,
     ROUTES_FROM,
+    SEEDS,
     SOCKETS_VARIABLE,
     STORAGE_VARIABLE,
     STORE_SCHEME,
@@ -91,17 +92,24 @@ def register() -> None:
 
 
 def request_arrays(manager: Any, request: Any, *_: Any, **__: Any) -> None:
-    """Turns labels that request routes, supports and flat arrays into SGLang's own fields, before it reads them."""
+    """Turns megasync's labels into SGLang's own fields, before it reads them: requests for arrays and for responses."""
     labels = dict(getattr(request, "custom_labels", None) or {})
     # What remains becomes labels of SGLang's metrics.
-    start, with_support, flat = (labels.pop(name, "") for name in (ROUTES_FROM, WITH_SUPPORT, FLAT_TOP))
+    start, with_support, flat, seeds = (labels.pop(name, "") for name in (ROUTES_FROM, WITH_SUPPORT, FLAT_TOP, SEEDS))
     if start.isdecimal():
         request.return_routed_experts, request.routed_experts_start_len = True, int(start)
     if with_support == "1":
         request.return_sampling_mask = True
     if flat == "1":
         request.return_flat_raw_top_logprobs = request.return_flat_raw_top_logprobs_b64 = True
-    if start or with_support or flat:
+    if seeds:
+        # The router has no field for different parameters, and SGLang's own `n` gives all responses the same seed.
+        params = request.sampling_params
+        request.sampling_params = [{**params, "sampling_seed": int(seed)} for seed in seeds.split(",")]
+        request.input_ids = [request.input_ids] * len(request.sampling_params)
+        if request.lora_path:
+            request.lora_path = [request.lora_path] * len(request.sampling_params)
+    if start or with_support or flat or seeds:
         request.custom_labels = labels or None
 
 

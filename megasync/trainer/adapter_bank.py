@@ -34,7 +34,7 @@ from megasync.algorithms.sum_losses import LOSSES
 from megasync.device import synchronize
 from megasync.errors import MegasyncError, TrainingError
 from megasync.layout.adapter import AdapterLayout, AdapterShape
-from megasync.layout.adapter_files import AdapterFiles, padded, write_adapter
+from megasync.layout.adapter_files import AdapterFiles, SavedAdapter, padded
 from megasync.layout.layout import Layout
 from megasync.layout.shards import Read, assemble, fill_params
 from megasync.layout.topology import Topology
@@ -258,16 +258,12 @@ class AdapterBank:
 
     # Files
 
-    def save(self, model: str, folder: Path, moments: bool) -> None:
-        """Writes a model's folder durably, with Adam's ``moments`` if asked for, in place of an earlier one.
-
-        Raises CheckpointError on every rank if it cannot be written; an earlier one is then as before.
-        """
+    def copied(self, model: str, moments: bool) -> SavedAdapter | None:
+        """Copies a model's adapters, and Adam's ``moments`` if asked for; the first rank returns those of all ranks."""
         state = self._state(model)
-        with trace.span("rank", "save"):
+        with trace.span("rank", "copy"):
             parts = self._gather(self._contribution(state, moments))
-            write = partial(self._write, state, folder, moments, parts) if parts else None
-            run_collectively(write, "write", folder, self._device)
+            return self._whole(state, moments, parts) if parts else None
 
     def _gather(self, part: Contribution) -> list[Contribution]:
         """The first rank gets the contributions of all, others get none. Ranks that hold copies send nothing."""
@@ -296,7 +292,7 @@ class AdapterBank:
                     parts[kind][name] = start, _vector(tensors[kind] if kind in tensors else made[kind]())
         return parts
 
-    def _write(self, state: _Model, folder: Path, moments: bool, gathered: Sequence[Contribution]) -> None:
+    def _whole(self, state: _Model, moments: bool, gathered: Sequence[Contribution]) -> SavedAdapter:
         layout, small = self._layout, self._alone(state.shape)
 
         @cache
@@ -311,17 +307,17 @@ class AdapterBank:
 
         kinds = {
             kind: {
-                name: assemble(name, layout, partial(whole, kind))[: shape[0], : shape[1]].contiguous()
+                name: assemble(name, layout, partial(whole, kind))[: shape[0], : shape[1]].contiguous().numpy()
                 for name, shape in small.hf_tensors.items()
             }
             for kind in gathered[0]
         }
         factors = kinds.pop(MAIN_WEIGHT)
-        saved = kinds if moments else None
-        write_adapter(folder, state.shape, self._learner.model_config.path, factors, saved, state.updates)
+        path = str(self._learner.model_config.path)
+        return SavedAdapter(state.shape, path, factors, kinds if moments else None, state.updates)
 
     def load(self, model: str, shape: AdapterShape, folder: Path, moments: bool) -> None:
-        """Makes a model what `save` has written, by ranks of any topology; its gradients are gone.
+        """Makes a model what a `SavedAdapter` has written, of ranks of any topology; its gradients are gone.
 
         Without ``moments`` Adam begins anew. Raises CheckpointError on every rank for a folder of other adapters, one
         that is damaged, and one without moments if these are asked for; the model is then as before.

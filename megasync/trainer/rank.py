@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
     from megasync.layout.adapter import AdapterShape
+    from megasync.layout.adapter_files import SavedAdapter
     from megasync.sync.broadcast.sender import BroadcastSender
     from megasync.sync.disk.writer import DiskWriter
     from megasync.sync.shard.sender import ShardSender
@@ -313,9 +314,9 @@ class TrainerRank:
             update = self._bank.update(model, adam)
         return update.applied, update.grad_norm
 
-    def save_model(self, model: str, folder: str, moments: bool) -> None:
-        """Writes a folder of a model durably, or raises CheckpointError; see `AdapterBank.save`."""
-        self._bank.save(model, Path(folder), moments)
+    def copy_model(self, model: str, moments: bool) -> SavedAdapter | None:
+        """The state of a model, from the first rank; see `AdapterBank.copied`."""
+        return self._bank.copied(model, moments)
 
     def load_model(self, model: str, shape: AdapterShape, folder: str, moments: bool) -> None:
         """Makes a model what a folder holds; see `AdapterBank.load`."""

@@ -8,7 +8,7 @@ from random_models import MODELS, MORE_MODELS
 
 from megasync.errors import CheckpointError, ConfigError
 from megasync.layout.adapter import AdapterLayout, AdapterShape, kinds_of_projections
-from megasync.layout.adapter_files import AdapterFiles, padded, write_adapter
+from megasync.layout.adapter_files import AdapterFiles, SavedAdapter, padded
 from megasync.layout.layout import Box, Layout
 from megasync.layout.shards import assemble, box_of, fill_params
 from megasync.layout.topology import Topology
@@ -53,12 +53,18 @@ def test_ranks_hold_a_small_model_and_zeros(family, topology):
     assert heads and sum(int(head.count_nonzero()) for head in heads[: topology.tensor]) == 131 * 2
 
 
+def arrays(tensors):
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
 def test_a_folder_holds_what_was_written(tmp_path):
     layout = Layout(CONFIGS["qwen2"], Topology())
     adapters = AdapterLayout(layout, shape_of(layout, 2))
-    factors, moments = factors_of(adapters), {"exp_avg": factors_of(adapters)}
+    factors = factors_of(adapters)
     for _ in range(2):
-        write_adapter(tmp_path / "a", adapters.shape, tmp_path, factors, moments, 3)
+        SavedAdapter(adapters.shape, str(tmp_path), arrays(factors), {"exp_avg": arrays(factors)}, 3).write(
+            tmp_path / "a"
+        )
     with AdapterFiles(tmp_path / "a", adapters) as files:
         assert files.updates() == 3
         for read in (files.factors(), files.moments("exp_avg")):
@@ -71,7 +77,7 @@ def test_a_folder_holds_what_was_written(tmp_path):
 def test_other_adapters_are_refused(tmp_path):
     layout = Layout(CONFIGS["qwen2"], Topology())
     adapters = AdapterLayout(layout, shape_of(layout, 2))
-    write_adapter(tmp_path / "a", adapters.shape, tmp_path, factors_of(adapters), None, 0)
+    SavedAdapter(adapters.shape, str(tmp_path), arrays(factors_of(adapters))).write(tmp_path / "a")
     for other, text in (
         (shape_of(layout, 3), "r=2, not 3"),
         (AdapterShape(2, 3.0, adapters.shape.targets), "lora_alpha=4.0, not 6.0"),

@@ -9,6 +9,7 @@ import inspect
 import json
 import pickle
 import re
+import threading
 import urllib.request
 from importlib.metadata import version
 from typing import Any
@@ -360,7 +361,7 @@ async def test_a_bad_request_raises_and_the_next_one_works(rig):
         resolved(training.forward_backward(data(), "cross_entropy"))
 
     await run(rig, scenario)
-    assert [call[0] for call in rig.trainer.calls if call[0] not in ("save", "unload")] == [
+    assert [call[0] for call in rig.trainer.calls if call[0] not in ("copy", "unload")] == [
         "create",
         "update",
         "compute",
@@ -385,17 +386,22 @@ async def test_a_request_that_fails_raises_with_its_category(rig):
 
 async def test_an_abandoned_sample_stops(rig):
     rig.servers.pause = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    loop, waiting = asyncio.get_running_loop(), threading.Event()
+    completions = rig.service.completions
 
-    async def until_running(count: int) -> None:
-        while rig.servers.running != count:
-            await asyncio.sleep(0.01)
+    async def noted(*arguments):
+        waiting.set()
+        return await completions(*arguments)
+
+    rig.service.completions = noted
 
     def scenario(client):
         future = client.sampling().sample(prompt(), 1, PARAMS)
-        asyncio.run_coroutine_threadsafe(until_running(1), loop).result(timeout=SECONDS)
+        # By then it knows the name of what it cancels.
+        assert waiting.wait(SECONDS)
+        asyncio.run_coroutine_threadsafe(rig.servers.until(1), loop).result(timeout=SECONDS)
         future.future().cancel()
-        asyncio.run_coroutine_threadsafe(until_running(0), loop).result(timeout=SECONDS)
+        asyncio.run_coroutine_threadsafe(rig.servers.until(0), loop).result(timeout=SECONDS)
 
     await run(rig, scenario)
 
@@ -420,8 +426,7 @@ async def test_a_client_that_waits_gets_its_outcomes_from_the_next_service(tmp_p
         first.servers.pause = asyncio.Event()
         playing = asyncio.create_task(asyncio.to_thread(scenario, first.endpoint.url, asyncio.get_running_loop()))
         await begun.wait()
-        while not first.servers.running:
-            await asyncio.sleep(0.01)
+        await first.servers.until(1)
         port = int(first.endpoint.url.rpartition(":")[2])
     async with serving(tmp_path, port=port):
         sampled, computed = await playing

@@ -94,7 +94,7 @@ def mortal(name: str) -> Any:
     return call
 
 
-for name in ("create", "compute", "update", "save", "load", "unload"):
+for name in ("create", "compute", "update", "copy_state", "write", "load", "unload"):
     setattr(MortalTrainer, name, mortal(name))
 
 

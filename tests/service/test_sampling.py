@@ -10,17 +10,19 @@ import numpy as np
 import pytest
 from aiohttp import web
 from clients import make_rollout_client
-from fake_sglang import DROP, FakeSGLang, finish
+from fake_sglang import DROP, Break, FakeSGLang, event, finish
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megasync.config.schema import SamplingConfig
 from megasync.errors import DataError, ServerError
 from megasync.rollout import client as client_module
+from megasync.rollout.client import SharedPrompts
+from megasync.rollout.workflow import request_seed
 from megasync.service.interfaces import Sampling, ServedModel
 from megasync.service.sampling import MOST_CELLS, FleetSampler, _Asked
 from megasync.serving.answers import PromptScores, TopTokens
-from megasync.serving.plugin_protocol import ROUTING_KEY_HEADER
+from megasync.serving.plugin_protocol import ROUTING_KEY_HEADER, SEEDS
 from megasync.sglang.adapters import damage
 
 PROMPT = np.array([5, 99, 7, 8])
@@ -114,20 +116,20 @@ async def test_the_cost_of_log_probs_is_bounded(fake, sampler):
 
 @pytest.mark.parametrize("adapter", ["", "tuned"])
 async def test_each_request_has_all_parameters_a_seed_of_its_own_and_the_key_of_its_prompt(fake, sampler, adapter):
-    sampling = Sampling(PROMPT, 3, 5, 0.7, 0.9, 40, seed=11, stop=["x", "y"])
-    got = await sampler.sample(sampling, adapter)
+    asked = Sampling(PROMPT, 3, 5, 0.7, 0.9, 40, seed=11, stop=["x", "y"])
+    got = await sampler.sample(asked, adapter)
     assert [sample.ids.tolist() for sample in got.samples] == [[9, 10, 11, 12, 13]] * 3
     assert all(sample.versions == [(adapter, 0, 5)] and not sample.stopped for sample in got.samples)
     np.testing.assert_array_equal(got.samples[0].logprobs, np.arange(9, 14) / np.float32(-128))
-    assert [body.get("lora_path", "") for body in fake.requests] == [adapter] * 3
-    params = [body["sampling_params"] for body in fake.requests]
-    assert len({each.pop("sampling_seed") for each in params}) == 3
+    (body,), (headers,) = fake.requests, fake.headers
+    assert body.get("lora_path", "") == adapter and headers[ROUTING_KEY_HEADER]
+    assert body["custom_labels"] == {SEEDS: ",".join(str(request_seed(11, number)) for number in range(3))}
+    params = body["sampling_params"]
     expected = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.0, "stop": ["x", "y"], "max_new_tokens": 5}
-    assert all(each | expected == each and each["stop_token_ids"] == [98] for each in params)
-    assert len({headers[ROUTING_KEY_HEADER] for headers in fake.headers}) == 1
+    assert params | expected == params and params["stop_token_ids"] == [98]
     fake.requests.clear()
-    await sampler.sample(replace(sampling, samples=1, stop=[3], top_k=-1), adapter)
-    await sampler.sample(replace(sampling, samples=1, stop=(), stop_at_eos=False), adapter)
+    await sampler.sample(replace(asked, samples=1, stop=[3], top_k=-1), adapter)
+    await sampler.sample(replace(asked, samples=1, stop=(), stop_at_eos=False), adapter)
     stops = [
         (body["sampling_params"]["stop_token_ids"], body["sampling_params"]["ignore_eos"]) for body in fake.requests
     ]
@@ -157,7 +159,7 @@ async def test_log_probs_of_a_prompt_take_one_request_before_the_samples(fake, s
         got.prompt_topk.logprobs, np.float32([[np.nan] * 3] * 2 + [[0, -1 / 32, -2 / 32]] * 2)
     )
     tokens = [body["sampling_params"]["max_new_tokens"] for body in fake.requests]
-    assert tokens == [1, 1, 4, 4] and got.cached_prompt_tokens == 1
+    assert tokens == [1, 1, 4] and got.cached_prompt_tokens == 1
     assert [len(sample.ids) for sample in got.samples] == [4, 4]
 
 
@@ -192,6 +194,79 @@ async def test_a_sample_that_a_text_may_end_begins_again_after_a_cut(fake, sampl
     (sample,) = (await sampler.sample(Sampling(PROMPT, 1, 9, stop=stop), "")).samples
     assert sample.ids.tolist() == list(range(9, 18)) and len(sample.logprobs) == 9
     assert [len(body["input_ids"]) for body in fake.requests] == sent
+
+
+def several(*counts, reasons=()):
+    """Answers a request for several responses with as many tokens of each; they end for the reasons, or go on."""
+
+    async def behave(fake, body):
+        ids = [fake.continuation(body, count) for count in counts]
+        ends = [
+            {"finish_reason": {"type": reason}, "weight_versions": [{"version": "0", "start": 0, "end": count}]}
+            for count, reason in zip(counts, [*reasons, *["length"] * len(counts)], strict=False)
+        ]
+        answers = [
+            fake.piece(body, each, 0, end) | {"index": at} for at, (each, end) in enumerate(zip(ids, ends, strict=True))
+        ]
+        if not body["stream"]:
+            return web.json_response(answers)
+        text = "".join(map(event, reversed(answers))) + "data: [DONE]\n\n"
+        return web.Response(text=text, content_type="text/event-stream")
+
+    return behave
+
+
+async def test_samples_that_their_request_leaves_unfinished_go_on_by_themselves_from_their_tokens(fake, sampler):
+    fake.script += [several(9, 4, 0, reasons=["length", "abort", "abort"])]
+    got = await sampler.sample(Sampling(PROMPT, 3, 9, seed=5, topk_sample_logprobs=2), "tuned")
+    assert [sample.ids.tolist() for sample in got.samples] == [list(range(9, 18))] * 3
+    assert all(sample.versions == [("tuned", 0, 9)] and sample.topk.ids.shape == (9, 2) for sample in got.samples)
+    rest = {body["sampling_params"]["sampling_seed"]: len(body["input_ids"]) for body in fake.requests[1:]}
+    assert rest == {request_seed(5, 1): 8, request_seed(5, 2): 4}
+    # A text might straddle the cut.
+    fake.requests.clear()
+    fake.script += [several(9, 4, reasons=["length", "abort"])]
+    await sampler.sample(Sampling(PROMPT, 2, 9, stop=["x"]), "")
+    assert [len(body["input_ids"]) for body in fake.requests] == [4, 4]
+
+
+@pytest.mark.parametrize("behave", [DROP, several(9, 9, 9, 9), several(10, 9, 9)], ids=["cut", "four", "too long"])
+async def test_a_request_for_several_samples_that_fails_is_repeated_as_a_whole(fake, sampler, behave):
+    fake.script += [behave]
+    got = await sampler.sample(Sampling(PROMPT, 3, 9, seed=5), "")
+    assert [sample.ids.tolist() for sample in got.samples] == [list(range(9, 18))] * 3
+    first, second = fake.requests
+    assert first == second
+
+
+async def test_an_answer_of_one_for_several_is_no_answer_or_one_of_them(fake, sampler):
+    async def alone(fake, body):
+        return fake.answer(body | {"custom_labels": {}}, 9, "length")
+
+    fake.script += [alone]
+    got = await sampler.sample(Sampling(PROMPT, 3, 9, seed=5), "")
+    assert [sample.ids.tolist() for sample in got.samples] == [list(range(9, 18))] * 3
+    assert len(fake.requests) == (3 if sampler._client._interval else 2)
+
+
+async def test_pieces_of_several_samples_that_arrived_before_a_cut_are_kept(fake, sampler):
+    sampler._client._interval = 3
+    fake.script += [Break(((2, 0), (3, 0)))]
+    got = await sampler.sample(Sampling(PROMPT, 2, 9, seed=5), "")
+    assert [sample.ids.tolist() for sample in got.samples] == [list(range(9, 18))] * 2
+    assert sorted(len(body["input_ids"]) for body in fake.requests) == [4, 4, 9]
+
+
+async def test_many_samples_are_spread_and_a_long_prompt_is_computed_once(fake, sampler, monkeypatch):
+    sampler._together = 3
+    await sampler.sample(Sampling(PROMPT, 8, 2), "")
+    assert sorted(len(body["custom_labels"][SEEDS].split(",")) for body in fake.requests) == [2, 3, 3]
+    fake.requests.clear()
+    monkeypatch.setattr("megasync.service.sampling.LONG_PROMPT", len(PROMPT))
+    sampler._client._shared = SharedPrompts()
+    sampler._client._interval = 3
+    got = await sampler.sample(Sampling(PROMPT, 3, 2), "")
+    assert len(got.samples) == 3 and ["custom_labels" in body for body in fake.requests] == [False, True]
 
 
 def changed(**fields):

@@ -17,7 +17,7 @@ from service_fakes import SERVED, FakeServers, FakeTrainer, batch, compute, crea
 from megasync.errors import CheckpointError, DataError, LedgerError, RankLost
 from megasync.service import promises as promises_module
 from megasync.service import service as service_module
-from megasync.service.interfaces import AdapterSpec, Datum, Pass, Samples, Sampling
+from megasync.service.interfaces import AdapterSpec, Datum, Pass, PassResult, Samples, Sampling
 from megasync.service.limits import Limits
 from megasync.service.requests import (
     Busy,
@@ -285,21 +285,22 @@ async def test_passes_of_several_tenants_go_to_the_ranks_together_and_fairly(rig
     async with rig.open(batch=4_000) as service:
         mine, other = await new_model(service), await new_model(service, "b")
         held = asyncio.Event()
-        update = rig.trainer.update
+        run = rig.trainer.compute
 
-        async def slow(model: str, adam: Any) -> Any:
+        async def slow(passes: Any) -> Any:
+            results = await run(passes)
             await held.wait()
-            return await update(model, adam)
+            return results
 
-        rig.trainer.update = slow
-        first = await service.submit("b", step(other, 1))
+        rig.trainer.compute = slow
+        first = await service.submit("b", compute(other, 1))
         many = [await service.submit("a", compute(mine, seq)) for seq in range(1, 9)]
         few = await service.submit("b", compute(other, 2))
         held.set()
         await result(service, first, "b")
         await asyncio.gather(result(service, few, "b"), *(result(service, each) for each in many))
         batches = rig.calls("compute")
-        assert batches[0].count(other) == 1
+        assert batches[1].count(other) == 1
         assert sum(call.count(mine) for call in batches) == 8
 
 
@@ -511,22 +512,81 @@ async def test_checkpoints_expire_are_deleted_and_packed(rig):
         assert list((rig.folder / "checkpoints").glob("*/*")) == []
 
 
+async def test_other_models_go_on_while_a_state_is_written_and_its_own_requests_wait(rig):
+    """The outcome waits for the file, and so does what the same model does next."""
+    writing, held = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> None:
+        writing.set()
+        await held.wait()
+
+    async with rig.open() as service:
+        model, other = await new_model(service), await new_model(service, "b")
+        rig.trainer.writing = slow
+        stepped = await service.submit("a", step(model, 1))
+        await writing.wait()
+        own = await service.submit("a", compute(model, 2))
+        assert isinstance(await ask(service, compute(other, 1), "b"), PassResult)
+        assert await service.outcome("a", stepped, 0) is None and await service.outcome("a", own, 0) is None
+        assert all(model not in call for call in rig.calls("compute"))
+        # Those of a model that ends meanwhile: what runs has its effect.
+        await service.finish_session("a", model.partition(":")[0], "success")
+        held.set()
+        assert isinstance(await result(service, stepped), Updated)
+        assert isinstance(await result(service, own), Failed)
+
+
+async def test_a_service_that_closes_ends_the_saves_that_it_began(rig):
+    writing = asyncio.Event()
+
+    async def slow() -> None:
+        writing.set()
+        # Until the service is closing.
+        while not service._promises.failure:
+            await asyncio.sleep(0)
+
+    async with rig.open() as service:
+        model = await new_model(service)
+        rig.trainer.writing = slow
+        stepped = await service.submit("a", step(model, 1))
+        await writing.wait()
+    calls = len(rig.calls("update"))
+    async with rig.open() as service:
+        assert isinstance(await result(service, stepped), Updated)
+        assert len(rig.calls("update")) == calls
+
+
+async def test_two_models_cannot_make_the_same_sampler(rig):
+    held = asyncio.Event()
+    async with rig.open() as service:
+        model = await new_model(service)
+        session = model.partition(":")[0]
+        other = session + ":train:1"
+        await ask(service, create(session, 1))
+        rig.trainer.writing = held.wait
+        promises = [await service.submit("a", snapshot(each, 1, 7)) for each in (model, other)]
+        while len(rig.calls("copy")) < 2:
+            await asyncio.sleep(0)
+        held.set()
+        first, second = [await result(service, promise) for promise in promises]
+        assert isinstance(first, Saved) and isinstance(second, Failed) and "sampler number 7 already" in second.message
+
+
 @pytest.mark.parametrize("error", [CheckpointError("no space left"), OSError(28, "no space left")])
 async def test_a_full_disk_fails_only_the_request_that_needs_it(rig, error):
-    def full(call: str) -> None:
-        if call == "save":
-            raise error
+    async def full() -> None:
+        raise error
 
     async with rig.open() as service:
         model, quiet = await new_model(service), await new_model(service)
         for each in (model, quiet):
             await ask(service, compute(each, 1))
-        rig.trainer.before = full
+        working, rig.trainer.writing = rig.trainer.writing, full
         for request in (step(model, 2), save(model, 3, "x"), snapshot(model, 4, 0)):
             failed = await ask(service, request)
             assert isinstance(failed, Failed)
             assert "no space left" in failed.message
-        rig.trainer.before = lambda call: None
+        rig.trainer.writing = working
         assert service.checkpoints("a") == []
         # The step had no effect, and the gradients are still there.
         assert str(await ask(service, step(model, 5))) == str(await ask(service, step(quiet, 2)))
@@ -618,14 +678,13 @@ async def test_an_adapter_in_use_outlives_its_checkpoint(rig):
         path = f"tinker://{model}/weights/x"
         rig.servers.pause = asyncio.Event()
         promise = await service.submit("a", sample(path=path))
-        while not rig.servers.running:
-            await asyncio.sleep(0)
+        await rig.servers.until(1)
         await service.delete_checkpoint("a", path)
         assert list((rig.folder / "checkpoints").glob("*/1"))
         rig.servers.pause.set()
         assert isinstance(await result(service, promise), Samples)
-        while list((rig.folder / "checkpoints").glob("*/1")):
-            await asyncio.sleep(0.001)
+        await asyncio.gather(*service._adapters._tasks)
+        assert not list((rig.folder / "checkpoints").glob("*/1"))
         with pytest.raises(Unknown):
             await service.submit("a", sample(path=path))
 
@@ -690,8 +749,7 @@ async def test_samples_run_together_up_to_a_number_per_tenant_and_are_cancelled(
         sampler = await new_sampler(service)
         promises = [await service.submit("a", sample(sampler, seq)) for seq in range(4)]
         other = await service.submit("b", sample())
-        while rig.servers.running < 3:
-            await asyncio.sleep(0)
+        await rig.servers.until(3)
         service.cancel("a", promises[0])
         service.cancel("a", promises[3])
         for promise in (promises[0], promises[3]):
@@ -732,6 +790,47 @@ async def test_finishing_a_session_ends_what_it_made_but_checkpoints(rig):
         assert [c.name for c in service.checkpoints("a")] == ["x"]
     async with rig.open() as service:
         assert service.session("a", session).models == [model]
+
+
+async def test_ended_sessions_are_forgotten_with_all_they_had_unless_checkpoints_are_left(rig):
+    async with rig.open() as service:
+        kept, bare = await new_model(service), await new_model(service)
+        await ask(service, save(kept, 1, "x"))
+        await ask(service, snapshot(bare, 1, 0))
+        for model in (kept, bare):
+            await service.finish_session("a", model.partition(":")[0], "success")
+        living = await new_model(service, "b")
+        while any(not service._training.gone(model) for model in (kept, bare)):
+            await asyncio.sleep(0)
+        rig.now += service.limits.kept_seconds - 1
+        service.tidy()
+        assert len(service.sessions("a")) == 2
+        rig.now += 2
+        service.tidy()
+        assert [session.models for session in service.sessions("a")] == [[kept]]
+        with pytest.raises(Unknown):
+            service.model("a", bare)
+    async with rig.open() as service:
+        assert [session.models for session in service.sessions("a")] == [[kept]]
+        assert service.model("b", living).ended == ""
+        await service.delete_checkpoint("a", f"tinker://{kept}/weights/x")
+        rig.now += service.limits.kept_seconds + 1
+        service.tidy()
+        assert service.sessions("a") == []
+    async with rig.open() as service:
+        assert service.sessions("a") == [] and len(service.sessions("b")) == 1
+
+
+def test_a_full_disk_is_named_when_the_record_cannot_be_opened(tmp_path, monkeypatch):
+    error = sqlite3.OperationalError("database or disk is full")
+    error.sqlite_errorcode = sqlite3.SQLITE_FULL
+
+    def full(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(sqlite3, "connect", full)
+    with pytest.raises(LedgerError, match="free space"):
+        promises_module.Store(tmp_path / "service.db")
 
 
 async def test_unloading_comes_after_what_was_accepted(rig):

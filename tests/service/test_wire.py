@@ -207,6 +207,51 @@ def test_damaged_messages_are_read_or_refused(garbage, place, value):
             wire.read_compute(body, MIB)
 
 
+def field(number, content):
+    """A field of protobuf with a length."""
+    size, length = len(content), b""
+    while size > 127:
+        length, size = length + bytes([size & 127 | 128]), size >> 7
+    return bytes([number << 3 | 2]) + length + bytes([size]) + content
+
+
+DESCRIPTOR = pb.ForwardBackwardRequest.DESCRIPTOR
+DATA = DESCRIPTOR.fields_by_name["data"].number
+INPUTS = pb.Datum.DESCRIPTOR.fields_by_name["loss_fn_inputs"].number
+SHAPE = pb.Tensor.DESCRIPTOR.fields_by_name["shape"].number
+VALUE = 2
+MANY = {
+    "data": field(DATA, b"") * (wire._MOST_FIELDS + 1),
+    "inputs": field(DATA, field(INPUTS, b"") * (wire._MOST_FIELDS + 1)),
+    "packed numbers": field(DATA, field(INPUTS, field(VALUE, field(SHAPE, b"\x01" * wire._MOST_FIELDS)))),
+    "unknown fields": b"\xf8\x7f\x01" * (wire._MOST_FIELDS + 1),
+}
+
+
+@pytest.mark.parametrize("body", MANY.values(), ids=MANY.keys())
+def test_a_body_of_many_small_parts_is_refused_before_it_is_parsed(body):
+    with pytest.raises(DataError, match="more than 1048576 fields"):
+        wire.read_compute(body, 64 * MIB)
+
+
+def test_values_of_json_are_counted_before_they_are_parsed(monkeypatch):
+    monkeypatch.setattr(wire.orjson, "loads", None)
+    with pytest.raises(DataError, match="more than 4194304 values"):
+        wire.read_json(b'{"x":[' + b"[]," * wire._MOST_VALUES + b"[]]}")
+
+
+def test_a_large_body_of_many_data_is_read():
+    tokens = np.arange(1, 300)
+    data = [one(tokens, target_tokens=tokens, weights=np.ones(299, np.float32)) for _ in range(300)]
+    body = encoded(data)
+    assert len(body) > wire._COUNTED_BYTES and len(wire.read_compute(body, 64 * MIB).work.data) == 300
+
+
+@given(st.binary(max_size=200))
+def test_counting_refuses_nothing_that_is_small(body):
+    wire._check_parts(body, DESCRIPTOR)
+
+
 def test_compressed_bodies_are_whole_and_bounded():
     body = bytes(100) * 50_000
     zipped = zstandard.ZstdCompressor().compress(body)

@@ -11,7 +11,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from megasync.serving.plugin_protocol import MANIFEST
+from megasync.serving.plugin_protocol import MANIFEST, SEEDS
 from megasync.sglang.adapters import (
     AdapterUnavailable,
     NamedAdapters,
@@ -20,6 +20,7 @@ from megasync.sglang.adapters import (
     policy_adapter,
     set_version,
 )
+from megasync.sglang.plugin import request_arrays
 
 LOADED = {
     name: object() for name in ("policy-9", "policy-10", "policy-10.2", "policy-10.10", "kept-10", "eval-old", "own")
@@ -38,14 +39,15 @@ def test_a_version_has_the_adapters_of_its_last_publish(version, name):
     [
         (True, True, None, "policy-9"),
         (True, True, "own", "own"),
-        (True, False, None, None),
+        (True, False, None, ["policy-9"] * 3),
+        (True, False, ["own", None], ["own", None]),
         (False, True, None, None),
     ],
 )
 def test_requests_that_name_none_get_the_policys(enabled, single, given, chosen):
     registry = SimpleNamespace(get_all_adapters=lambda: LOADED)
     manager = SimpleNamespace(enable_lora=enabled, lora_registry=registry, config_value=lambda key: "9")
-    request = SimpleNamespace(is_single=single, lora_path=given)
+    request = SimpleNamespace(is_single=single, batch_size=3, lora_path=given)
     PolicyAdapters().choose(manager, request)
     assert request.lora_path == chosen
 
@@ -88,6 +90,59 @@ async def test_an_answer_is_labelled_while_it_is_streamed_and_the_stream_is_clos
     await anext(answers)
     await answers.aclose()
     assert closed == [True] * 5
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_each_answer_of_several_is_labelled(streamed):
+    def answer(index):
+        return {"meta_info": {"weight_version": "8"}} | ({"index": index} if streamed else {})
+
+    async def stock(manager, request):
+        if streamed:
+            for index in (1, 0, 1):
+                yield answer(index)
+        else:
+            yield [answer(0), answer(1)]
+
+    request = SimpleNamespace(lora_path=["own", "policy-7"])
+    answers = [each async for each in PolicyAdapters().around_generate(stock, None, request)]
+    labels = [
+        (each["meta_info"]["adapter"], each["meta_info"]["weight_version"])
+        for each in (answers if streamed else answers[0])
+    ]
+    first, second = ("own", "8"), ("policy-7", "7")
+    assert labels == ([second, first, second] if streamed else [first, second])
+
+
+@pytest.mark.parametrize("adapter", [None, "own"])
+def test_a_request_with_several_seeds_is_one_for_as_many_responses(adapter):
+    labels = {SEEDS: "7,8,9", "team": "a"}
+    request = SimpleNamespace(
+        input_ids=[1, 2], sampling_params={"temperature": 0.5}, lora_path=adapter, custom_labels=labels
+    )
+    request_arrays(None, request)
+    assert request.input_ids == [[1, 2]] * 3 and request.custom_labels == {"team": "a"}
+    assert request.sampling_params == [{"temperature": 0.5, "sampling_seed": seed} for seed in (7, 8, 9)]
+    assert request.lora_path == (adapter and ["own"] * 3)
+
+
+async def test_adapters_of_all_responses_are_loaded_before_they_are_resolved(tmp_path):
+    loaded, resolved = {}, []
+
+    async def load(request):
+        loaded[request.lora_name] = object()
+        return SimpleNamespace(success=True)
+
+    async def resolve(manager, request):
+        resolved.append(set(loaded))
+
+    manager = SimpleNamespace(
+        lora_registry=SimpleNamespace(get_all_adapters=lambda: loaded), load_lora_adapter=load, pending_lora_unloads=()
+    )
+    adapters = NamedAdapters(tmp_path)
+    adapters._read = lambda manager, name: load(SimpleNamespace(lora_name=name))
+    await adapters.around_resolve(resolve, manager, SimpleNamespace(lora_path=["a", "a", None, "b", "policy-3"]))
+    assert resolved == [{"a", "b"}]
 
 
 def test_files_that_are_not_those_of_the_manifest_are_refused(tmp_path):

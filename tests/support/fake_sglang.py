@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 from aiohttp import web
 
-from megasync.serving.plugin_protocol import FLAT_TOP, ROUTES_FROM, WITH_SUPPORT
+from megasync.serving.plugin_protocol import FLAT_TOP, ROUTES_FROM, SEEDS, WITH_SUPPORT
 
 # Tokens in a piece of a streamed answer.
 PIECE = 3
@@ -93,10 +93,12 @@ class FakeSGLang:
         if (start := body.get("custom_labels", {}).get(ROUTES_FROM)) and self.route_layers:
             last["routed_experts"] = self.routes(body, int(start), count)
         if not body.get("stream"):
-            return web.json_response(self.piece(body, ids, self.version, last))
+            answers = [self.piece(body, ids, self.version, last)] * responses(body)
+            return web.json_response(answers if SEEDS in body.get("custom_labels", {}) else answers[0])
         # Only the last piece says which version wrote which tokens.
         pieces = [self.piece(body, ids[at : at + PIECE], self.version) for at in range(0, max(0, count - PIECE), PIECE)]
         pieces.append(self.piece(body, ids[PIECE * len(pieces) :], self.version, last))
+        pieces = [each | {"index": index} for each in pieces for index in range(responses(body))]
         return web.Response(text="".join(map(event, pieces)) + "data: [DONE]\n\n", content_type="text/event-stream")
 
     def routes(self, body: dict, start: int, count: int) -> str:
@@ -195,6 +197,11 @@ class FakeSGLang:
         body = await request.json()
         reasoning, _, text = body["text"].removeprefix("<think>").rpartition("</think>")
         return web.json_response({"reasoning_text": reasoning, "text": text})
+
+
+def responses(body: dict) -> int:
+    """The number of responses that a request asks for."""
+    return len(body.get("custom_labels", {}).get(SEEDS, "").split(","))
 
 
 def event(content: dict) -> str:

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from megasync.service.interfaces import (
     Samples,
     Sampling,
     ServedModel,
+    WriteState,
 )
 from megasync.service.requests import Compute, CreateModel, OptimStep, SaveForSampler, SaveWeights
 
@@ -29,6 +31,8 @@ SERVED = ServedModel("tiny", context=64, vocab=100, rank=8)
 class FakeTrainer:
     """Weights, gradient and moment of a model are numbers. ``before`` and ``after`` each call may raise.
 
+    ``writing`` is awaited before a state is written.
+
     After a RankLost nothing works until the ranks are restarted, without any model.
     """
 
@@ -37,6 +41,7 @@ class FakeTrainer:
         self.calls: list[tuple[str, ...]] = []
         self.before: Callable[[str], None] = lambda call: None
         self.after: Callable[[str], None] = lambda call: None
+        self.writing: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
         self.lost = False
 
     async def create(self, model: str, spec: AdapterSpec) -> None:
@@ -78,12 +83,16 @@ class FakeTrainer:
         self._end("update")
         return {"w:last": float(state["w"])}
 
-    async def save(self, model: str, folder: Path, optimizer: bool) -> None:
-        self._begin("save", model)
-        kept = ("w", "m") if optimizer else ("w",)
+    async def copy_state(self, model: str, optimizer: bool) -> WriteState:
+        self._begin("copy", model)
+        kept = {name: self.models[model][name] for name in (("w", "m") if optimizer else ("w",))}
+        self._end("copy")
+        return partial(self.write, kept)
+
+    async def write(self, kept: dict[str, int], folder: Path) -> None:
+        await self.writing()
         with new_folder(folder) as draft:
-            (draft / "state.json").write_text(json.dumps({name: self.models[model][name] for name in kept}))
-        self._end("save")
+            (draft / "state.json").write_text(json.dumps(kept))
 
     async def load(self, model: str, spec: AdapterSpec, folder: Path, optimizer: bool) -> None:
         self._begin("load", model)
@@ -126,6 +135,18 @@ class FakeServers:
         self.running = 0
         self.most = 0
         self.pause: asyncio.Event | None = None
+        self._changed = asyncio.Condition()
+
+    async def until(self, running: int) -> None:
+        """Returns once so many requests run."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.running == running)
+
+    async def _count(self, change: int) -> None:
+        async with self._changed:
+            self.running += change
+            self.most = max(self.most, self.running)
+            self._changed.notify_all()
 
     async def offer(self, adapter: str, folder: Path) -> None:
         assert adapter not in self.offered
@@ -136,8 +157,7 @@ class FakeServers:
         self.adapters.pop(adapter, None)
 
     async def sample(self, sampling: Sampling, adapter: str) -> Samples:
-        self.running += 1
-        self.most = max(self.most, self.running)
+        await self._count(1)
         try:
             if self.pause is not None:
                 await self.pause.wait()
@@ -147,7 +167,7 @@ class FakeServers:
             sample = SampledTokens(ids, np.zeros(len(ids), np.float32), False, versions)
             return Samples([sample] * sampling.samples)
         finally:
-            self.running -= 1
+            await self._count(-1)
 
 
 def batch(*tokens: int) -> list[Datum]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.func import functional_call
 
@@ -69,7 +70,9 @@ def script(model, trainer, calls, dtype="float32"):
             update = bank.update(arguments[0], Adam(**{**ADAM, **arguments[1]}))
             results.append((update.applied, update.grad_norm))
         elif name == "save":
-            results.append(bank.save(arguments[0], Path(arguments[1]), arguments[2]))
+            saved = bank.copied(arguments[0], arguments[2])
+            results.append(saved and saved.write(Path(arguments[1])))
+            dist.barrier()
         elif name == "load":
             try:
                 results.append(bank.load(arguments[0], shape(arguments[1]), Path(arguments[2]), arguments[3]))
