@@ -121,7 +121,11 @@ async def measure(url: str, sessions: int, turns: int, tokens: int, repeats: int
             if not repeat:
                 # The first round opens connections and fills caches.
                 full.clear()
-        rate = statistics.median(sessions * turns / played.seconds for played in full)
+        requests = sessions * turns
+        rate = statistics.median(requests / played.seconds for played in full)
+        cpu = statistics.median(1e3 * played.cpu / requests for played in full)
+        print(f"{sessions} sessions of {turns} turns at once, {tokens} tokens an answer; medians of {repeats} rounds\n")
+        print(f"full load: {rate:.0f} requests/s, {cpu:.2f} ms of the driver's CPU per request\n", flush=True)
         pause = sessions / (0.5 * rate)
         for _ in range(repeats):
             clients = [bench.sample(number) for number in range(sessions)]
@@ -130,10 +134,6 @@ async def measure(url: str, sessions: int, turns: int, tokens: int, repeats: int
             found = await outside.tell(url=url, count=sessions, turns=turns, pause=pause, tokens=tokens)
             raw.append(Played(time.perf_counter() - start, 0.0, found))
     await bench.close()
-    requests = sessions * turns
-    cpu = statistics.median(1e3 * played.cpu / requests for played in full)
-    print(f"{sessions} sessions of {turns} turns at once, {tokens} tokens an answer; medians of {repeats} rounds\n")
-    print(f"full load: {rate:.0f} requests/s, {cpu:.2f} ms of the driver's CPU per request\n")
     print("| at half load | requests/s | latency ms: median | 90 % | 99 % |\n|---|---|---|---|---|")
     for name, rounds in (("straight to the null server", raw), ("session from outside", half)):
         shown = [statistics.median(played.latency(share) for played in rounds) for share in (0.5, 0.9, 0.99)]
@@ -240,7 +240,7 @@ async def play_raw(http: aiohttp.ClientSession, command: dict[str, Any], latenci
 
 
 def question(turn: int) -> dict[str, str]:
-    """As long as in `rollout.py`: one token for each character, and some of the template."""
+    """A message as long as in `rollout.py`: one token for each character, and some of the template."""
     return {"role": "user", "content": ("What do you see? " * 64)[: PROMPT if turn == 0 else TOOL - 20]}
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/rollout.py [--sessions 1000] [--turns 4] [--tokens 64] [--repeats 3]
     python benchmarks/rollout.py --long [--live 16000]
+    python benchmarks/rollout.py --dialects
 
 The null server is a separate process and answers immediately, so the benchmark measures megasync's own work in the
 driver process. Every variant plays `sessions` conversations of `turns` turns, all concurrently:
@@ -17,8 +18,12 @@ the driver's CPU time per request, and `growth` the growth of its memory from th
 
 `--long` measures conversations of 50 turns and 32k tokens: the driver's CPU time by turn, of conversations that run one
 after another, and what their trajectories cost. Prompts are given as `generation.tokens + new`, as lists, or as chat
-messages. `--live` then runs that many conversations at once, and measures the driver's memory when all have reached
-their full length.
+messages. Then agents of 20 turns take turns in one sample, which has a line for each of them. `--live` then runs that
+many conversations at once, and measures the driver's memory when all have reached their full length.
+
+`--dialects` measures the gateway's work without HTTP and servers: CPU per request of conversations of 20 turns, from
+the bytes of a request to those of its answer, chat template and tokenizer included; and what a live conversation of 32k
+tokens holds.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -42,7 +48,12 @@ import orjson
 import psutil
 
 from megasync.config.schema import GatewayConfig, SamplingConfig
+from megasync.gateway.chat_completions import ChatExchange
+from megasync.gateway.messages import MessagesExchange
+from megasync.gateway.request import Exchange, Kept
+from megasync.gateway.responses import ResponsesExchange
 from megasync.gateway.server import Gateway
+from megasync.gateway.session import Session
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.conversation import Generation, Reply
 from megasync.rollout.inflight import FIRST_REQUESTS, RequestGate
@@ -66,6 +77,8 @@ LONG_TURNS, PROMPT, TOOL, ANSWER = 50, 512, 384, 256
 VOCABULARY = 151_936
 LONG_REPEATS = 12
 SHOWN_TURNS = (1, 2, 10, 25, 50)
+# Of samples with many agents: the numbers of agents, and the turns of each.
+AGENTS, AGENT_TURNS = (1, 50, 200), 20
 
 NUMBERS = np.random.default_rng(0)
 last_reply: dict[SampleClient, Reply] = {}
@@ -348,6 +361,32 @@ def show_long(found: LongTimes) -> None:
         print(f"| {name} | {shown} | {medians[-1] / medians[0]:.2f} | {end:.2f} |")
 
 
+async def measure_agents(url: str) -> None:
+    """Prints what a request costs in samples with that many agents, which take turns."""
+    client = long_client(url)
+    print(f"\nAgents of {AGENT_TURNS} turns in one sample; CPU of the driver:\n")
+    print("| agents | ms per request | trajectories, ms |")
+    print("|---|---|---|")
+    for agents in AGENTS:
+        # As many requests as the largest sample has.
+        times: list[float] = []
+        ends: list[float] = []
+        for number in range(max(AGENTS) // agents):
+            sample = long_sample(client, RequestGate(), number, PartialResponses())
+            histories = [[{"role": "system", "content": f"You are agent {agent}."}] for agent in range(agents)]
+            start = time.process_time()
+            for turn in range(AGENT_TURNS):
+                for agent, messages in enumerate(histories):
+                    asked = {"role": "user", "content": f"What do you see in part {agent} of step {turn}?"}
+                    histories[agent] = (await sample.chat([*messages, asked])).messages
+            times.append(1e3 * (time.process_time() - start) / (agents * AGENT_TURNS))
+            start = time.process_time()
+            assert len(sample.conversation.trajectories(0.0)) == agents
+            ends.append(1e3 * (time.process_time() - start))
+        print(f"| {agents} | {statistics.median(times):.2f} | {statistics.median(ends):.1f} |")
+    await client.close()
+
+
 async def measure_live(url: str, count: int) -> float:
     """Bytes that each of this many live conversations holds."""
     client, responses = long_client(url), PartialResponses()
@@ -381,6 +420,67 @@ async def measure_live(url: str, count: int) -> float:
     )
     await client.close()
     return held / count
+
+
+# Dialects
+
+DIALECTS: dict[str, tuple[Callable[[bytes, str, Kept], Exchange], str]] = {
+    "chat completions": (ChatExchange, "messages"),
+    "Responses": (ResponsesExchange, "input"),
+    "Messages": (MessagesExchange, "messages"),
+}
+
+
+class EchoClient(RolloutClient):
+    """Answers at once with as many tokens as may be sampled."""
+
+    async def generate(self, prompt_ids: Sequence[int], *, max_new_tokens: int = ANSWER, **options: Any) -> Generation:
+        text = "".join(NUMBERS.choice(list("abcdefgh "), max_new_tokens))
+        ids = self.tokenizer.encode(text)
+        return Generation(self._checked(prompt_ids), ids, [-0.5] * len(ids), [0] * len(ids), "length", text)
+
+
+async def play_dialect(
+    client: RolloutClient, dialect: str, turns: int, asked: int, answer: int
+) -> tuple[Session, float]:
+    """A session after a conversation, and the CPU seconds of its requests."""
+    exchange, key = DIALECTS[dialect]
+    sample = SampleClient(client, RequestGate(), routing_key="0:0", max_new_tokens=answer)
+    session, used, messages = Session(sample, SamplingConfig(max_new_tokens=answer), False), 0.0, list[Any]()
+    for _ in range(turns):
+        messages.append({"role": "user", "content": "".join(NUMBERS.choice(list("abcdefgh "), asked))})
+        raw = orjson.dumps({"model": "null", key: messages})
+        start = time.process_time()
+        asks = exchange(raw, "null", session.kept)
+        written = orjson.loads(orjson.dumps(asks.whole(await session.answer(asks.request))))
+        used += time.process_time() - start
+        match dialect:
+            case "chat completions":
+                messages.append(written["choices"][0]["message"])
+            case "Responses":
+                messages += written["output"]
+            case _:
+                messages.append({"role": "assistant", "content": written["content"]})
+    return session, used
+
+
+async def measure_dialects() -> None:
+    client = EchoClient(
+        "http://null",
+        [],
+        ServedModel(len(make_tokenizer()), 1_000_000, make_tokenizer()),
+        RequestSettings(SamplingConfig(), REQUEST_TIMEOUT),
+    )
+    print("| dialect | CPU ms per request: least | median | MB per live conversation |\n|---|---|---|---|")
+    live: list[Session] = []
+    for dialect in DIALECTS:
+        times = [1e3 * (await play_dialect(client, dialect, 20, 52, 64))[1] / 20 for _ in range(60)]
+        gc.collect()
+        before = psutil.Process().memory_info().rss
+        live += [(await play_dialect(client, dialect, LONG_TURNS, TOOL - 20, ANSWER))[0] for _ in range(60)]
+        gc.collect()
+        held = (psutil.Process().memory_info().rss - before) / 60 / 1e6
+        print(f"| {dialect} | {min(times):.2f} | {statistics.median(times):.2f} | {held:.2f} |")
 
 
 async def measure(url: str, sessions: int, turns: int, tokens: int, repeats: int) -> dict[str, list[Round]]:
@@ -423,14 +523,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--live", type=int, default=0)
+    parser.add_argument("--dialects", action="store_true")
     parser.add_argument("--agents", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.agents:
         asyncio.run(play_agents(given.agents))
         return
+    if given.dialects:
+        asyncio.run(measure_dialects())
+        return
     if given.long:
         with null_server("null_fixed.py", str(ANSWER)) as url:
             show_long(asyncio.run(measure_long(url)))
+            asyncio.run(measure_agents(url))
             if given.live:
                 asyncio.run(measure_live(url, given.live))
         return

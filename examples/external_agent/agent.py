@@ -18,8 +18,8 @@ AT_ONCE = 64
 
 async def play(model: AsyncOpenAI, session: dict) -> float:
     """The share of right positions in the answer to a digit task, with its end as one of them."""
-    message = {"role": "user", "content": session["sample"]["prompt"]}
-    reply = await model.chat.completions.create(model=session["model"], messages=[message])
+    prompt = session["sample"]["prompt"]
+    reply = await model.chat.completions.create(model=session["model"], messages=[{"role": "user", "content": prompt}])
     text, answer = reply.choices[0].message.content or "", session["sample"]["answer"]
     ended = reply.choices[0].finish_reason == "stop" and len(text) == len(answer)
     return (sum(map(str.__eq__, text, answer)) + ended) / (len(answer) + 1)
@@ -43,8 +43,7 @@ async def work(file: Path, http: httpx.AsyncClient, model: AsyncOpenAI) -> None:
             except APIError as error:
                 print(f"giving a sample back: {error}", flush=True)
                 await http.delete(f"{run}/{session['id']}")
-            else:
-                # Refused if the run has given the sample to others meanwhile.
+            else:  # it is refused if the run has given the sample to others meanwhile
                 await http.post(f"{run}/{session['id']}/reward", json={"reward": reward})
         except httpx.TransportError:  # the run is down, or a worker of it
             await asyncio.sleep(1)
@@ -53,8 +52,7 @@ async def work(file: Path, http: httpx.AsyncClient, model: AsyncOpenAI) -> None:
 async def main(key: str, files: list[Path]) -> None:
     options = {"timeout": 600, "limits": httpx.Limits(max_connections=None)}
     http = httpx.AsyncClient(headers={"Authorization": f"Bearer {key}"}, **options)
-    client = httpx.AsyncClient(**options)
-    model = AsyncOpenAI(api_key="the session's", base_url="http://the-sessions", http_client=client)
+    model = AsyncOpenAI(api_key="its own", base_url="http://its.own", http_client=httpx.AsyncClient(**options))
     await asyncio.gather(*(work(file, http, model) for file in files for _ in range(AT_ONCE)))
 
 

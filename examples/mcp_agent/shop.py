@@ -26,7 +26,7 @@ def count(shelf: str) -> str:
 
 
 def main(port: str = "") -> None:
-    from mcp.server import MCPServer
+    from mcp.server import MCPServer  # pyright: ignore[reportMissingImports]
 
     server = MCPServer("shop")
     server.add_tool(shelf, structured_output=False)

@@ -19,6 +19,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from megasync.environments.harbor import HarborEpisode, TaskStarter
 from megasync.errors import ConfigError, SandboxError
@@ -75,27 +76,35 @@ class Harness:
 
     async def _read(self) -> None:
         assert self.process.stdout is not None
-        while line := await self.process.stdout.readline():
-            ended = json.loads(line)
-            if (waiting := self._waiting.get(ended["id"])) is not None and not waiting.done():
-                waiting.set_result(ended)
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(SandboxError("the process of mini-swe-agent has ended"))
+        try:
+            while line := await self.process.stdout.readline():
+                ended = json.loads(line)
+                if (waiting := self._waiting.get(ended["id"])) is not None and not waiting.done():
+                    waiting.set_result(ended)
+        finally:
+            # Also when the loop of all agents ends.
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(SandboxError("the process of mini-swe-agent has ended"))
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            await self.process.wait()
 
 
-_harness: Harness | None = None
-_starting: asyncio.Lock | None = None
+# Of each event loop, because a process and its pipes belong to one.
+_harnesses: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Harness]] = WeakKeyDictionary()
 
 
 async def harness() -> Harness:
-    """The process of this worker, started when it is first needed or has died."""
-    global _harness, _starting
-    _starting = _starting or asyncio.Lock()
-    async with _starting:
-        if _harness is None or _harness.process.returncode is not None:
-            _harness = await Harness.start()
-        return _harness
+    """The process of this loop's agents, started when it is first needed or has died."""
+    loop = asyncio.get_running_loop()
+    starting = _harnesses.get(loop)
+    failed = starting is not None and starting.done() and (starting.cancelled() or starting.exception() is not None)
+    if starting is None or failed or (starting.done() and starting.result().process.returncode is not None):
+        starting = _harnesses[loop] = loop.create_task(Harness.start())
+    return await asyncio.shield(starting)
 
 
 async def agent(base_url: str, api_key: str, sample: dict[str, Any], model: str) -> dict[str, float]:

@@ -80,7 +80,9 @@ def main() -> None:
         conversations = [solved(path) for path in paths]
         make_model(MODEL, pieces(conversations[0]), conversations, shown=96, steps=200)
     options: dict[str, Any] = {"agent": agent}
-    megasync.AsyncTrainer(CONFIG, sys.argv[1:], **options).train()
+    # Deadlines of an agent, which only this program knows. Those of the arguments come later and hold.
+    deadlines = ["timeouts.agent=400", "timeouts.request=240"]
+    megasync.AsyncTrainer(CONFIG, [*deadlines, *sys.argv[1:]], **options).train()
 
 
 if __name__ == "__main__":

@@ -312,7 +312,9 @@ def load_workflow(config: Config, custom: PythonArguments, tokenizer: Any) -> Ca
         timeouts = config.timeouts
         if config.rollout.environment.kind == "verifiers":
             gateway, sampling = config.rollout.gateway, config.rollout.sampling
-            return VerifiersWorkflow(config.rollout.environment, gateway, sampling, config.model.path, timeouts)
+            return VerifiersWorkflow(
+                config.rollout.environment, gateway, sampling, config.model.path, timeouts, config.data.train
+            )
         starting = timeouts.server_start
         return Play.of(config.rollout.environment, timeouts.environment, starting, score_late=_scores_late(config))
     workflow = _loaded(custom.rollout) or _configured_workflow(config.rollout)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,21 @@ def verifiers_command(order: str, python: str = "") -> list[str]:
     return [str(python or apart_program("verifiers", "python")), "-P", str(_SIDE), order]
 
 
-def verifiers_variables() -> dict[str, str]:
-    """The environment variables of that command. Modules of the working directory can be imported, as in a run."""
+def verifiers_variables(command: Sequence[str]) -> dict[str, str]:
+    """Environment variables of that command, beside this process's.
+
+    Modules of the working directory can be imported, as in a run, and programs beside its Python are found: verifiers
+    starts its agents with uv.
+    """
     path = os.pathsep.join(filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path}
+    programs = os.pathsep.join((str(Path(command[0]).parent), os.environ.get("PATH", os.defpath)))
+    return {"PYTHONPATH": path, "PATH": programs}
+
+
+def taskset_settings(config: DatasetConfig) -> dict[str, Any]:
+    """The taskset's own options of a data set; of one of another kind, none."""
+    options = config.options if config.kind == "verifiers" else {}
+    return {name: value for name, value in options.items() if name not in ("python", "select")}
 
 
 def verifiers_rows(config: DatasetConfig) -> list[dict[str, Any]]:
@@ -47,12 +58,11 @@ def verifiers_rows(config: DatasetConfig) -> list[dict[str, Any]]:
             f"{name}: split={config.split!r}, but tasksets have no splits; choose other tasks with options.select, "
             f"such as {{skip: 1000}}, or a taskset's own option"
         )
-    taskset = dict(config.options)
-    python, select = taskset.pop("python", ""), taskset.pop("select", None) or {}
+    python, select = config.options.get("python", ""), config.options.get("select") or {}
     if not isinstance(select, Mapping):
         raise DataError(f"{name}: options.select={select!r} must be a mapping, such as {{skip: 1000}}")
     chosen = {"limit": config.size, "seed": config.seed} | dict(select)
-    order = {"name": config.source, "taskset": taskset, "select": chosen}
+    order = {"name": config.source, "taskset": taskset_settings(config), "select": chosen}
     command = verifiers_command("rows", python)
     try:
         done = subprocess.run(
@@ -61,7 +71,7 @@ def verifiers_rows(config: DatasetConfig) -> list[dict[str, Any]]:
             capture_output=True,
             text=True,
             timeout=_LOAD_SECONDS,
-            env=verifiers_variables(),
+            env=os.environ | verifiers_variables(command),
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:

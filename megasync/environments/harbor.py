@@ -273,7 +273,7 @@ class HarborTask:
     """
 
     def __init__(
-        self, sandbox: Mapping[str, Any] | None = None, command_seconds: float = 60.0, max_output: int = 4096
+        self, sandbox: Mapping[str, Any] | None = None, command_seconds: float = 30.0, max_output: int = 4096
     ) -> None:
         if not command_seconds > 0 or max_output < 1:
             raise TypeError(f"command_seconds={command_seconds} and max_output={max_output} must be above 0")

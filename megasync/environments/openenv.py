@@ -25,7 +25,6 @@ from typing import Any
 
 import aiohttp
 
-from megasync.config.host import without_proxies
 from megasync.environments.protocol import Step, episode_seed
 from megasync.errors import ConfigError, DataError, ServerError
 from megasync.serving.owned_server import EnvironmentService, OwnedServer
@@ -98,8 +97,8 @@ class OpenEnvServer:
         if not Path(folder).is_dir():
             raise ConfigError(f"folder={folder!r} of the environment openenv does not exist")
         words = shlex.split(command) if isinstance(command, str) else list(command)
-        env = without_proxies(os.environ)
-        env["PATH"] = f"{Path(sys.prefix) / 'openenv' / 'bin'}{os.pathsep}{env.get('PATH', os.defpath)}"
+        programs = (str(Path(sys.prefix) / "openenv" / "bin"), os.environ.get("PATH", os.defpath))
+        env = {"PATH": os.pathsep.join(programs)}
         # `env --chdir` also finds the program on the new path.
         service = EnvironmentService("openenv", ["env", f"--chdir={folder}", *words], env, _is_healthy)
         return OwnedServer(service, seconds)

@@ -1,4 +1,4 @@
-"""Gateway: an OpenAI-compatible endpoint in front of the rollout client, with one session per sample.
+"""Gateway: endpoints of OpenAI's and Anthropic's APIs in front of the rollout client, one session per sample.
 
 An agent that only needs a `base_url` and an `api_key` can be trained unchanged. The completions that its requests
 sample become trajectories.

@@ -1,4 +1,4 @@
-"""Workflow for an agent that uses the OpenAI API. Each sample gets a gateway session of its own.
+"""Workflow for an agent that uses OpenAI's or Anthropic's API. Each sample gets a gateway session of its own.
 
 async def agent(base_url, api_key, sample, model) -> float | None | dict
 

@@ -16,7 +16,7 @@ Decode = Callable[[Sequence[int] | IntArray], str]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model answered, with the calls under the ids that the agent sees.
+    """An answer of the model, with the calls under the ids that the agent sees.
 
     `logprobs` has an entry for each token, if they were requested. `stopped_by` is the stop text of the request that
     ended the answer.

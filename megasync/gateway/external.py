@@ -45,8 +45,8 @@ from megasync.concurrency.tasks import set_within
 from megasync.config.schema import GatewayConfig, SamplingConfig, TimeoutConfig
 from megasync.errors import DataError, ServerError
 from megasync.gateway.errors import RequestError
-from megasync.gateway.server import Gateway, key_of, read_body
-from megasync.gateway.session import Session, same_key
+from megasync.gateway.server import Gateway, read_body
+from megasync.gateway.session import Session, has_key
 from megasync.rollout.workflow import SampleClient
 from megasync.trajectory import Trajectory
 
@@ -291,7 +291,7 @@ class ExternalAgents:
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers a request below /sessions. Nothing is looked up or read before the key is verified."""
-        if not same_key(key_of(request.headers), self._key):
+        if not has_key(request.headers, self._key):
             raise RequestError(401, "invalid key; pass the key of the run's sessions as `Authorization: Bearer KEY`")
         name, _, what = request.path.removeprefix("/sessions").removeprefix("/").partition("/")
         match request.method, name, what:

@@ -283,7 +283,8 @@ def _request(body: CountBody, kept: Kept, sampling: Sampling, stream: bool = Fal
     choice = body.tool_choice or ToolChoice("auto")
     if choice.type in ("any", "tool"):
         raise unsupported("tool_choice", choice.type, FORCED)
-    system = [Message("system", body.system)] if body.system else []
+    prompt = body.system
+    system = [Message("system", prompt if isinstance(prompt, str) else [*prompt])] if prompt else []
     return Request(
         sent=[*system, *body.messages],
         read=_read,

@@ -67,12 +67,13 @@ class Sampling:
 class Request:
     """A chat request in the common form.
 
-    `sent` are the parts of the conversation as the dialect has them, which can be compared; `read` turns one of them
-    into messages, as `data/messages.py` reads them. `tools` are those that the model sees. With `single_call`, the
-    agent sees the first call of an answer only. `without_effect` names parameters that are ignored, but reported.
+    `sent` are the parts of the conversation as the dialect has them, which can be compared: equal ones of an earlier
+    request take their place. `read` turns one of them into messages, as `data/messages.py` reads them. `tools` are
+    those that the model sees. With `single_call`, the agent sees the first call of an answer only. `without_effect`
+    names parameters that are ignored, but reported.
     """
 
-    sent: Sequence[Any]
+    sent: list[Any]
     read: Callable[[Any], Iterable[Mapping[str, Any]]]
     tools: list[dict[str, Any]] = field(default_factory=list)
     sampling: Sampling = Sampling()
@@ -116,7 +117,7 @@ NO_TOOLS = msgspec.Raw()
 
 
 class Kept:
-    """What the requests of a session have in common: responses that later ones may name, and their latest tools."""
+    """State that the requests of a session share: responses that later ones may name, and the latest tools."""
 
     def __init__(self) -> None:
         self.responses: dict[str, list[Any]] = {}

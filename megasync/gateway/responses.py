@@ -180,7 +180,7 @@ class ResponsesExchange:
                 code="previous_response_not_found",
                 param="previous_response_id",
             )
-        self._items: list[Group] = [
+        items: list[Group] = [
             *(kept.responses[earlier] if earlier is not None else ()),
             *_grouped([Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input),
         ]
@@ -188,7 +188,7 @@ class ResponsesExchange:
         instructions = [(Item(role="system", content=body.instructions),)] if body.instructions else []
         logprobs = _LOGPROBS in (body.include or ())
         self.request = Request(
-            sent=[*instructions, *self._items],
+            sent=[*instructions, *items],
             read=_read,
             tools=allowed_tools(kept.tools(body.tools, functions=_functions), body.tool_choice),
             sampling=Sampling(
@@ -200,6 +200,7 @@ class ResponsesExchange:
             single_call=body.parallel_tool_calls is False,
             without_effect=("reasoning",) if body.reasoning else (),
         )
+        self._instructed = len(instructions)
         self._namespaces = b'"namespace"' in bytes(body.tools)
         self._id = f"resp_{secrets.token_hex(16)}"
         self._kept = None if body.store is False else kept
@@ -270,7 +271,8 @@ class ResponsesExchange:
     def _completed(self, answer: Answer, output: list[dict[str, Any]]) -> dict[str, Any]:
         """The finished response, which later requests may continue."""
         if self._kept is not None:
-            self._kept.responses[self._id] = [*self._items, *_grouped(msgspec.convert(output, list[Item]))]
+            items = self.request.sent[self._instructed :]
+            self._kept.responses[self._id] = [*items, *_grouped(msgspec.convert(output, list[Item]))]
         asked, sampled = answer.usage
         usage = {
             "input_tokens": asked,

@@ -25,6 +25,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
+from megasync.concurrency.first_use import prepared
 from megasync.config.host import reach_directly, resolve_host
 from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.errors import ConfigError
@@ -34,7 +35,7 @@ from megasync.gateway.errors import RequestError, as_request_error
 from megasync.gateway.generate import generated, parse_generate
 from megasync.gateway.request import Exchange, Kept, decode_body
 from megasync.gateway.responses import ResponsesExchange
-from megasync.gateway.session import Session, new_key, same_key
+from megasync.gateway.session import Session, has_key, new_key
 from megasync.rollout.workflow import SampleClient
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ _JSON = {"Content-Type": "application/json; charset=utf-8"}
 _NO_RETRY = _JSON | {"x-should-retry": "false"}
 
 
+@prepared
 class _Named(msgspec.Struct):
     """What a body of any route has."""
 
@@ -154,7 +156,7 @@ class Gateway:
         try:
             if self._outside is not None and not request.path.startswith("/s/"):
                 return await self._outside(request)
-            if name == _BY_MODEL and same_key(key_of(request.headers), self.key):
+            if name == _BY_MODEL and has_key(request.headers, self.key):
                 name = decode_body(await read_body(request), _Named).model
             session = self._sessions.get(name)
             if session is None:
@@ -163,7 +165,7 @@ class Gateway:
                     f"there is no session at {request.path}: it has ended or never existed",
                     code="session_not_found",
                 )
-            if not session.admits(key_of(request.headers)):
+            if not session.admits(request.headers):
                 raise RequestError(401, "invalid API key for this session; pass the api_key that the agent receives")
             session.begin_request()
             return await self._route(request, session, path)
@@ -180,7 +182,7 @@ class Gateway:
                 return await self._chat(request, session, _DIALECTS[path])
             case "POST", "messages/count_tokens":
                 asked = messages.count_request(await read_body(request), session.kept)
-                return _json({"input_tokens": await session.count(asked)})
+                return _json({"input_tokens": session.count(asked)})
             case "POST", "inference/v1/generate":
                 prompt_ids, sampling = parse_generate(await read_body(request))
                 self._warn_of_ignored(sampling.chosen if self._config.sampling == "configured" else ())
@@ -243,12 +245,6 @@ _DIALECTS: dict[str, Callable[[bytes, str, Kept], Exchange]] = {
     "responses": ResponsesExchange,
     "messages": messages.MessagesExchange,
 }
-
-
-def key_of(headers: Mapping[str, str]) -> str:
-    """The key of a request, as OpenAI's and Anthropic's clients send it."""
-    key = headers.get("x-api-key")
-    return headers.get("Authorization", "").removeprefix("Bearer ") if key is None else key
 
 
 def _model_entry(name: str, session: Session) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,8 +35,11 @@ def new_key() -> str:
     return f"sk-{secrets.token_urlsafe(32)}"
 
 
-def same_key(given: str, key: str) -> bool:
-    """Compares two keys in constant time."""
+def has_key(headers: Mapping[str, str], key: str) -> bool:
+    """Whether a request has this key, as clients of OpenAI or Anthropic send it. Compared in constant time."""
+    given = headers.get("x-api-key")
+    if given is None:
+        given = headers.get("Authorization", "").removeprefix("Bearer ")
     # A header may hold any bytes, which arrive as surrogates.
     return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode())
 
@@ -61,9 +64,9 @@ class Session:
         self._requests: set[asyncio.Task[Any]] = set()
         self._ended = False
 
-    def admits(self, key: str) -> bool:
-        """Whether this is the session's key."""
-        return same_key(key, self.key)
+    def admits(self, headers: Mapping[str, str]) -> bool:
+        """Whether a request has the session's key."""
+        return has_key(headers, self.key)
 
     def begin_request(self) -> None:
         """Registers the current task, so that `end` cancels it. Raises RequestError after the session has ended."""
@@ -119,7 +122,7 @@ class Session:
             self._stopped_by(request, generation),
         )
 
-    async def count(self, request: Request) -> int:
+    def count(self, request: Request) -> int:
         """The number of tokens of a request's prompt. Raises RequestError and DataError."""
         return self._client.count(self._transcript.restore(request), request.tools)
 

@@ -48,9 +48,14 @@ class Transcript:
         for part in new:
             for written in request.read(part):
                 plain = self._plain(written, len(restored))
-                add_message(restored, self._known(plain, restored) or plain)
-        # Shares the earlier messages, which would otherwise be kept once per request.
-        self._requests.appendleft(([*sent, *new], restored))
+                known = self._known(plain, restored)
+                if known is not None and getattr(part, "content", None) == known["content"]:
+                    # One copy of the text instead of two.
+                    part.content = known["content"]
+                add_message(restored, known or plain)
+        # Shares the earlier parts, which would otherwise be kept once per request.
+        request.sent[: len(sent)] = sent
+        self._requests.appendleft((list(request.sent), restored))
         return restored
 
     def answered(self, before: list[Message], reply: Reply, single_call: bool = False) -> list[ToolCall]:
@@ -66,7 +71,7 @@ class Transcript:
         self._answers.setdefault(len(before), []).append((before, shown, answer))
         return [replace(call, id=self._new_id(call.id)) for call in calls]
 
-    def _continued(self, sent: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Message]]:
+    def _continued(self, sent: list[Any]) -> tuple[Sequence[Any], Sequence[Message]]:
         """The longest earlier request that these parts begin with."""
         prefixes = [request for request in self._requests if sent[: len(request[0])] == request[0]]
         return max(prefixes, key=lambda request: len(request[0]), default=((), ()))

@@ -34,10 +34,10 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
+from megasync.concurrency.first_use import prepared
 from megasync.concurrency.tasks import cancel_and_wait, within
-from megasync.config.host import without_proxies
-from megasync.config.schema import EnvironmentConfig, GatewayConfig, SamplingConfig, TimeoutConfig
-from megasync.data.verifiers_rows import verifiers_command, verifiers_variables
+from megasync.config.schema import DatasetConfig, EnvironmentConfig, GatewayConfig, SamplingConfig, TimeoutConfig
+from megasync.data.verifiers_rows import taskset_settings, verifiers_command, verifiers_variables
 from megasync.errors import ConfigError, DataError, ServerError, ServiceFailed
 from megasync.gateway.server import Gateway
 from megasync.gateway.session import Session
@@ -56,6 +56,7 @@ _INFRASTRUCTURE = frozenset({"SandboxError", "ToolsetError", "InterceptionError"
 _OPTIONS = ("name", "args", "client", "workers", "python")
 
 
+@prepared
 class _Node(msgspec.Struct):
     """A message of a trace, with the tokens that it adds to those of its parent."""
 
@@ -64,21 +65,25 @@ class _Node(msgspec.Struct):
     token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]] = []
 
 
+@prepared
 class _Error(msgspec.Struct):
     type: str
     message: str
 
 
+@prepared
 class _Reward(msgspec.Struct):
     score: float
     weight: float = 1.0
 
 
+@prepared
 class _Agent(msgspec.Struct):
     name: str = "agent"
     trainable: bool = True
 
 
+@prepared
 class _Values(msgspec.Struct):
     """What a delta replaces in a trace; what it leaves as it is, is UNSET."""
 
@@ -89,6 +94,7 @@ class _Values(msgspec.Struct):
     stop_condition: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
+@prepared
 class _Delta(msgspec.Struct):
     """What is new in a trace."""
 
@@ -99,16 +105,19 @@ class _Delta(msgspec.Struct):
     set: _Values = msgspec.field(default_factory=_Values)
 
 
+@prepared
 class _Head(msgspec.Struct):
     ok: bool = False
     errors: list[_Error] = []
 
 
+@prepared
 class _Summary(msgspec.Struct):
     id: str
     nodes: int = 0
 
 
+@prepared
 class _Reply(msgspec.Struct):
     success: bool = True
     error: str | None = None
@@ -282,7 +291,9 @@ class VerifiersWorkflow:
         sampling: SamplingConfig,
         model: str,
         timeouts: TimeoutConfig,
+        rows: DatasetConfig | None = None,
     ) -> None:
+        """`rows` are the training data: the settings of its taskset, which `args` may change."""
         options = environment.options
         if unknown := [name for name in options if name not in _OPTIONS]:
             raise ConfigError(f"the environment verifiers has no option {unknown[0]!r}; it has {', '.join(_OPTIONS)}")
@@ -299,14 +310,15 @@ class VerifiersWorkflow:
                     f"own messages and whose server is a process; remove it"
                 )
         self._gateway = Gateway(gateway, sampling, model)
+        taskset = taskset_settings(rows) if rows is not None and rows.source == name else {}
         order = {
             "name": name,
-            "args": args,
+            "args": {**args, "taskset": taskset | dict(args.get("taskset") or {})},
             "workers": options.get("workers", 1),
             "max_turns": environment.max_turns,
         }
         command = [*verifiers_command("serve", str(options.get("python", ""))), "tcp://{host}:{port}"]
-        env = without_proxies(verifiers_variables()) | {_KEY_VARIABLE: self._gateway.key}
+        env = verifiers_variables(command) | {_KEY_VARIABLE: self._gateway.key}
         service = EnvironmentService(name, command, env, _answers, "tcp", json.dumps(order).encode())
         self._server = OwnedServer(service, timeouts.server_start)
         self._client = {"type": "train", "renderer_model_name": model} | dict(own) | {"api_key_var": _KEY_VARIABLE}

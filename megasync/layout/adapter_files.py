@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]  # PathLike without its type
 from torch.nn.functional import one_hot
 
@@ -164,14 +165,17 @@ class SavedAdapter:
     updates: int = 0
 
     def write(self, folder: Path) -> None:
-        """Writes the folder durably, or not at all; an earlier one gives way. Raises OSError."""
+        """Writes the folder durably, or not at all; an earlier one gives way. Raises OSError, also for a full disk."""
         with new_folder(folder, replace=True) as draft:
             config = adapter_config(self.shape, str(Path(self.model_path).resolve()))
             (draft / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-            save_file(dict(self.factors), draft / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-            if self.moments is not None:
-                tensors = {f"{kind}/{name}": each for kind, of in self.moments.items() for name, each in of.items()}
-                save_file(tensors, draft / OPTIMIZER, metadata={"updates": str(self.updates)})
+            try:
+                save_file(dict(self.factors), draft / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+                if self.moments is not None:
+                    tensors = {f"{kind}/{name}": each for kind, of in self.moments.items() for name, each in of.items()}
+                    save_file(tensors, draft / OPTIMIZER, metadata={"updates": str(self.updates)})
+            except SafetensorError as error:
+                raise OSError(f"{folder} cannot be written: {error}") from error
 
 
 def export_model(checkpoint_dir: str | Path, source: str | Path, out: str | Path) -> None:

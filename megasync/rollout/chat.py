@@ -46,7 +46,7 @@ class Chat:
         messages = as_messages(messages)
         prompt = conversation.prompt(self._template, messages, schemas, realign_rewritten=self._realign)
         generation = conversation.record(await generate(prompt.ids, **options))
-        called = sum(len(message.get("tool_calls", ())) for message in messages)
+        called = 0 if calls_as is None else sum(len(message.get("tool_calls", ())) for message in messages)
         parsed = await self._parsed(generation, schemas, calls_as, called)
         (message,) = as_messages([_message(parsed)])
         generation.added = prompt.added

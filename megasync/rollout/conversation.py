@@ -435,12 +435,13 @@ class Conversation:
         for turn in turns:
             if (rest := turn.text.rest(rendered, ends)) is not None:
                 return extended(turn, rest)
-        if longest is not None:
-            after = _text_after(template, longest, new, guarded, tools, rendered, realign_rewritten)
-            if after is not None:
-                self.realigned += 1
-                return extended(longest, after)
-            self.forked += 1
+            if turn is longest:
+                # Before shorter ones, whose line would hold this answer in the template's form.
+                after = _text_after(template, turn, new, guarded, tools, rendered, realign_rewritten)
+                if after is not None:
+                    self.realigned += 1
+                    return extended(turn, after)
+        self.forked += longest is not None
         return made(Tokens.of(template.encode(rendered)), _Text(None, rendered))
 
     def answered(

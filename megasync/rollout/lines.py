@@ -67,6 +67,8 @@ def lines_of(generations: Sequence[Generation], turns: Mapping[Generation, ChatT
     """
     continued = {generation.parent for generation in generations}
     leaves = [generation for generation in generations if generation not in continued]
+    if len(leaves) < 2:
+        return [(leaf, Line(FINAL, NEW, 0, None, 0, leaf.number)) for leaf in leaves]
     # The line that trains a generation, and the first generation that a line trains.
     line_of: dict[Generation, int] = {}
     firsts: list[Generation] = []
@@ -76,11 +78,6 @@ def lines_of(generations: Sequence[Generation], turns: Mapping[Generation, ChatT
             line_of[at] = number
             first, at = at, at.parent
         firsts.append(first)
-    if len(leaves) < 2:
-        return [
-            (leaf, Line(FINAL, NEW, 0, None, first.number, leaf.number))
-            for leaf, first in zip(leaves, firsts, strict=True)
-        ]
     sample = _Sample(generations, turns, leaves)
     origins = [sample.origin(first) for first in firsts]
     compacted = {line_of[source] for origin, source in origins if origin == SUMMARY and source is not None}

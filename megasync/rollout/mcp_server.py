@@ -49,7 +49,7 @@ from megasync.rollout.breaker import Breaker
 from megasync.rollout.tools import Tool, ToolFailed
 
 if TYPE_CHECKING:
-    from mcp import Client
+    from mcp import Client  # pyright: ignore[reportMissingImports]
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +145,7 @@ class McpServer:
         self._starting: asyncio.Task[_Connection] | None = None
         # Schemas by the tools' names at the server; None until they are listed, or after they have changed.
         self._schemas: dict[str, dict[str, Any]] | None = None
+        self._listing = asyncio.Lock()
         self._connections: set[_Connection] = set()
 
     async def open(self) -> None:
@@ -154,6 +155,7 @@ class McpServer:
         """
         self._check_loop()
         connection = await self._current()
+        await self._list(connection)
         if not self.shared:
             # A sample's own state begins with it.
             self._connection = None
@@ -173,15 +175,13 @@ class McpServer:
         self._check_loop()
         async with self._breaker.episode():
             if self.shared:
-                if self._schemas is None:
-                    await self._list(await self._current())
+                await self._list(await self._current())
                 yield self._tools(self._current)
                 return
             async with self._places:
                 connection = await self._connect()
                 try:
-                    if self._schemas is None:
-                        await self._list(connection)
+                    await self._list(connection)
 
                     async def own() -> _Connection:
                         if connection.lost:
@@ -223,14 +223,15 @@ class McpServer:
         if self._connection is not None and not self._connection.lost:
             return self._connection
         if self._starting is None or self._starting.done():
+            if self._connection is not None:
+                log.warning("Starting the MCP server %s again: %s", self.name, self._connection.lost)
             # Of no sample: a workflow's context would end what it starts.
             self._starting = asyncio.get_running_loop().create_task(
                 self._connect(), name=f"start of the MCP server {self.name}", context=Context()
             )
-        self._connection = await asyncio.shield(self._starting)
-        if self._schemas is None:
-            await self._list(self._connection)
-        return self._connection
+        connection = await asyncio.shield(self._starting)
+        self._connection = connection
+        return connection
 
     async def _connect(self) -> _Connection:
         connection = _Connection(self)
@@ -249,8 +250,11 @@ class McpServer:
         self._schemas = None
 
     async def _list(self, connection: _Connection) -> None:
-        listed = await connection.list()
-        self._schemas = self._checked(listed)
+        """Lists the tools if they are not known; samples that begin together list them once."""
+        async with self._listing:
+            if self._schemas is None:
+                listed = await connection.list()
+                self._schemas = self._checked(listed)
 
     def _checked(self, listed: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """The schemas of the tools to offer. Raises ConfigError."""
@@ -390,9 +394,9 @@ class _Connection:
             self._ready.exception()
 
     async def _enter(self, stack: AsyncExitStack) -> Client:
-        import httpx2
-        from mcp import Client
-        from mcp.client.streamable_http import streamable_http_client
+        import httpx2  # pyright: ignore[reportMissingImports]
+        from mcp import Client  # pyright: ignore[reportMissingImports]
+        from mcp.client.streamable_http import streamable_http_client  # pyright: ignore[reportMissingImports]
 
         from megasync.rollout.mcp_stdio import stdio_streams
 
@@ -415,7 +419,7 @@ class _Connection:
 
     async def _listen(self, client: Client) -> None:
         """Hears of changed tools from a server of a protocol version in which the client asks for it."""
-        from mcp.client.subscriptions import ListenNotSupportedError
+        from mcp.client.subscriptions import ListenNotSupportedError  # pyright: ignore[reportMissingImports]
 
         capability = client.server_capabilities.tools
         if capability is None or not capability.list_changed:
@@ -451,7 +455,7 @@ class _Connection:
 
     async def call(self, name: str, arguments: dict[str, Any], seconds: float) -> str:
         """The text of a call's result; see `McpTool.call`. Raises _NotBegun if the connection was lost before."""
-        from mcp import MCPError
+        from mcp import MCPError  # pyright: ignore[reportMissingImports]
 
         if self.lost:
             raise _NotBegun
@@ -494,7 +498,7 @@ class _Connection:
 
     async def _answers(self, client: Client) -> bool:
         """Whether the server answers anything at all."""
-        from mcp import MCPError
+        from mcp import MCPError  # pyright: ignore[reportMissingImports]
 
         try:
             async with asyncio.timeout(CHECK_SECONDS):
@@ -507,7 +511,7 @@ class _Connection:
 
 
 def _page(cursor: str | None) -> Any:
-    from mcp.types import PaginatedRequestParams
+    from mcp.types import PaginatedRequestParams  # pyright: ignore[reportMissingImports]
 
     return None if cursor is None else PaginatedRequestParams(cursor=cursor)
 

@@ -19,9 +19,9 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
-import mcp.types
-from mcp.client.stdio import get_default_environment
-from mcp.shared.message import SessionMessage
+import mcp.types  # pyright: ignore[reportMissingImports]
+from mcp.client.stdio import get_default_environment  # pyright: ignore[reportMissingImports]
+from mcp.shared.message import SessionMessage  # pyright: ignore[reportMissingImports]
 
 from megasync.concurrency.tasks import cancel_and_wait, within
 from megasync.errors import ServerError

@@ -196,7 +196,7 @@ class LocalSandbox(Stopping):
         try:
             answer, body = await self._ask(order, stdin.encode(errors="replace"), seconds + _ANSWER_SECONDS)
         except _Ended:
-            if self._protected:
+            if self._protected or self._keeper.process.poll() is not None:
                 raise
             # Without namespaces a program can kill its first process. That is no fault of the machine.
             return Ran(Result(128 + signal.SIGKILL, "", ""), True)

@@ -196,7 +196,7 @@ class Service:
         self._promises.close(CLOSING)
         await cancel_and_wait(*self._tasks)
         await self._samplers.close()
-        await self._training.written()
+        await self._training.saves.finished()
         await self._promises.end()
         await self._training.close()
         await self._adapters.close()

@@ -19,8 +19,8 @@ Invariants:
 - After an optimizer step the model's state is saved in a folder of its own before the outcome is recorded, and the
   folder before it is removed after that. The state on the ranks is always the last durable one plus the recorded passes
   with gradients after it (`replay`), so it can be made again at any time: after a crash, a lost rank, an eviction.
-- The ranks only copy a state. It is written while they compute for other models, at most `SAVES` at a time; the model's
-  own requests wait for it (`ModelQueue.saving`).
+- The ranks only copy a state. It is written while they compute for other models (`saves`); the model itself waits for
+  it (`ModelQueue.saving`).
 - Whatever an unexpected error leaves on the ranks is not used: they are restarted. A request that has lost the ranks
   `ATTEMPTS` times fails, and runs alone after the first time, so that it takes nobody with it.
 """
@@ -34,7 +34,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megasync.base.files import fsync, remove_tree
 from megasync.concurrency.tasks import Backoff
 from megasync.errors import CheckpointError, DataError, ProcessLost
 from megasync.service import interfaces
@@ -48,7 +47,6 @@ from megasync.service.checkpoints import (
     folder_of,
     path_of,
     remove,
-    size_of,
     state_folder,
 )
 from megasync.service.interfaces import PassResult
@@ -73,6 +71,7 @@ from megasync.service.requests import (
     Updated,
 )
 from megasync.service.samplers import Adapters, Samplers
+from megasync.service.saves import Saves
 from megasync.service.scheduler import FairTurns
 
 log = logging.getLogger(__name__)
@@ -82,8 +81,6 @@ ATTEMPTS = 3
 # Attempts to start the ranks again, and the first and longest seconds between them.
 RESTARTS = 5
 RESTART_SECONDS = (1.0, 60.0)
-# States that are copied and not yet written, at most.
-SAVES = 4
 # Requests that need no state on the ranks.
 WITHOUT_STATE = frozenset(kind.__name__ for kind in (LoadWeights, UnloadModel, Refused))
 # Tokens that a request costs which computes none, as an optimizer step.
@@ -171,8 +168,7 @@ class Training:
         # Models that have requests.
         self._busy: set[str] = set()
         self._background: set[asyncio.Future[None]] = set()
-        self._saves = asyncio.Semaphore(SAVES)
-        self._saving: set[asyncio.Task[None]] = set()
+        self.saves = Saves(run, trainer, promises)
         self._wake = asyncio.Event()
         self.restarts = 0
         for promise in promises:
@@ -308,11 +304,6 @@ class Training:
                 else:
                     self._wake.clear()
                     await self._wake.wait()
-
-    async def written(self) -> None:
-        """Waits until the states that are being written have ended their requests. Call it once `work` has ended."""
-        if self._saving:
-            await asyncio.wait(self._saving)
 
     async def close(self) -> None:
         """Waits for what runs in the background."""
@@ -722,53 +713,23 @@ class Training:
     ) -> None:
         """Copies a model's state from the ranks, and begins to write it. One of the two ends the request then."""
         model = turn.model
-        await self._saves.acquire()
-        try:
-            write = await self._trainer.copy_state(model.record.id, optimizer)
-        except BaseException:
-            self._saves.release()
-            raise
-        model.saving = True
-        task = self._promises.vital(self._end_save(turn, self._run / folder, write, saved, failed), f"save {folder}")
-        self._saving.add(task)
-        task.add_done_callback(self._saving.discard)
 
-    async def _end_save(
-        self,
-        turn: _Turn,
-        folder: Path,
-        write: interfaces.WriteState,
-        saved: Callable[[int], None],
-        failed: Callable[[Exception], None],
-    ) -> None:
-        try:
-            size = await self._write_folder(folder, write)
-        except (OSError, CheckpointError) as error:
-            failed(error)
-        else:
-            # Nothing is awaited from here to the outcome, so all that changes is recorded together.
-            saved(size)
-        finally:
-            self._saves.release()
-            turn.model.saving = False
+        def ended(result: int | Exception) -> None:
+            # Nothing is awaited here, so all that changes is recorded together.
+            if isinstance(result, Exception):
+                failed(result)
+            else:
+                saved(result)
+            model.saving = False
             self._turned(turn)
             self._wake.set()
 
-    async def _write_folder(self, path: Path, write: interfaces.WriteState) -> int:
-        """Writes a state, and returns its bytes."""
-
-        def prepare() -> None:
-            if not path.parent.is_dir():
-                path.parent.mkdir(parents=True)
-                fsync(path.parent.parent)
-                fsync(self._run)
-            # An attempt whose outcome was lost with the ranks may have written it.
-            if path.exists():
-                remove_tree(path)
-
-        await asyncio.to_thread(prepare)
-        await write(path)
-        return await asyncio.to_thread(size_of, path)
+        model.saving = True
+        try:
+            await self.saves.begin(model.record.id, folder, optimizer, ended)
+        except BaseException:
+            model.saving = False
+            raise
 
     def _unload(self, turn: _Turn) -> None:
         turn.model.unload = None

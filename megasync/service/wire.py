@@ -71,8 +71,8 @@ SEQUENCE = "sampled_sequence"
 _MOST_DATA, _MOST_PARTS = 1 << 14, 1 << 18
 # Messages and fields that a body in protobuf may have, and values that one in JSON may have, of up to 100 bytes each.
 _MOST_FIELDS, _MOST_VALUES = 1 << 20, 1 << 22
-# Shorter bodies are not counted: their parts take a few MB at most.
-_COUNTED_BYTES = 1 << 18
+# A field has two bytes at least, so shorter bodies need no count.
+_COUNTED_BYTES = 2 * _MOST_FIELDS
 # What a cell of top log-probs without a token has.
 _NO_LOGPROB = -99999.0
 _LOSSES = tuple(name for name in get_args(types.LossFnType) if name != "custom")

@@ -23,7 +23,10 @@ from megasync.serving.process import Service
 
 
 class EnvironmentService(Service):
-    """A command with `{host}` and `{port}` in its words; `answers(url)` says whether the server is ready."""
+    """A command with `{host}` and `{port}` in its words; `answers(url)` says whether the server is ready.
+
+    `env` has variables beside this process's, `given` is what the command reads.
+    """
 
     def __init__(
         self,
@@ -34,7 +37,7 @@ class EnvironmentService(Service):
         scheme: str = "http",
         given: bytes | None = None,
     ) -> None:
-        super().__init__("127.0.0.1", 0, log_folder() / f"environment-{Path(name).name}-{os.getpid()}.log")
+        super().__init__("127.0.0.1", 0, f"environment-{Path(name).name}-{os.getpid()}.log")
         self.name = f"the server of the environment {name}"
         self.scheme = scheme
         self._command = command
@@ -42,13 +45,17 @@ class EnvironmentService(Service):
         self._answers = answers
         self._given = given
 
+    def prepare(self) -> None:
+        # Only now has this process a log file.
+        self.log_path = log_folder() / self.log_path.name
+
     def command(self) -> list[str]:
         return [word.replace("{host}", self.host).replace("{port}", str(self.port)) for word in self._command]
 
     def environment(self) -> dict[str, str]:
-        # Keys of the run's own servers are none of the environment's business.
+        # The keys of the run's own servers are none of the environment's business.
         ours = (GENERATION_KEY_VARIABLE, EXTERNAL_KEY_VARIABLE)
-        return {name: value for name, value in self._env.items() if name not in ours}
+        return {name: value for name, value in os.environ.items() if name not in ours} | dict(self._env)
 
     def secrets(self) -> bytes | None:
         return self._given

@@ -79,7 +79,7 @@ def _section(values: Mapping[str, Any], cls: type, defaults: Any, told: _Told) -
 
 
 def _comment(text: str) -> str:
-    return "".join(f"# {line}".rstrip() + "\n" for each in text.splitlines() for line in wrap(each, WIDTH) or [""])
+    return "".join(f"# {line}".rstrip() + "\n" for each in text.splitlines() for line in _wrapped(each))
 
 
 def _dumped(name: str, value: Any) -> str:
@@ -88,3 +88,8 @@ def _dumped(name: str, value: Any) -> str:
     return yaml.dump(
         {name: value}, Dumper=_Dumper, default_flow_style=flow, sort_keys=False, allow_unicode=True, width=WIDTH
     )
+
+
+def _wrapped(text: str) -> list[str]:
+    """The lines of a paragraph. Names of keys and addresses stay whole."""
+    return wrap(text, WIDTH, break_on_hyphens=False, break_long_words=False) or [""]

@@ -139,7 +139,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What a trajectory is within a sample that has several: a note for people who read it, as `Turn`.
+    """A note of what a trajectory is within a sample that has several, for people who read it, as `Turn`.
 
     `rollout.lines` defines the words.
     """

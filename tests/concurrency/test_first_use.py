@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,8 +67,19 @@ def test_no_message_of_a_weight_sync_is_built_when_it_is_parsed(built: list[type
     assert len(kinds) > 10 and built == []
 
 
-def bases_of(node: ast.ClassDef) -> set[str]:
-    return {base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in node.bases}
+# A class, by its module and its name.
+Place = tuple[str, str]
+STRUCT = "msgspec", "Struct"
+
+
+def classes_of(module: str, tree: ast.Module) -> Iterator[tuple[ast.ClassDef, set[Place]]]:
+    """The classes of a module, with the bases of each."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    known = {alias.asname or alias.name: (node.module or "", alias.name) for node in imports for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            names = [ast.unparse(base) for base in node.bases]
+            yield node, {STRUCT if name == "msgspec.Struct" else known.get(name, (module, name)) for name in names}
 
 
 def kinds_of(node: ast.AST) -> list[ast.expr]:
@@ -84,14 +96,15 @@ def kinds_of(node: ast.AST) -> list[ast.expr]:
 def test_every_struct_of_the_package_and_whatever_else_is_decoded_is_prepared() -> None:
     trees = {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
     nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
-    classes = [(path, node) for path, node in nodes if isinstance(node, ast.ClassDef)]
-    structs = {"Struct"}
-    while more := {node.name for _, node in classes if bases_of(node) & structs} - structs:
+    modules = {path: ".".join(("megasync", *path.relative_to(ROOT).with_suffix("").parts)) for path in trees}
+    classes = [(path, node, bases) for path, tree in trees.items() for node, bases in classes_of(modules[path], tree)]
+    structs = {STRUCT}
+    while more := {(modules[path], node.name) for path, node, bases in classes if bases & structs} - structs:
         structs |= more
     decoded = {
         name.id for _, node in nodes for kind in kinds_of(node) for name in ast.walk(kind) if isinstance(name, ast.Name)
     }
-    found = [(path, node) for path, node in classes if bases_of(node) & structs or node.name in decoded]
+    found = [(path, node) for path, node, bases in classes if bases & structs or node.name in decoded]
     missing = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
         for path, node in found

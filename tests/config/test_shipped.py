@@ -25,7 +25,7 @@ SHARED = ("base", "smollm2")
 RUNNABLE = sorted({str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yaml")} - {*SHARED})
 ON_GPUS = [name for name in RUNNABLE if "qwen3" in name]
 # What the program or the run before a recipe makes.
-MADE = ("models/calculator", "models/code", "models/shop", "runs/quickstart/export")
+MADE = ("models/calculator", "models/code", "models/shop", "models/swe_agent/model", "runs/quickstart/export")
 
 
 @pytest.fixture(autouse=True)

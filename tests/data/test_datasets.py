@@ -97,7 +97,7 @@ def test_invalid_dataset_sources_and_settings_are_rejected(tmp_path):
         load(write(tmp_path / "empty.jsonl", "", ""))
     with pytest.raises(DataError, match="size must be at least 1, got 0"):
         load(tmp_path, size=0)
-    with pytest.raises(DataError, match="unknown dataset kind 'csv'; kinds: digits, reasoning_gym, jsonl"):
+    with pytest.raises(DataError, match="unknown dataset kind 'csv'; kinds: digits, reasoning_gym, verifiers, jsonl"):
         load(tmp_path, kind="csv")
 
 

@@ -83,6 +83,24 @@ async def test_turns_with_tool_calls_form_one_trajectory_of_the_sampled_tokens(r
     assert '"name": "add"' in rig.sent(0)
 
 
+@pytest.mark.parametrize("exact", [True, False])
+async def test_a_call_that_the_template_writes_otherwise_continues_turns_that_it_writes_as_they_are(rig, exact):
+    other = CALL.replace(": ", ":").replace(", ", ",")
+    written = [CALL if exact else other, other, "three"]
+    rig.write(*written)
+
+    async def conversation(create):
+        messages = list(HI)
+        for _ in written:
+            message = (await create(messages=messages, tools=[ADD])).choices[0].message
+            results = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in message.tool_calls or ()]
+            messages += [message.model_dump(), *results]
+
+    (trajectory,) = await rig.converse(conversation)
+    assert trained(rig, trajectory) == "".join(f"{text}<eos>" for text in written)
+    assert trajectory.metrics["turns_realigned"] == (1.0 if exact else 2.0)
+
+
 async def test_reasoning_omitted_by_the_agent_stays_in_the_trained_tokens(make_rig):
     async with make_rig(chat=ChatConfig(reasoning_format="qwen3")) as rig:
         rig.write("<think>hm</think>four", "five")

@@ -429,6 +429,26 @@ async def test_an_agent_that_wants_single_calls_sees_the_first_and_goes_on(rig, 
     )
 
 
+async def test_functions_of_a_namespace_are_called_by_both_names(rig):
+    rig.write('<tool_call>{"name": "math.add", "arguments": {"a": 1}}</tool_call>', "done")
+    called = []
+
+    async def agent(base_url, api_key, sample, model):
+        function = {"type": "function", "name": "add", "parameters": SCHEMA}
+        tools: Any = [{"type": "namespace", "name": "math", "description": "Sums.", "tools": [function]}]
+        async with package.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            response = await client.responses.create(model="m", input="hi", tools=tools)
+            (call,) = [item.model_dump() for item in response.output]
+            called.append((call["namespace"], call["name"]))
+            result = {"type": "function_call_output", "call_id": call["call_id"], "output": "1"}
+            items: Any = [{"role": "user", "content": "hi"}, call, result]
+            await client.responses.create(model="m", input=items, tools=tools)
+
+    (trajectory,) = await rig.play(agent)
+    assert called == [("math", "add")]
+    assert trajectory.metrics["turns"] == 2.0
+
+
 @pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
 async def test_sync_clients_work_in_sync_agents(rig, request, dialect):
     claude = request.getfixturevalue("anthropic") if dialect == "messages" else None

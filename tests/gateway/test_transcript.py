@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from megasync.gateway.chat_completions import ChatExchange
+from megasync.gateway.messages import MessagesExchange
 from megasync.gateway.request import Kept, Request
 from megasync.gateway.transcript import Transcript
 
@@ -43,6 +44,26 @@ def test_each_turn_converts_only_its_new_messages(monkeypatch) -> None:
         transcript.answered(restored, reply(restored, f"answer {turn}"))
         messages.append({"role": "assistant", "content": f"answer {turn}"})
     assert len(converted) == 50 + 49
+
+
+def test_where_a_cache_ends_makes_no_message_new(monkeypatch) -> None:
+    """Agents that speak Anthropic's dialect move the mark to the latest messages with every request."""
+    read: list[Any] = []
+    plain = Transcript._plain
+
+    def counted(self: Transcript, message: Any, number: int) -> dict[str, Any]:
+        read.append(message["content"])
+        return plain(self, message, number)
+
+    monkeypatch.setattr(Transcript, "_plain", counted)
+    transcript, words = Transcript(), ["a", "b", "c"]
+    for count in (1, 2, 3):
+        messages = [{"role": "user", "content": [{"type": "text", "text": word}]} for word in words[:count]]
+        messages[-1]["content"][0]["cache_control"] = {"type": "ephemeral", "ttl": "1h"}
+        body = msgspec.json.encode({"max_tokens": 9, "messages": messages})
+        restored = transcript.restore(MessagesExchange(body, "tiny", Kept()).request)
+        assert [message["content"] for message in restored] == words[:count]
+    assert read == words
 
 
 def test_an_answer_is_recognised_without_its_reasoning_in_alternating_conversations() -> None:

@@ -52,7 +52,7 @@ def test_a_wheel_has_the_code_the_shipped_files_and_the_entry_points(wheel):
     # Besides those: launch scripts and locks, and the metadata.
     others = {re.sub(r"^megasync-[^/]*\.dist-info/", "", name) for name in names - expected}
     others = {name.removeprefix("megasync/shipped/launch/") for name in others}
-    names_of_locks = "cpu engines gpu kuberay openenv rehearsal serve trackers verifiers verl"
+    names_of_locks = "cpu engines gpu kuberay mcp openenv rehearsal serve trackers verifiers verl"
     locks = {f"{name}.lock" for name in names_of_locks.split()}
     scripts = {"check_gpu_environment.py", "multi_node.sh", "single_node.sh", "slurm.sbatch", "slurm_het.sbatch"}
     written = {"METADATA", "WHEEL", "entry_points.txt", "top_level.txt", "RECORD", "licenses/LICENSE"}

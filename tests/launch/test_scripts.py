@@ -148,25 +148,19 @@ def test_the_script_for_one_machine_has_a_help_text(checkout):
     assert helped.returncode == 0 and helped.stdout.startswith("Trains on this machine only")
 
 
+EXTRAS = "cpu verl trackers engines serve anthropic mcp manifests rehearsal docs openenv verifiers"
+
+
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
         ((), "cpu"),
         (("--tier", "fast", "tests/buffer"), "cpu"),
         (("--tier=standard",), "cpu"),
-        (
-            ("--tier", "full"),
-            "cpu verl trackers engines serve anthropic mcp manifests rehearsal docs openenv verifiers",
-        ),
-        (
-            ("--tier=full", "-x"),
-            "cpu verl trackers engines serve anthropic mcp manifests rehearsal docs openenv verifiers",
-        ),
-        (("--affected",), "cpu verl trackers engines serve anthropic mcp manifests rehearsal docs openenv verifiers"),
-        (
-            ("--affected=HEAD~1",),
-            "cpu verl trackers engines serve anthropic mcp manifests rehearsal docs openenv verifiers",
-        ),
+        (("--tier", "full"), EXTRAS),
+        (("--tier=full", "-x"), EXTRAS),
+        (("--affected",), EXTRAS),
+        (("--affected=HEAD~1",), EXTRAS),
     ],
 )
 def test_the_tests_of_extras_alone_need_more_than_a_run(checkout, arguments, names):

@@ -1,6 +1,7 @@
 """Adapters as rectangles: also those of an output layer, and of a model with fewer of them than ranks have room for."""
 
 import json
+import resource
 
 import pytest
 import torch
@@ -72,6 +73,20 @@ def test_a_folder_holds_what_was_written(tmp_path):
                 assert torch.equal(read(name, Box(0, rows, 0, columns)), factors[name])
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], "lm_head" in config["target_modules"]) == (2, 4.0, True)
+
+
+def test_a_folder_without_room_is_an_error_and_leaves_nothing(tmp_path):
+    layout = Layout(CONFIGS["qwen2"], Topology())
+    adapters = AdapterLayout(layout, shape_of(layout, 2))
+    saved = SavedAdapter(adapters.shape, str(tmp_path), arrays(factors_of(adapters)))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError, match="a cannot be written: .*File too large"):
+            saved.write(tmp_path / "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not any(tmp_path.iterdir())
 
 
 def test_other_adapters_are_refused(tmp_path):

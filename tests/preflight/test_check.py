@@ -20,6 +20,7 @@ from megasync.layout.model_files import FETCHABLE
 from megasync.preflight import check
 from megasync.preflight.check import check_config, check_service, check_supervised, model_layout
 
+MCP = ["rollout.tools.mcp.shop.command=[python,shop.py]", "rollout.chat.tool_format=qwen", "data.prompt.format=chat"]
 HARD = "eval.sets.hard={data: {kind: digits, source: copy, split: test}}"
 GAE = ["algorithm.advantage=gae", "critic.enabled=true"]
 COMMANDS = {"train": check_config, "sft": check_supervised, "serve": check_service}
@@ -61,6 +62,7 @@ def test_a_contradiction_names_all_sides(make, command, overrides, keys):
         ["algorithm.dual_clip=null"],
         ["rollout.agent=json:dumps", "rollout.gateway.port=8000", "rollout.gateway.host=auto", "timeouts.agent=700"],
         ["rollout.tools.functions=[json:dumps]", "rollout.chat.tool_format=qwen", "data.prompt.format=chat"],
+        [*MCP, "rollout.tools.max_turns=3", "rollout.tools.mcp.shop.shared=true"],
         [HARD, "schedule.stop_at_score=0.9"],
         [HARD, "schedule.stop_at_score=0.9", "data.eval=null"],
         [HARD, "eval.temperatures=[0.0,0.8]", "eval.repeats=8"],
@@ -119,6 +121,28 @@ def test_the_error_names_the_models_that_can_be_fetched():
     from megasync.models import MODELS
 
     assert set(FETCHABLE) == set(MODELS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["rollout.tools.mcp.shop.url=http://a/mcp"],
+            r"rollout\.tools\.mcp\.shop\.command.*rollout\.tools\.mcp\.shop\.url",
+        ),
+        (
+            ["rollout.tools.mcp.shop.headers={A: b}"],
+            r"rollout\.tools\.mcp\.shop\.headers.*rollout\.tools\.mcp\.shop\.url",
+        ),
+        (["data.prompt.format=raw"], r"rollout\.tools\.mcp.*data\.prompt\.format"),
+        (["rollout.workflow=json:dumps"], r"rollout\.tools\.mcp.*rollout\.workflow"),
+        (["rollout.agent=json:dumps"], r"rollout\.agent.*rollout\.tools\.mcp"),
+        (["rollout.at_deadline=score"], r"rollout\.at_deadline.*rollout\.agent"),
+    ],
+)
+def test_mcp_servers_beside_what_they_do_not_fit_are_refused(make, overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        check_config(make(*MCP, *overrides))
 
 
 @pytest.mark.parametrize(

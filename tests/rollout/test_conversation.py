@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megasync.errors import DataError
-from megasync.rollout.conversation import Conversation, Generation
+from megasync.rollout.conversation import ChatTurn, Conversation, Generation
+from megasync.rollout.tokens import Tokens
 from megasync.trajectory import ANSWER, TOKEN_REWARDS
 
 USER = {"role": "user", "content": "q"}
@@ -175,6 +176,105 @@ def test_two_answers_to_the_same_messages_are_two_lines_and_no_fork():
         "two$",
         "one$|<tool>r$<assistant>|three$",
     ]
+
+
+DRAFT = "The draft has one long line that others may repeat."
+
+
+def system(content):
+    return {"role": "system", "content": content}
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def reviewed(say):
+    """A reviewer is given an answer that nothing continues, and so is the next one."""
+    say([system("lead"), user("write")], DRAFT)
+    for part in ("style", "facts"):
+        say([system("review"), user(f"{part} of: {DRAFT}")], "good")
+    say([system("lead"), user("another text")], "done")
+
+
+def titled(say):
+    """Another agent begins, about the same message."""
+    say([system("title"), user("task")], "A title")
+    say([system("lead"), user("task")], "done")
+
+
+def dated(say):
+    """The end of a long system prompt changes."""
+    said = say([system("x" * 300 + "Monday"), user("task")], "one")
+    say([system("x" * 300 + "Tuesday"), *said[1:], user("more")], "two")
+
+
+def forgotten(say):
+    """The summary is short, so it may stand in any text."""
+    said = say([system("lead"), user("task")], "one")
+    said = say([*said, user("Summarise.")], "all fine")
+    say([system("lead"), user("So far: all fine")], "done")
+
+
+def same_calls(say):
+    """Two agents answer alike; each goes on from its own answer with a changed one before it."""
+    call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": {}}}
+    histories = [say([system("lead"), user(f"task {n}")], "", calls=[call]) for n in range(2)]
+    for number, messages in enumerate(histories):
+        say([messages[0], user(f"changed {number}"), *messages[2:], TOOL], "done")
+
+
+@pytest.mark.parametrize(
+    ("history", "lines"),
+    [
+        (reviewed, [("side", "new"), ("sub-agent", "new"), ("sub-agent", "new"), ("final", "new")]),
+        (titled, [("sub-agent", "new"), ("final", "new")]),
+        (dated, [("rewritten", "new"), ("final", "rewritten")]),
+        (forgotten, [("side", "new"), ("final", "new")]),
+        # Which of two equal answers was meant cannot be told; the latest one is taken.
+        (same_calls, [("side", "new"), ("rewritten", "new"), ("side", "rewritten"), ("final", "rewritten")]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_lines_are_told_apart_by_their_prompts(history, lines):
+    talk = Talk(FakeTemplate())
+    history(lambda *given, **options: talk.say(*given, **options)[0])
+    assert [(line.kind, line.origin) for _, line in talk.conversation.lines()] == lines
+
+
+def test_lines_of_tokens_are_new_or_branches_or_retries():
+    conversation = Conversation()
+
+    def sample(prompt, *ids):
+        return conversation.record(Generation(prompt, ids, [0.0] * len(ids), [0] * len(ids), "stop"))
+
+    first = sample([1, 2], 3)
+    sample([1, 2], 4)
+    sample([*first.tokens, 5], 6)
+    sample([*first.tokens, 7], 8)
+    sample([9], 9)
+    assert [(line.kind, line.origin, line.parent) for _, line in conversation.lines()] == [
+        ("retry", "retry", 1), ("side", "new", None), ("side", "branch", 1), ("final", "new", None),
+    ]  # fmt: skip
+
+
+def test_a_prompt_is_compared_only_with_what_it_may_continue(monkeypatch):
+    agents, turns = 20, 10
+    talk, compared = Talk(FakeTemplate()), Counter()
+    for name, kind in (("begins_with", Tokens), ("is_continued_by", ChatTurn)):
+        real = getattr(kind, name)
+
+        def counted(self, other, real=real, name=name):
+            compared[name] += 1
+            return real(self, other)
+
+        monkeypatch.setattr(kind, name, counted)
+    histories = [[user(f"task {number}")] for number in range(agents)]
+    for _ in range(turns):
+        histories = [[*talk.say(messages, f"{messages[0]}")[0], USER] for messages in histories]
+    assert len(talk.conversation.lines()) == agents
+    # The first answers of all agents, and its own.
+    assert max(compared.values()) <= agents * turns * (agents + turns)
 
 
 def test_rewards_of_turns_are_at_their_last_tokens_and_sum_up_to_the_reward():

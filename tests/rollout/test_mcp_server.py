@@ -9,21 +9,24 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
-from processes import gone, lives
-from waits import until
-
-from megasync.errors import ConfigError, ServiceFailed
-from megasync.rollout import mcp_server as module
-from megasync.rollout import mcp_stdio
-from megasync.rollout.mcp_server import McpServer
-from megasync.rollout.tools import Toolbox, ToolCall
-from megasync.serving.process import free_port
 
 pytest.importorskip("mcp", reason="megasync install mcp")
 pytestmark = [pytest.mark.processes, pytest.mark.extra]
+
+from processes import gone, lives  # noqa: E402
+from waits import until  # noqa: E402
+
+from megasync.errors import ConfigError, ServiceFailed  # noqa: E402
+from megasync.rollout import mcp_server as module  # noqa: E402
+from megasync.rollout import mcp_stdio  # noqa: E402
+from megasync.rollout.mcp_server import McpServer  # noqa: E402
+from megasync.rollout.tool_agent import tool_agent  # noqa: E402
+from megasync.rollout.tools import Toolbox, ToolCall  # noqa: E402
+from megasync.serving.process import free_port  # noqa: E402
 
 SUPPORT = Path(__file__).parents[1] / "support"
 PROGRAM = [sys.executable, str(SUPPORT / "mcp_program.py")]
@@ -55,20 +58,23 @@ async def program(request, opened, tmp_path):
         marks = {"MARKS": str(tmp_path / "marks")}
         yield await opened(McpServer("test", [*PROGRAM, "stdio"], environment=marks, shared=True))
         return
-    port = free_port()
-    process = await asyncio.to_thread(subprocess.Popen, [*PROGRAM, str(port)], stderr=subprocess.DEVNULL)
-    try:
-        server = McpServer("test", url=f"http://127.0.0.1:{port}/mcp", shared=True)
-        while True:
-            try:
-                await opened(server)
-                break
-            except ServiceFailed:
-                assert process.poll() is None
-        yield server
-    finally:
-        process.kill()
-        process.wait()
+    process, server = await served(free_port(), opened)
+    yield server
+    process.kill()
+    process.wait()
+
+
+async def served(port, opened, **environment):
+    """The process of a server at a port, and a connection to it."""
+    command = [*PROGRAM, str(port)]
+    process = await asyncio.to_thread(
+        subprocess.Popen, command, stderr=subprocess.DEVNULL, env={**os.environ, **environment}
+    )
+    while True:
+        try:
+            return process, await opened(McpServer("test", url=f"http://127.0.0.1:{port}/mcp", shared=True))
+        except ServiceFailed:
+            assert process.poll() is None
 
 
 async def call(tools, tool, timeout=30.0, **arguments):
@@ -154,6 +160,25 @@ async def test_a_server_that_answers_nothing_any_more_is_killed_and_started_agai
         await called(server, "hang", timeout=0.5)
     assert int(await called(server, "pid")) != pid
     await until(lambda: not lives(pid))
+
+
+async def test_a_killed_server_over_http_fails_the_calls_in_progress_and_serves_again_when_it_is_back(opened, tmp_path):
+    port, marks = free_port(), tmp_path / "marks"
+    process, server = await served(port, opened, MARKS=str(marks))
+    try:
+        running = [asyncio.create_task(called(server, "slow", seconds=1000.0)) for _ in range(20)]
+        await until(lambda: marks.exists() and marks.read_text().count("slow") == 20)
+        process.kill()
+        results = await asyncio.gather(*running, return_exceptions=True)
+        assert {type(result) for result in results} == {ServiceFailed}
+        with pytest.raises(ServiceFailed):
+            await called(server, "add", a=1, b=2)
+        process.wait()
+        process, _ = await served(port, opened)
+        assert await called(server, "add", a=1, b=2) == "3"
+    finally:
+        process.kill()
+        process.wait()
 
 
 async def test_each_sample_has_a_server_of_its_own_by_default_which_ends_with_it(opened):
@@ -334,3 +359,46 @@ async def test_a_copy_for_a_worker_connects_itself(opened):
     server = await opened(McpServer("test", [*PROGRAM, "stdio"], tools=["pid"], prefix="p_", shared=True))
     copy = await opened(pickle.loads(pickle.dumps(server)))
     assert await called(server, "p_pid") != await called(copy, "p_pid")
+
+
+class Client:
+    """Answers with these calls, then with none."""
+
+    def __init__(self, *calls):
+        self.calls = list(calls)
+
+    async def chat(self, messages, tools):
+        self.messages, self.offered = messages, [tool.name for tool in tools]
+        calls = [self.calls.pop(0)] if self.calls else []
+        return SimpleNamespace(tool_calls=calls, malformed_calls=0, messages=[*messages], trajectories=dict)
+
+
+async def test_the_tool_agent_offers_functions_and_the_tools_of_servers():
+    def double(number: int) -> int:
+        """Doubles.
+
+        Args:
+            number: what to double
+        """
+        return 2 * number
+
+    server = McpServer("test", [*PROGRAM, "stdio"], tools=["add"], shared=True)
+    agent = tool_agent([double, server])
+    try:
+        await agent.open()
+        client = Client(ToolCall("1", "add", {"a": 1, "b": 2}), ToolCall("2", "double", {"number": 4}))
+        played = await agent(client, {"messages": [{"role": "user", "content": "?"}]})
+        assert client.offered == [tool.name for tool in agent.offered] == ["double", "add"]
+        assert [message["content"] for message in client.messages] == ["?", "3", "8"]
+        assert (played["metrics"]["tool_calls"], played["metrics"]["turn_limit"]) == (2.0, 0.0)
+    finally:
+        await agent.close()
+
+
+async def test_the_tool_agent_refuses_tools_of_one_name_before_the_run_begins():
+    agent = tool_agent([faulty("noise"), faulty("internal")])
+    try:
+        with pytest.raises(ConfigError, match=r"of the MCP server 'noise' and of the MCP server 'internal'"):
+            await agent.open()
+    finally:
+        await agent.close()

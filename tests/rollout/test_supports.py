@@ -54,7 +54,7 @@ async def test_neither_full_sampling_nor_an_evaluation_asks_for_supports(fake, m
 
 
 async def test_a_response_in_parts_has_the_supports_of_all_parts(fake, client):
-    fake.script += [finish(3, "abort"), DROP, finish(2, "abort"), *([Break(((2, 0),))] if client._stream else [])]
+    fake.script += [finish(3, "abort"), DROP, finish(2, "abort"), *([Break(((2, 0),))] if client._interval else [])]
     got = (await client.generate([1], trained=True)).trajectory()
     assert supports_of(got) == of(range(2, 10))
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from service_fakes import SERVED, FakeServers, FakeTrainer, batch, compute, create, save, snapshot, step
 
-from megasync.errors import CheckpointError, DataError, LedgerError, RankLost
+from megasync.errors import DataError, LedgerError, RankLost
 from megasync.service import promises as promises_module
 from megasync.service import service as service_module
 from megasync.service.interfaces import AdapterSpec, Datum, Pass, PassResult, Samples, Sampling
@@ -572,7 +572,7 @@ async def test_two_models_cannot_make_the_same_sampler(rig):
         assert isinstance(first, Saved) and isinstance(second, Failed) and "sampler number 7 already" in second.message
 
 
-@pytest.mark.parametrize("error", [CheckpointError("no space left"), OSError(28, "no space left")])
+@pytest.mark.parametrize("error", [ValueError("no space left"), OSError(28, "no space left")])
 async def test_a_full_disk_fails_only_the_request_that_needs_it(rig, error):
     async def full() -> None:
         raise error

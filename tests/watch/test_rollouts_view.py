@@ -101,7 +101,7 @@ async def test_the_lines_of_a_sample_are_a_tree_that_opens_them(run):
         await user.should_see("2 lines, 4 answers")
         await user.should_see("<b>new")
         shown = view.__self__._open.sample
-        answers = ("answer 2 to 3", "answer 1 to 4")
+        answers = ("answers 2 to 3", "answers 1 to 4")
         choose(user, f"response {1 - shown}, {answers[1 - shown]}, 1 token")
         await user.should_see(f"Response: group 9:9, response {1 - shown}", retries=LONG)
 

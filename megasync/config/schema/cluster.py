@@ -155,8 +155,8 @@ class TimeoutConfig:
     reward: float = key(60.0, POSITIVE)
     # One call of an environment; a sign of life of a verifiers environment's server.
     environment: float = key(60.0, POSITIVE)
-    # One sample of `rollout.agent`, from the start of the agent to its return; waiting for a thread does not count. Of an
-    # external one, from the claim of a session to its close. One episode of a verifiers environment.
+    # One sample of `rollout.agent`, from the start of the agent to its return; waiting for a thread does not count. Of
+    # an external one, from the claim of a session to its close. One episode of a verifiers environment.
     agent: float = key(
         1500.0,
         POSITIVE,

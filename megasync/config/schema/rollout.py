@@ -222,7 +222,7 @@ class ToolsConfig:
 
 @dataclass
 class GatewayConfig:
-    """The OpenAI-compatible endpoint that `rollout.agent` sends its requests to: docs/gateway.md."""
+    """The endpoints of OpenAI's and Anthropic's APIs that `rollout.agent` uses: docs/gateway.md."""
 
     # Address that agents connect to; auto is this node's own.
     host: str = key("127.0.0.1", HOST)
@@ -258,6 +258,10 @@ class EnvironmentConfig:
         excludes("rollout.reward", because="an environment returns the rewards itself"),
         excludes("rollout.rewards", because="an environment returns the rewards itself"),
         needs("data.prompt.format", "chat"),
+        when(
+            "verifiers",
+            needs("rollout.at_deadline", "leave_out", because="its server plays and scores whole episodes"),
+        ),
     )
     # Constructor arguments.
     options: dict[str, Any] = key(dict)
@@ -396,9 +400,9 @@ class RolloutConfig:
     workflow: str | None = key(None, FUNCTION)
     # Constructor arguments, if `workflow` names a class; its instance is the rollout function.
     workflow_options: dict[str, Any] = key(dict, unused_without(".workflow"))
-    # An agent that uses the OpenAI API instead, as `package.module:function`:
+    # An agent that uses OpenAI's or Anthropic's API instead, as `package.module:function`:
     # `def agent(base_url, api_key, sample, model)`, sync or async (docs/gateway.md). With `external`, programs outside
-    # the run open a session for each sample. docs/agents.md#i-have-an-agent-in-another-language-or-container
+    # the run open a session for each sample (docs/agents.md).
     agent: str | None = key(
         None,
         AGENT,
@@ -414,7 +418,6 @@ class RolloutConfig:
         "leave_out",
         Choice("leave_out", "score"),
         unused_without(".agent", where={".environment": one_of(None)}),
-        excludes(".environment.kind", "verifiers", because="its server plays and scores whole episodes"),
     )
     # `math`, `code`, or `package.module:function`, `f(completions, **columns) -> list[float | None]`; null takes the
     # dataset's verifier. docs/rewards.md

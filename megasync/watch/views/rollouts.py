@@ -590,7 +590,8 @@ def _lines(row: Row, members: Sequence[Row], show: Callable[[Row], Any]) -> None
                 with ui.element("div").classes("answers"):
                     start, width = (100 * part / count for part in (line.first, 1 + line.last - line.first))
                     ui.element("i").style(f"left: {start:.2f}%; width: {width:.2f}%")
-                answers = f"answer {line.first + 1}" + (f" to {line.last + 1}" if line.last > line.first else "")
+                several = line.last > line.first
+                answers = f"answers {line.first + 1} to {line.last + 1}" if several else f"answer {line.first + 1}"
                 text("div", f"response {member.sample}, {answers}, {units.counted(member.tokens, 'token')}", "note")
             box.on("click", partial(show, member))
             box.on("keydown.enter", partial(show, member))

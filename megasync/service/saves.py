@@ -1,0 +1,75 @@
+"""States of models, which are copied from the ranks and written to folders while these compute for others.
+
+At most `SAVES` copies are in memory: the next one waits until a folder is written. A folder is complete or absent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from megasync.base.files import fsync, remove_tree
+from megasync.service import interfaces
+from megasync.service.checkpoints import size_of
+from megasync.service.promises import Promises
+
+log = logging.getLogger(__name__)
+
+SAVES = 4
+
+
+class Saves:
+    """Writes states into folders of ``run``."""
+
+    def __init__(self, run: Path, trainer: interfaces.Trainer, promises: Promises) -> None:
+        self._run = run
+        self._trainer = trainer
+        self._promises = promises
+        self._room = asyncio.Semaphore(SAVES)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def begin(self, model: str, folder: str, optimizer: bool, ended: Callable[[int | Exception], None]) -> None:
+        """Returns once a state is copied. Calls ``ended`` with the bytes of its folder, or why it was not written.
+
+        Raises what the ranks raise.
+        """
+        await self._room.acquire()
+        try:
+            write = await self._trainer.copy_state(model, optimizer)
+        except BaseException:
+            self._room.release()
+            raise
+        task = self._promises.vital(self._finish(self._run / folder, write, ended), f"save {folder}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def finished(self) -> None:
+        """Waits until all that was begun has ended. Call it when nothing begins anymore."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _finish(
+        self, folder: Path, write: interfaces.WriteState, ended: Callable[[int | Exception], None]
+    ) -> None:
+        result: int | Exception
+        try:
+            await asyncio.to_thread(self._prepare, folder)
+            await write(folder)
+            result = await asyncio.to_thread(size_of, folder)
+        except Exception as error:  # noqa: BLE001 - a full disk has several: whatever it is, nothing was written
+            log.warning("Folder %s was not written: %s", folder, error)
+            result = error
+        finally:
+            self._room.release()
+        ended(result)
+
+    def _prepare(self, folder: Path) -> None:
+        if not folder.parent.is_dir():
+            folder.parent.mkdir(parents=True)
+            fsync(folder.parent.parent)
+            fsync(self._run)
+        # An attempt whose outcome was lost with the ranks may have written it.
+        if folder.exists():
+            remove_tree(folder)
