@@ -19,10 +19,14 @@ from typing import Any
 # Before the import: no question at the first start, and no download of prices.
 os.environ.update(MSWEA_CONFIGURED="true", MSWEA_SILENT_STARTUP="1", LITELLM_LOCAL_MODEL_COST_MAP="True")
 
+import litellm  # pyright: ignore[reportMissingImports]
 from minisweagent.agents.default import DefaultAgent  # pyright: ignore[reportMissingImports]
 from minisweagent.config import get_config_from_spec  # pyright: ignore[reportMissingImports]
 from minisweagent.environments.local import LocalEnvironment  # pyright: ignore[reportMissingImports]
 from minisweagent.models import get_model  # pyright: ignore[reportMissingImports]
+
+# It looks for the price of each answer, and would print for each that the model has none.
+litellm.suppress_debug_info = True
 
 # What the harness prints must not be taken for answers.
 answers, sys.stdout = sys.stdout, sys.stderr
