@@ -23,7 +23,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +44,7 @@ from rollout import (
     trained,
 )
 
+from megasync.concurrency.garbage import short_collections
 from megasync.config.schema import GatewayConfig, SamplingConfig, TimeoutConfig
 from megasync.gateway import ExternalAgents
 from megasync.rollout.inflight import FIRST_REQUESTS, RequestGate
@@ -260,6 +261,12 @@ async def timed(
     return answer
 
 
+async def as_in_a_run(measurement: Awaitable[None]) -> None:
+    """Measures with the garbage collections of a run's driver."""
+    async with short_collections():
+        await measurement
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=1000)
@@ -273,10 +280,10 @@ def main() -> None:
         asyncio.run(run_programs())
     elif given.live:
         with null_server("null_fixed.py", str(ANSWER)) as url:
-            asyncio.run(measure_live(url, given.live))
+            asyncio.run(as_in_a_run(measure_live(url, given.live)))
     else:
         with null_server("null_fixed.py", str(given.tokens)) as url:
-            asyncio.run(measure(url, given.sessions, given.turns, given.tokens, given.repeats))
+            asyncio.run(as_in_a_run(measure(url, given.sessions, given.turns, given.tokens, given.repeats)))
 
 
 if __name__ == "__main__":
