@@ -70,7 +70,7 @@ class Played:
 
 
 class Programs:
-    """The process of programs outside, and what it is told."""
+    """The process that plays all programs outside, and the commands for it."""
 
     def __init__(self, agents: ExternalAgents, process: asyncio.subprocess.Process, tokens: int) -> None:
         assert process.stdin is not None and process.stdout is not None

@@ -190,7 +190,7 @@ class OpenEnv:
 
 
 class _RefusedAction(Exception):
-    """What the model wrote is no action of the environment."""
+    """The model wrote something that is no action of the environment."""
 
 
 class _Actions:
@@ -268,7 +268,7 @@ class _Connection:
         return cls(url, session, socket)
 
     async def schema(self) -> Any:
-        """What actions and observations have, as JSON schemas."""
+        """The JSON schemas of actions and observations."""
         try:
             async with self._session.get(f"{self.url}/schema") as answer:
                 answer.raise_for_status()

@@ -93,7 +93,7 @@ class Close(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Past:
-    """What is left of a session: what it answers to another close, and how often each close was answered."""
+    """A session that has ended: how, why no other close is accepted, and the closes that were, with their answers."""
 
     end: str
     why: str

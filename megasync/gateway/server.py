@@ -56,7 +56,7 @@ _NO_RETRY = _JSON | {"x-should-retry": "false"}
 
 @prepared
 class _Named(msgspec.Struct):
-    """What a body of any route has."""
+    """The part of a body that every route has."""
 
     model: str
 

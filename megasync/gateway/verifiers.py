@@ -85,7 +85,7 @@ class _Agent(msgspec.Struct):
 
 @prepared
 class _Values(msgspec.Struct):
-    """What a delta replaces in a trace; what it leaves as it is, is UNSET."""
+    """The values of a trace that a delta replaces; UNSET are those that it leaves as they are."""
 
     agent: _Agent | msgspec.UnsetType = msgspec.UNSET
     rewards: dict[str, _Reward | None] | msgspec.UnsetType = msgspec.UNSET
@@ -96,7 +96,7 @@ class _Values(msgspec.Struct):
 
 @prepared
 class _Delta(msgspec.Struct):
-    """What is new in a trace."""
+    """A change of a trace: values that it replaces, and nodes that it adds."""
 
     trace: str
     discard: bool = False

@@ -106,7 +106,7 @@ def lines_of(generations: Sequence[Generation], turns: Mapping[Generation, ChatT
 
 
 class _Sample:
-    """What is looked up of the generations of a sample; lists are in the order in which they ended."""
+    """Indexes of the generations of a sample; lists are in the order in which they ended."""
 
     def __init__(
         self, generations: Sequence[Generation], turns: Mapping[Generation, ChatTurn], leaves: Sequence[Generation]
@@ -200,12 +200,12 @@ class _Sample:
 
 
 def _before(generations: list[Generation], generation: Generation) -> list[Generation]:
-    """Those that ended before a generation."""
+    """The generations of a list that ended before another one."""
     return generations[: bisect_left(generations, generation.number, key=lambda each: each.number)]
 
 
 def _end(generation: Generation) -> tuple[int, bytes]:
-    """What equal prompts have in common, and others hardly."""
+    """The length and the last tokens of a prompt: equal for equal prompts, and hardly for others."""
     return len(generation.prompt), generation.prompt.array[-_TAIL:].tobytes()
 
 
@@ -219,7 +219,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def _said(answer: Mapping[str, Any]) -> str:
-    """What an answer says and calls, whatever the ids of its calls and its reasoning."""
+    """The text and the calls of an answer, without its reasoning and the ids of its calls."""
     calls = [call.get("function") for call in answer.get("tool_calls") or ()]
     return _content(answer) + (json.dumps(calls, default=str) if calls else "")
 
