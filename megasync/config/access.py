@@ -32,6 +32,12 @@ LOCAL_TENANT = "local"
 _TENANT = re.compile(r"[\w.-]{1,64}")
 
 
+def foreign_environment() -> dict[str, str]:
+    """The variables of this process without the keys of a run, for processes that run the code of others."""
+    keys = (GENERATION_KEY_VARIABLE, SESSIONS_KEY_VARIABLE, EXTERNAL_KEY_VARIABLE)
+    return {name: value for name, value in os.environ.items() if name not in keys}
+
+
 def given_key(variable: str = GENERATION_KEY_VARIABLE) -> str | None:
     """The user's own key in a variable of the environment, or None if that is unset or empty.
 

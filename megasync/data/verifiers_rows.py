@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megasync.config.access import foreign_environment
 from megasync.config.schema import DatasetConfig
 from megasync.errors import DataError
 from megasync.install import apart_program
@@ -71,7 +72,7 @@ def verifiers_rows(config: DatasetConfig) -> list[dict[str, Any]]:
             capture_output=True,
             text=True,
             timeout=_LOAD_SECONDS,
-            env=os.environ | verifiers_variables(command),
+            env=foreign_environment() | verifiers_variables(command),
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:

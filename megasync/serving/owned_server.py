@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from megasync.concurrency.tasks import cancel_and_wait
-from megasync.config.access import EXTERNAL_KEY_VARIABLE, GENERATION_KEY_VARIABLE
+from megasync.config.access import foreign_environment
 from megasync.errors import ConfigError, ServerError
 from megasync.observe.logfile import log_folder
 from megasync.serving.process import Service
@@ -53,9 +53,7 @@ class EnvironmentService(Service):
         return [word.replace("{host}", self.host).replace("{port}", str(self.port)) for word in self._command]
 
     def environment(self) -> dict[str, str]:
-        # The keys of the run's own servers are none of the environment's business.
-        ours = (GENERATION_KEY_VARIABLE, EXTERNAL_KEY_VARIABLE)
-        return {name: value for name, value in os.environ.items() if name not in ours} | dict(self._env)
+        return foreign_environment() | dict(self._env)
 
     def secrets(self) -> bytes | None:
         return self._given

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from megasync.config.access import (
+    EXTERNAL_KEY_VARIABLE,
     GENERATION_KEY_VARIABLE,
     SESSIONS_KEY_VARIABLE,
     Keys,
@@ -13,6 +14,7 @@ from megasync.config.access import (
     describe_access,
     describe_sessions,
     draw_tenants,
+    foreign_environment,
     generation_needs_key,
     read_tenants,
     router_trust,
@@ -82,6 +84,13 @@ def test_the_users_own_key_of_sessions_is_written_nowhere(tmp_path, monkeypatch)
     monkeypatch.setenv(SESSIONS_KEY_VARIABLE, "short")
     with pytest.raises(ConfigError, match=f"{SESSIONS_KEY_VARIABLE} has 5 characters"):
         sessions_key(tmp_path)
+
+
+def test_processes_of_others_get_no_key_of_a_run(monkeypatch):
+    for name in (GENERATION_KEY_VARIABLE, SESSIONS_KEY_VARIABLE, EXTERNAL_KEY_VARIABLE):
+        monkeypatch.setenv(name, OWN)
+    monkeypatch.setenv("OTHER", "kept")
+    assert OWN not in foreign_environment().values() and foreign_environment()["OTHER"] == "kept"
 
 
 @pytest.mark.parametrize("key", ["short", "with a blank in it", "schlüssel-der-zu-viel-hat", "two-lines-of\r\nheaders"])
