@@ -181,7 +181,8 @@ class ContainerStarter:
         try:
             async with asyncio.timeout(START_SECONDS):
                 while holder.returncode is None:
-                    if (await sandbox.run("mkdir -p /work")).code == 0:
+                    # Not in the working folder, which this command makes: to enter one that is missing fails.
+                    if (await sandbox.run("mkdir -p /work", cwd="/")).code == 0:
                         return
                     await asyncio.sleep(0.1)
         except (TimeoutError, SandboxError):

@@ -24,14 +24,20 @@ from megasync.sandboxes.remote import SandboxServer
 pytestmark = pytest.mark.processes
 LIMITS = Limits(cpu_seconds=5, wall_seconds=20, memory_mb=512, disk_mb=8, files=200, processes=32)
 # Stands for the client of Docker and Podman: a container is a folder, entered without isolation.
+# Its /work is a folder of the test. As the real programs, it enters no container before `run` has made it, and no
+# working folder that is missing.
 FAKE = """#!/bin/sh
+case "$1" in
+run) echo "$@" >> {place}/calls; mkdir -p {place}/box; exec cat ;;
+exec) [ -d {place}/box ] || exit 1 ;;
+esac
 echo "$@" >> {place}/calls
 case "$1" in
-run) mkdir -p {place}/box; exec cat ;;
 exec) shift 2; while :; do case "$1" in
     --workdir) cd {place}/box$2 || exit 9; shift 2 ;;
     --env) export "$2"; shift 2 ;;
-    *) break ;; esac; done; shift; [ "$PWD" = "/" ] && cd {place}/box; exec "$@" ;;
+    *) break ;; esac; done; shift; [ "$PWD" = "/" ] && cd {place}/box
+    exec "$1" "$2" "$(printf %s "$3" | sed 's# /work# {place}/box/work#g')" ;;
 diff) echo 'C /work'; echo 'A /work/a' ;;
 esac
 """
@@ -248,6 +254,14 @@ async def test_containers_are_driven_by_command_lines(kind, fake, monkeypatch):
     assert "--network none --memory 512m --pids-limit 32 " in calls[0]
     assert calls[0].endswith("--volume /usr:/usr:ro --entrypoint cat python:3.12")
     assert calls[-1].startswith("rm --force megasync-")
+
+
+async def test_a_container_starts_with_the_content_of_a_folder(fake, monkeypatch, tmp_path):
+    (tmp_path / "content").mkdir()
+    (tmp_path / "content" / "a").write_text("there\n")
+    options = {"image": "python:3.12", "folder": str(tmp_path / "content")}
+    async with started("docker", monkeypatch, fake, **options) as starter, await starter.start() as sandbox:
+        assert (await sandbox.run("cat a")).stdout == "there\n"
 
 
 async def test_a_container_that_does_not_start_says_why(fake, monkeypatch):
