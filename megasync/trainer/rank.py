@@ -149,17 +149,19 @@ class TrainerRank:
         # Entries of NCCL's flight recorder, which hang reports show.
         os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
         torch.manual_seed(config.seed)
+        # Later than the deadline by which the driver notices a hung rank: its peers would seem to have failed.
+        collective_seconds = 2 * config.timeouts.train_step
         torch.distributed.init_process_group(
             self._device.backend,
             store=self._store or join_store(host, port, config.timeouts.trainer_start),
             rank=self._rank,
             world_size=self._world,
-            timeout=timedelta(seconds=config.timeouts.train_step),
+            # The first collectives are the ranks' meeting, which may take as long as their start.
+            timeout=timedelta(seconds=max(collective_seconds, config.timeouts.trainer_start)),
         )
         of_run: dict[str, Any] = {
             "seed": config.seed,
-            # Later than the deadline by which the driver notices a hung rank: its peers would seem to have failed.
-            "collective_seconds": 2 * config.timeouts.train_step,
+            "collective_seconds": collective_seconds,
         }
         steps = config.schedule.total_steps
         # The policy's schedule begins when it does.
