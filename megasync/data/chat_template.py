@@ -119,6 +119,27 @@ class ChatTemplate:
         if _NEXT not in self._render([_ASKED, _CALLING, _RESULT], tools, True):
             raise TemplateRefused("the chat template leaves out the results of calls")
 
+    def call_begin(self, calls: Mapping[str, str], tools: Sequence[dict[str, Any]]) -> list[int]:
+        """The tokens, after the prompt for an answer, with which a call begins whichever of these tools it calls.
+
+        `calls` has the id of a call by the name of its tool. The tokens are what calls of each tool with several
+        arguments have in common, up to the first token that differs. Raises TemplateRefused if there are none.
+        """
+        # Which tools a template lists does not change how it writes a call.
+        tools, names = tools[:1], [*calls]
+        asked = self._render([_ASKED], tools, True)
+        written: list[list[int]] = []
+        for name, arguments in [(names[0], {_KEY: _WORD}), (names[0], {_NEXT: 1}), *((name, {}) for name in names)]:
+            call = {"id": calls[name], "type": "function", "function": {"name": name, "arguments": arguments}}
+            text = self._render([_ASKED, self.guard({**_CALLING, "tool_calls": [call]})], tools, False)
+            if not text.startswith(asked) or name not in text[len(asked) :]:
+                raise TemplateRefused("a call cannot be demanded: the chat template begins no answer with one")
+            written.append(self.encode(text[len(asked) :]))
+        begin = [same[0] for same in itertools.takewhile(lambda ids: len({*ids}) == 1, zip(*written, strict=False))]
+        if not begin:
+            raise TemplateRefused(f"a call cannot be demanded: those of {', '.join(names)} begin with different tokens")
+        return begin
+
     def marked(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[tuple[str, bool]]:
         """Pieces of the guarded text of guarded messages, and whether the template marks them as the assistant's.
 

@@ -24,12 +24,12 @@ from megasync.gateway.request import (
     Strict,
     Temperature,
     TopP,
-    allowed_tools,
     check_neutral,
     chosen,
     decode_body,
     event,
     stops,
+    tool_choice,
     unsent,
 )
 
@@ -151,7 +151,7 @@ class ChatExchange:
         self.request = Request(
             sent=body.messages,
             read=_read,
-            tools=allowed_tools(kept.tools(body.tools), body.tool_choice),
+            **tool_choice(kept.tools(body.tools), body.tool_choice),
             sampling=Sampling(
                 max_new_tokens=min(limits, default=None),
                 stop=stops(body.stop),

@@ -14,7 +14,6 @@ from megasync.concurrency.first_use import prepared
 from megasync.gateway.answer import Answer
 from megasync.gateway.errors import RequestError
 from megasync.gateway.request import (
-    FORCED,
     NO_TOOLS,
     Count,
     Kept,
@@ -25,6 +24,7 @@ from megasync.gateway.request import (
     Temperature,
     TopK,
     TopP,
+    callable_names,
     check_neutral,
     chosen,
     decode_body,
@@ -281,14 +281,15 @@ def _request(body: CountBody, kept: Kept, sampling: Sampling, stream: bool = Fal
     if config and (not isinstance(config, dict) or config.keys() - {"effort"}):
         raise unsupported("output_config", config, "answers are not constrained to a format")
     choice = body.tool_choice or ToolChoice("auto")
-    if choice.type in ("any", "tool"):
-        raise unsupported("tool_choice", choice.type, FORCED)
+    tools = [] if choice.type == "none" else kept.tools(body.tools, list[Tool], _functions)
+    named = [choice.name] if choice.type == "tool" else None
     prompt = body.system
     system = [Message("system", prompt if isinstance(prompt, str) else [*prompt])] if prompt else []
     return Request(
         sent=[*system, *body.messages],
         read=_read,
-        tools=[] if choice.type == "none" else kept.tools(body.tools, list[Tool], _functions),
+        tools=tools,
+        must_call=callable_names(tools, named) if choice.type in ("any", "tool") else (),
         sampling=sampling,
         stream=stream,
         single_call=bool(choice.disable_parallel_tool_use),

@@ -34,7 +34,6 @@ TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
 # Supported values of parameters besides null, and the reason why others are refused.
 Neutral = Mapping[str, tuple[tuple[Any, ...], str]]
 PENALTY = "the trainer does not model penalties"
-FORCED = "the model decides which tools it calls; forcing one would need constrained decoding, which is not supported"
 
 
 @prepared
@@ -69,13 +68,14 @@ class Request:
 
     `sent` are the parts of the conversation as the dialect has them, which can be compared: equal ones of an earlier
     request take their place. `read` turns one of them into messages, as `data/messages.py` reads them. `tools` are
-    those that the model sees. With `single_call`, the agent sees the first call of an answer only. `without_effect`
-    names parameters that are ignored, but reported.
+    those that the model sees; it must call one of `must_call`, if there are any. With `single_call`, the agent sees the
+    first call of an answer only. `without_effect` names parameters that are ignored, but reported.
     """
 
     sent: list[Any]
     read: Callable[[Any], Iterable[Mapping[str, Any]]]
     tools: list[dict[str, Any]] = field(default_factory=list)
+    must_call: Sequence[str] = ()
     sampling: Sampling = Sampling()
     stream: bool = False
     logprobs: bool = False
@@ -99,18 +99,22 @@ class AllowedTool(Named):
 
 @prepared
 class Allowed(msgspec.Struct):
-    """The tools that a request allows, of which none has to be called."""
+    """The tools that a request allows."""
 
-    mode: Literal["auto"] = "auto"
+    mode: Literal["auto", "required"] = "auto"
     tools: list[AllowedTool] = []
 
 
 @prepared
-class AllowedTools(Allowed, kw_only=True):
+class AllowedTools(Allowed, kw_only=True, tag_field="type", tag="allowed_tools"):
     """OpenAI's `tool_choice` of some tools, in the form of Responses or, with a level more, of chat completions."""
 
-    type: Literal["allowed_tools"]
     allowed_tools: Allowed | None = None
+
+
+@prepared
+class OneTool(AllowedTool, kw_only=True, tag_field="type", tag="function"):
+    """OpenAI's `tool_choice` of one function, in the form of Responses or, under its key, of chat completions."""
 
 
 NO_TOOLS = msgspec.Raw()
@@ -257,15 +261,35 @@ def _schemas(
         raise RequestError(400, f"{name}.{error}", code=error.code, param=f"{name}.{error.param}") from None
 
 
-def allowed_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:
-    """The tools that the model sees under OpenAI's `tool_choice`. Raises RequestError for one that forces a call."""
-    if choice is None or choice == "auto":
-        return tools
-    if choice == "none":
-        return []
-    try:
-        found = msgspec.convert(choice, AllowedTools)
-    except msgspec.ValidationError:
-        raise unsupported("tool_choice", choice, FORCED) from None
-    names = {(tool.function or tool).name for tool in (found.allowed_tools or found).tools}
-    return [tool for tool in tools if tool["function"]["name"] in names]
+def tool_choice(tools: list[dict[str, Any]], choice: Any) -> dict[str, Any]:
+    """The fields `tools` and `must_call` of a request under OpenAI's `tool_choice`. Raises RequestError."""
+    if choice in (None, "auto", "none", "required"):
+        names, required = _names(tools), choice == "required"
+        tools = [] if choice == "none" else tools
+    else:
+        try:
+            found = msgspec.convert(choice, AllowedTools | OneTool)
+        except msgspec.ValidationError:
+            known = "auto, none, required, a function, or a list of allowed tools"
+            raise unsupported("tool_choice", choice, f"it must be {known}") from None
+        if isinstance(found, OneTool):
+            names, required = [(found.function or found).name], True
+        else:
+            allowed = found.allowed_tools or found
+            names, required = [(tool.function or tool).name for tool in allowed.tools], allowed.mode == "required"
+            tools = [tool for tool in tools if tool["function"]["name"] in names]
+    return {"tools": tools, "must_call": callable_names(tools, names) if required else ()}
+
+
+def callable_names(tools: list[dict[str, Any]], names: Sequence[str] | None = None) -> Sequence[str]:
+    """The names of tools of which one must be called, by default all. Raises RequestError for one without a tool."""
+    known = _names(tools)
+    names = known if names is None else names
+    if not names or (missing := [name for name in names if name not in known]):
+        problem = f"{missing[0]!r}, which is not among the tools" if names else "a tool, and there is none"
+        raise RequestError(400, f"tool_choice demands a call of {problem}", param="tool_choice")
+    return names
+
+
+def _names(tools: list[dict[str, Any]]) -> list[str]:
+    return [tool["function"]["name"] for tool in tools]

@@ -29,11 +29,11 @@ from megasync.gateway.request import (
     Strict,
     Temperature,
     TopP,
-    allowed_tools,
     check_neutral,
     chosen,
     decode_body,
     event,
+    tool_choice,
     unsent,
     unsupported,
 )
@@ -190,7 +190,7 @@ class ResponsesExchange:
         self.request = Request(
             sent=[*instructions, *items],
             read=_read,
-            tools=allowed_tools(kept.tools(body.tools, functions=_functions), body.tool_choice),
+            **tool_choice(kept.tools(body.tools, functions=_functions), body.tool_choice),
             sampling=Sampling(
                 max_new_tokens=body.max_output_tokens,
                 chosen=chosen(temperature=body.temperature, top_p=body.top_p),
@@ -200,6 +200,10 @@ class ResponsesExchange:
             single_call=body.parallel_tool_calls is False,
             without_effect=("reasoning",) if body.reasoning else (),
         )
+        choice = body.tool_choice
+        if not isinstance(choice, str):
+            must_call = self.request.must_call
+            choice = {"type": "function", "name": must_call[0]} if len(must_call) == 1 else "auto"
         self._instructed = len(instructions)
         self._namespaces = b'"namespace"' in bytes(body.tools)
         self._id = f"resp_{secrets.token_hex(16)}"
@@ -219,7 +223,7 @@ class ResponsesExchange:
             "store": body.store is not False,
             "temperature": body.temperature,
             "text": {"format": {"type": "text"}},
-            "tool_choice": "none" if body.tool_choice == "none" else "auto",
+            "tool_choice": choice,
             "tools": orjson.Fragment(bytes(body.tools or b"[]")),
             "top_p": body.top_p,
             "truncation": "disabled",

@@ -107,7 +107,7 @@ class Session:
             options["watch"] = watch
         messages = self._transcript.restore(request)
         with self._failures():
-            reply = await self._client.chat(messages, tools=request.tools, **options)
+            reply = await self._client.chat(messages, tools=request.tools, must_call=request.must_call, **options)
         calls = self._transcript.answered(messages, reply, request.single_call)
         message, generation = reply.messages[-1], reply.generation
         logprobs = None

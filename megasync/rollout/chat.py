@@ -8,8 +8,9 @@ from typing import Any
 
 from megasync.config.schema import ChatConfig
 from megasync.data.messages import as_messages, as_tool_schema
+from megasync.errors import DataError
 from megasync.rollout.conversation import AnswerTemplate, Conversation, Generation, Reply
-from megasync.rollout.reply_parser import ParsedAnswer, ReplyParser, reasoning_format, tool_format
+from megasync.rollout.reply_parser import ParsedAnswer, ReplyParser, call_id, reasoning_format, tool_format
 from megasync.rollout.tools import Tool, as_tool
 from megasync.trajectory import Call
 
@@ -38,16 +39,31 @@ class Chat:
         conversation: Conversation,
         messages: Sequence[dict[str, Any]],
         tools: Sequence[ToolLike],
+        must_call: Sequence[str] = (),
         **options: Any,
     ) -> Reply:
-        """Generate the assistant's turn and record it in the conversation. `options` are passed to `generate`."""
+        """Generate the assistant's turn and record it in the conversation. `options` are passed to `generate`.
+
+        With `must_call`, the prompt ends with the beginning of a call of one of these tools, which is thus not trained.
+        """
         schemas = _schemas(tools)
         calls_as = tool_format(self._config.tool_format, self._source) if schemas else None
         messages = as_messages(messages)
         prompt = conversation.prompt(self._template, messages, schemas, realign_rewritten=self._realign)
-        generation = conversation.record(await generate(prompt.ids, **options))
         called = 0 if calls_as is None else sum(len(message.get("tool_calls", ())) for message in messages)
-        parsed = await self._parsed(generation, schemas, calls_as, called)
+        begun = ""
+        if must_call:
+            known = [schema["function"]["name"] for schema in schemas]
+            if missing := [name for name in must_call if name not in known]:
+                raise DataError(
+                    f"must_call={missing[0]!r} is none of the tools: {', '.join(known) or 'there are none'}"
+                )
+            ids = {name: call_id(calls_as or "", name, called) for name in must_call}
+            begin = self._template.call_begin(ids, schemas)
+            begun = self._template.decode(begin)
+            prompt = prompt.begun(begin, begun)
+        generation = conversation.record(await generate(prompt.ids, **options))
+        parsed = await self._parsed(generation, begun, schemas, calls_as, called)
         (message,) = as_messages([_message(parsed)])
         generation.added = prompt.added
         generation.calls = tuple(Call(call.name, call.raw_arguments) for call in parsed.calls)
@@ -62,11 +78,11 @@ class Chat:
         return len(prompt.ids)
 
     async def _parsed(
-        self, generation: Generation, schemas: Sequence[dict[str, Any]], calls_as: str | None, called: int
+        self, generation: Generation, begun: str, schemas: Sequence[dict[str, Any]], calls_as: str | None, called: int
     ) -> ParsedAnswer:
         if calls_as is None and self._reasoning is None:
             return ParsedAnswer(generation.text)
-        text = self._template.answer_text(generation)
+        text = begun + self._template.answer_text(generation)
         return await self._parser.parse(text, schemas, calls_as, self._reasoning, called=called)
 
 

@@ -500,8 +500,9 @@ class RolloutClient:
         """Generates the assistant's turn; it may call `tools`, which are functions or JSON schemas.
 
         Earlier turns of the `conversation` are sent as the tokens that were sampled (see `Conversation`). `options` are
-        those of `generate`. Raises DataError without a tokenizer or a chat template, or when the template rejects the
-        messages, and what `generate` raises.
+        those of `generate`, and `must_call`, names of tools: the prompt then ends with the beginning of a call of one
+        of them. Raises DataError without a tokenizer or a chat template, or when the template rejects the messages or
+        begins no answer with a call, and what `generate` raises.
         """
         return await self._chats().answer(self.generate, conversation or Conversation(), messages, tools, **options)
 

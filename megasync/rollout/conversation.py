@@ -313,6 +313,12 @@ class ChatPrompt:
     count: int
     added: tuple[Turn, ...] = ()
 
+    def begun(self, ids: Sequence[int], text: str) -> ChatPrompt:
+        """This prompt with the beginning of the answer, which the model continues."""
+        tokens = self.ids + ids
+        added = (*self.added[:-1], replace(self.added[-1], end=len(tokens))) if self.added else ()
+        return replace(self, ids=tokens, text=_Text(self.text, text), added=added)
+
     @property
     def messages(self) -> list[dict[str, Any]]:
         """All messages, in a new list with every access."""

@@ -26,6 +26,7 @@ from megasync.gateway.transcript import Transcript
 from megasync.rollout.conversation import AnswerTemplate, Conversation
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+NAMES = ["add", "subtract"]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 QUESTION = "hi"
 
@@ -427,6 +428,48 @@ async def test_an_agent_that_wants_single_calls_sees_the_first_and_goes_on(rig, 
     assert rig.tokenizer.decode(trajectory.response_ids) == (
         f"{CALL}{CALL}<eos><bos>tool: 3<eos><bos>assistant: done<eos>"
     )
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+@pytest.mark.parametrize("one", [True, False])
+async def test_a_demanded_call_is_begun_for_the_model(rig, dialect, one):
+    claude = pytest.importorskip("anthropic") if dialect == "messages" else None
+    begin = CALL[: CALL.index('"a"' if one else "add")]
+    rig.write(CALL.removeprefix(begin))
+    called: list[tuple[str, Any]] = []
+
+    async def agent(base_url, api_key, sample, model):
+        named: dict[str, Any] = {"type": "function", "name": "add"}
+        functions: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in NAMES]
+        flat: Any = [each["function"] | {"type": "function", "strict": None} for each in functions]
+        async with package.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            match dialect:
+                case "chat":
+                    choice: Any = {"type": "function", "function": {"name": "add"}} if one else "required"
+                    ask = client.chat.completions.create
+                    answer = await ask(model="m", messages=HI, tools=functions, tool_choice=choice)
+                    (call,) = answer.choices[0].message.tool_calls
+                    called.append((call.function.name, json.loads(call.function.arguments)))
+                case "responses":
+                    choice = named if one else "required"
+                    response = await client.responses.create(model="m", input="hi", tools=flat, tool_choice=choice)
+                    (item,) = response.output
+                    called.append((item.name, json.loads(item.arguments)))
+                    assert response.to_dict()["tool_choice"] == choice
+                case _:
+                    tools: Any = [{"name": name, "input_schema": SCHEMA} for name in NAMES]
+                    choice = {"type": "tool", "name": "add"} if one else {"type": "any"}
+                    async with claude.AsyncAnthropic(base_url=base_url, api_key=api_key) as other:
+                        ask = other.messages.create
+                        message = await ask(model="m", max_tokens=300, messages=HI, tools=tools, tool_choice=choice)
+                        (block,) = message.content
+                        called.append((block.name, block.input))
+
+    (trajectory,) = await rig.play(agent)
+    assert called == [("add", {"a": 1, "b": 2})]
+    assert rig.tokenizer.decode(trajectory.prompt_ids).endswith(f"assistant: {begin}")
+    assert rig.tokenizer.decode(trajectory.response_ids) == f"{CALL.removeprefix(begin)}<eos>"
+    assert all(trajectory.loss_mask)
 
 
 async def test_functions_of_a_namespace_are_called_by_both_names(rig):

@@ -54,8 +54,10 @@ class Talk:
         self.stops = self.tokenizer.convert_tokens_to_ids(FAMILIES[name].stops)
         self.template, self.conversation = AnswerTemplate(self.tokenizer), Conversation()
 
-    def turn(self, messages, message, stop):
+    def turn(self, messages, message, stop, begin=()):
         prompt = self.conversation.prompt(self.template, as_messages(messages))
+        if begin:
+            prompt = prompt.begun(begin, self.template.decode(begin))
         ids = [*self.tokenizer.encode("what it wrote"), *([] if stop is None else [stop])]
         finish = "length" if stop is None else "stop"
         generation = self.conversation.record(Generation(prompt.ids, ids, [0.0] * len(ids), [0] * len(ids), finish))
@@ -103,3 +105,38 @@ def test_a_conversation_continues_from_its_tokens_whatever_the_model_wrote(name,
         assert added[0] != first.tokens[-1]
     else:
         assert added[0] in talk.tokenizer.all_special_ids
+
+
+# Families whose template writes no calls.
+CALLS_NOTHING = {"gemma 2", "phi 3", "smollm 2", "smollm 3"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_demanded_call_begins_as_the_template_writes_it(name):
+    talk = Talk(name)
+    if name in CALLS_NOTHING:
+        with pytest.raises(TemplateRefused, match="begins no answer with one"):
+            talk.template.call_begin({"weather": "call_0"}, [])
+        return
+    id_of = "functions.{}:0" if name == "kimi k2" else "call_0"
+    one, either = (
+        talk.template.call_begin({each: id_of.format(each) for each in names}, [])
+        for names in (["weather"], ["weather", "wind"])
+    )
+    assert one[: len(either)] == either
+    assert "weather" in talk.template.decode(one) and "wea" not in talk.template.decode(either)
+    asked = talk.template.render([ASK], [], answer=True)
+    for arguments in ({}, {"city": "Oslo"}, {"a": {"b": [None]}}):
+        whole = call(arguments=arguments) | {"id": id_of.format("weather")}
+        rendered = talk.template.render(as_messages([ASK, says("", whole)]), [], answer=False)
+        assert rendered.startswith(asked + talk.template.decode(one))
+        assert talk.template.encode(rendered.removeprefix(asked))[: len(one)] == one
+    # It is a part of the prompt, and the next turn continues it.
+    said, first = talk.turn([ASK], says("", whole), talk.end(True), one)
+    assert first.prompt_ids[-len(one) :] == one
+    _, second = talk.turn([*said, *following(said[-1])], says("done"), talk.end(False), either)
+    assert second.parent is first and second.prompt_ids[-len(either) :] == either
+    (trajectory,) = talk.conversation.trajectories(1.0)
+    sampled = [token for token, trained in zip(trajectory.response_ids, trajectory.loss_mask, strict=True) if trained]
+    assert sampled == [*first.token_ids, *second.token_ids]
+    assert [turn.end for turn in trajectory.turns][-1] == len(trajectory.response_ids)
