@@ -87,7 +87,13 @@ async def run_check(source: str, check: Check, limits: Limits | None = None) -> 
             # Both sandboxes have the sockets. If this process kept one open, neither would notice the end of the other.
             ours.close()
             theirs.close()
-            program = asyncio.ensure_future(_ran(program_sandbox, program_order))
+
+            async def whole_program() -> None:
+                await _ran(program_sandbox, program_order)
+                # Processes that it left behind hold the link, and the check would wait for their answers.
+                await program_sandbox.kill()
+
+            program = asyncio.ensure_future(whole_program())
             try:
                 ran = await _ran(check_sandbox, check_order)
                 if not (passed := ran.result.code == PASSED):

@@ -360,7 +360,7 @@ async def test_a_program_that_does_not_solve_the_task_scores_zero(monkeypatch, t
         port = served.sockets[0].getsockname()[1]
         program = program.replace("{dataset}", str(dataset)).replace("{port}", str(port))
         never_ends = any(word in name for word in ("for ever", "without an end", "sleeps", "signals"))
-        reward = CodeReward(cpu_seconds=20, wall_seconds=1.5 if never_ends else 60, memory_mb=256)
+        reward = CodeReward(cpu_seconds=20, wall_seconds=1.5 if never_ends else 600, memory_mb=256)
         assert await reward([f"```python\n{program}\n```"], tests=[tests]) == [0.0]
     assert list((tmp_path / "sandboxes").iterdir()) == []
     assert gone(lambda: of_sandboxes(tmp_path))
