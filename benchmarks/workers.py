@@ -33,7 +33,8 @@ from megasync.observe.context import RunContext
 from megasync.rewards import RewardRunner
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.group_worker import GroupSpec, GroupWorker
-from megasync.rollout.quarantine import Quarantine, QuarantineClient
+from megasync.rollout.inflight import QuarantineClient
+from megasync.rollout.quarantine import Quarantine
 from megasync.rollout.rollouter import Rollouter
 from megasync.rollout.selection import Selection
 from megasync.rollout.worker_link import LocalProcess, PolledEnd, WorkerEnd, WorkerProcess

@@ -37,7 +37,7 @@ from megasync.observe.logfile import log_to_file
 from megasync.rewards import reward_functions
 from megasync.rollout.client import ANYWHERE, Destination, RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.group_worker import DropRecord, FailurePolicy, GroupSpec, GroupWorker
-from megasync.rollout.quarantine import QuarantineClient
+from megasync.rollout.inflight import QuarantineClient
 from megasync.rollout.worker_link import PolledEnd, WorkerEnd
 from megasync.serving.control import ServerControl
 
@@ -143,7 +143,7 @@ def check_workload_travels(task: Task, custom: PythonArguments) -> None:
         check_travels("the rows of train_dataset", dict(row))
 
 
-async def start_worker(setup: WorkerSetup, clock_offset: float = 0.0) -> PolledEnd:
+async def start_worker(setup: WorkerSetup, clock_offset: float) -> PolledEnd:
     """Opens a worker in a process of its own.
 
     ``clock_offset`` is what to add to this host's clock to get the driver's, in seconds.

@@ -21,7 +21,7 @@ from megasync.config.served import is_served
 from megasync.config.supervised import is_supervised
 from megasync.data import load_dataset
 from megasync.data.datasets import load_conversations
-from megasync.data.render import load_tokenizer
+from megasync.data.tokenizer import load_tokenizer
 from megasync.layout.model_files import has_tokenizer
 from megasync.models.hub import with_names
 from megasync.preflight.check import check_as_run

@@ -33,10 +33,11 @@ from megasync.config.changes import check_changes
 from megasync.config.pools import trainer_pool
 from megasync.config.supervised import supervised_config
 from megasync.control.recovery import named_loss
+from megasync.control.saving import Checkpoints
 from megasync.data.datasets import load_conversations
-from megasync.data.render import load_tokenizer
 from megasync.data.row_file import write_rows
 from megasync.data.supervised import SupervisedRenderer, TokenRow
+from megasync.data.tokenizer import load_tokenizer
 from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError, RankLost, TrainingError
 from megasync.layout.model_files import read_hf_config
@@ -190,11 +191,6 @@ class SupervisedRun(AnyRun):
         self._notes = messages
         self._checkpoint = latest(run_dir)
         self._step = 0 if self._checkpoint is None else step_of(self._checkpoint)
-        self._saved_step = self._step
-        # The step whose checkpoint is being written.
-        self._saving: int | None = None
-        # The export that is being written beside the training.
-        self._exporting: asyncio.Task[None] | None = None
         self._losses: list[tuple[int, float]] = []
         self._stop = asyncio.Event()
         self._reason = ""
@@ -220,14 +216,16 @@ class SupervisedRun(AnyRun):
                 observer.message(note)
             async with observer.writing_state(), answers, AsyncExitStack() as stack:
                 trainer = await self._start(stack, opened)
+                export = partial(self._export_step, observer)
+                checkpoints = Checkpoints(self.config.checkpoint, trainer, observer, self._step, export)
                 self._started = True
                 try:
                     with observer.running():
-                        await self._train(trainer, observer)
+                        await self._train(trainer, checkpoints, observer)
                     # A stop that is requested later, during an export, has nothing left to stop.
                     observer.stopped, observer.finished = self._reason, not self._reason
                 finally:
-                    await self._exported()
+                    await checkpoints.exported()
                 observer.message("shutting down trainer ranks")
             export_dir = await self._export_newest(observer)
         stopped, finished = observer.stopped, observer.finished
@@ -246,7 +244,7 @@ class SupervisedRun(AnyRun):
         await trainer.start(self._checkpoint)
         return trainer
 
-    async def _train(self, trainer: TrainerGroup, observer: RunObserver) -> None:
+    async def _train(self, trainer: TrainerGroup, checkpoints: Checkpoints, observer: RunObserver) -> None:
         """Trains until the run is over. A lost rank takes it back to the newest checkpoint."""
         limit, furthest, restarts = self.config.trainer.max_restarts, self._step, 0
         lost = ""
@@ -254,9 +252,9 @@ class SupervisedRun(AnyRun):
             try:
                 if lost:
                     what, lost = lost, ""
-                    await self._restart(trainer, observer)
+                    await self._restart(trainer, checkpoints, observer)
                     observer.recovery(what, f"the ranks were restarted, training resumes after step {self._step}")
-                return await self._steps(trainer, observer)
+                return await self._steps(trainer, checkpoints, observer)
             except RankLost as error:
                 lost = named_loss(error)
                 observer.fault(lost, str(error), interrupted=self._step + 1)
@@ -270,19 +268,19 @@ class SupervisedRun(AnyRun):
                 restarts += 1
                 observer.message(f"restarting the trainer ranks, attempt {restarts} of {limit}: {error}")
 
-    async def _restart(self, trainer: TrainerGroup, observer: RunObserver) -> None:
+    async def _restart(self, trainer: TrainerGroup, checkpoints: Checkpoints, observer: RunObserver) -> None:
         observer.activity("trainer", "restarting")
         state = await trainer.restart()
-        self._step = self._saved_step = 0 if state is None else state["step"]
-        self._saving = None
+        self._step = 0 if state is None else state["step"]
+        checkpoints.returned(self._step)
         self._losses = [(step, loss) for step, loss in self._losses if step <= self._step]
         observer.rewind(self._step)
         observer.message(f"training goes on after step {self._step}")
 
-    async def _steps(self, trainer: TrainerGroup, observer: RunObserver) -> None:
+    async def _steps(self, trainer: TrainerGroup, checkpoints: Checkpoints, observer: RunObserver) -> None:
         sft, total = self.config.sft, self.config.schedule.total_steps
         if not self._losses:
-            await self._validate(trainer, observer)
+            await self._validate(trainer, checkpoints, observer)
         while self._step < total and not self._stop.is_set():
             observer.activity("trainer", "training")
             metrics = await trainer.fit(TRAIN_FILE, self._rows.of_step(self._step), self._step + 1)
@@ -292,25 +290,25 @@ class SupervisedRun(AnyRun):
                 observer.message(f"torch profiles of step {self._step} are in profile/ of the run directory")
             every = sft.validate_every_steps
             if every and self._step % every == 0 and self._step != total:
-                await self._validate(trainer, observer)
-            await self._finish_save(trainer, observer, wait=False)
+                await self._validate(trainer, checkpoints, observer)
+            await checkpoints.finish(wait=False)
             saves = self.config.checkpoint.every_steps
             if saves and self._step % saves == 0:
-                await self._save(trainer, observer)
+                await self._save(checkpoints, observer)
         # First what must not be lost: a stop ends the validation.
-        if self._saved_step != self._step and self._saving != self._step:
-            await self._save(trainer, observer)
+        if self._step not in (checkpoints.saved, checkpoints.begun):
+            await self._save(checkpoints, observer)
         if self._losses and self._losses[-1][0] != self._step:
-            await self._validate(trainer, observer)
-        await self._finish_save(trainer, observer, wait=True)
+            await self._validate(trainer, checkpoints, observer)
+        await checkpoints.finish(wait=True)
 
-    async def _validate(self, trainer: TrainerGroup, observer: RunObserver) -> None:
+    async def _validate(self, trainer: TrainerGroup, checkpoints: Checkpoints, observer: RunObserver) -> None:
         """Computes the loss of the held-out rows. A stop does not wait for it, unless the ranks must save after it."""
         if not self._rows.validation or self._stop.is_set():
             return
         observer.activity("trainer", "computing the validation loss")
         computing = asyncio.create_task(trainer.loss(VALIDATION_FILE), name="validation")
-        if self._saved_step == self._step and self._saving is None:
+        if checkpoints.saved == self._step and checkpoints.begun is None:
             await wait_for_first(computing, asyncio.create_task(self._stop.wait(), name="stop"))
         else:
             await computing
@@ -320,34 +318,7 @@ class SupervisedRun(AnyRun):
         self._losses.append((self._step, loss))
         observer.validation(self._step, loss)
 
-    async def _save(self, trainer: TrainerGroup, observer: RunObserver) -> None:
-        await self._finish_save(trainer, observer, wait=True)
+    async def _save(self, checkpoints: Checkpoints, observer: RunObserver) -> None:
+        await checkpoints.finish(wait=True)
         observer.activity("trainer", "saving a checkpoint")
-        await trainer.begin_save(self._step, {"step": self._step})
-        self._saving = self._step
-        await self._finish_save(trainer, observer, wait=not self.config.checkpoint.background)
-
-    async def _finish_save(self, trainer: TrainerGroup, observer: RunObserver, wait: bool) -> None:
-        # Finishing removes old checkpoints, perhaps the one that is being exported.
-        if self._saving is None or (not wait and self._exporting is not None and not self._exporting.done()):
-            return
-        await self._exported()
-        if (saved := await trainer.finish_save(wait)) is None:
-            return
-        self._saved_step, self._saving = self._saving, None
-        observer.checkpoint(self._saved_step, saved.path)
-        every = self.config.checkpoint.export_every
-        if every and self._saved_step % every == 0:
-            self._exporting = asyncio.create_task(self._export(saved.path, observer), name="export")
-
-    async def _export(self, checkpoint: Path, observer: RunObserver) -> None:
-        try:
-            await self._export_step(observer, checkpoint)
-        except CheckpointError as error:
-            observer.message(f"the run goes on without an export: {error}")
-
-    async def _exported(self) -> None:
-        """Waits for an export that was begun."""
-        if self._exporting is not None:
-            await self._exporting
-            self._exporting = None
+        await checkpoints.begin(self._step, {"step": self._step})

@@ -20,7 +20,7 @@ from megasync.data import PromptSource, Renderer, as_rows, load_dataset, load_tr
 from megasync.data.chat_template import ChatTemplate
 from megasync.data.curriculum import Curriculum, curriculum_of
 from megasync.data.datasets import default_reward, no_default_reward, warn_of_missing_answers
-from megasync.data.render import load_tokenizer
+from megasync.data.tokenizer import load_tokenizer
 from megasync.environments import Play
 from megasync.errors import ConfigError, DataError, TemplateRefused
 from megasync.evaluation.held_out import HeldOutSet, held_out_sets, sets_of_worker

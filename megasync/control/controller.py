@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
 from pathlib import Path
 
 from megasync.buffer.payload import LeasedGroup
@@ -42,6 +41,7 @@ from megasync.control.pinning import Pinning
 from megasync.control.progress import Progress
 from megasync.control.publishing import FleetSync
 from megasync.control.recovery import TrainerRecovery
+from megasync.control.saving import Checkpoints
 from megasync.control.watchdog import Watchdog
 from megasync.errors import (
     CheckpointError,
@@ -84,11 +84,11 @@ class Controller:
         config: Config,
         context: RunContext,
         parts: ControlledParts,
-        progress: Progress | None = None,
+        progress: Progress,
         failed_steps: Path | None = None,
     ) -> None:
         self.config = config
-        self.progress = progress = progress or Progress()
+        self.progress = progress
         self._trainer = parts.trainer
         self._buffer = parts.buffer
         self._rollouter = parts.rollouter
@@ -97,9 +97,6 @@ class Controller:
         self._rollout_workers = parts.rollout_workers
         self._evaluate = parts.evaluate
         self._cursor = parts.cursor
-        self._export = parts.export
-        # The export that is being written beside the training.
-        self._exporting: asyncio.Task[None] | None = None
         self._observer = parts.observer
         self._reports = context.reports
         self._clock = clock = context.clock
@@ -118,10 +115,10 @@ class Controller:
         self.stop_reason = ""
         self._target_reached = False
         self._evaluation_due = asyncio.Event()
-        # A run starts, or resumes, from what is saved.
-        self._saved_step = progress.step
-        # The step whose checkpoint is being written.
-        self._saving: int | None = None
+        self._checkpoints = Checkpoints(
+            *(config.checkpoint, parts.trainer, parts.observer, progress.step, parts.export),
+            *(parts.buffer.checkpointed, self._watchdog.bounded),
+        )
         self._trained_steps = 0
         # Set once the initial weights have been evaluated; nothing is generated or trained before.
         self._begun = asyncio.Event()
@@ -206,9 +203,9 @@ class Controller:
             try:
                 if loss is not None:
                     incomplete, self._incomplete = self._incomplete, None
-                    self._saving = None
                     await self._recovery.restart_trainer(loss, incomplete)
-                    self._saved_step, self._trainer_fit, loss = self.progress.step, True, None
+                    self._checkpoints.returned(self.progress.step)
+                    self._trainer_fit, loss = True, None
                 return await self._train_until_over()
             except (RankLost, StepFailed) as error:
                 loss = error
@@ -234,7 +231,7 @@ class Controller:
         """Restarts the ranks where there is room for more of them, from a checkpoint of this step."""
         await self._save_unsaved()
         await self._recovery.grow_trainer()
-        self._saved_step = self.progress.step
+        self._checkpoints.returned(self.progress.step)
 
     async def _next_batch(self) -> list[LeasedGroup] | None:
         """Waits for the next step's groups and syncs joiners meanwhile. None when a stop was requested."""
@@ -333,62 +330,22 @@ class Controller:
     # Saving
 
     async def _save_if_due(self, last: bool = False) -> None:
-        await self._finish_save(wait=False)
+        await self._checkpoints.finish(wait=False)
         if last or self._due(self.config.checkpoint.every_steps):
             await self._save()
 
     async def _save(self) -> None:
-        """Begins the checkpoint of this step; with `checkpoint.background` ranks write it while they train."""
-        await self._finish_save(wait=True)
+        await self._checkpoints.finish(wait=True)
         await self._colocation.to_ranks()
         self._observer.activity("trainer", "saving a checkpoint")
         state = self.progress.state() | {"cursor": self._cursor(), **await self._buffer.before_checkpoint()}
-        with self._watchdog.bounded():
-            await self._trainer.begin_save(self.progress.step, state)
-        self._saving = self.progress.step
-        await self._finish_save(wait=not self.config.checkpoint.background)
-
-    async def _finish_save(self, wait: bool) -> None:
-        """Finishes a checkpoint that was begun, if its ranks have written it or ``wait`` is true."""
-        if self._saving is None:
-            return
-        # Finishing removes old checkpoints, perhaps the one that is being exported.
-        if not wait and self._exporting is not None and not self._exporting.done():
-            return
-        await self._exported()
-        try:
-            with self._watchdog.bounded():
-                saved = await self._trainer.finish_save(wait)
-        except CheckpointError:
-            # Nothing is left of it, so the step may be saved again.
-            self._saving = None
-            raise
-        if saved is not None:
-            self._saved_step, self._saving = self._saving, None
-            await self._buffer.checkpointed(self._saved_step, saved.oldest_step)
-            self._observer.checkpoint(self._saved_step, saved.path)
-            every = self.config.checkpoint.export_every
-            if self._export is not None and every and self._saved_step % every == 0:
-                self._exporting = asyncio.create_task(self._export_now(self._export(saved.path)), name="export")
-
-    async def _export_now(self, export: Awaitable[None]) -> None:
-        try:
-            await export
-        except MegasyncError as error:
-            self._observer.message(f"the run goes on without an export: {error}")
-
-    async def _exported(self) -> None:
-        """Waits for an export that was begun."""
-        if self._exporting is not None:
-            with self._watchdog.bounded():
-                await self._exporting
-            self._exporting = None
+        await self._checkpoints.begin(self.progress.step, state)
 
     async def _save_unsaved(self) -> None:
-        if self.progress.step not in (self._saved_step, self._saving):
+        if self.progress.step not in (self._checkpoints.saved, self._checkpoints.begun):
             await self._save()
-        await self._finish_save(wait=True)
-        await self._exported()
+        await self._checkpoints.finish(wait=True)
+        await self._checkpoints.exported()
 
     async def _save_after(self, error: BaseException) -> None:
         """Saves what a failed run has trained, unless the trainer or a save is what failed."""

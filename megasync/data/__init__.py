@@ -4,11 +4,9 @@ A row is a dict with a "prompt" column (text, or a list of chat messages), usual
 columns that the reward function reads.
 """
 
-from megasync.data.datasets import Reward, load_dataset
-from megasync.data.render import Renderer, split_examples
+from megasync.data.datasets import Reward, load_dataset, load_training_sets
+from megasync.data.prompts import PromptSource, Renderer, render_rows, split_examples
 from megasync.data.rows import as_rows
-from megasync.data.sets import load_training_sets
-from megasync.data.source import PromptSource, render_rows
 
 __all__ = [
     "PromptSource",

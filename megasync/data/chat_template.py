@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from megasync.concurrency.foreign import explain, invoke
 from megasync.data.messages import ASSISTANT, Message
 from megasync.data.outside_text import OutsideText
-from megasync.data.text_codec import TextCodec
+from megasync.data.tokenizer import TextCodec
 from megasync.errors import DataError, TemplateRefused
 
 log = logging.getLogger(__name__)

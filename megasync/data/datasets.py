@@ -1,4 +1,4 @@
-"""Loads the rows of a configured dataset and selects its default reward function.
+"""Loads the rows of a configured dataset, or of several, and selects their default reward function.
 
 Invariant: any problem of a dataset (missing file or column, malformed line, no rows) is a DataError that says where,
 raised before any process starts.
@@ -7,14 +7,17 @@ raised before any process starts.
 from __future__ import annotations
 
 import glob
+import inspect
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megasync.config.schema import DataConfig, DatasetConfig
+from megasync.concurrency.threads import DaemonThreads
+from megasync.config.schema import DataConfig, DatasetConfig, TrainSetConfig
 from megasync.data.digits import digit_reward, digit_rows
 from megasync.data.final_answer import references
 from megasync.data.harbor_tasks import harbor_rows
@@ -28,6 +31,11 @@ log = logging.getLogger(__name__)
 
 # `f(completions, **columns) -> list[float | None]`, sync or async.
 Reward = Callable[..., Any]
+
+# Column with the name of a row's set.
+SET = "train_set"
+# Verifiers are packages' code, which an event loop must not run. Threads held by calls past their deadline: at most 8.
+_threads = DaemonThreads(8, at_once=1)
 
 
 def load_dataset(config: DatasetConfig, data: DataConfig | None = None) -> tuple[list[dict[str, Any]], Reward | None]:
@@ -190,3 +198,41 @@ def _files(config: DatasetConfig, suffix: str) -> list[Path]:
 
 def _missing(kind: str, error: ModuleNotFoundError) -> DataError:
     return DataError(f"data kind {kind} needs the package {error.name!r}: pip install 'megasync[datasets]'")
+
+
+# Several training sets as one table of rows, each scored as its own task is.
+
+
+class VerifierOfSet:
+    """The reward function of rows from several sets, each with its own; a group's rows are all of one set."""
+
+    def __init__(self, by_set: Mapping[str, Reward]) -> None:
+        self._by_set = by_set
+
+    async def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> Any:
+        name = columns[SET][0]
+        call = partial(self._by_set[name], completions, **columns)
+        scores = await _threads.call(call, f"the verifier of the set {name}")
+        return await scores if inspect.isawaitable(scores) else scores
+
+
+def load_training_sets(
+    sets: Mapping[str, TrainSetConfig], config: DataConfig | None = None
+) -> tuple[list[dict[str, Any]], Reward | None, list[tuple[int, float]]]:
+    """The rows of all sets in their order, with the column `SET`; their reward; and (rows, weight) of each.
+
+    The reward is that of each row's own set; None if a set has none. Raises DataError.
+    """
+    table, verifiers, sizes = [], {}, []
+    for name, each in sets.items():
+        rows, verifier = load_dataset(each.data, config)
+        if taken := next((row for row in rows if SET in row), None):
+            raise DataError(f"data.sets.{name} has a column {SET!r} ({taken[SET]!r}), which megasync sets; rename it")
+        table += [Row({**row, SET: name}, place(row, number)) for number, row in enumerate(rows)]
+        sizes.append((len(rows), each.weight))
+        if verifier is not None:
+            verifiers[name] = verifier
+    functions = {*verifiers.values()}
+    if len(verifiers) < len(sets):
+        return table, None, sizes
+    return table, functions.pop() if len(functions) == 1 else VerifierOfSet(verifiers), sizes

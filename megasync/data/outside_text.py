@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megasync.data.messages import valid_text
-from megasync.data.text_codec import TextCodec
+from megasync.data.tokenizer import TextCodec
 
 # Letters and digits only, which templates never escape, not even in JSON.
 MARK = "Zq7plain9V"

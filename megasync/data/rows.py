@@ -1,4 +1,4 @@
-"""Rows: the common form of every dataset.
+"""Rows, the common form of every dataset, and the format strings of the configuration that they fill.
 
 Invariant: `as_rows` returns a non-empty list of new rows. Each has a "prompt" that is text or a list of chat messages,
 no column with a name that the rollout reserves, and only values that can be encoded and copied. Each row knows where it
@@ -8,11 +8,11 @@ comes from, and so does every error.
 from __future__ import annotations
 
 import hashlib
+import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megasync.config.schema import DataConfig
-from megasync.data.template import column_names, fill
 from megasync.errors import DataError
 
 # One in this many rows of a procedural dataset is held out.
@@ -237,3 +237,34 @@ def is_messages(prompt: Any) -> bool:
 def split_of(text: str) -> str:
     """The split, train or test, of a procedural row: a hash of its text decides, whatever the seed."""
     return "test" if hashlib.sha256(text.encode()).digest()[0] % HELD_OUT_SHARE == 0 else "train"
+
+
+def fill(key: str, template: str, row: Mapping[str, Any]) -> str:
+    """A format string with the columns of a row. Raises DataError that names the configuration's ``key``."""
+    try:
+        return template.format_map(row)
+    except Exception as error:  # a format string calls the __format__ and the attributes of any value
+        raise DataError(f"{key}={template!r} {_problem(template, row, error)}") from error
+
+
+def _problem(template: str, row: Mapping[str, Any], error: Exception) -> str:
+    names = column_names(template)
+    if missing := sorted(names - row.keys()):
+        return (
+            f"names the column {missing[0]!r}, which a row lacks: it has {sorted(map(str, row))}; correct the "
+            f"template, or name the right column in data.columns"
+        )
+    values = ", ".join(f"{name}={row[name]!r:.80}" for name in sorted(names))
+    return (
+        f"is not a valid format string{' for ' + values if values else ''}: {error or type(error).__name__}; correct "
+        f"the value or its format, and write {{{{ for a brace"
+    )
+
+
+def column_names(template: str) -> set[str]:
+    """The columns that a format string names; empty if it is not a valid one."""
+    try:
+        fields = [name for _, name, _, _ in string.Formatter().parse(template) if name]
+    except ValueError:
+        return set()
+    return {name.partition(".")[0].partition("[")[0] for name in fields}

@@ -23,8 +23,8 @@ from megasync.config.schema import PromptConfig, SftConfig
 from megasync.data.chat_template import ChatTemplate
 from megasync.data.messages import ASSISTANT, Message, as_messages, as_tools
 from megasync.data.outside_text import OutsideText, plain
-from megasync.data.render import Renderer
-from megasync.data.template import fill
+from megasync.data.prompts import Renderer
+from megasync.data.rows import fill
 from megasync.errors import DataError, TemplateRefused
 
 _FIX = (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megasync.data.text_codec import TextCodec
+from megasync.data.tokenizer import TextCodec
 from megasync.rollout.conversation import Generation
 from megasync.rollout.tools import ToolCall
 from megasync.trajectory.runs import IntArray

@@ -20,7 +20,7 @@ from typing import Any
 
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config.schema import SamplingConfig
-from megasync.data.text_codec import TextCodec
+from megasync.data.tokenizer import TextCodec
 from megasync.errors import ServerError, TemplateRefused
 from megasync.gateway.answer import Answer, LiveText, token_logprobs
 from megasync.gateway.errors import RequestError

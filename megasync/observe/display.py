@@ -250,9 +250,9 @@ def _activities(snap: RunSnapshot) -> Table:
     return table
 
 
-def sparkline(values: Sequence[float | None], width: int = SPARK_WIDTH) -> str:
+def sparkline(values: Sequence[float | None]) -> str:
     """The latest values as block characters, scaled to their range; a gap where a value is missing or not finite."""
-    shown = list(values)[-width:]
+    shown = list(values)[-SPARK_WIDTH:]
     finite = [v for v in shown if v is not None and math.isfinite(v)]
     if not finite:
         return ""

@@ -17,11 +17,11 @@ class _LogFile(logging.FileHandler):
     _reported = False
     _saved: tuple[int, bool] | None = None
 
-    def attach(self, level: int) -> None:
+    def attach(self) -> None:
         logger = logging.getLogger("megasync")
         self._saved = logger.level, logger.propagate
         logger.addHandler(self)
-        logger.setLevel(level)
+        logger.setLevel(logging.INFO)
         # The display prints warnings; a root handler would print everything a second time.
         logger.propagate = False
 
@@ -45,12 +45,12 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
-def log_to_file(path: Path, level: int = logging.INFO) -> logging.Handler:
+def log_to_file(path: Path) -> logging.Handler:
     """Writes this process's log records to `path` until the returned handler is closed, which restores the logger."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(FORMAT))
-    handler.attach(level)
+    handler.attach()
     return handler
 
 

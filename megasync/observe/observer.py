@@ -9,12 +9,14 @@ import asyncio
 import logging
 import math
 import os
+import platform
 import socket
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -55,7 +57,6 @@ from megasync.observe.state_file import (
     write_state,
 )
 from megasync.observe.trackers import configured_sinks
-from megasync.observe.versions import package_versions
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,11 @@ STATE_SECONDS = 2.0
 SYNC_FIELDS = {"bytes": "sync/bytes", "pause_seconds": "sync/pause_seconds"}
 # States of a server in which it answers requests.
 SERVING = ("healthy", "suspect")
+# The packages that decide what a run computes.
+PACKAGES = (
+    *("megasync", "torch", "megatron-core", "transformer-engine", "sglang", "sglang-router", "ray"),
+    *("transformers", "numpy"),
+)
 
 
 @dataclass
@@ -434,7 +440,7 @@ class RunObserver:
             text = f"the driver ({driver}) was killed or lost its machine: it has recorded no end"
             self._events.write(FAULT, text, "driver", at=alive, step=step)
             self._step_due = True
-        who = {"pid": os.getpid(), "host": socket.gethostname(), "versions": package_versions()}
+        who = {"pid": os.getpid(), "host": socket.gethostname(), "versions": _package_versions()}
         self._events.write(START, self._config.name, **who)
 
     def _record(self, kind: str, text: str, what: str = "", **fields: Any) -> None:
@@ -478,3 +484,12 @@ def _rate(progress: Sequence[tuple[float, float]]) -> float | None:
         return None
     (start, before), (end, after) = progress[0], progress[-1]
     return (after - before) / (end - start) if end > start else None
+
+
+def _package_versions() -> dict[str, str]:
+    """Python's version and those of the packages that are installed, as the driver has them."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions

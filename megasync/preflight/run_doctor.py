@@ -71,7 +71,7 @@ def find_contradiction(config: Config, refuse: Refuse) -> Finding:
 
 def check_tokenizer(config: Config) -> Iterator[Finding]:
     """Checks that the model's tokenizer loads on this machine."""
-    from megasync.data.render import load_tokenizer
+    from megasync.data.tokenizer import load_tokenizer
 
     try:
         load_tokenizer(config.model.path)

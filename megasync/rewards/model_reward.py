@@ -21,8 +21,7 @@ from megasync.data.chat_template import ChatTemplate
 from megasync.data.final_answer import CUT_OFF, outside_reasoning
 from megasync.data.messages import as_messages
 from megasync.data.outside_text import OutsideText
-from megasync.data.rows import is_messages
-from megasync.data.template import fill
+from megasync.data.rows import fill, is_messages
 from megasync.data.written_number import written_number
 from megasync.errors import ConfigError, InvalidAnswer
 from megasync.rewards.written_score import written_score

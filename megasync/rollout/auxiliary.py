@@ -19,7 +19,7 @@ from megasync.config import Config
 from megasync.config.schema import AuxiliaryModelConfig
 from megasync.data.chat_template import ChatTemplate
 from megasync.data.messages import as_messages
-from megasync.data.render import load_tokenizer
+from megasync.data.tokenizer import load_tokenizer
 from megasync.errors import ConfigError, DataError
 from megasync.serving.answers import parse_as
 from megasync.serving.frozen_client import FrozenModelClient

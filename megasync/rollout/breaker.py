@@ -55,13 +55,11 @@ class Breaker:
         name: str,
         *,
         clock: Callable[[], float] = time.monotonic,
-        limit: int = LIMIT,
         delay_seconds: tuple[float, float] = DELAY_SECONDS,
         patience: float = PATIENCE_SECONDS,
     ) -> None:
         self.name = name
         self._clock = clock
-        self._limit = limit
         self._delay_seconds = delay_seconds
         self._patience = patience
         self._in_a_row = 0
@@ -133,7 +131,7 @@ class Breaker:
             self._in_a_row += 1
         if self._since is not None and not trial:
             return
-        if self._since is None and self._in_a_row < self._limit:
+        if self._since is None and self._in_a_row < LIMIT:
             return
         delay = self._backoff.next()
         self._until = now + delay

@@ -43,8 +43,8 @@ from megasync.layout.routes import RouteFormat
 from megasync.rollout.auxiliary import AuxiliaryModel
 from megasync.rollout.chat import Chat, ToolLike
 from megasync.rollout.conversation import Conversation, Generation, Reply
+from megasync.rollout.inflight import QuarantineClient, Ticket
 from megasync.rollout.partials import PartialResponse, request_digest
-from megasync.rollout.quarantine import QuarantineClient, Ticket
 from megasync.rollout.reply_parser import ReplyParser
 from megasync.rollout.tokens import Tokens
 from megasync.serving.answers import (

@@ -58,7 +58,7 @@ from megasync.buffer.segments import GroupSink
 from megasync.concurrency.foreign import explain, run
 from megasync.concurrency.tasks import Backoff, cancel_and_wait
 from megasync.config.schema import Config
-from megasync.data.sets import SET
+from megasync.data.datasets import SET
 from megasync.errors import DataError, MegasyncError, ServiceDown, causes, failed_service, is_infrastructure
 from megasync.observe import trace
 from megasync.observe.rollouts import RolloutLog, is_sampled, nothing_sampled, recorded, rollout_bytes
@@ -67,11 +67,18 @@ from megasync.rewards.function import ground_truth_of
 from megasync.rewards.runner import InvalidScores
 from megasync.rollout.breaker import breaker_metrics
 from megasync.rollout.client import RolloutClient
-from megasync.rollout.inflight import RequestGate
-from megasync.rollout.metrics import Summary, WorkerMetrics, WorkerStatus, summarize
+from megasync.rollout.inflight import QuarantineClient, RequestGate
+from megasync.rollout.metrics import WorkerMetrics, WorkerStatus
 from megasync.rollout.partials import PartialResponses
-from megasync.rollout.quarantine import QuarantineClient
-from megasync.rollout.selection import KILLS_SERVERS, SERVICE_DOWN, Dropped, Selection
+from megasync.rollout.selection import (
+    KILLS_SERVERS,
+    SERVICE_DOWN,
+    Dropped,
+    GroupEnded,
+    Selection,
+    Summary,
+    summarize,
+)
 from megasync.rollout.teachers import Teachers
 from megasync.rollout.workflow import (
     AGENT_FAILURES,
@@ -186,22 +193,6 @@ class FailurePolicy:
     save_seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class GroupEnded:
-    """How a group ended. Neither `taken` nor `dropped` if the buffer declined it: it was closed, or returns the group.
-
-    `scored` summarizes its trajectories, if they were scored; `lengths` are the tokens of each. `score` is the mean
-    reward of its samples, if it was committed.
-    """
-
-    uid: str
-    taken: bool = False
-    dropped: Dropped | None = None
-    scored: Summary | None = None
-    lengths: tuple[int, ...] = ()
-    score: float | None = None
-
-
 class GroupWorker:
     """Works on groups until it is halted."""
 
@@ -236,7 +227,8 @@ class GroupWorker:
         self._check_baseline = TrajectoryCheck(spec.workflow)
         self._failures = failures or FailurePolicy()
         self._quarantine = quarantine or QuarantineClient()
-        self._gate = RequestGate()
+        # Every request of its groups passes it.
+        self.gate = RequestGate()
         self._metrics = WorkerMetrics(clock)
         # Errors of workflows and rewards that are not megasync's own, by type.
         self._unexpected: Counter[str] = Counter()
@@ -247,14 +239,14 @@ class GroupWorker:
     @property
     def status(self) -> WorkerStatus:
         metrics = {**self._client.metrics(), **self._more_metrics(), **breaker_metrics()}
-        return self._metrics.status(self._gate.inflight, metrics)
+        return self._metrics.status(self.gate.inflight, metrics)
 
     def begin(self, gated: bool, limit: int | None) -> None:
         """Starts the timers of a worker that the rollouter uses from now on. `gated` is whether its gate is closed."""
         if gated:
-            self._gate.shut()
+            self.gate.shut()
         if limit is not None:
-            self._gate.set_limit(limit)
+            self.gate.set_limit(limit)
         if self._failures.save_seconds:
             self._saving = asyncio.create_task(self._save_loop(), name="rollout save")
 
@@ -266,16 +258,6 @@ class GroupWorker:
         task = asyncio.create_task(self._work(prompt, batch, again), name=f"group {prompt.uid}")
         self._groups[prompt.uid] = task
         task.add_done_callback(partial(self._ended, prompt.uid))
-
-    def set_limit(self, limit: int) -> None:
-        self._gate.set_limit(limit)
-
-    async def close_gate(self, timeout: float) -> None:
-        """Admits no further request and returns when none runs. Raises ServerError after `timeout` seconds."""
-        await self._gate.close(timeout)
-
-    def open_gate(self) -> None:
-        self._gate.open()
 
     def abandon(self) -> list[asyncio.Task[Any]]:
         """Cancels all groups and timers without waiting for them; returns their tasks."""
@@ -536,7 +518,7 @@ class GroupWorker:
         seed = None if self._spec.seed is None else request_seed(self._spec.seed, prompt.uid, index)
         responses = self._partials.sample(prompt.uid, index)
         client = SampleClient(
-            self._client, self._gate, routing_key=prompt.uid, seed=seed, responses=responses, **sampling
+            self._client, self.gate, routing_key=prompt.uid, seed=seed, responses=responses, **sampling
         )
         check = self._check_baseline if greedy else self._check
         with trace.about(sample=index):

@@ -1,4 +1,4 @@
-"""How many requests run at once: a gate that every request of a workflow passes, and the controller of its limit.
+"""What holds requests back in their worker: a gate with a limit on how many run at once, and the suspects' quarantine.
 
 Too few requests leave servers idle. Too many are retracted, or wait at one server while another is idle. So the limit
 grows while the servers have room and the limit is what holds requests back, and shrinks by a factor when KV caches run
@@ -7,22 +7,27 @@ out: additive increase, multiplicative decrease, with doubling until the first p
 Invariants: while the gate is closed no request of a workflow starts, and `RequestGate.close` returns only when none is
 running, so workflows of several turns stop between turns and never inside one. The limit is never below one request per
 server, so it can slow a run down but never stop it.
+
+The quarantine holds back requests for prompts that may kill servers. The driver's `quarantine` decides about them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator, Sequence
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
 
 import msgspec
 
 from megasync.concurrency.first_use import prepared
 from megasync.concurrency.tasks import within
-from megasync.errors import ServerError
+from megasync.errors import PoisonPrompt, ServerError
 from megasync.serving.answers import parse_as
 
 # Requests per server before any load is reported. As many may wait at a server that runs fewer: requests arrive in
@@ -205,3 +210,103 @@ class InflightCap:
 
     def _under_pressure(self, load: ServerLoad) -> bool:
         return load.retracted > 0 or load.token_usage > self._high or load.waiting > max(load.running, FIRST_REQUESTS)
+
+
+# The quarantine, as a client of servers uses it
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A request for the next tokens of a generation, which waits for clearance.
+
+    `cut` is set if the request before it was cut: the seconds since that one was sent, and since it was cut. Ages,
+    because the clocks of two machines differ.
+    """
+
+    key: str
+    prompt: Sequence[int]
+    body: Mapping[str, Any]
+    cut: tuple[float, float] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """One generation in its client, which the driver knows once it is `reported`.
+
+    `sent` and `cut` are clock readings of its latest request.
+    """
+
+    number: int
+    key: str
+    prompt: Sequence[int]
+    sent: float = 0.0
+    cut: float | None = None
+    reported: bool = False
+
+
+async def _clear(number: int, attempt: Attempt) -> str | None:
+    return None
+
+
+class QuarantineClient:
+    """Asks the driver's `Quarantine`, which `enter` and `end` reach, where a prompt may kill servers.
+
+    By default there is none, and every request is cleared.
+    """
+
+    def __init__(
+        self,
+        enter: Callable[[int, Attempt], Awaitable[str | None]] = _clear,
+        end: Callable[[int, bool], None] = lambda number, completed: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._enter, self._end, self._clock = enter, end, clock
+        self._numbers = itertools.count()
+        self._watched: frozenset[str] = frozenset()
+        self._refusals: dict[str, str] = {}
+
+    def watch(self, watched: frozenset[str]) -> None:
+        """Asks for clearance from now on before a prompt with one of these keys or digests is sent."""
+        self._watched = watched
+
+    def evidence(self, key: str) -> str | None:
+        """Why a request for this prompt was refused; None if none was."""
+        return self._refusals.get(key)
+
+    @asynccontextmanager
+    async def request(self, key: str | None, prompt: Sequence[int]) -> AsyncIterator[Ticket]:
+        """Track one generation of a prompt, which has completed if the context exits without an error."""
+        number, completed = next(self._numbers), False
+        ticket = Ticket(number, f"request {number}" if key is None else key, prompt)
+        try:
+            yield ticket
+            completed = True
+        finally:
+            if ticket.reported:
+                self._end(ticket.number, completed)
+
+    async def enter(self, ticket: Ticket, body: Mapping[str, Any]) -> str | None:
+        """Wait while the prompt is held back. Returns the URL of the trial server, or None for the router.
+
+        Call it before each request of the ticket. Raises PoisonPrompt for a poison prompt.
+        """
+        url = None
+        watched = self._watched and not self._watched.isdisjoint((ticket.key, prompt_digest(ticket.prompt)))
+        if ticket.reported or watched or ticket.cut is not None:
+            ticket.reported, now = True, self._clock()
+            cut = None if ticket.cut is None else (now - ticket.sent, now - ticket.cut)
+            try:
+                url = await self._enter(ticket.number, Attempt(ticket.key, ticket.prompt, body, cut))
+            except PoisonPrompt as error:
+                self._refusals[ticket.key] = str(error)
+                raise
+        ticket.sent, ticket.cut = self._clock(), None
+        return url
+
+    def cut(self, ticket: Ticket) -> None:
+        """Note that the connection of the latest request broke before its answer was complete."""
+        ticket.cut = self._clock()
+
+
+def prompt_digest(prompt: Sequence[int]) -> str:
+    return sha256(repr(list(prompt)).encode()).hexdigest()

@@ -15,13 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megasync.observe.metrics import percentiles
-from megasync.trajectory import Trajectory, by_sample, of_sample, sample_rewards
+from megasync.rollout.selection import Summary
+from megasync.trajectory import Trajectory
 
 # Seconds over which token throughput is measured: several steps of a small run, a part of a large run's step.
 RATE_SECONDS = 30.0
-
-# Metric name to (sum, number of values) over the samples of a group, or its responses.
-Summary = Mapping[str, tuple[float, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,28 +75,6 @@ class WorkerMetrics:
         elapsed = min(RATE_SECONDS, now - self._started)
         tokens = sum(count for when, count in self._arrivals if now - when <= RATE_SECONDS)
         return tokens / elapsed if elapsed > 0 else 0.0
-
-
-def summarize(trajectories: Sequence[Trajectory]) -> Summary:
-    """The sums of a scored group's metrics. A group that is dropped counts too, or the mean reward would be biased.
-
-    Rewards and metrics are those of samples, so that a conversation that forked counts once; lengths are of responses.
-    """
-    values: dict[str, list[float]] = {}
-    for sample in by_sample(trajectories):
-        of_this_sample: dict[str, list[float]] = {}
-        for trajectory in sample:
-            for name, value in trajectory.metrics.items():
-                of_this_sample.setdefault(name, []).append(value)
-        for name, each in of_this_sample.items():
-            values.setdefault(name, []).append(of_sample(each))
-    # Last, so that a workflow's metric of the same name does not mix with the rollout's own.
-    values |= {
-        "reward_mean": sample_rewards(trajectories),
-        "response_length": [float(len(t.response_ids)) for t in trajectories],
-        "truncated_share": [float(t.finish_reason == "length") for t in trajectories],
-    }
-    return {name: (sum(each), len(each)) for name, each in values.items() if each}
 
 
 class RolloutMetrics:

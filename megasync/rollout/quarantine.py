@@ -1,6 +1,6 @@
-"""Protects the fleet from poison prompts, which kill servers: holds suspects back, and runs the trials of `suspects`.
+"""Protects the fleet from poison prompts, which kill servers: holds suspects back, and runs their trials.
 
-    client: QuarantineClient ──(requests that were cut, or whose prompt is watched)──▶ driver: Quarantine ◀── the fleet
+    worker: QuarantineClient ──(requests that were cut, or whose prompt is watched)──▶ driver: Quarantine ◀── the fleet
                      ▲────────────(clearance for a request; which prompts are watched)───────┘
 
     task    consumes                    produces                      waits for
@@ -9,7 +9,7 @@
 
 A *cut* is a request whose connection broke before its answer was complete. The router does not report which server
 handled a request, so cuts and deaths are matched by time. The driver decides what follows, from the evidence of all
-workers; a request that no death is near costs it nothing.
+workers (`placement.Suspects`); a request that no death is near costs it nothing.
 
 A request that was cut is not sent again until the fleet has had time to detect a death. Otherwise a prompt that kills
 immediately would kill the next server meanwhile. Time spent in `enter` does not count against the request's deadline.
@@ -21,24 +21,20 @@ is poison, all requests of its group are refused.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 import logging
-import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Collection, Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
-from megasync.base.files import atomic_write
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import MegasyncError, PoisonPrompt
+from megasync.rollout.inflight import Attempt, prompt_digest
+from megasync.rollout.placement import Death, Suspects, report_path, write_report
 from megasync.rollout.selection import KILLS_SERVERS
-from megasync.rollout.suspects import Death, Suspects
 
 log = logging.getLogger(__name__)
 
@@ -69,99 +65,6 @@ class TrialServers(Protocol):
 
     def refund_restart(self, slot: int) -> None:
         """Remove a death caused by a prompt from the restart budget of this server."""
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """A request for the next tokens of a generation, which waits for clearance.
-
-    `cut` is set if the request before it was cut: the seconds since that one was sent, and since it was cut. Ages,
-    because the clocks of two machines differ.
-    """
-
-    key: str
-    prompt: Sequence[int]
-    body: Mapping[str, Any]
-    cut: tuple[float, float] | None = None
-
-
-@dataclass(eq=False, slots=True)
-class Ticket:
-    """One generation in its client, which the driver knows once it is `reported`.
-
-    `sent` and `cut` are clock readings of its latest request.
-    """
-
-    number: int
-    key: str
-    prompt: Sequence[int]
-    sent: float = 0.0
-    cut: float | None = None
-    reported: bool = False
-
-
-async def _clear(number: int, attempt: Attempt) -> str | None:
-    return None
-
-
-class QuarantineClient:
-    """The quarantine as a client of servers uses it. `enter` and `end` reach the driver's `Quarantine`.
-
-    By default there is none, and every request is cleared.
-    """
-
-    def __init__(
-        self,
-        enter: Callable[[int, Attempt], Awaitable[str | None]] = _clear,
-        end: Callable[[int, bool], None] = lambda number, completed: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._enter, self._end, self._clock = enter, end, clock
-        self._numbers = itertools.count()
-        self._watched: frozenset[str] = frozenset()
-        self._refusals: dict[str, str] = {}
-
-    def watch(self, watched: frozenset[str]) -> None:
-        """Asks for clearance from now on before a prompt with one of these keys or digests is sent."""
-        self._watched = watched
-
-    def evidence(self, key: str) -> str | None:
-        """Why a request for this prompt was refused; None if none was."""
-        return self._refusals.get(key)
-
-    @asynccontextmanager
-    async def request(self, key: str | None, prompt: Sequence[int]) -> AsyncIterator[Ticket]:
-        """Track one generation of a prompt, which has completed if the context exits without an error."""
-        number, completed = next(self._numbers), False
-        ticket = Ticket(number, f"request {number}" if key is None else key, prompt)
-        try:
-            yield ticket
-            completed = True
-        finally:
-            if ticket.reported:
-                self._end(ticket.number, completed)
-
-    async def enter(self, ticket: Ticket, body: Mapping[str, Any]) -> str | None:
-        """Wait while the prompt is held back. Returns the URL of the trial server, or None for the router.
-
-        Call it before each request of the ticket. Raises PoisonPrompt for a poison prompt.
-        """
-        url = None
-        watched = self._watched and not self._watched.isdisjoint((ticket.key, prompt_digest(ticket.prompt)))
-        if ticket.reported or watched or ticket.cut is not None:
-            ticket.reported, now = True, self._clock()
-            cut = None if ticket.cut is None else (now - ticket.sent, now - ticket.cut)
-            try:
-                url = await self._enter(ticket.number, Attempt(ticket.key, ticket.prompt, body, cut))
-            except PoisonPrompt as error:
-                self._refusals[ticket.key] = str(error)
-                raise
-        ticket.sent, ticket.cut = self._clock(), None
-        return url
-
-    def cut(self, ticket: Ticket) -> None:
-        """Note that the connection of the latest request broke before its answer was complete."""
-        ticket.cut = self._clock()
 
 
 @dataclass(eq=False, slots=True)
@@ -423,23 +326,3 @@ class Quarantine:
         """Write the report of a poison prompt, with its dataset row. A write error is only logged."""
         if key in self._reports:
             write_report(self._folder, key, self._reports[key] | {"row": dict(row)})
-
-
-def write_report(folder: Path | None, key: str, report: Mapping[str, Any]) -> None:
-    """Writes the report of a poison prompt, unless `folder` is None. A write error is only logged."""
-    if folder is None:
-        return
-    path = report_path(folder, key)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, json.dumps(report, indent=1, default=repr))
-    except OSError as error:
-        log.error("The report of a poison prompt could not be written to %s: %s", path, error)
-
-
-def report_path(folder: Path, key: str) -> Path:
-    return folder / f"{re.sub(r'[^A-Za-z0-9._-]', '-', key)}.json"
-
-
-def prompt_digest(prompt: Sequence[int]) -> str:
-    return sha256(repr(list(prompt)).encode()).hexdigest()

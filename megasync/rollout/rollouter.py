@@ -36,15 +36,14 @@ from megasync.buffer.groups import SCORES
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config.schema import ScheduleConfig
 from megasync.data.curriculum import Curriculum
-from megasync.data.source import PromptSource
+from megasync.data.prompts import PromptSource
 from megasync.errors import DataError, PoisonPrompt, ProcessLost, ServerError
 from megasync.observe import trace
-from megasync.rollout.group_worker import GroupEnded
 from megasync.rollout.inflight import InflightCap, ServerLoad
 from megasync.rollout.metrics import RolloutMetrics
 from megasync.rollout.placement import Placement
 from megasync.rollout.quarantine import Quarantine
-from megasync.rollout.selection import HARMLESS, KILLS_SERVERS, KILLS_WORKERS, LEFT_OUT, Dropped
+from megasync.rollout.selection import HARMLESS, KILLS_SERVERS, KILLS_WORKERS, LEFT_OUT, Dropped, GroupEnded
 from megasync.rollout.worker_link import WorkerLink
 from megasync.trajectory import Prompt
 

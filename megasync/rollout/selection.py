@@ -1,4 +1,4 @@
-"""Selects which of a prompt's scored responses become a group, or drops the group. Pure.
+"""Selects which of a prompt's scored responses become a group, or drops the group, and sums up how it ended. Pure.
 
 A sample is what one call of the workflow returned: one trajectory, or several where its conversation forked. Rules
 count and compare samples, by their rewards (`trajectory.of_sample`).
@@ -18,11 +18,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megasync.config.schema import GroupConfig
-from megasync.trajectory import TOKEN_REWARDS, Trajectory, of_sample
+from megasync.trajectory import TOKEN_REWARDS, Trajectory, by_sample, of_sample, sample_rewards
 
 # Reasons that are no failures: all rewards are equal, so there is nothing to learn. Solved is a reward of at least 1,
 # failed one of at most 0, and anything between is uniform.
@@ -36,8 +36,6 @@ LEFT_OUT = "left_out"
 KILLS_SERVERS = "kills_servers"
 # A prompt whose user code kills its rollout worker.
 KILLS_WORKERS = "kills_workers"
-
-
 # A prompt whose environment or tool server has failed for everybody for too long.
 SERVICE_DOWN = "service_down"
 
@@ -48,6 +46,26 @@ class Dropped:
 
     reason: str
     problem: str = ""
+
+
+# Metric name to (sum, number of values) over the samples of a group, or its responses.
+Summary = Mapping[str, tuple[float, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEnded:
+    """How a group ended. Neither `taken` nor `dropped` if the buffer declined it: it was closed, or returns the group.
+
+    `scored` summarizes its trajectories, if they were scored; `lengths` are the tokens of each. `score` is the mean
+    reward of its samples, if it was committed.
+    """
+
+    uid: str
+    taken: bool = False
+    dropped: Dropped | None = None
+    scored: Summary | None = None
+    lengths: tuple[int, ...] = ()
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +145,28 @@ class Selection:
             return sample
         counts["responses_overlong"] += len(sample)
         return [replace(t, reward=t.reward - penalty) for t in sample if t.reward is not None]
+
+
+def summarize(trajectories: Sequence[Trajectory]) -> Summary:
+    """The sums of a scored group's metrics. A group that is dropped counts too, or the mean reward would be biased.
+
+    Rewards and metrics are those of samples, so that a conversation that forked counts once; lengths are of responses.
+    """
+    values: dict[str, list[float]] = {}
+    for sample in by_sample(trajectories):
+        of_this_sample: dict[str, list[float]] = {}
+        for trajectory in sample:
+            for name, value in trajectory.metrics.items():
+                of_this_sample.setdefault(name, []).append(value)
+        for name, each in of_this_sample.items():
+            values.setdefault(name, []).append(of_sample(each))
+    # Last, so that a workflow's metric of the same name does not mix with the rollout's own.
+    values |= {
+        "reward_mean": sample_rewards(trajectories),
+        "response_length": [float(len(t.response_ids)) for t in trajectories],
+        "truncated_share": [float(t.finish_reason == "length") for t in trajectories],
+    }
+    return {name: (sum(each), len(each)) for name, each in values.items() if each}
 
 
 def _reward(sample: Sequence[Trajectory]) -> float:

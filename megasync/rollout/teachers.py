@@ -15,8 +15,8 @@ import numpy as np
 
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config import Config
-from megasync.data.render import load_tokenizer
-from megasync.data.sets import SET
+from megasync.data.datasets import SET
+from megasync.data.tokenizer import load_tokenizer
 from megasync.errors import ConfigError
 from megasync.observe import trace
 from megasync.serving.answers import read_scored

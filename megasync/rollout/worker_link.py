@@ -41,8 +41,9 @@ from megasync.concurrency.tasks import set_within, wait_for_first
 from megasync.errors import MegasyncError, ProcessLost
 from megasync.observe import stacks
 from megasync.observe.clock import Reading, read_clock
-from megasync.rollout.group_worker import GroupEnded, GroupWorker
+from megasync.rollout.group_worker import GroupWorker
 from megasync.rollout.metrics import WorkerStatus
+from megasync.rollout.selection import GroupEnded
 from megasync.trajectory import Prompt
 
 log = logging.getLogger(__name__)
@@ -165,9 +166,10 @@ class WorkerEnd(Channel):
     def serve(self, worker: GroupWorker, commands: Commands, questions: Questions) -> None:
         """Lets the driver use a worker. It may say and ask more: `commands` and `questions`."""
         self._worker = worker
-        names = ("begin", "start", "set_limit", "open_gate")
-        self.commands |= {name: getattr(worker, name) for name in names} | dict(commands)
-        self.questions |= {"halt": worker.halt, "close_gate": worker.close_gate, **questions}
+        gate = worker.gate
+        self.commands |= {"begin": worker.begin, "start": worker.start, **commands}
+        self.commands |= {"set_limit": gate.set_limit, "open_gate": gate.open}
+        self.questions |= {"halt": worker.halt, "close_gate": gate.close, **questions}
 
     @property
     def status(self) -> WorkerStatus:
@@ -187,7 +189,7 @@ class WorkerEnd(Channel):
 
 
 class WorkerLink(Channel):
-    """The driver's end, as rollouter and evaluation use it: its methods are those of `GroupWorker`.
+    """The driver's end, as rollouter and evaluation use it: its methods are those of `GroupWorker` and its gate.
 
     The worker may say and ask more: `commands` and `questions`. `halt_seconds` is the deadline of `halt`.
     """

@@ -43,7 +43,7 @@ from megasync.config.changes import check_changes
 from megasync.config.pools import pool_specs
 from megasync.config.schema import ServeConfig
 from megasync.config.served import served_config
-from megasync.data.render import load_tokenizer
+from megasync.data.tokenizer import load_tokenizer
 from megasync.device import check_machine, resolve_device
 from megasync.errors import ConfigError, MegasyncError
 from megasync.layout.model_files import read_hf_config
@@ -54,7 +54,8 @@ from megasync.observe.result import resume_command
 from megasync.observe.state_file import ModelState, TenantState
 from megasync.preflight.check import check_service, served_context
 from megasync.rollout import client as rollout
-from megasync.rollout.quarantine import Quarantine, QuarantineClient
+from megasync.rollout.inflight import QuarantineClient
+from megasync.rollout.quarantine import Quarantine
 from megasync.service import tenant_logs
 from megasync.service.interfaces import ServedModel
 from megasync.service.limits import Limits

@@ -455,16 +455,14 @@ class MegatronLearner:
         with torch.no_grad():
             return self.run(batch, evaluate, forward_only=True, replays=replays)
 
-    def score_everywhere(
-        self, samples: Sequence[Sample], *, temperature: float = 1.0, reference: bool = False
-    ) -> list[torch.Tensor]:
-        """Log-probs of each sample's scored tokens, float32 [scored] on the device, on every rank.
+    def score_everywhere(self, samples: Sequence[Sample], *, reference: bool = False) -> list[torch.Tensor]:
+        """Log-probs of each sample's scored tokens at temperature 1, float32 [scored] on the device, on every rank.
 
         For a few samples that every rank has. `score` keeps its results where they are computed.
         """
         batch = self.local_batch(samples)
         parts = [torch.zeros(len(sample.scored), device=self.device.torch_device) for sample in samples]
-        scores = self.score(batch, temperature=temperature, reference=reference)
+        scores = self.score(batch, reference=reference)
         for microbatch, logprobs in zip(batch.microbatches, scores, strict=False):
             if microbatch.counted and self.coords.tp == self.coords.cp == 0:
                 targets = [parts[index] for index in microbatch.sequences]

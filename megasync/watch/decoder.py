@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from megasync.data.render import load_tokenizer
+from megasync.data.tokenizer import load_tokenizer
 from megasync.errors import DataError
 from megasync.models.hub import snapshot_of
 from megasync.watch.responses import Decoder

@@ -120,10 +120,10 @@ async def test_a_stop_during_the_last_export_leaves_the_run_finished(
             monkeypatch.setattr(supervised_module.SupervisedRun, step, done)
         run = supervised_module.SupervisedRun(config, tmp_path, SimpleNamespace(write=lambda run_dir: None))
 
-        async def exported(run: Any) -> None:
+        async def exported(_: object) -> None:
             run.request_stop("SIGINT")
 
-        monkeypatch.setattr(supervised_module.SupervisedRun, "_exported", exported)
+        monkeypatch.setattr(supervised_module.Checkpoints, "exported", exported)
 
     def export(*_: object) -> Path:
         assert run.request_stop("SIGINT")

@@ -36,7 +36,7 @@ class PolledProcess(RemoteProcess):
         self._setup = setup
 
     async def start(self, timeout):
-        self._polled = await start_worker(sent(self._setup))
+        self._polled = await start_worker(sent(self._setup), 0.0)
 
     async def poll(self, seconds, timeout):
         return sent(await self._polled.poll(seconds))
@@ -136,7 +136,7 @@ async def test_a_worker_writes_where_programs_outside_open_sessions(config_file,
     (tmp_path / "chat" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     workload, keys = prepare_workload(config, PythonArguments()), Keys("admin", "router", sessions="the key of the run")
     setup = WorkerSetup.of(config, tmp_path, 3, "http://router", keys, workload, PythonArguments(), False)
-    polled = await start_worker(sent(setup))
+    polled = await start_worker(sent(setup), 0.0)
     try:
         url = (tmp_path / "sessions" / "worker-3.url").read_text()
         async with httpx.AsyncClient() as http:

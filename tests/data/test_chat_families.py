@@ -11,7 +11,7 @@ from chat_families import FAMILIES, Family
 
 from megasync.config.schema import PromptConfig, SftConfig
 from megasync.data.chat_template import ChatTemplate
-from megasync.data.render import Renderer
+from megasync.data.prompts import Renderer
 from megasync.data.supervised import SupervisedRenderer
 from megasync.errors import DataError, TemplateRefused
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megasync.config.schema import DatasetConfig, PromptConfig, TrainSetConfig
 from megasync.data import PromptSource, Renderer, load_training_sets
 from megasync.data.digits import digit_reward
-from megasync.data.source import Mixture
+from megasync.data.prompts import Mixture
 from megasync.errors import DataError
 from megasync.models.digits import digits_tokenizer
 

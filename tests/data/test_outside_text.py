@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megasync.config.schema import ChatConfig, PromptConfig, RewardModelConfig
 from megasync.data.outside_text import MARK, OutsideText, plain
-from megasync.data.render import Renderer
+from megasync.data.prompts import Renderer
 from megasync.errors import ConfigError
 from megasync.models.digits import digits_tokenizer
 from megasync.models.smollm2 import gguf_file
@@ -147,7 +147,7 @@ def test_dataset_prompts_cannot_inject_special_tokens(form, caplog):
     tokenizer = byte_level()
     template = f"{START}{{prompt}}{END}" if form == "raw" else "{prompt}"
     renderer = Renderer(tokenizer, PromptConfig(format=form, template=template, max_tokens=400), 1000)
-    with caplog.at_level(logging.WARNING, "megasync.data.render"):
+    with caplog.at_level(logging.WARNING, "megasync.data.prompts"):
         fine, evil = renderer.prompts([{"prompt": "fine"}, {"prompt": EVIL}])
     assert special_in(tokenizer, fine) == special_in(tokenizer, evil)
     assert tokenizer.decode(evil) == renderer.text({"prompt": EVIL})

@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 
 from megasync.config.schema import PromptConfig
 from megasync.data import Renderer, split_examples
-from megasync.data.render import load_tokenizer
+from megasync.data.tokenizer import load_tokenizer
 from megasync.errors import DataError
 from megasync.models.digits import digits_tokenizer
 

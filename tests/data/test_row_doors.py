@@ -10,9 +10,8 @@ from tiny_models import byte_tokenizer
 from megasync.config.schema import DataConfig, DatasetConfig, PromptConfig
 from megasync.data import as_rows, load_dataset
 from megasync.data.datasets import load_conversations
-from megasync.data.render import Renderer
-from megasync.data.source import PromptSource
-from megasync.data.template import fill
+from megasync.data.prompts import PromptSource, Renderer
+from megasync.data.rows import fill
 from megasync.errors import DataError
 
 TOKENIZER = byte_tokenizer()

@@ -2,7 +2,8 @@
 
 import pytest
 
-from megasync.rollout.metrics import RolloutMetrics, WorkerMetrics, WorkerStatus, summarize
+from megasync.rollout.metrics import RolloutMetrics, WorkerMetrics, WorkerStatus
+from megasync.rollout.selection import summarize
 
 
 class FakeClock:

@@ -13,8 +13,9 @@ from waits import until
 
 from megasync.errors import PoisonPrompt
 from megasync.rollout import quarantine as quarantine_module
-from megasync.rollout.quarantine import Quarantine, QuarantineClient
-from megasync.rollout.suspects import ALONE_DEATHS, CROWD_DEATHS
+from megasync.rollout.inflight import QuarantineClient
+from megasync.rollout.placement import ALONE_DEATHS, CROWD_DEATHS
+from megasync.rollout.quarantine import Quarantine
 
 ALONE = "http://alone"
 

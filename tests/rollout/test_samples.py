@@ -12,9 +12,8 @@ from megasync.config.schema import Config, GroupConfig, ScheduleConfig
 from megasync.data.curriculum import Curriculum
 from megasync.rewards import RewardFunction, RewardRunner
 from megasync.rollout.group_worker import GroupSpec
-from megasync.rollout.metrics import summarize
 from megasync.rollout.rollouter import Rollouter
-from megasync.rollout.selection import Selection
+from megasync.rollout.selection import Selection, summarize
 from megasync.trajectory import sample_rewards
 
 

@@ -9,11 +9,10 @@ from trajectories import trajectory
 
 from megasync.buffer.payload import encode
 from megasync.config.schema import ScheduleConfig
-from megasync.rollout.group_worker import GroupEnded
 from megasync.rollout.inflight import InflightCap, ServerLoad
 from megasync.rollout.metrics import WorkerStatus
 from megasync.rollout.rollouter import Rollouter, ServerLimits
-from megasync.rollout.selection import KILLS_SERVERS, Dropped
+from megasync.rollout.selection import KILLS_SERVERS, Dropped, GroupEnded
 from megasync.trajectory import Group
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megasync.rollout.suspects import ALONE_DEATHS, CROWD_DEATHS, REMEMBER_SECONDS, Death, Suspects
+from megasync.rollout.placement import ALONE_DEATHS, CROWD_DEATHS, REMEMBER_SECONDS, Death, Suspects
 
 
 class FakeClock:

@@ -11,7 +11,8 @@ import torch
 from megasync.buffer.payload import decode, encode
 from megasync.errors import DataError
 from megasync.observe.metrics import MetricsLog, read_metrics
-from megasync.rollout.metrics import RolloutMetrics, summarize
+from megasync.rollout.metrics import RolloutMetrics
+from megasync.rollout.selection import summarize
 from megasync.rollout.workflow import TrajectoryCheck, single_turn
 from megasync.trajectory import Group, Trajectory
 

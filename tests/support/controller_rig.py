@@ -447,7 +447,7 @@ class Rig:
             export=export,
         )
         context = RunContext(events=self.observer, reports=reports or NoReports(), clock=clock)
-        self.controller = Controller(config, context, parts, progress, failed_steps)
+        self.controller = Controller(config, context, parts, progress or Progress(), failed_steps)
         self.fleet.newest = lambda: self.controller.progress.claimed
 
     async def starved(self) -> None:

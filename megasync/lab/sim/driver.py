@@ -51,9 +51,9 @@ from megasync.rewards import RewardRunner
 from megasync.rewards.scoring import Scoring
 from megasync.rollout.client import ANYWHERE, Destination, PinnedVersion, RolloutClient
 from megasync.rollout.inflight import InflightCap
+from megasync.rollout.placement import CROWD_DEATHS
 from megasync.rollout.quarantine import Quarantine
 from megasync.rollout.rollouter import Rollouter, ServerLimits
-from megasync.rollout.suspects import CROWD_DEATHS
 from megasync.rollout.worker_link import LocalProcess, WorkerEnd, WorkerProcess
 from megasync.sync.attempt import PublishError
 from megasync.trainer import checkpoint

@@ -18,7 +18,7 @@ from megasync.lab.sim.network import Network, SimSession
 from megasync.lab.sim.servers import SimRouter, SimServer
 from megasync.lab.sim.world import World
 from megasync.observe.context import RunContext
-from megasync.rollout.suspects import CROWD_DEATHS
+from megasync.rollout.placement import CROWD_DEATHS
 from megasync.serving.control import ServerControl
 
 

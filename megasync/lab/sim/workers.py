@@ -25,7 +25,7 @@ from megasync.lab.sim.servers import ROUTER_URL
 from megasync.lab.sim.world import DEADLY_ROW, World
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.group_worker import GroupWorker
-from megasync.rollout.quarantine import QuarantineClient
+from megasync.rollout.inflight import QuarantineClient
 from megasync.rollout.worker_link import Message, PolledEnd, RemoteProcess, Report, WorkerEnd
 from megasync.rollout.workflow import Workflow
 

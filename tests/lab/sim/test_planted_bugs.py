@@ -32,8 +32,7 @@ from megasync.lab.sim.transport import SimPublisher
 from megasync.lab.sim.world import DEADLY_ROW, FIRST_COLOCATED, FIRST_EXACT, FIRST_WITH_WORKERS
 from megasync.rollout.client import RolloutClient
 from megasync.rollout.partials import PartialResponse, PartialResponses
-from megasync.rollout.placement import Placement
-from megasync.rollout.suspects import Suspects
+from megasync.rollout.placement import Placement, Suspects
 from megasync.serving import answers
 from megasync.serving.answers import GeneratedPiece
 from megasync.serving.health import ServerHealth, ServerState
@@ -78,7 +77,7 @@ async def saves_too_early(self: Controller, groups: list) -> None:
     """The step counts as trained before it is."""
     self.progress.trained(self.progress.step + 1)
     await self._save()
-    await self._finish_save(wait=True)
+    await self._checkpoints.finish(wait=True)
     self.progress.step -= 1
     await TRAIN(self, groups)
 

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megasync.data.text_codec import TextCodec
+from megasync.data.tokenizer import TextCodec
 
 END = "<|end|>"
 

@@ -1,10 +1,13 @@
-"""Encodes and decodes text exactly as a Hugging Face tokenizer does, without the 50 to 100 µs of its wrapper."""
+"""The tokenizer of a model folder, and its texts without the 50 to 100 µs of its wrapper."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from typing import Any
+
+from megasync.base.importing import quick_imports
+from megasync.errors import DataError
 
 # The letters of byte-level tokenizers: printable bytes stand for themselves, the others are counted from 256 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -16,8 +19,31 @@ _BYTE_NAME = re.compile("<0x([0-9A-F]{2})>")
 _WRAPPER = ("__call__", "_encode_plus", "decode", "_decode")
 
 
+def load_tokenizer(path: str, key: str = "model.path") -> Any:
+    """The tokenizer of the model folder that the configuration's `key` names. Raises DataError."""
+    with quick_imports():
+        from transformers import AutoConfig, AutoTokenizer, DeepseekV3Config
+
+    class KimiK2Config(DeepseekV3Config):
+        model_type = "kimi_k2"
+
+    # transformers reads config.json to load a tokenizer, and does not know this name of DeepSeek-V3's architecture.
+    AutoConfig.register("kimi_k2", KimiK2Config, exist_ok=True)
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a damaged file raises whatever its parser does
+        if "trust_remote_code" in str(error):
+            raise DataError(
+                f"{key}={path!r} has a tokenizer in Python code, which is not run; add its tokenizer.json"
+            ) from error
+        raise DataError(f"{key}={path!r} has no tokenizer that can be loaded: {error}") from error
+
+
 class TextCodec:
-    """`tokenizer` is called itself where it does more than its backend, or holds settings that a call of it resets."""
+    """Encodes and decodes text exactly as a Hugging Face tokenizer does.
+
+    `tokenizer` is called itself where it does more than its backend, or holds settings that a call of it resets.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
