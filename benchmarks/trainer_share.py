@@ -133,7 +133,7 @@ def record(folder: Path, sequences: int, mean: float) -> list[LeasedGroup]:
         ]
         encoded = encode(Group(f"0:{row}", members))
         assert not isinstance(encoded.body, StoredBody)
-        leased.append(LeasedGroup(encoded.header, writer.append(encoded.body)))
+        leased.append(LeasedGroup(encoded.header, writer.append(encoded.pieces)))
     writer.sync()
     writer.close()
     return leased

@@ -104,7 +104,7 @@ class AsyncBuffer(GroupSink):
         snapshot, bodies = None, None
         if self._ledger is not None:
             snapshot = self._ledger.read_or_close()
-            self._records = Batches(partial(self._transaction, self._ledger), "ledger", run)
+            self._records = Batches(partial(self._transaction, self._ledger), "ledger", run, self._break)
             bodies = BodyWriter(segments_of(self._ledger.path), DRIVER, shared, run)
         super().__init__(self.of_worker, bodies)
         # Uids of groups whose bodies an earlier process wrote, or may be to blame for a failed step.
@@ -280,14 +280,7 @@ class AsyncBuffer(GroupSink):
         return partial(ledger.transact, ledger.take(self._state.status), jobs)
 
     async def _transact(self, job: Job) -> Any:
-        answer = self._records.put(job)
-        answer.add_done_callback(self._recorded)
-        # A cancelled caller must not hide an error.
-        return await asyncio.shield(answer)
-
-    def _recorded(self, answer: asyncio.Future[Any]) -> None:
-        if not answer.cancelled() and (error := answer.exception()) is not None:
-            self._break(error)
+        return await self._records.put(job)
 
     def _break(self, error: BaseException) -> None:
         """An error of the ledger closes the buffer, and every later change raises it."""

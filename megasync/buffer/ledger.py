@@ -29,14 +29,13 @@ Opening reads rows, not tokens, so its time depends on the number of groups alon
 
 from __future__ import annotations
 
-import copy
 import json
 import sqlite3
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,19 +47,19 @@ from megasync.buffer.groups import LIVE, TRAINED, GroupEntry, GroupState
 from megasync.buffer.payload import LeasedGroup, StoredBody, decode_header, decode_partial, encode_header
 from megasync.buffer.segments import (
     CONTENT_INTACT,
-    read_body,
+    load,
     segment_name,
     segment_path,
     segments_in,
     segments_of,
 )
 from megasync.buffer.state import BufferSnapshot, BufferStatus
-from megasync.errors import LedgerError
+from megasync.errors import DataError, LedgerError
 
 FILE = "ledger.db"
 # Identifies a ledger among SQLite files: "mgsy".
 APPLICATION_ID = 0x6D677379
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 SCHEMA = """
 CREATE TABLE standing (field TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups (
@@ -73,15 +72,6 @@ CREATE TABLE payloads (
 CREATE TABLE partials (
     number INTEGER, sample INTEGER, turn INTEGER, data BLOB NOT NULL, PRIMARY KEY (number, sample, turn)
 );
-"""
-# Format 6 has numbers instead of names of segments.
-FROM_VERSION_6 = """
-ALTER TABLE payloads RENAME TO numbered;
-CREATE TABLE payloads (
-    number INTEGER PRIMARY KEY, head BLOB NOT NULL, segment TEXT NOT NULL, offset INTEGER NOT NULL
-);
-INSERT INTO payloads SELECT number, head, printf('%08d', segment), offset FROM numbered;
-DROP TABLE numbered;
 """
 UPSERT = """
 INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (number) DO UPDATE SET
@@ -100,8 +90,8 @@ WITHOUT = (
     "finished but not trained are then generated again"
 )
 STATUS_FIELDS = tuple(field.name for field in fields(BufferStatus))
-# Fields of the status that never change after the first record. What a run began with is long, and a comparison of it
-# would take as long as everything else.
+# Fields of the status that never change after the first record. What a run began with is long, and to encode it would
+# take as long as everything else.
 WRITTEN_ONCE = frozenset({"inherited"})
 # Seconds to wait for the file lock: the buffer of a killed run takes a moment to exit.
 LOCK_SECONDS = 30.0
@@ -157,8 +147,8 @@ class Ledger:
         self.path = Path(path)
         # Entries changed since they were last taken, by number.
         self._changed: dict[int, GroupEntry] = {}
-        # What was taken: status fields, and by group number the very objects.
-        self._status: dict[str, Any] = {}
+        # What was taken: status fields as JSON, and by group number the very objects.
+        self._status: dict[str, str] = {}
         self._groups: dict[int, LeasedGroup] = {}
         # Numbers of groups with unfinished responses.
         self._with_partials: set[int] = set()
@@ -222,7 +212,7 @@ class Ledger:
         with self._explaining("read"):
             rows = self._db.execute("SELECT field, value FROM standing")
             status = msgspec.convert({field: json.loads(value) for field, value in rows}, BufferStatus)
-            self._status = {name: _copy(name, value) for name, value in _values(status).items()}
+            self._status = {name: _text(getattr(status, name)) for name in STATUS_FIELDS}
             if rollback_step is not None:
                 status.oldest_kept = min(status.oldest_kept, rollback_step)
             counted = self._db.execute("SELECT state, reason, count(*) FROM groups GROUP BY state, reason").fetchall()
@@ -260,12 +250,17 @@ class Ledger:
 
     def take(self, status: BufferStatus) -> Changes | None:
         """The rows of the marked entries and of the changed fields of the status, to be written; None without any."""
-        fields_changed = {name: value for name, value in _values(status).items() if self._differs(name, value)}
+        texts = {
+            name: text
+            for name in STATUS_FIELDS
+            if not (name in WRITTEN_ONCE and name in self._status)
+            and (text := _text(getattr(status, name))) != self._status.get(name)
+        }
         entries, self._changed = self._changed.values(), {}
-        if not fields_changed and not entries:
+        if not texts and not entries:
             return None
-        changes = Changes([(name, json.dumps(value, default=asdict)) for name, value in fields_changed.items()])
-        self._status |= {name: _copy(name, value) for name, value in fields_changed.items()}
+        changes = Changes([*texts.items()])
+        self._status |= texts
         for entry in entries:
             self._take_entry(entry, changes)
         return changes
@@ -352,21 +347,18 @@ class Ledger:
         new = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
         if not new and application != APPLICATION_ID:
             raise LedgerError(f"{self.path} is a database, but not a ledger; move it away")
-        if not new and version not in (6, SCHEMA_VERSION):
+        if not new and version != SCHEMA_VERSION:
             raise LedgerError(
                 f"{self.path} has format {version}, but this version of megasync reads {SCHEMA_VERSION}; resume with "
                 f"the version that started the run, or {WITHOUT}"
             )
         self._db.execute("PRAGMA journal_mode=WAL")
         with self._transaction():
-            if new or version != SCHEMA_VERSION:
-                for statement in (SCHEMA if new else FROM_VERSION_6).split(";"):
+            if new:
+                for statement in SCHEMA.split(";"):
                     self._db.execute(statement)
                 self._db.execute(f"PRAGMA application_id={APPLICATION_ID}")
                 self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-
-    def _differs(self, name: str, value: Any) -> bool:
-        return name not in self._status or (name not in WRITTEN_ONCE and self._status[name] != value)
 
     def _load_partial(self, number: int, sample: int, turn: int) -> bytes:
         find = "SELECT data FROM partials WHERE number = ? AND sample = ? AND turn = ?"
@@ -479,23 +471,18 @@ class Ledger:
 
 
 def find_damaged(groups: Collection[LeasedGroup]) -> dict[str, str]:
-    """The groups whose bodies cannot be read: by uid, what is wrong with the body."""
+    """The groups whose bodies cannot be read: by uid, the reason."""
     damaged: dict[str, str] = {}
     for group in groups:
         try:
-            read_body(group)
-        except (OSError, ValueError) as error:
+            load(group)
+        except DataError as error:
             damaged[group.uid] = str(error)
     return damaged
 
 
-def _copy(name: str, value: Any) -> Any:
-    """The ledger's own copy of a status field, to compare later values with."""
-    return None if name in WRITTEN_ONCE else copy.deepcopy(value)
-
-
-def _values(status: BufferStatus) -> dict[str, Any]:
-    return {name: getattr(status, name) for name in STATUS_FIELDS}
+def _text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _remedy(error: sqlite3.OperationalError) -> str:

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
-import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pickle import PickleBuffer
@@ -25,26 +24,29 @@ from typing import Any, SupportsIndex
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64, xxh3_64_digest, xxh3_64_intdigest
 
 from megasync.concurrency.first_use import prepared
 from megasync.errors import DataError
-from megasync.trajectory import Group, Line, Partial, Support, Trajectory, Turn, sample_rewards
-from megasync.trajectory.runs import Runs
+from megasync.trajectory import Group, Line, Partial, Support, Trajectory, Turn, sample_rewards, trained_tokens
+from megasync.trajectory.runs import FloatArray, IntArray, Runs
 
 # Arrays begin at multiples of this many bytes.
 ALIGNMENT = 8
+# Columns of fewer tokens are copied, which takes less time than handling each of them again.
+COPIED_TOKENS = 2**13
 
 
 @prepared
 class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
     """Lengths are in tokens. ``prompt_at`` and ``at`` are where the arrays begin in the body, in bytes.
 
-    The trajectory's own arrays are ``size`` bytes long. ``checksum`` (CRC-32) is of its prompt and these, so that it
-    can be read alone. Trajectories of a group with equal prompts have equal ``prompt_at``. ``response_inputs`` is the
-    offset of the last trained response token: it and what follows are no inputs of the model. ``trained`` holds
-    (version, number of trained tokens), ascending by version. Tokens older than ``mask_below`` are masked. ``arrays``
-    are names, dtypes and shapes. ``turns`` is the length of the notes of its turns, in bytes. ``line``
-    says what it is within its sample.
+    The trajectory's own arrays are ``size`` bytes long. ``checksum`` (XXH3) is of these, with its prompt's as the seed,
+    so that it can be read alone. Trajectories of a group with equal prompts have equal ``prompt_at``.
+    ``response_inputs`` is the offset of the last trained response token: it and what follows are no inputs of the
+    model. ``trained`` holds (version, number of trained tokens), ascending by version. Tokens older than ``mask_below``
+    are masked. ``arrays`` are names, dtypes and shapes. ``turns`` says whether notes of its turns follow. ``line`` says
+    what it is within its sample.
     """
 
     prompt_at: int
@@ -61,10 +63,10 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: str
     metrics: dict[str, Any]
     sample: int | None
-    arrays: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    arrays: tuple[tuple[str, str, tuple[int, ...]], ...]
+    turns: bool
+    line: Line | None
     mask_below: int = 0
-    turns: int = 0
-    line: Line | None = None
 
     @property
     def oldest_version(self) -> int | None:
@@ -132,10 +134,14 @@ Body = bytes | memoryview | StoredBody
 
 @dataclass(frozen=True)
 class EncodedGroup:
-    """A group on its way into the buffer. ``head`` is the header as MessagePack."""
+    """A group on its way into the buffer: its header as MessagePack, and its body, in pieces or where it lies.
+
+    Pieces of long responses are their very arrays: until they are written, the group is in memory once.
+    """
 
     head: bytes
-    body: Body
+    pieces: Sequence[Any]
+    place: StoredBody | None = None
 
     @cached_property
     def header(self) -> GroupHeader:
@@ -145,15 +151,21 @@ class EncodedGroup:
     def uid(self) -> str:
         return self.header.uid
 
+    @property
+    def body(self) -> Body:
+        """Where it lies, or a copy of its pieces."""
+        return self.place or b"".join(self.pieces)
+
     def stored(self, place: StoredBody) -> EncodedGroup:
         """Returns the group with its body at ``place``."""
-        group = EncodedGroup(self.head, place)
+        group = EncodedGroup(self.head, (), place)
         # It need not be decoded again.
         vars(group)["header"] = self.header
         return group
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        return EncodedGroup, (self.head, _picklable(self.body, protocol))
+        pieces = () if self.place else (_picklable(self.body, protocol),)
+        return EncodedGroup, (self.head, pieces, self.place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,19 +207,8 @@ _header = msgspec.msgpack.Decoder(GroupHeader)
 _turns = msgspec.msgpack.Decoder(tuple[Turn, ...])
 
 
-@prepared
-class _PartialHeader(msgspec.Struct, frozen=True, array_like=True):
-    request_digest: str
-    finish_reason: str
-    text: str
-    tokens: int
-    version_runs: int
-    checksum: int
-    # The number of ids of the support of all tokens; None without truncated sampling.
-    support: int | None = None
-
-
-_partial_header = msgspec.msgpack.Decoder(_PartialHeader)
+# Digest of the request, finish reason, text, and the columns.
+_partial = msgspec.msgpack.Decoder(tuple[str, str, str, list[bytes]])
 
 
 def _picklable(body: Body, protocol: SupportsIndex) -> Any:
@@ -218,70 +219,51 @@ def _picklable(body: Body, protocol: SupportsIndex) -> Any:
 
 
 class _Writer:
-    """Collects arrays, which it copies once, in `body`. ``checksum`` is of what was added since it was last set."""
+    """Collects the pieces of a body: bytes and arrays, whose type does not say that they are buffers."""
 
     def __init__(self) -> None:
-        # Bytes and arrays, whose type does not say that they are buffers.
-        self._parts: list[Any] = []
+        self.pieces: list[Any] = []
         self.size = 0
-        self.checksum = 0
 
-    def align(self, alignment: int) -> None:
-        if padding := -self.size % alignment:
-            self._append(b"\0" * padding, padding)
+    def part(self, pieces: Iterable[Any], seed: int = 0) -> tuple[int, int, int]:
+        """Adds pieces that are read together: where they begin, how long they are, and their checksum.
 
-    def add(self, *arrays: NDArray[Any]) -> None:
-        for array in arrays:
-            self.align(min(ALIGNMENT, max(array.itemsize, 1)))
-            self._append(array if array.flags.c_contiguous else array.copy(), array.nbytes)
+        The checksum begins with ``seed``. Arrays begin at multiples of the size of their entries.
+        """
+        self._align(ALIGNMENT)
+        at, digest = self.size, xxh3_64(seed=seed)
+        for piece in pieces:
+            if not isinstance(piece, bytes):
+                digest.update(self._align(min(ALIGNMENT, piece.itemsize)))
+            digest.update(piece)
+            self._add(piece)
+        return at, self.size - at, digest.intdigest()
 
-    def add_words(self, *arrays: NDArray[Any]) -> None:
-        """As `add`, for one-dimensional arrays with four bytes an entry, which need no padding after `align`."""
-        for array in arrays:
-            self._append(array if array.flags.c_contiguous else array.copy(), 4 * len(array))
+    def _align(self, alignment: int) -> bytes:
+        padding = bytes(-self.size % alignment)
+        if padding:
+            self._add(padding)
+        return padding
 
-    def _append(self, part: Any, size: int) -> None:
-        self._parts.append(part)
-        self.checksum = zlib.crc32(part, self.checksum)
-        self.size += size
-
-    def body(self) -> bytes:
-        return b"".join(self._parts)
-
-
-class _Reader:
-    """Reads arrays in the order in which they were written, as views."""
-
-    def __init__(self, body: bytes | memoryview, at: int = 0) -> None:
-        self._body = body
-        self._at = at
-
-    def array(self, dtype: Any, count: int) -> NDArray[Any]:
-        size = np.dtype(dtype).itemsize
-        self._at += -self._at % min(ALIGNMENT, size)
-        array = np.frombuffer(self._body, dtype, count, self._at)
-        self._at += array.nbytes
-        # A view of a file's mapping or of shared memory may be writable.
-        array.flags.writeable = False
-        return array
-
-    def runs(self, count: int) -> Runs:
-        return Runs(self.array(np.int32, count), self.array(np.int32, count))
+    def _add(self, piece: Any) -> None:
+        self.pieces.append(piece)
+        self.size += len(piece) if isinstance(piece, bytes) else piece.nbytes
 
 
 def encode(group: Group) -> EncodedGroup:
     """Raises DataError for metrics or arrays that cannot be recorded."""
-    writer, prompts = _Writer(), dict[bytes, tuple[int, int]]()
-    trajectories = tuple(_write(trajectory, writer, prompts, group.uid) for trajectory in group.trajectories)
-    newest = max((max(t.versions.values.tolist()) for t in group.trajectories if len(t.versions)), default=0)
-    weights = dict(group.weights)
-    header = GroupHeader(group.uid, newest, writer.size, group.least, group.score, weights, trajectories)
+    writer = _Writer()
+    prompts: dict[bytes, tuple[int, int, int]] = {}
     try:
-        return EncodedGroup(_packer.encode(header), writer.body())
+        trajectories = tuple([_write(trajectory, writer, prompts) for trajectory in group.trajectories])
+        newest = max([version for t in group.trajectories for version in t.versions.values.tolist()], default=0)
+        weights = dict(group.weights)
+        header = GroupHeader(group.uid, newest, writer.size, group.least, group.score, weights, trajectories)
+        return EncodedGroup(_packer.encode(header), writer.pieces)
     except (NotImplementedError, TypeError, ValueError, OverflowError) as error:
         raise DataError(
-            f"group {group.uid} holds a value that cannot be recorded ({type(error).__name__}: {error}); rewards and "
-            f"metrics must be plain numbers under text names"
+            f"group {group.uid} holds a value that cannot be recorded ({type(error).__name__}: {error}); rewards, "
+            f"metrics and arrays must be plain numbers under text names"
         ) from error
 
 
@@ -291,47 +273,50 @@ def in_memory(group: Group) -> LeasedGroup:
     return LeasedGroup(encoded.header, encoded.body)
 
 
-def _write(t: Trajectory, writer: _Writer, prompts: dict[bytes, tuple[int, int]], uid: str) -> TrajectoryHeader:
-    """``prompts`` holds where the prompts of earlier trajectories begin, and their checksums."""
-    prompt = t.prompt_ids.tobytes()
-    if prompt not in prompts:
-        writer.align(ALIGNMENT)
-        at, writer.checksum = writer.size, 0
-        writer.add(t.prompt_ids)
-        prompts[prompt] = at, writer.checksum
-    writer.align(ALIGNMENT)
-    at = writer.size
-    prompt_at, writer.checksum = prompts[prompt]
+def _write(t: Trajectory, writer: _Writer, prompts: dict[bytes, tuple[int, int, int]]) -> TrajectoryHeader:
+    """``prompts`` holds where the prompts of earlier trajectories lie."""
+    ids = t.prompt_ids.tobytes()
+    if ids not in prompts:
+        prompts[ids] = writer.part([ids])
+    prompt_at, _, seed = prompts[ids]
     mask, versions = t.loss_mask, t.versions
-    writer.add_words(t.response_ids, t.logprobs, mask.values, mask.ends, versions.values, versions.ends)
+    pieces: list[Any] = [t.response_ids, t.logprobs, mask.values, mask.ends, versions.values, versions.ends]
+    if len(t.response_ids) < COPIED_TOKENS:
+        pieces = [b"".join([column.tobytes() for column in pieces])]
     for name, array in t.arrays.items():
         if array.dtype.kind not in "iubf":
-            raise DataError(f"group {uid} holds the array {name!r} of type {array.dtype}, which cannot be recorded")
-        writer.add(array)
-    turns = np.frombuffer(_packer.encode(t.turns) if t.turns else b"", np.uint8)
-    writer.add(turns)
+            raise TypeError(f"the array {name!r} has the type {array.dtype}")
+        pieces.append(np.ascontiguousarray(array))
+    if t.turns:
+        pieces.append(_packer.encode(t.turns))
+    at, size, checksum = writer.part(pieces, seed)
     return TrajectoryHeader(
         prompt_at=prompt_at,
         prompt_tokens=len(t.prompt_ids),
         at=at,
-        size=writer.size - at,
-        checksum=writer.checksum,
+        size=size,
+        checksum=checksum,
         response_tokens=len(t.response_ids),
         mask_runs=len(mask.values),
         version_runs=len(versions.values),
-        response_inputs=max(
-            (end - 1 for keep, end in zip(mask.values[-2:].tolist(), mask.ends[-2:].tolist(), strict=True) if keep),
-            default=0,
-        ),
-        trained=tuple(sorted(t.trained().items())),
+        response_inputs=_last_trained(mask),
+        trained=tuple(sorted(trained_tokens(mask, versions).items())),
         reward=t.reward,
         finish_reason=t.finish_reason,
         metrics=t.metrics,
         sample=t.sample,
-        arrays=tuple((name, array.dtype.str, array.shape) for name, array in t.arrays.items()),
-        turns=len(turns),
+        arrays=tuple([(name, array.dtype.str, array.shape) for name, array in t.arrays.items()]),
+        turns=bool(t.turns),
         line=t.line,
     )
+
+
+def _last_trained(mask: Runs) -> int:
+    """The offset of the last token that is trained; 0 without any."""
+    ends = mask.ends.tolist()
+    if ends and not mask.values[-1]:
+        ends.pop()
+    return ends[-1] - 1 if ends else 0
 
 
 def decode_header(head: bytes) -> GroupHeader:
@@ -343,30 +328,32 @@ def encode_header(header: GroupHeader) -> bytes:
     return _packer.encode(header)
 
 
-def check_body(header: GroupHeader, body: bytes | memoryview) -> None:
-    """Raises ValueError for a body that is not the one that was encoded, in what the header still names of it."""
-    if len(body) != header.body_bytes:
-        raise ValueError(f"the body of group {header.uid} has {len(body)} of {header.body_bytes} bytes")
-    view = memoryview(body)
-    prompts: dict[int, int] = {}
-    for trajectory in header.trajectories:
-        (at, size), (own_at, own_size) = parts_of(trajectory)
-        if at not in prompts:
-            prompts[at] = zlib.crc32(view[at : at + size])
-        if zlib.crc32(view[own_at : own_at + own_size], prompts[at]) != trajectory.checksum:
-            raise ValueError(f"the body of group {header.uid} does not match its checksum (from byte {own_at} on)")
-
-
 def decode(header: GroupHeader, body: bytes | memoryview) -> Group:
-    """The group's trajectories as the header has them now, with tokens masked. Arrays are views of ``body``."""
-    view = memoryview(body)
-    return Group(
-        header.uid,
-        [decode_trajectory(t, *(view[at : at + size] for at, size in parts_of(t))) for t in header.trajectories],
-        header.least,
-        header.score,
-        header.weights,
-    )
+    """The group's trajectories as the header has them now, with tokens masked. Arrays are views of ``body``.
+
+    Raises ValueError for a body that is not the one that was encoded, in what the header still names of it.
+    """
+    trajectories = decode_trajectories(header.trajectories, body)
+    return Group(header.uid, trajectories, header.least, header.score, header.weights)
+
+
+def decode_trajectories(headers: Iterable[TrajectoryHeader], body: bytes | memoryview) -> list[Trajectory]:
+    """Decodes some trajectories of a body; the rest of it need not be there (`parts_of`)."""
+    view = memoryview(body).toreadonly()
+    words = np.frombuffer(view[: len(view) & -4], np.int32)
+    floats = words.view(np.float32)
+    prompts: dict[int, tuple[IntArray, int]] = {}
+    trajectories: list[Trajectory] = []
+    for header in headers:
+        (prompt_at, prompt_size), (at, size) = parts_of(header)
+        if prompt_at not in prompts:
+            end = prompt_at + prompt_size
+            prompts[prompt_at] = words[prompt_at // 4 : end // 4], xxh3_64_intdigest(view[prompt_at:end])
+        prompt, seed = prompts[prompt_at]
+        if xxh3_64_intdigest(view[at : at + size], seed) != header.checksum:
+            raise ValueError(f"the trajectory at byte {at} of the body does not match its checksum")
+        trajectories.append(_trajectory(header, prompt, words[at // 4 :], floats[at // 4 :], view[at : at + size]))
+    return trajectories
 
 
 def parts_of(header: TrajectoryHeader) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -374,73 +361,62 @@ def parts_of(header: TrajectoryHeader) -> tuple[tuple[int, int], tuple[int, int]
     return (header.prompt_at, 4 * header.prompt_tokens), (header.at, header.size)
 
 
-def check_parts(header: TrajectoryHeader, prompt: bytes | memoryview, own: bytes | memoryview) -> None:
-    """Raises ValueError for parts that are not those that were encoded."""
-    if zlib.crc32(own, zlib.crc32(prompt)) != header.checksum:
-        raise ValueError(f"the trajectory at byte {header.at} of the body does not match its checksum")
-
-
-def decode_trajectory(header: TrajectoryHeader, prompt: bytes | memoryview, own: bytes | memoryview) -> Trajectory:
-    """One trajectory, from the two parts of the body that hold it (`parts_of`); arrays are views of these.
-
-    Raises ValueError for parts of other lengths than the header's.
-    """
+def _trajectory(
+    header: TrajectoryHeader, prompt: IntArray, words: IntArray, floats: FloatArray, part: memoryview
+) -> Trajectory:
+    """``words``, ``floats`` and ``part`` begin with the trajectory's own arrays."""
     tokens, masks, versions = header.response_tokens, header.mask_runs, header.version_runs
-    mask_at = 2 * tokens
-    versions_at = mask_at + 2 * masks
-    # All of them have four bytes an entry, so one view of the memory serves all.
-    numbers = _Reader(own).array(np.int32, versions_at + 2 * versions)
-    further = _Reader(own, numbers.nbytes)
-    trajectory = Trajectory.of_arrays(
-        prompt_ids=_Reader(prompt).array(np.int32, header.prompt_tokens),
-        response_ids=numbers[:tokens],
-        loss_mask=Runs(numbers[mask_at : mask_at + masks], numbers[mask_at + masks : versions_at]),
-        logprobs=numbers[tokens:mask_at].view(np.float32),
-        versions=Runs(numbers[versions_at : versions_at + versions], numbers[versions_at + versions :]),
-        finish_reason=header.finish_reason,
-        reward=header.reward,
-        metrics=header.metrics,
-        arrays={name: further.array(dtype, math.prod(shape)).reshape(shape) for name, dtype, shape in header.arrays},
-        turns=_turns.decode(further.array(np.uint8, header.turns).data) if header.turns else (),
-        sample=header.sample,
-        line=header.line,
+    mask_ends = 2 * tokens + masks
+    version_values = mask_ends + masks
+    version_ends = version_values + versions
+    end = version_ends + versions
+    at = 4 * end
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, dtype, shape in header.arrays:
+        at += -at % min(ALIGNMENT, np.dtype(dtype).itemsize)
+        arrays[name] = np.frombuffer(part, dtype, math.prod(shape), at).reshape(shape)
+        at += arrays[name].nbytes
+    trajectory = Trajectory.of_fields(
+        prompt,
+        words[:tokens],
+        Runs(words[2 * tokens : mask_ends], words[mask_ends:version_values]),
+        floats[tokens : 2 * tokens],
+        Runs(words[version_values:version_ends], words[version_ends:end]),
+        header.finish_reason,
+        "",
+        header.reward,
+        header.metrics,
+        arrays,
+        _turns.decode(part[at:]) if header.turns else (),
+        header.sample,
+        header.line,
     )
     return trajectory.masked(header.mask_below) if header.mask_below else trajectory
 
 
 def encode_partial(partial: Partial) -> EncodedPartial:
-    writer = _Writer()
-    writer.add_words(partial.token_ids, partial.logprobs, partial.versions.values, partial.versions.ends)
-    if partial.support is not None:
-        writer.add_words(partial.support.sizes, partial.support.ids)
-    body = writer.body()
-    header = _PartialHeader(
-        partial.request_digest,
-        partial.finish_reason,
-        partial.text,
-        len(partial.token_ids),
-        len(partial.versions.values),
-        writer.checksum,
-        None if partial.support is None else len(partial.support.ids),
-    )
-    head = _packer.encode(header)
-    newest = int(partial.versions.values.max()) if len(partial.versions) else 0
-    return EncodedPartial(newest, len(head).to_bytes(4, "little") + head + body)
+    versions, support = partial.versions, partial.support
+    columns = [partial.token_ids, partial.logprobs, versions.values, versions.ends]
+    if support is not None:
+        columns += [support.sizes, support.ids]
+    texts = partial.request_digest, partial.finish_reason, partial.text
+    data = _packer.encode((*texts, [column.tobytes() for column in columns]))
+    return EncodedPartial(max(versions.values.tolist(), default=0), xxh3_64_digest(data) + data)
 
 
 def decode_partial(data: bytes) -> Partial:
     """Raises ValueError for damaged bytes."""
-    size = int.from_bytes(data[:4], "little")
-    header, body = _partial_header.decode(data[4 : 4 + size]), data[4 + size :]
-    if zlib.crc32(body) != header.checksum:
+    checksum, data = data[:8], data[8:]
+    if xxh3_64_digest(data) != checksum:
         raise ValueError("a partial response does not match its checksum")
-    reader, tokens, support = _Reader(body), header.tokens, header.support
+    request_digest, finish_reason, text, columns = _partial.decode(data)
+    ids, logprobs, values, ends, *support = (np.frombuffer(column, np.int32) for column in columns)
     return Partial(
-        header.request_digest,
-        reader.array(np.int32, tokens),
-        reader.array(np.float32, tokens),
-        reader.runs(header.version_runs),
-        header.finish_reason,
-        header.text,
-        None if support is None else Support(reader.array(np.int32, tokens), reader.array(np.int32, support)),
+        request_digest,
+        ids,
+        logprobs.view(np.float32),
+        Runs(values, ends),
+        finish_reason,
+        text,
+        Support(*support) if support else None,
     )

@@ -12,23 +12,22 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megasync.base.files import fsync
 from megasync.buffer.payload import (
-    Body,
     EncodedGroup,
     EncodedPartial,
     LeasedGroup,
     StoredBody,
-    check_body,
-    check_parts,
     decode,
-    decode_trajectory,
+    decode_trajectories,
     parts_of,
 )
 from megasync.concurrency.batches import Batches, Run
@@ -36,9 +35,11 @@ from megasync.errors import DataError, LedgerError
 from megasync.trajectory import Group, Trajectory
 
 SUFFIX = ".seg"
-_NAME = re.compile(rf"((?:(.+)-)?([0-9]{{8}}|[1-9][0-9]{{8,}})){re.escape(SUFFIX)}")
+_NAME = re.compile(rf"((.+)-([0-9]{{8}}|[1-9][0-9]{{8,}})){re.escape(SUFFIX)}")
 # Bytes after which a segment ends: a run holds a few of them, and one straggler keeps at most this much on disk.
 SEGMENT_BYTES = 64 * 2**20
+# Pieces that one call writes: Linux takes no more.
+MOST_PIECES = 1024
 # The writer of what the driver's own process makes.
 DRIVER = "driver"
 # The fix when a disk fails or is full.
@@ -46,7 +47,7 @@ CONTENT_INTACT = "its content is intact: check the disk, then continue with `meg
 
 
 class Segment(NamedTuple):
-    """A segment's name, without suffix. Segments of format 6 have no writer."""
+    """A segment's name, without suffix."""
 
     name: str
     writer: str
@@ -67,18 +68,19 @@ class SegmentWriter:
         # Whether something was appended since the last `sync`.
         self._unsynced = False
 
-    def append(self, body: bytes | memoryview) -> StoredBody:
+    def append(self, pieces: Sequence[Any]) -> StoredBody:
+        """Appends a body, of bytes and arrays."""
         if self._file is None or self._size >= self._limit:
             self._begin()
         assert self._file is not None
-        offset, view = self._size, memoryview(body).cast("B")
-        while view:
+        place = StoredBody(self._path, self._size)
+        while pieces:
             # At the recorded place, also where the file is shorter than it should be.
-            written = os.pwrite(self._file, view, self._size)
+            written = os.pwritev(self._file, pieces[:MOST_PIECES], self._size)
             self._size += written
-            view = view[written:]
+            pieces = _without(pieces, written)
         self._unsynced = True
-        return StoredBody(self._path, offset)
+        return place
 
     def sync(self) -> None:
         """Everything appended survives a power loss, and other machines on a network file system can read it."""
@@ -117,18 +119,18 @@ class BodyWriter:
 
     async def store(self, group: EncodedGroup) -> EncodedGroup:
         """The group with the place of its body, which survives the death of any process. Raises LedgerError."""
-        if isinstance(group.body, StoredBody):
+        if group.place is not None:
             return group
-        return group.stored(await self._batches.put(group.body))
+        return group.stored(await self._batches.put(group.pieces))
 
     async def close(self) -> None:
         await self._batches.close()
         self._segments.close()
 
-    def _appending(self, bodies: list[bytes | memoryview]) -> Callable[[], list[StoredBody]]:
+    def _appending(self, bodies: list[Sequence[Any]]) -> Callable[[], list[StoredBody]]:
         return partial(self._append, bodies)
 
-    def _append(self, bodies: list[bytes | memoryview]) -> list[StoredBody]:
+    def _append(self, bodies: list[Sequence[Any]]) -> list[StoredBody]:
         try:
             places = [self._segments.append(body) for body in bodies]
             if self._shared:
@@ -136,6 +138,16 @@ class BodyWriter:
         except OSError as error:
             raise LedgerError(f"{self._folder} cannot be written: {error}; {CONTENT_INTACT}") from error
         return places
+
+
+def _without(pieces: Sequence[Any], size: int) -> Sequence[Any]:
+    """What follows the first ``size`` bytes."""
+    for at, piece in enumerate(pieces):
+        view = memoryview(piece)
+        if size < view.nbytes:
+            return [view.cast("B")[size:], *pieces[at + 1 :]]
+        size -= view.nbytes
+    return ()
 
 
 def segments_of(ledger: Path) -> Path:
@@ -148,7 +160,7 @@ def segments_in(folder: Path) -> list[Segment]:
     if not folder.is_dir():
         return []
     names = (_NAME.fullmatch(name) for name in sorted(os.listdir(folder)))
-    return [Segment(name[1], name[2] or "", int(name[3])) for name in names if name]
+    return [Segment(name[1], name[2], int(name[3])) for name in names if name]
 
 
 def segment_path(folder: Path, name: str) -> Path:
@@ -156,13 +168,13 @@ def segment_path(folder: Path, name: str) -> Path:
 
 
 def segment_name(body: StoredBody) -> str:
-    return Path(body.path).stem
+    return os.path.basename(body.path).removesuffix(SUFFIX)
 
 
 def load(group: LeasedGroup) -> Group:
     """A leased group with its tokens, read from where its body lies. Raises DataError, which names the cause."""
     with _naming(group):
-        return decode(group.header, read_body(group))
+        return decode(group.header, _read(group, [(0, group.header.body_bytes)]))
 
 
 def load_trajectories(group: LeasedGroup, places: Sequence[int]) -> list[Trajectory]:
@@ -170,31 +182,25 @@ def load_trajectories(group: LeasedGroup, places: Sequence[int]) -> list[Traject
 
     Raises DataError, which names the cause.
     """
-    with _naming(group), _opened(group.body) as read:
-        prompts: dict[int, bytes | memoryview] = {}
-        loaded: list[Trajectory] = []
-        for header in (group.header.trajectories[place] for place in places):
-            (at, size), own_part = parts_of(header)
-            if at not in prompts:
-                prompts[at] = read(at, size)
-            prompt, own = prompts[at], read(*own_part)
-            check_parts(header, prompt, own)
-            loaded.append(decode_trajectory(header, prompt, own))
-        return loaded
+    headers = [group.header.trajectories[place] for place in places]
+    with _naming(group):
+        return decode_trajectories(headers, _read(group, {part for header in headers for part in parts_of(header)}))
 
 
-@contextmanager
-def _opened(body: Body) -> Generator[Callable[[int, int], bytes | memoryview]]:
-    """A function that returns ``size`` bytes of a body from ``at`` on."""
-    if not isinstance(body, StoredBody):
-        view = memoryview(body)
-        yield lambda at, size: view[at : at + size]
-        return
-    file = os.open(body.path, os.O_RDONLY)
+def _read(group: LeasedGroup, parts: Iterable[tuple[int, int]]) -> bytes | memoryview:
+    """The body, of which only some parts are read; memory that nothing is written to takes none."""
+    place = group.body
+    if not isinstance(place, StoredBody):
+        return place
+    body = np.empty(group.header.body_bytes, np.uint8).data
+    file = os.open(place.path, os.O_RDONLY)
     try:
-        yield lambda at, size: os.pread(file, size, body.offset + at)
+        for at, size in parts:
+            if os.preadv(file, [body[at : at + size]], place.offset + at) < size:
+                raise ValueError(f"{place.path} is cut short")
     finally:
         os.close(file)
+    return body
 
 
 @contextmanager
@@ -209,14 +215,6 @@ def _naming(group: LeasedGroup) -> Generator[None]:
         ) from error
     except (OSError, ValueError) as error:
         raise DataError(f"group {group.uid} cannot be read: {error}") from error
-
-
-def read_body(group: LeasedGroup) -> bytes | memoryview:
-    """The body, wherever it lies. Raises OSError, and ValueError when it is not the one that was encoded."""
-    with _opened(group.body) as read:
-        body = read(0, group.header.body_bytes)
-    check_body(group.header, body)
-    return body
 
 
 # The calls that `ask` takes.

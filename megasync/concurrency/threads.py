@@ -158,7 +158,7 @@ class DaemonThreads:
             with self._lock:
                 call.ended = True
                 lane.abandoned -= call.abandoned
-            _call_on(call.loop, _resolve, call.result, value, raised)
+            call_on(call.loop, resolve, call.result, value, raised)
 
     def _next(self, name: str, lane: _Lane) -> _Call | None:
         """Dequeues the oldest call whose loop is still open.
@@ -168,7 +168,7 @@ class DaemonThreads:
         with self._lock:
             while lane.queue and lane.threads - lane.abandoned <= self._at_once:
                 call, _ = lane.queue.popitem(last=False)
-                if _call_on(call.loop, call.begun.set):
+                if call_on(call.loop, call.begun.set):
                     call.running = True
                     return call
             lane.threads -= 1
@@ -177,7 +177,7 @@ class DaemonThreads:
             return None
 
 
-def _call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> bool:
+def call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> bool:
     """Schedules a function on an event loop. Returns False if the loop is closed, so that no caller waits there."""
     try:
         loop.call_soon_threadsafe(function, *arguments)
@@ -186,7 +186,8 @@ def _call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *ar
     return True
 
 
-def _resolve(result: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+def resolve(result: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+    """Ends a future with a value or an error, unless nobody waits for it any more."""
     if result.done():
         return
     if error is None:

@@ -22,6 +22,7 @@ from megasync.trajectory.trajectory import (
     finite_float,
     of_sample,
     sample_rewards,
+    trained_tokens,
 )
 
 __all__ = [
@@ -46,4 +47,5 @@ __all__ = [
     "finite_float",
     "of_sample",
     "sample_rewards",
+    "trained_tokens",
 ]

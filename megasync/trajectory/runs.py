@@ -126,12 +126,12 @@ class Runs(Sequence[int]):
 
 
 def int_array(numbers: Sequence[int] | NDArray[Any]) -> IntArray:
-    """A read-only int32 array; the same object if it is one. Sequences, and arrays of NumPy and torch, are accepted.
+    """A contiguous read-only int32 array; the same object if it is one. Takes sequences, and arrays of NumPy and torch.
 
     Raises ValueError for other values than integers of 32 bits, with the position of one that is too large.
     """
     if isinstance(numbers, np.ndarray) and numbers.dtype == np.int32 and numbers.ndim == 1:
-        return _frozen(numbers.copy()) if numbers.flags.writeable else numbers
+        return numbers if _fixed(numbers) else _frozen(numbers.copy())
     if isinstance(numbers, Runs):
         return _frozen(numbers.expand())
     if not hasattr(numbers, "__array__"):
@@ -161,12 +161,15 @@ def _too_large(numbers: Sequence[int]) -> ValueError:
 
 
 def float_array(numbers: Sequence[float] | NDArray[Any]) -> FloatArray:
-    """A read-only float32 array; the same object if it is one. Raises ValueError for other values than numbers."""
+    """A contiguous read-only float32 array; the same object if it is one.
+
+    Raises ValueError for other values than numbers.
+    """
     array = _array(numbers, "iubf", "numbers")
-    if array.dtype == np.float32 and not array.flags.writeable:
+    if array.dtype == np.float32 and _fixed(array):
         return array
     with np.errstate(over="ignore"):
-        return _frozen(array.astype(np.float32))
+        return _frozen(array.astype(np.float32, "C"))
 
 
 def _array(numbers: Any, kinds: str, what: str) -> NDArray[Any]:
@@ -177,6 +180,10 @@ def _array(numbers: Any, kinds: str, what: str) -> NDArray[Any]:
     if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
         raise ValueError(f"{numbers!r:.80} is not a sequence of {what}")
     return array
+
+
+def _fixed(array: NDArray[Any]) -> bool:
+    return array.flags.c_contiguous and not array.flags.writeable
 
 
 def _frozen(array: NDArray[Any]) -> NDArray[Any]:

@@ -259,15 +259,11 @@ class Trajectory:
         _field(SUPPORT, lambda _: self.support, None)
 
     @classmethod
-    def of_arrays(cls, **values: Any) -> Trajectory:
-        """Takes all fields but the text as they are: read-only arrays of the right types, runs and turns.
-
-        Raises ValueError for wrong lengths.
-        """
+    def of_fields(cls, *values: Any) -> Trajectory:
+        """Takes all fields in their order, and as they are: those of a trajectory that was taken apart."""
         trajectory = object.__new__(cls)
-        _set(trajectory, text="", **values)
-        per_token = {name: values[name] for name in ("loss_mask", "logprobs", "versions")}
-        _check_lengths(len(trajectory.response_ids), per_token)
+        for place, value in zip(_PLACES, values, strict=True):
+            place(trajectory, value)
         return trajectory
 
     @property
@@ -283,21 +279,7 @@ class Trajectory:
 
     def trained(self) -> Counter[int]:
         """The number of trained tokens by version."""
-        counts = Counter[int]()
-        if self.loss_mask.values.size == self.versions.values.size == 1:
-            # Sampled by one version and trained whole, as most are.
-            if self.loss_mask.values[0]:
-                counts[int(self.versions.values[0])] = len(self.response_ids)
-            return counts
-        ends, versions = self.versions.ends.tolist(), self.versions.values.tolist()
-        start = at = 0
-        for end, keep in zip(self.loss_mask.ends.tolist(), self.loss_mask.values.tolist(), strict=True):
-            while start < end:
-                stop = min(end, ends[at])
-                if keep:
-                    counts[versions[at]] += stop - start
-                start, at = stop, at + (stop == ends[at])
-        return counts
+        return Counter(trained_tokens(self.loss_mask, self.versions))
 
     def masked(self, least: int) -> Trajectory:
         """Returns the trajectory with tokens older than version ``least`` masked out of the loss."""
@@ -313,6 +295,10 @@ class Trajectory:
 
     def __eq__(self, other: object) -> bool:
         return _equal(self, other)
+
+
+# Sets each field of a trajectory, which is frozen.
+_PLACES = [getattr(Trajectory, each.name).__set__ for each in fields(Trajectory)]
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)
@@ -385,6 +371,23 @@ class Group:
     def oldest_version(self) -> int | None:
         """The smallest version among trained tokens of all trajectories; None when no token is trained."""
         return min((v for t in self.trajectories if (v := t.oldest_version) is not None), default=None)
+
+
+def trained_tokens(mask: Runs, versions: Runs) -> dict[int, int]:
+    """The number of tokens with a mask, by version."""
+    ends, values = versions.ends.tolist(), versions.values.tolist()
+    if len(values) == len(mask.values) == 1:
+        # Sampled by one version, as most are.
+        return {values[0]: ends[0]} if mask.values[0] else {}
+    counts: dict[int, int] = {}
+    start = at = 0
+    for end, keep in zip(mask.ends.tolist(), mask.values.tolist(), strict=True):
+        while start < end:
+            stop = min(end, ends[at])
+            if keep:
+                counts[values[at]] = counts.get(values[at], 0) + stop - start
+            start, at = stop, at + (stop == ends[at])
+    return counts
 
 
 class _OfSample(Protocol):

@@ -16,7 +16,7 @@ from megasync.buffer import ledger as ledger_module
 from megasync.buffer.groups import LIVE, GroupState
 from megasync.buffer.ledger import SCHEMA_VERSION, Ledger
 from megasync.buffer.payload import decode, encode, encode_partial
-from megasync.buffer.segments import SegmentWriter, load, read_body, segments_of
+from megasync.buffer.segments import SegmentWriter, load, segments_of
 from megasync.buffer.state import BufferStatus
 from megasync.config.schema import ScheduleConfig
 from megasync.errors import DataError, LedgerError
@@ -329,11 +329,13 @@ def test_a_file_that_is_not_a_ledger_is_rejected_and_not_modified(path):
         Ledger(path)
 
 
-def test_a_ledger_with_an_unsupported_format_version_is_rejected(path):
+@pytest.mark.parametrize("version", [7, 99])
+def test_a_ledger_with_an_unsupported_format_version_is_rejected(path, version):
     ledger = Ledger(path)
-    ledger._db.execute("PRAGMA user_version=99")
+    ledger._db.execute(f"PRAGMA user_version={version}")
     ledger.close()
-    with pytest.raises(LedgerError, match=f"has format 99, but this version of megasync reads {SCHEMA_VERSION}"):
+    reads = f"has format {version}, but this version of megasync reads {SCHEMA_VERSION}; resume with the version that"
+    with pytest.raises(LedgerError, match=reads):
         Ledger(path)
 
 
@@ -400,7 +402,7 @@ def test_a_restarted_buffer_reads_partials_and_bodies_only_when_they_are_needed(
     partial = encode_partial(Partial("digest", [7], [-0.1], [0]))
     do(buffer, "save_partials", {("c", 0, 0): partial})
     read = []
-    monkeypatch.setattr(ledger_module, "read_body", lambda group: read.append(group.uid) or read_body(group))
+    monkeypatch.setattr(ledger_module, "load", lambda group: read.append(group.uid) or load(group))
     again = crash(buffer)
     assert again.state.counts()["slots"]["finished"] == 2 and not read
     (leased,) = again.lease(1, 0)
@@ -417,7 +419,7 @@ def test_a_segment_stays_until_its_writer_has_ended_it(buffer, group):
     """The header of a body that a worker has written may still be on its way."""
     folder = segments_of(buffer.ledger.path)
     writer = SegmentWriter(folder, "worker-0", segment_bytes=1)
-    ready = {uid: group(uid, 0, 0).stored(writer.append(group(uid, 0, 0).body)) for uid in "xy"}
+    ready = {uid: group(uid, 0, 0).stored(writer.append(group(uid, 0, 0).pieces)) for uid in "xy"}
     train(buffer, group, "a", "b")
     for uid in ready:
         do(buffer, "admit", uid)
@@ -431,35 +433,11 @@ def test_a_segment_stays_until_its_writer_has_ended_it(buffer, group):
         do(buffer, "ack", step)
     buffer.checkpointed(4, 4)
     assert [file.stem for file in segments(buffer)] == ["driver-00000001", "worker-0-00000002"]
-    assert SegmentWriter(folder, "worker-0").append(b"body").path.endswith("worker-0-00000003.seg"), "no name twice"
+    assert SegmentWriter(folder, "worker-0").append([b"body"]).path.endswith("worker-0-00000003.seg"), "no name twice"
     again = crash(buffer)
     train(again, group, "c")
     again.checkpointed(5, 5)
     assert [file.stem for file in segments(again)] == ["driver-00000002", "worker-0-00000003"], "the others were ended"
-    again.die()
-
-
-def test_a_ledger_with_numbered_segments_is_converted(buffer, group):
-    """As of format 6, with the segments of one process."""
-    for uid in "ab":
-        do(buffer, "admit", uid)
-        buffer.commit(group(uid, 0, 0))
-    buffer.die()
-    path, folder = buffer.ledger.path, segments_of(buffer.ledger.path)
-    (folder / "driver-00000001.seg").rename(folder / "00000001.seg")
-    with sqlite3.connect(path) as old:
-        kept = old.execute("SELECT number, head, 1, offset FROM payloads").fetchall()
-        old.execute("DROP TABLE payloads")
-        old.execute("CREATE TABLE payloads (number INTEGER PRIMARY KEY, head BLOB, segment INTEGER, offset INTEGER)")
-        old.executemany("INSERT INTO payloads VALUES (?, ?, ?, ?)", kept)
-        old.execute("PRAGMA user_version=6")
-    old.close()
-    again = open_buffer(path)
-    for step, uid in enumerate("ab", 1):
-        (leased,) = again.lease(step, 0)
-        assert load(leased) == load_encoded(group(uid, 0, 0))
-        do(again, "ack", step)
-    assert again.ledger._db.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
     again.die()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty
 from typing import Any
 
 from megasync.buffer import AsyncBuffer
@@ -54,5 +56,9 @@ class LocalBuffer:
 def kill(buffer: AsyncBuffer) -> None:
     """Ends a buffer as kill -9 of its process does: whatever is recorded survives, and nothing else is written."""
     for batches in (buffer._records, buffer._bodies._batches):
-        batches._thread.shutdown(cancel_futures=True)
+        with suppress(Empty):
+            batches._calls.get_nowait()
+        batches._calls.put(None)
+        if batches._thread.ident is not None:
+            batches._thread.join()
     buffer._ledger.close()
