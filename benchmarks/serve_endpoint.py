@@ -30,6 +30,7 @@ from megasync.service.endpoint import Endpoint
 from megasync.service.interfaces import (
     Adam,
     AdapterSpec,
+    Newest,
     Pass,
     PassResult,
     SampledTokens,
@@ -80,7 +81,7 @@ class Servers:
 
     async def withdraw(self, adapter: str) -> None: ...
 
-    async def sample(self, sampling: Sampling, adapter: str) -> Samples:
+    async def sample(self, sampling: Sampling, adapter: str, newest: Newest | None = None) -> Samples:
         tokens = sampling.max_tokens or 1
         ids, logprobs = np.ones(tokens, np.int64), np.zeros(tokens, np.float32)
         return Samples([SampledTokens(ids, logprobs, False, [(adapter, 0, tokens)])] * sampling.samples)

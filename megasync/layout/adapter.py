@@ -31,6 +31,8 @@ UNADAPTED = ("q_a_proj", "kv_a_proj_with_mqa")
 # Those whose adapters servers compute beside the model.
 SERVED_TARGETS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 SPLITS = (Split.ROW, Split.COLUMN, Split.GATED, Split.QKV, Split.GATED_QKV)
+# The file of the optimizer's state beside PEFT's files.
+OPTIMIZER = "optimizer.safetensors"
 # The output layer. Adapters of it are added to logits, so the embedding that it may be tied to stays as it is.
 UNEMBED = "lm_head"
 

@@ -18,6 +18,7 @@ from torch.nn.functional import one_hot
 from megasync.base.files import new_folder
 from megasync.errors import CheckpointError, ConfigError
 from megasync.layout.adapter import (
+    OPTIMIZER,
     UNEMBED,
     AdapterLayout,
     AdapterShape,
@@ -117,10 +118,6 @@ def padded(read: Read, shapes: Mapping[str, tuple[int, ...]]) -> Read:
         return values
 
     return read_box
-
-
-# In a folder of a `SavedAdapter`.
-OPTIMIZER = "optimizer.safetensors"
 
 
 class AdapterFiles(HfFolder):

@@ -61,7 +61,8 @@ from megasync.service.interfaces import ServedModel
 from megasync.service.limits import Limits
 from megasync.service.ranks import Ranks, trained_config
 from megasync.service.sampling import TOGETHER, FleetSampler
-from megasync.service.service import Service, TenantStatus
+from megasync.service.service import Service
+from megasync.service.status import TenantStatus
 from megasync.serving.plugin_protocol import ADAPTER_ROOT
 
 if TYPE_CHECKING:

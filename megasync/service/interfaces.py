@@ -144,6 +144,8 @@ class ServedModel:
     folder: Path = field(default_factory=Path)
 
 
+# The name of the adapter with which a sample goes on. It stays available until the request ends.
+Newest = Callable[[], Awaitable[str]]
 # Writes a complete folder, or none: PEFT's files, and the optimizer's state if it was copied. Durable. Raises OSError.
 # May be called while the ranks compute.
 WriteState = Callable[[Path], Awaitable[None]]
@@ -199,8 +201,10 @@ class Sampler(Protocol):
         """Lets servers forget an adapter that no request uses."""
         ...
 
-    async def sample(self, sampling: Sampling, adapter: str) -> Samples:
+    async def sample(self, sampling: Sampling, adapter: str, newest: Newest | None = None) -> Samples:
         """Samples with an adapter, or with the base model if the name is empty.
+
+        With ``newest``, long samples go on with the adapter that it names by then.
 
         Raises `errors.DataError` for what a client must change; retries everything else within its deadline.
         """

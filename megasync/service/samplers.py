@@ -3,7 +3,7 @@
     sampler     samples with
     ----------  --------------------------------------------------------------
     snapshot    an adapter of its own, saved for it
-    inflight    the newest adapter that its model has saved for such samplers
+    inflight    the newest adapter that its model has saved for such samplers, also in the middle of long samples
     path        the adapter of a checkpoint
     base        no adapter
 
@@ -20,7 +20,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -272,13 +272,8 @@ class Samplers:
                 await self._promises.writable()
                 request = await self._promises.body(promise)
                 assert isinstance(request, Sample)
-                name = self._adapter(promise.tenant, request)
-                if name:
-                    async with self._adapters.using(name):
-                        await asyncio.shield(self._adapters.offer(name))
-                        outcome = await self._servers.sample(request.sampling, name)
-                else:
-                    outcome = await self._servers.sample(request.sampling, "")
+                async with AsyncExitStack() as used:
+                    outcome = await self._sample(promise.tenant, request, used)
         except asyncio.CancelledError:
             if promise.id not in self._cancelled:
                 raise
@@ -291,6 +286,27 @@ class Samplers:
             outcome = Failed(f"the servers could not sample: {error}; repeat the request", "server")
         self._cancelled.discard(promise.id)
         self._promises.settle(promise, outcome)
+
+    async def _sample(self, tenant: str, request: Sample, used: AsyncExitStack) -> interfaces.Samples:
+        """Has a request answered with its adapter, or the adapters that follow one another, which stay in ``used``."""
+        taken = [""]
+
+        async def newest() -> str:
+            name = self._adapter(tenant, request)
+            if name != taken[-1]:
+                await used.enter_async_context(self._adapters.using(name))
+                await asyncio.shield(self._adapters.offer(name))
+                taken.append(name)
+            return name
+
+        async def newest_or_last() -> str:
+            # What was begun is finished, whatever has become of the model.
+            with suppress(DataError):
+                return await newest()
+            return taken[-1]
+
+        follows = request.sampler is not None and self.find(tenant, request.sampler).inflight is not None
+        return await self._servers.sample(request.sampling, await newest(), newest_or_last if follows else None)
 
     def _adapter(self, tenant: str, request: Sample) -> str:
         """The name of the adapter to sample with. Raises DataError if there is none."""

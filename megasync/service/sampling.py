@@ -7,6 +7,9 @@ server notices that it reads other bytes.
 
 What a request asks of its prompt is answered by a request of its own, which also leaves the prompt in the server's
 cache; the samples follow, `TOGETHER` in a request. Those that it leaves unfinished continue in requests of their own.
+So do samples that follow a model, after each `FOLLOW_TOKENS`: with its newest adapter, which computes the tokens so far
+again, or with the same one, which has them in the server's cache.
+
 Log-probs of a prompt are those at temperature 1, and of sampled tokens those at the temperature that they were sampled
 at, over the whole vocabulary.
 """
@@ -17,6 +20,7 @@ import asyncio
 import hashlib
 import json
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,7 +35,7 @@ from megasync.rollout.client import RolloutClient
 from megasync.rollout.partials import PartialResponse
 from megasync.rollout.tokens import Tokens
 from megasync.rollout.workflow import request_seed
-from megasync.service.interfaces import SampledTokens, Samples, Sampling, ServedModel, TopLogprobs
+from megasync.service.interfaces import Newest, SampledTokens, Samples, Sampling, ServedModel, TopLogprobs
 from megasync.serving.answers import PromptQuestion, PromptScores, TopTokens
 from megasync.serving.plugin_protocol import ADAPTER_NAME, MANIFEST
 
@@ -42,6 +46,9 @@ MOST_CELLS = 2**20
 
 # Samples of one request to a server. More of them are spread over servers.
 TOGETHER = 32
+# Tokens after which a sample goes on with a newer adapter. Fewer of them would be fresher, and each newer adapter
+# computes the tokens so far again.
+FOLLOW_TOKENS = 1024
 # Tokens of a prompt that are worth a wait for one server that has computed them.
 LONG_PROMPT = 256
 
@@ -54,16 +61,24 @@ class FleetSampler:
         root: the folder in which the servers look for adapters (`ServedAdapters.root`).
         samples: the largest number of samples of one request.
         together: how many of these one request to a server has; 1 for servers of several engines.
+        follow: the tokens of a sample after which it goes on with a newer adapter.
     """
 
     def __init__(
-        self, client: RolloutClient, model: ServedModel, root: Path, samples: int = 256, together: int = TOGETHER
+        self,
+        client: RolloutClient,
+        model: ServedModel,
+        root: Path,
+        samples: int = 256,
+        together: int = TOGETHER,
+        follow: int = FOLLOW_TOKENS,
     ) -> None:
         self._client = client
         self._model = model
         self._root = root.resolve()
         self._samples = samples
         self._together = together
+        self._follow = follow
 
     async def offer(self, adapter: str, folder: Path) -> None:
         """Makes a PEFT folder available under the name, until `withdraw`; survives this process.
@@ -82,8 +97,11 @@ class FleetSampler:
         if ADAPTER_NAME.fullmatch(adapter):
             await asyncio.to_thread(_remove, self._root / adapter)
 
-    async def sample(self, sampling: Sampling, adapter: str) -> Samples:
+    async def sample(self, sampling: Sampling, adapter: str, newest: Newest | None = None) -> Samples:
         """Samples with an adapter, or with the base model if the name is empty.
+
+        With ``newest``, samples go on with the adapter that it names whenever they have `FOLLOW_TOKENS` more tokens,
+        unless a text may end them, which might straddle the cut.
 
         Raises DataError, before anything is sent, for what a client must change, and ServerError if no server answers
         within `timeouts.request`.
@@ -100,48 +118,56 @@ class FleetSampler:
                 f"tokens are more than {MOST_CELLS} log-probs; ask for fewer, or set a smaller max_tokens"
             )
         top = min(sampling.topk_sample_logprobs, self._model.vocab)
-        options: dict[str, Any] = _options(sampling, self._model.vocab) | {
-            "adapter": adapter or None,
+        options = _options(sampling, self._model.vocab)
+
+        def with_adapter(name: str) -> dict[str, Any]:
             # Requests for the same prompt go to the server that has it in its cache.
-            "routing_key": prompt.digest(adapter.encode()),
-        }
-        seeds = [
-            None if sampling.seed is None else request_seed(sampling.seed, number) for number in range(sampling.samples)
+            return options | {"adapter": name or None, "routing_key": prompt.digest(name.encode())}
+
+        samples = [
+            _Sample(adapter, None if sampling.seed is None else request_seed(sampling.seed, number))
+            for number in range(sampling.samples)
         ]
 
-        async def generate(response: PartialResponse, seed: int | None, **more: Any) -> None:
-            await self._client.generate(prompt, keep=lambda _: response, seed=seed, **options | more)
+        cut = tokens if newest is None or options["whole"] else min(tokens, self._follow)
 
-        async def generate_several(responses: list[PartialResponse], seeds: list[int | None], **more: Any) -> None:
-            if len(responses) == 1:
-                await generate(responses[0], seeds[0], **more)
+        async def generate(sample: _Sample, **more: Any) -> None:
+            """Finishes a sample, or brings it to the next cut."""
+            settings = with_adapter(sample.adapter) | more
+            await self._client.generate(prompt, keep=lambda _: sample.response, seed=sample.seed, **settings)
+
+        async def finish(sample: _Sample, **more: Any) -> None:
+            if not sample.response.finished:
+                await generate(sample, max_new_tokens=cut, **more)
+            while newest is not None and sample.response.finish_reason == "length" and len(sample.response) < tokens:
+                sample.go_on(await newest())
+                await generate(sample, max_new_tokens=min(tokens, len(sample.response) + cut), **more)
+
+        async def generate_several(samples: list[_Sample], **more: Any) -> None:
+            if len(samples) == 1:
+                await finish(samples[0], **more)
                 return
-            await self._client.begin_together(prompt, responses, seeds, **options | more)
-            rest = [each for each in zip(responses, seeds, strict=True) if not each[0].finished]
-            await gather_or_cancel(*(generate(*each, **more) for each in rest))
+            responses, seeds = [each.response for each in samples], [each.seed for each in samples]
+            settings: dict[str, Any] = with_adapter(adapter) | more | {"max_new_tokens": cut}
+            await self._client.begin_together(prompt, responses, seeds, **settings)
+            await gather_or_cancel(*(finish(each, **more) for each in samples))
 
         first = None
         if asked.question is not None:
-            first = PartialResponse()
-            await generate(first, seeds[0], question=asked.question, max_new_tokens=1)
-        if tokens == 0:
-            responses = [PartialResponse() for _ in seeds]
-        elif first is not None and (sampling.samples, tokens, top) == (1, 1, 0):
-            responses = [first]
-        else:
-            responses = [PartialResponse() for _ in seeds]
+            first = _Sample(adapter, samples[0].seed)
+            await generate(first, question=asked.question, max_new_tokens=1)
+        if first is not None and (sampling.samples, tokens, top) == (1, 1, 0):
+            samples = [first]
+        elif tokens:
             # The first goes ahead where the others can use what its server has computed.
             ahead = int(self._client.shares_prompts and first is None and len(prompt) >= LONG_PROMPT)
             begins = [*range(ahead), *range(ahead, sampling.samples, self._together)]
             await gather_or_cancel(
-                *(
-                    generate_several(responses[begin:end], seeds[begin:end], max_new_tokens=tokens, top=top)
-                    for begin, end in pairwise([*begins, sampling.samples])
-                )
+                *(generate_several(samples[begin:end], top=top) for begin, end in pairwise([*begins, sampling.samples]))
             )
-        cached = (first or responses[0]).cached or 0
-        samples = [_sampled(response, adapter) for response in responses]
-        return asked.answer(None if first is None else first.scores, samples, cached)
+        cached = (first or samples[0]).response.cached or 0
+        scores = None if first is None else first.response.scores
+        return asked.answer(scores, [sample.tokens() for sample in samples], cached)
 
     def _tokens(self, sampling: Sampling, prompt: int, scored: bool) -> int:
         """The largest number of tokens of a sample. Raises DataError."""
@@ -250,16 +276,36 @@ def _options(sampling: Sampling, vocab: int) -> dict[str, Any]:
     }
 
 
-def _sampled(response: PartialResponse, adapter: str) -> SampledTokens:
-    """The server has said that the adapter sampled all tokens; `serving.answers` refuses any other answer."""
-    top = None if response.top is None else _top_logprobs(response.top)
-    return SampledTokens(
-        response.token_ids.astype(np.int64),
-        response.logprobs.copy(),
-        response.finish_reason == "stop",
-        [(adapter, 0, len(response))] if len(response) else [],
-        top,
-    )
+@dataclass(slots=True)
+class _Sample:
+    """A sample while it grows, and the adapter of its next tokens."""
+
+    adapter: str
+    seed: int | None
+    response: PartialResponse = field(default_factory=PartialResponse)
+    # (adapter, first token, end) of the tokens before the last change of the adapter.
+    _earlier: list[tuple[str, int, int]] = field(default_factory=list[tuple[str, int, int]])
+
+    def go_on(self, adapter: str) -> None:
+        """Continues the response, which has ended, with an adapter."""
+        if adapter != self.adapter:
+            self._earlier, self.adapter = self._versions(), adapter
+        self.response.finish_reason = "abort"
+
+    def tokens(self) -> SampledTokens:
+        response = self.response
+        return SampledTokens(
+            response.token_ids.astype(np.int64),
+            response.logprobs.copy(),
+            response.finish_reason == "stop",
+            self._versions(),
+            None if response.top is None else _top_logprobs(response.top),
+        )
+
+    def _versions(self) -> list[tuple[str, int, int]]:
+        """The server has said that the adapter sampled the tokens; `serving.answers` refuses any other answer."""
+        start, end = self._earlier[-1][-1] if self._earlier else 0, len(self.response)
+        return [*self._earlier, (self.adapter, start, end)] if end > start else self._earlier
 
 
 def _top_logprobs(top: TopTokens) -> TopLogprobs:

@@ -1,16 +1,20 @@
 """States of models, which are copied from the ranks and written to folders while these compute for others.
 
-At most `SAVES` copies are in memory: the next one waits until a folder is written. A folder is complete or absent.
+What is saved of a model whose present state is on disk already is that folder's files under other names. At most
+`SAVES` copies are in memory: the next one waits until a folder is written. A folder is complete or absent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from megasync.base.files import fsync, remove_tree
+from megasync.base.files import fsync, new_folder, remove_tree
+from megasync.layout.adapter import OPTIMIZER
 from megasync.service import interfaces
 from megasync.service.checkpoints import size_of
 from megasync.service.promises import Promises
@@ -30,14 +34,21 @@ class Saves:
         self._room = asyncio.Semaphore(SAVES)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def begin(self, model: str, folder: str, optimizer: bool, ended: Callable[[int | Exception], None]) -> None:
+    async def begin(
+        self, model: str, folder: str, optimizer: bool, source: str, ended: Callable[[int | Exception], None]
+    ) -> None:
         """Returns once a state is copied. Calls ``ended`` with the bytes of its folder, or why it was not written.
 
+        The files are those of the folder ``source``, which stays until then; if it is empty, they come from the ranks.
         Raises what the ranks raise.
         """
         await self._room.acquire()
+        write: interfaces.WriteState
         try:
-            write = await self._trainer.copy_state(model, optimizer)
+            if source:
+                write = partial(asyncio.to_thread, partial(_link, self._run / source, optimizer))
+            else:
+                write = await self._trainer.copy_state(model, optimizer)
         except BaseException:
             self._room.release()
             raise
@@ -73,3 +84,15 @@ class Saves:
         # An attempt whose outcome was lost with the ranks may have written it.
         if folder.exists():
             remove_tree(folder)
+
+
+def _link(source: Path, optimizer: bool, folder: Path) -> None:
+    """Makes a folder of another one's files, which never change, without the optimizer's unless it is asked for."""
+    with new_folder(folder) as draft:
+        for file in source.iterdir():
+            if optimizer or file.name != OPTIMIZER:
+                try:
+                    (draft / file.name).hardlink_to(file)
+                except OSError:
+                    # Some file systems have no such links.
+                    shutil.copyfile(file, draft / file.name)

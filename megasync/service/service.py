@@ -20,12 +20,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +33,8 @@ from megasync.concurrency.batches import Run
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import DataError
 from megasync.service import interfaces, tenant_logs
-from megasync.service.checkpoints import Checkpoints, check_name, check_ttl, folder_of, remove_others
+from megasync.service.checkpoints import Checkpoints, folder_of, remove_others
+from megasync.service.checks import check_base, check_key, check_request, tokens_of
 from megasync.service.encoding import encode
 from megasync.service.interfaces import ServedModel
 from megasync.service.limits import Limits
@@ -59,58 +58,16 @@ from megasync.service.requests import (
     UnloadModel,
 )
 from megasync.service.samplers import Adapters, Samplers
+from megasync.service.status import ModelStatus, Rate, Status, TenantStatus
 from megasync.service.training import RESTART_SECONDS, Training, model_id, sampler_id
 
 log = logging.getLogger(__name__)
 
 # Seconds between two looks at what is past its time.
 TIDY_SECONDS = 1.0
-KEY_LENGTH = 200
 # The record has numbers of 64 bits.
 MOST_NUMBERS = 2**63
 CLOSING = "the service is shutting down; promises are kept: ask again once it runs"
-
-
-@dataclass(frozen=True, slots=True)
-class ModelStatus:
-    """A model as the watch page shows it. Times are in seconds."""
-
-    id: str
-    session: str
-    rank: int
-    steps: int
-    loss: float | None
-    tokens: int
-    queued: int
-    # How long the oldest queued request has waited.
-    waited: float
-    on_ranks: bool
-    ended: str
-
-
-@dataclass(frozen=True, slots=True)
-class TenantStatus:
-    """A tenant as the watch page shows it."""
-
-    sessions: int
-    models: Sequence[ModelStatus]
-    # Of training and sampling, in the last minute.
-    tokens_per_second: float
-    pending: int
-    pending_tokens: int
-    kept: int
-    snapshots: int
-    checkpoints: int
-    disk: int
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """The service as the watch page shows it."""
-
-    tenants: Mapping[str, TenantStatus]
-    restarts: int
-    failure: str
 
 
 class Service:
@@ -163,7 +120,7 @@ class Service:
         # Sessions that have ended, and when each is looked at for what it has left.
         self._ended = {session.id: session.ended_at for session in self._sessions.values() if session.ended}
         self._session_keys = {(s.tenant, s.key): s.id for s in self._sessions.values() if s.key is not None}
-        self._rates: dict[str, _Rate] = {}
+        self._rates: dict[str, Rate] = {}
         self._tasks: list[asyncio.Task[None]] = []
         remove_others(
             folder,
@@ -224,9 +181,9 @@ class Service:
         if (same := self._promises.find(name)) is not None:
             return await self._repeated(same, digest)
         self._check_number(target, seq)
-        tokens, now = self._tokens(request), self._clock()
+        tokens, now = tokens_of(request, self.served.context), self._clock()
         try:
-            self._check(request, len(body), tokens)
+            check_request(request, len(body), tokens, self.served, self.limits)
         except DataError as error:
             if seq > 0 and model_of(request):
                 await self._refuse(name, tenant, target, seq, digest, str(error))
@@ -368,7 +325,7 @@ class Service:
         self._check_open()
         owner = self._live_session(tenant, session)
         sampler = Sampler(sampler_id(session, seq), tenant, session, self._clock(), path=path)
-        self._check_base(base_model)
+        check_base(base_model, self.served)
         if sampler.id in owner.samplers:
             found = self._samplers.find(tenant, sampler.id)
             if (found.path, found.adapter, found.inflight) != (path, "", None):
@@ -585,75 +542,6 @@ class Service:
                 f"number the requests of a model 1, 2, 3, ..."
             )
 
-    def _tokens(self, request: Request) -> int:
-        """The tokens that a request counts with: those that are given, and those that may be generated."""
-        if isinstance(request, Compute):
-            return sum(datum.tokens.size for datum in request.work.data)
-        if isinstance(request, Sample):
-            sampling = request.sampling
-            room = max(0, self.served.context - sampling.prompt.size)
-            most = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-            return sampling.prompt.size + max(1, sampling.samples) * max(0, most)
-        return 0
-
-    def _check(self, request: Request, size: int, tokens: int) -> None:
-        """Raises DataError for what can never be accepted."""
-        limits = self.limits
-        if size > limits.request:
-            raise DataError(f"a request has {size} bytes, and the limit is request={limits.request}; send less at once")
-        if tokens > limits.tokens:
-            raise DataError(
-                f"a request has {tokens} tokens, and the limit is tokens={limits.tokens}; send less at once"
-            )
-        match request:
-            case CreateModel():
-                self._check_base(request.base_model)
-                spec = request.adapters
-                if not 1 <= spec.rank <= self.served.rank:
-                    raise DataError(f"adapters of rank {spec.rank} are not served; choose 1 to {self.served.rank}")
-                if not (spec.attention or spec.mlp or spec.unembed):
-                    raise DataError("a model needs adapters on attention, mlp or unembed; it has none")
-            case Compute():
-                if not request.work.data:
-                    raise DataError("a pass needs data; it has none")
-                for index, datum in enumerate(request.work.data):
-                    self._check_tokens(datum.tokens, f"datum {index}")
-            case OptimStep():
-                for name, value in asdict(request.adam).items():
-                    if not math.isfinite(value):
-                        raise DataError(
-                            f"{name}={value} is no finite number; an optimizer step needs finite parameters"
-                        )
-            case SaveWeights() | SaveForSampler():
-                if request.name is not None:
-                    check_name(request.name)
-                check_ttl(request.ttl_seconds)
-            case Sample():
-                self._check_base(request.base_model)
-                self._check_tokens(request.sampling.prompt, "the prompt")
-                if not 1 <= request.sampling.samples <= 1024:
-                    raise DataError(f"{request.sampling.samples} samples cannot be asked for; ask for 1 to 1024")
-            case _:
-                pass
-
-    def _check_base(self, name: str | None) -> None:
-        if name is not None and name != self.served.name:
-            raise DataError(f"the base model {name!r} is not served; this service has {self.served.name!r}")
-
-    def _check_tokens(self, tokens: interfaces.Ints, what: str) -> None:
-        served = self.served
-        if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu":
-            raise DataError(
-                f"{what} needs at least one token, whole numbers in one dimension; it has the shape {tokens.shape} and "
-                f"the type {tokens.dtype}"
-            )
-        if tokens.size > served.context:
-            raise DataError(f"{what} has {tokens.size} tokens, and the context of {served.name} is {served.context}")
-        least, greatest = int(tokens.min()), int(tokens.max())
-        if least < 0 or greatest >= served.vocab:
-            wrong = least if least < 0 else greatest
-            raise DataError(f"{what} has the token {wrong}; the tokens of {served.name} are 0 to {served.vocab - 1}")
-
     def _check_room(self, tenant: str, request: Request | Refused, target: str, seq: int, tokens: int) -> None:
         """Raises DataError for what the tenant cannot have now."""
         account, limits = self._promises.account(tenant), self.limits
@@ -748,36 +636,8 @@ class Service:
             self._seen[session] = self._clock()
             self._idle.discard(session)
 
-    def _rate(self, tenant: str) -> _Rate:
-        return self._rates.setdefault(tenant, _Rate())
-
-
-class _Rate:
-    """Tokens per second over the last minute, weighted towards now."""
-
-    SECONDS = 60.0
-
-    def __init__(self) -> None:
-        self._tokens = 0.0
-        self._at = 0.0
-
-    def add(self, now: float, tokens: int) -> None:
-        self._tokens = self._decayed(now) + tokens
-        self._at = now
-
-    def per_second(self, now: float) -> float:
-        return self._decayed(now) / self.SECONDS
-
-    def _decayed(self, now: float) -> float:
-        return self._tokens * math.exp(-max(0.0, now - self._at) / self.SECONDS)
-
-
-def check_key(key: str | None) -> None:
-    """Raises DataError for an idempotency key that cannot be recorded."""
-    if key is not None and not (key.isascii() and key.isprintable() and 0 < len(key) <= KEY_LENGTH):
-        raise DataError(
-            f"the idempotency key {key!r:.100} is not allowed: use 1 to {KEY_LENGTH} printable ASCII letters"
-        )
+    def _rate(self, tenant: str) -> Rate:
+        return self._rates.setdefault(tenant, Rate())
 
 
 def model_of(request: Request) -> str | None:

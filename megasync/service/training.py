@@ -19,6 +19,8 @@ Invariants:
 - After an optimizer step the model's state is saved in a folder of its own before the outcome is recorded, and the
   folder before it is removed after that. The state on the ranks is always the last durable one plus the recorded passes
   with gradients after it (`replay`), so it can be made again at any time: after a crash, a lost rank, an eviction.
+- Adapters and moments change with steps and loads alone. So whatever is saved of a model is the files of its last state
+  under other names, without a call of the ranks; only of a model that has none yet they copy it.
 - The ranks only copy a state. It is written while they compute for other models (`saves`); the model itself waits for
   it (`ModelQueue.saving`).
 - Whatever an unexpected error leaves on the ranks is not used: they are restarted. A request that has lost the ranks
@@ -83,6 +85,8 @@ RESTARTS = 5
 RESTART_SECONDS = (1.0, 60.0)
 # Requests that need no state on the ranks.
 WITHOUT_STATE = frozenset(kind.__name__ for kind in (LoadWeights, UnloadModel, Refused))
+# Requests that need none if it is on disk.
+SAVING = frozenset(kind.__name__ for kind in (SaveWeights, SaveForSampler))
 # Tokens that a request costs which computes none, as an optimizer step.
 STEP_TOKENS = 1_000
 
@@ -453,7 +457,8 @@ class Training:
 
     async def _perform(self, batch: Sequence[_Turn]) -> None:
         for turn in batch:
-            if turn.promise.request_type not in WITHOUT_STATE:
+            saving = turn.promise.request_type in SAVING and turn.model.record.state
+            if not saving and turn.promise.request_type not in WITHOUT_STATE:
                 await self._restore(turn.model)
         requests = [await self._promises.body(turn.promise) for turn in batch]
         if isinstance(requests[0], Compute):
@@ -591,7 +596,7 @@ class Training:
             )
             self._finish(turn, Failed(message, "server"))
 
-        await self._save_behind(turn, state, True, saved, failed)
+        await self._save_behind(turn, state, True, "", saved, failed)
 
     def _removal(self, model: ModelQueue) -> Callable[[], None]:
         """Removes the states before the present one."""
@@ -701,17 +706,22 @@ class Training:
             message = f"the checkpoint cannot be written: {error}; repeat the request once there is room"
             self._finish(turn, Failed(message, "server"))
 
-        await self._save_behind(turn, folder_of(adapter_of(record.id, turn.promise.seq)), optimizer, saved, failed)
+        folder = folder_of(adapter_of(record.id, turn.promise.seq))
+        await self._save_behind(turn, folder, optimizer, record.state, saved, failed)
 
     async def _save_behind(
         self,
         turn: _Turn,
         folder: str,
         optimizer: bool,
+        source: str,
         saved: Callable[[int], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Copies a model's state from the ranks, and begins to write it. One of the two ends the request then."""
+        """Takes a model's state from the folder ``source``, or else the ranks, and begins to write it.
+
+        One of the two functions ends the request then.
+        """
         model = turn.model
 
         def ended(result: int | Exception) -> None:
@@ -726,7 +736,7 @@ class Training:
 
         model.saving = True
         try:
-            await self.saves.begin(model.record.id, folder, optimizer, ended)
+            await self.saves.begin(model.record.id, folder, optimizer, source, ended)
         except BaseException:
             model.saving = False
             raise

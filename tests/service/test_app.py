@@ -22,7 +22,8 @@ from megasync.service import app, tenant_logs
 from megasync.service.interfaces import Sampling
 from megasync.service.promises import Promise
 from megasync.service.requests import Failed, OptimStep, Sample, ServiceClosed, Updated
-from megasync.service.service import ModelStatus, Service, TenantStatus
+from megasync.service.service import Service
+from megasync.service.status import ModelStatus, TenantStatus
 from megasync.serving.server import served_adapters
 
 __all__ = ["make", "model"]

@@ -230,6 +230,30 @@ async def test_samples_that_their_request_leaves_unfinished_go_on_by_themselves_
     assert [len(body["input_ids"]) for body in fake.requests] == [4, 4]
 
 
+async def test_samples_that_follow_a_model_go_on_with_its_newest_adapter_after_each_cut(fake, sampler, peft):
+    await sampler.offer("newer", peft)
+    sampler._follow = 4
+    names = iter(["tuned", "tuned", "newer", "newer"])
+
+    async def newest():
+        return next(names)
+
+    fake.script += [several(4, 2, reasons=["length", "stop"])]
+    got = await sampler.sample(Sampling(PROMPT, 2, 9, seed=5, topk_sample_logprobs=2), "tuned", newest)
+    long, short = got.samples
+    assert long.ids.tolist() == list(range(9, 18)) and long.topk.ids.shape == (9, 2) and not long.stopped
+    assert short.ids.tolist() == [9, 10] and short.versions == [("tuned", 0, 2)] and short.stopped
+    assert long.versions == [("tuned", 0, 9)]
+    (long,) = (await sampler.sample(Sampling(PROMPT, 1, 9, seed=5), "tuned", newest)).samples
+    assert long.ids.tolist() == list(range(9, 18)) and long.versions == [("tuned", 0, 4), ("newer", 4, 9)]
+    sent = [(body["lora_path"], len(body["input_ids"])) for body in fake.requests]
+    assert sent == [("tuned", 4), ("tuned", 8), ("tuned", 12), ("tuned", 4), ("newer", 8), ("newer", 12)]
+    # A text might straddle the cut.
+    fake.requests.clear()
+    await sampler.sample(Sampling(PROMPT, 2, 9, stop=["x"]), "tuned", newest)
+    assert len(fake.requests) == 1
+
+
 @pytest.mark.parametrize("behave", [DROP, several(9, 9, 9, 9), several(10, 9, 9)], ids=["cut", "four", "too long"])
 async def test_a_request_for_several_samples_that_fails_is_repeated_as_a_whole(fake, sampler, behave):
     fake.script += [behave]

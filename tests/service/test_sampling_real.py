@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -182,6 +183,24 @@ async def test_seeds_repeat_samples_whatever_else_is_in_the_batch(sampler):
     assert [sample.ids.tolist() for sample in again.samples] == ids and len({*map(tuple, ids)}) == 3
     other = await sampler.sample(replace(asked, seed=8), "mlp")
     assert [sample.ids.tolist() for sample in other.samples] != ids
+
+
+async def test_samples_go_on_with_the_newest_adapter_which_computes_all_before_it_again(fleet, sampler):
+    sampler._follow = 6
+    names = itertools.cycle(["all", "small", "mlp", "small"])
+
+    async def newest():
+        return next(names)
+
+    answer = await sampler.sample(Sampling(PROMPTS[0], 3, 20, stop_at_eos=False), "all", newest)
+    for sample in answer.samples:
+        begins = [0, *(end for _, _, end in sample.versions)]
+        assert begins[-1] == len(sample.ids) == 20 and {*begins[:-1]} <= {0, 6, 12, 18}
+        assert len({name for name, _, _ in sample.versions}) > 1
+        for name, start, end in sample.versions:
+            expected = fleet.logprobs(name, np.concatenate([PROMPTS[0], sample.ids]))[len(PROMPTS[0]) - 1 :]
+            at = np.arange(start, end)
+            np.testing.assert_allclose(sample.logprobs[at], expected[at, sample.ids[at]], **NEAR)
 
 
 async def test_damaged_adapters_are_refused_and_withdrawn_ones_unknown(fleet, tmp_path):

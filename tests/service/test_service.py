@@ -15,6 +15,7 @@ import pytest
 from service_fakes import SERVED, FakeServers, FakeTrainer, batch, compute, create, save, snapshot, step
 
 from megasync.errors import DataError, LedgerError, RankLost
+from megasync.layout.adapter import OPTIMIZER
 from megasync.service import promises as promises_module
 from megasync.service import service as service_module
 from megasync.service.interfaces import AdapterSpec, Datum, Pass, PassResult, Samples, Sampling
@@ -556,6 +557,37 @@ async def test_a_service_that_closes_ends_the_saves_that_it_began(rig):
         assert len(rig.calls("update")) == calls
 
 
+async def test_what_is_saved_after_a_step_is_its_state_and_asks_nothing_of_the_ranks(rig, monkeypatch):
+    async with rig.open() as service:
+        model = await new_model(service)
+        updated = await ask(service, step(model, 1))
+        assert isinstance(updated, Updated)
+        service._training.evict(model)
+        while service._training.find(model).resident:
+            await asyncio.sleep(0)
+        (state,) = (rig.folder / "states").glob("*/1")
+        (state / OPTIMIZER).touch()
+        calls = len(rig.trainer.calls)
+        saved = [await ask(service, save(model, 2, "x")), await ask(service, snapshot(model, 3, 0))]
+        monkeypatch.setattr(Path, "hardlink_to", failing)
+        saved += [await ask(service, save(model, 4, "y")), await ask(service, snapshot(model, 5, 1))]
+        assert len(rig.trainer.calls) == calls
+        with_moments = [(folder / OPTIMIZER).exists() for folder in sorted((rig.folder / "checkpoints").glob("*/*"))]
+        assert with_moments == [True, False] * 2
+        for each in saved[1::2]:
+            assert first_id(await ask(service, sample(each.sampler, 0))) == updated.metrics["w:last"] % 97
+        # The files outlive the state's folder.
+        await ask(service, step(model, 6))
+        await ask(service, LoadWeights(saved[0].path, True, model, 7))
+        again = await ask(service, step(model, 8))
+        await ask(service, LoadWeights(saved[2].path, True, model, 9))
+        assert (await ask(service, step(model, 10))).metrics == again.metrics
+
+
+def failing(*_: object) -> None:
+    raise OSError("no links here")
+
+
 async def test_two_models_cannot_make_the_same_sampler(rig):
     held = asyncio.Event()
     async with rig.open() as service:
@@ -568,8 +600,11 @@ async def test_two_models_cannot_make_the_same_sampler(rig):
         while len(rig.calls("copy")) < 2:
             await asyncio.sleep(0)
         held.set()
-        first, second = [await result(service, promise) for promise in promises]
-        assert isinstance(first, Saved) and isinstance(second, Failed) and "sampler number 7 already" in second.message
+        # The first whose folder is written.
+        outcomes = [await result(service, promise) for promise in promises]
+        (refused,) = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+        assert sum(isinstance(outcome, Saved) for outcome in outcomes) == 1
+        assert "sampler number 7 already" in refused.message
 
 
 @pytest.mark.parametrize("error", [ValueError("no space left"), OSError(28, "no space left")])
@@ -669,6 +704,28 @@ async def test_snapshots_stay_and_inflight_samplers_follow(rig):
     async with rig.open() as service:
         assert first_id(await ask(service, sample(fixed, 2))) == before
         assert first_id(await ask(service, sample(moving, 2))) == updated.metrics["w:last"] % 97
+
+
+async def test_a_sample_goes_on_with_the_newest_adapter_and_after_the_end_of_its_model_with_the_last(rig):
+    async with rig.open() as service:
+        model = await new_model(service)
+        samplers = [(await ask(service, snapshot(model, seq, seq, inflight=seq == 2))).sampler for seq in (1, 2)]
+        rig.servers.pause = asyncio.Event()
+        promises = [await service.submit("a", sample(sampler, 0)) for sampler in samplers]
+        await rig.servers.until(2)
+        await ask(service, step(model, 3))
+        await ask(service, snapshot(model, 4, 3, inflight=True))
+        rig.servers.pause.set()
+        fixed, moving = [(await result(service, promise)).samples[0].versions for promise in promises]
+        assert [(first, end) for _, first, end in fixed] == [(0, 2)]
+        assert [(first, end) for _, first, end in moving] == [(0, 1), (1, 2)]
+        assert moving[0][0] not in rig.servers.adapters and moving[1][0] in rig.servers.adapters
+        rig.servers.pause.clear()
+        promise = await service.submit("a", sample(samplers[1], 1))
+        await rig.servers.until(1)
+        await service.finish_session("a", model.partition(":")[0], "success")
+        rig.servers.pause.set()
+        assert (await result(service, promise)).samples[0].versions == [(moving[1][0], 0, 2)]
 
 
 async def test_an_adapter_in_use_outlives_its_checkpoint(rig):
@@ -785,8 +842,9 @@ async def test_finishing_a_session_ends_what_it_made_but_checkpoints(rig):
                 await service.submit("a", request)
         with pytest.raises(Gone):
             service.heartbeat("a", session)
-        while model in rig.trainer.models or list((rig.folder / "states").glob("*/*")):
-            await asyncio.sleep(0.001)
+        while not service._training.gone(model):
+            await asyncio.sleep(0)
+        assert model not in rig.trainer.models and not list((rig.folder / "states").glob("*/*"))
         assert [c.name for c in service.checkpoints("a")] == ["x"]
     async with rig.open() as service:
         assert service.session("a", session).models == [model]

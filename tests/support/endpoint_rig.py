@@ -14,7 +14,7 @@ import numpy as np
 from service_fakes import SERVED, FakeServers, FakeTrainer
 
 from megasync.service.endpoint import Endpoint
-from megasync.service.interfaces import Samples, Sampling, ServedModel
+from megasync.service.interfaces import Newest, Samples, Sampling, ServedModel
 from megasync.service.limits import Limits
 from megasync.service.service import Service
 
@@ -24,8 +24,8 @@ KEYS = {"ann": "tml-ann-0123456789", "bob": "tml-bob-0123456789"}
 class ScoringServers(FakeServers):
     """Fake servers that also score the prompt: position i has log-prob -i."""
 
-    async def sample(self, sampling: Sampling, adapter: str) -> Samples:
-        samples = await super().sample(sampling, adapter)
+    async def sample(self, sampling: Sampling, adapter: str, newest: Newest | None = None) -> Samples:
+        samples = await super().sample(sampling, adapter, newest)
         scores = -np.arange(len(sampling.prompt), dtype=np.float32)
         scores[: max(1, len(scores) - sampling.prompt_logprobs)] = np.nan
         return dataclasses.replace(samples, prompt_logprobs=scores if sampling.prompt_logprobs else None)

@@ -14,6 +14,7 @@ from megasync.service.interfaces import (
     Adam,
     AdapterSpec,
     Datum,
+    Newest,
     Pass,
     PassResult,
     SampledTokens,
@@ -156,7 +157,7 @@ class FakeServers:
     async def withdraw(self, adapter: str) -> None:
         self.adapters.pop(adapter, None)
 
-    async def sample(self, sampling: Sampling, adapter: str) -> Samples:
+    async def sample(self, sampling: Sampling, adapter: str, newest: Newest | None = None) -> Samples:
         await self._count(1)
         try:
             if self.pause is not None:
@@ -164,6 +165,9 @@ class FakeServers:
             seen = self.adapters[adapter] if adapter else 0
             ids = (np.arange(sampling.max_tokens or 1) + seen) % 97
             versions = [(adapter, 0, len(ids))]
+            if newest is not None and (later := await newest()) != adapter:
+                # The last token is of the newer one.
+                versions = [(adapter, 0, len(ids) - 1), (later, len(ids) - 1, len(ids))]
             sample = SampledTokens(ids, np.zeros(len(ids), np.float32), False, versions)
             return Samples([sample] * sampling.samples)
         finally:
