@@ -65,10 +65,10 @@ class TaskStarter:
     async def start(self, sample: Mapping[str, Any]) -> Sandbox:
         """A sandbox with the environment of a row. Raises DataError for one that this kind cannot have."""
         kind, folder = self._spec.kind, Path(sample["task"]) / "environment"
-        image = sample.get("image") or None
+        image, own = sample.get("image") or None, bool(sample.get("image") or sample.get("dockerfile"))
         if kind in _IMAGES:
             image = await self._built(folder) if sample.get("dockerfile") else image or self._spec.image
-        elif image or sample.get("dockerfile"):
+        elif own:
             what = f"the image {image}" if image else f"an image that {folder}/Dockerfile builds"
             raise DataError(
                 f"the Harbor task {sample['task']} needs {what}, which sandboxes of kind {kind} cannot have; set the "
@@ -80,7 +80,7 @@ class TaskStarter:
             self._starters[image] = starter_of(_with_image(self._spec, image))
         sandbox = await self._starters[image].start()
         try:
-            if image is None and folder.is_dir():
+            if not own and folder.is_dir():
                 if str(folder) not in self._contents:
                     self._contents[str(folder)] = await folder_content(str(folder))
                 await sandbox.put(self._contents[str(folder)], sample["workdir"])

@@ -34,13 +34,13 @@ class Limits:
     cpu_seconds: int = 4
     # Seconds after which everything is killed.
     wall_seconds: float = 10.0
-    # Address space, per process.
+    # Address space, per process; of containers the memory of all.
     memory_mb: int = 512
     # Size of each file.
     file_mb: int = 16
     # Per process.
     open_files: int = 64
-    # All that is written, and its files and folders. Both need namespaces.
+    # All that is written, and its files and folders. Both need namespaces, and containers do not have them.
     disk_mb: int = 64
     files: int = 1024
     # Processes and threads that run at once. Needs namespaces or a separate user id.
@@ -74,7 +74,8 @@ class Result:
     cut: bool = False
 
 
-# Everything that was written in a sandbox: a tar archive with paths relative to its root folder.
+# Everything that was written in a sandbox: a tar archive with paths relative to its root folder. A container's also
+# tells what was deleted.
 Snapshot = bytes
 
 
@@ -121,8 +122,8 @@ class Spec:
 class Sandbox(Protocol):
     """One sandbox. Its orders are carried out one after the other, in the order in which they were given.
 
-    Paths are relative to the working folder, /work, or absolute inside the sandbox. Whoever is cancelled while it waits
-    for an order stops the sandbox.
+    Paths are relative to the working folder, /work or that of a container's image, or absolute inside the sandbox.
+    Whoever is cancelled while it waits for an order stops the sandbox.
     """
 
     async def run(

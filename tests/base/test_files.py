@@ -143,6 +143,7 @@ OTHER_WRITERS = {
     "preflight/cluster_checks.py": "a probe of a shared folder, removed afterwards",
     "lab/rehearsal/child.py": "the pipe to another process",
     "lab/rehearsal/driver.py": "the log of a process, in a temporary folder",
+    "sandboxes/containers.py": "archives in memory, and errors of a container in a file without a name",
     "sandboxes/protocol.py": "archives in memory",
     "sandboxes/guest/inside.py": "files of a sandbox",
     "sandboxes/guest/namespaces.py": "what the kernel reads of namespaces",

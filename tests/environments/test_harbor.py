@@ -1,9 +1,11 @@
 """Harbor tasks: their folders as rows, and their tests as the reward of what an agent leaves in a sandbox."""
 
+import asyncio
 import os
 from types import SimpleNamespace
 
 import pytest
+from containers import image, output
 
 from megasync.config.schema import DatasetConfig
 from megasync.data.datasets import load_dataset
@@ -250,15 +252,44 @@ async def test_what_needs_an_image_or_a_root_folder_is_refused_where_there_is_no
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("kind", ["docker", "podman"])
+@pytest.mark.parametrize("of", ["Dockerfile", "task", "options", "user"])
+async def test_an_episode_is_played_in_a_container(of, kind, make, monkeypatch):
+    base = await asyncio.to_thread(image, kind, "1000:1000" if of == "user" else "")
+    changed, toml = {}, TOML
+    if of in ("Dockerfile", "user"):
+        run = "RUN echo of the image > /srv/made\n" if of == "Dockerfile" else ""
+        changed["environment/Dockerfile"] = f"FROM {base}\n{run}COPY start.txt /srv/\n"
+        toml = f'{TOML}[environment]\nworkdir = "/work"\n'
+    if of == "task":
+        toml = f'{TOML}[environment]\ndocker_image = "{base}"\n'
+    test = TEST.replace("bash", "sh")
+    task = HarborTask({"kind": kind, "image": base if of == "options" else None, "limits": {"memory_mb": 128}})
+    await task.reset(dict(row_of(make(toml=toml, test=test, **changed))))
+    said = await task.step(fenced("cat start.txt /srv/start.txt /srv/made; pwd"))
+    there = {
+        "Dockerfile": "givenof the image\n/work\n",
+        "task": "/work\n",
+        "options": "given/work\n",
+        "user": "given/work\n",
+    }
+    assert said.observation.startswith(f"exit status 0\n{there[of]}")
+    await task.step(fenced("(until [ -e /tests/test.sh ]; do :; done; rm -f /tests/* /logs/verifier/*) &"))
+    # Fails the tests unless it is there, in the folder where they run.
+    await task.step(fenced("echo 42 > answer"))
+    assert await task.step(fenced("submit")) == ("", 1.0, True)
+    await task.close()
+    # What was built stays for the next run.
+    if built := [name for name in task._starter._starters if name and name.startswith("megasync-harbor:")]:
+        assert "Untagged" in await output(kind, "rmi", "--force", *built)
+
+
+@pytest.mark.processes
 async def test_a_dockerfile_is_built_once(make, monkeypatch, tmp_path):
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "docker"
-    calls = tmp_path / "calls"
-    # As the real program, it enters no container before `run` has made it.
-    program.write_text(
-        f'#!/bin/sh\necho "$@" >> {calls}\ncase $1 in run) exec cat ;; '
-        f'exec) for word; do case $word in megasync-*) grep -q "^run .*$word" {calls}; exit ;; esac; done ;; esac\n'
-    )
+    container = f"run) echo {2**32} 256; while read -r _; do echo; done ;; exec) echo ;;"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncase $1 in {container} esac\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     starter = TaskStarter({"kind": "docker"})
@@ -266,7 +297,7 @@ async def test_a_dockerfile_is_built_once(make, monkeypatch, tmp_path):
     for _ in range(2):
         async with HarborEpisode(row, starter):
             pass
-    called = calls.read_text().splitlines()
-    builds = [call for call in called if call.startswith("build --tag megasync-harbor:")]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    builds = [call for call in calls if call.startswith("build --tag megasync-harbor:")]
     assert len(builds) == 1 and builds[0].endswith(f"{row['task']}/environment")
-    assert sum(call.startswith("run ") and " megasync-harbor:" in call for call in called) == 2
+    assert sum(call.startswith("run ") and " megasync-harbor:" in call for call in calls) == 2

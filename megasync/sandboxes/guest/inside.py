@@ -356,9 +356,9 @@ def copy(source: int, target: int, most: int) -> None:
 def archive(folder: str, tar: tarfile.TarFile, without: set[str]) -> None:
     """Adds the files of a folder, with paths relative to it, but for some names in it.
 
-    A program may have made trees of any depth and files that cannot be read: those are left out.
+    A program may have made trees of any depth and files that cannot be read: those are left out. So is what is mounted.
     """
-    folders = [""]
+    folders, device = [""], os.stat(folder).st_dev
     while folders:
         base = folders.pop()
         with contextlib.suppress(OSError), os.scandir(f"{folder}/{base}") as entries:
@@ -366,8 +366,9 @@ def archive(folder: str, tar: tarfile.TarFile, without: set[str]) -> None:
                 if base or entry.name not in without:
                     name = f"{base}/{entry.name}" if base else entry.name
                     with contextlib.suppress(OSError):
-                        add(tar, f"{folder}/{name}", name)
-                        folders += [name] * entry.is_dir(follow_symlinks=False)
+                        if entry.stat(follow_symlinks=False).st_dev == device:
+                            add(tar, f"{folder}/{name}", name)
+                            folders += [name] * entry.is_dir(follow_symlinks=False)
 
 
 def add(tar: tarfile.TarFile, path: str, name: str) -> None:
