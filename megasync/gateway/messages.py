@@ -282,7 +282,7 @@ def _request(body: CountBody, kept: Kept, sampling: Sampling, stream: bool = Fal
         raise unsupported("output_config", config, "answers are not constrained to a format")
     choice = body.tool_choice or ToolChoice("auto")
     tools = [] if choice.type == "none" else kept.tools(body.tools, list[Tool], _functions)
-    named = [choice.name] if choice.type == "tool" else None
+    named = [choice.name or ""] if choice.type == "tool" else None
     prompt = body.system
     system = [Message("system", prompt if isinstance(prompt, str) else [*prompt])] if prompt else []
     return Request(

@@ -285,8 +285,9 @@ def callable_names(tools: list[dict[str, Any]], names: Sequence[str] | None = No
     """The names of tools of which one must be called, by default all. Raises RequestError for one without a tool."""
     known = _names(tools)
     names = known if names is None else names
-    if not names or (missing := [name for name in names if name not in known]):
-        problem = f"{missing[0]!r}, which is not among the tools" if names else "a tool, and there is none"
+    missing = [name for name in names if name not in known]
+    if missing or not names:
+        problem = f"{missing[0]!r}, which is not among the tools" if missing else "a tool, and there is none"
         raise RequestError(400, f"tool_choice demands a call of {problem}", param="tool_choice")
     return names
 

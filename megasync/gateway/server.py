@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Any
 
 import msgspec
@@ -157,7 +157,7 @@ class Gateway:
             if self._outside is not None and not request.path.startswith("/s/"):
                 return await self._outside(request)
             if name == _BY_MODEL and has_key(request.headers, self.key):
-                name = decode_body(await read_body(request), _Named).model
+                name = decode_body(await read_body(request, again=True), _Named).model
             session = self._sessions.get(name)
             if session is None:
                 raise RequestError(
@@ -258,16 +258,18 @@ def _model_entry(name: str, session: Session) -> dict[str, Any]:
     }
 
 
-async def read_body(request: web.BaseRequest) -> bytes:
-    """The body of a request. Raises RequestError if it does not arrive in time."""
-    if request.content.is_eof():
-        # It arrived together with the headers.
-        return await request.read()
+async def read_body(request: web.BaseRequest, *, again: bool = False) -> bytes:
+    """The body of a request, which is read once, unless `again`. Raises RequestError if it does not arrive in time."""
     try:
-        async with asyncio.timeout(_BODY_SECONDS):
-            return await request.read()
+        # Without a timer if it arrived together with the headers.
+        async with nullcontext() if request.content.is_eof() else asyncio.timeout(_BODY_SECONDS):
+            body = await request.read()
     except TimeoutError:
         raise RequestError(408, f"the request's body did not arrive within {_BODY_SECONDS:g} s") from None
+    if not again:
+        # The connection would keep it until its next request: all messages of a long conversation.
+        request._read_bytes = None
+    return body
 
 
 def _json(value: Any, status: int = 200, headers: Mapping[str, str] = _JSON) -> web.Response:

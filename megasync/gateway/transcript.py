@@ -32,8 +32,9 @@ class Transcript:
     def __init__(self) -> None:
         # (parts as sent, restored messages) of the latest requests.
         self._requests: deque[tuple[list[Any], list[Message]]] = deque(maxlen=_REQUESTS_KEPT)
-        # (messages before an answer, the answer as the agent sees it, the answer), by the number of those messages.
-        self._answers: dict[int, list[tuple[list[Message], Message, Message]]] = {}
+        # (messages before an answer, the answer as the agent sees it, the answer). An earlier answer stands for all
+        # messages up to itself: they are found under its `id`, or under None without one.
+        self._answers: dict[int | None, list[tuple[list[Message], Message, Message]]] = {None: []}
         # Tool call ids that agents see, to the recorded ones. Recorded ids count from 0 in every answer, which breaks
         # agents that look up a call by its id.
         self._ids: dict[str, str] = {}
@@ -68,13 +69,16 @@ class Transcript:
         if single_call and len(calls) > 1:
             calls = calls[:1]
             shown = answer | {"tool_calls": answer["tool_calls"][:1]}
-        self._answers.setdefault(len(before), []).append((before, shown, answer))
+        earlier, since = self._split(before)
+        if (entry := (since, shown, answer)) not in self._answers[earlier]:
+            self._answers[earlier].append(entry)
+            self._answers[id(answer)] = []
         return [replace(call, id=self._new_id(call.id)) for call in calls]
 
     def _continued(self, sent: list[Any]) -> tuple[Sequence[Any], Sequence[Message]]:
         """The longest earlier request that these parts begin with."""
-        prefixes = [request for request in self._requests if sent[: len(request[0])] == request[0]]
-        return max(prefixes, key=lambda request: len(request[0]), default=((), ()))
+        longest = sorted(self._requests, key=lambda request: len(request[0]), reverse=True)
+        return next((request for request in longest if sent[: len(request[0])] == request[0]), ((), ()))
 
     def _new_id(self, call_id: str) -> str:
         shown = f"call_{secrets.token_hex(12)}"
@@ -85,10 +89,17 @@ class Transcript:
         if plain["role"] != "assistant":
             return None
         optional = {"reasoning_content"} - plain.keys()
-        for messages, shown, answer in reversed(self._answers.get(len(before), ())):
-            if messages == before and {key: value for key, value in shown.items() if key not in optional} == plain:
+        earlier, since = self._split(before)
+        for messages, shown, answer in reversed(self._answers[earlier]):
+            if messages == since and {key: value for key, value in shown.items() if key not in optional} == plain:
                 return answer
         return None
+
+    def _split(self, messages: list[Message]) -> tuple[int | None, list[Message]]:
+        """The `id` of the last message that is a recorded answer, which no other object takes, and those after it."""
+        places = range(len(messages) - 1, -1, -1)
+        at = next((number for number in places if id(messages[number]) in self._answers), None)
+        return (None, messages[:]) if at is None else (id(messages[at]), messages[at + 1 :])
 
     def _plain(self, written: Mapping[str, Any], number: int) -> Message:
         """The message in the form of `data/messages.py`, with the recorded ids of calls."""

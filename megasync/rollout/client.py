@@ -631,19 +631,19 @@ class RolloutClient:
         """Tracks the requests for some responses to a prompt. Raises ServerError when the deadline passes."""
         failures: list[str] = []
         try:
-            async with (
-                self._quarantine.request(routing_key, prompt) as ticket,
+            with self._quarantine.request(routing_key, prompt) as ticket:
                 # Before the deadline, because the quarantine may hold back the request that goes ahead.
-                self._turn(routing_key, prompt, responses[0]) as first_token,
-                asyncio.timeout(self._timeout) as deadline,
-            ):
-                for parts in responses:
-                    parts.watch = _first(first_token, watch)
-                failed, empty = Backoff(_FAILURE_WAIT, self._random), Backoff(_EMPTY_ABORT_WAIT, self._random)
-                yield _Sending(
-                    *(params, routing_key, priority, destination, routes, support, top, question, whole, failures),
-                    *(ticket, deadline, failed, empty),
-                )
+                async with (
+                    self._turn(routing_key, prompt, responses[0]) as first_token,
+                    asyncio.timeout(self._timeout) as deadline,
+                ):
+                    for parts in responses:
+                        parts.watch = _first(first_token, watch)
+                    failed, empty = Backoff(_FAILURE_WAIT, self._random), Backoff(_EMPTY_ABORT_WAIT, self._random)
+                    yield _Sending(
+                        *(params, routing_key, priority, destination, routes, support, top, question, whole, failures),
+                        *(ticket, deadline, failed, empty),
+                    )
         except TimeoutError:
             last = f"; the last of {len(failures)} failed attempts: {failures[-1]}" if failures else ""
             raise ServerError(
@@ -758,6 +758,8 @@ class RolloutClient:
 
         Returns the URL of the server that the next request must go to, if that is prescribed.
         """
+        if self._quarantine.clears(sending.ticket):
+            return await self._quarantine.enter(sending.ticket, body)
         until, clock = sending.deadline.when(), asyncio.get_running_loop().time
         assert until is not None
         left = until - clock()

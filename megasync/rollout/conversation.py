@@ -165,7 +165,6 @@ class Generation:
         logprobs = np.zeros(response.size, np.float32)
         masks: list[tuple[int, int]] = []
         versions: list[tuple[int, int]] = []
-        supports: list[Support] = []
         at = 0
         for generation in generations:
             start, end = len(generation.prompt) - prompt, len(generation.tokens) - prompt
@@ -173,11 +172,10 @@ class Generation:
             # Tokens between generations were not sampled. Their versions only fill the gap and are never read.
             masks += [(0, start - at), (int(generation not in untrained), end - start)]
             versions += [(versions[-1][0] if versions else 0, start - at), *generation._spans]
-            supports += [Support.whole(start - at), generation.support or Support.whole(end - start)]
             at = end
         arrays: dict[str, NDArray[Any]] = {}
         if any(generation.support is not None for generation in generations):
-            support = Support.join(supports)
+            support = Support.join(_supports(generations))
             arrays |= {SUPPORT_SIZES: support.sizes, SUPPORT: support.ids}
         if turn_rewards:
             arrays[TOKEN_REWARDS] = rewards = np.full(response.size, np.nan, np.float32)
@@ -401,7 +399,7 @@ class Conversation:
     def prompt(
         self, template: AnswerTemplate, messages: Messages, tools: Messages = (), *, realign_rewritten: bool = False
     ) -> ChatPrompt:
-        """Build the prompt for these messages. Raises DataError if the template rejects them.
+        """Build the prompt for these messages, which it keeps. Raises DataError if the template rejects them.
 
         With `realign_rewritten`, a template that rewrites earlier turns causes no fork: the model still sees the turns
         as they were sampled.
@@ -412,8 +410,8 @@ class Conversation:
         turns.sort(key=lambda turn: (turn.prompt.count, turn.generation.number), reverse=True)
         longest = turns[0] if turns else None
         earlier = [] if longest is None else longest.prompt.guarded
-        # Copies, because the caller may change the messages later. Those of the earlier turn are shared with it.
-        new = [dict(message) for message in messages[len(earlier) :]]
+        # Those of the earlier turn are shared with it.
+        new = messages[len(earlier) :]
         if longest is not None and new[0] == longest.answer:
             new[0] = longest.answer
         # An agent sends equal tools with each request.
@@ -430,12 +428,10 @@ class Conversation:
             rendered, guarded = _with_stand_in(template, longest, guarded, tools)
             shown = guarded
 
-        def made(ids: Tokens, text: _Text) -> ChatPrompt:
-            return ChatPrompt(longest, new, shown, tools, ids, text, len(messages))
-
         def extended(turn: ChatTurn, piece: str) -> ChatPrompt:
-            prompt = made(turn.generation.tokens + template.encode(piece), _Text(turn.text, piece))
-            return replace(prompt, added=_turns_of(template, turn, prompt, piece))
+            ids = turn.generation.tokens + template.encode(piece)
+            added = _turns_of(template, turn, messages, guarded, tools, piece, len(ids))
+            return ChatPrompt(longest, new, shown, tools, ids, _Text(turn.text, piece), len(messages), added)
 
         ends: dict[_Text, int] = {}
         for turn in turns:
@@ -448,7 +444,8 @@ class Conversation:
                     self.realigned += 1
                     return extended(turn, after)
         self.forked += longest is not None
-        return made(Tokens.of(template.encode(rendered)), _Text(None, rendered))
+        ids = Tokens.of(template.encode(rendered))
+        return ChatPrompt(longest, new, shown, tools, ids, _Text(None, rendered), len(messages))
 
     def answered(
         self, template: AnswerTemplate, prompt: ChatPrompt, generation: Generation, answer: dict[str, Any]
@@ -564,9 +561,20 @@ class Reply:
         return self.conversation.trajectories(reward, metrics, turn_rewards)
 
 
+def _supports(line: Sequence[Generation]) -> Iterator[Support]:
+    """The supports of the tokens of a line behind its prompt, of which those between generations had no choice."""
+    at = len(line[0].prompt)
+    for generation in line:
+        start, end = len(generation.prompt), len(generation.tokens)
+        yield Support.whole(start - at)
+        yield generation.support or Support.whole(end - start)
+        at = end
+
+
 def _fitting(continuing: Mapping[T | None, list[T]], fits: Callable[[T], bool]) -> list[T]:
     """Return all that fit, where what continues another one fits only if that does."""
-    found, at = list[T](), list[T | None]([None])
+    found: list[T] = []
+    at: list[T | None] = [None]
     while at:
         fitting = [each for each in continuing.get(at.pop(), ()) if fits(each)]
         found += fitting
@@ -663,18 +671,26 @@ def _after_answer(template: AnswerTemplate, turn: ChatTurn, guarded: Messages, t
     return text[min(rests)[1] :] if rests else None
 
 
-def _turns_of(template: AnswerTemplate, turn: ChatTurn, prompt: ChatPrompt, added: str) -> tuple[Turn, ...]:
-    """The turns between an answer and the end of a prompt that continues it by a text, one for each message.
+def _turns_of(
+    template: AnswerTemplate,
+    turn: ChatTurn,
+    messages: Messages,
+    guarded: Messages,
+    tools: Messages,
+    added: str,
+    end: int,
+) -> tuple[Turn, ...]:
+    """The turns between an answer and the `end` of a prompt that continues it by a text, one for each message.
 
     A turn ends with the text of its message; what the template writes before the next message belongs to that. Messages
     that cannot be told apart are one turn.
     """
-    start, end = len(turn.generation.tokens), len(prompt.ids)
+    start = len(turn.generation.tokens)
     first = turn.prompt.count + 1
     called: dict[str, str] = {}
     # Role and name of each message.
     writers: list[tuple[str, str]] = []
-    for message in prompt.messages[first - 1 :]:
+    for message in messages[first - 1 :]:
         writers.append(
             (str(message.get("role", "")), str(message.get("name") or called.get(str(message.get("tool_call_id")), "")))
         )
@@ -683,7 +699,7 @@ def _turns_of(template: AnswerTemplate, turn: ChatTurn, prompt: ChatPrompt, adde
     # The first is the answer itself, or another message in its place.
     if not (writers := writers[1:]):
         return ()
-    cuts = _cuts(template, prompt, added, first, end - start) if len(writers) > 1 else []
+    cuts = _cuts(template, guarded, tools, added, first, end - start) if len(writers) > 1 else []
     if cuts is None:
         roles, names = (", ".join(dict.fromkeys(filter(None, words))) for words in zip(*writers, strict=True))
         writers, cuts = [(roles, names)], []
@@ -693,12 +709,14 @@ def _turns_of(template: AnswerTemplate, turn: ChatTurn, prompt: ChatPrompt, adde
     )
 
 
-def _cuts(template: AnswerTemplate, prompt: ChatPrompt, added: str, first: int, tokens: int) -> list[int] | None:
+def _cuts(
+    template: AnswerTemplate, guarded: Messages, tools: Messages, added: str, first: int, tokens: int
+) -> list[int] | None:
     """The numbers of added tokens up to the end of each message from the `first` to the last but one.
 
     None if the template does not render each of them once, in their order, or if it is unknown where tokens begin.
     """
-    marked, marks = [*prompt.guarded], list[str]()
+    marked, marks = [*guarded], list[str]()
     for number, message in enumerate(marked[first:], first):
         if not isinstance(content := message.get("content"), str):
             return None
@@ -707,7 +725,7 @@ def _cuts(template: AnswerTemplate, prompt: ChatPrompt, added: str, first: int, 
         marks.append(f"{_END}{number}")
         marked[number] = message | {"content": written + marks[-1] + content[len(written) :]}
     try:
-        rest = template.render(marked, prompt.tools, answer=True)
+        rest = template.render(marked, tools, answer=True)
     except DataError:
         return None
     starts = template.starts(added)

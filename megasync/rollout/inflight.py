@@ -17,8 +17,8 @@ import asyncio
 import heapq
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -273,8 +273,8 @@ class QuarantineClient:
         """Why a request for this prompt was refused; None if none was."""
         return self._refusals.get(key)
 
-    @asynccontextmanager
-    async def request(self, key: str | None, prompt: Sequence[int]) -> AsyncIterator[Ticket]:
+    @contextmanager
+    def request(self, key: str | None, prompt: Sequence[int]) -> Iterator[Ticket]:
         """Track one generation of a prompt, which has completed if the context exits without an error."""
         number, completed = next(self._numbers), False
         ticket = Ticket(number, f"request {number}" if key is None else key, prompt)
@@ -285,14 +285,18 @@ class QuarantineClient:
             if ticket.reported:
                 self._end(ticket.number, completed)
 
+    def clears(self, ticket: Ticket) -> bool:
+        """Whether `enter` returns at once, with None."""
+        watched = self._watched and not self._watched.isdisjoint((ticket.key, prompt_digest(ticket.prompt)))
+        return not (ticket.reported or watched or ticket.cut is not None)
+
     async def enter(self, ticket: Ticket, body: Mapping[str, Any]) -> str | None:
         """Wait while the prompt is held back. Returns the URL of the trial server, or None for the router.
 
         Call it before each request of the ticket. Raises PoisonPrompt for a poison prompt.
         """
         url = None
-        watched = self._watched and not self._watched.isdisjoint((ticket.key, prompt_digest(ticket.prompt)))
-        if ticket.reported or watched or ticket.cut is not None:
+        if not self.clears(ticket):
             ticket.reported, now = True, self._clock()
             cut = None if ticket.cut is None else (now - ticket.sent, now - ticket.cut)
             try:

@@ -114,6 +114,9 @@ async def _write(process: asyncio.subprocess.Process, to_send: Any) -> None:
     # A broken pipe means that the server has ended, which the reader reports.
     with suppress(OSError, anyio.ClosedResourceError, anyio.EndOfStream):
         async for message in to_send:
+            # On uvloop, which Ray's workers run, a write to it would be a RuntimeError.
+            if process.stdin.is_closing():
+                return
             process.stdin.write(message.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
             await process.stdin.drain()
 

@@ -154,7 +154,7 @@ class _Line:
     def continued(self, length: int, added: IntArray) -> _Line:
         """The line with the first `length` ids and then `added`: this one if it goes on so, or ends there."""
         overlap = self.ids[length : min(self.length, length + added.size)]
-        if np.array_equal(overlap, added[: overlap.size]):
+        if overlap.tobytes() == added[: overlap.size].tobytes():
             self.append(added[overlap.size :])
             return self
         return _Line(np.concatenate([self.ids[:length], added]), self.routes[:length])
@@ -182,7 +182,8 @@ class _Line:
         unchecked = self.ids[self._checked : length]
         if not unchecked.size:
             return
-        if unchecked.min() < 0 or unchecked.max() >= vocab_size:
+        # A negative id is a large one without its sign.
+        if unchecked.view(np.uint32).max() >= vocab_size:
             at = int(np.flatnonzero((unchecked < 0) | (unchecked >= vocab_size))[0])
             raise DataError(
                 f"token id {unchecked[at]} at position {self._checked + at} is outside the vocabulary [0, {vocab_size})"

@@ -486,8 +486,10 @@ async def _ran(
 
 
 async def _write(stream: asyncio.StreamWriter, content: bytes) -> bool:
+    # On uvloop, which Ray's workers run, a write to a pipe that has closed is a RuntimeError.
     with contextlib.suppress(ConnectionError):
-        stream.write(content)
+        if not stream.is_closing():
+            stream.write(content)
         await stream.drain()
     stream.close()
     return False

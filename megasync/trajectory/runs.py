@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, overload
 
 import numpy as np
@@ -55,7 +56,7 @@ class Runs(Sequence[int]):
             elif count:
                 merged.append([value, count])
         values = np.array([value for value, _ in merged], np.int32)
-        ends = np.cumsum([count for _, count in merged], dtype=np.int32)
+        ends = np.array(list(accumulate(count for _, count in merged)), np.int32)
         return cls(_frozen(values), _frozen(ends))
 
     def spans(self) -> list[tuple[int, int]]:

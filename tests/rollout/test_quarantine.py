@@ -153,7 +153,7 @@ class Workers(Fleet):
         None if only its connection breaks.
         """
         client = self.clients[number]
-        async with client.request(key, prompt) as ticket:
+        with client.request(key, prompt) as ticket:
             while True:
                 url = await client.enter(ticket, {"input_ids": prompt})
                 await asyncio.sleep(0.001)
@@ -199,7 +199,7 @@ async def test_a_trial_that_no_server_dies_in_clears_its_prompt_while_it_runs(wo
     client, finish = workers.clients[0], asyncio.Event()
 
     async def long():
-        async with client.request("0:1", [1]) as ticket:
+        with client.request("0:1", [1]) as ticket:
             for _ in range(CROWD_DEATHS):
                 await client.enter(ticket, {})
                 await asyncio.sleep(0.001)
@@ -269,7 +269,7 @@ async def test_the_tickets_of_a_lost_worker_end(workers):
 
 async def test_the_loss_of_a_node_is_one_death_for_a_prompt_with_requests_on_several_of_its_servers(workers):
     client, quarantine = workers.clients[0], workers.quarantine
-    async with client.request("0:7", [7]) as one, client.request("0:7", [7]) as two:
+    with client.request("0:7", [7]) as one, client.request("0:7", [7]) as two:
         for ticket in (one, two):
             await client.enter(ticket, {})
         await asyncio.sleep(0.001)
