@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+# What sandboxes are called among the services that fail.
+SANDBOXES = "sandboxes"
+
 
 class MegasyncError(Exception):
     """Base class of all errors that megasync raises on purpose."""
@@ -52,8 +55,11 @@ class ServiceDown(MegasyncError):
     """An environment or a tool server has failed for everybody for so long that samples no longer wait for it."""
 
 
-class SandboxError(ServerError):
+class SandboxError(ServiceFailed):
     """A sandbox cannot be started, has died, or did not answer in time: not the fault of what runs in it."""
+
+    def __init__(self, message: str, service: str = SANDBOXES) -> None:
+        super().__init__(message, service)
 
 
 class HttpStatusError(ServerError):

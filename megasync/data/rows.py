@@ -256,8 +256,8 @@ def _problem(template: str, row: Mapping[str, Any], error: Exception) -> str:
         )
     values = ", ".join(f"{name}={row[name]!r:.80}" for name in sorted(names))
     return (
-        f"is not a valid format string{' for ' + values if values else ''}: {error or type(error).__name__}; correct "
-        f"the value or its format, and write {{{{ for a brace"
+        f"is not a valid format string{' for ' + values if values else ''}: {str(error) or type(error).__name__}; "
+        f"correct the value or its format, and write {{{{ for a brace"
     )
 
 

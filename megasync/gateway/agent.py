@@ -21,8 +21,9 @@ from megasync.concurrency.foreign import DeadlineExceeded, invoke, is_async, run
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.concurrency.threads import AllThreadsStuck, DaemonThreads
 from megasync.config.schema import GatewayConfig, SamplingConfig
-from megasync.errors import DataError, ServerError
+from megasync.errors import SANDBOXES, DataError, ServerError
 from megasync.gateway.server import Gateway
+from megasync.rollout.breaker import Breaker
 from megasync.rollout.workflow import SampleClient
 from megasync.trajectory import Trajectory, finite_float
 
@@ -61,6 +62,8 @@ class AgentWorkflow:
         functools.update_wrapper(self, agent, updated=())
         self._gateway = Gateway(config, sampling, model)
         self._agent = agent
+        # Of those that agents start themselves.
+        self._sandboxes = Breaker(SANDBOXES)
         # Of sync agents; and the loop of async ones, once the first has begun.
         self._threads = DaemonThreads(config.threads)
         self._loop: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
@@ -77,12 +80,13 @@ class AgentWorkflow:
         """Runs the agent for one sample and returns the trajectories.
 
         Raises ServerError when a server failed any of the agent's requests, even if the agent caught that error;
+        ServiceDown when sandboxes have failed for everybody for long;
         DataError for an agent that exceeds its deadline, sends no request or returns an invalid result; and otherwise
         whatever the agent raises. If it raises after the chat template rejected messages that follow a response, the
         sample ends with its responses, which the reward function scores.
         """
         result, ended = None, ""
-        async with self._gateway.session(client) as session:
+        async with self._sandboxes.episode(), self._gateway.session(client) as session:
             try:
                 base_url = self._gateway.base_url(session)
                 result = await self._called(base_url=base_url, api_key=session.key, sample=sample, model=self._model)

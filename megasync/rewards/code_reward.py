@@ -20,7 +20,7 @@ from megasync.rewards.code_answer import program_of
 from megasync.rewards.code_tests import COLUMNS, Run, read_tests
 from megasync.rewards.sandbox import Check, run_check, run_program
 from megasync.sandboxes import Limits
-from megasync.sandboxes.local import isolation, probe, sweep
+from megasync.sandboxes.local import isolation, probe
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,6 @@ class CodeReward:
         if parallel is not None and parallel < 1:
             raise TypeError(f"parallel={parallel} must be at least 1")
         self._free = asyncio.Semaphore(parallel or os.cpu_count() or 1)
-        self._swept = False
         try:
             kind = isolation()
         except SandboxError as error:
@@ -76,9 +75,6 @@ class CodeReward:
     async def __call__(self, completions: Sequence[str], **columns: Any) -> list[float | None]:
         if "tests" not in columns:
             raise DataError(f"the code reward needs a tests column; the rows have {sorted(columns)}")
-        if not self._swept:
-            self._swept = True
-            await sweep()
         tests = await asyncio.to_thread(self._read, len(completions), columns)
         # Equal responses to the same tests are run once: a group has many of them when the model is sure of its answer.
         keys = [(completion, id(own)) for completion, own in zip(completions, tests, strict=True)]

@@ -154,6 +154,7 @@ class LocalSandbox(Stopping):
         self._limits = spec.limits
         # Whether programs cannot reach the first process.
         self._protected = bool(order["namespaces"])
+        self._folder = order["folder"]
         self._keeper = Keeper.shared()
         self._number, self._socket, self._life = self._keeper.start(order, link)
         self._socket.setblocking(False)
@@ -233,6 +234,9 @@ class LocalSandbox(Stopping):
                 pass
         self._socket.close()
         self._life.close()
+        if self._folder is not None and self._keeper.process.poll() is not None:
+            # It was killed before it could.
+            await asyncio.to_thread(_remove, self._folder)
 
     async def _done(self, order: dict[str, Any], body: bytes, what: str) -> bytes:
         answer, content = await self._ask(order, body, _ANSWER_SECONDS)
@@ -264,7 +268,7 @@ class LocalSandbox(Stopping):
             header, body = lengths(await self._exactly(LENGTHS.size))
             answer, content = unpacked(await self._exactly(header)), await self._exactly(body)
         except (OSError, ValueError) as error:
-            raise _Ended(f"the sandbox has ended: {error or 'its first process is gone'}") from error
+            raise _Ended(f"the sandbox has ended: {str(error) or 'its first process is gone'}") from error
         if answer.get("broken"):
             raise SandboxError(f"a sandbox could not be set up or failed: {answer.get('problem')}")
         return answer, content
@@ -345,11 +349,16 @@ def start_order(spec: Spec, kind: Isolation, extra_bytes: int = 0) -> dict[str, 
 
 @cache
 def isolation() -> Isolation:
-    """The strongest isolation that works here, found by running a program in each. Raises SandboxError if none does."""
+    """The strongest isolation that works here, found by running a program in each. Raises SandboxError if none does.
+
+    Sweeps before the first sandbox that has a folder.
+    """
     problem = ""
     for kind in _kinds():
         problem = probe(kind)
         if not problem:
+            if not kind.namespaces:
+                sweep()
             return kind
         log.debug("Sandbox does not work with %s: %s", kind, problem)
     raise SandboxError(f"a sandbox cannot be started: {problem}")
@@ -396,13 +405,16 @@ def probe_order(start: dict[str, Any]) -> str:
     return "" if content == "works\n" else content[-2000:] or "it printed nothing"
 
 
-async def sweep() -> None:
+def sweep() -> None:
     """Removes the folders of sandboxes whose owner and keeper were both killed."""
-    for path in await asyncio.to_thread(_abandoned):
+    for path in _abandoned():
         log.info("Removing the abandoned sandbox %s", path)
-        remover = await asyncio.create_subprocess_exec("rm", "-rf", "--one-file-system", "--", str(path))
-        if await remover.wait() != 0:
-            log.warning("Sandbox %s could not be removed; remove it manually", path)
+        _remove(str(path))
+
+
+def _remove(folder: str) -> None:
+    if subprocess.run(["rm", "-rf", "--one-file-system", "--", folder], check=False).returncode != 0:
+        log.warning("Sandbox %s could not be removed; remove it manually", folder)
 
 
 def _prefix() -> str:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasync.errors import DataError, ServerError
+from megasync.errors import DataError, SandboxError, ServerError, ServiceFailed
 from megasync.evaluation.evaluate import Answerer, evaluate, pass_at_k, reported_ks
 from megasync.evaluation.held_out import HeldOutSet
 from megasync.evaluation.periodic import PeriodicEvaluation
@@ -131,6 +131,22 @@ async def test_a_failing_prompt_does_not_affect_the_others(fake_client, error, c
     assert f"1 of 4 evaluation answers failed; first error: {type(error).__name__}: {error}" in caplog.text
     only_failures, _ = await score(fake_client(lambda ids, options: behave([2], options)), 3)
     assert (only_failures.score, only_failures.reward, only_failures.n, only_failures.failed) == (0.0, 0.0, 3, 3)
+
+
+@pytest.mark.parametrize("failure", [ServiceFailed("it is down", "shop"), SandboxError("it has died")])
+async def test_a_service_that_fails_at_a_prompt_is_tried_again(fake_client, failure, monkeypatch):
+    monkeypatch.setattr("megasync.evaluation.evaluate.BACKOFF_SECONDS", (0.0, 0.0))
+    calls = Counter()
+
+    async def workflow(client, sample):
+        calls[sample["prompt"]] += 1
+        if calls[sample["prompt"]] < 3:
+            raise failure
+        return await single_turn(client, sample)
+
+    result, _ = await score(fake_client(lambda ids, options: str(ids[0])), 4, workflow=workflow)
+    assert (result.score, result.failed) == (1.0, 0)
+    assert set(calls.values()) == {3}
 
 
 async def test_a_reward_that_fails_or_declines_is_counted(fake_client):

@@ -128,7 +128,7 @@ async def test_only_folders_of_dead_owners_are_removed(folder):
     swept = [f"megasync-sandbox-{here}-{dead.pid}-5-b", f"megasync-sandbox-{here}-{alive}-{now - 1}-c"]
     for name in [*kept, *swept]:
         (folder / name / "work" / "deep").mkdir(parents=True)
-    await sweep()
+    sweep()
     assert sorted(path.name for path in folder.iterdir()) == sorted(kept)
     for path in folder.iterdir():
         shutil.rmtree(path)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from megasync.errors import DataError, ServerError, ServiceDown, ServiceFailed
+from megasync.errors import DataError, SandboxError, ServerError, ServiceDown, ServiceFailed
 from megasync.rewards import RewardRunner
 from megasync.rollout.group_worker import MAX_REPEATS
 
@@ -31,27 +31,29 @@ def play(behave):
     return agent
 
 
-async def test_a_failure_of_a_service_is_repeated_and_never_trained(make_bench):
+@pytest.mark.parametrize("failure", [ServiceFailed("down", "shop"), SandboxError("it has died")])
+async def test_a_failure_of_a_service_is_repeated_and_never_trained(make_bench, failure):
     def behave(number):
         if number in (1, 3):
-            raise ServiceFailed("down", "shop")
+            raise failure
 
     bench = make_bench(total=2, workflow=play(behave))
     await bench.rollouter.run()
     assert len(bench.buffer.committed) == 2 and not bench.buffer.dropped
-    assert counted(bench) == {"failures/shop/infrastructure": 2.0}
+    assert counted(bench) == {f"failures/{failure.service}/infrastructure": 2.0}
     metrics = bench.rollouter.metrics()
     assert (metrics["rollout/failures_infrastructure"], metrics["rollout/server_failures"]) == (2.0, 2.0)
 
 
-async def test_a_sample_at_which_alone_a_service_fails_is_left_out_after_a_bound(make_bench):
+@pytest.mark.parametrize("failure", [ServiceFailed("killed", "shop"), SandboxError("out of memory")])
+async def test_a_sample_at_which_alone_a_service_fails_is_left_out_after_a_bound(make_bench, failure):
     calls = {}
 
     async def agent(client, sample):
         row = sample["answer"]["value"]
         calls[row] = calls.get(row, 0) + 1
         if row == 1:
-            raise ServiceFailed("killed", "shop")
+            raise failure
         return (await client.generate(sample["prompt_ids"])).trajectory()
 
     bench = make_bench(total=3, samples=2, workflow=agent)

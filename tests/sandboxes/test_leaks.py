@@ -126,12 +126,13 @@ async def test_the_death_of_owner_or_keeper_ends_all_sandboxes(victim, kind, mon
     async with asyncio.timeout(60):
         await until(lambda: not lives(keeper))
         if victim != "owner":
-            await local.sweep()
+            local.sweep()
         await until(lambda: list(folder.iterdir()) == [])
 
 
-async def test_a_new_keeper_takes_the_place_of_a_dead_one(folder):
-    starter = LocalStarter(Spec())
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_new_keeper_takes_the_place_of_a_dead_one(kind, monkeypatch, folder):
+    starter = starter_of(kind, monkeypatch)
     lost = await starter.start()
     keeper = Keeper.shared().process
     keeper.kill()
@@ -141,3 +142,4 @@ async def test_a_new_keeper_takes_the_place_of_a_dead_one(folder):
     async with await starter.start() as sandbox:
         assert (await sandbox.run("echo fine")).stdout == "fine\n"
     await lost.stop()
+    assert list(folder.iterdir()) == []
