@@ -259,11 +259,20 @@ class ServedRun(AnyRun):
     async def _record(self, service: Service, observer: RunObserver) -> None:
         """Writes a line of metrics when a tenant has done something, and the messages of the end of each model."""
         before: list[TenantState] = []
-        while True:
-            await asyncio.sleep(METRICS_SECONDS)
+
+        def record() -> None:
+            nonlocal before
             if (now := tenant_states(service)) != before:
                 before = now
                 observer.tenants()
+
+        try:
+            while True:
+                await asyncio.sleep(METRICS_SECONDS)
+                record()
+        finally:
+            # What was done since.
+            record()
 
     async def _stop_soon(self) -> str:
         """Stops as at the first Ctrl-C, for who cannot send this process a signal. Raises MegasyncError before that."""
