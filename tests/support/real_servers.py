@@ -166,11 +166,12 @@ def spans(answer):
 
 
 @asynccontextmanager
-async def steady_traffic(servers, tokens=120) -> AsyncIterator[list[list[dict]]]:
+async def steady_traffic(servers, tokens=480) -> AsyncIterator[list[list[dict]]]:
     """Four clients per server send requests back to back until the block ends, and one more afterwards.
 
     First answers have a quarter to all of the tokens, and the block begins when each server has given the shortest:
-    from then on a server is always in the middle of some answer, however fast or slow it is.
+    from then on a server is always in the middle of some answer, however fast or slow it is. Answers are long, because
+    a starved test asks for no new ones meanwhile.
     Yields each client's answers, which are complete after the block.
     """
     over = asyncio.Event()
