@@ -141,7 +141,7 @@ class BodyWriter:
 
 
 def _without(pieces: Sequence[Any], size: int) -> Sequence[Any]:
-    """What follows the first ``size`` bytes."""
+    """The pieces without their first ``size`` bytes."""
     for at, piece in enumerate(pieces):
         view = memoryview(piece)
         if size < view.nbytes:

@@ -16,6 +16,7 @@ import itertools
 import json
 import logging
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,6 +41,8 @@ _ID = "call_0"
 _CALL = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": {_KEY: _WORD}}}
 _CALLING: Message = {"role": ASSISTANT, "content": "", "tool_calls": [_CALL]}
 _RESULT: Message = {"role": "tool", "tool_call_id": _ID, "content": _NEXT}
+# Each takes some renderings per tool to find.
+_BEGINS_KEPT = 256
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
@@ -91,6 +94,8 @@ class ChatTemplate:
         # What was found out about answers with and without calls, and about prompts with and without tools.
         self._ends: dict[bool, tuple[list[int], list[int]]] = {}
         self._forms: dict[bool, _Form] = {}
+        # How demanded calls begin, by the calls and whether there are tools. The latest ones: agents choose the names.
+        self._begins: OrderedDict[tuple[Any, ...], list[int]] = OrderedDict()
         _flatten_globals(tokenizer)
 
     @property
@@ -125,8 +130,16 @@ class ChatTemplate:
         `calls` has the id of a call by the name of its tool. The tokens are what calls of each tool with several
         arguments have in common, up to the first token that differs. Raises TemplateRefused if there are none.
         """
-        # Which tools a template lists does not change how it writes a call.
-        tools, names = tools[:1], [*calls]
+        key = *calls.items(), bool(tools)
+        if key not in self._begins:
+            # Which tools a template lists does not change how it writes a call.
+            self._begins[key] = self._found_begin(calls, tools[:1])
+            if len(self._begins) > _BEGINS_KEPT:
+                self._begins.popitem(last=False)
+        return self._begins[key]
+
+    def _found_begin(self, calls: Mapping[str, str], tools: Sequence[dict[str, Any]]) -> list[int]:
+        names = [*calls]
         asked = self._render([_ASKED], tools, True)
         written: list[list[int]] = []
         for name, arguments in [(names[0], {_KEY: _WORD}), (names[0], {_NEXT: 1}), *((name, {}) for name in names)]:

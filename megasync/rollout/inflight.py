@@ -1,4 +1,4 @@
-"""What holds requests back in their worker: a gate with a limit on how many run at once, and the suspects' quarantine.
+"""Holds requests back in their worker: a gate with a limit on how many run at once, and the suspects' quarantine.
 
 Too few requests leave servers idle. Too many are retracted, or wait at one server while another is idle. So the limit
 grows while the servers have room and the limit is what holds requests back, and shrinks by a factor when KV caches run

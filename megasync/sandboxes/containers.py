@@ -250,7 +250,7 @@ class ContainerSandbox(Stopping):
         return f"[ -d {quoted} ] || {{ mkdir -p {quoted} && chown {self._user} {quoted}; }}"
 
     async def _asked(self, *words: str) -> str:
-        """What the container's program answers. Raises SandboxError."""
+        """The answer of the container's program. Raises SandboxError."""
         command = [self._containers.program, *words]
         code, out, problem, cut = await _ran(command, b"", ORDER_SECONDS, self._most)
         if code != 0 or cut:

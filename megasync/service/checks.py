@@ -1,4 +1,4 @@
-"""What a request must be to be accepted at all, whatever the service holds at the moment."""
+"""Checks of requests that need nothing of what the service holds at the moment."""
 
 from __future__ import annotations
 
