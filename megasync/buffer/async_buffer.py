@@ -7,9 +7,15 @@ Invariants:
 
 - A change, its place in the ledger's next transaction and its wake-ups happen together, between two awaits. So no
   waiter misses the change that it waits for. A transaction has everything that was changed before it begins.
-- A call answers once its record, and so every earlier one, survives the death of the process. What a call sees of
-  unrecorded changes can therefore never outlive them: no answer, and nothing that follows from one, is ahead of the
-  ledger. A crash leaves a beginning of the history, after which a repeated call makes its change, or changes nothing.
+- A call that brings something (commit, drop, partial responses, a failed step, a rollback) answers once its record,
+  and so every earlier one, survives the death of the process. A crash leaves a beginning of the history, after which a
+  repeated call makes its change, or changes nothing.
+- Admissions, reclaims, leases, acknowledgements and publications answer at once, and are in the next transaction. One
+  that a crash loses is made again: the data source draws an unrecorded prompt again, a resumed run takes back groups in
+  generation or leased anyway, and so it does with trained ones that no checkpoint contains. No token has a version
+  whose publication is lost, because its own record comes later.
+- A lease answers once its groups, with their bodies, are recorded, and a checkpoint begins once all changes are on
+  disk. So no weights that are kept, and no checkpoint, know a group or a step that the ledger does not have.
 - A call that is cancelled while it waits has taken nothing. One that is cancelled later, while its change is recorded,
   has made it; as every call may be repeated, the same call then gets the same answer.
 
@@ -23,7 +29,7 @@ changes that happen once a step, and those that end waits with an error, wake al
     lease      a batch                 commit; drop (it moves the window); rollback (with an error)
     reclaim    a returned group        publish, commit, rollback
     all three  -                       close: BufferClosed with its reason
-    all        its record              the ledger's thread; LedgerError if it fails
+    others     its record              the ledger's thread; LedgerError if it fails
 """
 
 from __future__ import annotations
@@ -31,8 +37,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +45,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megasync.buffer.ledger import Job, Ledger, find_damaged
 from megasync.buffer.payload import EncodedGroup, LeasedGroup
-from megasync.buffer.segments import CALLS, DRIVER, BodyWriter, GroupSink, segments_of
+from megasync.buffer.segments import CALLS, GroupSink
 from megasync.buffer.state import (
     BufferCounts,
     BufferStateError,
@@ -100,13 +105,12 @@ class AsyncBuffer(GroupSink):
         self._clock = clock
         self._run = run or asyncio.to_thread
         self._broken: LedgerError | None = None
-        self._ledger = Ledger(ledger) if ledger is not None else None
-        snapshot, bodies = None, None
+        self._ledger = Ledger(ledger, shared) if ledger is not None else None
+        snapshot = None
         if self._ledger is not None:
             snapshot = self._ledger.read_or_close()
             self._records = Batches(partial(self._transaction, self._ledger), "ledger", run, self._break)
-            bodies = BodyWriter(segments_of(self._ledger.path), DRIVER, shared, run)
-        super().__init__(self.of_worker, bodies)
+        super().__init__(self.of_worker)
         # Uids of groups whose bodies an earlier process wrote, or may be to blame for a failed step.
         self._unchecked = {entry.uid for entry in snapshot.entries if entry.group} if snapshot else set[str]()
         self._state = TrajectoryBuffer(
@@ -127,8 +131,9 @@ class AsyncBuffer(GroupSink):
 
     async def release(self) -> None:
         """Waits for the ledger to be written, and lets go of it. No call may follow."""
-        if self._ledger is not None and self._bodies is not None:
-            await self._bodies.close()
+        if self._ledger is not None:
+            if self._broken is None:
+                await self._record()
             await self._records.close()
             self._ledger.close()
 
@@ -156,6 +161,8 @@ class AsyncBuffer(GroupSink):
         """Makes one of the calls of a `GroupSink`, here or in another process."""
         if call not in CALLS:
             raise BufferStateError(f"a rollout worker must not call {call!r} of the buffer")
+        if call == "commit" and self._ledger is not None:
+            return await self._change(partial(self._commit, self._ledger, *arguments))
         if call != "partials":
             return await self._change(lambda state: getattr(state, call)(*arguments))
         partials = self._state.partials(*arguments)
@@ -165,12 +172,13 @@ class AsyncBuffer(GroupSink):
 
         return await self._transact(Job(read=load)) if self._ledger is not None and partials else load()
 
-    async def _stored(self, group: EncodedGroup) -> EncodedGroup:
+    def _commit(self, ledger: Ledger, group: EncodedGroup, state: TrajectoryBuffer) -> bool:
         try:
-            return group if self._broken is not None else await super()._stored(group)
+            placed = ledger.place(group)
         except LedgerError as error:
             self._break(error)
             raise
+        return state.commit(placed)
 
     # Training side
 
@@ -192,6 +200,9 @@ class AsyncBuffer(GroupSink):
 
         while True:
             leased, groups = await self._until(f"lease {step}", ("lease", step), attempt, self._state.lease_blocker)
+            if self._ledger is not None and self._records.busy:
+                # What it leases, or checks, may be on its way to the disk.
+                await self._record()
             if leased:
                 return groups
             for uid, problem in (await self._run(partial(find_damaged, groups))).items():
@@ -200,7 +211,7 @@ class AsyncBuffer(GroupSink):
             self._unchecked.difference_update(group.uid for group in groups)
 
     async def ack(self, step: int) -> None:
-        await self._change(lambda state: state.ack(step))
+        await self._change(lambda state: state.ack(step), wait=False)
 
     async def step_failed(self, step: int, attempts: int, most_in_a_row: int) -> FailedStep:
         """Records a failed step. The bodies of the groups are checked before they are leased again."""
@@ -208,14 +219,15 @@ class AsyncBuffer(GroupSink):
         return await self._change(lambda state: state.step_failed(step, attempts, most_in_a_row), to_disk=True)
 
     async def publish(self, version: int) -> None:
-        """Publishes as the state machine does, and frees space. A flush to disk begins, for which nobody waits."""
-        await self._change(lambda state: state.publish(version), wake_all=True, prune=True)
+        await self._change(lambda state: state.publish(version), wake_all=True, wait=False)
 
     async def rollback(self, step: int, version: int) -> None:
         """`TrajectoryBuffer.rollback` with every group that the ledger still has."""
         self._rollbacks += 1
         groups: dict[str, LeasedGroup] = {}
         if self._ledger is not None:
+            # What a publication makes unneeded is gone before it is read.
+            await self._record()
             groups = await self._transact(Job(read=partial(self._ledger.payloads, self._state.trained_after(step))))
             self._unchecked.update(groups)
         await self._change(lambda state: state.rollback(step, version, groups), to_disk=True, wake_all=True)
@@ -223,7 +235,7 @@ class AsyncBuffer(GroupSink):
     async def checkpointed(self, step: int, oldest_kept: int) -> None:
         """Records a checkpoint, and frees space. Does nothing with a broken ledger."""
         if self._broken is None:
-            await self._change(lambda state: state.checkpointed(step, oldest_kept), prune=True)
+            await self._change(lambda state: state.checkpointed(step, oldest_kept))
 
     # Both sides
 
@@ -235,14 +247,16 @@ class AsyncBuffer(GroupSink):
     async def counts(self) -> BufferCounts:
         return self._state.counts()
 
-    async def before_checkpoint(self) -> CheckpointedBuffer:
-        """The buffer's part of a checkpoint. All that it tells is then on disk: no checkpoint knows more.
+    async def before_checkpoint(self, step: int = 0) -> CheckpointedBuffer:
+        """The buffer's part of a checkpoint of ``step``. All that it tells is then on disk: no checkpoint knows more.
 
-        Does not wait for a broken ledger.
+        Does not wait for a broken ledger, and raises LedgerError if that does not have the step.
         """
         kept: CheckpointedBuffer = {"pending": self._state.live_uids(), "buffer": self._state.counters()}
         if self._broken is None:
             await self._record(to_disk=True)
+        elif self._ledger is not None and self._ledger.last_step < step:
+            raise self._broken
         return kept
 
     async def waiting(self) -> dict[str, str]:
@@ -262,22 +276,20 @@ class AsyncBuffer(GroupSink):
         *,
         to_disk: bool = False,
         wake_all: bool = False,
-        prune: bool = False,
+        wait: bool = True,
     ) -> T:
-        with self._waking(wake_all):
-            result = call(self._state)
-        await self._record(to_disk, prune)
+        result = self._make(lambda: call(self._state), wake_all)
+        if wait:
+            await self._record(to_disk)
         return result
 
-    async def _record(self, to_disk: bool = False, prune: bool = False) -> None:
+    async def _record(self, to_disk: bool = False) -> None:
         """Returns once all changes so far are recorded; with ``to_disk`` they survive a power loss too."""
-        if self._ledger is None:
-            return
-        needed = (self._state.status.oldest_kept, self._state.least_version) if prune else None
-        await self._transact(Job(to_disk, needed))
+        if self._ledger is not None:
+            await self._transact(Job(to_disk))
 
     def _transaction(self, ledger: Ledger, jobs: list[Job]) -> Callable[[], list[Any]]:
-        return partial(ledger.transact, ledger.take(self._state.status), jobs)
+        return partial(ledger.transact, ledger.take(self._state.status, self._state.least_version), jobs)
 
     async def _transact(self, job: Job) -> Any:
         return await self._records.put(job)
@@ -289,12 +301,12 @@ class AsyncBuffer(GroupSink):
             self._state.close(str(error))
             self._wake_all()
 
-    @contextmanager
-    def _waking(self, wake_all: bool = False) -> Generator[None]:
+    def _make(self, change: Callable[[], T], wake_all: bool = False) -> T:
+        """Makes a change, and wakes those that can proceed."""
         if self._broken is not None:
             raise self._broken
         try:
-            yield
+            return change()
         finally:
             if wake_all:
                 self._wake_all()
@@ -326,19 +338,9 @@ class AsyncBuffer(GroupSink):
         attempt: Callable[[], T | None],
         blocker: Callable[[], str | None],
     ) -> T:
-        """Retries ``attempt`` after each wake-up until it returns something, and returns that once it is recorded."""
-        if (result := self._attempt(key, attempt)) is None:
-            result = await self._wait(name, key, attempt, blocker)
-        await self._record()
-        return result
-
-    async def _wait(
-        self,
-        name: str,
-        key: tuple[str, object],
-        attempt: Callable[[], T | None],
-        blocker: Callable[[], str | None],
-    ) -> T:
+        """Retries ``attempt`` after each wake-up until it returns something."""
+        if (result := self._attempt(key, attempt)) is not None:
+            return result
         waiter = _Waiter(name, key, blocker, self._clock())
         self._waiters[key[0]][waiter] = None
         self._alike.setdefault(key, set()).add(waiter)
@@ -358,9 +360,11 @@ class AsyncBuffer(GroupSink):
 
     def _attempt(self, key: tuple[str, object], call: Callable[[], T | None]) -> T | None:
         """Calls with the same key are woken to get the same answer, although no other call can proceed."""
-        with self._waking():
-            result = call()
-            if result is not None:
+
+        def attempt() -> T | None:
+            if (result := call()) is not None:
                 for waiter in self._alike.get(key, ()):
                     waiter.notify()
             return result
+
+        return self._make(attempt)

@@ -12,17 +12,17 @@ of the history.
 
 In WAL mode with ``synchronous=NORMAL`` a committed transaction is in the operating system's hands, so it survives the
 death of any process. Only transactions with ``to_disk``, and everything before them, also survive a power loss. The
-buffer requests that before a checkpoint is written, which could otherwise know more than the ledger. A publication
-begins a flush on another thread and does not wait for it: the log keeps its order, so a ledger that forgot the
-publication after a power loss has no token of that version either.
+buffer requests that before a checkpoint is written, which could otherwise know more than the ledger. The transaction
+with a publication begins a flush on another thread and does not wait for it: the log keeps its order, so a ledger that
+forgot the publication after a power loss has no token of that version either.
 
 One process at a time holds the file (``locking_mode=EXCLUSIVE``). WAL then needs no shared memory, so the run directory
 may lie on a network file system.
 
-The process that makes a group writes its body (`segments`). A segment is removed once no row names it and its writer
-has ended it: a row names a later segment of the same writer, or the segment was there when the file was opened. The
-places of a writer's bodies arrive in the order in which they were written, so no place in an ended segment is on its
-way then.
+The process that makes a group writes its body (`segments`), the driver on the ledger's thread, right before the
+transaction with the row. A segment is removed once no row names it and its writer has ended it: a row names a later
+segment of the same writer, or the segment was there when the file was opened. The places of a writer's bodies arrive in
+the order in which they were written, so no place in an ended segment is on its way then.
 
 Opening reads rows, not tokens, so its time depends on the number of groups alone.
 """
@@ -44,9 +44,10 @@ import msgspec
 
 from megasync.base.files import fdatasync, fsync
 from megasync.buffer.groups import LIVE, TRAINED, GroupEntry, GroupState
-from megasync.buffer.payload import LeasedGroup, StoredBody, decode_header, decode_partial, encode_header
+from megasync.buffer.payload import EncodedGroup, LeasedGroup, StoredBody, decode_header, decode_partial, encode_header
 from megasync.buffer.segments import (
     CONTENT_INTACT,
+    SegmentWriter,
     load,
     segment_name,
     segment_path,
@@ -78,10 +79,11 @@ INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (number) DO UPDAT
     state = excluded.state, step = excluded.step, reason = excluded.reason,
     oldest_version = excluded.oldest_version, claimant = excluded.claimant, score = excluded.score
 """
+# Looks at the payloads, which are few, and not at every group of the run.
 PRUNE = f"""
-DELETE FROM payloads WHERE number IN (
-    SELECT number FROM payloads JOIN groups USING (number)
-    WHERE state IN ({", ".join(repr(state.value) for state in TRAINED)}) AND (step <= ? OR oldest_version < ?)
+DELETE FROM payloads WHERE EXISTS (
+    SELECT * FROM groups WHERE groups.number = payloads.number
+    AND state IN ({", ".join(repr(state.value) for state in TRAINED)}) AND (step <= ? OR oldest_version < ?)
 )
 """
 # The fix for an unusable ledger.
@@ -113,38 +115,44 @@ def begun(path: Path) -> bool:
 
 @dataclass(slots=True)
 class Changes:
-    """The rows that changes of the buffer write."""
+    """The rows that changes of the buffer write, and the last trained step that they leave."""
 
+    last_step: int
     status: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     groups: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
     # Numbers of groups, with their headers and the places of their bodies; and of those without.
     payloads: list[tuple[int, LeasedGroup]] = field(default_factory=list[tuple[int, LeasedGroup]])
+    # Bodies of these that are still to be written, and where.
+    bodies: list[tuple[StoredBody, Sequence[Any]]] = field(default_factory=list[tuple[StoredBody, Sequence[Any]]])
     without_payload: list[tuple[int]] = field(default_factory=list[tuple[int]])
     partials: list[tuple[int, int, int, bytes]] = field(default_factory=list[tuple[int, int, int, bytes]])
     without_partials: list[tuple[int]] = field(default_factory=list[tuple[int]])
+    # The oldest step and the least version that a rollback may need, where they have changed: headers and bodies of
+    # trained groups up to this step, or with older tokens, are removed.
+    needed: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """The requests of a call to the transaction with its changes. With ``to_disk`` the changes survive a power loss.
 
-    ``prune`` are the oldest step and the least version that a rollback may need: headers and bodies of trained groups
-    up to this step, or with older tokens, are removed. ``read`` is called before the changes are written.
+    ``read`` is called before the changes are written.
     """
 
     to_disk: bool = False
-    prune: tuple[int, int] | None = None
     read: Callable[[], Any] | None = None
 
 
 class Ledger:
     """Opens the file, or creates it. Every method raises LedgerError.
 
-    `mark` and `take` belong to the event loop, `transact` and everything that reads to one other thread at a time.
+    `place`, `mark` and `take` belong to the event loop, `transact` and everything that reads to one other thread at a
+    time. With ``shared`` other machines read the bodies of groups, over a file system that they share.
     """
 
-    def __init__(self, path: str | Path, lock_seconds: float = LOCK_SECONDS) -> None:
+    def __init__(self, path: str | Path, shared: bool = False, lock_seconds: float = LOCK_SECONDS) -> None:
         self.path = Path(path)
+        self._shared = shared
         # Entries changed since they were last taken, by number.
         self._changed: dict[int, GroupEntry] = {}
         # What was taken: status fields as JSON, and by group number the very objects.
@@ -153,6 +161,9 @@ class Ledger:
         # Numbers of groups with unfinished responses.
         self._with_partials: set[int] = set()
         self._folder = segments_of(self.path.absolute())
+        self._segments = SegmentWriter(self._folder)
+        # Bodies of groups that were placed since the last `take`.
+        self._unwritten: dict[StoredBody, Sequence[Any]] = {}
         self._log = self.path.with_name(f"{self.path.name}-wal")
         self._flusher = ThreadPoolExecutor(1, "ledger flush")
         self._flushes: deque[Future[None]] = deque()
@@ -161,6 +172,8 @@ class Ledger:
         self._ended = {segment.name for segment in segments_in(self._folder)}
         self._named: dict[str, int] = {}
         self._error: LedgerError | None = None
+        # The last trained step on record.
+        self.last_step = 0
         with self._explaining("opened"):
             self._db = sqlite3.connect(self.path, timeout=lock_seconds, isolation_level=None, check_same_thread=False)
             try:
@@ -177,6 +190,7 @@ class Ledger:
 
     def close(self) -> None:
         self._flusher.shutdown()
+        self._segments.close()
         self._db.close()
 
     # Reading
@@ -213,6 +227,7 @@ class Ledger:
             rows = self._db.execute("SELECT field, value FROM standing")
             status = msgspec.convert({field: json.loads(value) for field, value in rows}, BufferStatus)
             self._status = {name: _text(getattr(status, name)) for name in STATUS_FIELDS}
+            self.last_step = status.last_step
             if rollback_step is not None:
                 status.oldest_kept = min(status.oldest_kept, rollback_step)
             counted = self._db.execute("SELECT state, reason, count(*) FROM groups GROUP BY state, reason").fetchall()
@@ -244,12 +259,26 @@ class Ledger:
 
     # Writing
 
+    def place(self, group: EncodedGroup) -> EncodedGroup:
+        """The group with a place for its body, which is written right before the row that names it, if one does."""
+        if group.place is not None:
+            return group
+        try:
+            place = self._segments.reserve(group.header.body_bytes)
+        except OSError as error:
+            raise LedgerError(f"{self._folder} cannot be read: {error}; {CONTENT_INTACT}") from error
+        self._unwritten[place] = group.pieces
+        return group.stored(place)
+
     def mark(self, entry: GroupEntry) -> None:
         """This entry has changed since the last `take`."""
         self._changed[entry.number] = entry
 
-    def take(self, status: BufferStatus) -> Changes | None:
-        """The rows of the marked entries and of the changed fields of the status, to be written; None without any."""
+    def take(self, status: BufferStatus, least_version: int = 0) -> Changes | None:
+        """The rows of the marked entries and of the changed fields of the status, to be written; None without any.
+
+        No rollback needs groups with tokens older than ``least_version``.
+        """
         texts = {
             name: text
             for name in STATUS_FIELDS
@@ -257,12 +286,19 @@ class Ledger:
             and (text := _text(getattr(status, name))) != self._status.get(name)
         }
         entries, self._changed = self._changed.values(), {}
+        unwritten, self._unwritten = self._unwritten, {}
         if not texts and not entries:
             return None
-        changes = Changes([*texts.items()])
+        changes = Changes(status.last_step, [*texts.items()])
+        if "version" in texts or "oldest_kept" in texts:
+            changes.needed = status.oldest_kept, least_version
         self._status |= texts
         for entry in entries:
             self._take_entry(entry, changes)
+        if unwritten:
+            # The others were refused.
+            kept = {group.body for _, group in changes.payloads}
+            changes.bodies = [(place, pieces) for place, pieces in unwritten.items() if place in kept]
         return changes
 
     def write(self, status: BufferStatus, to_disk: bool = False) -> None:
@@ -277,20 +313,26 @@ class Ledger:
         try:
             with self._explaining("written"):
                 self._finish_flushes(wait=to_disk)
-                removed: list[str] = []
+                removed: list[str] | None = None
+                for place, pieces in changes.bodies if changes is not None else ():
+                    self._segments.write(place, pieces)
+                if self._shared:
+                    self._segments.sync()
                 with self._transaction():
                     # What a call has found in memory is in the file until later changes are written.
                     answers = [job.read() if job.read is not None else None for job in jobs]
                     if changes is not None:
                         self._write(changes)
-                    for prune in (job.prune for job in jobs if job.prune):
-                        self._db.execute(PRUNE, prune)
-                        removed = self._unneeded()
+                        if changes.needed is not None:
+                            self._db.execute(PRUNE, changes.needed)
+                            removed = self._unneeded()
                     if to_disk:
                         self._sync_bodies(self._take_unsynced())
+                if changes is not None:
+                    self.last_step = changes.last_step
                 if to_disk:
                     fsync(self._log)
-                if any(job.prune for job in jobs):
+                if removed is not None:
                     self._flushes.append(self._flusher.submit(self._flush, self._take_unsynced(), removed))
         except LedgerError as error:
             self._error = error

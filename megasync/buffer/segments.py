@@ -4,7 +4,8 @@ A segment ends when it has reached its size; a restarted writer begins a new one
 so a body that was written stays readable until its whole segment is removed. Bytes that no row of the ledger names,
 such as the end of a write that was cut short, are never read.
 
-A body reaches its segment before its place is handed over, so no row of the ledger names a body that is not there.
+A body reaches its segment before a row of the ledger names it: a rollout worker writes it before it hands over its
+place, the driver in the transaction of the row (`ledger`).
 """
 
 from __future__ import annotations
@@ -55,35 +56,54 @@ class Segment(NamedTuple):
 
 
 class SegmentWriter:
-    """Appends bodies to a segment of ``writer`` in ``folder``. Every method raises OSError."""
+    """Appends bodies to a segment of ``writer`` in ``folder``. Every method raises OSError.
+
+    `reserve` and `write` may belong to two threads, if bodies are written in the order of their places.
+    """
 
     def __init__(self, folder: Path, writer: str = DRIVER, segment_bytes: int = SEGMENT_BYTES) -> None:
         # Readers have other working directories.
         self._folder = folder.absolute()
         self._writer = writer
         self._limit = segment_bytes
+        # The segment that is reserved from: its number, and the bytes that are taken; then the one that is written.
+        self._number, self._path, self._size = 0, "", segment_bytes
         self._file: int | None = None
-        self._path = ""
-        self._size = 0
-        # Whether something was appended since the last `sync`.
+        self._written = ""
+        # Whether something was written since the last `sync`.
         self._unsynced = False
 
-    def append(self, pieces: Sequence[Any]) -> StoredBody:
-        """Appends a body, of bytes and arrays."""
-        if self._file is None or self._size >= self._limit:
-            self._begin()
-        assert self._file is not None
+    def reserve(self, size: int) -> StoredBody:
+        """Where the next body, of ``size`` bytes, will lie."""
+        if self._size >= self._limit:
+            present = [each.number for each in segments_in(self._folder) if each.writer == self._writer]
+            self._number, self._size = max([self._number, *present]) + 1, 0
+            self._path = str(segment_path(self._folder, f"{self._writer}-{self._number:08d}"))
         place = StoredBody(self._path, self._size)
-        while pieces:
-            # At the recorded place, also where the file is shorter than it should be.
-            written = os.pwritev(self._file, pieces[:MOST_PIECES], self._size)
-            self._size += written
-            pieces = _without(pieces, written)
-        self._unsynced = True
+        self._size += size
         return place
 
+    def append(self, pieces: Sequence[Any]) -> StoredBody:
+        """Writes a body, of bytes and arrays, at the next place."""
+        place = self.reserve(sum(memoryview(piece).nbytes for piece in pieces))
+        self.write(place, pieces)
+        return place
+
+    def write(self, place: StoredBody, pieces: Sequence[Any]) -> None:
+        """Writes a body, of bytes and arrays, at its reserved place. A place may stay empty."""
+        if self._file is None or self._written != place.path:
+            self._begin(place.path)
+        assert self._file is not None
+        at = place.offset
+        while pieces:
+            # At the recorded place, also where the file is shorter than it should be.
+            written = os.pwritev(self._file, pieces[:MOST_PIECES], at)
+            at += written
+            pieces = _without(pieces, written)
+        self._unsynced = True
+
     def sync(self) -> None:
-        """Everything appended survives a power loss, and other machines on a network file system can read it."""
+        """Everything written survives a power loss, and other machines on a network file system can read it."""
         if self._unsynced and self._file is not None:
             os.fdatasync(self._file)
             self._unsynced = False
@@ -93,19 +113,17 @@ class SegmentWriter:
             os.close(self._file)
             self._file = None
 
-    def _begin(self) -> None:
+    def _begin(self, path: str) -> None:
         self.sync()
         self.close()
         self._folder.mkdir(parents=True, exist_ok=True)
-        number = max((each.number for each in segments_in(self._folder) if each.writer == self._writer), default=0) + 1
-        self._path = str(segment_path(self._folder, f"{self._writer}-{number:08d}"))
-        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        self._size = 0
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._written = path
         fsync(self._folder)
 
 
 class BodyWriter:
-    """Appends the bodies of the groups that a process makes, on a thread, several at a time.
+    """Appends the bodies of the groups that a rollout worker makes, on a thread, several at a time.
 
     With ``shared`` other machines read them, so each is flushed to the file system before its place is known. ``run``
     replaces the thread.
@@ -225,19 +243,18 @@ class GroupSink:
     """The buffer as makers of groups see it, in the driver or elsewhere: it takes groups, as `TrajectoryBuffer` does.
 
     See there for what each call means and raises. A body goes to a segment of the process that made the group. What
-    reaches the state machine, as a call within the driver or as a message, is a header with the place of its body.
+    reaches the driver as a message is a header with the place of its body.
 
     ``ask(call, *arguments)`` returns the driver's answer to one of `CALLS`. ``bodies`` is the writer of this process;
-    without one, bodies stay in memory.
+    without one, the driver takes the body too.
     """
 
-    def __init__(self, ask: Callable[..., Awaitable[Any]], bodies: BodyWriter | None) -> None:
+    def __init__(self, ask: Callable[..., Awaitable[Any]], bodies: BodyWriter | None = None) -> None:
         self._ask = ask
         self._bodies = bodies
 
     async def commit(self, group: EncodedGroup) -> bool:
-        """Writes the body first, unless its maker has."""
-        return await self._ask("commit", await self._stored(group))
+        return await self._ask("commit", group if self._bodies is None else await self._bodies.store(group))
 
     async def drop(self, uid: str, reason: str) -> bool:
         return await self._ask("drop", uid, reason)
@@ -247,6 +264,3 @@ class GroupSink:
 
     async def save_partials(self, partials: dict[tuple[str, int, int], EncodedPartial]) -> None:
         await self._ask("save_partials", partials)
-
-    async def _stored(self, group: EncodedGroup) -> EncodedGroup:
-        return group if self._bodies is None else await self._bodies.store(group)

@@ -338,8 +338,8 @@ class Controller:
         await self._checkpoints.finish(wait=True)
         await self._colocation.to_ranks()
         self._observer.activity("trainer", "saving a checkpoint")
-        state = self.progress.state() | {"cursor": self._cursor(), **await self._buffer.before_checkpoint()}
-        await self._checkpoints.begin(self.progress.step, state)
+        step, state = self.progress.step, self.progress.state() | {"cursor": self._cursor()}
+        await self._checkpoints.begin(step, state | await self._buffer.before_checkpoint(step))
 
     async def _save_unsaved(self) -> None:
         if self.progress.step not in (self._checkpoints.saved, self._checkpoints.begun):

@@ -8,6 +8,7 @@ import pytest
 from local_buffer import kill
 
 from megasync.buffer import AsyncBuffer, BufferClosed, BufferStateError
+from megasync.buffer.segments import load, segments_of
 from megasync.config.schema import ScheduleConfig
 from megasync.errors import LedgerError
 
@@ -311,34 +312,65 @@ def rows(buffer):
     return dict(buffer._ledger._db.execute("SELECT uid, state FROM groups"))
 
 
-async def test_calls_answer_once_they_are_recorded_and_share_a_transaction(gated, gate):
-    first, *others = [asyncio.create_task(gated.admit(uid)) for uid in "abc"]
+async def test_answers_that_must_last_wait_for_their_record_and_share_a_transaction(gated, gate):
+    await fill(gated, "a", "b", "c")
+    assert rows(gated) == {} and not gate.waiting
+    first, other = [asyncio.create_task(gated.drop(uid, "failed")) for uid in "ab"]
     await settle()
     late = asyncio.create_task(gated.unfinished(["a", "b", "c", "d"]))
     await settle()
-    assert rows(gated) == {} and not any(task.done() for task in (first, *others, late))
+    assert rows(gated) == {} and not any(task.done() for task in (first, other, late))
     await gate.open()
-    assert set(rows(gated)) == {"a", "b", "c"} and all(task.done() for task in (first, *others))
+    assert rows(gated) == {"a": "dropped", "b": "dropped", "c": "generating"} and first.done() and other.done()
     assert not late.done(), "what it saw was not recorded when it was asked"
     await gate.open()
-    assert late.result() == ["a", "b", "c"] and not gate.waiting
+    assert late.result() == ["c"] and not gate.waiting
+
+
+async def test_a_batch_is_leased_once_its_groups_are_recorded_and_a_step_needs_no_other_transaction(gated, gate, group):
+    await fill(gated, "a", "b", "c")
+    commits = [asyncio.create_task(gated.commit(group(uid))) for uid in "ab"]
+    await settle()
+    lease = asyncio.create_task(gated.lease(1, 0))
+    await gate.open()
+    assert all(task.result() for task in commits) and not lease.done()
+    await gate.open()
+    assert [load(leased).uid for leased in lease.result()] == ["a", "b"]
+    await gated.ack(1)
+    await gated.publish(1)
+    assert set(rows(gated).values()) == {"leased", "generating"} and not gate.waiting
+    late = asyncio.create_task(gated.drop("c", "failed"))
+    await gate.open()
+    assert late.result() and rows(gated) == {"a": "published", "b": "published", "c": "dropped"}
+
+
+async def test_a_refused_group_takes_no_space_on_disk(gated, gate, group):
+    await fill(gated, "a", "b")
+    commits = [asyncio.create_task(gated.commit(each)) for each in (group("a", 0), group("b"), group("b"))]
+    await gate.open()
+    assert [task.result() for task in commits] == [False, True, True]
+    (segment,) = segments_of(gated._ledger.path).iterdir()
+    body = group("b").body
+    assert segment.read_bytes() == bytes(len(group("a", 0).body)) + body
 
 
 async def test_a_call_cancelled_while_it_is_recorded_has_made_its_change(gated, gate):
-    waiting = asyncio.create_task(gated.admit("a"))
+    await fill(gated, "a")
+    waiting = asyncio.create_task(gated.drop("a", "failed"))
     await settle()
     await cancelled(waiting)
     await gate.open()
-    assert rows(gated) == {"a": "generating"}
-    again = asyncio.create_task(gated.admit("a"))
+    assert rows(gated) == {"a": "dropped"}
+    again = asyncio.create_task(gated.drop("a", "failed"))
     await gate.open()
-    assert again.done() and not gate.waiting and (await gated.counts())["live"] == 1
+    assert again.done() and not gate.waiting and (await gated.counts())["dropped"] == {"failed": 1}
 
 
 async def test_after_a_failed_transaction_nothing_is_written_and_every_call_fails(gated, gate):
-    calls = [asyncio.create_task(gated.admit("a"))]
+    await fill(gated, "a", "b")
+    calls = [asyncio.create_task(gated.drop("a", "failed"))]
     await settle()
-    calls += [asyncio.create_task(call) for call in (gated.admit("b"), gated.lease(1, 0), gated.reclaim())]
+    calls += [asyncio.create_task(call) for call in (gated.unfinished(["b"]), gated.lease(1, 0), gated.reclaim())]
     gated._ledger._db.execute("PRAGMA query_only=1")
     await gate.open()
     gated._ledger._db.execute("PRAGMA query_only=0")
@@ -346,16 +378,18 @@ async def test_after_a_failed_transaction_nothing_is_written_and_every_call_fail
     for error in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(error, LedgerError) and "readonly" in str(error)
     assert rows(gated) == {} and gated._state.closed is not None
-    with pytest.raises(LedgerError, match="readonly"):
-        await gated.ack(1)
+    for call in (gated.ack(1), gated.admit("c"), gated.publish(1)):
+        with pytest.raises(LedgerError, match="readonly"):
+            await call
     # A run can still end in order.
     await gated.close("the run failed")
     await gated.checkpointed(0, 0)
-    assert await pending(gated) == ["a", "b"]
+    assert await pending(gated) == ["b"]
 
 
 async def test_the_error_of_a_call_that_was_cancelled_still_closes_the_buffer(gated, gate):
-    waiting, lease = asyncio.create_task(gated.admit("a")), asyncio.create_task(gated.lease(1, 0))
+    await fill(gated, "a")
+    waiting, lease = asyncio.create_task(gated.drop("a", "failed")), asyncio.create_task(gated.lease(1, 0))
     await settle()
     await cancelled(waiting)
     gate.error = LedgerError("the disk is gone")
@@ -365,13 +399,35 @@ async def test_the_error_of_a_call_that_was_cancelled_still_closes_the_buffer(ga
 
 
 async def test_a_checkpoint_knows_nothing_that_is_not_on_disk(gated, gate):
+    await fill(gated, "a")
     checkpoint = asyncio.create_task(gated.before_checkpoint())
     await settle()
-    admit = asyncio.create_task(gated.admit("a"))
+    await fill(gated, "b")
     await gate.open()
-    assert checkpoint.result()["pending"] == [], "the group was admitted after the flush had begun"
+    assert checkpoint.result()["pending"] == ["a"], "the other was admitted after the flush had begun"
+    assert rows(gated) == {"a": "generating"}
+
+
+async def test_a_broken_ledger_allows_checkpoints_only_of_steps_that_it_has(gated, gate, group):
+    await fill(gated, *"abcd")
+    commits = [asyncio.create_task(gated.commit(group(uid))) for uid in "abcd"]
     await gate.open()
-    await admit
+    await asyncio.gather(*commits)
+    await gated.lease(1, 0)
+    await gated.ack(1)
+    checkpoint = asyncio.create_task(gated.before_checkpoint(1))
+    await gate.open()
+    await checkpoint
+    await gated.lease(2, 0)
+    await gated.ack(2)
+    gate.error = LedgerError("the disk is gone")
+    closing = asyncio.create_task(gated.close("failed"))
+    await gate.open()
+    with pytest.raises(LedgerError, match="the disk is gone"):
+        await closing
+    await gated.before_checkpoint(1)
+    with pytest.raises(LedgerError, match="the disk is gone"):
+        await gated.before_checkpoint(2)
 
 
 async def test_workers_may_only_commit_drop_and_keep_partial_responses():

@@ -1,6 +1,7 @@
 """The ledger agrees with the buffer after every call, and a buffer that starts from it goes on as if nothing had
 happened."""
 
+import asyncio
 import os
 import random
 import sqlite3
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from local_buffer import LocalBuffer
 
+from megasync.buffer import AsyncBuffer
 from megasync.buffer import ledger as ledger_module
 from megasync.buffer.groups import LIVE, GroupState
 from megasync.buffer.ledger import SCHEMA_VERSION, Ledger
@@ -170,7 +172,7 @@ class Life:
     def publish(self):
         if self.batch is None:
             self.version += 1
-            self.again(lambda: self.buffer.publish(self.version))
+            self.again(lambda: self.buffer.change(lambda state: state.publish(self.version)))
 
     def checkpoint(self):
         if self.batch is None and self.step > self.checkpoints[-1]:
@@ -241,7 +243,7 @@ def train(buffer, group, *uids):
         buffer.commit(group(uid, state.version, state.version))
         do(buffer, "lease", step, state.version)
         do(buffer, "ack", step)
-        buffer.publish(state.version + 1)
+        do(buffer, "publish", state.version + 1)
 
 
 def payloads(buffer):
@@ -413,6 +415,27 @@ def test_a_restarted_buffer_reads_partials_and_bodies_only_when_they_are_needed(
     assert same is leased and read == ["a"]
     assert again.ledger._db.total_changes == written, "a group that was only read is not written again"
     again.die()
+
+
+async def test_bodies_of_one_transaction_lie_in_the_order_of_their_commits(path, monkeypatch):
+    """The first two fit into a segment, the third does not; the rows have the order of the admissions."""
+    responses = {uid: Trajectory([1], [n], [1], [-0.5], [0], reward=1.0) for n, uid in enumerate("abc")}
+    groups = {uid: encode(Group(uid, [each, each])) for uid, each in responses.items()}
+    body = len(groups["a"].body)
+    monkeypatch.setattr(SegmentWriter.__init__, "__defaults__", ("driver", body + 1))
+    buffer = AsyncBuffer(schedule(3), ledger=path)
+    for uid in groups:
+        await buffer.admit(uid)
+    assert all(await asyncio.gather(*(buffer.commit(groups[uid]) for uid in "acb")))
+    leased = await buffer.lease(1, 0)
+    assert [load(each) for each in leased] == [load_encoded(each) for each in groups.values()]
+    assert [each.body.offset for each in leased] == [0, 0, body]
+    await buffer.release()
+
+
+def test_pruning_reads_no_row_of_the_groups_that_have_no_payload(buffer):
+    plan = buffer.ledger._db.execute(f"EXPLAIN QUERY PLAN {ledger_module.PRUNE}", (0, 0)).fetchall()
+    assert [step for *_, step in plan if "groups" in step] == ["SEARCH groups USING INTEGER PRIMARY KEY (rowid=?)"]
 
 
 def test_a_segment_stays_until_its_writer_has_ended_it(buffer, group):

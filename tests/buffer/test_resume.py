@@ -74,6 +74,7 @@ class Life:
                 await self.buffer.publish(self.version)
                 if self.random.random() < 0.4 or self.step == self.steps:
                     checkpoint = self.step, self.version, dict(self.trained)
+                    await self.buffer.before_checkpoint()
                 if self.random.random() < 0.1:
                     return checkpoint
             return checkpoint
@@ -194,6 +195,7 @@ async def test_resume_counts_a_batch_as_trained_only_if_the_checkpoint_contains_
     await buffer.lease(2, 1)
     if acknowledged:
         await buffer.ack(2)
+    await buffer.before_checkpoint()
     kill(buffer)
     for step, trained in ((2, 4), (1, 2), (0, 0)):
         resume_ledger(path, SCHEDULE, TOTAL, step)
@@ -206,7 +208,8 @@ async def test_resume_counts_a_batch_as_trained_only_if_the_checkpoint_contains_
 async def test_a_ledger_that_does_not_match_the_checkpoint_is_rejected(tmp_path, group):
     path = tmp_path / "ledger.db"
     begin_ledger(path, 0, 0, {}, {})
-    kill(await one_step(path, group))
+    buffer = await one_step(path, group)
+    await buffer.release()
     with pytest.raises(
         LedgerError, match="does not belong to this checkpoint.*of step 9.*no step after 1.*move it away"
     ):

@@ -41,11 +41,9 @@ class LocalBuffer:
         task = asyncio.ensure_future(call)
         while not task.done():
             await asyncio.sleep(0)
-            if self.ledger is not None:
-                threads = (self.buffer._records, self.buffer._bodies._batches)
-                if at_work := [batches._working for batches in threads if batches.busy]:
-                    await asyncio.wait([task, *at_work], return_when=asyncio.FIRST_COMPLETED)
-                    continue
+            if self.ledger is not None and self.buffer._records.busy:
+                await asyncio.wait([task, self.buffer._records._working], return_when=asyncio.FIRST_COMPLETED)
+                continue
             if await self.buffer.waiting():
                 task.cancel()
                 await asyncio.wait([task])
@@ -55,10 +53,10 @@ class LocalBuffer:
 
 def kill(buffer: AsyncBuffer) -> None:
     """Ends a buffer as kill -9 of its process does: whatever is recorded survives, and nothing else is written."""
-    for batches in (buffer._records, buffer._bodies._batches):
-        with suppress(Empty):
-            batches._calls.get_nowait()
-        batches._calls.put(None)
-        if batches._thread.ident is not None:
-            batches._thread.join()
+    records = buffer._records
+    with suppress(Empty):
+        records._calls.get_nowait()
+    records._calls.put(None)
+    if records._thread.ident is not None:
+        records._thread.join()
     buffer._ledger.close()

@@ -1,8 +1,8 @@
 """The driver's buffer in a simulated run. Its threads take virtual time, and the driver may die between their steps.
 
-body written ──▶ header made into a change ──▶ row written ──▶ answer
-▲             ▲                             ▲               ▲
-└─────────────┴── a driver may die here ────┴───────────────┘
+a worker's body written ──▶ change ──▶ driver's body and row written ──▶ answer
+▲                       ▲          ▲                                 ▲
+└───────────────────────┴──────────┴── a driver may die here ────────┘
 """
 
 from __future__ import annotations
@@ -60,19 +60,17 @@ class SimBuffer(AsyncBuffer):
         assert self._ledger is not None
         self._ledger.close()
 
-    async def admit(self, uid: str) -> None:
-        await super().admit(uid)
-        self._invariants.answered("admit", uid)
-
     async def publish(self, version: int) -> None:
         await super().publish(version)
-        self._invariants.recorded(version)
+        self._invariants.buffer_publishes(version)
 
     async def of_worker(self, call: str, *arguments: Any) -> Any:
         if call == "save_partials":
             for uid, _, _ in arguments[0]:
                 # A saved partial was taken before the final piece of its request, with the server's report of versions.
                 self._invariants.unreported(uid)
+        if call == "commit":
+            self._invariants.commits(arguments[0])
         answer = await super().of_worker(call, *arguments)
         if answer is True:
             self._invariants.answered(call, arguments[0] if call == "drop" else arguments[0].uid)

@@ -59,7 +59,7 @@ class Invariants:
         # The first violation, wherever it was detected.
         self.broken: Exception | None = None
         # Groups that the buffer took, by call; of committed ones those that were not returned since.
-        self._answered: dict[str, set[str]] = {"admit": set(), "commit": set(), "drop": set()}
+        self._answered: dict[str, set[str]] = {"commit": set(), "drop": set()}
         # Groups with a response whose final piece, which carries the server's report of versions, did not arrive.
         self._unreported: set[str] = set()
         self._committed: dict[str, list[Trajectory]] = {}
@@ -68,7 +68,7 @@ class Invariants:
         self._sampled: set[int] = set()
         self.published = 0
         # The newest version that was published to the buffer.
-        self._recorded = 0
+        self._buffer_version = 0
         # Versions whose publish has begun since then; a server may hold one even if its publish failed.
         self._begun: set[int] = set()
         # Steps that raised an error, counted by the group that caused it; the number of drivers so far.
@@ -112,10 +112,6 @@ class Invariants:
 
         def event(*args: Any) -> Any:
             result = method(*args)
-            if name == "commit":
-                group = load(LeasedGroup(args[0].header, args[0].body))
-                self._is_sampled(group)
-                self._sampled.update(version for trajectory in group.trajectories for version in trajectory.versions)
             if name == "reclaim" and result is not None:
                 self._answered["commit"].discard(result)
             if result is not None or name in ("ack", "publish", "rollback", "close"):
@@ -125,20 +121,26 @@ class Invariants:
 
         return event
 
+    def commits(self, encoded: EncodedGroup) -> None:
+        """Check a group that is handed to the buffer."""
+        group = load(LeasedGroup(encoded.header, encoded.body))
+        self._is_sampled(group)
+        self._sampled.update(version for trajectory in group.trajectories for version in trajectory.versions)
+
     def answered(self, call: str, uid: str) -> None:
         """Record that the buffer has taken a group: whatever dies, its ledger has it."""
         self._answered[call].add(uid)
 
-    def recorded(self, version: int) -> None:
+    def buffer_publishes(self, version: int) -> None:
         """Record that the buffer has answered the publication of this version."""
-        self._recorded = version
+        self._buffer_version = version
 
     def survives(self, ledger: Path) -> None:
         """Check that the ledger of a killed driver has everything that was answered."""
         with closing(sqlite3.connect(ledger)) as file:
             file.execute("PRAGMA locking_mode=EXCLUSIVE")
             states = dict(file.execute("SELECT uid, state FROM groups"))
-        for call, lost in (("admit", (None,)), ("commit", (None, "generating")), ("drop", LIVE)):
+        for call, lost in (("commit", (None, "generating")), ("drop", (None, *LIVE))):
             for uid in self._answered[call]:
                 state = states.get(uid)
                 self.need(state not in lost, f"the {call} of {uid} was answered, and the ledger has it as {state}")
@@ -174,10 +176,9 @@ class Invariants:
         the ledger has it. `newest` is the newest number there.
         """
         self._drivers += 1
-        self.need(self._recorded <= newest, f"version {self._recorded} was published, and the ledger ends at {newest}")
         self._sampled = {number for number in self._sampled if number <= newest}
-        self.published = self._recorded
-        kept = {number for number in self._named if number <= self._recorded} | self._sampled
+        self.published = self._buffer_version = min(self._buffer_version, newest)
+        kept = {number for number in self._named if number <= self.published} | self._sampled
         self._named = {number: weights for number, weights in self._named.items() if number in kept}
         self._begun.clear()
 

@@ -192,8 +192,8 @@ def counts_what_is_trained(self: TrajectoryBuffer) -> str | None:
 BLOCKER = TrajectoryBuffer.admission_blocker
 
 
-async def answers_before_its_record(self: AsyncBuffer, to_disk: bool = False, prune: bool = False) -> None:
-    asyncio.get_running_loop().create_task(RECORD(self, to_disk, prune)).add_done_callback(lambda done: None)
+async def answers_before_its_record(self: AsyncBuffer, to_disk: bool = False) -> None:
+    asyncio.get_running_loop().create_task(RECORD(self, to_disk)).add_done_callback(lambda done: None)
 
 
 RECORD = AsyncBuffer._record
@@ -256,7 +256,7 @@ BUGS = [
         AsyncBuffer,
         "_record",
         answers_before_its_record,
-        "was answered, and the ledger|and the ledger ends",
+        "was answered, and the ledger",
         "driver dies",
     ),
     (Watchdog, "bounded", counts_recovery, "no group was finished", "default timeouts"),
