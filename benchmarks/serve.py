@@ -79,6 +79,8 @@ class Shape:
 
 SHAPES = {
     "small": Shape("models/digits", 15, 256, prompts=16, samples=8, prompt=8, response=16),
+    # Passes of which several tenants' share a microbatch.
+    "tiny": Shape("models/digits", 15, 256, prompts=4, samples=4, prompt=8, response=16),
     # About 8,000 tokens a step.
     "large": Shape("models/digits", 15, 256, prompts=32, samples=8, prompt=16, response=16),
     "smollm2": Shape("models/smollm2", 49152, 512, prompts=4, samples=4, prompt=32, response=16),

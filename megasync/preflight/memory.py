@@ -27,6 +27,7 @@ from megasync.serving.frozen_folder import read_frozen_model
 from megasync.serving.plugin_protocol import ADAPTERS_IN_BATCH, ADAPTERS_LOADED
 from megasync.sync.broadcast.plan import ITEM_BYTES
 from megasync.trainer.architecture import chunks_of, full_microbatch
+from megasync.trainer.passes import TOGETHER
 
 # Megatron always keeps gradients in float32.
 GRAD_BYTES = 4
@@ -218,8 +219,9 @@ def stage_memory(config: Config, layout: Layout, bucket: int, stage: int) -> Ran
         copies = sum(prod(shapes[each.param]) * ITEM_BYTES[each.dtype] for each in quantized_items if each.dtype)
     gradients, optimizer = _elements(trained, rank) * GRAD_BYTES, _state(config, trained, rank)
     if config.serve is not None:
-        # Those of earlier passes, while a pass computes its own.
-        gradients *= 2
+        # Those of earlier passes, while a pass computes its own; and adapters and gradients of the models that compute
+        # a microbatch together.
+        gradients = 2 * gradients + TOGETHER * 2 * _elements(trained, rank) * item
     critic = 0
     for learner, learned in critics:
         # Its activations exist while the policy's do not, and it has no logits.

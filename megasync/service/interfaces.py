@@ -163,7 +163,7 @@ class Trainer(Protocol):
         ...
 
     async def compute(self, passes: Sequence[tuple[str, Pass]]) -> Sequence[PassResult | Exception]:
-        """Computes passes of several models, in their order; a failure of one touches no other."""
+        """Computes passes of several models, those of each in their order; a failure of one touches no other."""
         ...
 
     async def update(self, model: str, adam: Adam) -> Mapping[str, float]:

@@ -4,6 +4,11 @@ A model is its adapters with float32 copies, gradients, Adam's moments and the n
 learner while the model is active, and in (pinned) host memory otherwise; only a call for another model swaps them. So
 a model computes exactly what it would alone.
 
+Passes of several models that fit into one microbatch are computed together, with no swap: the frozen layers take the
+tokens of all, and each model's adapters, attention and loss its own. No sum is over the tokens of two models, so what
+is not finite in one stays there. A row of a matrix product is the same bit for bit in products of any number of rows,
+from `ROWS` of each thread on; that is measured, of torch's products on CPUs, and checked by the tests.
+
 The learner has adapters of one rank on all projections. A model of a smaller rank, or with fewer projections, has zero
 rows and columns there. They stay exactly zero: the gradient of a row of ``down`` is a product with a column of ``up``
 and the other way round, Adam makes no step of a zero gradient with zero moments, and weight decay multiplies.
@@ -19,11 +24,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,14 +45,18 @@ from megasync.layout.layout import Layout
 from megasync.layout.shards import Read, assemble, fill_params
 from megasync.layout.topology import Topology
 from megasync.observe import trace
-from megasync.trainer.adapters import fresh_factors
+from megasync.trainer.adapters import Member, fresh_factors
+from megasync.trainer.architecture import full_microbatch, token_multiple
 from megasync.trainer.batch import Batch, Sample
 from megasync.trainer.checkpoint import MAIN_WEIGHT, MOMENTS, Slice, run_collectively, slice_peers
 from megasync.trainer.collectives import gather_on_first
 from megasync.trainer.learner import LocalBatch, MegatronLearner
 from megasync.trainer.optimizer import Update
 from megasync.trainer.packing import Ints, Lengths, Microbatch
-from megasync.trainer.passes import Adam, LossPass, PassPart, shared_prefixes
+from megasync.trainer.passes import TOGETHER, Adam, LossPass, PassPart, shared_prefixes
+
+# On a CPU, products of fewer rows for each thread than this may round otherwise. Seen below 6.
+ROWS = 16
 
 # Of what a rank contributes to a saved model: by kind and parameter the element at which its values begin, and these.
 Contribution = dict[str, dict[str, tuple[int, NDArray[np.float32]]]]
@@ -63,6 +73,31 @@ class _Model:
     updates: int = 0
     # Like `MegatronLearner.gradient_buffers`; empty without gradients.
     gradients: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A pass, and the microbatches that this rank computes of it.
+
+    ``most`` are the tokens of the largest one of all ranks; ``together`` tells whether it may share one.
+    """
+
+    model: str
+    work: LossPass
+    microbatches: Sequence[Microbatch]
+    shared: Sequence[_SharedTargets]
+    counted_tokens: int
+    most: int
+    together: bool
+
+    def inputs(self, index: int, device: torch.device) -> dict[str, torch.Tensor]:
+        """What the loss reads at the targets of a microbatch."""
+        starts, sequences = self.work.target_starts, self.microbatches[index].sequences
+        columns = {
+            name: np.concatenate([column[starts[i] : starts[i + 1]] for i in sequences])
+            for name, column in self.work.inputs.items()
+        }
+        return {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
 
 
 class AdapterBank:
@@ -84,6 +119,7 @@ class AdapterBank:
         self._alone = cache(self._adapters_alone)
         self._models: dict[str, _Model] = {}
         self._active: str | None = None
+        self._least = self._least_together()
         # Of the active model: whether the learner's state differs from that on the host, and has gradients.
         self._changed = self._has_gradients = False
 
@@ -130,10 +166,7 @@ class AdapterBank:
         self._models[model] = self._on_host(_Model(shape, cast, slices, updates))
 
     def _on_host(self, model: _Model) -> _Model:
-        def copy(tensor: torch.Tensor) -> torch.Tensor:
-            memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")
-            return memory.copy_(tensor.detach(), non_blocking=True)
-
+        copy = self._host_copy
         copied = _Model(
             model.shape,
             {name: copy(param) for name, param in model.params.items()},
@@ -151,11 +184,18 @@ class AdapterBank:
         synchronize(self._device)
         return copied
 
-    def _state(self, model: str) -> _Model:
-        """The present state of a model; of the active one the learner's own tensors."""
+    def _host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")
+        return memory.copy_(tensor.detach(), non_blocking=True)
+
+    def _kept(self, model: str) -> _Model:
         if model not in self._models:
             raise TrainingError(f"there is no model {model!r} on the trainer ranks; create or load it first")
-        kept, learner = self._models[model], self._learner
+        return self._models[model]
+
+    def _state(self, model: str) -> _Model:
+        """The present state of a model; of the active one the learner's own tensors."""
+        kept, learner = self._kept(model), self._learner
         if model != self._active or not self._changed:
             return kept
         learner.gather_weights()
@@ -170,58 +210,111 @@ class AdapterBank:
         if model == self._active:
             return
         with trace.span("rank", "swap"):
-            if self._active is not None and self._changed:
-                self._models[self._active] = self._on_host(self._state(self._active))
+            self._park()
             learner = self._learner
             learner.gather_weights()
             learner.write(state.params)
             learner.optimizer.reload_weights()
             learner.optimizer.restore(learner.trained, state.slices, state.updates)
-            learner.set_adapter_scale(state.shape.scale)
+            learner.adapters.set_scale(state.shape.scale)
             learner.zero_grad()
             for buffer, kept in zip(learner.gradient_buffers(), state.gradients, strict=bool(state.gradients)):
                 buffer.copy_(kept)
         self._active, self._changed, self._has_gradients = model, False, bool(state.gradients)
 
+    def _park(self) -> None:
+        """Brings the state of the active model to the host; the learner has none then."""
+        if self._active is not None and self._changed:
+            self._models[self._active] = self._on_host(self._state(self._active))
+        self._active, self._changed, self._has_gradients = None, False, False
+
     # Training
 
     def compute(self, passes: Sequence[tuple[str, LossPass]]) -> list[PassPart | MegasyncError]:
-        """Computes passes of several models in their order. What is wrong with one is its result."""
-        results: list[PassPart | MegasyncError] = []
-        for model, work in passes:
+        """Computes passes of several models, those of each in their order. What is wrong with one is its result."""
+        results: dict[int, PassPart | MegasyncError] = {}
+        batch: dict[int, _Planned] = {}
+
+        def finish() -> None:
+            if len(batch) > 1:
+                results.update(zip(batch, self._compute_together([*batch.values()]), strict=True))
+            else:
+                results.update({place: self._compute(only) for place, only in batch.items()})
+            batch.clear()
+
+        room = full_microbatch(self._learner.trainer_config)
+        for place, (model, work) in enumerate(passes):
             try:
-                results.append(self._compute(model, work))
-            except MegasyncError as error:
                 # Each rank finds the same before it computes anything.
-                results.append(error)
-        return results
+                self._kept(model)
+                planned = self._plan(model, work)
+            except MegasyncError as error:
+                results[place] = error
+                continue
+            others = [*batch.values()]
+            fits = sum(each.most for each in (*others, planned)) <= room and len(others) < TOGETHER
+            alike = all(each.together and each.work.backward == work.backward for each in (*others, planned))
+            if others and not (fits and alike and all(each.model != model for each in others)):
+                finish()
+            batch[place] = planned
+        finish()
+        return [results[place] for place in range(len(passes))]
 
-    def _compute(self, model: str, work: LossPass) -> PassPart:
+    def _least_together(self) -> int | None:
+        """The tokens that a pass needs on each rank to be computed with others; None if none ever is."""
         learner = self._learner
-        self._activate(model)
+        trainer, topology = learner.trainer_config, learner.topology
+        apart = (
+            topology.context > 1
+            or learner.layout.sizes.experts
+            or learner.layout.sizes.delta
+            or trainer.fp8
+            or trainer.pad_microbatches
+            or trainer.cuda_graphs
+            or trainer.overlap_grad_reduce
+            or trainer.overlap_param_gather
+        )
+        if apart:
+            return None
+        if self._device.type != "cpu":
+            return 1
+        # Sums over more than two ranks depend on where a number is in its message, and sums over tokens on their split.
+        exact = topology.tensor <= 2 and not trainer.sequence_parallel
+        return ROWS * torch.get_num_threads() if exact else None
+
+    def _plan(self, model: str, work: LossPass) -> _Planned:
         prompts, prompt_tokens = shared_prefixes(work.sequences)
-        packing = learner.plan(Lengths(prompts, prompt_tokens, work.lengths - prompt_tokens))
-        microbatches = learner.own_microbatches(packing)
+        packing = self._learner.plan(Lengths(prompts, prompt_tokens, work.lengths - prompt_tokens))
+        microbatches = self._learner.own_microbatches(packing)
         shared = [_SharedTargets.of(work, each, prompt_tokens) for each in microbatches]
-        samples = {index: sample for each in shared for index, sample in each.samples.items()}
-        batch = LocalBatch(microbatches, samples, packing.counted_tokens)
-        loss, starts = LOSSES[work.loss], work.target_starts
+        tokens = packing.tokens[packing.table]
+        small = tokens.shape[1] == 1 and self._least is not None and int(tokens.min()) >= self._least
+        return _Planned(model, work, microbatches, shared, packing.counted_tokens, int(tokens.max()), small)
 
-        def evaluate(part: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-            logprobs, _ = learner.score_rows(hidden, part, 1.0)
-            places, segments = (torch.from_numpy(each).to(self._device) for each in shared[part.index].columns)
-            if len(places) > len(logprobs):
-                logprobs = logprobs[places]
-            sequences = microbatches[part.index].sequences
-            inputs = {
-                name: torch.from_numpy(np.concatenate([column[starts[i] : starts[i + 1]] for i in sequences]))
-                for name, column in work.inputs.items()
-            }
-            losses = loss.compute(logprobs, {name: each.to(self._device) for name, each in inputs.items()}, segments)
-            # A masked copy only keeps a rank in step with others.
-            return losses.sum() * float(part.counted), (logprobs.detach(), losses.detach().sum(dtype=torch.float64))
+    def _losses(
+        self, planned: _Planned, index: int, hidden: torch.Tensor, part: Batch
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """The loss of a microbatch of a pass, its log-probs, and the sum that is reported."""
+        logprobs, _ = self._learner.score_rows(hidden, part, 1.0)
+        places, segments = (torch.from_numpy(each).to(self._device) for each in planned.shared[index].columns)
+        if len(places) > len(logprobs):
+            logprobs = logprobs[places]
+        losses = LOSSES[planned.work.loss].compute(logprobs, planned.inputs(index, self._device), segments)
+        # A masked copy only keeps a rank in step with others.
+        counted = float(planned.microbatches[index].counted)
+        return losses.sum() * counted, (logprobs.detach(), losses.detach().sum(dtype=torch.float64))
 
-        with trace.span("rank", "forward_backward" if work.backward else "forward", microbatches=len(microbatches)):
+    def _compute(self, planned: _Planned) -> PassPart:
+        learner, work = self._learner, planned.work
+        self._activate(planned.model)
+        samples = {index: sample for each in planned.shared for index, sample in each.samples.items()}
+        batch = LocalBatch(planned.microbatches, samples, planned.counted_tokens)
+
+        def evaluate(part: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            return self._losses(planned, part.index, hidden, part)
+
+        name = "forward_backward" if work.backward else "forward"
+        with trace.span("rank", name, microbatches=len(planned.microbatches)):
             if not work.backward:
                 with torch.no_grad():
                     reports = learner.run(batch, evaluate, forward_only=True)
@@ -232,9 +325,86 @@ class AdapterBank:
                 for buffer, sums in zip(learner.gradient_buffers(), earlier, strict=bool(earlier)):
                     buffer.add_(sums)
                 self._changed = self._has_gradients = True
+        return self._part(planned, reports)
+
+    def _compute_together(self, passes: Sequence[_Planned]) -> list[PassPart]:
+        """Computes the only microbatches of passes of different models as one."""
+        learner, backward = self._learner, passes[0].work.backward
+        self._park()
+        samples: dict[int, Sample] = {}
+        trees: list[tuple[int, ...]] = []
+        owners: list[int] = []
+        counts: list[int] = []
+        first = 0
+        for number, each in enumerate(passes):
+            (own,), (shared,) = each.microbatches, each.shared
+            samples |= {first + index: sample for index, sample in shared.samples.items()}
+            trees += [tuple(first + index for index in tree) for tree in own.trees]
+            owners += [number] * len(own.trees)
+            counts.append(sum(len(shared.samples[index].scored) for index in own.sequences))
+            first += len(each.work.lengths)
+        tokens = [each.microbatches[0].tokens for each in passes]
+        joint = Microbatch(tuple(trees), sum(tokens), owners=tuple(owners))
+        # Padding, which has no gradients, counts to the last.
+        tokens[-1] += -sum(tokens) % token_multiple(learner.trainer_config)
+        batch = LocalBatch([joint], samples, sum(each.counted_tokens for each in passes))
+        size = sum(tokens) // learner.topology.tensor
+        ends = np.clip(np.cumsum([0, *tokens]) - size * learner.coords.tp, 0, size)
+        counts_of = zip(passes, tokens, np.diff(ends).tolist(), strict=True)
+        members = [self._member(each.model, all_tokens, own, backward) for each, all_tokens, own in counts_of]
+
+        def evaluate(part: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+            losses: list[torch.Tensor] = []
+            reports: list[Any] = []
+            parts = zip(passes, members, hidden.split(counts), part.targets.split(counts), strict=True)
+            for each, member, rows, targets in parts:
+                learner.adapters.score_for(member)
+                loss, report = self._losses(each, 0, rows, replace(part, targets=targets))
+                losses.append(loss)
+                reports.append(report)
+            return torch.stack(losses).sum(), reports
+
+        name = "forward_backward" if backward else "forward"
+        with trace.span("rank", name, microbatches=1, models=len(passes)), learner.adapters.computing_for(members):
+            learner.zero_grad()
+            with nullcontext() if backward else torch.no_grad():
+                reports = learner.run(batch, evaluate, forward_only=not backward)
+            if backward:
+                for each, member in zip(passes, members, strict=True):
+                    self._add_gradients(self._models[each.model], member)
+        of_each = reports[0] if reports else [None] * len(passes)
+        return [self._part(each, [report]) for each, report in zip(passes, of_each, strict=True)]
+
+    def _member(self, model: str, tokens: int, own_tokens: int, backward: bool) -> Member:
+        kept = self._models[model]
+        params = {
+            name: param.to(self._device, non_blocking=True).detach().requires_grad_(backward)
+            for name, param in kept.params.items()
+        }
+        return Member(tokens, own_tokens, kept.shape.scale, params)
+
+    def _add_gradients(self, model: _Model, member: Member) -> None:
+        """Reduces what a microbatch has computed for a model, and adds it to the model's gradients on the host."""
+        learner = self._learner
+        learner.zero_grad()
+        for name, param in learner.trained.items():
+            if (grad := member.params[name].grad) is not None:
+                # Megatron adds it to a view of its buffers.
+                param.main_grad.add_(grad)  # pyright: ignore[reportAttributeAccessIssue]
+        learner.reduce_gradients()
+        buffers = learner.gradient_buffers()
+        for buffer, sums in zip(buffers, model.gradients, strict=bool(model.gradients)):
+            buffer.add_(sums.to(self._device))
+        model.gradients = [self._host_copy(buffer) for buffer in buffers]
+        synchronize(self._device)
+
+    def _part(self, planned: _Planned, reports: Sequence[Any]) -> PassPart:
+        """The results of a pass on this rank, from the log-probs and the sum of each microbatch."""
+        learner, work = self._learner, planned.work
         if not learner.is_last_stage or learner.coords.tp or learner.coords.cp:
             return PassPart((), (), {})
-        counted = [(each.sequences, report) for each, report in zip(microbatches, reports, strict=True) if each.counted]
+        pairs = zip(planned.microbatches, reports, strict=True)
+        counted = [(each.sequences, report) for each, report in pairs if each.counted]
         widths = work.lengths * work.widths
         logprobs = [
             part.numpy()

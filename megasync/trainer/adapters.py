@@ -43,6 +43,20 @@ from megasync.trainer.model import PolicyModel, TargetHead
 from megasync.trainer.param_attributes import set_param_attributes
 
 
+@dataclass(frozen=True)
+class Member:
+    """The adapters of one of several models that compute a microbatch together, each its own range of tokens.
+
+    ``own_tokens`` are those that this tensor rank has between layers; all, unless they are split.
+    """
+
+    tokens: int
+    own_tokens: int
+    scale: float
+    # Under the names of `Adapters.params`, which have the same shapes.
+    params: Mapping[str, torch.Tensor]
+
+
 class LowRank(torch.nn.Module):
     """The adapters of one linear layer, or of each expert of a grouped one.
 
@@ -51,6 +65,9 @@ class LowRank(torch.nn.Module):
     """
 
     sources: torch.Tensor
+    # The models that compute the next microbatch in place of the module's own factors, and the module's path in them.
+    members: Sequence[Member] = ()
+    path: str = ""
 
     def __init__(
         self,
@@ -84,6 +101,8 @@ class LowRank(torch.nn.Module):
         """The change to the output of ``layer`` for its input, [tokens, ..., features]."""
         if self._norm:
             x = _normalised(layer, x)
+        if self.members:
+            return self._added_by_members(x, *self._factors[0])
         if splits is None:
             return self._added(x, *self._factors[0])
         parts = zip(x.split(list(splits)), self._factors, strict=True)
@@ -94,6 +113,18 @@ class LowRank(torch.nn.Module):
         if not self._is_expert:
             narrow = self._exchanged(narrow)
         return linear(narrow, spread(getattr(self, up), self.sources, len(downs))) * self.scale
+
+    def _added_by_members(self, x: torch.Tensor, downs: list[str], up: str) -> torch.Tensor:
+        tokens = [each.tokens for each in self.members]
+        split = [each.own_tokens for each in self.members] if self._split_tokens else tokens
+        before, after = (tokens, split) if self._rows else (split, tokens)
+        factors = [[each.params[f"{self.path}.adapter.{name}"] for name in (*downs, up)] for each in self.members]
+        parts = zip(x.split(before), factors, strict=True)
+        narrow = self._exchanged(torch.cat([linear(part, torch.cat(own[:-1])) for part, own in parts]))
+        parts = zip(narrow.split(after), factors, self.members, strict=True)
+        return torch.cat(
+            [linear(part, spread(own[-1], self.sources, len(downs))) * each.scale for part, own, each in parts]
+        )
 
     def _exchanged(self, narrow: torch.Tensor) -> torch.Tensor:
         """The narrow vectors of the tokens that the output of the layer has, whole."""
@@ -113,6 +144,10 @@ class LowRankHead(torch.nn.Module):
     Here each has those of its own part of the vocabulary, so that the sum is right, and otherwise it is made here.
     """
 
+    # The one of several models whose rows are scored next, in place of the module's own factors.
+    member: Member | None = None
+    path: str = ""
+
     def __init__(
         self,
         adapted: Adapted,
@@ -130,10 +165,14 @@ class LowRankHead(torch.nn.Module):
 
     def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The narrow vectors [rows, rank] of hidden states [rows, hidden], scaled, and the rows of ``up``."""
-        down: torch.Tensor = getattr(self, self._down)
+        if self.member is None:
+            scale, down, up = self.scale, getattr(self, self._down), getattr(self, self._up)
+        else:
+            scale = self.member.scale
+            down, up = (self.member.params[f"{self.path}.adapter.{name}"] for name in (self._down, self._up))
         if not self._split_tokens:
             down = copy_to_tensor_model_parallel_region(down)
-        return linear(rows, down) * self.scale, getattr(self, self._up)
+        return linear(rows, down) * scale, up
 
 
 def _normalised(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -170,6 +209,25 @@ class Adapters:
         """Multiplies the product of all factors by ``scale`` from now on, in place of that of the layout."""
         for module in self.modules:
             module.scale = scale
+
+    @contextmanager
+    def computing_for(self, members: Sequence[Member]) -> Iterator[None]:
+        """Lets several models compute the next microbatch; `score_for` chooses whose rows are scored."""
+        layers = [module for module in self.modules if isinstance(module, LowRank)]
+        try:
+            for layer in layers:
+                layer.members = members
+            yield
+        finally:
+            for layer in layers:
+                layer.members = ()
+            self.score_for(None)
+
+    def score_for(self, member: Member | None) -> None:
+        """Scores rows with the output layer of one of several models, or with the own one again."""
+        for module in self.modules:
+            if isinstance(module, LowRankHead):
+                module.member = member
 
     @torch.no_grad()
     def served(self) -> dict[str, torch.Tensor]:
@@ -253,6 +311,7 @@ def attach(
             adapter = LowRank(layer, of_layer, layout, rank, shapes, split_tokens)
             if not isinstance(layer, NormedOutput):
                 layer.register_forward_hook(_add)
+        adapter.path = path
         layer.add_module("adapter", adapter)
         modules.append(adapter)
         params |= {f"{path}.adapter.{name}": param for name, param in adapter.named_parameters()}

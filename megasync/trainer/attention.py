@@ -35,11 +35,15 @@ FEW_SCORES = 2**16
 
 
 class Segment(NamedTuple):
-    """A range of packed tokens. ``prefix`` is the index of the segment that it continues, or None."""
+    """A range of packed tokens. ``prefix`` is the index of the segment that it continues, or None.
+
+    Segments of several owners share no rectangle, so each is computed as without the others.
+    """
 
     start: int
     length: int
     prefix: int | None
+    owner: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,10 +118,10 @@ class AttentionPlan:
 
 def plan_attention(segments: Sequence[Segment], device: torch.device) -> AttentionPlan:
     """Groups segments into rectangles; computed once per microbatch and used by every layer."""
-    kinds: dict[tuple[int, int], list[int]] = {}
+    kinds: dict[tuple[int, int, int], list[int]] = {}
     for index, segment in enumerate(segments):
         root = -1 if segment.prefix is None else _length_class(segments[segment.prefix].length)
-        kinds.setdefault((root, _length_class(segment.length)), []).append(index)
+        kinds.setdefault((root, segment.owner, _length_class(segment.length)), []).append(index)
     # Roots (-1) sort before the segments that continue them.
     order = sorted(kinds)
     tokens = sum(segment.length for segment in segments)
@@ -134,7 +138,7 @@ def plan_attention(segments: Sequence[Segment], device: torch.device) -> Attenti
         if kind[0] < 0:
             rectangles.append(Rectangle(len(members), length))
             continue
-        source = order.index((-1, kind[0]))
+        source = order.index((-1, kind[1], kind[0]))
         roots = [root for index in members if (root := segments[index].prefix) is not None]
         rows = torch.tensor([row_of[root] for root in roots], device=device)
         prompts = torch.tensor([segments[root].length for root in roots], device=device)

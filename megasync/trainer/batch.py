@@ -127,6 +127,8 @@ class _Packed:
 
     def __init__(self) -> None:
         self.tokens = 0
+        # Of the segments that are added next.
+        self.owner = 0
         self.ids: list[NDArray[np.int32]] = []
         self.segments: list[Segment] = []
         # The position in its sequence of each segment's first token.
@@ -143,7 +145,7 @@ class _Packed:
         start = self.tokens
         self.ids += ids
         self.tokens += sum(map(len, ids))
-        self.segments.append(Segment(start, self.tokens - start, prefix))
+        self.segments.append(Segment(start, self.tokens - start, prefix, self.owner))
         self.first_positions.append(first_position)
         return start
 
@@ -228,8 +230,9 @@ def make_batch(
     ranks, rank = context
     chunks = 2 * ranks if ranks > 1 else 1
     packing = _Packed()
-    for tree in microbatch.trees:
+    for number, tree in enumerate(microbatch.trees):
         members = [samples[sequence] for sequence in tree]
+        packing.owner = microbatch.owners[number] if microbatch.owners else 0
         if replays:
             packing.add_routes(members)
         packing.add_tree(members)

@@ -297,10 +297,15 @@ class MegatronLearner:
             for name, param in self.trained.items():
                 param.copy_(weights[name])
 
-    def set_adapter_scale(self, scale: float) -> None:
-        """Multiplies the product of the factors of all adapters by ``scale``; see `Adapters.set_scale`."""
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters of a learner that has some."""
         assert self._adapters is not None
-        self._adapters.set_scale(scale)
+        return self._adapters
+
+    def reduce_gradients(self) -> None:
+        """Adds up what is in the gradient buffers over ranks, as `run` does with what it has computed."""
+        finalize_summed_grads(self._models, None)
 
     def gradient_buffers(self) -> list[torch.Tensor]:
         """The memory of this rank's gradients, which `run` adds to and `update` reads."""

@@ -51,6 +51,8 @@ class Microbatch:
     counted: bool = True
     # The number of tokens to pad to, so that ranks in lockstep have equal lengths.
     room: int = 0
+    # The number of the model whose adapters compute each tree; empty if one computes all.
+    owners: tuple[int, ...] = ()
 
     @property
     def sequences(self) -> tuple[int, ...]:

@@ -51,6 +51,10 @@ class LossPass:
         return self.targets[self.target_starts[index] : self.target_starts[index + 1]]
 
 
+# The most models that compute a microbatch together; their adapters and gradients are on the device then.
+TOGETHER = 8
+
+
 class Adam(NamedTuple):
     """The parameters of one step of AdamW, in place of those that `trainer.optimizer` configures."""
 

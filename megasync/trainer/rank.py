@@ -306,7 +306,7 @@ class TrainerRank:
         self._bank.create(model, shape, seed)
 
     def compute_passes(self, passes: list[tuple[str, LossPass]]) -> list[PassPart | MegasyncError]:
-        """Computes passes of several models in their order."""
+        """Computes passes of several models, those of each in their order."""
         with trace.span("step", "passes", passes=len(passes)):
             return self._bank.compute(passes)
 

@@ -532,4 +532,7 @@ def test_a_service_needs_memory_for_models_that_wait_and_for_adapters_on_servers
     run = replace(config, serve=None, sync=replace(config.sync, transport="adapters"))
     assert plan.server.kv_room + plan.server.adapters == pytest.approx(resolve_plan(run).server.kv_room, abs=1e6)
     assert twice.host.models == 2 * plan.host.models > 0
+    # Two sums in float32, and adapters and bfloat16 gradients of the eight models that share a microbatch.
+    of_rank = max(sum(map(prod, plan.adapters.params(rank).values())) for rank in range(4))
+    assert max(stage.gradients for stage in plan.stages) == of_rank * (2 * 4 + 8 * 2 * 2)
     assert plan.host.adapters == 4 * 16 * elements * 2

@@ -6,6 +6,7 @@ and AdamW. Everything is float32, and agrees to 1e-5.
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -31,8 +32,11 @@ def shape_of(path, rank, **flags):
     return {"rank": rank, "scale": ALPHA / rank, "targets": sorted(t for k in kinds if chosen[k] for t in kinds[k])}
 
 
-def script(model, trainer, calls, dtype="float32"):
-    """Runs calls of a bank on a rank; returns their results. A call is [method, arguments...]."""
+def script(model, trainer, calls, dtype="float32", least=None):
+    """Runs calls of a bank on a rank; returns their results. A call is [method, arguments...].
+
+    ``least``: the tokens with which passes are computed together, in place of the bank's own.
+    """
     from rank_engines import close, make_engine
 
     from megasync.errors import CheckpointError
@@ -60,6 +64,9 @@ def script(model, trainer, calls, dtype="float32"):
     lora = {"rank": RANK, "alpha": ALPHA, "targets": shape_of(model, RANK)["targets"]}
     engine = make_engine(model, {**trainer, "lora": lora}, dtype=dtype)
     bank = AdapterBank(engine)
+    together = mock.Mock(side_effect=bank._compute_together)
+    bank._compute_together = together
+    bank._least = least or bank._least
     results = []
     for name, *arguments in calls:
         if name == "create":
@@ -84,6 +91,9 @@ def script(model, trainer, calls, dtype="float32"):
             state = bank._state(arguments[0])
             moments = [tensor for each in state.slices.values() for tensor in each.tensors.values()]
             results.append(([param.clone() for param in state.params.values()], moments))
+        elif name == "microbatches":
+            # Of several models, so far.
+            results.append(together.call_count)
         elif name == "memory":
             # The bytes of all that the bank keeps.
             kept = [tensor for each in bank._models.values() for tensor in tensors_of(each)]
@@ -169,11 +179,11 @@ LOSSES = {
 }
 
 
-def data_for(loss, seed=3, width=0):
+def data_for(loss, seed=3, width=0, counts=(7, 1, 30)):
     """A pass over random sequences, some of which begin alike; few targets are the next token."""
     drawn = torch.Generator().manual_seed(seed)
     prompt, data = torch.randint(0, 131, (13,), generator=drawn).tolist(), []
-    rows = [torch.randint(0, 131, (count,), generator=drawn).tolist() for count in (7, 1, 30)]
+    rows = [torch.randint(0, 131, (count,), generator=drawn).tolist() for count in counts]
     # With a common prompt: one more, one without anything after it, and two that are the same.
     rows += [prompt + rows[0], prompt, prompt + rows[1], prompt + rows[1]]
     predicted = torch.randint(0, 131, (40, max(width, 1)), generator=drawn)
@@ -325,6 +335,112 @@ def test_interleaved_models_compute_what_each_does_alone(run_ranks, models, layo
     for rank in ranks:
         assert "there is no model 'gone'" in str(rank[refused][1]) and not rank[skipped][0]
     assert all((tmp_path / "b-later" / name).read_bytes() == file.read_bytes() for name, file in files(tmp_path / "b"))
+
+
+JOINT = {**TWO, "dp2": {"data_parallel": 2}, "pp2": {"pipeline_parallel": 2, "first_stage_layers": 1}}
+# The ranks of the models, the projections that they lack, and the losses of their passes, one after another.
+MEMBERS = {
+    "a": (5, {}, ("cross_entropy", "importance_sampling", "ppo")),
+    "b": (2, {"mlp": False, "unembed": False}, ("ppo", "cispo", "cross_entropy")),
+    "c": (6, {"attention": False}, ("dro", "cross_entropy", "cross_entropy")),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "dtype"),
+    [("qwen2", layout, "float32") for layout in JOINT] + [("qwen2", "one", "bfloat16"), ("mistral", "dp2", "float32")],
+)
+def test_models_in_one_microbatch_compute_what_each_does_alone(run_ranks, models, family, layout, dtype, tmp_path):
+    """Bit for bit, also beside one whose loss and gradient overflow, and one whose passes need several microbatches."""
+    path, world = models[family], 1 if layout == "one" else 2
+    options = {"model": path, "trainer": {"tokens_per_microbatch": 700, **JOINT[layout]}, "dtype": dtype}
+    numbers = {name: number for number, name in enumerate(MEMBERS)}
+
+    def create(name):
+        rank, lacks, _ = MEMBERS[name]
+        return ["create", name, shape_of(path, rank, **lacks), 3 + numbers[name]]
+
+    def work(name, place):
+        # Of other lengths, with which attention rounds otherwise.
+        counts = 7 + 3 * numbers[name], 1, 30 - 4 * numbers[name]
+        return [name, data_for(MEMBERS[name][2][place], 5 * numbers[name] + place, counts=counts)]
+
+    def forward(name):
+        return [name, {**work(name, 0)[1], "backward": False}]
+
+    expected = {}
+    for name in MEMBERS:
+        calls = [create(name), ["compute", work(name, 0)], ["compute", work(name, 1)], ["update", name, {}]]
+        calls += [["compute", forward(name)], ["compute", work(name, 2)], ["update", name, {}]]
+        calls += [["save", name, str(tmp_path / f"{name}-alone"), True]]
+        expected[name] = [rank[1:-1] for rank in run_ranks(script, world, **options, calls=calls)]
+
+    huge, large = data_for("cross_entropy", 7), data_for("cross_entropy", 8)
+    for datum in huge["data"]:
+        datum["inputs"]["weights"] = [3e38] * len(datum["tokens"])
+    large["data"] = 12 * large["data"]
+    update = [["update", name, {}] for name in MEMBERS]
+    calls = [
+        *map(create, MEMBERS),
+        ["create", "huge", shape_of(path, 6), 9],
+        ["create", "large", shape_of(path, 6), 9],
+        ["compute", work("a", 0), work("b", 0), ["gone", huge], ["huge", huge], work("c", 0)],
+        # A second pass of a model comes after the first.
+        ["compute", work("c", 1), ["large", large], work("a", 1), work("b", 1)],
+        *update,
+        ["compute", *map(forward, MEMBERS)],
+        ["compute", ["huge", huge], *(work(name, 2) for name in MEMBERS)],
+        *update,
+        *(["save", name, str(tmp_path / f"{name}-together"), True] for name in MEMBERS),
+        ["update", "huge", {}],
+        ["microbatches"],
+    ]
+    for rank, results in enumerate(run_ranks(script, world, **options, calls=calls)):
+        first, second, scored, third = (results[place] for place in (5, 6, 10, 11))
+        found = {
+            "a": [first[0], second[2], scored[0], third[1]],
+            "b": [first[1], second[3], scored[1], third[2]],
+            "c": [first[4], second[0], scored[2], third[3]],
+        }
+        for number, name in enumerate(MEMBERS):
+            passes = [[each] for each in found[name]]
+            updates = results[7 + number], results[12 + number]
+            assert_equal([*passes[:2], updates[0], *passes[2:], updates[1]], expected[name][rank])
+        assert "there is no model 'gone'" in str(first[2])
+        assert not results[-2][0] and results[-1] == 4
+    for name in MEMBERS:
+        alone = files(tmp_path / f"{name}-alone")
+        assert all((tmp_path / f"{name}-together" / file).read_bytes() == made.read_bytes() for file, made in alone)
+
+
+@pytest.mark.parametrize(("family", "flavour"), [("qwen2", "local"), ("mistral", "te")])
+def test_models_share_a_microbatch_whose_tokens_are_split(run_ranks, models, family, flavour, tmp_path):
+    """Sums over tokens are in another order. Without Transformer Engine the tokens of all are an odd number."""
+    path, names = models[family], ("a", "b", "c")
+    passes = {name: data_for("cross_entropy", place, counts=(7, 1, 30 - place)) for place, name in enumerate(names)}
+    create = [["create", name, shape_of(path, 2 + place), place] for place, name in enumerate(names)]
+    after = [["update", name, {}] for name in names]
+    ways = {
+        "together": [["compute", *passes.items()]],
+        "apart": [["compute", each] for each in passes.items()],
+    }
+    found = {}
+    for way, computed in ways.items():
+        calls = [*create, *computed, *after, *computed, *after]
+        calls += [["save", name, str(tmp_path / f"{name}-{way}"), False] for name in names]
+        ranks = run_ranks(
+            script, 2, flavour, model=path, trainer=LAYOUTS["tp2-sp"], calls=[*calls, ["microbatches"]], least=1
+        )
+        assert all(rank[-1] == (2 if way == "together" else 0) for rank in ranks)
+        # The second passes, in which all factors matter.
+        second = 3 + len(computed) + 3
+        results = [[part for call in rank[second : second + len(computed)] for part in call] for rank in ranks]
+        found[way] = [[rank[place] for rank in results] for place in range(3)]
+    for name, together, apart in zip(names, found["together"], found["apart"], strict=True):
+        assert_same(outputs(together, passes[name]), outputs(apart, passes[name]))
+        apart = load_file(tmp_path / f"{name}-apart" / "adapter_model.safetensors")
+        for factor, values in load_file(tmp_path / f"{name}-together" / "adapter_model.safetensors").items():
+            torch.testing.assert_close(values, apart[factor], atol=1e-5, rtol=0, msg=factor)
 
 
 def files(folder):

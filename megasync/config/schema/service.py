@@ -48,7 +48,7 @@ class ServeConfig:
     # File with a line `TENANT KEY` for each tenant, whose keys begin with tml-; null makes one tenant, `local`, and
     # writes its key to `keys` in the run directory, which only this user can read.
     keys: str | None = key(None, PATH)
-    # Models in memory. The one that is computed is on the device, the others are in host memory.
+    # Models in memory. Those that are computed are on the device, the others are in host memory.
     models: int = key(16, AT_LEAST_ONE)
     # Adapters that servers can be asked for: of checkpoints for sampling, and of samplers. A new sampler's replaces the
     # one that was not used for longest.
