@@ -437,7 +437,7 @@ class EchoClient(RolloutClient):
     async def generate(self, prompt_ids: Sequence[int], *, max_new_tokens: int = ANSWER, **options: Any) -> Generation:
         text = "".join(NUMBERS.choice(list("abcdefgh "), max_new_tokens))
         ids = self.tokenizer.encode(text)
-        return Generation(self._checked(prompt_ids), ids, [-0.5] * len(ids), [0] * len(ids), "length", text)
+        return Generation.of(self._checked(prompt_ids), ids, [-0.5] * len(ids), [0] * len(ids), "length", text)
 
 
 async def play_dialect(

@@ -435,16 +435,9 @@ class RolloutClient:
         count = len(parts.texts)
         # A caller that receives this response again gets the same text.
         parts.texts = [self._text(parts, params)]
-        return Generation(
-            prompt_ids=prompt,
-            token_ids=parts.token_ids,
-            logprobs=parts.logprobs,
-            versions=parts.versions,
-            finish_reason=parts.finish_reason,
-            text=parts.texts[0],
-            parts=count,
-            support=parts.support if support else None,
-        )
+        text, kept = parts.texts[0], parts.support if support else None
+        sampled = parts.tokens, parts.packed_logprobs, parts.spans
+        return Generation(prompt, *sampled, parts.finish_reason, text, count, kept)
 
     async def begin_together(
         self,

@@ -25,11 +25,12 @@ token is trained exactly once, with the log-prob and version of its own generati
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -79,24 +80,25 @@ class Generation:
 
     def __init__(
         self,
-        prompt_ids: Sequence[int],
-        token_ids: Sequence[int] | NDArray[Any],
-        logprobs: Sequence[float] | NDArray[Any],
-        versions: Sequence[int],
+        prompt: Tokens,
+        tokens: Tokens,
+        logprobs: FloatArray | array[float],
+        spans: list[tuple[int, int]],
         finish_reason: str,
         text: str = "",
         parts: int = 1,
         support: Support | None = None,
     ) -> None:
-        """`logprobs` are natural logarithms of probabilities at the sampling temperature, kept as float32.
+        """Takes everything as it is, for nobody to change later; `of` takes sequences.
 
-        `support` is what truncated sampling left to choose each token from, over which the probabilities are.
+        `tokens` are those of prompt and response. `logprobs` are natural logarithms of probabilities at the sampling
+        temperature. `spans` are (version, number of tokens), in the order of the tokens. `support` is what truncated
+        sampling left to choose each token from, over which the probabilities are.
         """
-        self.prompt = Tokens.of(prompt_ids)
-        self.tokens = self.prompt + token_ids
-        self._logprobs: FloatArray = float_array(logprobs)
-        # (version, number of tokens), in the order of the tokens.
-        self._spans = Runs.of(versions).spans()
+        self.prompt = prompt
+        self.tokens = tokens
+        self._logprobs = logprobs
+        self._spans = spans
         self.finish_reason = finish_reason
         self.text = text
         self.parts = parts
@@ -105,6 +107,21 @@ class Generation:
         self.parent: Generation | None = None
         self.added: tuple[Turn, ...] = ()
         self.calls: tuple[Call, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int] | NDArray[Any],
+        logprobs: Sequence[float] | NDArray[Any],
+        versions: Sequence[int],
+        finish_reason: str,
+        text: str = "",
+    ) -> Generation:
+        """A generation of the ids of prompt and response; each token of the response has a log-prob and a version."""
+        prompt = Tokens.of(prompt_ids)
+        spans = Runs.of(versions).spans()
+        return cls(prompt, prompt + token_ids, float_array(logprobs), spans, finish_reason, text)
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -346,12 +363,12 @@ class ChatTurn:
     # The text of all tokens, including the answer's.
     text: _Text
 
-    def is_continued_by(self, messages: Messages) -> bool:
+    def is_continued_by(self, messages: Messages, known: Messages | None = None) -> bool:
         """Return whether the messages continue this prompt with an assistant message, not necessarily the answer.
 
-        They must continue the turn before it.
+        They must continue the turn before it, unless `known` are all messages of this prompt.
         """
-        new, count = self.prompt.new, self.prompt.count
+        new, count = self.prompt.new if known is None else known, self.prompt.count
         return (
             len(messages) > count
             # Prompts of other agents mostly differ in the last message, which saves comparing all of them.
@@ -375,6 +392,11 @@ class Conversation:
         self._continuations: dict[Generation | None, list[Generation]] = {}
         self._turns: dict[Generation, ChatTurn] = {}
         self._continuing: dict[ChatTurn | None, list[ChatTurn]] = {}
+        # What most prompts continue, which saves the search: the first of the longest generations; and of the turns
+        # with the most messages the latest, with the messages of its prompt.
+        self._longest: Generation | None = None
+        self._longest_turn: ChatTurn | None = None
+        self._longest_messages: list[dict[str, Any]] = []
 
     def tokens(self, prompt_ids: Sequence[int]) -> Tokens:
         """The prompt as the continuation of the longest earlier turn that it begins with, whose tokens it shares."""
@@ -390,9 +412,13 @@ class Conversation:
         generation.parent = self._parent(generation.prompt)
         self.generations.append(generation)
         self._continuations.setdefault(generation.parent, []).append(generation)
+        if self._longest is None or len(generation.tokens) > len(self._longest.tokens):
+            self._longest = generation
         return generation
 
     def _parent(self, prompt: Tokens) -> Generation | None:
+        if self._longest is not None and prompt.begins_with(self._longest.tokens):
+            return self._longest
         begun = _fitting(self._continuations, lambda earlier: prompt.begins_with(earlier.tokens))
         return max(begun, key=lambda earlier: (len(earlier.tokens), -earlier.number), default=None)
 
@@ -405,10 +431,8 @@ class Conversation:
         as they were sampled.
         """
         messages = list(messages)
-        # The longest first, and of equally long ones the latest.
-        turns = _fitting(self._continuing, lambda turn: turn.is_continued_by(messages))
-        turns.sort(key=lambda turn: (turn.prompt.count, turn.generation.number), reverse=True)
-        longest = turns[0] if turns else None
+        turns = self._continued_by(messages)
+        longest = next(turns, None)
         earlier = [] if longest is None else longest.prompt.guarded
         # Those of the earlier turn are shared with it.
         new = messages[len(earlier) :]
@@ -434,7 +458,7 @@ class Conversation:
             return ChatPrompt(longest, new, shown, tools, ids, _Text(turn.text, piece), len(messages), added)
 
         ends: dict[_Text, int] = {}
-        for turn in turns:
+        for turn in () if longest is None else chain([longest], turns):
             if (rest := turn.text.rest(rendered, ends)) is not None:
                 return extended(turn, rest)
             if turn is longest:
@@ -447,6 +471,16 @@ class Conversation:
         ids = Tokens.of(template.encode(rendered))
         return ChatPrompt(longest, new, shown, tools, ids, _Text(None, rendered), len(messages))
 
+    def _continued_by(self, messages: list[dict[str, Any]]) -> Iterator[ChatTurn]:
+        """Yield the turns that messages continue: the longest first, and of equally long ones the latest."""
+        longest, known = self._longest_turn, self._longest_messages
+        found = longest is not None and longest.is_continued_by(messages, known)
+        if longest is not None and found:
+            yield longest
+        turns = _fitting(self._continuing, lambda turn: turn.is_continued_by(messages))
+        turns.sort(key=_length, reverse=True)
+        yield from turns[found:]
+
     def answered(
         self, template: AnswerTemplate, prompt: ChatPrompt, generation: Generation, answer: dict[str, Any]
     ) -> None:
@@ -455,6 +489,10 @@ class Conversation:
         turn = ChatTurn(prompt, generation, answer, text)
         self._turns[generation] = turn
         self._continuing.setdefault(prompt.before, []).append(turn)
+        if (longest := self._longest_turn) is None or _length(turn) > _length(longest):
+            known = self._longest_messages
+            self._longest_messages = [*known, *prompt.new] if prompt.before is longest else prompt.messages
+            self._longest_turn = turn
 
     def lines(self) -> list[tuple[Generation, Line]]:
         """Return the last generation of each line and what the line is, in the order in which the lines ended."""
@@ -569,6 +607,10 @@ def _supports(line: Sequence[Generation]) -> Iterator[Support]:
         yield Support.whole(start - at)
         yield generation.support or Support.whole(end - start)
         at = end
+
+
+def _length(turn: ChatTurn) -> tuple[int, int]:
+    return turn.prompt.count, turn.generation.number
 
 
 def _fitting(continuing: Mapping[T | None, list[T]], fits: Callable[[T], bool]) -> list[T]:

@@ -54,16 +54,15 @@ class PartialResponse:
     __slots__ = (
         "_budget",
         "_empty",
-        "_kept",
         "_logprobs",
         "_prompt",
         "_routed",
-        "_sizes",
         "_spans",
         "_start",
         "_start_kept",
         "_start_span",
         "_start_top",
+        "_support",
         "_top",
         "_version",
         "cached",
@@ -90,9 +89,8 @@ class PartialResponse:
         self._logprobs = array("f", logprobs)
         # (version, number of tokens), in the order of the tokens.
         self._spans = Runs.of(versions).spans()
-        # The support of each token, as sizes and ids; both are empty if sampling is not truncated.
-        self._sizes = array("i", () if support is None else support.sizes)
-        self._kept = array("i", () if support is None else support.ids)
+        # The support of each token, as sizes and ids; None if sampling is not truncated.
+        self._support = None if support is None else (array("i", support.sizes), array("i", support.ids))
         # The likeliest tokens at each token, piece by piece, if they are requested.
         self._top: list[TopTokens] = []
         # What a server said of the prompt, if it was asked; and how many of its tokens the first one had computed.
@@ -123,7 +121,7 @@ class PartialResponse:
 
     def follow(self, prompt: Tokens) -> None:
         """Puts the response behind its prompt, the same one in every attempt."""
-        self.tokens, self._prompt = prompt + self.token_ids, len(prompt)
+        self.tokens, self._prompt = prompt + self.token_ids if len(self) else prompt, len(prompt)
 
     def snapshot(self, request_digest: str) -> Partial:
         """The response as it is now."""
@@ -157,9 +155,14 @@ class PartialResponse:
         return view
 
     @property
+    def packed_logprobs(self) -> array[float]:
+        """One float32 per sampled token. The response's own, which takes less memory than a view of it."""
+        return self._logprobs
+
+    @property
     def support(self) -> Support | None:
         """A copy of the support of each token; None if sampling is not truncated."""
-        return Support(np.array(self._sizes), np.array(self._kept)) if self._sizes else None
+        return Support(*map(np.array, self._support)) if self._support and self._support[0] else None
 
     @property
     def top(self) -> TopTokens | None:
@@ -175,6 +178,11 @@ class PartialResponse:
     def versions(self) -> Runs:
         """The version of each token."""
         return Runs.of_spans(self._spans)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """(version, number of tokens), in the order of the tokens. Neighbours differ, and none is empty."""
+        return self._spans if len(self._spans) == 1 else self.versions.spans()
 
     @property
     def state(self) -> tuple[int, str]:
@@ -199,7 +207,7 @@ class PartialResponse:
         if not self.texts or len(self) > self._start:
             self.texts.append("")
         self._start, self._start_span, self._routed = len(self), len(self._spans), self.tokens.routed
-        self._start_kept, self._start_top = len(self._kept), len(self._top)
+        self._start_kept, self._start_top = len(self._support[1]) if self._support else 0, len(self._top)
         self._budget, self._version, self._empty = budget, published, 0
 
     def add(self, piece: GeneratedPiece) -> bool:
@@ -233,8 +241,9 @@ class PartialResponse:
             self.finish_reason = piece.finish.type
         self._logprobs.extend(piece.logprobs)
         if piece.support is not None:
-            self._sizes.extend(piece.support.sizes)
-            self._kept.extend(piece.support.ids)
+            self._support = self._support or (array("i"), array("i"))
+            self._support[0].extend(piece.support.sizes)
+            self._support[1].extend(piece.support.ids)
         if piece.top is not None:
             self._top.append(piece.top)
         if self.cached is None:
@@ -252,7 +261,9 @@ class PartialResponse:
         self.tokens.forget_routes(self._routed)
         self.tokens = self.tokens.first(self._prompt + self._start)
         del self._logprobs[self._start :], self._spans[self._start_span :]
-        del self._sizes[self._start :], self._kept[self._start_kept :], self._top[self._start_top :]
+        del self._top[self._start_top :]
+        if self._support:
+            del self._support[0][self._start :], self._support[1][self._start_kept :]
         self.texts[-1] = ""
         self.finish_reason = "abort"
 

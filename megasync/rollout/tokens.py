@@ -29,6 +29,7 @@ from megasync.trajectory.runs import IntArray, int_array
 _GROWTH, _LEAST_GROWTH = 1 / 16, 64
 # Last ids that are compared before all of them.
 _COMPARED = 16
+_NO_IDS = np.empty(0, np.int32)
 _NO_ROUTES = np.empty((0, 0, 0), np.uint8)
 _NO_ROUTES.flags.writeable = False
 
@@ -48,7 +49,7 @@ class Tokens(Sequence[int]):
         """Raises DataError for what is not a sequence of integers of 32 bits."""
         if isinstance(ids, Tokens):
             return ids
-        line = _Line(id_array(ids).copy())
+        line = _Line(id_array(ids).copy() if len(ids) else _NO_IDS)
         return cls(line, line.length)
 
     @property

@@ -288,8 +288,10 @@ class ContainerSandbox(Stopping):
         assert self._holder.stdin and self._holder.stdout
         with contextlib.suppress(TimeoutError, ConnectionError):
             async with asyncio.timeout(ORDER_SECONDS):
-                self._holder.stdin.write(f"{order}\n".encode())
-                await self._holder.stdin.drain()
+                # On uvloop, which Ray's workers run, a write to a pipe that has closed is a RuntimeError.
+                if not self._holder.stdin.is_closing():
+                    self._holder.stdin.write(f"{order}\n".encode())
+                    await self._holder.stdin.drain()
                 if await self._holder.stdout.read(2**16):
                     return
         raise SandboxError(f"the container {self._name} has ended or does not answer")

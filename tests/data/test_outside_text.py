@@ -197,7 +197,9 @@ def test_a_conversation_continues_from_the_exact_sampled_tokens(written):
     first = conversation.prompt(template, messages)
     assert special_in(tokenizer, first.ids) == [0, 1, 0]
     generation = conversation.record(
-        Generation(first.ids, [*ids, 1], [-0.1] * (len(ids) + 1), [0] * (len(ids) + 1), "stop", tokenizer.decode(ids))
+        Generation.of(
+            first.ids, [*ids, 1], [-0.1] * (len(ids) + 1), [0] * (len(ids) + 1), "stop", tokenizer.decode(ids)
+        )
     )
     answer = {"role": "assistant", "content": tokenizer.decode(ids)}
     conversation.answered(template, first, generation, answer)

@@ -53,7 +53,7 @@ class Servers:
             raise ServerError("gone")
         version = self.versions.get(server, VERSION)
         sampled = version if isinstance(version, list) else [version] * 2
-        return Generation(list(prompt_ids), [5, 5], [-0.1] * 2, sampled, "stop", "a")
+        return Generation.of(list(prompt_ids), [5, 5], [-0.1] * 2, sampled, "stop", "a")
 
 
 def evaluation(servers, count=4, workflow=single_turn, **options):

@@ -361,7 +361,7 @@ def test_of_random_conversations_of_several_agents_each_sampled_token_of_the_tra
             begin = own[-1][0] + own[-1][1] if own and rng.random() < 0.7 else (ord(name[0]), len(own))
             prompt = begin + tuple(rng.randrange(9) for _ in range(rng.randint(0, 3)))
             sampled = tuple(rng.randrange(9) for _ in range(rng.randint(1, 4)))
-            generation = Generation(prompt, sampled, [-1.0] * len(sampled), [1] * len(sampled), "stop")
+            generation = Generation.of(prompt, sampled, [-1.0] * len(sampled), [1] * len(sampled), "stop")
             conversation.record(generation)
             own.append((prompt, sampled))
         if not turns["a"] + turns["b"]:
@@ -381,7 +381,7 @@ def test_of_random_conversations_of_several_agents_each_sampled_token_of_the_tra
 
 def test_untrained_agents_whose_tokens_are_unknown_are_refused():
     conversation = Conversation()
-    conversation.record(Generation((1,), (2,), [-1.0], [1], "stop"))
+    conversation.record(Generation.of((1,), (2,), [-1.0], [1], "stop"))
     user = made_trace("user", False, 0.0, [((1,), ())])
     with pytest.raises(DataError, match="cannot be left out"):
         trajectories_of(conversation, [made_trace("a", True, 1.0, [((1,), (2,))]), user])

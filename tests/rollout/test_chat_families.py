@@ -60,7 +60,7 @@ class Talk:
             prompt = prompt.begun(begin, self.template.decode(begin))
         ids = [*self.tokenizer.encode("what it wrote"), *([] if stop is None else [stop])]
         finish = "length" if stop is None else "stop"
-        generation = self.conversation.record(Generation(prompt.ids, ids, [0.0] * len(ids), [0] * len(ids), finish))
+        generation = self.conversation.record(Generation.of(prompt.ids, ids, [0.0] * len(ids), [0] * len(ids), finish))
         (answer,) = as_messages([message])
         self.conversation.answered(self.template, prompt, generation, answer)
         return [*prompt.messages, answer], generation

@@ -34,7 +34,7 @@ class Talk:
         self.version += 1
         logprobs = [-self.version - n / 1000 for n in range(len(ids))]
         versions = [self.version] * len(ids)
-        raw = Generation(prompt.ids, ids, logprobs, versions, "stop" if closed else "length", answer)
+        raw = Generation.of(prompt.ids, ids, logprobs, versions, "stop" if closed else "length", answer)
         raw.added = prompt.added
         generation = self.conversation.record(raw)
         message = {"role": "assistant", "content": answer} | ({"tool_calls": list(calls)} if calls else {})
@@ -109,7 +109,7 @@ def test_tool_calls_in_another_form_are_realigned_behind_the_whole_answer():
     call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": {"x": {"y": 1}}}}
     prompt = talk.conversation.prompt(talk.template, [USER])
     ids = [ord(c) for c in 'f( x = {"y":1} )$']
-    generation = talk.conversation.record(Generation(prompt.ids, ids, [0.0] * len(ids), [0] * len(ids), "stop"))
+    generation = talk.conversation.record(Generation.of(prompt.ids, ids, [0.0] * len(ids), [0] * len(ids), "stop"))
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     talk.conversation.answered(talk.template, prompt, generation, answer)
     following = talk.conversation.prompt(talk.template, [USER, answer, TOOL])
@@ -246,7 +246,7 @@ def test_lines_of_tokens_are_new_or_branches_or_retries():
     conversation = Conversation()
 
     def sample(prompt, *ids):
-        return conversation.record(Generation(prompt, ids, [0.0] * len(ids), [0] * len(ids), "stop"))
+        return conversation.record(Generation.of(prompt, ids, [0.0] * len(ids), [0] * len(ids), "stop"))
 
     first = sample([1, 2], 3)
     sample([1, 2], 4)
@@ -258,23 +258,24 @@ def test_lines_of_tokens_are_new_or_branches_or_retries():
     ]  # fmt: skip
 
 
-def test_a_prompt_is_compared_only_with_what_it_may_continue(monkeypatch):
-    agents, turns = 20, 10
+@pytest.mark.parametrize("agents", [1, 20])
+def test_a_prompt_is_compared_only_with_what_it_may_continue(monkeypatch, agents):
+    turns = 10
     talk, compared = Talk(FakeTemplate()), Counter()
     for name, kind in (("begins_with", Tokens), ("is_continued_by", ChatTurn)):
         real = getattr(kind, name)
 
-        def counted(self, other, real=real, name=name):
+        def counted(self, *others, real=real, name=name):
             compared[name] += 1
-            return real(self, other)
+            return real(self, *others)
 
         monkeypatch.setattr(kind, name, counted)
     histories = [[user(f"task {number}")] for number in range(agents)]
     for _ in range(turns):
         histories = [[*talk.say(messages, f"{messages[0]}")[0], USER] for messages in histories]
     assert len(talk.conversation.lines()) == agents
-    # The first answers of all agents, and its own.
-    assert max(compared.values()) <= agents * turns * (agents + turns)
+    # The longest one; with several agents also the first answers of all of them, and its own.
+    assert max(compared.values()) <= agents * turns * (1 if agents == 1 else agents + turns + 1)
 
 
 def test_rewards_of_turns_are_at_their_last_tokens_and_sum_up_to_the_reward():

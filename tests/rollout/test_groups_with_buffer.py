@@ -38,7 +38,7 @@ class FakeClient:
         odds = self.easy.setdefault(routing_key, self.random.choice([0.0, 1.0, 0.5, 0.5]))
         finish = "length" if self.random.random() < 0.2 else "stop"
         reward = float(self.random.random() < odds)
-        return Generation(list(prompt_ids), [5, 5], [-0.1] * 2, [self.version] * 2, finish, text=str(reward))
+        return Generation.of(list(prompt_ids), [5, 5], [-0.1] * 2, [self.version] * 2, finish, text=str(reward))
 
 
 async def answer(client, sample):

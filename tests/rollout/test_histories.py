@@ -161,7 +161,7 @@ class Agents:
             self.sampled += len(ids)
             self.server.append(asked)
             finish = "stop" if step.ends else "length"
-            generation = Generation(prompt.ids, ids, asked.logprobs, asked.versions, finish, text)
+            generation = Generation.of(prompt.ids, ids, asked.logprobs, asked.versions, finish, text)
             self.conversation.record(generation)
             generation.added = prompt.added
             message: dict[str, Any] = {"role": "assistant", "content": text}

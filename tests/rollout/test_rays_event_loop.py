@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megasync.errors import SandboxError
 from megasync.sandboxes import containers
 
 uvloop = pytest.importorskip("uvloop", reason="uvloop is not installed, so Ray does not run on it")
@@ -16,6 +17,12 @@ uvloop = pytest.importorskip("uvloop", reason="uvloop is not installed, so Ray d
 async def to_a_command(process: asyncio.subprocess.Process) -> None:
     assert process.stdin is not None
     await containers._write(process.stdin, b"input")
+
+
+async def to_a_container(process: asyncio.subprocess.Process) -> None:
+    container: Any = SimpleNamespace(_holder=process, _name="c")
+    with pytest.raises(SandboxError, match="has ended"):
+        await containers.ContainerSandbox._told(container)
 
 
 async def to_an_mcp_server(process: asyncio.subprocess.Process) -> None:
@@ -29,10 +36,11 @@ async def to_an_mcp_server(process: asyncio.subprocess.Process) -> None:
     await mcp_stdio._write(process, to_send())
 
 
-@pytest.mark.parametrize("write", [to_a_command, to_an_mcp_server])
+@pytest.mark.parametrize("write", [to_a_command, to_a_container, to_an_mcp_server])
 def test_input_of_a_program_that_has_ended_is_dropped(write) -> None:
     async def play() -> None:
-        process = await asyncio.create_subprocess_exec("true", stdin=asyncio.subprocess.PIPE)
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec("true", stdin=pipe, stdout=pipe)
         assert process.stdin is not None
         await process.wait()
         while not process.stdin.is_closing():

@@ -37,7 +37,7 @@ class FakeHalfway:
         if not len(parts):
             grow(parts, [7, 8], version=0)
             await asyncio.Event().wait()
-        return Generation(prompt_ids, parts.token_ids, parts.logprobs, parts.versions, "stop")
+        return Generation.of(prompt_ids, parts.token_ids, parts.logprobs, parts.versions, "stop")
 
 
 async def test_a_killed_run_continues_the_responses_that_it_had_begun(tmp_path):

@@ -130,7 +130,7 @@ def test_trajectories_are_those_of_the_plain_rule_however_prompts_are_given(turn
         logprobs = [-n / 8 for n in range(len(answer))]
         prompt = conversation.tokens(given)
         assert prompt == [*base, *added]
-        conversation.record(Generation(prompt, answer, logprobs, [version] * len(answer), "stop"))
+        conversation.record(Generation.of(prompt, answer, logprobs, [version] * len(answer), "stop"))
         plain.add([*base, *added], answer, logprobs, version)
     found = [
         (t.prompt_ids.tolist(), t.response_ids.tolist(), list(t.loss_mask), t.logprobs.tolist(), list(t.versions))
@@ -144,7 +144,7 @@ def test_a_conversation_of_lists_holds_its_tokens_once():
     ids = list(range(100))
     for turn in range(20):
         generation = conversation.record(
-            Generation(conversation.tokens(ids), [turn] * 10, [0.0] * 10, [turn] * 10, "stop")
+            Generation.of(conversation.tokens(ids), [turn] * 10, [0.0] * 10, [turn] * 10, "stop")
         )
         ids = [*generation.prompt_ids, *generation.token_ids, *range(turn, turn + 10)]
     *_, before, last = conversation.generations

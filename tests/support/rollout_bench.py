@@ -40,7 +40,7 @@ class FakeClient:
             await asyncio.sleep(0)
             answer = self.behave(prompt_ids, options) if self.behave else str(number)
             text = await answer if asyncio.iscoroutine(answer) else answer
-            return Generation(list(prompt_ids), [5, 5], [-0.1] * 2, [0] * 2, "stop", text)
+            return Generation.of(list(prompt_ids), [5, 5], [-0.1] * 2, [0] * 2, "stop", text)
         finally:
             self.running -= 1
 
