@@ -59,6 +59,7 @@ from megasync.trainer.batch import Batch  # noqa: E402
 from megasync.trainer.learner import LocalBatch, MegatronLearner  # noqa: E402
 from megasync.trainer.optimizer import Update  # noqa: E402
 from megasync.trainer.packing import Lengths, Packing, plan_packing  # noqa: E402
+from megasync.trainer.passes import Adam  # noqa: E402
 from megasync.trainer.policy import PolicyTrainer  # noqa: E402
 
 
@@ -104,7 +105,7 @@ class NullEngine(MegatronLearner):
     def _sum_reports(self, reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         return {name: sum(float(report[name]) for report in reports) for name in reports[0]}
 
-    def update(self, step: int, loss_is_finite: bool, norms: bool = False) -> Update:
+    def update(self, step: int | Adam, loss_is_finite: bool = True, norms: bool = False) -> Update:
         return Update(loss_is_finite, 1.0, 1e-6)
 
 

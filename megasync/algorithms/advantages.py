@@ -301,11 +301,16 @@ def rloo(step: StepRewards) -> Floats:
 
     Ahmadian et al. 2024, arXiv 2402.14740.
     """
+    return _less(step, lambda rewards, _: (rewards.sum() - rewards) / (len(rewards) - 1))
+
+
+def _less(step: StepRewards, baseline: Callable[[Floats, Ints], Floats | float]) -> Floats:
+    """Rewards less the baseline of their group, given its rewards and tokens; 0 in groups of equal rewards."""
     advantages = np.zeros(len(step.rewards))
     for group in step.each_group():
         rewards = step.rewards[group]
-        others = (rewards.sum() - rewards) / (len(rewards) - 1)
-        advantages[group] = 0.0 if rewards.max() == rewards.min() else rewards - others
+        if rewards.max() != rewards.min():
+            advantages[group] = rewards - baseline(rewards, step.tokens[group])
     return advantages
 
 
@@ -315,12 +320,7 @@ def opo(step: StepRewards) -> Floats:
     The baseline of least variance, if the gradient of a sample grows with its length. Hao et al. 2025, arXiv
     2505.23585.
     """
-    advantages = np.zeros(len(step.rewards))
-    for group in step.each_group():
-        rewards, tokens = step.rewards[group], step.tokens[group]
-        baseline = (rewards @ tokens) / max(1, int(tokens.sum()))
-        advantages[group] = 0.0 if rewards.max() == rewards.min() else rewards - baseline
-    return advantages
+    return _less(step, lambda rewards, tokens: (rewards @ tokens) / max(1, int(tokens.sum())))
 
 
 def gpg(step: StepRewards) -> Floats:
@@ -350,11 +350,7 @@ def reinforce_plus_plus(step: StepRewards) -> Floats:
 
 def reinforce_plus_plus_baseline(step: StepRewards) -> Floats:
     """`reinforce_plus_plus` of rewards from which the mean of their group is subtracted."""
-    centred = np.zeros(len(step.rewards))
-    for group in step.each_group():
-        rewards = step.rewards[group]
-        centred[group] = 0.0 if rewards.max() == rewards.min() else rewards - rewards.mean()
-    return step.whitened(centred)
+    return step.whitened(_less(step, lambda rewards, _: float(rewards.mean())))
 
 
 def remax(step: StepRewards) -> Floats:

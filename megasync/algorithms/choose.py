@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from megasync.algorithms import advantages
 from megasync.algorithms.advantages import Floats, TokenRewards
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megasync.algorithms.losses import Bools, PolicyTokens, StepTokens, TokenLoss
-
-# Imported when a loss is asked for, because it needs torch.
-_LOSSES = "megasync.algorithms.losses"
 
 GroupInput = Literal["relative", "scores", "baseline"]
 
@@ -42,7 +39,7 @@ def loss_of(config: AlgorithmConfig) -> Callable[[PolicyTokens], TokenLoss]:
     name, options = config.loss, config.loss_options
     if name not in LOSSES:
         return _with_options(config, LOSSES, name, load_function(name), options)
-    function = load_function(f"{_LOSSES}:{name}")
+    function = _builtin_loss(name)
     return _with_options(config, LOSSES, name, function, _named_by(function, options))
 
 
@@ -50,8 +47,14 @@ def chooser_of(config: AlgorithmConfig) -> Callable[[StepTokens], Bools] | None:
     """The function that chooses the tokens of a minibatch that the loss treats apart; None if it has none."""
     if config.loss not in LOSSES or not LOSSES[config.loss].chooses:
         return None
-    function = load_function(f"{_LOSSES}:{config.loss}_tokens")
+    function = _builtin_loss(config.loss, "_tokens")
     return _with_options(config, LOSSES, config.loss, function, _named_by(function, config.loss_options))
+
+
+def _builtin_loss(name: str, suffix: str = "") -> Callable[..., Any]:
+    """Imports a loss, or what chooses its tokens, when it is asked for: it needs torch."""
+    module = "covariance" if LOSSES[name].chooses else "losses"
+    return load_function(f"megasync.algorithms.{module}:{name}{suffix}")
 
 
 def group_inputs(config: AlgorithmConfig) -> frozenset[GroupInput]:
@@ -63,12 +66,7 @@ def group_inputs(config: AlgorithmConfig) -> frozenset[GroupInput]:
     builtin = ADVANTAGES.get(config.advantage)
     if builtin is None or not config.reward_coef:
         return frozenset()
-    flags: dict[GroupInput, bool] = {
-        "relative": builtin.relative,
-        "scores": builtin.scores,
-        "baseline": builtin.baseline,
-    }
-    return frozenset(name for name, read in flags.items() if read)
+    return frozenset(name for name in get_args(GroupInput) if getattr(builtin, name))
 
 
 def takes_tokens(config: AlgorithmConfig, critic: bool) -> bool:

@@ -1,19 +1,33 @@
-"""Policy losses: pure functions of the tokens of a microbatch, what each of them gets, and what it returns.
+"""The loss of a microbatch: a policy loss with off-policy correction, plus optional KL and entropy terms.
 
-Their options are in `config.builtin.LOSSES`, under the names of the functions; docs/adding_an_algorithm.md shows how to
-add one.
+The policy losses are pure functions of `PolicyTokens`. Their options are in `config.builtin.LOSSES`, under the names of
+the functions; docs/adding_an_algorithm.md shows how to add one. The formulas and their sources are in docs/losses.md.
+
+Invariant: a masked token contributes nothing to any sum or gradient, even if its value is NaN or infinite. ``_kept``
+guarantees this by replacing masked values *before* any arithmetic. Multiplying by a mask afterwards would not, because
+``inf * 0`` is NaN and so is its gradient.
+
+Invariant of importance weights: they are finite, at most ``cap``, without gradient, and 0 outside the mask. The
+log-ratio is clamped before the exponential, so neither an infinite log-prob nor a masked NaN can reach a sum. The
+exponent in k3 is at most `MAX_LOG_RATIO`, so the estimate is finite for finite log-probs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from megasync.algorithms.choose import Columns, loss_columns, loss_of
+from megasync.config.schema import AlgorithmConfig
+from megasync.errors import ConfigError
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -231,84 +245,232 @@ def geo_mean(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> Toke
     return TokenLoss(-tokens.advantages * ratio, (bounded != tokens.log_ratio) & (sign != 0) & tokens.keep)
 
 
-# Clip-Cov and KL-Cov (Cui et al. 2025, arXiv 2505.22617) restrain the few tokens whose log-prob and advantage rise
-# together most, which lower the entropy of a policy fastest.
-#
-# Invariant: which tokens they are depends neither on the packing of a minibatch nor on its ranks. `clip_cov_tokens` and
-# `kl_cov_tokens` guarantee this: they choose once before an optimizer step, among all of its trained tokens, those
-# without an advantage included, by sums over all ranks. The published code chooses within each microbatch.
-
-# Bits of a key, and of each of its digits by which `_largest` narrows the threshold down.
-_KEY, _DIGIT = 64, 8
+# The loss of a microbatch
 
 
-def clip_cov(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> TokenLoss:
-    """PPO's clipped loss, without a gradient at the tokens that `clip_cov_tokens` has chosen."""
-    free = tokens.ratio * tokens.advantages
-    bounded = tokens.ratio.clamp(1 - clip_low, 1 + clip_high) * tokens.advantages
-    chosen = tokens.chosen_tokens
-    return TokenLoss(torch.where(chosen, 0.0, -torch.minimum(free, bounded)), (bounded < free) | chosen)
+def policy_loss(config: AlgorithmConfig, columns: Columns) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss summed over the trained tokens of one microbatch. Columns are [tokens]; arithmetic is float32.
 
+    Every loss reads what `loss_columns` names:
 
-def clip_cov_tokens(
-    step: StepTokens, *, clip_low: float, clip_high: float, share: float = 0.0002, least: float = 1.0, most: float = 5.0
-) -> Bools:
-    """Chooses tokens with a covariance between ``least`` and ``most``: at most a ``share`` of all tokens, or one.
+    - ``logprobs`` carries the gradient, and ``entropy`` may.
+    - ``old`` are the trainer's log-probs before the step: ``logprobs.detach()`` if there is one optimizer step per
+      batch. ``behaviour`` are the server's.
+    - ``mask`` is non-zero on trained tokens.
+    - ``chosen`` (bool) are the tokens that a loss with `chooser_of` has chosen.
 
-    They are drawn at random, without those that PPO clips.
+    Some are read if they are there: ``segments`` (int64, the sequence of each token), which corrections, rejections and
+    losses of sequences require; ``weights``, what each token counts in the loss, 1 without; ``ages`` (int64), the
+    versions since each token was sampled, for the sums of `kl_by_age`; ``teacher_gap``, the log-prob of a teacher less
+    ``old``, NaN where there is none, for the sums ``teacher_kl`` and ``teacher_tokens``.
+
+    Returns the loss, a scalar to be divided by a *global* number of tokens or sequences, and detached float32 scalars:
+    ``tokens``, and sums whose quotients by ``tokens`` are means. ``kl`` and ``entropy`` are present only if their
+    columns are.
+
+    Raises ConfigError if ratio and correction contradict each other, and ValueError if a required column is missing.
     """
-    covariance = _covariances(step)
-    ratio = np.exp(np.minimum(step.logprobs - step.old, MAX_LOG_RATIO))
-    clipped = np.where(step.advantages > 0, ratio > 1 + clip_high, ratio < 1 - clip_low) & (step.advantages != 0)
-    eligible = (covariance > least) & (covariance < most) & ~clipped
-    # Every eligible token is above all others, and among them chance decides.
-    return eligible & _largest(eligible.astype(np.float64), share, step)
+    if config.ratio == "behaviour" and config.correction != "none":
+        raise ConfigError(
+            f"algorithm.ratio=behaviour already divides by the server's log-probs, so algorithm.correction="
+            f"{config.correction} would correct twice; set algorithm.correction=none or algorithm.ratio=trainer"
+        )
+    if missing := loss_columns(config) - columns.keys():
+        raise ValueError(f"algorithm.loss={config.loss} and its terms need the columns {sorted(missing)}")
+    keep = columns["mask"].bool()
+    logprobs = _kept(columns["logprobs"], keep)
+    old, behaviour, advantages = (_kept(columns[name], keep).detach() for name in ("old", "behaviour", "advantages"))
+    segments = columns.get("segments")
+
+    denominator = behaviour if config.ratio == "behaviour" else old
+    token_loss = loss_of(config)(PolicyTokens(logprobs, denominator, advantages, keep, segments, columns.get("chosen")))
+    importance = importance_weights(
+        old,
+        behaviour,
+        keep,
+        level=config.correction,
+        cap=config.correction_cap,
+        floor=config.correction_floor,
+        masks=config.correction_outside == "mask",
+        segments=segments,
+    )
+    left_out = rejected(
+        old,
+        behaviour,
+        keep,
+        level=config.rejection,
+        segments=segments,
+        floor=config.rejection_floor,
+        cap=config.rejection_cap,
+    )
+    weights = torch.where(left_out, 0.0, importance.weights)
+    policy = torch.where(keep, weights * token_loss.loss, 0.0)
+    total = policy
+    none = torch.zeros_like(keep)
+    sums = {
+        "tokens": keep.sum(),
+        "policy_loss": policy.sum(),
+        "clip_fraction": (none if token_loss.clipped is None else token_loss.clipped).sum(),
+        "dual_clip_fraction": (none if token_loss.dual_clipped is None else token_loss.dual_clipped).sum(),
+        "is_weight_mean": weights.sum(),
+        "is_weight_square": weights.square().sum(),
+        "is_outside_fraction": importance.outside.sum(),
+        "is_rejected_fraction": left_out.sum(),
+        "logprob_diff": (old - behaviour).abs().sum(),
+        # Of what earlier optimizer steps of the batch have changed.
+        "approx_kl": k3(old, logprobs.detach()).sum(),
+    }
+    if "ages" in columns:
+        sums |= kl_by_age(old, behaviour, keep, columns["ages"])
+    if "reference" in columns:
+        kl = KL_KINDS[config.kl_kind](logprobs, _kept(columns["reference"], keep).detach())
+        if config.kl_in == "loss":
+            total = total + config.kl_coef * kl
+        sums["kl"] = kl.sum()
+    if "entropy" in columns:
+        entropies = _kept(columns["entropy"], keep)
+        total = total - config.entropy_coef * entropies
+        sums["entropy"] = entropies.sum()
+    if "teacher_gap" in columns:
+        gap = torch.where(keep, columns["teacher_gap"], torch.nan)
+        sums |= {"teacher_kl": -gap.nansum(), "teacher_tokens": (~gap.isnan()).sum()}
+    loss = (total * _kept(columns["weights"], keep) if "weights" in columns else total).sum()
+    return loss, {name: value.detach().float() for name, value in sums.items()}
 
 
-def kl_cov(tokens: PolicyTokens, *, coef: float = 1.0) -> TokenLoss:
-    """``-ratio A``, and ``coef |log ratio|`` more at the tokens that `kl_cov_tokens` has chosen."""
-    chosen = tokens.chosen_tokens
-    penalty = coef * torch.where(chosen, tokens.log_ratio.abs(), 0.0)
-    return TokenLoss(penalty - tokens.ratio * tokens.advantages, chosen)
+def _kept(values: Tensor, keep: Tensor) -> Tensor:
+    """The values in float32, with 0 outside ``keep``; [tokens]."""
+    return torch.where(keep, values.float(), 0.0)
 
 
-def kl_cov_tokens(step: StepTokens, *, share: float = 0.0002) -> Bools:
-    """The ``share`` of all tokens with the largest covariance, at least one."""
-    return _largest(_covariances(step), share, step)
+# Importance weights
 
 
-def _covariances(step: StepTokens) -> Floats:
-    """``(A - mean A)(log pi - mean log pi)`` of each token, with means over all ranks; [tokens]."""
-    local_sums = np.array([step.advantages.sum(), step.logprobs.sum(), len(step.logprobs)], dtype=np.float64)
-    advantage, logprob, count = step.summed(local_sums)
-    return (step.advantages - advantage / max(1.0, count)) * (step.logprobs - logprob / max(1.0, count))
+class ImportanceWeights(NamedTuple):
+    """``weights`` [tokens] float32, and ``outside`` [tokens] bool, true where the ratio is outside of its bounds."""
+
+    weights: Tensor
+    outside: Tensor
 
 
-def _largest(values: Floats, share: float, step: StepTokens) -> Bools:
-    """Whether each value is among the ``share`` of the largest on all ranks, at least one.
+@torch.no_grad()
+def importance_weights(
+    trainer_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    level: str,
+    cap: float,
+    floor: float = 0.0,
+    masks: bool = False,
+    segments: Tensor | None = None,
+) -> ImportanceWeights:
+    """``pi_trainer / pi_behaviour`` per token (``level="token"``) or per sequence, in [floor, cap]; 1 for ``"none"``.
 
-    Random keys decide between equals. Ranks exchange counts of the digits of a key, from the highest one down, which
-    narrows the threshold's key down.
+    A ratio outside of the bounds is replaced by the bound, or, with ``masks``, its weight is 0. All tensors are
+    [tokens]. ``mask`` is non-zero on trained tokens. ``segments`` (int64, the index of each token's sequence) is
+    required for sequences, and every sequence must be complete. The ratio of a sequence is the geometric mean over its
+    trained tokens (``"sequence"``), which does not grow with the length, or their product (``"product"``), which is the
+    exact ratio of the two probabilities of the sequence. All its tokens share the weight.
+
+    Token level: truncated importance sampling (Ionides 2008) for the behaviour/proximal part of AReaL's decoupled
+    objective (Fu et al. 2025, arXiv 2505.24298, section 5.2); with ``masks`` masked importance sampling, and with a
+    ``floor`` too what Ling's authors call IcePop (arXiv 2510.18855). Sequence level: the same with the
+    length-normalised ratio of GSPO (Zheng et al. 2025, arXiv 2507.18071, equation 7).
+
+    Raises ValueError for an unknown level, and for sequences without ``segments``.
     """
-    keys = _ordered(values) << np.uint64(32) | step.random_keys
-    missing, threshold = 0, np.uint64(0)
-    for shift in range(_KEY - _DIGIT, -1, -_DIGIT):
-        # In numpy, a shift by the whole width is undefined.
-        near = np.ones(len(keys), bool) if shift + _DIGIT == _KEY else keys >> np.uint64(shift + _DIGIT) == threshold
-        digits = (keys[near] >> np.uint64(shift) & np.uint64(2**_DIGIT - 1)).astype(np.int64)
-        counts = step.summed(np.bincount(digits, minlength=2**_DIGIT).astype(np.float64))
-        if shift + _DIGIT == _KEY:
-            missing = max(1, int(share * counts.sum()))
-        # Tokens whose digit is this one or a higher one.
-        reached = np.cumsum(counts[::-1])[::-1]
-        digit = int(np.flatnonzero(reached >= min(missing, reached[0]))[-1])
-        missing -= int(reached[digit] - counts[digit])
-        threshold = threshold << np.uint64(_DIGIT) | np.uint64(digit)
-    return keys >= threshold
+    keep = mask.bool()
+    if level == "none":
+        return ImportanceWeights(keep.float(), torch.zeros_like(keep))
+    log_ratio = _log_ratio(trainer_logprobs, behaviour_logprobs, keep, level, segments)
+    low, high = _bounds(floor, cap)
+    outside = keep & ((log_ratio > high) | (log_ratio < low))
+    counted = keep & ~outside if masks else keep
+    return ImportanceWeights(torch.where(counted, log_ratio.clamp(low, high).exp(), 0.0), outside)
 
 
-def _ordered(values: Floats) -> NDArray[np.uint64]:
-    """Unsigned numbers of 32 bits in the order of the values in float32."""
-    # Minus zero becomes zero.
-    bits = (values.astype(np.float32) + np.float32(0.0)).view(np.uint32)
-    return np.where(bits >> 31, ~bits, bits | np.uint32(2**31)).astype(np.uint64)
+@torch.no_grad()
+def rejected(
+    trainer_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    level: str,
+    segments: Tensor | None,
+    floor: float = 0.0,
+    cap: float | None = None,
+) -> Tensor:
+    """The trained tokens of sequences that the trainer's policy would hardly have sampled, bool [tokens].
+
+    Arguments are those of `importance_weights`. A sequence is rejected if its ratio, the geometric mean or the product,
+    is outside of [floor, cap]; with ``level="token"`` if that of any of its trained tokens is; with ``"none"`` never.
+    """
+    keep = mask.bool()
+    if level == "none":
+        return torch.zeros_like(keep)
+    log_ratio = _log_ratio(trainer_logprobs, behaviour_logprobs, keep, level, segments)
+    low, high = _bounds(floor, cap)
+    outside = keep & ((log_ratio > high) | (log_ratio < low))
+    if level != "token":
+        return outside
+    if segments is None:
+        raise ValueError("rejection of sequences needs `segments`, the sequence index of each token")
+    return keep & (sequence_sum(outside.float(), keep, segments) > 0)
+
+
+def _bounds(floor: float, cap: float | None) -> tuple[float, float]:
+    return math.log(floor) if floor else -math.inf, math.inf if cap is None else math.log(cap)
+
+
+def _log_ratio(trainer: Tensor, behaviour: Tensor, keep: Tensor, level: str, segments: Tensor | None) -> Tensor:
+    """The log-ratio of each token or of its sequence, float32 [tokens]; 0 outside ``keep`` for tokens."""
+    each = torch.where(keep, trainer.float() - behaviour.float(), 0.0)
+    if level == "token":
+        return each
+    if level not in ("sequence", "product"):
+        raise ValueError(f"importance ratios are per 'token', or of a 'sequence' or its 'product', not {level!r}")
+    if segments is None:
+        raise ValueError("sequence-level importance ratios need `segments`, the sequence index of each token")
+    return (sequence_mean if level == "sequence" else sequence_sum)(each, keep, segments)
+
+
+# Per-token estimators of KL(policy || reference) from a sampled token (Schulman 2020, "Approximating KL Divergence")
+
+
+def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """``log pi - log ref``: unbiased, of either sign. As a loss its expected gradient on on-policy samples is zero."""
+    return logprobs - reference_logprobs
+
+
+def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """``(log pi - log ref)^2 / 2``: biased, never negative. As a loss it has the gradient of the reverse KL."""
+    return (logprobs - reference_logprobs).square() / 2
+
+
+def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """``ref/pi - 1 - log(ref/pi)``: unbiased, never negative, low variance."""
+    log_ratio = reference_logprobs - logprobs
+    return torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO)) - log_ratio
+
+
+KL_KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+# Ages in versions that `kl_by_age` tells apart; the last one includes all older tokens.
+AGES = 8
+
+
+@torch.no_grad()
+def kl_by_age(logprobs: Tensor, behaviour_logprobs: Tensor, keep: Tensor, ages: Tensor) -> dict[str, Tensor]:
+    """KL(server || trainer), estimated by k3 and summed over kept tokens of each age, with their numbers.
+
+    All are [tokens]; ``ages`` (int64) counts the versions since a token was sampled. Returns scalars ``server_kl@AGE``
+    and ``tokens@AGE`` for every age below `AGES`.
+    """
+    each = k3(behaviour_logprobs, logprobs)
+    bounded = ages.clamp(0, AGES - 1)
+    sums: dict[str, Tensor] = {}
+    for age in range(AGES):
+        of_age = keep & (bounded == age)
+        sums |= {f"server_kl@{age}": torch.where(of_age, each, 0.0).sum(), f"tokens@{age}": of_age.sum()}
+    return sums

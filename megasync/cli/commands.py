@@ -648,7 +648,7 @@ def to_megatron(model: HfFolder, out: OutFolder, dtype: ConvertedDtype = None) -
     from megasync.device import Device
 
     Device("cpu").prepare_process(0)
-    from megasync.trainer.dist_checkpoint import write_dist_checkpoint
+    from megasync.integrations.dist_checkpoint import write_dist_checkpoint
 
     write_dist_checkpoint(_converted_model(_folder(model), dtype), out)
     _say(f"wrote {out}")
@@ -665,7 +665,7 @@ def from_megatron(
     from megasync.device import Device
 
     Device("cpu").prepare_process(0)
-    from megasync.trainer.dist_checkpoint import read_dist_checkpoint
+    from megasync.integrations.dist_checkpoint import read_dist_checkpoint
 
     read_dist_checkpoint(checkpoint, _converted_model(_folder(model), dtype), out)
     _say(f"wrote {out}")

@@ -30,12 +30,12 @@ CURRICULA = {"by_success": "megasync.data.curriculum:by_success"}
 class Algorithm:
     """An advantage estimator or a policy loss, and what it takes beside the data.
 
-    It is the function of its name in `algorithms/advantages.py` or `algorithms/losses.py`. ``keys`` are keys of the
-    section `algorithm`, ``options`` its own options with their defaults. ``relative``: an estimator compares the
-    samples of a group, so one of them is not enough. ``scores``: it compares the scores of each reward function by
-    itself. ``tokens``: it takes the rewards of tokens and estimates their advantages. ``critic``: it takes the values
-    of one, ``reference``: the log-ratios to the reference policy, ``baseline``: the rewards of greedy responses,
-    ``norms``: the squared norms of gradients by logits.
+    It is the function of its name in `algorithms/advantages.py`, `algorithms/losses.py` or, if it ``chooses``,
+    `algorithms/covariance.py`. ``keys`` are keys of the section `algorithm`, ``options`` its own options with their
+    defaults. ``relative``: an estimator compares the samples of a group, so one of them is not enough. ``scores``: it
+    compares the scores of each reward function by itself. ``tokens``: it takes the rewards of tokens and estimates
+    their advantages. ``critic``: it takes the values of one, ``reference``: the log-ratios to the reference policy,
+    ``baseline``: the rewards of greedy responses, ``norms``: the squared norms of gradients by logits.
 
     ``whole``: a loss has a gradient, or an effect on other tokens, also where the advantage is 0. ``chooses``: the
     function with the suffix ``_tokens`` says which tokens of a whole minibatch it treats apart; keys and options are

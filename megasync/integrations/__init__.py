@@ -1,1 +1,1 @@
-"""megasync inside other training systems: thin adapters over the same engine."""
+"""megasync beside other training systems: thin adapters over the same engine, and checkpoints of Megatron-LM."""

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from math import prod
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,13 +46,6 @@ OPTIONAL = "_skip_weight_check"
 
 # Any callable of the traced model or of torch; its arguments are passed through.
 AnyCallable = Callable[..., Any]
-
-
-class Loader(Protocol):
-    """A serving engine's model."""
-
-    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]], /) -> Any:
-        """Puts a checkpoint's tensors into the parameters."""
 
 
 class _Source(NamedTuple):
@@ -96,7 +89,7 @@ def trace_load(model: torch.nn.Module, specs: Iterable[tuple[str, Sequence[int]]
     recorder.add(specs, dtype)
     with torch.no_grad(), _unreplaced(model, held | buffers), _work_in_place(), _without_deriving(model), recorder:
         try:
-            cast(Loader, model).load_weights(recorder.checkpoint())
+            cast(Any, model).load_weights(recorder.checkpoint())
         except TraceError:
             raise
         except Exception as error:

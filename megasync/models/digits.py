@@ -7,7 +7,7 @@ the place of its dense layers.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megasync.data.digits import CHARACTERS, END_TOKEN
 
@@ -39,20 +39,12 @@ EXPERTS = {
 }
 
 
-def write_digits(out: Path, seed: int = SEED) -> None:
-    """Writes config, random float32 weights from `seed`, and the tokenizer into `out`."""
-    _write(out, "qwen3", SIZES, seed)
-
-
-def write_digits_moe(out: Path) -> None:
-    """Writes the model of `write_digits` as a Qwen3-MoE."""
-    _write(out, "qwen3_moe", SIZES | EXPERTS, SEED)
-
-
-def _write(out: Path, family: str, sizes: dict[str, Any], seed: int) -> None:
+def write_digits(out: Path, seed: int = SEED, experts: bool = False) -> None:
+    """Writes config, random float32 weights from `seed`, and the tokenizer into `out`; with `experts` a Qwen3-MoE."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    family, sizes = ("qwen3_moe", SIZES | EXPERTS) if experts else ("qwen3", SIZES)
     end = len(CHARACTERS)
     config = AutoConfig.for_model(family, vocab_size=len(CHARACTERS) + 1, **sizes, eos_token_id=end, pad_token_id=end)
     with torch.random.fork_rng(devices=[]):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from megasync.base.files import new_folder
 from megasync.errors import ConfigError
-from megasync.models.digits import write_digits, write_digits_moe
+from megasync.models.digits import write_digits
 from megasync.models.smollm2 import write_smollm2
 
 log = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 # Functions that write a model's files into an empty folder, by name of the model.
 MODELS: dict[str, Callable[[Path], None]] = {
     "digits": write_digits,
-    "digits_moe": write_digits_moe,
+    "digits_moe": partial(write_digits, experts=True),
     "smollm2": write_smollm2,
 }
 

@@ -45,22 +45,15 @@ async def choose_sync(
     wanted = config.sync.transport
     why = "sync.transport selects it"
     root = run_dir / "sync" if config.sync.disk_dir is None else Path(config.sync.disk_dir)
-    if wanted == "adapters":
-        adapters = adapter_layout(layout, config.trainer)
-        assert adapters is not None
-        plan = plan_broadcast(adapters, config.sync.bucket_mb * 2**20, config.model.dtype)
-        folders = AdapterFolders(root, Path(config.model.path), plan, config.sync.disk_keep)
+    adapters = adapter_layout(layout, config.trainer) if wanted == "adapters" else None
+    plan = plan_broadcast(adapters or layout, config.sync.bucket_mb * 2**20, config.model.dtype)
+    if wanted in ("adapters", "disk"):
+        kinds = (AdapterFolders, AdapterSync) if adapters else (VersionFolders, DiskSync)
+        folders = kinds[0](root, Path(config.model.path), plan, config.sync.disk_keep)
         await asyncio.to_thread(folders.prepare)
-        sync = AdapterSync(servers, ranks, plan, folders, config.sync, config.timeouts)
+        sync = kinds[1](servers, ranks, plan, folders, config.sync, config.timeouts)
         await sync.connect()
-        return sync, f"adapters go through {folders.root}: {why}"
-    plan = plan_broadcast(layout, config.sync.bucket_mb * 2**20, config.model.dtype)
-    if wanted == "disk":
-        folders = VersionFolders(root, Path(config.model.path), plan, config.sync.disk_keep)
-        await asyncio.to_thread(folders.prepare)
-        sync = DiskSync(servers, ranks, plan, folders, config.sync, config.timeouts)
-        await sync.connect()
-        return sync, f"weights go through {folders.root}: {why}"
+        return sync, f"{'adapters' if adapters else 'weights'} go through {folders.root}: {why}"
     if wanted != "broadcast":
         shared = config.cluster.colocate
         backend = link_backend(shared, device)

@@ -50,17 +50,11 @@ class HostHandle(msgspec.Struct, frozen=True, tag=True):
 
 @prepared
 class CudaHandle(msgspec.Struct, frozen=True, tag=True):
-    """``nbytes`` bytes at ``start`` of a storage; the others are what torch needs to open that in another process."""
+    """``nbytes`` bytes at ``start`` of a storage, which torch opens in another process with what it ``shared``."""
 
     start: int
     nbytes: int
-    memory: bytes
-    storage_bytes: int
-    offset: int
-    counter: bytes
-    counter_offset: int
-    event: bytes
-    waits: bool
+    shared: tuple[bytes, int, int, bytes, int, bytes, bool]
 
 
 Handle = HostHandle | CudaHandle
@@ -134,24 +128,14 @@ def copy_from(handle: Handle, target: torch.Tensor) -> None:
 
 
 def _cuda_handle(message: torch.Tensor) -> CudaHandle:
-    storage = message.untyped_storage()
-    _, memory, nbytes, offset, counter, counter_offset, event, waits = storage._share_cuda_()
+    _, *shared = message.untyped_storage()._share_cuda_()
     start = int(message.storage_offset()) * message.element_size()
-    return CudaHandle(start, message.nbytes, memory, nbytes, offset, counter, counter_offset, event, waits)
+    return CudaHandle(start, message.nbytes, tuple(shared))
 
 
 def _opened(handle: CudaHandle, device: torch.device) -> torch.Tensor:
     """The bytes behind a handle, mapped into this process for as long as the tensor lives."""
-    storage = torch.UntypedStorage._new_shared_cuda(
-        device.index,
-        handle.memory,
-        handle.storage_bytes,
-        handle.offset,
-        handle.counter,
-        handle.counter_offset,
-        handle.event,
-        handle.waits,
-    )
+    storage = torch.UntypedStorage._new_shared_cuda(device.index, *handle.shared)
     content = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
     return content[handle.start : handle.start + handle.nbytes]
 

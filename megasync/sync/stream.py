@@ -1,17 +1,15 @@
 """Whole Hugging Face tensors out of shards, bucket by bucket.
 
 Every trainer rank packs the parts of a bucket that it holds into one flat tensor. Whoever has all ranks' parts can
-assemble the bucket's tensors. `stream_tensors` brings them to every trainer rank; other callers may carry them
-elsewhere, since the plan says which ranks contribute to a bucket.
+assemble the bucket's tensors; the plan says which ranks contribute to a bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from megasync.layout.layout import Layout, Piece
 from megasync.layout.shards import box_of, piece_of
@@ -29,25 +27,6 @@ class Shards:
 
     def plan(self, bucket_bytes: int) -> BroadcastPlan:
         return plan_broadcast(self.layout, bucket_bytes, self.dtype)
-
-
-def stream_tensors(shards: Shards, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of a Hugging Face checkpoint, in the order of the plan, on the device of the parameters.
-
-    Every rank of the default process group must consume every tensor, in step with the others: collectives assemble a
-    bucket, and each ends before the next begins. Takes the memory of one bucket and of one rank's part of it.
-    """
-    device = next(iter(shards.params.values())).device
-    for bucket in shards.plan(bucket_bytes).buckets:
-        tensors = empty_tensors(bucket, device)
-        for owner in bucket.contributions:
-            part = empty_part(bucket, owner, device)
-            if owner == shards.rank:
-                pack_part(bucket, shards, part)
-            if dist.get_world_size() > 1:
-                dist.broadcast(part, owner)
-            place_part(bucket, owner, part, tensors)
-        yield from tensors.items()
 
 
 def empty_tensors(bucket: Bucket, device: torch.device) -> dict[str, torch.Tensor]:

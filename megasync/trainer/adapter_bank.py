@@ -170,14 +170,7 @@ class AdapterBank:
         copied = _Model(
             model.shape,
             {name: copy(param) for name, param in model.params.items()},
-            {
-                name: Slice(
-                    start,
-                    {kind: copy(tensor) for kind, tensor in tensors.items()}
-                    | {kind: copy(make()) for kind, make in made.items()},
-                )
-                for name, (start, tensors, made) in model.slices.items()
-            },
+            {name: held.copied(copy) for name, held in model.slices.items()},
             model.updates,
             [copy(buffer) for buffer in model.gradients],
         )
@@ -422,7 +415,7 @@ class AdapterBank:
         self._activate(model)
         if not self._has_gradients:
             self._learner.zero_grad()
-        update = self._learner.update_with(adam)
+        update = self._learner.update(adam)
         self._changed, self._has_gradients = True, False
         return update
 

@@ -15,6 +15,7 @@ from megasync.config.schema import ClusterConfig, Config, ModelConfig, TrainerCo
 from megasync.config.schema.rollout import PIPELINED, UNTIED
 from megasync.errors import ConfigError
 from megasync.layout.families import family_of
+from megasync.layout.families.sizes import whole_number
 from megasync.layout.layout import Layout
 
 # Options that change the computation, and the only implemented value, which is also the default.
@@ -78,11 +79,8 @@ def window_options(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     if not family.windows:
         return {}
     config = {**family.defaults, **hf_config}
-    layers, window = config["num_hidden_layers"], config["sliding_window"]
     # One full layer after each pattern - 1 layers with a window.
-    pattern = config["sliding_window_pattern"]
-    if type(pattern) is not int or pattern < 1:
-        raise ConfigError(f"sliding_window_pattern={pattern!r} in config.json must be a whole number from 1")
+    layers, pattern = config["num_hidden_layers"], whole_number(config, "sliding_window_pattern")
     regular = [WINDOWED if (layer + 1) % pattern else FULL for layer in range(layers)]
     kinds: list[str] = config.get("layer_types") or regular
     if len(kinds) != layers or not set(kinds) <= {WINDOWED, FULL}:
@@ -92,10 +90,9 @@ def window_options(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         )
     if WINDOWED not in kinds:
         return {}
-    if type(window) is not int or window < 1:
-        raise ConfigError(f"sliding_window={window!r} in config.json must be a whole number from 1")
     # Megatron counts the tokens before the query, config.json counts its own as well.
-    return {"window_size": (window - 1, 0), "window_attn_skip_freq": [int(kind == WINDOWED) for kind in kinds]}
+    before = whole_number(config, "sliding_window") - 1
+    return {"window_size": (before, 0), "window_attn_skip_freq": [int(kind == WINDOWED) for kind in kinds]}
 
 
 class Chunks(NamedTuple):
@@ -138,15 +135,13 @@ def chunks_of(hf_config: Mapping[str, Any]) -> Chunks | None:
         raise ConfigError(
             f"no_rope_layer_interval={interval} in config.json is not supported: SGLang assumes {CHUNK_PATTERN}"
         )
-    for key in ("attention_chunk_size", "floor_scale"):
-        if type(config[key]) is not int or config[key] < 1:
-            raise ConfigError(f"{key}={config[key]!r} in config.json must be a whole number from 1")
+    size, steps = (whole_number(config, key) for key in ("attention_chunk_size", "floor_scale"))
     tuned = config["attn_temperature_tuning"]
     return Chunks(
-        size=config["attention_chunk_size"],
+        size=size,
         full=full,
         normed=bool(config["use_qk_norm"]),
-        temperature=(config["attn_scale"], config["floor_scale"]) if tuned else None,
+        temperature=(config["attn_scale"], steps) if tuned else None,
     )
 
 

@@ -8,7 +8,7 @@ failure before that leaves no folder with the final name and does not touch earl
     <path>/optimizer-{rank}.safetensors     main weights and moments of a range of each parameter; random state
     <path>/layout.json                      topology, layer spec, dtype, the model's config.json, optimizer steps
     <path>/state.json                       the caller's state
-    <path>/critic/                          a checkpoint of the critic, if there is one; complete before this one is
+    <path>/critic/                          a checkpoint of the critic, if there is one, with the same files
     <path>/COMPLETE
 
 Weights, main weights and moments are read by the rectangles of the layout that wrote them, so ranks of another
@@ -85,6 +85,11 @@ class Slice(NamedTuple):
     tensors: dict[str, torch.Tensor]
     # Functions that make such a vector, so that only one of them is in memory at a time.
     made: Mapping[str, Callable[[], torch.Tensor]] = MappingProxyType({})
+
+    def copied(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> Slice:
+        """The slice with a copy of each vector, and with all of them made."""
+        made = {kind: copy(make()) for kind, make in self.made.items()}
+        return Slice(self.start, {kind: copy(tensor) for kind, tensor in self.tensors.items()} | made)
 
 
 @dataclass(frozen=True)
@@ -174,11 +179,12 @@ def read_state(path: str | Path) -> dict[str, Any]:
 
 
 class Saving:
-    """A checkpoint that a thread of each rank is writing; create it with `begin`."""
+    """A checkpoint that a thread of each rank is writing; create it with `begin`. ``shards`` are by their folders."""
 
-    def __init__(self, path: Path, shard: Shard, state: dict[str, Any], device: torch.device) -> None:
+    def __init__(self, path: Path, shards: dict[str, Shard], state: dict[str, Any], device: torch.device) -> None:
         self._path = path
-        self._shard = shard
+        self._shards = shards
+        self._rank = shards[""].rank
         self._state = state
         self._device = device
         self._error: Exception | None = None
@@ -187,17 +193,10 @@ class Saving:
 
     def _write(self) -> None:
         try:
-            _write_shard(partial_path(self._path), self._shard)
+            for folder, shard in self._shards.items():
+                _write_shard(partial_path(self._path) / folder, shard)
         except Exception as error:  # noqa: BLE001 - `finish` raises it on every rank
             self._error = error
-
-    def abandon(self) -> None:
-        """Stops before the checkpoint is complete, and leaves nothing of it. A collective over all ranks."""
-        self._thread.join()
-        all_agree(True, self._device)
-        if self._shard.rank == 0:
-            shutil.rmtree(partial_path(self._path), ignore_errors=True)
-        all_agree(True, self._device)
 
     def finish(self, wait: bool) -> bool:
         """Makes the checkpoint complete once all ranks have written their parts. A collective over all ranks.
@@ -209,10 +208,10 @@ class Saving:
             self._thread.join()
         if not all_agree(not self._thread.is_alive(), self._device):
             return False
-        with _nothing_left_on_failure(self._path, self._shard.rank, self._device):
+        with _nothing_left_on_failure(self._path, self._rank, self._device):
             run_collectively(self._raise, "write", self._path, self._device)
-            finish = partial(_finish, self._path, partial_path(self._path), self._shard, self._state)
-            run_collectively(finish if self._shard.rank == 0 else None, "finish", self._path, self._device)
+            finish = partial(_finish, self._path, partial_path(self._path), self._shards, self._state)
+            run_collectively(finish if self._rank == 0 else None, "finish", self._path, self._device)
         log.info("Saved %s", self._path)
         return True
 
@@ -276,17 +275,26 @@ class HostMemory:
 
 
 def begin(
-    path: Path, shard: Shard, state: dict[str, Any], device: torch.device, memory: HostMemory | None = None
+    path: Path,
+    shard: Shard,
+    state: dict[str, Any],
+    device: torch.device,
+    memory: HostMemory | None = None,
+    inner: Mapping[str, Shard] = MappingProxyType({}),
 ) -> Saving:
     """Copies what this rank writes to host memory, and begins to write a checkpoint. A collective over all ranks.
 
     They must share a file system, and have no other checkpoint in the making. Raises CheckpointError on every rank if
-    the folder cannot be made. ``memory`` takes the copies, until the next checkpoint begins.
+    the folder cannot be made. ``memory`` takes the copies, until the next checkpoint begins. ``inner`` are checkpoints
+    within this one, by the names of their folders.
     """
+    shards, memory = {"": shard, **inner}, memory or HostMemory()
     with _nothing_left_on_failure(path, shard.rank, device):
-        prepare = partial(_make_room, path, partial_path(path))
+        prepare = partial(_make_room, path, partial_path(path), shards)
         run_collectively(prepare if shard.rank == 0 else None, "prepare", path, device)
-    return Saving(path, copied(shard, memory or HostMemory(), device), state, device)
+    memory.clear()
+    copies = {folder: copied(each, memory, device) for folder, each in shards.items()}
+    return Saving(path, copies, state, device)
 
 
 @contextmanager
@@ -319,28 +327,24 @@ def run_collectively(work: Callable[[], object] | None, what: str, path: Path, d
         raise CheckpointError(f"could not {what} checkpoint {path}: {failure}") from error
 
 
-def _make_room(path: Path, partial: Path) -> None:
+def _make_room(path: Path, partial: Path, folders: Iterable[str]) -> None:
     if path.exists():
         raise FileExistsError(f"{path} already exists")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    for folder in folders:
+        (partial / folder).mkdir(parents=True)
 
 
 def copied(shard: Shard, memory: HostMemory, device: torch.device) -> Shard:
     """Copies what this rank writes to ``memory``: the parameters and slices of which it is the first holder."""
     rank, writers = shard.rank, shard.layout.writers(shard.rank)
     peers = slice_peers(shard.layout, shard.sharded)
-    memory.clear()
     local_shard = replace(
         shard,
         params={name: memory.copy(shard.params[name]) for name, writer in writers.items() if writer == rank},
         optimizer={
-            name: Slice(
-                start,
-                {kind: memory.copy(tensor) for kind, tensor in tensors.items()}
-                | {kind: memory.copy(make()) for kind, make in made.items()},
-            )
-            for name, (start, tensors, made) in shard.optimizer.items()
+            name: held.copied(memory.copy)
+            for name, held in shard.optimizer.items()
             if name in writers and rank in peers(writers[name], name)
         },
     )
@@ -388,13 +392,15 @@ def _optimizer_file(rank: int) -> str:
     return f"optimizer-{rank:05d}.safetensors"
 
 
-def _finish(path: Path, partial: Path, shard: Shard, state: dict[str, Any]) -> None:
-    described = describe(shard.layout, shard.dtype)
-    described |= {"format": FORMAT, "sharded_optimizer": shard.sharded, "updates": shard.updates}
-    described |= {"moments": shard.moments}
-    atomic_write(partial / LAYOUT, json.dumps(described, indent=1))
-    atomic_write(partial / STATE, json.dumps(state, indent=1))
-    atomic_write(partial / MARKER, "")
+def _finish(path: Path, partial: Path, shards: dict[str, Shard], state: dict[str, Any]) -> None:
+    # The outer one last.
+    for folder, shard in reversed(shards.items()):
+        described = describe(shard.layout, shard.dtype)
+        described |= {"format": FORMAT, "sharded_optimizer": shard.sharded, "updates": shard.updates}
+        described |= {"moments": shard.moments}
+        atomic_write(partial / folder / LAYOUT, json.dumps(described, indent=1))
+        atomic_write(partial / folder / STATE, json.dumps({} if folder else state, indent=1))
+        atomic_write(partial / folder / MARKER, "")
     durable_rename(partial, path)
     # The folder of all checkpoints may be new as well.
     fsync(path.parent.parent)

@@ -18,7 +18,7 @@ from megasync.algorithms.value_loss import explained_variance, value_loss
 from megasync.config.schema import CriticConfig, LoraConfig, ModelConfig, TrainerConfig
 from megasync.device import Device
 from megasync.trainer.batch import Batch
-from megasync.trainer.checkpoint import CRITIC, partial_path
+from megasync.trainer.checkpoint import CRITIC, Shard
 from megasync.trainer.learner import LossFunction, MegatronLearner
 from megasync.trainer.offload import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS, Offload
 from megasync.trainer.optimizer import SkipBudget
@@ -95,16 +95,11 @@ class Critic:
             "critic/explained_variance": explained_variance(totals),
         }
 
-    # Its checkpoint is a folder within the policy's, and complete before that is.
-
-    def begin_save(self, path: Path) -> None:
-        """Begins to write into the policy's checkpoint at ``path``, of which `MegatronLearner.begin_save` has begun."""
+    @contextmanager
+    def saved(self) -> Iterator[dict[str, Shard]]:
+        """The critic's part of the policy's checkpoint, by its folder there, to be copied within the context."""
         with self._offload.present(OPTIMIZER):
-            self.learner.begin_save(partial_path(path) / CRITIC, {})
-
-    def finish_save(self, wait: bool) -> bool:
-        """Finishes a save; see `MegatronLearner.finish_save`; true also afterwards."""
-        return not self.learner.is_saving or self.learner.finish_save(wait)
+            yield {CRITIC: self.learner.shard()}
 
     def load(self, path: Path) -> None:
         """Restores the critic of the policy's checkpoint at ``path``. Raises CheckpointError if there is none."""

@@ -53,7 +53,7 @@ from megasync.trainer.layer_graphs import LayerGraphs, most_sequences
 from megasync.trainer.loading import load_once
 from megasync.trainer.logprobs import squared_norms
 from megasync.trainer.model import PolicyModel, build_chunks, fresh_value_head, named_weights
-from megasync.trainer.offload import Memory, memory_of
+from megasync.trainer.offload import Memory, buffers_of, memory_of
 from megasync.trainer.optimizer import Optimizer, Update, group_names, groups_of
 from megasync.trainer.packing import Lengths, Microbatch, Packing, plan_packing
 from megasync.trainer.param_attributes import sum_partial_experts
@@ -189,11 +189,9 @@ class MegatronLearner:
         if path is None:
             return fresh_adapters(layout, rank, self._seed)
         adapters: dict[str, torch.Tensor] = {}
-
-        def read() -> None:
-            adapters.update(read_adapter(path, layout, rank))
-
-        checkpoint.run_collectively(read, "read", Path(path), self.device.torch_device)
+        checkpoint.run_collectively(
+            lambda: adapters.update(read_adapter(path, layout, rank)), "read", Path(path), self.device.torch_device
+        )
         return adapters
 
     def _prepare_training(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -309,9 +307,7 @@ class MegatronLearner:
 
     def gradient_buffers(self) -> list[torch.Tensor]:
         """The memory of this rank's gradients, which `run` adds to and `update` reads."""
-        # Megatron replaces `Module.buffers`, a method, by its list of buffers.
-        lists: list[Any] = [each for model in self.wrapped for each in (model.buffers, model.expert_parallel_buffers)]
-        return [buffer.grad_data for buffers in lists for buffer in buffers]
+        return [buffer.grad_data for buffer in buffers_of(self.wrapped)]
 
     # Computation
 
@@ -386,21 +382,14 @@ class MegatronLearner:
         # Megatron would now gather in any case.
         self._await_gathers(self._gathers_awaited)
 
-    def update(self, step: int, loss_is_finite: bool, norms: bool = False) -> Update:
+    def update(self, step: int | Adam, loss_is_finite: bool = True, norms: bool = False) -> Update:
         """Takes an optimizer step with the gradients of `forward_backward`, or skips it if any rank saw a non-finite
         value. With `trainer.overlap_param_gather`, call `gather_weights` before `params` are read.
 
-        With ``norms``, the update has the squares that `optimizer.named_norms` names.
+        ``step`` is that of `Optimizer.step`. With ``norms``, the update has what `optimizer.named_norms` names.
         """
         with trace.span("rank", "optimizer"):
             update = self.optimizer.step(step, loss_is_finite, self._squares if norms else None)
-        self._await_gathers(update.applied and bool(self._bucket_groups()))
-        return update
-
-    def update_with(self, adam: Adam) -> Update:
-        """Takes an optimizer step as `update`, with these parameters in place of those of the configuration."""
-        with trace.span("rank", "optimizer"):
-            update = self.optimizer.step_with(adam)
         self._await_gathers(update.applied and bool(self._bucket_groups()))
         return update
 
@@ -635,13 +624,21 @@ class MegatronLearner:
         self.begin_save(path, state or {})
         self.finish_save(wait=True)
 
-    def begin_save(self, path: Path, state: Mapping[str, Any]) -> None:
+    def begin_save(
+        self, path: Path, state: Mapping[str, Any], inner: Mapping[str, checkpoint.Shard] | None = None
+    ) -> None:
         """Copies everything to host memory and begins to write a checkpoint; see `finish_save`.
 
-        Raises CheckpointError if there is something at ``path``.
+        ``inner`` are those of other learners within it, by folder. Raises CheckpointError if there is something at
+        ``path``.
         """
+        device, memory = self.device.torch_device, self._host_memory
+        self._saving = checkpoint.begin(Path(path), self.shard(), dict(state), device, memory, inner or {})
+
+    def shard(self) -> checkpoint.Shard:
+        """This rank's part of a checkpoint, not copied."""
         self._gather()
-        shard = checkpoint.Shard(
+        return checkpoint.Shard(
             layout=self.trained_layout,
             dtype=self.model_config.dtype,
             rank=self.rank,
@@ -651,12 +648,6 @@ class MegatronLearner:
             updates=self.optimizer.updates,
             moments=self.optimizer.moment_dtypes,
         )
-        self._saving = checkpoint.begin(Path(path), shard, dict(state), self.device.torch_device, self._host_memory)
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether a checkpoint has begun that is not complete."""
-        return self._saving is not None
 
     def finish_save(self, wait: bool) -> bool:
         """Whether the checkpoint of `begin_save` is complete; with ``wait`` it then is.
@@ -670,12 +661,6 @@ class MegatronLearner:
             self._saving = saving
             return False
         return True
-
-    def abandon_save(self) -> None:
-        """Leaves nothing of the checkpoint of `begin_save`, if it is not complete."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.abandon()
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restores weights, optimizer and random state of a checkpoint, and returns its ``state``.

@@ -29,15 +29,20 @@ def memory_of(
     """The memory of a rank; without an optimizer, only its weights."""
     if optimizer is None:
         return {WEIGHTS: list(weights)}
-    # Megatron replaces `Module.buffers`, a method, by its list of buffers.
-    lists: list[Any] = [buffers for model in models for buffers in (model.buffers, model.expert_parallel_buffers)]
-    buffers = [buffer for each in lists for buffer in each]
+    buffers = buffers_of(models)
     kept = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
     return {
         WEIGHTS: [*weights, *kept],
         GRADIENTS: [buffer.grad_data for buffer in buffers],
         OPTIMIZER: optimizer.tensors(),
     }
+
+
+def buffers_of(models: Sequence[DistributedDataParallel]) -> list[Any]:
+    """Megatron's buffers of parameters and gradients."""
+    # Megatron replaces `Module.buffers`, a method, by its list of buffers.
+    lists: list[Any] = [buffers for model in models for buffers in (model.buffers, model.expert_parallel_buffers)]
+    return [buffer for buffers in lists for buffer in buffers]
 
 
 @dataclass(frozen=True)

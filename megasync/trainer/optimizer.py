@@ -125,9 +125,6 @@ class Optimizer:
         for part in self._optimizer.chained_optimizers if config.offload else ():
             if part.optimizer is not None:
                 part.optimizer = with_offload(part.optimizer, config)
-        for group in self._optimizer.param_groups:
-            # Megatron sets wd_mult to 0 for vectors (norms, biases), but only its own scheduler applies it.
-            group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
         for inner in self._inner():
             if isinstance(inner, torch.optim.AdamW):
                 for group in inner.param_groups:
@@ -156,38 +153,35 @@ class Optimizer:
     def zero_grad(self) -> None:
         self._optimizer.zero_grad()
 
-    def step(self, step: int, loss_is_finite: bool, measure: Callable[[], torch.Tensor] | None = None) -> Update:
+    def step(self, step: int | Adam, loss_is_finite: bool, measure: Callable[[], torch.Tensor] | None = None) -> Update:
         """Clips by the global norm and updates, unless any rank saw a non-finite value. A collective.
 
-        ``measure`` returns `Update.squares`; it is called when the gradients are ready.
+        ``step`` is the number of the training step, or parameters in place of the configured ones. ``measure`` returns
+        `Update.squares`; it is called when the gradients are ready.
         """
-        lr = learning_rate(self._config, step, self._total_steps)
+        adam = step if isinstance(step, Adam) else self._configured(step)
+        lr = adam.learning_rate
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        return self._step(lr, self._config.clip_grad, loss_is_finite, measure)
-
-    def step_with(self, adam: Adam) -> Update:
-        """Clips and updates as `step`, with these parameters."""
-        for group in self._optimizer.param_groups:
-            group["lr"], group["betas"], group["eps"] = adam.learning_rate, (adam.beta1, adam.beta2), adam.eps
+            group["lr"], group["betas"], group["eps"] = lr, (adam.beta1, adam.beta2), adam.eps
+            # Megatron sets wd_mult to 0 for vectors (norms, biases), but only its own scheduler applies it.
             group["weight_decay"] = adam.weight_decay * group.get("wd_mult", 1.0)
-        return self._step(adam.learning_rate, adam.clip_grad, True, None)
-
-    def _step(
-        self, lr: float, clip_grad: float, loss_is_finite: bool, measure: Callable[[], torch.Tensor] | None
-    ) -> Update:
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
         if not all_agree(loss_is_finite and math.isfinite(norm), self._device):
             return Update(False, norm, lr)
         squares = None if measure is None else measure()
-        if clip_grad > 0:
+        if adam.clip_grad > 0:
             for part in self._optimizer.chained_optimizers:
                 params: list[torch.Tensor] = [*part.get_parameters()]
-                clip_grad_by_total_norm_fp32(params, clip_grad, norm, self._decoupled)
+                clip_grad_by_total_norm_fp32(params, adam.clip_grad, norm, self._decoupled)
         self._apply()
         self.updates += 1
         return Update(True, norm, lr, squares)
+
+    def _configured(self, step: int) -> Adam:
+        config = self._config
+        lr, (beta1, beta2) = learning_rate(config, step, self._total_steps), config.betas
+        return Adam(lr, beta1, beta2, config.eps, config.weight_decay, config.clip_grad)
 
     def squares(self, params: Mapping[str, torch.Tensor], groups: Mapping[str, int], count: int) -> torch.Tensor:
         """Squared norms of the gradients and of the weights of each of ``count`` groups, float64 [2, count].

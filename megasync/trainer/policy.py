@@ -50,8 +50,7 @@ from megasync.algorithms.choose import (
     ignores_zeros,
     update_columns,
 )
-from megasync.algorithms.losses import StepTokens, random_keys
-from megasync.algorithms.policy_loss import AGES, KL_KINDS, policy_loss
+from megasync.algorithms.losses import AGES, KL_KINDS, StepTokens, policy_loss, random_keys
 from megasync.base.files import atomic_write
 from megasync.buffer.payload import LeasedGroup
 from megasync.config.schema import AlgorithmConfig

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -25,7 +25,7 @@ from megasync.buffer.segments import load_trajectories
 from megasync.config.host import resolve_host
 from megasync.config.schema import Config
 from megasync.data.row_file import RowFile
-from megasync.errors import CheckpointError, MegasyncError
+from megasync.errors import MegasyncError
 from megasync.observe import trace
 from megasync.observe.clock import Reading, read_clock
 from megasync.observe.rollouts import RolloutLog, rollout_bytes
@@ -260,28 +260,14 @@ class TrainerRank:
         return self._learner.logprobs(sequences)
 
     def begin_save(self, path: str, state: dict[str, Any]) -> None:
-        """Begins to write a checkpoint; see `MegatronLearner.begin_save`."""
-        with trace.span("rank", "save"):
-            self._learner.begin_save(Path(path), state)
-        if self._critic is not None:
-            with self._all_or_nothing():
-                self._critic.begin_save(Path(path))
+        """Begins to write a checkpoint, with that of the critic in it; see `MegatronLearner.begin_save`."""
+        critic = nullcontext({}) if self._critic is None else self._critic.saved()
+        with trace.span("rank", "save"), critic as inner:
+            self._learner.begin_save(Path(path), state, inner)
 
     def finish_save(self, wait: bool) -> bool:
         """Whether that checkpoint is complete; see `MegatronLearner.finish_save`."""
-        if self._critic is not None:
-            with self._all_or_nothing():
-                if not self._critic.finish_save(wait):
-                    return False
         return self._learner.finish_save(wait)
-
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError:
-            self._learner.abandon_save()
-            raise
 
     def load(self, path: str) -> None:
         """Restores a checkpoint with its critic, and the reference weights of its step; see `MegatronLearner.load`."""

@@ -13,7 +13,7 @@ from token_rewards import with_values
 
 from megasync.algorithms import estimator_of
 from megasync.algorithms.advantages import StepRewards, gae, optimal_token_baseline
-from megasync.algorithms.policy_loss import policy_loss
+from megasync.algorithms.losses import policy_loss
 from megasync.algorithms.value_loss import value_loss
 from megasync.config.builtin import ADVANTAGES, LOSSES
 from megasync.config.schema import AlgorithmConfig

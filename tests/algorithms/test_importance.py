@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megasync.algorithms.policy_loss import importance_weights, rejected
+from megasync.algorithms.losses import importance_weights, rejected
 
 LEVELS = ["token", "sequence", "product"]
 

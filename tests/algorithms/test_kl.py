@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.algorithms.policy_loss import AGES, KL_KINDS, kl_by_age
+from megasync.algorithms.losses import AGES, KL_KINDS, kl_by_age
 
 POLICY = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
 REFERENCE = torch.tensor([0.25, 0.25, 0.3, 0.2], dtype=torch.float64)

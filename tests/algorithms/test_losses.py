@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megasync.algorithms import advantages, loss_of, losses
+from megasync.algorithms import advantages, covariance, loss_of, losses
 from megasync.algorithms.losses import PolicyTokens, TokenLoss
 from megasync.config.builtin import ADVANTAGES, LOSSES
 from megasync.config.schema import AlgorithmConfig
@@ -213,7 +213,7 @@ def test_a_loss_of_sequences_needs_them(name):
 @pytest.mark.parametrize("table", [LOSSES, ADVANTAGES], ids=["losses", "advantages"])
 def test_the_tables_name_keys_and_options_as_the_functions_do(table):
     for name, item in table.items():
-        module = losses if table is LOSSES else advantages
+        module = advantages if table is ADVANTAGES else covariance if item.chooses else losses
         functions = [getattr(module, each) for each in (name, *([f"{name}_tokens"] if item.chooses else []))]
         parameters = [each for function in functions for each in inspect.signature(function).parameters.items()]
         own = {key: value.default for key, value in parameters if value.kind is value.KEYWORD_ONLY}

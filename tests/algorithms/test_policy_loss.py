@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megasync.algorithms.policy_loss import policy_loss
+from megasync.algorithms.losses import policy_loss
 from megasync.config.schema import AlgorithmConfig
 from megasync.errors import ConfigError
 

@@ -47,11 +47,11 @@ class Fault(NamedTuple):
 
 FAULTS = (
     Fault(
-        "megasync/algorithms/policy_loss.py",
+        "megasync/algorithms/losses.py",
         "trainer.float() - behaviour.float()",
         "behaviour.float() - trainer.float()",
     ),
-    Fault("megasync/algorithms/advantages.py", "/ (len(rewards) - 1))", "/ len(rewards))"),
+    Fault("megasync/algorithms/advantages.py", "centred) / (len(rewards) - 1))", "centred) / len(rewards))"),
     Fault(
         "megasync/control/publishing.py", "if failed or self._reservations.pinned() else None", "if failed else None"
     ),
@@ -74,7 +74,7 @@ FAULTS = (
     ),
     Fault("megasync/trainer/quantized.py", "op=dist.ReduceOp.MAX", "op=dist.ReduceOp.SUM"),
     Fault("megasync/trainer/packing.py", "root * (root + 1) // 2", "root * (root - 1) // 2"),
-    Fault("megasync/trainer/gated_delta_rule.py", ".triu(1)", ".triu(0)"),
+    Fault("megasync/trainer/gated_delta_net.py", ".triu(1)", ".triu(0)"),
     Fault("megasync/data/digits.py", "while len(drawn) < config.size:", "while len(drawn) <= config.size:"),
     Fault("megasync/rewards/code_reward.py", "elif not self._partial:", "elif self._partial:"),
     Fault("megasync/evaluation/evaluate.py", "counts.rewards / counts.scored if", "counts.rewards / total if"),
@@ -91,7 +91,7 @@ FAULTS = (
     ),
     Fault(
         "megasync/trainer/checkpoint.py",
-        '    atomic_write(partial / MARKER, "")\n    durable_rename(partial, path)\n',
+        '        atomic_write(partial / folder / MARKER, "")\n    durable_rename(partial, path)\n',
         '    durable_rename(partial, path)\n    atomic_write(path / MARKER, "")\n',
     ),
     Fault(

@@ -20,7 +20,7 @@ from torch import Tensor
 from megasync.algorithms import estimator_of
 from megasync.algorithms.advantages import StepRewards
 from megasync.algorithms.choose import chooser_of
-from megasync.algorithms.policy_loss import KL_KINDS, policy_loss
+from megasync.algorithms.losses import KL_KINDS, policy_loss
 from megasync.config.builtin import ADVANTAGES
 from megasync.config.schema import AlgorithmConfig
 

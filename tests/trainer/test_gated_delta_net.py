@@ -22,8 +22,7 @@ from megasync.layout.shards import box_of, piece_of
 from megasync.layout.topology import Topology
 from megasync.trainer.attention import Segment, plan_attention
 from megasync.trainer.batch import PackedTokens
-from megasync.trainer.gated_delta_net import DeltaNetSubmodules, GatedDeltaNet
-from megasync.trainer.gated_delta_rule import gated_delta_rule, unit
+from megasync.trainer.gated_delta_net import DeltaNetSubmodules, GatedDeltaNet, gated_delta_rule, unit
 
 CPU = torch.device("cpu")
 CONFIG = MORE_MODELS["qwen3_next"]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megasync.algorithms.policy_loss import policy_loss
+from megasync.algorithms.losses import policy_loss
 from megasync.config.schema import AlgorithmConfig
 from megasync.trainer.policy import PER_TOKEN, _summary
 

@@ -6,17 +6,20 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
+import torch.distributed as dist
 
-from megasync.sync.stream import Shards, stream_tensors
+from megasync.sync.stream import Shards, empty_part, empty_tensors, pack_part, place_part
 
 # Bytes of whole tensors in memory at a time.
 EXPORT_BYTES = 256 * 2**20
 
 
 class Weights(Iterator[tuple[str, torch.Tensor]]):
-    """Iterates over the whole tensors of the model under Hugging Face names, on every rank.
+    """Iterates over the whole tensors of the model under Hugging Face names, on every rank, in the order of the plan.
 
-    All ranks must consume all tensors. ``held`` opens a context in which this rank's shards are on their device.
+    Every rank of the default process group must consume every tensor, in step with the others: collectives assemble a
+    bucket, and each ends before the next begins. ``held`` opens a context in which this rank's shards are on their
+    device. Takes the memory of one bucket and of one rank's part of it.
     """
 
     def __init__(self, held: Callable[[], AbstractContextManager[Shards]]) -> None:
@@ -28,7 +31,17 @@ class Weights(Iterator[tuple[str, torch.Tensor]]):
 
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self.held() as shards:
-            yield from stream_tensors(shards, EXPORT_BYTES)
+            device = next(iter(shards.params.values())).device
+            for bucket in shards.plan(EXPORT_BYTES).buckets:
+                tensors = empty_tensors(bucket, device)
+                for owner in bucket.contributions:
+                    part = empty_part(bucket, owner, device)
+                    if owner == shards.rank:
+                        pack_part(bucket, shards, part)
+                    if dist.get_world_size() > 1:
+                        dist.broadcast(part, owner)
+                    place_part(bucket, owner, part, tensors)
+                yield from tensors.items()
 
 
 class LiveWeights:

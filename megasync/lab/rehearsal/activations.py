@@ -22,8 +22,7 @@ from megasync.config.schema import Config
 from megasync.preflight.memory import IMBALANCE, in_flight, longest_sequence, microbatch_tokens, recompute_peak
 from megasync.trainer.architecture import token_multiple
 from megasync.trainer.batch import Batch, Sample, make_batch
-from megasync.trainer.gated_delta_net import GatedDeltaNet
-from megasync.trainer.gated_delta_rule import CHUNK
+from megasync.trainer.gated_delta_net import CHUNK, GatedDeltaNet
 from megasync.trainer.learner import MegatronLearner
 from megasync.trainer.model import PolicyModel
 from megasync.trainer.packing import Microbatch

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any, cast
 
+from megasync.base.importing import quick_imports
 from megasync.errors import ConfigError
 from megasync.layout.families.delta_net import DELTA
 from megasync.layout.families.dense import DENSE
 from megasync.layout.families.experts import SPARSE
 from megasync.layout.families.latent import LATENT
-from megasync.layout.families.nearest import nearest_family
 from megasync.layout.families.rules import Family, Rule, Split, Tensor
 from megasync.layout.families.sizes import Sizes, read_sizes
 
@@ -59,7 +60,7 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     if kind not in FAMILIES:
         raise ConfigError(
             f"model_type {kind!r} in config.json is not supported; supported are {', '.join(FAMILIES)}"
-            f"{nearest_family(hf_config, FAMILIES)}"
+            f"{_nearest(hf_config)}"
         )
     family = FAMILIES[kind]
     config = {**family.defaults, **hf_config}
@@ -80,3 +81,43 @@ def sizes_of(hf_config: Mapping[str, Any]) -> Sizes:
     config = {**family.defaults, **stated}
     config |= {key: config[spelling] for key, spelling in family.spelling.items() if spelling in config}
     return read_sizes(config, bool(family.sparse), family.latent, bool(family.delta))
+
+
+# The family that comes nearest to a model that no table covers
+
+# Options that say nothing about parameters or about what a layer computes.
+_INCIDENTAL = {
+    *("torch_dtype", "auto_map", "pretraining_tp", "quantization_config", "text_config", "vision_config"),
+    # How transformers spells them depends on its version.
+    *("rope_theta", "rope_scaling", "rope_parameters"),
+}
+_SHOWN = 6
+
+
+def _nearest(values: Mapping[str, Any]) -> str:
+    """The end of a sentence about an unknown model_type: the family whose options are most like its config.json's.
+
+    Empty if no family shares an option with it.
+    """
+    text = cast("Mapping[str, Any] | None", values.get("text_config"))
+    known, common = _known_options()
+    options = {*values, *(text if isinstance(text, Mapping) else ())} - common
+    nearest = max(known, key=lambda kind: len(options & known[kind]) / len(options | known[kind]))
+    if not options & known[nearest]:
+        return ""
+    other = sorted(options - known[nearest])
+    more = f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
+    if not other:
+        return f"; the nearest is {nearest}, which has the same options: the two differ in code alone"
+    return f"; the nearest is {nearest}, which has no {', '.join(other[:_SHOWN])}{more}"
+
+
+@cache
+def _known_options() -> tuple[dict[str, set[str]], set[str]]:
+    """The options of each family that transformers knows, and those that are common to all or incidental."""
+    with quick_imports():
+        from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    common = {*PretrainedConfig().to_dict(), *_INCIDENTAL}
+    present = (kind for kind in FAMILIES if kind in CONFIG_MAPPING)
+    return {kind: {*CONFIG_MAPPING[kind]().to_dict()} - common for kind in present}, common

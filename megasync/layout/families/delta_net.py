@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megasync.layout.families.dense import INPUT_NORM, MLP, OUTPUT, QK_NORMS, QKV_WEIGHT
+from megasync.layout.families.dense import INPUT_NORM, MLP, OUTPUT, QK_NORMS, QKV_WEIGHT, norm
 from megasync.layout.families.experts import (
     EXPERTS,
     PRE_MLP_NORM,
@@ -16,22 +16,22 @@ from megasync.layout.families.experts import (
     packed_experts,
     shared_expert,
 )
-from megasync.layout.families.rules import Family, Rule, Split, Tensor
+from megasync.layout.families.rules import HF_LAYER, LAYER, Family, Rule, Split, Tensor, of_layer
 from megasync.layout.families.vision import qwen
 
-HF, MEGATRON = "model.layers.{layer}.linear_attn", "decoder.layers.{layer}.self_attention"
+HF, MEGATRON = f"{HF_LAYER}linear_attn", f"{LAYER}self_attention"
 
 GATED_QKV_WEIGHT = replace(
     QKV_WEIGHT,
     split=Split.GATED_QKV,
-    tensors=(Tensor(QKV_WEIGHT.tensors[0].name, ("gated_q_rows", "hidden")), *QKV_WEIGHT.tensors[1:]),
+    tensors=(Tensor(QKV_WEIGHT.tensors[0].name, ("2 * q_rows", "hidden")), *QKV_WEIGHT.tensors[1:]),
 )
 # Query, key, value and output gate of each key head in turn; likewise rate and step of the decay.
 IN_PROJECTION = Rule(
     Split.SECTIONS,
     (
         Tensor(f"{HF}.in_proj_qkvz.weight", ("delta.qkvz_rows", "hidden")),
-        Tensor(f"{HF}.in_proj_ba.weight", ("delta.ba_rows", "hidden")),
+        Tensor(f"{HF}.in_proj_ba.weight", ("2 * delta.values", "hidden")),
     ),
     f"{MEGATRON}.in_proj.weight",
     sections=(("delta.key_dim",) * 2 + ("delta.group_rows",) * 2, ("delta.group",) * 2),
@@ -46,7 +46,7 @@ CONVOLUTION = Rule(
 
 
 def per_head(name: str) -> Rule:
-    return Rule(Split.COLUMN, (Tensor(f"{HF}.{name}", ("delta.values",)),), f"{MEGATRON}.{name}")
+    return of_layer(Split.COLUMN, f"linear_attn.{name}", ("delta.values",), f"self_attention.{name}")
 
 
 # The same in a tensor for queries, keys and values, section by section, and one for each of the others.
@@ -68,16 +68,9 @@ DELTA_NET = (
     CONVOLUTION,
     per_head("A_log"),
     per_head("dt_bias"),
-    Rule(
-        Split.REPLICATED,
-        (Tensor(f"{HF}.norm.weight", ("delta.value_dim",)),),
-        f"{MEGATRON}.out_norm.weight",
-        all_tokens=True,
-    ),
-    Rule(
-        Split.ROW,
-        (Tensor(f"{HF}.out_proj.weight", ("hidden", "delta.value_rows")),),
-        f"{MEGATRON}.out_proj.weight",
+    replace(norm("linear_attn.norm", "self_attention.out_norm", size="delta.value_dim"), all_tokens=True),
+    of_layer(
+        Split.ROW, "linear_attn.out_proj.weight", ("hidden", "delta.value_rows"), "self_attention.out_proj.weight"
     ),
 )
 
@@ -96,7 +89,7 @@ DELTA: dict[str, Family] = {
         layer=(INPUT_NORM, GATED_QKV_WEIGHT, *QK_NORMS, OUTPUT),
         delta=DELTA_NET,
         dense=MLP,
-        sparse=(PRE_MLP_NORM, ROUTER, *EXPERTS, *shared_expert("shared_expert"), SHARED_EXPERT_GATE),
+        sparse=(PRE_MLP_NORM, ROUTER, *EXPERTS, *shared_expert("mlp.shared_expert"), SHARED_EXPERT_GATE),
         fixed={"attention_bias": False},
         defaults={
             **DEFAULTS,
@@ -125,8 +118,8 @@ DELTA["qwen3_5_moe"] = replace(
     sparse=(
         PRE_MLP_NORM,
         ROUTER,
-        *packed_experts("model.layers.{layer}.mlp.experts"),
-        *shared_expert("shared_expert"),
+        *packed_experts("mlp.experts"),
+        *shared_expert("mlp.shared_expert"),
         SHARED_EXPERT_GATE,
     ),
     # SGLang has experts in every layer.

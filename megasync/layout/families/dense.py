@@ -8,45 +8,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megasync.layout.families.rules import Family, Rule, Split, Tensor
+from megasync.layout.families.rules import HF_LAYER, LAYER, Family, Rule, Split, Tensor, of_layer
 from megasync.layout.families.vision import siglip
 
 
-def norm(hf: str, local: str, te: str | None = None, size: str = "hidden") -> Rule:
-    return Rule(Split.REPLICATED, (Tensor(hf, (size,)),), local, te)
+def norm(hf: str, megatron: str, te: str | None = None, size: str = "hidden") -> Rule:
+    return of_layer(Split.REPLICATED, f"{hf}.weight", (size,), f"{megatron}.weight", te)
 
 
 def qkv(kind: str, *columns: str, when: str | None = None) -> Rule:
     rows = {"q": "q_rows", "k": "kv_rows", "v": "kv_rows"}
-    tensors = (Tensor(f"model.layers.{{layer}}.self_attn.{x}_proj.{kind}", (rows[x], *columns)) for x in "qkv")
-    return Rule(Split.QKV, tuple(tensors), f"decoder.layers.{{layer}}.self_attention.linear_qkv.{kind}", when=when)
+    tensors = (Tensor(f"{HF_LAYER}self_attn.{x}_proj.{kind}", (rows[x], *columns)) for x in "qkv")
+    return Rule(Split.QKV, tuple(tensors), f"{LAYER}self_attention.linear_qkv.{kind}", when=when)
 
 
-INPUT_NORM = norm(
-    "model.layers.{layer}.input_layernorm.weight",
-    "decoder.layers.{layer}.input_layernorm.weight",
-    "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight",
-)
+INPUT_NORM = norm("input_layernorm", "input_layernorm", "self_attention.linear_qkv.layer_norm_weight")
 QKV_WEIGHT = qkv("weight", "hidden")
 QKV_BIAS = qkv("bias")
-QK_NORMS = tuple(
-    norm(
-        f"model.layers.{{layer}}.self_attn.{x}_norm.weight",
-        f"decoder.layers.{{layer}}.self_attention.{x}_layernorm.weight",
-        size="head_dim",
-    )
-    for x in "qk"
-)
-OUTPUT = Rule(
-    Split.ROW,
-    (Tensor("model.layers.{layer}.self_attn.o_proj.weight", ("hidden", "q_rows")),),
-    "decoder.layers.{layer}.self_attention.linear_proj.weight",
-)
-MLP_NORM_PARAMS = (
-    "decoder.layers.{layer}.pre_mlp_layernorm.weight",
-    "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight",
-)
-POST_ATTENTION_NORM = norm("model.layers.{layer}.post_attention_layernorm.weight", *MLP_NORM_PARAMS)
+QK_NORMS = tuple(norm(f"self_attn.{x}_norm", f"self_attention.{x}_layernorm", size="head_dim") for x in "qk")
+OUTPUT = of_layer(Split.ROW, "self_attn.o_proj.weight", ("hidden", "q_rows"), "self_attention.linear_proj.weight")
+MLP_NORM_PARAMS = ("pre_mlp_layernorm", "mlp.linear_fc1.layer_norm_weight")
+POST_ATTENTION_NORM = norm("post_attention_layernorm", *MLP_NORM_PARAMS)
+# Of a gated MLP: gate, up and down.
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def gated(
@@ -54,32 +38,27 @@ def gated(
     megatron: str,
     size: str,
     te: str | None = None,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    names: tuple[str, str, str] = PROJECTIONS,
 ) -> tuple[Rule, Rule]:
     """A gated MLP's two parameters: gate and up projections of ``size`` rows fused, and the down projection.
 
     Args:
-        hf, megatron: the prefixes of ``gate_proj.weight`` and ``linear_fc1.weight``.
-        te: pattern of the whole name under Transformer Engine, with ``{fc}`` for fc1 or fc2.
+        hf, megatron: the prefixes of ``gate_proj.weight`` and ``linear_fc1.weight`` within the layer.
+        te: pattern of the name under Transformer Engine, with ``{fc}`` for fc1 or fc2.
         names: Hugging Face's names of the gate, up and down projections.
     """
-    gate_up = tuple(Tensor(f"{hf}.{name}.weight", (size, "hidden")) for name in names[:2])
-    down = Tensor(f"{hf}.{names[2]}.weight", ("hidden", size))
-    fused = tuple(te.replace("{fc}", fc) if te else None for fc in ("fc1", "fc2"))
+    gate_up = tuple(Tensor(f"{HF_LAYER}{hf}.{name}.weight", (size, "hidden")) for name in names[:2])
+    fc1, fc2 = (te and te.replace("{fc}", fc) for fc in ("fc1", "fc2"))
     return (
-        Rule(Split.GATED, gate_up, f"{megatron}.linear_fc1.weight", fused[0]),
-        Rule(Split.ROW, (down,), f"{megatron}.linear_fc2.weight", fused[1]),
+        Rule(Split.GATED, gate_up, f"{LAYER}{megatron}.linear_fc1.weight", fc1 and LAYER + fc1),
+        of_layer(Split.ROW, f"{hf}.{names[2]}.weight", ("hidden", size), f"{megatron}.linear_fc2.weight", fc2),
     )
 
 
-MLP = (POST_ATTENTION_NORM, *gated("model.layers.{layer}.mlp", "decoder.layers.{layer}.mlp", "intermediate"))
+MLP = (POST_ATTENTION_NORM, *gated("mlp", "mlp", "intermediate"))
 GLM4_MLP = (
     POST_ATTENTION_NORM,
-    Rule(
-        Split.GATED,
-        (Tensor("model.layers.{layer}.mlp.gate_up_proj.weight", ("gate_up", "hidden")),),
-        "decoder.layers.{layer}.mlp.linear_fc1.weight",
-    ),
+    of_layer(Split.GATED, "mlp.gate_up_proj.weight", ("2 * intermediate", "hidden"), "mlp.linear_fc1.weight"),
     MLP[-1],
 )
 
@@ -87,17 +66,14 @@ GLM4_MLP = (
 def output_norms(attention: str, mlp: str) -> tuple[Rule, Rule]:
     """Norms of the outputs of attention and MLP before the residual addition; Hugging Face's names of the two."""
     return (
-        norm(
-            f"model.layers.{{layer}}.{attention}.weight",
-            "decoder.layers.{layer}.self_attention.linear_proj.output_layernorm.weight",
-        ),
-        norm(f"model.layers.{{layer}}.{mlp}.weight", "decoder.layers.{layer}.mlp.linear_fc2.output_layernorm.weight"),
+        norm(attention, "self_attention.linear_proj.output_layernorm"),
+        norm(mlp, "mlp.linear_fc2.output_layernorm"),
     )
 
 
 GLM4_OUTPUT_NORMS = output_norms("post_self_attn_layernorm", "post_mlp_layernorm")
 GEMMA3_OUTPUT_NORMS = output_norms("post_attention_layernorm", "post_feedforward_layernorm")
-GEMMA3_MLP_NORM = norm("model.layers.{layer}.pre_feedforward_layernorm.weight", *MLP_NORM_PARAMS)
+GEMMA3_MLP_NORM = norm("pre_feedforward_layernorm", *MLP_NORM_PARAMS)
 
 DENSE: dict[str, Family] = {
     "llama": Family(

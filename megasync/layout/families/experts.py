@@ -12,6 +12,7 @@ from megasync.layout.families.dense import (
     INPUT_NORM,
     MLP,
     OUTPUT,
+    PROJECTIONS,
     QK_NORMS,
     QKV_BIAS,
     QKV_WEIGHT,
@@ -19,32 +20,33 @@ from megasync.layout.families.dense import (
     norm,
     qkv,
 )
-from megasync.layout.families.rules import Family, Rule, Split, Tensor
+from megasync.layout.families.rules import HF_LAYER, Family, Rule, Split, Tensor, of_layer
 from megasync.layout.families.vision import llama4
 
-PRE_MLP_NORM = norm(
-    "model.layers.{layer}.post_attention_layernorm.weight", "decoder.layers.{layer}.pre_mlp_layernorm.weight"
-)
-ROUTER = Rule(
-    Split.REPLICATED,
-    (Tensor("model.layers.{layer}.mlp.gate.weight", ("experts", "hidden")),),
-    "decoder.layers.{layer}.mlp.router.weight",
-)
-EXPERTS = gated(
-    "model.layers.{layer}.mlp.experts.{expert}",
-    "decoder.layers.{layer}.mlp.experts.local_experts.{expert}",
-    "moe_intermediate",
-    te="decoder.layers.{layer}.mlp.experts.linear_{fc}.weight{expert}",
-)
+PRE_MLP_NORM = norm("post_attention_layernorm", "pre_mlp_layernorm")
+
+
+def router(hf: str) -> Rule:
+    """The router's weight, whose tensor families name differently."""
+    return of_layer(Split.REPLICATED, hf, ("experts", "hidden"), "mlp.router.weight")
+
+
+def experts(hf: str, names: tuple[str, str, str] = PROJECTIONS) -> tuple[Rule, Rule]:
+    """The MLP of each expert, whose tensors begin with ``hf``; ``names`` as in `gated`."""
+    local, te = "mlp.experts.local_experts.{expert}", "mlp.experts.linear_{fc}.weight{expert}"
+    return gated(f"{hf}.experts.{{expert}}", local, "moe_intermediate", te, names)
+
+
+ROUTER, EXPERTS = router("mlp.gate.weight"), experts("mlp")
 
 
 def packed_experts(hf: str, *, transposed: bool = False) -> tuple[Rule, Rule]:
     """The same with each projection of all experts in one tensor; gate rows precede up rows."""
-    shapes = {"gate_up_proj": ("moe_gate_up", "hidden"), "down_proj": ("hidden", "moe_intermediate")}
+    shapes = {"gate_up_proj": ("2 * moe_intermediate", "hidden"), "down_proj": ("hidden", "moe_intermediate")}
     gate_up, down = (
         replace(
             rule,
-            tensors=(Tensor(f"{hf}.{name}", ("experts", *(shape[::-1] if transposed else shape))),),
+            tensors=(Tensor(f"{HF_LAYER}{hf}.{name}", ("experts", *(shape[::-1] if transposed else shape))),),
             stacked=True,
             transposed=transposed,
         )
@@ -55,23 +57,26 @@ def packed_experts(hf: str, *, transposed: bool = False) -> tuple[Rule, Rule]:
 
 def shared_expert(hf: str) -> tuple[Rule, Rule]:
     """The MLP that processes every token; families name it differently."""
-    return gated(f"model.layers.{{layer}}.mlp.{hf}", "decoder.layers.{layer}.mlp.shared_experts", "shared_intermediate")
+    return gated(hf, "mlp.shared_experts", "shared_intermediate")
 
 
-SHARED_EXPERT_GATE = Rule(
-    Split.REPLICATED,
-    (Tensor("model.layers.{layer}.mlp.shared_expert_gate.weight", (1, "hidden")),),
-    "decoder.layers.{layer}.mlp.shared_experts.gate_weight",
+SHARED_EXPERT_GATE = of_layer(
+    Split.REPLICATED, "mlp.shared_expert_gate.weight", (1, "hidden"), "mlp.shared_experts.gate_weight"
 )
 
-# Influences which experts are chosen, not their weights; receives no gradient.
-ROUTER_BIAS = Rule(
-    Split.REPLICATED,
-    (Tensor("model.layers.{layer}.mlp.gate.e_score_correction_bias", ("experts",)),),
-    "decoder.layers.{layer}.mlp.router.expert_bias",
-    dtype="float32",
+
+def router_bias(hf: str) -> Rule:
+    """The bias that influences which experts are chosen, not their weights; receives no gradient."""
+    return of_layer(Split.REPLICATED, hf, ("experts",), "mlp.router.expert_bias", dtype="float32")
+
+
+SPARSE_WITH_BIAS = (
+    PRE_MLP_NORM,
+    ROUTER,
+    router_bias("mlp.gate.e_score_correction_bias"),
+    *EXPERTS,
+    *shared_expert("mlp.shared_experts"),
 )
-SPARSE_WITH_BIAS = (PRE_MLP_NORM, ROUTER, ROUTER_BIAS, *EXPERTS, *shared_expert("shared_experts"))
 SIGMOID_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}
 # Multi-token-prediction layers come after the last one and serve only speculative decoding: the policy's log-probs do
 # not depend on them. They are neither loaded nor trained, so an export has none.
@@ -79,14 +84,9 @@ NO_PREDICTION_LAYERS = {"num_nextn_predict_layers": 0}
 
 # MiniMax-M2 normalises queries and keys over all heads together, so tensor ranks share these norms' weights.
 ALL_HEADS_NORMS = tuple(
-    Rule(
-        Split.COLUMN,
-        (Tensor(f"model.layers.{{layer}}.self_attn.{x}_norm.weight", (rows,)),),
-        f"decoder.layers.{{layer}}.self_attention.{x}_layernorm.weight",
-    )
-    for x, rows in (("q", "q_rows"), ("k", "kv_rows"))
+    replace(rule, split=Split.COLUMN, tensors=(replace(rule.tensors[0], shape=(rows,)),))
+    for rule, rows in zip(QK_NORMS, ("q_rows", "kv_rows"), strict=True)
 )
-MINIMAX_MOE = "model.layers.{layer}.block_sparse_moe"
 
 
 def stacked_experts(x: str, fc: str, rows: str, columns: str) -> tuple[Rule, Rule]:
@@ -94,33 +94,23 @@ def stacked_experts(x: str, fc: str, rows: str, columns: str) -> tuple[Rule, Rul
 
     In the columns of ``gate_up_proj``, gate and up alternate. Megatron's parameters keep that order.
     """
-    hf, megatron = "model.layers.{layer}.mlp.experts", "decoder.layers.{layer}.mlp.experts"
-    local, te = f"{megatron}.local_experts.{{expert}}.linear_{fc}", f"{megatron}.linear_{fc}"
-    weight, bias = Tensor(f"{hf}.{x}", ("experts", columns, rows)), Tensor(f"{hf}.{x}_bias", ("experts", rows))
-    return (
-        Rule(Split.COLUMN, (weight,), f"{local}.weight", f"{te}.weight{{expert}}", stacked=True, transposed=True),
-        Rule(Split.COLUMN, (bias,), f"{local}.bias", f"{te}.bias{{expert}}", stacked=True, transposed=True),
-    )
+
+    def stacked(kind: str, name: str, shape: tuple[str, ...]) -> Rule:
+        local, te = f"mlp.experts.local_experts.{{expert}}.linear_{fc}", f"mlp.experts.linear_{fc}"
+        names = f"mlp.experts.{name}", shape, f"{local}.{kind}", f"{te}.{kind}{{expert}}"
+        return of_layer(Split.COLUMN, *names, stacked=True, transposed=True)
+
+    return stacked("weight", x, ("experts", columns, rows)), stacked("bias", f"{x}_bias", ("experts", rows))
 
 
-LLAMA4_MLP = "model.layers.{layer}.feed_forward"
-
-SINKS = Rule(
-    Split.COLUMN,
-    (Tensor("model.layers.{layer}.self_attn.sinks", ("heads",)),),
-    "decoder.layers.{layer}.self_attention.core_attention.softmax_offset",
-)
-OUTPUT_BIAS = Rule(
-    Split.REPLICATED,
-    (Tensor("model.layers.{layer}.self_attn.o_proj.bias", ("hidden",)),),
-    "decoder.layers.{layer}.self_attention.linear_proj.bias",
-)
+SINKS = of_layer(Split.COLUMN, "self_attn.sinks", ("heads",), "self_attention.core_attention.softmax_offset")
+OUTPUT_BIAS = of_layer(Split.REPLICATED, "self_attn.o_proj.bias", ("hidden",), "self_attention.linear_proj.bias")
 
 SPARSE: dict[str, Family] = {
     "qwen2_moe": Family(
         layer=(INPUT_NORM, QKV_WEIGHT, QKV_BIAS, OUTPUT),
         dense=MLP,
-        sparse=(PRE_MLP_NORM, ROUTER, *EXPERTS, *shared_expert("shared_expert"), SHARED_EXPERT_GATE),
+        sparse=(PRE_MLP_NORM, ROUTER, *EXPERTS, *shared_expert("mlp.shared_expert"), SHARED_EXPERT_GATE),
         fixed={"qkv_bias": True},
     ),
     "qwen3_moe": Family(
@@ -157,15 +147,9 @@ SPARSE: dict[str, Family] = {
         dense=MLP,
         sparse=(
             PRE_MLP_NORM,
-            replace(ROUTER, tensors=(Tensor(f"{MINIMAX_MOE}.gate.weight", ("experts", "hidden")),)),
-            replace(ROUTER_BIAS, tensors=(Tensor(f"{MINIMAX_MOE}.e_score_correction_bias", ("experts",)),)),
-            *gated(
-                f"{MINIMAX_MOE}.experts.{{expert}}",
-                "decoder.layers.{layer}.mlp.experts.local_experts.{expert}",
-                "moe_intermediate",
-                te="decoder.layers.{layer}.mlp.experts.linear_{fc}.weight{expert}",
-                names=("w1", "w3", "w2"),
-            ),
+            router("block_sparse_moe.gate.weight"),
+            router_bias("block_sparse_moe.e_score_correction_bias"),
+            *experts("block_sparse_moe", ("w1", "w3", "w2")),
         ),
         fixed={
             "use_qk_norm": True,
@@ -193,13 +177,9 @@ SPARSE: dict[str, Family] = {
         dense=MLP,
         sparse=(
             PRE_MLP_NORM,
-            replace(ROUTER, tensors=(Tensor("model.layers.{layer}.mlp.router.weight", ("experts", "hidden")),)),
-            Rule(
-                Split.REPLICATED,
-                (Tensor("model.layers.{layer}.mlp.router.bias", ("experts",)),),
-                "decoder.layers.{layer}.mlp.router.bias",
-            ),
-            *stacked_experts("gate_up_proj", "fc1", "moe_gate_up", "hidden"),
+            router("mlp.router.weight"),
+            of_layer(Split.REPLICATED, "mlp.router.bias", ("experts",), "mlp.router.bias"),
+            *stacked_experts("gate_up_proj", "fc1", "2 * moe_intermediate", "hidden"),
             *stacked_experts("down_proj", "fc2", "hidden", "moe_intermediate"),
         ),
         # Megatron's SwiGLU has this gain.
@@ -222,12 +202,12 @@ SPARSE: dict[str, Family] = {
     # The language model alone.
     "llama4_text": Family(
         layer=(INPUT_NORM, QKV_WEIGHT, OUTPUT),
-        dense=(MLP[0], *gated(LLAMA4_MLP, "decoder.layers.{layer}.mlp", "intermediate")),
+        dense=(MLP[0], *gated("feed_forward", "mlp", "intermediate")),
         sparse=(
             PRE_MLP_NORM,
-            replace(ROUTER, tensors=(Tensor(f"{LLAMA4_MLP}.router.weight", ("experts", "hidden")),)),
-            *packed_experts(f"{LLAMA4_MLP}.experts", transposed=True),
-            *gated(f"{LLAMA4_MLP}.shared_expert", "decoder.layers.{layer}.mlp.shared_experts", "shared_intermediate"),
+            router("feed_forward.router.weight"),
+            *packed_experts("feed_forward.experts", transposed=True),
+            *shared_expert("feed_forward.shared_expert"),
         ),
         # Megatron applies the weight of one expert to its input, not those of several.
         fixed={"attention_bias": False, "num_experts_per_tok": 1},

@@ -7,41 +7,25 @@ ranks; Transformer Engine's keep them whole.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from megasync.layout.families.dense import MLP, norm
 from megasync.layout.families.experts import NO_PREDICTION_LAYERS, SIGMOID_ROUTING, SPARSE_WITH_BIAS
-from megasync.layout.families.rules import Family, Rule, Split, Tensor
-
-HF = "model.layers.{layer}.self_attn"
-MEGATRON = "decoder.layers.{layer}.self_attention"
+from megasync.layout.families.rules import Family, Rule, Split, of_layer
 
 
-def projection(
-    hf: str,
-    megatron: str,
-    rows: str,
-    columns: str,
-    *,
-    te_split: Split | None = None,
-    when: str | None = None,
-    unless: str | None = None,
-    joined: bool = False,
-) -> Rule:
-    tensor = Tensor(f"{HF}.{hf}.weight", (rows, columns))
-    name = f"{MEGATRON}.{megatron}.weight"
-    return Rule(Split.COLUMN, (tensor,), name, te_split=te_split, when=when, unless=unless, joined=joined)
+def projection(hf: str, megatron: str, rows: str, columns: str, **options: Any) -> Rule:
+    names = f"self_attn.{hf}.weight", (rows, columns), f"self_attention.{megatron}.weight"
+    return of_layer(Split.COLUMN, *names, **options)
 
 
-def latent_norm(x: str, size: str, *, when: str | None = None) -> Rule:
-    return Rule(
-        Split.REPLICATED,
-        (Tensor(f"{HF}.{x}_a_layernorm.weight", (size,)),),
-        f"{MEGATRON}.{x}_layernorm.weight",
-        f"{MEGATRON}.linear_{x}_up_proj.layer_norm_weight",
-        when=when,
-    )
+def latent_norm(x: str, size: str) -> Rule:
+    te = f"self_attention.linear_{x}_up_proj.layer_norm_weight"
+    return norm(f"self_attn.{x}_a_layernorm", f"self_attention.{x}_layernorm", te, size)
 
 
-INPUT_NORM = norm("model.layers.{layer}.input_layernorm.weight", "decoder.layers.{layer}.input_layernorm.weight")
+INPUT_NORM = norm("input_layernorm", "input_layernorm")
 ATTENTION = (
     projection("q_proj", "linear_q_proj", "q_rows", "hidden", unless="q_lora_rank"),
     projection("q_a_proj", "linear_q_down_proj", "q_lora", "hidden", te_split=Split.REPLICATED, when="q_lora_rank"),
@@ -49,11 +33,11 @@ ATTENTION = (
     projection(
         "kv_a_proj_with_mqa", "linear_kv_down_proj", "kv_a_rows", "hidden", te_split=Split.REPLICATED, joined=True
     ),
-    latent_norm("q", "q_lora", when="q_lora_rank"),
+    replace(latent_norm("q", "q_lora"), when="q_lora_rank"),
     projection("q_b_proj", "linear_q_up_proj", "q_rows", "q_lora", when="q_lora_rank"),
     latent_norm("kv", "kv_lora"),
     projection("kv_b_proj", "linear_kv_up_proj", "kv_b_rows", "kv_lora"),
-    Rule(Split.ROW, (Tensor(f"{HF}.o_proj.weight", ("hidden", "value_rows")),), f"{MEGATRON}.linear_proj.weight"),
+    of_layer(Split.ROW, "self_attn.o_proj.weight", ("hidden", "value_rows"), "self_attention.linear_proj.weight"),
 )
 
 DEEPSEEK_V3 = Family(

@@ -29,7 +29,7 @@ class Split(Enum):
 
 @dataclass(frozen=True)
 class Tensor:
-    """A Hugging Face tensor: name pattern, and shape as numbers and names of `Sizes` fields."""
+    """A Hugging Face tensor: name pattern, and shape as `Sizes.shape` takes it."""
 
     name: str
     shape: tuple[str | int, ...]
@@ -78,6 +78,17 @@ class Rule:
     def per_expert(self) -> bool:
         """Whether the rule describes one parameter of each expert, split over the ranks that share an expert."""
         return "{expert}" in self.local
+
+
+# What the names of a layer's tensors, and of its parameters, begin with.
+HF_LAYER, LAYER = "model.layers.{layer}.", "decoder.layers.{layer}."
+
+
+def of_layer(
+    split: Split, hf: str, shape: tuple[str | int, ...], megatron: str, te: str | None = None, **options: Any
+) -> Rule:
+    """The rule of a layer's parameter that is one tensor. All names are those within the layer."""
+    return Rule(split, (Tensor(HF_LAYER + hf, shape),), LAYER + megatron, te and LAYER + te, **options)
 
 
 # Before and after the layers, in all families.

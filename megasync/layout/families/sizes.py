@@ -23,6 +23,13 @@ DELTA_KEYS = (
 )
 
 
+def whole_number(config: Mapping[str, Any], key: str, section: str = "") -> int:
+    """A value of a config.json, or of its ``section``. Raises ConfigError unless it is a whole number from 1."""
+    if type(config[key]) is not int or config[key] < 1:
+        raise ConfigError(f"{section}{key}={config[key]!r} in config.json must be a whole number from 1")
+    return config[key]
+
+
 @dataclass(frozen=True)
 class DeltaHeads:
     """The heads of a gated delta net, and its convolution."""
@@ -71,13 +78,9 @@ class DeltaHeads:
         return self.conv_rows + self.value_rows
 
     @property
-    def ba_rows(self) -> int:
-        """A rate and a step of the decay for each value head."""
-        return 2 * self.values
-
-    @property
     def in_rows(self) -> int:
-        return self.qkvz_rows + self.ba_rows
+        # A rate and a step of the decay for each value head.
+        return self.qkvz_rows + 2 * self.values
 
     @property
     def sections(self) -> tuple[int, int, int, int]:
@@ -119,11 +122,6 @@ class Sizes:
         return self.heads * self.head_dim
 
     @property
-    def gated_q_rows(self) -> int:
-        """The rows of queries with gates: of each head its query channels, then as many gates."""
-        return 2 * self.q_rows
-
-    @property
     def kv_rows(self) -> int:
         return self.groups * self.head_dim
 
@@ -156,18 +154,13 @@ class Sizes:
         latents = {"q_lora_rank": self.q_lora, "kv_lora_rank + qk_rope_head_dim": self.kv_a_rows}
         return dense | shared | {key: size for key, size in latents.items() if size}
 
-    @property
-    def gate_up(self) -> int:
-        """Rows of a dense layer's gate and up projections together."""
-        return 2 * self.intermediate
-
-    @property
-    def moe_gate_up(self) -> int:
-        """Rows of an expert's gate and up projections together."""
-        return 2 * self.moe_intermediate
-
     def shape(self, names: tuple[str | int, ...]) -> tuple[int, ...]:
-        return tuple(name if isinstance(name, int) else attrgetter(name)(self) for name in names)
+        """The sizes that a table names: numbers, fields, or multiples of one (``2 * hidden``)."""
+        pairs = (str(name).rpartition(" * ") for name in names)
+        return tuple(int(factor or 1) * self._size(name) for factor, _, name in pairs)
+
+    def _size(self, name: str) -> int:
+        return int(name) if name.isdecimal() else attrgetter(name)(self)
 
 
 def read_sizes(config: Mapping[str, Any], sparse: bool, latent: bool = False, delta: bool = False) -> Sizes:
@@ -229,16 +222,13 @@ def _latents(config: Mapping[str, Any], heads: int) -> dict[str, int]:
 
 
 def _delta(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    for key in (*DELTA_KEYS, "full_attention_interval"):
-        if type(config[key]) is not int or config[key] < 1:
-            raise ConfigError(f"{key}={config[key]!r} in config.json must be a whole number from 1")
-    heads = DeltaHeads(*(config[key] for key in DELTA_KEYS))
+    heads = DeltaHeads(*(whole_number(config, key) for key in DELTA_KEYS))
+    # Hugging Face assumes 4 where it is missing, SGLang fails.
+    interval = whole_number(config, "full_attention_interval")
     if heads.values % heads.keys:
         raise ConfigError(
             f"linear_num_value_heads={heads.values} is not a multiple of linear_num_key_heads={heads.keys}"
         )
-    # Hugging Face assumes 4 where it is missing, SGLang fails.
-    interval = config["full_attention_interval"]
     regular = [FULL_LAYER if (layer + 1) % interval == 0 else DELTA_LAYER for layer in range(layers)]
     kinds = config.get("layer_types") or regular
     if kinds != regular:

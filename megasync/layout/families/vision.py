@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megasync.errors import ConfigError
+from megasync.layout.families.sizes import whole_number
 
 Shapes = dict[str, tuple[int, ...]]
 # Makes the tensors from ``vision_config`` and the hidden size of the language model.
@@ -138,10 +139,7 @@ def llama4(vision: Mapping[str, Any], hidden: int) -> Shapes:
 def _sizes(vision: Mapping[str, Any], defaults: Mapping[str, int]) -> list[int]:
     """The values of ``defaults``' keys, in their order."""
     sizes = {**defaults, **{key: vision[key] for key in defaults if vision.get(key) is not None}}
-    for key, value in sizes.items():
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"vision_config.{key}={value!r} in config.json must be a whole number from 1")
-    return list(sizes.values())
+    return [whole_number(sizes, key, "vision_config.") for key in sizes]
 
 
 def _with_bias(module: str, *shape: int) -> Shapes:

@@ -62,22 +62,19 @@ class VersionFolders:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SyncError(f"sync.disk_dir={self.root} cannot be created: {error}") from error
-        self._take_lock()
-        sweep(self.root)
-        for stale in self._named(_UNSEALED):
-            self.discard(stale)
-
-    def _take_lock(self) -> None:
         try:
             free = self._lock.take()
         except OSError as error:
             log.warning("sync.disk_dir=%s cannot be locked (%s): let no other run use it", self.root, error)
-            return
+            free = True
         if not free:
             raise SyncError(
                 f"sync.disk_dir={self.root} is in use by the run of {named_holder(self.root / LOCK)}; give each run a "
                 f"folder of its own"
             )
+        sweep(self.root)
+        for stale in self._named(_UNSEALED):
+            self.discard(stale)
 
     def close(self) -> None:
         """Lets another run use the folder."""
@@ -107,7 +104,12 @@ class VersionFolders:
             raise SyncError(f"the ranks wrote {sorted(files)} into {draft}, but the plan says {sorted(expected)}")
         try:
             for name, written in files.items():
-                self._check_size(draft / name, written.bytes)
+                path = draft / name
+                if (size := path.stat().st_size if path.exists() else None) != written.bytes:
+                    raise SyncError(
+                        f"{path} has {size} bytes here, but {written.bytes} on the rank that wrote it: sync.disk_dir "
+                        f"must be one folder that all nodes share"
+                    )
             complete = self._complete(draft, files)
             manifest = {
                 "version": version,
@@ -135,14 +137,6 @@ class VersionFolders:
         }
         atomic_write(draft / INDEX, index_text(where, self._plan.nbytes))
         return files
-
-    def _check_size(self, path: Path, nbytes: int) -> None:
-        size = path.stat().st_size if path.exists() else None
-        if size != nbytes:
-            raise SyncError(
-                f"{path} has {size} bytes here, but {nbytes} on the rank that wrote it: sync.disk_dir must be one "
-                f"folder that all nodes share"
-            )
 
     def discard(self, draft: Path) -> None:
         """Removes a version or draft as far as possible; its name goes first, so that nothing uses the rest."""

@@ -9,7 +9,7 @@ fails; a commit copies what has been verified already. A server that fails insid
 a later publish has brought it a complete version (`quarantined`). ``sync.wave`` limits how many servers are updated at
 a time; nothing ever pauses all of them together.
 
-Replicas of the trainer are assigned to servers (`shard.feeds`), and each server has links to those alone. @@ live
+Replicas of the trainer are assigned to servers (`shard.feeds`), and each server has links to those alone. Links live
 until they fail: a failure of one server or of its links costs no other server its links.
 
 Every phase has a deadline of ``timeouts.weight_sync`` seconds, every message one of ``timeouts.sync_stall``, and making

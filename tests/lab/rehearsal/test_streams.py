@@ -232,6 +232,7 @@ def copied_twice(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     written = []
     for _ in range(2):
         weight.mul_(2)
+        memory.clear()
         copied = checkpoint.copied(shard, memory, weight.device)
         weight.add_(1)
         written.append(copied.params["w"].clone())
