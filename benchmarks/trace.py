@@ -18,7 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from megasync.observe import trace
-from megasync.observe.spans import Span, TraceReader
+from megasync.watch.spans import Span, TraceReader
 from megasync.watch.timeline import Timeline
 
 REPEATS = 5

@@ -563,9 +563,9 @@ def resolve_arguments(server: Any) -> str:
 
 def trace_weights(config: Any, server: Any, folder: str) -> str:
     """Builds SGLang's model class for every rank on the meta device, with few layers, and traces its loader."""
+    from megasync.lab.engine_blueprint import trace_ranks
     from megasync.layout.layout import Layout
     from megasync.layout.topology import Topology
-    from megasync.serving.engine_blueprint import trace_ranks
 
     path = Path(folder, "config.json")
     values = json.loads(path.read_text())

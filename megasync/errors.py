@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 # What sandboxes are called among the services that fail.
 SANDBOXES = "sandboxes"
@@ -161,3 +162,14 @@ def is_infrastructure(error: BaseException) -> bool:
 def failed_service(error: BaseException) -> str | None:
     """The name of the environment or tool server whose failure is among the causes of an error; None without one."""
     return next((cause.service for cause in causes(error) if isinstance(cause, ServiceFailed)), None)
+
+
+@contextmanager
+def raised_as(
+    kind: type[Exception], what: str, fix: str = "", *, of: type[Exception] | tuple[type[Exception], ...] = OSError
+) -> Iterator[None]:
+    """Raises errors of the types `of` as one of this kind. The message says `what` failed, why, and the `fix`."""
+    try:
+        yield
+    except of as error:
+        raise kind(f"{what}: {error}" + (f"; {fix}" if fix else "")) from error

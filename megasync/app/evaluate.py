@@ -29,7 +29,7 @@ from megasync.config.builtin import EXTERNAL
 from megasync.config.pools import pool_specs
 from megasync.config.schema import SyncConfig, TrainerConfig
 from megasync.device import check_machine, resolve_device
-from megasync.errors import CheckpointError, ConfigError
+from megasync.errors import CheckpointError, ConfigError, raised_as
 from megasync.evaluation.evaluate import HeldOutScores, evaluate
 from megasync.evaluation.report import EvaluationProgress, write_scores
 from megasync.models.hub import local_folder, resolve_names
@@ -79,12 +79,10 @@ def output_folder(target: Path, config: Config, out: Path | None) -> Iterator[Pa
     folder = out or (
         target / f"eval-{stamp}" if target.is_dir() else Path(config.run_root) / f"{config.name}-eval-{stamp}"
     )
-    try:
+    with raised_as(ConfigError, f"the output folder {folder} cannot be created"):
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise ConfigError(f"{folder} is not empty; name another folder with --out")
-    except OSError as error:
-        raise ConfigError(f"the output folder {folder} cannot be created: {error}") from error
     try:
         yield folder
     finally:

@@ -10,21 +10,26 @@ import asyncio
 import json
 import logging
 import re
+import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from megasync.app.run_lock import is_held
+from megasync.app.run_lock import holder, is_held
 from megasync.base.files import PART, atomic_write
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config import CONFIG_FILE
 from megasync.errors import ConfigError, MegasyncError
+from megasync.observe.hang import TOTAL_SECONDS, HangReporter
+from megasync.observe.stacks import stacks_of
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.3
+# Seconds for the stacks of a driver that does not answer.
+DRIVER_SECONDS = 10.0
 _FOLDER = "control"
 _ASK = re.compile(r"[0-9]+-[0-9a-f]{8}\.ask")
 # A request, its answer, or an unfinished one of either.
@@ -108,6 +113,31 @@ def ask(run_dir: Path, name: str, *values: object, timeout: float) -> str:
     if "refused" in content:
         raise MegasyncError(content["refused"])
     return content["done"]
+
+
+# `megasync stacks`
+
+
+async def answer_with_report(reports: HangReporter) -> str:
+    """The path of a new report, for the mailbox. Raises MegasyncError when it could not be written."""
+    path = await reports.report("requested by `megasync stacks`")
+    if path is None:
+        raise MegasyncError("the report could not be written; the run's log says why")
+    return str(path)
+
+
+def report_of(run_dir: Path) -> str:
+    """The path of a new report, or the stacks of a driver that does not answer. Raises ConfigError as `ask`."""
+    try:
+        return ask(run_dir, "stacks", timeout=2 * TOTAL_SECONDS)
+    except ConfigError:
+        raise
+    except MegasyncError as error:
+        driver = holder(run_dir)
+        if driver is None or driver["host"] != socket.gethostname() or not is_held(run_dir):
+            raise
+        process = stacks_of("driver", driver["pid"], time.monotonic() + DRIVER_SECONDS)
+        return f"{error}\n\ndriver (process {process.pid}), {process.state}: {process.place}\n{process.text}"
 
 
 def _write(path: Path, content: dict) -> None:

@@ -21,7 +21,7 @@ from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.buffer.ledger import begun
 from megasync.config import CONFIG_FILE, SERVICE_FOLDER, load_config
 from megasync.config.limits import SHOWN_CHARACTERS, path_problem
-from megasync.errors import ConfigError
+from megasync.errors import ConfigError, raised_as
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +45,8 @@ def read_resume_file(file: Path) -> Path | None:
     if not file.exists():
         return None
     fix = f"write the run directory into it, or remove {file} to start a new run"
-    try:
+    with raised_as(ConfigError, f"--continue {file} cannot be read", fix, of=(OSError, UnicodeDecodeError)):
         name = file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--continue {file} cannot be read: {error}; {fix}") from None
     if not name:
         raise ConfigError(f"--continue {file} is empty and names no run; {fix}")
     run_dir = Path(name)
@@ -66,14 +64,10 @@ def read_resume_file(file: Path) -> Path | None:
 def write_resume_file(file: Path, run_dir: Path) -> None:
     """Writes the run directory into ``file``. Raises ConfigError when it cannot be written."""
     content = f"{run_dir.absolute()}\n"
-    try:
+    with raised_as(ConfigError, f"--continue {file} cannot be written", "free some space, or name another file"):
         if not file.is_file() or file.read_text(encoding="utf-8") != content:
             file.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(file, content)
-    except OSError as error:
-        raise ConfigError(
-            f"--continue {file} cannot be written: {error}; free some space, or name another file"
-        ) from error
 
 
 def resolve_config(config: Path, overrides: Sequence[str], file: Path | None) -> tuple[Path, list[str]]:

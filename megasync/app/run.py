@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from megasync.app.hang_request import answer_with_report
+from megasync.app.mailbox import answer_with_report
 from megasync.app.rollout_worker import answers_of
 from megasync.app.run_directory import AnyRun, OpenedRun
 from megasync.app.servers import InferenceServers, open_task, reserve_pools

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 from megasync.app.mailbox import Mailbox
 from megasync.app.resume_file import is_resumable
@@ -24,18 +24,19 @@ from megasync.concurrency.event_loop import handle_signals
 from megasync.concurrency.foreign import explain
 from megasync.concurrency.threads import DaemonThreads
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, remember, save_config
+from megasync.config.commands import is_supervised
 from megasync.errors import ConfigError, TrainingError
 from megasync.layout.shards import export_checkpoint
 from megasync.observe import stacks, trace
-from megasync.observe.awaits import describe_tasks
 from megasync.observe.curve import points
 from megasync.observe.hang import HangReporter
 from megasync.observe.logfile import log_to_file
 from megasync.observe.metrics import STEP, read_metrics
 from megasync.observe.names import SCORE, VALIDATION_LOSS
 from megasync.observe.observer import RunObserver
-from megasync.observe.result import RunResult, SupervisedResult, resume_command
-from megasync.observe.state_file import RunState, read_state
+from megasync.observe.result import RunResult, resume_command
+from megasync.observe.stacks import describe_tasks
+from megasync.observe.state_file import read_state
 from megasync.trainer.checkpoint import latest
 
 T = TypeVar("T")
@@ -77,38 +78,26 @@ def new_run_dir(config: Config, custom: Mapping[str, str] | None = None) -> Path
 def finished_run(run_dir: Path, config: Config) -> RunResult | None:
     """The result of a run that has reached its goal, if `config` sets no further one; None for any other run."""
     state = read_state(run_dir)
-    if not _is_finished(state, run_dir, config):
+    if state is None or state.status != "finished":
         return None
+    configs = config, load_config(run_dir / CONFIG_FILE)
+    if len({(of.schedule.total_steps, of.schedule.stop_at_score, of.sft.epochs) for of in configs}) > 1:
+        return None
+    metrics, out = read_metrics(run_dir), run_dir / EXPORT_FOLDER
+    scores, losses = (
+        [(int(step), value) for step, value in points(metrics, STEP, name)] if metrics else []
+        for name in (SCORE, VALIDATION_LOSS)
+    )
     return RunResult(
         run_dir=run_dir,
         step=state.step,
-        version=state.version,
-        scores=[(int(step), score) for step, score in points(read_metrics(run_dir), STEP, SCORE)],
-        export_dir=_exported(config, run_dir),
+        version=None if is_supervised(config) else state.version,
+        scores=scores,
+        losses=losses,
+        # The one that is there, or else written now if `checkpoint.export` asks for it.
+        export_dir=out if out.exists() else export_newest(config, run_dir, log.info),
         stopped=ALREADY_FINISHED,
     )
-
-
-def finished_supervised(run_dir: Path, config: Config) -> SupervisedResult | None:
-    """The result of a supervised run that has trained all of its epochs, as `finished_run`."""
-    state = read_state(run_dir)
-    if not _is_finished(state, run_dir, config):
-        return None
-    losses = [(int(step), loss) for step, loss in points(read_metrics(run_dir), STEP, VALIDATION_LOSS)]
-    return SupervisedResult(run_dir, state.step, losses, _exported(config, run_dir), ALREADY_FINISHED)
-
-
-def _is_finished(state: RunState | None, run_dir: Path, config: Config) -> TypeGuard[RunState]:
-    def goal(of: Config) -> tuple[int, float | None, int]:
-        return of.schedule.total_steps, of.schedule.stop_at_score, of.sft.epochs
-
-    return state is not None and state.status == "finished" and goal(config) == goal(load_config(run_dir / CONFIG_FILE))
-
-
-def _exported(config: Config, run_dir: Path) -> Path | None:
-    """The final model: the one that is there, or else written now if `checkpoint.export` asks for it."""
-    out = run_dir / EXPORT_FOLDER
-    return out if out.exists() else export_newest(config, run_dir, log.info)
 
 
 def export_newest(config: Config, run_dir: Path, notify: Callable[[str], None]) -> Path | None:

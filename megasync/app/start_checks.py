@@ -15,10 +15,9 @@ from pathlib import Path
 
 from megasync.app.workload import PythonArguments, Workload, load_workflow, prepare_workload
 from megasync.config import Config
+from megasync.config.commands import is_served, is_supervised
 from megasync.config.pools import frozen_models
 from megasync.config.schema import DatasetConfig
-from megasync.config.served import is_served
-from megasync.config.supervised import is_supervised
 from megasync.data import load_dataset
 from megasync.data.datasets import load_conversations
 from megasync.data.tokenizer import load_tokenizer

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megasync.app.hang_request import answer_with_report
-from megasync.app.run_directory import AnyRun, OpenedRun, finished_supervised, new_run_dir, run_stoppable
+from megasync.app.mailbox import answer_with_report
+from megasync.app.run_directory import AnyRun, OpenedRun, finished_run, new_run_dir, run_stoppable
 from megasync.app.servers import reserve_pools
 from megasync.app.workload import stop_ids
 from megasync.base.files import atomic_write
@@ -30,8 +30,9 @@ from megasync.concurrency.foreign import invoke
 from megasync.concurrency.tasks import wait_for_first
 from megasync.config import CONFIG_FILE, ROWS_FILE, Config, load_config
 from megasync.config.changes import check_changes
+from megasync.config.commands import supervised_config
 from megasync.config.pools import trainer_pool
-from megasync.config.supervised import supervised_config
+from megasync.config.rules import check_rules
 from megasync.control.recovery import named_loss
 from megasync.control.saving import Checkpoints
 from megasync.data.datasets import load_conversations
@@ -39,13 +40,13 @@ from megasync.data.row_file import write_rows
 from megasync.data.supervised import SupervisedRenderer, TokenRow
 from megasync.data.tokenizer import load_tokenizer
 from megasync.device import check_machine, resolve_device
-from megasync.errors import CheckpointError, ConfigError, RankLost, TrainingError
+from megasync.errors import CheckpointError, ConfigError, RankLost, TrainingError, raised_as
 from megasync.layout.model_files import read_hf_config
 from megasync.models.hub import resolve_names, with_names
 from megasync.observe.context import RunContext
 from megasync.observe.observer import RunObserver, RunParts
-from megasync.observe.result import SupervisedResult
-from megasync.preflight.check import check_steps, check_supervised
+from megasync.observe.result import RunResult
+from megasync.preflight.check import check_supervised
 from megasync.trainer.checkpoint import latest, step_of
 
 # The rows that ranks read, in the run directory.
@@ -74,11 +75,9 @@ class SupervisedRows:
     def write(self, run_dir: Path) -> None:
         """Writes the files that ranks read. Raises TrainingError."""
         for name, rows in ((TRAIN_FILE, self.train), (VALIDATION_FILE, self.validation)):
-            try:
+            with raised_as(TrainingError, f"{run_dir / name} cannot be written", "make room and resume"):
                 if rows:
                     write_rows(run_dir / name, rows)
-            except OSError as error:
-                raise TrainingError(f"{run_dir / name} cannot be written: {error}; make room and resume") from None
 
     def described(self) -> dict[str, object]:
         """The description of the rows that a resumed run compares."""
@@ -118,7 +117,7 @@ def prepare_rows(config: Config) -> tuple[SupervisedRows, list[str]]:
     return SupervisedRows(rows["train"], rows["validation"], sft.rows_per_step, config.seed), messages
 
 
-def train_supervised(config: Config) -> SupervisedResult:
+def train_supervised(config: Config) -> RunResult:
     """Runs to the end, in a new run directory. Ctrl-C once finishes the step, saves and ends; twice ends immediately.
 
     Raises ConfigError and DataError before anything starts; another MegasyncError for what ended the run.
@@ -126,7 +125,7 @@ def train_supervised(config: Config) -> SupervisedResult:
     return run_to_end(_begin(config, None))
 
 
-def resume_supervised(run_dir: Path, overrides: Sequence[str] = ()) -> SupervisedResult:
+def resume_supervised(run_dir: Path, overrides: Sequence[str] = ()) -> RunResult:
     """Goes on from the newest checkpoint of a supervised run, or from its start.
 
     Raises as `train_supervised`, and ConfigError if the rows are not those of the run.
@@ -135,7 +134,7 @@ def resume_supervised(run_dir: Path, overrides: Sequence[str] = ()) -> Supervise
     newest = latest(run_dir)
     before = load_config(run_dir / CONFIG_FILE)
     check_changes(before, with_names(config), 0 if newest is None else step_of(newest))
-    return finished_supervised(run_dir, config) or run_to_end(_begin(config, run_dir))
+    return finished_run(run_dir, config) or run_to_end(_begin(config, run_dir))
 
 
 def prepare_supervised(config: Config) -> tuple[Config, SupervisedRows, list[str]]:
@@ -144,12 +143,13 @@ def prepare_supervised(config: Config) -> tuple[Config, SupervisedRows, list[str
     Raises ConfigError and DataError for what a run cannot begin with.
     """
     rows, messages = prepare_rows(config)
-    config = _for_ranks(config, rows)
-    check_steps(config)
+    steps = config.sft.epochs * rows.steps_per_epoch
+    config = supervised_config(replace(config, schedule=replace(config.schedule, total_steps=steps)))
+    check_rules(config, within=("schedule.total_steps",))
     return config, rows, messages
 
 
-async def _begin(config: Config, run_dir: Path | None) -> SupervisedResult:
+async def _begin(config: Config, run_dir: Path | None) -> RunResult:
     check_supervised(config)
     if config.cluster.address is None:
         check_machine(config.cluster.device, trains=True)
@@ -164,16 +164,9 @@ async def _begin(config: Config, run_dir: Path | None) -> SupervisedResult:
     return await run_stoppable(run.execute(), run_dir, config, run)
 
 
-def _for_ranks(config: Config, rows: SupervisedRows) -> Config:
-    steps = config.sft.epochs * rows.steps_per_epoch
-    return supervised_config(replace(config, schedule=replace(config.schedule, total_steps=steps)))
-
-
 def _check_rows(file: Path, described: dict[str, object]) -> None:
-    try:
+    with raised_as(CheckpointError, f"{file} cannot be read", "start the run again", of=(OSError, ValueError)):
         before = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}; start the run again") from None
     if before != described:
         raise ConfigError(
             f"the rows of sft.train are not those that the run was started with ({described['rows']} rows and "
@@ -206,7 +199,7 @@ class SupervisedRun(AnyRun):
     async def describe(self) -> str:
         return f"step {self._step}"
 
-    async def execute(self) -> SupervisedResult:
+    async def execute(self) -> RunResult:
         with self._open(traced_processes=1) as opened:
             observer = opened.observer
             answers = opened.mailbox.answering({"stacks": partial(answer_with_report, opened.reports)})
@@ -228,8 +221,14 @@ class SupervisedRun(AnyRun):
                     await checkpoints.exported()
                 observer.message("shutting down trainer ranks")
             export_dir = await self._export_newest(observer)
-        stopped, finished = observer.stopped, observer.finished
-        return SupervisedResult(self.run_dir, self._step, self._losses, export_dir, stopped, finished)
+        return RunResult(
+            run_dir=self.run_dir,
+            step=self._step,
+            losses=self._losses,
+            export_dir=export_dir,
+            stopped=observer.stopped,
+            finished=observer.finished,
+        )
 
     async def _start(self, stack: AsyncExitStack, opened: OpenedRun) -> TrainerGroup:
         device = resolve_device(self.config.cluster.device)

@@ -226,7 +226,7 @@ def _task(
         auxiliary=load_auxiliary_models(config),
         teachers=load_teachers(config, model.tokenizer) if trains else None,
         stop_ids=run_stop_ids(config, custom, model.tokenizer),
-        routes=route_format(config) if trains else None,
+        routes=RouteFormat.of(read_hf_config(config.model.path)) if trains and config.rollout.routing_replay else None,
     )
 
 
@@ -246,11 +246,6 @@ def _model(config: Config) -> _Model:
             f"of {context_length} tokens; lower it or raise rollout.context_length"
         )
     return _Model(load_tokenizer(config.model.path), model["vocab_size"], context_length)
-
-
-def route_format(config: Config) -> RouteFormat | None:
-    """The format of the routes that servers report; None without `rollout.routing_replay`."""
-    return RouteFormat.of(read_hf_config(config.model.path)) if config.rollout.routing_replay else None
 
 
 def run_stop_ids(config: Config, custom: PythonArguments, tokenizer: Any) -> frozenset[int]:

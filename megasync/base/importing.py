@@ -11,7 +11,7 @@ from typing import Any
 
 from megasync.base.confidential import masked
 from megasync.concurrency.foreign import ForeignExit, explain, invoke
-from megasync.errors import ConfigError
+from megasync.errors import ConfigError, raised_as
 
 
 @contextmanager
@@ -104,10 +104,8 @@ def check_call(function: Callable[..., Any], problem: str, *arguments: Any, **ke
         signature = invoke(inspect.signature, function)
     except (TypeError, ValueError):
         return
-    try:
+    with raised_as(ConfigError, problem, of=TypeError):
         signature.bind(*arguments, **keywords)
-    except TypeError as error:
-        raise ConfigError(f"{problem}: {error}") from None
 
 
 def name_of(function: Callable[..., Any]) -> str:

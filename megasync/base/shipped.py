@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megasync.errors import ConfigError
+from megasync.errors import ConfigError, raised_as
 
 PACKAGE = Path(__file__).resolve().parents[1]
 INSIDE = PACKAGE / "shipped"
@@ -55,14 +55,12 @@ def copy_out(target: Path, *, overwrite: bool = False) -> tuple[int, int]:
             "choose another folder, or replace them with --overwrite"
         )
     written = 0
-    try:
+    with raised_as(ConfigError, f"cannot copy files to {target}", "choose a folder that can be written"):
         for source, path in pairs:
             if path in different or not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(source, path)
                 written += 1
-    except OSError as error:
-        raise ConfigError(f"cannot copy files to {target}: {error}; choose a folder that can be written") from error
     return written, len(pairs) - written
 
 

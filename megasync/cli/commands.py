@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
@@ -33,10 +33,8 @@ from megasync.launch.remote import SSH
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megasync.app.async_trainer import AsyncTrainer
     from megasync.config import Config
     from megasync.config.schema import ModelConfig
-    from megasync.observe.result import SupervisedResult
 
 DEBUG_VARIABLE = "MEGASYNC_DEBUG"
 REFUSED, INTERRUPTED, UNHEALTHY = 2, 130, 1
@@ -47,13 +45,17 @@ SCALE_GRACE = 90.0
 
 
 class Commands(TyperGroup):
-    """Commands, of which some have names of two words."""
+    """Commands, of which some have names of two words. Each ends cleanly at Ctrl-C and SIGTERM."""
 
     # Typer has a copy of click's classes, which it does not name in public.
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if (name := " ".join(args[:2])) in self.commands:
             args = [name, *args[2:]]
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _interruptible():
+            return super().invoke(ctx)
 
 
 app = typer.Typer(
@@ -70,6 +72,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+# What a launcher adds to a configuration.
+JOINED = ("cluster.address=auto", "cluster.host=auto")
 # Sections of `megasync --help`.
 RUNS, CHECKS, MODELS, FAULTS = "Train and evaluate", "Plan and check", "Models", "Fault tolerance"
 SETUP = "Set up"
@@ -253,24 +257,23 @@ def init(
     )
     from megasync.translate import translate
 
-    with _interruptible():
-        if other is not None:
-            if not (template is model is gpus is None):
-                raise ConfigError("--from takes model and devices from FILE: leave --template, --model and --gpus out")
-            folder = folder or Path()
-            check_folder(folder)
-            translation = translate(*other)
-            files = translated_files(translation, run_name(folder))
-            write_run(folder, files)
-            _say(after_translation(folder, translation, files))
-            return
-        if folder is template is model is gpus is None:
-            folder, template, model = ask_run()
-        folder, template = folder or Path(), find_template(template or DEFAULT)
+    if other is not None:
+        if not (template is model is gpus is None):
+            raise ConfigError("--from takes model and devices from FILE: leave --template, --model and --gpus out")
+        folder = folder or Path()
         check_folder(folder)
-        trained = find_model(model or TEMPLATES[template].model)
-        files = run_files(template, trained, count_gpus() if gpus is None else gpus, run_name(folder))
-        write_run(folder, files, trained)
+        translation = translate(*other)
+        files = translated_files(translation, run_name(folder))
+        write_run(folder, files)
+        _say(after_translation(folder, translation, files))
+        return
+    if folder is template is model is gpus is None:
+        folder, template, model = ask_run()
+    folder, template = folder or Path(), find_template(template or DEFAULT)
+    check_folder(folder)
+    trained = find_model(model or TEMPLATES[template].model)
+    files = run_files(template, trained, count_gpus() if gpus is None else gpus, run_name(folder))
+    write_run(folder, files, trained)
     _say(next_steps(folder, template, files, trained))
 
 
@@ -290,15 +293,14 @@ def train(
     to finish the current step, save a checkpoint and stop; press it twice to stop
     immediately.
     """
-    from megasync.config import load_config
     from megasync.preflight.check import check_config
 
-    loaded = _with_models(load_config(*_resolved(config, overrides, continue_file)))
+    loaded = _loaded(*_resolved(config, overrides, continue_file))
     check_config(loaded)  # before the import below, which takes seconds
 
     from megasync import AsyncTrainer
 
-    _run(AsyncTrainer.begin_or_resume(loaded, continue_file) if continue_file else AsyncTrainer(loaded))
+    (AsyncTrainer.begin_or_resume(loaded, continue_file) if continue_file else AsyncTrainer(loaded)).train()
 
 
 @command(RUNS, "sft configs/quickstart_sft.yaml", "sft my_run.yaml sft.epochs=3 trainer.optimizer.lr=1e-5")
@@ -310,15 +312,15 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     with reinforcement learning, pass its export: megasync train CONFIG
     model.path=RUN/export.
     """
-    from megasync.config import load_config
+    from megasync.observe.result import show_result
     from megasync.preflight.check import check_supervised
 
-    loaded = _with_models(load_config(config, overrides or ()))
+    loaded = _loaded(config, overrides)
     check_supervised(loaded)  # before the import below, which takes seconds
 
     from megasync.app.supervised import train_supervised
 
-    _run_supervised(lambda: train_supervised(loaded))
+    show_result(train_supervised(loaded), _console())
 
 
 @command(
@@ -333,16 +335,14 @@ def serve(config: ConfigFile, overrides: Overrides = None) -> None:
     what runs and stop; press it twice to stop immediately. `megasync resume RUN`
     goes on, with all models, checkpoints and accepted requests.
     """
-    from megasync.config import load_config
     from megasync.preflight.check import check_service
 
-    loaded = _with_models(load_config(config, overrides or ()))
+    loaded = _loaded(config, overrides)
     check_service(loaded)  # before the import below, which takes seconds
 
     from megasync.service.app import serve_forever
 
-    with _interruptible():
-        serve_forever(loaded)
+    serve_forever(loaded)
 
 
 @command(
@@ -355,17 +355,16 @@ def resume(run: RunDirectory, overrides: Overrides = None) -> None:
     if (run / SERVICE_FOLDER).is_dir():
         from megasync.service.app import resume_serving
 
-        with _interruptible():
-            resume_serving(run, overrides or ())
-        return
-    if (run / ROWS_FILE).is_file():
+        resume_serving(run, overrides or ())
+    elif (run / ROWS_FILE).is_file():
         from megasync.app.supervised import resume_supervised
+        from megasync.observe.result import show_result
 
-        _run_supervised(lambda: resume_supervised(run, overrides or ()))
-        return
-    from megasync import AsyncTrainer
+        show_result(resume_supervised(run, overrides or ()), _console())
+    else:
+        from megasync import AsyncTrainer
 
-    _run(AsyncTrainer.resume(run, overrides or ()))
+        AsyncTrainer.resume(run, overrides or ()).train()
 
 
 @command(
@@ -387,11 +386,10 @@ def plan(
     model.config to a config.json to plan without them.
     """
     from megasync.app.start_checks import check_run
-    from megasync.config import load_config
     from megasync.preflight.plan import resolve
     from megasync.preflight.render import plan_tables
 
-    loaded = _with_models(load_config(config, overrides or ()), weights=False)
+    loaded = _loaded(config, overrides, weights=False)
     left_out = check_run(loaded, planning=True)
     resolved = resolve(loaded, None if device_memory is None else int(device_memory * 1e9))
     _console().print(plan_tables(resolved, left_out))
@@ -423,9 +421,7 @@ def rehearse(
     """
     from megasync.lab.rehearsal.command import rehearse_config
 
-    with _interruptible():
-        as_planned = rehearse_config(config, overrides or [], rank, megatron, as_json)
-    if not as_planned:
+    if not rehearse_config(config, overrides or [], rank, megatron, as_json):
         raise typer.Exit(UNHEALTHY)
 
 
@@ -459,7 +455,7 @@ def stacks(run: RunDirectory) -> None:
     The run writes it into RUN/hang. If it does not answer, the stacks of its
     driver are printed, on the machine where the driver runs.
     """
-    from megasync.app.hang_request import report_of
+    from megasync.app.mailbox import report_of
 
     _say(report_of(run))
 
@@ -476,8 +472,7 @@ def watch(
     """Show RUN_OR_FOLDER as a live page in the browser: reading only, also of finished and crashed runs."""
     from megasync.watch.server import serve
 
-    with _interruptible():
-        serve(path, host, port, with_token, _say)
+    serve(path, host, port, with_token, _say)
 
 
 @command(
@@ -580,7 +575,6 @@ def evaluate(
     console = _console()
     config = load_target(target, overrides or ())
     with (
-        _interruptible(),
         output_folder(target, config, out) as folder,
         model_folder(target, config, folder, model, checkpoint) as (served, name),
     ):
@@ -601,7 +595,7 @@ def trace(
     RUN may be running. A name that ends in .gz gives a compressed file, which both
     programs read.
     """
-    from megasync.observe.spans import write_perfetto
+    from megasync.watch.spans import write_perfetto
 
     path = out or run / "trace.json.gz"
     spans = write_perfetto(run, path)
@@ -743,10 +737,10 @@ def check_layout(
     """
     from megasync.device import check_machine, resolve_device
     from megasync.errors import SyncError
+    from megasync.lab.engine_blueprint import engine_ranks
     from megasync.lab.layout_check import check_layout as check
     from megasync.lab.render_layout import report_data, report_tables
     from megasync.layout.topology import Topology
-    from megasync.serving.engine_blueprint import engine_ranks
 
     topology = Topology(tensor=tp, pipeline=pp, data=dp, expert=ep, expert_tensor=etp, virtual=vpp)
     check_machine(device, trains=False)
@@ -758,17 +752,16 @@ def check_layout(
     split = {"--ep-size": engine_ep, "--pp-size": engine_pp, "--attn-dp-size": engine_dp_attention}
     folder = _folder(model, weights=not random)
     try:
-        with _interruptible():
-            report = check(
-                folder,
-                topology,
-                place.spec,
-                dtype,
-                bucket_mb,
-                random,
-                lambda served, specs: engine_ranks(folder, engine_tp, served, place.kind, specs, split, fp8),
-                fp8,
-            )
+        report = check(
+            folder,
+            topology,
+            place.spec,
+            dtype,
+            bucket_mb,
+            random,
+            lambda served, specs: engine_ranks(folder, engine_tp, served, place.kind, specs, split, fp8),
+            fp8,
+        )
     except SyncError as error:
         # The two layouts are incompatible: a negative result, not a usage error.
         _print_error(str(error))
@@ -928,7 +921,7 @@ def launch(
     if slurm and continue_file is None:
         continue_file = run_file(load_config(config, overrides or ()).run_root)
     source, changes = _resolved(config, overrides, continue_file)
-    loaded = load_config(source, [*changes, "cluster.address=auto", "cluster.host=auto"])
+    loaded = load_config(source, [*changes, *JOINED])
     check_config(_with_models(loaded, weights=False), planning=True)
     job = Job(
         hosts=named,
@@ -976,14 +969,12 @@ def launch_render(
     Nodes and devices are those of `megasync plan`. The file holds no secrets; its
     first lines say how it is submitted.
     """
-    from megasync.config import load_config
     from megasync.launch.manifests import deployment, render
     from megasync.preflight.check import check_config
     from megasync.preflight.plan import resolve_plan
 
     changes = overrides or []
-    loaded = load_config(config, [*changes, "cluster.address=auto", "cluster.host=auto"])
-    loaded = _with_models(loaded, weights=False)
+    loaded = _loaded(config, [*changes, *JOINED], weights=False)
     check_config(loaded, planning=True)
     run = deployment(target, resolve_plan(loaded), config, changes, image, volume, folder, gpu)
     typer.echo(render(target, run), nl=False)
@@ -1009,13 +1000,12 @@ def doctor(
     Exits with status 1 if a check fails.
     """
     from megasync.app.start_checks import check_run
-    from megasync.config import load_config
     from megasync.models.hub import pending
     from megasync.preflight.doctor import FAILURE, examine
     from megasync.preflight.render import findings_table
     from megasync.preflight.run_doctor import find_contradiction
 
-    loaded = _with_models(load_config(config, overrides or ()), weights=False) if config else None
+    loaded = _loaded(config, overrides, weights=False) if config else None
     refuse = partial(check_run, planning=loaded is not None and bool(pending(loaded)))
     if cluster is None:
         findings = examine(loaded, refuse=refuse)
@@ -1026,7 +1016,7 @@ def doctor(
         if config is not None and loaded is not None:
             # A launcher joins the cluster for a configuration that names none.
             joins = [] if loaded.cluster.address else [f"cluster.address={cluster}", "cluster.host=auto"]
-            joined = _with_models(load_config(config, [*(overrides or ()), *joins]), weights=False)
+            joined = _loaded(config, [*(overrides or ()), *joins], weights=False)
             findings.append(find_contradiction(joined, refuse))
     _console().print(findings_table(findings))
     if any(finding.status == FAILURE for finding in findings):
@@ -1067,33 +1057,24 @@ def _resolved(config: Path, overrides: list[str] | None, continue_file: Path | N
     return source, changes
 
 
+def _loaded(config: Path, overrides: Sequence[str] | None, *, weights: bool = True) -> Config:
+    """The configuration, with the folders of models that are given by name, which are downloaded."""
+    from megasync.config import load_config
+
+    return _with_models(load_config(config, overrides or ()), weights=weights)
+
+
 def _with_models(config: Config, *, weights: bool = True) -> Config:
-    """`resolve_names`, which downloads models that are given by name."""
     from megasync.models.hub import resolve_names
 
-    with _interruptible():
-        return resolve_names(config, weights=weights)
+    return resolve_names(config, weights=weights)
 
 
 def _folder(model: str, *, weights: bool = True) -> Path:
     """The folder of a model, downloaded if it is given by name."""
     from megasync.models.hub import local_folder
 
-    with _interruptible():
-        return local_folder(model, weights=weights)
-
-
-def _run(trainer: AsyncTrainer) -> None:
-    with _interruptible():
-        trainer.train()
-
-
-def _run_supervised(work: Callable[[], SupervisedResult]) -> None:
-    from megasync.observe.result import show_result
-
-    with _interruptible():
-        result = work()
-    show_result(result, _console())
+    return local_folder(model, weights=weights)
 
 
 @contextmanager

@@ -69,14 +69,6 @@ class FrozenServers:
             for key in self._models
         }
 
-    async def start_own(self) -> None:
-        """Starts the models that have a pool. Raises MegasyncError, with the log, when a server does not start."""
-        await self._start("own", None)
-
-    async def start_shared(self, devices_of: DevicesOf) -> None:
-        """Starts the models that share the rollout pool, in the memory that its servers leave free."""
-        await self._start("rollout", devices_of if self._device.kind == "cuda" else None)
-
     async def watch(self) -> None:
         """Raises ServerError when a model has no server left and none can be restarted."""
         for key, slots in self._slots.items():
@@ -109,7 +101,11 @@ class FrozenServers:
     async def stop(self) -> None:
         await asyncio.gather(*(slots.stop() for slots in self._slots.values()))
 
-    async def _start(self, pool: str, devices_of: DevicesOf | None) -> None:
+    async def start(self, pool: str, devices_of: DevicesOf | None = None) -> None:
+        """Starts the models with this value of `pool`. Raises MegasyncError, with the log, when one does not start.
+
+        Those that share the rollout pool start in the memory that its servers leave free on `devices_of` them.
+        """
         # Models that share memory start one after the other: each gets a share of what the earlier ones left free.
         for batch in self._batches(pool):
             slots = []
@@ -128,7 +124,7 @@ class FrozenServers:
         return each if pool == "rollout" else [[server for batch in each for server in batch]]
 
     async def _gpus(self, key: str, index: int, devices_of: DevicesOf | None) -> str:
-        if devices_of is None:
+        if devices_of is None or self._device.kind != "cuda":
             return ""
         gpus = (await devices_of(index)).split(",")
         return ",".join(gpus[: self._models[key].tensor_parallel])

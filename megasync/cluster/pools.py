@@ -24,7 +24,7 @@ from megasync.cluster.actors import kill_process
 from megasync.cluster.node_agents import NodeAgents
 from megasync.concurrency.tasks import within
 from megasync.config.pools import PoolSpec, node_resource
-from megasync.errors import MegasyncError, ProcessLost
+from megasync.errors import MegasyncError, ProcessLost, raised_as
 from megasync.observe.hang import RunProcess
 from megasync.observe.stacks import ProcessStacks
 from megasync.serving.process_watch import ProcessId
@@ -144,10 +144,8 @@ class Pools:
         remote = ray.remote(num_cpus=0, max_retries=0)(function)
         places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
         refs: list[Any] = [remote.options(scheduling_strategy=place).remote(argument) for place in places]
-        try:
+        with raised_as(ProcessLost, f"a node did not answer {function.__name__}", of=RayError):
             answers = await asyncio.gather(*(asyncio.wrap_future(ref.future()) for ref in refs))
-        except RayError as error:
-            raise ProcessLost(f"a node did not answer {function.__name__}: {error}") from error
         return [(node["NodeManagerAddress"], answer) for node, answer in zip(nodes, answers, strict=True)]
 
     async def living_slots(self, pool: str) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from megasync.cluster.server_slot import TAIL_LINES, ServiceProcess, raise_supervision_error
-from megasync.concurrency.tasks import cancel_and_wait, set_within
+from megasync.concurrency.tasks import cancel_and_wait, set_within, wait_for_first
 from megasync.config import Config
 from megasync.errors import MegasyncError, ServerError
 from megasync.observe.context import RunContext
@@ -180,11 +180,7 @@ class RouterSlot:
             return "it does not run"
         end = asyncio.create_task(self._end_of(process), name="process of the router")
         lost = asyncio.create_task(self._keep_list(), name="list of the router")
-        try:
-            await asyncio.wait({end, lost}, return_when=asyncio.FIRST_COMPLETED)
-            return (end if end.done() else lost).result()
-        finally:
-            await cancel_and_wait(end, lost)
+        return await wait_for_first(end, lost)
 
     async def _end_of(self, process: ServiceProcess) -> str:
         try:

@@ -317,7 +317,11 @@ class ServerSlot:
             try:
                 answer = await control.get("/v1/loads?include=core", timeout=self._config.probe_timeout)
                 self.load = ServerLoad.parse(answer).after(self.load)
-                before = self._trace_load(self.load, before)
+                load, now = self.load, time.time()
+                counts = {"running": load.running, "waiting": load.waiting, "cache": round(load.token_usage, 3)}
+                busy = load.running + load.waiting > 0
+                trace.complete(self.name, "generating" if busy else "idle", before, now, **counts)
+                before = now
             except ServerError as error:
                 before = time.time()
                 self.note(self.health.probe_failed, f"{type(error).__name__}: {error}")
@@ -326,13 +330,6 @@ class ServerSlot:
                 if self._peers is not None and self.health.serves:
                     self._restart_if(self._peers.reported(self.index, self.load))
             await asyncio.sleep(self._config.probe_seconds)
-
-    def _trace_load(self, load: ServerLoad, before: float) -> float:
-        """Records what the server has done since the probe before, as far as this one tells; returns the time."""
-        now, busy = time.time(), load.running + load.waiting > 0
-        loads = {"running": load.running, "waiting": load.waiting, "cache": round(load.token_usage, 3)}
-        trace.complete(self.name, "generating" if busy else "idle", before, now, **loads)
-        return now
 
     async def _request(self, control: ServerControl) -> None:
         """Asks for what only the scheduler knows: it has to answer, between two batches and while it is paused too."""

@@ -52,12 +52,15 @@ async def gather_or_cancel(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
         await cancel_and_wait(*tasks)
 
 
-async def wait_for_first(*tasks: asyncio.Future[Any]) -> None:
-    """Waits until one task has ended, cancels the others and waits for them. Raises the error of the ended task."""
+async def wait_for_first(*tasks: asyncio.Future[Any]) -> Any:
+    """Waits until one task has ended, cancels the others and waits for them. Returns or raises what the ended one did.
+
+    If several have ended, an error counts more than a result, and then the order of the tasks.
+    """
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        results = [task.result() for task in tasks if task.done()]
+        return results[0]
     finally:
         await cancel_and_wait(*tasks)
 

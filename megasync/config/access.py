@@ -13,7 +13,7 @@ from megasync.base.files import PRIVATE, atomic_write
 from megasync.config.host import is_loopback
 from megasync.config.load import SESSIONS_FOLDER, SESSIONS_KEY
 from megasync.config.schema import ClusterConfig
-from megasync.errors import ConfigError
+from megasync.errors import ConfigError, raised_as
 
 # Environment variable with the user's own key, which must not be in a file. Without it, the run generates a key.
 GENERATION_KEY_VARIABLE = "MEGASYNC_GENERATION_KEY"
@@ -78,13 +78,11 @@ def sessions_key(run_dir: Path) -> str:
     if (own := given_key(SESSIONS_KEY_VARIABLE)) is not None:
         return own
     file = run_dir / SESSIONS_FOLDER / SESSIONS_KEY
-    try:
+    with raised_as(ConfigError, f"{file} cannot be written", f"make room, or set {SESSIONS_KEY_VARIABLE}"):
         if not file.exists():
             file.parent.mkdir(exist_ok=True)
             atomic_write(file, secrets.token_hex(KEY_BYTES), PRIVATE)
         return file.read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error}; make room, or set {SESSIONS_KEY_VARIABLE}") from None
 
 
 def describe_sessions(run_dir: Path) -> str:
@@ -132,13 +130,9 @@ def check_certificates(cluster: ClusterConfig) -> None:
         return
     for name in ("tls_cert", "tls_key", "tls_ca"):
         path = getattr(cluster, name)
-        try:
-            if path is not None:
+        if path is not None:
+            with raised_as(ConfigError, f"cluster.{name}={path} cannot be read", "name a PEM file that you may read"):
                 Path(path).read_bytes()
-        except OSError as error:
-            raise ConfigError(
-                f"cluster.{name}={path} cannot be read: {error.strerror}; name a PEM file that this user may read"
-            ) from None
     try:
         # The dummy password makes an encrypted key fail instead of prompting for its password.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(

@@ -44,10 +44,6 @@ SERVICE_FOLDER, TENANTS_FILE = "service", "keys"
 # Of `rollout.agent: external`: the folder with the addresses of the gateways, and the file in it with their key.
 SESSIONS_FOLDER, SESSIONS_KEY = "sessions", "key"
 
-# Renamed keys: old name to new name. A user's file or override with an old name is refused with an error that gives the
-# new name. In a run's saved configuration the old name is read as the new one.
-RENAMED_KEYS = {"schedule.over_age": "schedule.stale"}
-
 # In a value, a call of a resolver; and a reference to another key, with the points that make it a relative one.
 _CALL = re.compile(r"\$\{\s*[\w.]+\s*:")
 _REFERENCE = re.compile(r"\$\{\s*(\.*)([^${}:]*?)\s*\}")
@@ -80,10 +76,9 @@ class Layer:
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), unset: bool = False) -> Config:
     """Reads a YAML file (or a mapping of the same form), its bases, and `overrides` such as `trainer.data_parallel=2`.
 
-    The saved configuration of a run may contain old names of keys (`RENAMED_KEYS`). With `unset`, text from variables
-    that are not set stays as written: who reads what a run has done needs no secrets. Raises ConfigError for a missing
-    file, a cycle of bases, an unknown key, a wrong type, a variable that is not set or a missing required key. The
-    result is well-typed, but its keys may contradict each other: `check_config` checks that.
+    With `unset`, text from variables that are not set stays as written: who reads what a run has done needs no secrets.
+    Raises ConfigError for a missing file, a cycle of bases, an unknown key, a wrong type, a variable that is not set or
+    a missing required key. The result is well-typed; `check_config` checks that its keys do not contradict each other.
     """
     layers = _mapping_layers(source) if isinstance(source, Mapping) else _file_layers(_located(source), ())
     layers += [_override_layer(text) for text in overrides]
@@ -156,8 +151,6 @@ def _file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
         chain = " -> ".join(str(p) for p in (*above[above.index(path) :], path))
         raise ConfigError(f"base files form a cycle: {chain}; remove `base` from one of them")
     values = _read(path, above)
-    if path.name == CONFIG_FILE and path.with_name(CUSTOM_FILE).is_file():
-        _rename_keys(values)
     base = values.pop(BASE_KEY, None)
     layer = Layer(str(path), values)
     if base is None:
@@ -165,17 +158,6 @@ def _file_layers(path: Path, above: tuple[Path, ...]) -> list[Layer]:
     if not isinstance(base, str) or "${" in base:
         raise ConfigError(f"{path}: base={base!r} must be the path of one YAML file, relative to this file")
     return [*_file_layers(_located(base, path.parent), (*above, path)), layer]
-
-
-def _rename_keys(values: dict[Any, Any]) -> None:
-    """Replaces old names of keys in a saved configuration, in place."""
-    for old, new in RENAMED_KEYS.items():
-        section, _, name = old.rpartition(".")
-        holder = values
-        for part in filter(None, section.split(".")):
-            holder = holder.get(part) if isinstance(holder, dict) else None
-        if isinstance(holder, dict) and name in holder:
-            holder[new.rpartition(".")[2]] = holder.pop(name)
 
 
 def _located(text: str | Path, folder: Path = Path()) -> Path:
@@ -272,8 +254,6 @@ def _refuse_unknown_keys(values: Mapping[Any, Any], section: type, prefix: str, 
     hints = {item.name: annotated[item.name] for item in schema_fields(section)}
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if key in RENAMED_KEYS:
-            raise ConfigError(f"{place}: {key!r} was renamed; write {RENAMED_KEYS[key]!r} instead")
         if name not in hints:
             raise ConfigError(f"{place}: unknown key {key!r}{_nearest(str(name), section, prefix)}")
         if value is None or str(value).startswith("${"):  # null, or a reference to another key

@@ -111,14 +111,8 @@ def trainer_pool(config: Config) -> PoolSpec:
     """The trainer's pool alone. Raises ConfigError as `pool_specs` does."""
     trainer, per_node = config.trainer, config.cluster.devices_per_node
     world = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel * trainer.context_parallel
-    if world > per_node and world % per_node:
-        raise ConfigError(
-            f"the trainer needs {world} ranks (trainer.tensor_parallel x context_parallel x pipeline_parallel x "
-            f"data_parallel), more than "
-            f"one node has (cluster.devices_per_node={per_node}) and not whole nodes; change trainer.data_parallel so "
-            f"that the product is a multiple of {per_node}"
-        )
-    return PoolSpec("trainer", slots=world, devices=1, slots_per_node=per_node)
+    ranks = "ranks of the trainer (trainer.tensor_parallel x context_parallel x pipeline_parallel x data_parallel)"
+    return _filling(PoolSpec("trainer", world, 1, per_node), f"{world} {ranks}", "trainer.data_parallel")
 
 
 def engine_nodes(config: Config) -> int:
@@ -151,17 +145,23 @@ def attention_ranks(rollout: RolloutConfig) -> int:
     return rollout.tensor_parallel // rollout.attention_data_parallel
 
 
+def _filling(pool: PoolSpec, what: str, keys: str) -> PoolSpec:
+    """The pool. Raises ConfigError if it is larger than a node and does not fill whole nodes, as `what` says."""
+    room = pool.slots_per_node
+    if pool.slots > room and pool.slots % room:
+        raise ConfigError(
+            f"{what} are more than one node holds ({room}; cluster.devices_per_node) and not whole nodes; change "
+            f"{keys} so that their number is a multiple of {room}"
+        )
+    return pool
+
+
 def _engine_pool(config: Config) -> PoolSpec:
     """A pool with a slot for each engine of each server. Engines of one server may be on several nodes."""
-    rollout, per_node = config.rollout, config.cluster.devices_per_node
-    devices, count = engine_devices(rollout), rollout.servers * engines(rollout)
-    if count > (room := max(1, per_node // devices)) and count % room:
-        raise ConfigError(
-            f"rollout.servers={rollout.servers} of {engines(rollout)} engines (prefill_engines + decode_engines) of "
-            f"{devices} devices each are more than one node holds ({room} engines) and do not fill whole nodes; change "
-            f"one of them so that there are a multiple of {room} engines"
-        )
-    return PoolSpec("rollout", count, devices, slots_per_node=room)
+    rollout, devices, each = config.rollout, engine_devices(config.rollout), engines(config.rollout)
+    pool = PoolSpec("rollout", rollout.servers * each, devices, max(1, config.cluster.devices_per_node // devices))
+    what = f"rollout.servers={rollout.servers} of {each} engines (prefill_engines + decode_engines)"
+    return _filling(pool, f"{what} of {devices} devices each", "one of them")
 
 
 def _spread_pool(config: Config) -> PoolSpec:
@@ -183,13 +183,8 @@ def _spread_pool(config: Config) -> PoolSpec:
 
 def _server_pool(name: str, key: str, servers: int, devices: int, per_node: int) -> PoolSpec:
     """A pool of servers of ``devices`` each; `key` is the configuration section that describes them."""
-    servers_per_node = max(1, per_node // devices)
-    if servers > servers_per_node and servers % servers_per_node:
-        raise ConfigError(
-            f"{key}.servers={servers} of {devices} devices each are more than one node holds ({servers_per_node}) and "
-            f"do not fill whole nodes; make {key}.servers a multiple of {servers_per_node}"
-        )
-    return PoolSpec(name, servers, devices, slots_per_node=servers_per_node)
+    pool = PoolSpec(name, servers, devices, max(1, per_node // devices))
+    return _filling(pool, f"{key}.servers={servers} of {devices} devices each", f"{key}.servers")
 
 
 def devices_needed(specs: Mapping[str, PoolSpec]) -> int:

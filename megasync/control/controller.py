@@ -55,8 +55,8 @@ from megasync.errors import (
     TrainingError,
 )
 from megasync.observe import trace
-from megasync.observe.awaits import describe_tasks
 from megasync.observe.context import RunContext
+from megasync.observe.stacks import describe_tasks
 from megasync.rollout.breaker import paused_services
 from megasync.rollout.client import PinnedVersion
 

@@ -283,15 +283,15 @@ class ChatTemplate:
         return "reasoning_content"
 
     def _formed(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-        return [self._formed_message(message, tools) for message in messages]
-
-    def _formed_message(self, message: Message, tools: Sequence[dict[str, Any]]) -> Message:
-        if "tool_calls" in message or "tool_call_id" in message:
-            message = self._calls_form(tools).of(message)
-        if "reasoning_content" in message and (key := self._reasoning_key) != "reasoning_content":
-            message = dict(message)
-            message[key] = message.pop("reasoning_content")
-        return message
+        formed: list[Message] = []
+        for message in messages:
+            if "tool_calls" in message or "tool_call_id" in message:
+                message = self._calls_form(tools).of(message)
+            if "reasoning_content" in message and (key := self._reasoning_key) != "reasoning_content":
+                message = dict(message)
+                message[key] = message.pop("reasoning_content")
+            formed.append(message)
+        return formed
 
     def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], answer: bool) -> str:
         return self._call_template(self._formed(messages, tools), tools, answer)

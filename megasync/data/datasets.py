@@ -25,7 +25,8 @@ from megasync.data.match import match_answer
 from megasync.data.reasoning_gym import gym_rows
 from megasync.data.rows import Row, as_conversations, as_rows, place
 from megasync.data.verifiers_rows import verifiers_rows
-from megasync.errors import DataError
+from megasync.errors import DataError, raised_as
+from megasync.install.missing import require_extra
 
 log = logging.getLogger(__name__)
 
@@ -106,13 +107,10 @@ def load_conversations(config: DatasetConfig, data: DataConfig | None = None) ->
 
 def _read_jsonl(config: DatasetConfig) -> Iterator[Row]:
     for path in _files(config, ".jsonl"):
-        try:
-            with path.open("rb") as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        yield Row(_parse(line, f"{path}:{number}", first=number == 1), f"{path}:{number}")
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
+        with raised_as(DataError, f"{path} cannot be read"), path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield Row(_parse(line, f"{path}:{number}", first=number == 1), f"{path}:{number}")
 
 
 def _parse(line: bytes, where: str, first: bool) -> dict[str, Any]:
@@ -131,10 +129,9 @@ def _parse(line: bytes, where: str, first: bool) -> dict[str, Any]:
 
 
 def _read_parquet(config: DatasetConfig) -> Iterator[Row]:
-    try:
-        from pyarrow import parquet  # pyright: ignore[reportMissingImports] - an extra
-    except ModuleNotFoundError as error:
-        raise _missing("parquet", error) from error
+    require_extra("datasets", "pyarrow", "data kind parquet", kind=DataError)
+    from pyarrow import parquet  # pyright: ignore[reportMissingImports] - an extra
+
     for path in _files(config, ".parquet"):
         number = 0
         try:
@@ -152,11 +149,9 @@ def _read_parquet(config: DatasetConfig) -> Iterator[Row]:
 
 
 def _read_hf(config: DatasetConfig) -> Iterable[dict[str, Any]]:
-    try:
-        # By name, because the type checker takes this module for it where the package is not installed.
-        datasets: Any = import_module("datasets")
-    except ModuleNotFoundError as error:
-        raise _missing("hf", error) from error
+    require_extra("datasets", "datasets", "data kind hf", kind=DataError)
+    # By name, because the type checker takes this module for it where the package is not installed.
+    datasets: Any = import_module("datasets")
     folder = Path(config.source)
     try:
         if (folder / "dataset_dict.json").is_file():
@@ -194,10 +189,6 @@ def _files(config: DatasetConfig, suffix: str) -> list[Path]:
             f"{config.kind} dataset {config.source!r} cannot be read: {error}; check data.*.source"
         ) from error
     raise DataError(f"{path} has no {config.split}*{suffix} file (split {config.split!r}); it holds {present}")
-
-
-def _missing(kind: str, error: ModuleNotFoundError) -> DataError:
-    return DataError(f"data kind {kind} needs the package {error.name!r}: pip install 'megasync[datasets]'")
 
 
 # Several training sets as one table of rows, each scored as its own task is.

@@ -16,7 +16,7 @@ from typing import Any
 
 from megasync.config.schema import DatasetConfig
 from megasync.data.rows import Row
-from megasync.errors import DataError
+from megasync.errors import DataError, raised_as
 
 # Seconds of an agent that task.toml does not limit, and of the tests: Harbor's own default.
 AGENT_SECONDS, TEST_SECONDS = 900.0, 600.0
@@ -40,11 +40,9 @@ def harbor_rows(config: DatasetConfig) -> Iterator[Row]:
 
 def task_row(folder: Path) -> Row:
     """The row of a task folder. Raises DataError for one that is incomplete or needs what is not supported."""
-    try:
+    with raised_as(DataError, f"the Harbor task {folder} cannot be read", of=(OSError, ValueError)):
         settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
         instruction = _without_canary((folder / "instruction.md").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"the Harbor task {folder} cannot be read: {error}") from error
     agent, verifier, environment = (_table(settings, name, folder) for name in ("agent", "verifier", "environment"))
     for unsupported, what in (
         (settings.get("steps"), "several steps"),

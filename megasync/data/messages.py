@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megasync.errors import DataError
+from megasync.errors import DataError, raised_as
 
 Message = dict[str, Any]
 
@@ -266,10 +266,8 @@ def _calls(message: Mapping[str, Any], number: int, from_arrow: bool) -> Iterato
         # OpenAI's older form, of a single call.
         calls = [{"function": message["function_call"]}]
     if isinstance(calls, str):
-        try:
+        with raised_as(DataError, "has tool_calls that are text, but not JSON", of=ValueError):
             calls = _parsed(calls)
-        except ValueError as error:
-            raise DataError(f"has tool_calls that are text, but not JSON: {error}") from None
     if calls and (not isinstance(calls, Sequence) or isinstance(calls, str | bytes)):
         raise DataError(f"has tool_calls that are no list: {calls!r:.80}")
     for place, call in enumerate(calls or ()):

@@ -14,6 +14,7 @@ from typing import Any
 from megasync.config.schema import DatasetConfig
 from megasync.data.rows import HELD_OUT_SHARE, split_of
 from megasync.errors import DataError
+from megasync.install.missing import require_extra
 
 # Items generated per requested row before the task is reported to have too few distinct questions.
 PATIENCE = 8
@@ -108,12 +109,9 @@ class GymReward:
 
 
 def _create(task: str, options: dict[str, Any]) -> Any:
-    try:
-        from reasoning_gym.factory import DATASETS, create_dataset
-    except ModuleNotFoundError as error:
-        raise DataError(
-            f"data kind reasoning_gym needs the package {error.name!r}: pip install 'megasync[tasks]'"
-        ) from error
+    require_extra("tasks", "reasoning_gym", "data kind reasoning_gym", kind=DataError)
+    from reasoning_gym.factory import DATASETS, create_dataset
+
     if task not in DATASETS:
         near = difflib.get_close_matches(task, DATASETS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {len(DATASETS)}, such as chain_sum"

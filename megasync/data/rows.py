@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megasync.config.schema import DataConfig
-from megasync.errors import DataError
+from megasync.errors import DataError, raised_as
 
 # One in this many rows of a procedural dataset is held out.
 HELD_OUT_SHARE = 8
@@ -205,10 +205,8 @@ def _prompted(row: Row, config: DataConfig) -> Row:
         _check_messages(row, messages)
         row["prompt"] = _asked(row, messages)
     elif (names := column_names(template)) and "prompt" not in names:
-        try:
+        with raised_as(DataError, row.where, of=DataError):
             row["prompt"] = fill("data.prompt.template", template, row)
-        except DataError as error:
-            raise DataError(f"{row.where}: {error}") from None
     else:
         raise DataError(
             f'{row.where} has no "prompt" column; its columns are {sorted(row)}. Name the one with the prompt in '

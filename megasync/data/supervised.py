@@ -25,7 +25,7 @@ from megasync.data.messages import ASSISTANT, Message, as_messages, as_tools
 from megasync.data.outside_text import OutsideText, plain
 from megasync.data.prompts import Renderer
 from megasync.data.rows import fill
-from megasync.errors import DataError, TemplateRefused
+from megasync.errors import DataError, TemplateRefused, raised_as
 
 _FIX = (
     "let the template end a turn with a stop token, or add the token that ends it to eos_token_id in "
@@ -80,10 +80,8 @@ class SupervisedRenderer:
         kept: list[TokenRow] = []
         long = 0
         for number, row in enumerate(rows):
-            try:
+            with raised_as(DataError, f"{name}, row {number}", of=DataError):
                 rendered = self._row(row)
-            except DataError as error:
-                raise DataError(f"{name}, row {number}: {error}") from None
             for each in rendered:
                 if len(each.ids) <= self._limit:
                     kept.append(each)

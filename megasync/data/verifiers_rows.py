@@ -14,7 +14,7 @@ from typing import Any
 
 from megasync.config.access import foreign_environment
 from megasync.config.schema import DatasetConfig
-from megasync.errors import DataError
+from megasync.errors import DataError, raised_as
 from megasync.install import apart_program
 
 _SIDE = Path(__file__).with_name("verifiers_side.py")
@@ -65,7 +65,7 @@ def verifiers_rows(config: DatasetConfig) -> list[dict[str, Any]]:
     chosen = {"limit": config.size, "seed": config.seed} | dict(select)
     order = {"name": config.source, "taskset": taskset_settings(config), "select": chosen}
     command = verifiers_command("rows", python)
-    try:
+    with raised_as(DataError, f"{name} cannot be loaded", of=(OSError, subprocess.TimeoutExpired)):
         done = subprocess.run(
             command,
             input=json.dumps(order),
@@ -75,8 +75,6 @@ def verifiers_rows(config: DatasetConfig) -> list[dict[str, Any]]:
             env=foreign_environment() | verifiers_variables(command),
             check=False,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise DataError(f"{name} cannot be loaded: {error}") from error
     if done.returncode:
         raise DataError(f"{name} cannot be loaded:\n" + "\n".join(done.stderr.splitlines()[-_LAST_LINES:]))
     return [json.loads(line) for line in done.stdout.splitlines()]

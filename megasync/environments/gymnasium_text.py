@@ -12,6 +12,7 @@ from typing import Any
 
 from megasync.environments.protocol import Step, episode_seed
 from megasync.errors import DataError
+from megasync.install.missing import require_extra
 
 # Names of the actions 0, 1, ... of Gymnasium's toy-text environments, by id without the version.
 ACTIONS = {
@@ -33,12 +34,9 @@ class GymnasiumText:
     """
 
     def __init__(self, id: str, actions: Sequence[str] | None = None, **options: Any) -> None:
-        try:
-            import gymnasium
-        except ModuleNotFoundError as error:
-            raise DataError(
-                "the environment gymnasium needs the package gymnasium: pip install 'megasync[environments]'"
-            ) from error
+        require_extra("environments", "gymnasium", "the environment gymnasium", kind=DataError)
+        import gymnasium
+
         try:
             printable = "ansi" in _render_modes(gymnasium, id)
             self._env = gymnasium.make(id, render_mode="ansi" if printable else None, **options)

@@ -1,10 +1,11 @@
-"""The error for a package that a command needs and the environment lacks, with the command that installs it."""
+"""The errors for packages that the environment lacks, with the command that installs them."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
-from megasync.errors import ConfigError
+from megasync.base.shipped import LOCKS
+from megasync.errors import ConfigError, MegasyncError
 
 # Modules that `pip install megasync` does not bring, because a run needs them in exact versions.
 OF_RUNS = ("torch", "ray", "megatron", "sglang", "sglang_router")
@@ -21,3 +22,16 @@ def require(*modules: str) -> None:
     """Raises ConfigError, with the command that installs them, if one of the packages is missing."""
     if missing := [name for name in modules if find_spec(name) is None]:
         raise ConfigError(f"not installed in this environment: {', '.join(missing)}; {FIX}")
+
+
+def require_extra(
+    extra: str, package: str, who: str, otherwise: str = "", kind: type[MegasyncError] = ConfigError
+) -> None:
+    """Raises an error of this kind if a package of an extra is missing. `who` needs it; `otherwise` is another fix."""
+    if find_spec(package) is None:
+        locked = (LOCKS / f"{extra}.lock").is_file()
+        command = f"megasync install {extra}" if locked else f"pip install 'megasync[{extra}]'"
+        raise kind(
+            f"{who} needs the package {package}, which is not installed; install the extra `{extra}` (`{command}`)"
+            f"{otherwise}"
+        )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasync.config.pools import NODE_POOLS
-from megasync.errors import ConfigError
+from megasync.errors import ConfigError, raised_as
 
 # A host name or address with an optional user; an IPv6 address has colons and may have an interface after a %.
 NAME = re.compile(r"([\w.+-]+@)?[\w.:%-]+")
@@ -41,10 +41,8 @@ def read_hosts(source: str) -> list[Host]:
     Raises ConfigError for a missing file, an empty list, a duplicate host or an unknown pool.
     """
     if "," not in source and (Path(source).is_file() or "/" in source or source.endswith(".txt")):
-        try:
+        with raised_as(ConfigError, f"the hosts file {source!r} cannot be read", of=(OSError, UnicodeDecodeError)):
             lines = Path(source).read_text(encoding="utf-8-sig").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the hosts file {source!r} cannot be read: {error}") from error
         words = [line.split("#")[0].strip() for line in lines]
     else:
         words = [word.strip() for word in source.split(",")]

@@ -28,10 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megasync.concurrency.event_loop import handle_signals
-from megasync.concurrency.tasks import cancel_and_wait
+from megasync.concurrency.tasks import cancel_and_wait, wait_for_first
 from megasync.config import Config
 from megasync.config.access import GENERATION_KEY_VARIABLE, SESSIONS_KEY_VARIABLE, given_key
-from megasync.errors import ConfigError, MegasyncError
+from megasync.errors import ConfigError, MegasyncError, raised_as
 from megasync.launch.hosts import Host
 from megasync.launch.node import HEAD_SECONDS, READY, STOP_SECONDS
 from megasync.launch.preemption import UNFINISHED, is_complete
@@ -201,14 +201,7 @@ class Launcher:
         """Keeps a node of this host in the cluster of the first one, until the run is complete or a signal ends it."""
         node = asyncio.create_task(self._supervise_node(host, self._job.known_head), name=f"node {host.name}")
         stopping = asyncio.create_task(self._stopping.wait(), name="stop")
-        try:
-            await asyncio.wait([node, stopping], return_when=asyncio.FIRST_COMPLETED)
-            if not node.done():
-                return STOPPED
-            node.result()
-            return 0
-        finally:
-            await cancel_and_wait(node, stopping)
+        return STOPPED if await wait_for_first(node, stopping) else 0
 
     async def _run_doctor_and_driver(self, head: str) -> int:
         code = await self._run_on_head(self._job.doctor(head), STOP_SECONDS)
@@ -271,10 +264,8 @@ class Launcher:
             self._notify(f"[{host.name}] Ray node ready at {node['address']}, interface {node['interface']}")
             self._head_ready.set()
 
-        try:
+        with raised_as(MegasyncError, f"cannot execute the remote shell {self._job.shell!r}"):
             return await Remote.start(host.name, self._job.ray_node(host, head), self._environment, on_line)
-        except OSError as error:
-            raise MegasyncError(f"cannot execute the remote shell {self._job.shell!r}: {error}") from error
 
     async def _supervise_node(self, host: Host, head: str) -> None:
         """Starts a node, and restarts it with backoff whenever it is lost. For a rank it returns with the run's end."""

@@ -327,7 +327,7 @@ def kubernetes_job(run: Deployment) -> str:
     if trainers < len(hosts):
         # Losing servers costs no work: they come back, and their requests continue elsewhere.
         stop = f"[ $JOB_COMPLETION_INDEX -ge {trainers} ] || {run.stop_command}"
-        container_of(pod)["lifecycle"] = _before_stop(stop)
+        pod["containers"][0]["lifecycle"] = _before_stop(stop)
     labels = {"app.kubernetes.io/name": "megasync", "app.kubernetes.io/instance": run.name}
     ignored = (
         {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -463,12 +463,6 @@ def _pod(run: Deployment, container: dict[str, Any], *, stops: bool) -> dict[str
         ],
         "volumes": volumes,
     }
-
-
-def container_of(pod: dict[str, Any]) -> dict[str, Any]:
-    """The only container of a pod."""
-    (container,) = pod["containers"]
-    return container
 
 
 def _before_stop(command: str) -> dict[str, Any]:

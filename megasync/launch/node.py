@@ -26,7 +26,7 @@ from megasync.base.files import ray_environment
 from megasync.config.host import HOST_VARIABLE, LOOPBACK, route_from
 from megasync.config.pools import NODE_RESOURCE_AMOUNT, node_resource
 from megasync.device import resolve_device
-from megasync.errors import ConfigError, MegasyncError
+from megasync.errors import ConfigError, MegasyncError, raised_as
 from megasync.launch.control_pipe import ControlPipe
 from megasync.serving.process import ManagedProcess, free_port
 
@@ -69,10 +69,8 @@ def address_towards(peer: str) -> str:
     if not peer:
         return route_from() or LOOPBACK
     here = socket.gethostname()
-    try:
+    with raised_as(ConfigError, f"{here} cannot resolve the host {peer!r}", "list hosts by address"):
         answers = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)
-    except OSError as error:
-        raise ConfigError(f"{here} cannot resolve the host {peer!r} ({error}); list hosts by address") from error
     targets = [target for family, _, _, _, target in answers if family == socket.AF_INET]
     if not targets:
         raise ConfigError(f"{here} resolves {peer!r} to IPv6 only ({answers[0][4][0]}); list hosts by IPv4 address")

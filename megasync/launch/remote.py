@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Self
 
 from megasync.concurrency.tasks import within
-from megasync.errors import ConfigError
+from megasync.errors import ConfigError, raised_as
 from megasync.launch.control_pipe import HEARTBEAT_SECONDS
 
 log = logging.getLogger(__name__)
@@ -32,10 +32,8 @@ def shell_command(shell: str, host: str, command: Sequence[str]) -> list[str]:
 
     Raises ConfigError if `shell` is not a valid command.
     """
-    try:
+    with raised_as(ConfigError, f"--shell {shell!r} is not a command", of=ValueError):
         words = shlex.split(shell)
-    except ValueError as error:
-        raise ConfigError(f"--shell {shell!r} is not a command: {error}") from error
     if not words:
         raise ConfigError(f"--shell {shell!r} is not a command; use one such as 'ssh -p 2222'")
     if PurePath(words[0]).name == "ssh":

@@ -30,10 +30,9 @@ from typing import TYPE_CHECKING, Any
 
 from megasync.base.files import bytes_text
 from megasync.config import Config
+from megasync.config.commands import is_served, is_supervised
 from megasync.config.limits import keys_of
 from megasync.config.schema import CriticConfig, DatasetConfig, FrozenModelConfig, ModelConfig
-from megasync.config.served import is_served
-from megasync.config.supervised import is_supervised
 from megasync.errors import ConfigError
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config

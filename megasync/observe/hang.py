@@ -20,8 +20,7 @@ from typing import Protocol
 
 from megasync.base.files import atomic_write
 from megasync.concurrency.tasks import within
-from megasync.observe.awaits import describe_tasks
-from megasync.observe.stacks import ProcessStacks, own_stacks
+from megasync.observe.stacks import ProcessStacks, describe_tasks, own_stacks
 from megasync.observe.state_file import RunState
 
 log = logging.getLogger(__name__)
@@ -56,14 +55,10 @@ class HangSink(Protocol):
 
         ``only`` names the processes whose stacks are read besides the driver's; None means all.
         """
-        ...
 
 
-class NoReports:
-    """A `HangSink` that writes nothing."""
-
-    async def report(self, reason: str, only: Collection[str] | None = None) -> Path | None:
-        return None
+class NoReports(HangSink):
+    """Writes nothing."""
 
 
 # Reads the stacks of processes on one node, within these seconds.
@@ -198,15 +193,12 @@ def _summary(stacks: Sequence[ProcessStacks], missing: Sequence[str]) -> str:
     alike: dict[tuple[str, str, str], list[ProcessStacks]] = {}
     for process in stacks:
         alike.setdefault((process.title, process.state, process.place), []).append(process)
+    stopped = {"stopped": "STOPPED by a signal", "tracing-stop": "STOPPED by a signal"}
     lines = [
-        f"{_named(processes)}: {title}, {_state_of(state)}: {place or 'no Python stack'}"
+        f"{_named(processes)}: {title}, {stopped.get(state, state)}: {place or 'no Python stack'}"
         for (title, state, place), processes in alike.items()
     ]
     return "\n".join([*lines, *(f"no stacks of {line}" for line in missing)]) or "there is only the driver"
-
-
-def _state_of(state: str) -> str:
-    return "STOPPED by a signal" if state in ("stopped", "tracing-stop") else state
 
 
 def _named(processes: Sequence[ProcessStacks], most: int = 8) -> str:

@@ -39,7 +39,7 @@ from prometheus_client.metrics_core import Metric as Family
 
 from megasync.config.host import resolve_host
 from megasync.config.schema import PrometheusConfig
-from megasync.errors import ConfigError
+from megasync.errors import ConfigError, raised_as
 from megasync.observe import names
 from megasync.observe.display import RunSnapshot
 from megasync.observe.registry import Metric, metric_of
@@ -148,10 +148,8 @@ class PrometheusSink(Sink):
 
     def open(self) -> str:
         host, port = resolve_host(self._settings.host), self._settings.port
-        try:
+        with raised_as(ConfigError, f"cannot listen at {host}:{port} (observe.prometheus)"):
             self._server = _Server(host, port, {METRICS_PATH: self._metrics, SERVERS_PATH: self._targets})
-        except OSError as error:
-            raise ConfigError(f"cannot listen at {host}:{port} (observe.prometheus): {error}") from error
         threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
         return f"Prometheus can scrape {self._server.url}{METRICS_PATH}, and finds the servers at {SERVERS_PATH}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -15,35 +15,25 @@ from megasync.observe.metrics import METRICS_FILE, TENSORBOARD_DIR
 from megasync.observe.samples import SAMPLES_FILE, answers_table, before_and_after, read_answers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How far a run came, and where its results are."""
+    """How far a run came, and where its results are; of a supervised run, ``losses`` in place of scores."""
 
     # The folder with everything that the run wrote.
     run_dir: Path
     # Trained steps.
     step: int
-    # The weight version that was published last.
-    version: int
+    # The weight version that was published last; None of a supervised run.
+    version: int | None = None
     # Held-out scores as (step, score); empty without an evaluation set.
-    scores: list[tuple[int, float]]
+    scores: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    # Validation losses as (step, loss), since it was started last.
+    losses: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     # Hugging Face export of the final weights; None if checkpoint.export is off or nothing was trained.
-    export_dir: Path | None
+    export_dir: Path | None = None
     # Why the run ended before schedule.total_steps; empty if it did not.
     stopped: str = ""
     # Whether it reached its goal: all of its steps, or schedule.stop_at_score. Otherwise it can be resumed.
-    finished: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class SupervisedResult:
-    """How far a supervised run came. ``losses`` are validation losses as (step, loss), since it was started last."""
-
-    run_dir: Path
-    step: int
-    losses: list[tuple[int, float]]
-    export_dir: Path | None
-    stopped: str = ""
     finished: bool = True
 
 
@@ -58,25 +48,20 @@ def resume_command(run_dir: Path) -> str:
     return f"AsyncTrainer.resume({str(run_dir)!r}, {', '.join(f'{name}=...' for name in custom)}).train()"
 
 
-def show_result(result: RunResult | SupervisedResult, console: Console) -> None:
+def show_result(result: RunResult, console: Console) -> None:
     """Prints how far a run came, where its results are, and how it is resumed unless it is finished.
 
     Before that, sample answers before and after training, if the run has them.
     """
     if pairs := before_and_after(read_answers(result.run_dir)):
         console.print(answers_table(pairs))
-    if isinstance(result, RunResult):
-        version, points, form = (
-            f", published version {result.version}",
-            result.scores,
-            "held-out score {:.3f} -> {:.3f}",
-        )
-    else:
-        version, points, form = "", result.losses, "validation loss {:.4f} -> {:.4f}"
+    version = "" if result.version is None else f", published version {result.version}"
     reason = f" ({result.stopped})" if result.stopped else ""
     lines = [f"trained {result.step} steps{version}{reason}"]
-    if points:
-        lines.append(form.format(points[0][1], points[-1][1]))
+    if scores := result.scores:
+        lines.append(f"held-out score {scores[0][1]:.3f} -> {scores[-1][1]:.3f}")
+    if losses := result.losses:
+        lines.append(f"validation loss {losses[0][1]:.4f} -> {losses[-1][1]:.4f}")
     files = {
         "learning curve": CURVE_FILE,
         "metrics": METRICS_FILE,

@@ -6,6 +6,8 @@
 
 Nothing that could hold a secret is shown: no local variables, no environment, no command line. Every step has a
 deadline.
+
+The stack of a suspended task shows only its outermost frame, so `describe_tasks` follows the chain of awaits itself.
 """
 
 from __future__ import annotations
@@ -24,17 +26,21 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
 
-from megasync.observe.awaits import describe_tasks
-
+# Innermost frames of a chain that are shown; they say what the task waits for.
+SHOWN_FRAMES = 5
+# A chain is a handful of awaits; a longer one must be a cycle.
+MAX_CHAIN = 100
 # Seconds for py-spy, for the answer of a process, and for its signal handler. A busy machine needs most of it.
 SPY_SECONDS = 8.0
 ANSWER_SECONDS = 2.0
@@ -334,3 +340,37 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
 def _short(file: str) -> str:
     """Packages by their names."""
     return file.rpartition("/site-packages/")[2]
+
+
+# What the tasks of an event loop await
+
+
+def describe_tasks(tasks: Iterable[asyncio.Task[Any]] | None = None) -> str:
+    """One line for all tasks that wait at the same place: number, kind, and the chain of awaits, outermost first."""
+    places: Counter[tuple[str, str]] = Counter()
+    for task in asyncio.all_tasks() if tasks is None else tasks:
+        # Names of group and sample tasks end in numbers; the first word is their kind.
+        kind = task.get_name().split()[0]
+        places["task" if kind.startswith("Task-") else kind, _chain(task.get_coro())] += 1
+    return "\n".join(f"{count:4d} x {kind}: {chain}" for (kind, chain), count in sorted(places.items()))
+
+
+def _chain(coroutine: Any) -> str:
+    frames: list[str] = []
+    awaited = coroutine
+    for _ in range(MAX_CHAIN):
+        frame, inner = _frame(awaited)
+        if frame is None:
+            break
+        frames.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}")
+        awaited = inner
+    shown = [*(["..."] if len(frames) > SHOWN_FRAMES else []), *frames[-SHOWN_FRAMES:]]
+    return " > ".join(shown) or "not started"
+
+
+def _frame(awaited: Any) -> tuple[FrameType | None, Any]:
+    """The frame of a coroutine or generator, and what it awaits; (None, None) for anything else."""
+    for prefix, inner in (("cr", "cr_await"), ("gi", "gi_yieldfrom"), ("ag", "ag_await")):
+        if hasattr(awaited, f"{prefix}_frame"):
+            return getattr(awaited, f"{prefix}_frame"), getattr(awaited, inner)
+    return None, None

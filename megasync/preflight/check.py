@@ -26,6 +26,7 @@ from megasync.base.importing import keyword_options, load_function
 from megasync.config import builtin
 from megasync.config.access import SESSIONS_KEY_VARIABLE, check_access, given_key, read_tenants
 from megasync.config.builtin import ADVANTAGES, EXTERNAL, LOSSES, Algorithm
+from megasync.config.commands import is_served, is_supervised, served_config
 from megasync.config.host import is_loopback, resolve_host
 from megasync.config.limits import REWARD, SHOWN_CHARACTERS, as_typed, check_limits, path_problem
 from megasync.config.megatron_options import check_megatron
@@ -47,16 +48,14 @@ from megasync.config.schema import (
     EvalConfig,
     FrozenModelConfig,
     MlflowConfig,
-    PrometheusConfig,
     RewardModelConfig,
     RolloutConfig,
     TrainerConfig,
     WandbConfig,
 )
-from megasync.config.served import is_served, served_config
-from megasync.config.supervised import is_supervised
 from megasync.data.curriculum import by_success
-from megasync.errors import CheckpointError, ConfigError
+from megasync.errors import CheckpointError, ConfigError, raised_as
+from megasync.install.missing import require_extra
 from megasync.layout.adapter import SERVED_TARGETS, UNEMBED, adapter_layout
 from megasync.layout.block_fp8 import Block
 from megasync.layout.families import FAMILIES, Sizes, Split, language_model
@@ -81,12 +80,9 @@ CLASSIFIERS = (
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 # On CPUs, SGLang pads the width of MLPs to a multiple of this on each rank.
 _CPU_WIDTH = 32
-EXTRA = "megasync[trackers]"
 WANDB_HOST = "https://api.wandb.ai"
 # Schemes of MLflow's databases, which the small package mlflow-skinny cannot open.
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
-# The package whose types and messages the service speaks.
-PROTOCOL_PACKAGE = "tinker"
 # What `megasync sft` reads besides data and model.
 SUPERVISED = ("trainer", "sft", "cluster.tls_cert", "cluster.tls_key", "cluster.tls_ca")
 
@@ -185,11 +181,8 @@ def check_service(config: Config, *, planning: bool = False) -> None:
     check_config(config, planning=planning, own_rows=True)
     if planning:
         return
-    if find_spec(PROTOCOL_PACKAGE) is None:
-        raise ConfigError(
-            f"the service uses the package {PROTOCOL_PACKAGE}, which is not installed; install the extra `serve` "
-            f"(`megasync install serve`)"
-        )
+    # Its types and messages are what the service speaks.
+    require_extra("serve", "tinker", "the service")
     _check_port("serve", serve.host, serve.port)
 
 
@@ -206,11 +199,6 @@ def check_as_run(config: Config, *, planning: bool = False) -> None:
     """Raises ConfigError as the command that the configuration is for: `megasync serve`, `sft` or `train`."""
     check = check_service if is_served(config) else check_supervised if is_supervised(config) else check_config
     check(config, planning=planning)
-
-
-def check_steps(config: Config) -> None:
-    """Raises ConfigError if the learning rate does not fit the number of steps, `schedule.total_steps`."""
-    check_rules(config, within=("schedule.total_steps",))
 
 
 def run_facts(config: Config) -> dict[str, Any]:
@@ -322,16 +310,20 @@ def _check_rewards(config: Config) -> None:
 
 def _check_frozen_models(config: Config, planning: bool) -> None:
     """Checks what models beside the policy share, and their folders; with `planning` these may be missing."""
-    _check_sources(config)
+    taught: dict[str, str] = {}
+    for name, teacher in config.teachers.items():
+        for source in teacher.sources or [""]:
+            if (other := taught.setdefault(source, name)) != name:
+                what = f"rows of data_source={source}" if source else "all other rows (sources is empty)"
+                raise ConfigError(
+                    f"teachers.{other} and teachers.{name} both teach {what}; give each of them other "
+                    f"teachers.<name>.sources"
+                )
     for key, model in frozen_models(config).items():
         if isinstance(model, RewardModelConfig) and model.read == "yes_no" and model.yes_token == model.no_token:
             raise ConfigError(f"{key}.yes_token and {key}.no_token are both {model.yes_token!r}; they must differ")
         if not planning or any(Path(model.path).expanduser().glob("*.safetensors")):
             _check_frozen_folder(key, model)
-    _check_memory(config)
-
-
-def _check_memory(config: Config) -> None:
     shared = {key: model for key, model in frozen_models(config).items() if model.pool == "rollout"}
     total = config.rollout.mem_fraction + sum(model.mem_fraction for model in shared.values())
     if shared and total >= 1:
@@ -342,27 +334,12 @@ def _check_memory(config: Config) -> None:
         )
 
 
-def _check_sources(config: Config) -> None:
-    """Each row has at most one teacher."""
-    taught: dict[str, str] = {}
-    for name, teacher in config.teachers.items():
-        for source in teacher.sources or [""]:
-            if (other := taught.setdefault(source, name)) != name:
-                what = f"rows of data_source={source}" if source else "all other rows (sources is empty)"
-                raise ConfigError(
-                    f"teachers.{other} and teachers.{name} both teach {what}; give each of them other "
-                    f"teachers.<name>.sources"
-                )
-
-
 def _check_smallest(trainer: TrainerConfig) -> None:
     least = trainer.min_data_parallel
     if least is None:
         return
-    try:
+    with raised_as(ConfigError, f"trainer.min_data_parallel={least} as trainer.data_parallel", of=ConfigError):
         replace(Topology.from_config(trainer), data=least)
-    except ConfigError as error:
-        raise ConfigError(f"trainer.min_data_parallel={least} as trainer.data_parallel: {error}") from None
 
 
 def _check_nodes(config: Config, specs: Mapping[str, PoolSpec]) -> None:
@@ -401,12 +378,10 @@ def _check_model(
     check_rules(config, facts, without=passed, training=training)
     _check_chunks(config, layout, source)
     _check_server_split(config.rollout, layout.sizes, source)
-    if (config.rollout.prefill_engines or config.rollout.decode_engines) and not planning and find_spec("nixl") is None:
-        raise ConfigError(
-            f"rollout.prefill_engines={config.rollout.prefill_engines} and decode_engines="
-            f"{config.rollout.decode_engines} move caches with the package nixl, which is not installed; install the "
-            f"extra `engines` (`megasync install engines`), or set both to 0"
-        )
+    prefill, decode = config.rollout.prefill_engines, config.rollout.decode_engines
+    if (prefill or decode) and not planning:
+        moved = f"rollout.prefill_engines={prefill} with decode_engines={decode}, which moves caches,"
+        require_extra("engines", "nixl", moved, ", or set both to 0")
     if config.sync.transport == "adapters":
         _check_served_adapters(config, layout)
     if config.rollout.fp8:
@@ -575,10 +550,8 @@ def _check_critic_model(config: Config, policy: Layout) -> None:
             f"critic.path={path!r} has other sizes than model.path={config.model.path!r}: policy and critic compute "
             f"the same microbatches, so give a folder of the same architecture, or null"
         )
-    try:
+    with raised_as(ConfigError, "critic.path", of=ConfigError):
         check_weights(folder, layout, absent=(WEIGHT, BIAS))
-    except ConfigError as error:
-        raise ConfigError(f"critic.path: {error}") from None
 
 
 def _check_model_folder(config: Config, layout: Layout, source: Path, planning: bool) -> None:
@@ -660,7 +633,7 @@ def _check_frozen_folder(key: str, model: FrozenModelConfig) -> None:
         )
     from megasync.layout.shards import stored_shapes
 
-    try:
+    with raised_as(ConfigError, f"{key}.path", "copy the model again", of=CheckpointError):
         stored = stored_shapes(folder)
         for name, shape in _expected(values, generates=not (scores and model.kind == "classifier")).items():
             if name not in stored:
@@ -669,8 +642,6 @@ def _check_frozen_folder(key: str, model: FrozenModelConfig) -> None:
                 raise CheckpointError(
                     f"{name!r} in {folder} has shape {list(stored[name])}, but its config.json requires {list(shape)}"
                 )
-    except CheckpointError as error:
-        raise ConfigError(f"{key}.path: {error}; copy the model again") from None
 
 
 def _check_classifier(
@@ -759,12 +730,12 @@ def check_observe(config: Config, planning: bool) -> None:
         _check_wandb(observe.wandb)
     if observe.mlflow is not None:
         _check_mlflow(observe.mlflow, planning)
-    if observe.prometheus is not None:
-        _check_prometheus(observe.prometheus, planning)
+    if observe.prometheus is not None and not planning:
+        _check_port("observe.prometheus", observe.prometheus.host, observe.prometheus.port)
 
 
 def _check_wandb(wandb: WandbConfig) -> None:
-    _require("wandb", "observe.wandb")
+    require_extra("trackers", "wandb", "observe.wandb", ", or set it to null")
     if wandb.mode == "online" and not _has_wandb_key():
         raise ConfigError(
             "observe.wandb.mode=online, but there is no key for Weights & Biases; run `wandb login`, set "
@@ -787,7 +758,7 @@ def _check_mlflow(mlflow: MlflowConfig, planning: bool) -> None:
         )
     if planning:
         return
-    _require("mlflow", "observe.mlflow")
+    require_extra("trackers", "mlflow", "observe.mlflow", ", or set it to null")
     uri = uri or os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
         raise ConfigError(
@@ -800,33 +771,15 @@ def _check_mlflow(mlflow: MlflowConfig, planning: bool) -> None:
         )
 
 
-def _check_prometheus(prometheus: PrometheusConfig, planning: bool) -> None:
-    if not planning:
-        _check_port("observe.prometheus", prometheus.host, prometheus.port)
-
-
 def _check_port(section: str, host: str, port: int) -> None:
     """Raises ConfigError if this machine cannot listen at the host and port of a section."""
     host = resolve_host(host)
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family) as probe:
-            # As endpoints do: a port in TIME_WAIT counts as free.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-    except OSError as error:
-        raise ConfigError(
-            f"{section} cannot listen at host={host}, port={port}: {error.strerror}; set another port, or 0 for a free "
-            f"one"
-        ) from None
-
-
-def _require(package: str, key: str) -> None:
-    if find_spec(package) is None:
-        raise ConfigError(
-            f"{key} is set, but the package {package} is not installed; install {EXTRA} "
-            f"(`megasync install trackers`), or set {key}=null"
-        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    what = f"{section} cannot listen at host={host}, port={port}"
+    with raised_as(ConfigError, what, "set another port, or 0 for a free one"), socket.socket(family) as probe:
+        # As endpoints do: a port in TIME_WAIT counts as free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
 
 
 def _has_wandb_key() -> bool:

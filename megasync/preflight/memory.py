@@ -160,7 +160,8 @@ def _learners(config: Config, layout: Layout) -> list[tuple[Config, Layout]]:
     learners = [(config, trained_adapters(config, layout) or layout)]
     if config.critic.enabled:
         trainer = replace(config.trainer, optimizer=config.critic.optimizer, lora=LoraConfig())
-        learners.append((replace(config, trainer=trainer), critic_layout(layout)))
+        critic = Layout(layout.hf_config, layout.topology, layout.spec, value_head=True)
+        learners.append((replace(config, trainer=trainer), critic))
     return learners
 
 
@@ -239,11 +240,6 @@ def stage_memory(config: Config, layout: Layout, bucket: int, stage: int) -> Ran
         critic=critic,
         sync_buckets=BUCKETS * bucket,
     )
-
-
-def critic_layout(layout: Layout) -> Layout:
-    """The layout of a critic beside a policy of ``layout``."""
-    return Layout(layout.hf_config, layout.topology, layout.spec, value_head=True)
 
 
 def _optimizer_elements(config: Config, layout: Layout, rank: int) -> int:
@@ -613,17 +609,14 @@ def _dispatch_buffers(config: Config, layout: Layout) -> float:
     return 2 * _received(config, layout) * layout.sizes.hidden + layout.sizes.topk * _hidden(config, layout)
 
 
-def _response_tokens(config: Config) -> int:
-    """Tokens of a microbatch that are responses, if all sequences are the longest."""
-    return microbatch_tokens(config) * config.rollout.sampling.max_new_tokens // longest_sequence(config)
-
-
 def _logits(config: Config, layout: Layout, item: int) -> int:
     """Bytes of the output layer's work: its input, the logits of a part of it, and the gradient of its weight.
 
     Only response tokens have logits: prompt rows never reach the output layer.
     """
-    rows, hidden = _response_tokens(config), layout.sizes.hidden
+    # If all sequences are the longest.
+    rows = microbatch_tokens(config) * config.rollout.sampling.max_new_tokens // longest_sequence(config)
+    hidden = layout.sizes.hidden
     columns = layout.padded_vocab // config.trainer.tensor_parallel
     computed = FLOAT32_BYTES if config.trainer.float32_head else item
     logits, parts = min(rows * columns, LOGITS_PART), -(-rows * columns // LOGITS_PART)

@@ -41,7 +41,11 @@ class NodeProbe:
             "packages": ", ".join(f"{name} {_version(name)}" for name in PACKAGES),
             "devices": ", ".join(gpus) or "no GPU",
         }
-        findings = examine(None if config is None else _on_a_node(config), resolve_host("auto"))
+        if config is not None:
+            # As a run over several nodes has it.
+            cluster = replace(config.cluster, address=config.cluster.address or "auto", host="auto")
+            config = replace(config, cluster=cluster)
+        findings = examine(config, resolve_host("auto"))
         findings += check_listening()
         return {"facts": facts, "gpus": len(gpus), "findings": [asdict(finding) for finding in findings]}
 
@@ -62,11 +66,6 @@ class NodeProbe:
         self._listener.bind((host, 0))
         self._listener.listen(256)
         return self._listener.getsockname()[:2]
-
-    def close(self) -> None:
-        """Closes the listener."""
-        if self._listener is not None:
-            self._listener.close()
 
     def meeting_point(self, seconds: float) -> tuple[str, int]:
         """Opens the store of an all-reduce and returns its host and port."""
@@ -111,11 +110,6 @@ class NodeProbe:
         finally:
             dist.destroy_process_group()
             self._store = None
-
-
-def _on_a_node(config: Config) -> Config:
-    """The configuration as a multi-node run has it."""
-    return replace(config, cluster=replace(config.cluster, address=config.cluster.address or "auto", host="auto"))
 
 
 def code_digest() -> str:

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from megasync.config.commands import is_served, is_supervised, served_config, supervised_config
 from megasync.config.pacing import Pacing
 from megasync.config.pools import PoolSpec, frozen_models, frozen_pool, nodes_needed, pool_specs, trainer_pool
 from megasync.config.schema import Config, RewardModelConfig
-from megasync.config.served import is_served, served_config
-from megasync.config.supervised import is_supervised, supervised_config
 from megasync.errors import ConfigError
 from megasync.layout.adapter import AdapterLayout, adapter_layout
 from megasync.layout.layout import Layout

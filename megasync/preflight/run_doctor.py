@@ -15,10 +15,9 @@ import psutil
 from megasync.base.files import bytes_text, writable
 from megasync.config import Config
 from megasync.config.access import describe_access, generation_needs_key
+from megasync.config.commands import is_served, is_supervised, served_config
 from megasync.config.host import is_loopback, resolve_host
 from megasync.config.pools import devices_needed, pool_specs, trainer_pool
-from megasync.config.served import is_served, served_config
-from megasync.config.supervised import is_supervised
 from megasync.device import check_machine, resolve_device
 from megasync.errors import ConfigError, DataError
 from megasync.models.hub import pending

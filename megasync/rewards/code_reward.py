@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megasync.concurrency.tasks import gather_or_cancel
-from megasync.errors import DataError, SandboxError
+from megasync.errors import DataError, SandboxError, raised_as
 from megasync.rewards.code_answer import program_of
 from megasync.rewards.code_tests import COLUMNS, Run, read_tests
 from megasync.rewards.sandbox import Check, run_check, run_program
@@ -51,10 +51,8 @@ class CodeReward:
         if parallel is not None and parallel < 1:
             raise TypeError(f"parallel={parallel} must be at least 1")
         self._free = asyncio.Semaphore(parallel or os.cpu_count() or 1)
-        try:
+        with raised_as(TypeError, "the code reward cannot run programs on this machine", of=SandboxError):
             kind = isolation()
-        except SandboxError as error:
-            raise TypeError(f"the code reward cannot run programs on this machine: {error}") from error
         if self._limits != Limits() and (problem := probe(kind, self._limits)):
             raise TypeError(f"no program can run within {self._limits}; raise the limits ({problem})")
         if not kind.namespaces:

@@ -20,6 +20,7 @@ from megasync.data.final_answer import Answer, scored
 from megasync.data.match import agree, readings
 from megasync.data.written_number import plain_math
 from megasync.errors import DataError
+from megasync.install.missing import require_extra
 
 log = logging.getLogger(__name__)
 # Outside a main thread timeouts are off, and the package would warn about that on every call.
@@ -76,10 +77,9 @@ def _score(answer: Answer, right: Sequence[str]) -> float | None:
 
 
 def _verified(text: str, reference: str) -> float | None:
-    try:
-        from math_verify import parse, verify
-    except ModuleNotFoundError as error:
-        raise DataError("math_reward needs the package math-verify: pip install 'megasync[math]'") from error
+    require_extra("math", "math_verify", "math_reward", kind=DataError)
+    from math_verify import parse, verify
+
     # The package takes None for no timeout, but declares int.
     timeout: Any = TIMEOUT_SECONDS if threading.current_thread() is threading.main_thread() else None
     gold = parse(f"${_latex(reference)}$", parsing_timeout=timeout)

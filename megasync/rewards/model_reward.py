@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -23,7 +23,7 @@ from megasync.data.messages import as_messages
 from megasync.data.outside_text import OutsideText
 from megasync.data.rows import fill, is_messages
 from megasync.data.written_number import written_number
-from megasync.errors import ConfigError, InvalidAnswer
+from megasync.errors import ConfigError, InvalidAnswer, raised_as
 from megasync.rewards.written_score import written_score
 from megasync.serving.answers import Finish, parse_as
 from megasync.serving.frozen_client import FrozenModelClient
@@ -103,24 +103,6 @@ def _text(prompt: Any) -> str:
     if not is_messages(prompt):
         return str(prompt)
     return "\n".join(f"{message['role']}: {message['content']}" for message in as_messages(prompt))
-
-
-class ScoreReader(Protocol):
-    """The request that asks a reward model for a score, and how the score is read from the answer.
-
-    `path` is the endpoint; `answer_tokens` is the number of tokens that the answer needs beyond the prompt.
-    """
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def answer_tokens(self) -> int: ...
-
-    def body(self, ids: list[int]) -> dict[str, Any]: ...
-
-    def read(self, answer: Any) -> float | None:
-        """The score; None when the model wrote none. Raises InvalidAnswer for an answer of another form."""
-        ...
 
 
 @prepared
@@ -231,6 +213,12 @@ class YesProbability:
         return 1 / (1 + math.exp(min(700.0, no - yes)))
 
 
+# The request that asks a reward model for a score, and how the score is read from the answer. `path` is the endpoint;
+# `answer_tokens` are those that the answer needs beyond the prompt. `read` returns None when the model wrote no score,
+# and raises InvalidAnswer for an answer of another form.
+ScoreReader = ClassifierScore | WrittenNumber | YesProbability
+
+
 def score_reader(key: str, config: RewardModelConfig, tokenizer: Any) -> ScoreReader:
     """The score reader of a configuration. Raises ConfigError for a yes or no word that is not a single token."""
     if config.kind == "classifier":
@@ -302,10 +290,8 @@ def load_model_reward(name: str, config: RewardModelConfig, timeout: float) -> M
     from transformers import AutoTokenizer
 
     key = f"reward_models.{name}"
-    try:
+    with raised_as(ConfigError, f"{key}.path={config.path!r} has no loadable tokenizer", of=(OSError, ValueError)):
         tokenizer = AutoTokenizer.from_pretrained(Path(config.path).expanduser(), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}.path={config.path!r} has no loadable tokenizer: {error}") from error
     limit = config.context_length or read_frozen_model(key, config)["max_position_embeddings"]
     options = {"max_inflight": config.max_inflight, "timeout": timeout, "context_length": limit}
     return ModelReward(name, ModelPrompt(key, config, tokenizer), score_reader(key, config, tokenizer), **options)

@@ -24,7 +24,7 @@ from megasync.base.importing import name_of
 from megasync.concurrency.foreign import DeadlineExceeded, explain, invoke, run, shown
 from megasync.concurrency.threads import AllThreadsStuck, DaemonThreads
 from megasync.data.rows import place
-from megasync.errors import DataError, ServerError
+from megasync.errors import DataError, ServerError, raised_as
 from megasync.observe import trace
 from megasync.rewards.function import Given, RewardFunction, combine, combine_tokens, reward_functions
 from megasync.rewards.processes import RewardProcesses, check_picklable
@@ -112,10 +112,8 @@ class RewardRunner:
         checks = [check for check in methods if check is not None]
         for number, row in enumerate(rows if checks else ()):
             for check in checks:
-                try:
+                with raised_as(DataError, place(row, number, source), of=DataError):
                     invoke(check, row)
-                except DataError as error:
-                    raise DataError(f"{place(row, number, source)}: {error}") from None
 
     async def close(self) -> None:
         """Ends the worker processes, including those in the middle of a call."""

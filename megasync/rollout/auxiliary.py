@@ -20,7 +20,7 @@ from megasync.config.schema import AuxiliaryModelConfig
 from megasync.data.chat_template import ChatTemplate
 from megasync.data.messages import as_messages
 from megasync.data.tokenizer import load_tokenizer
-from megasync.errors import ConfigError, DataError
+from megasync.errors import ConfigError, DataError, raised_as
 from megasync.serving.answers import parse_as
 from megasync.serving.frozen_client import FrozenModelClient
 from megasync.serving.frozen_folder import read_frozen_model
@@ -74,9 +74,7 @@ def load_auxiliary_models(config: Config) -> dict[str, AuxiliaryModel]:
     for name, model in config.auxiliary_models.items():
         key = f"auxiliary_models.{name}"
         limit = model.context_length or read_frozen_model(key, model)["max_position_embeddings"]
-        try:
+        with raised_as(ConfigError, f"{key} cannot answer chat messages", of=DataError):
             tokenizer = load_tokenizer(str(Path(model.path).expanduser()), f"{key}.path")
             models[name] = AuxiliaryModel(name, model, tokenizer, limit, config.timeouts.request)
-        except DataError as error:
-            raise ConfigError(f"{key} cannot answer chat messages: {error}") from error
     return models

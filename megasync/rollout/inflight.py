@@ -187,11 +187,16 @@ class InflightCap:
         """The new limit, given the serving servers' loads and the requests in flight. Without loads it stays."""
         if not loads:
             return self.limit
-        self._rescale(len(loads))
+        # The limit per server stays when their number changes.
+        if len(loads) != self._servers:
+            self.limit, self._servers = max(1, self.limit * len(loads) // self._servers), len(loads)
         # A server that runs nothing of what waits there is paused for a weight sync, or computes its first prompts.
         # That says nothing about room.
         running_or_idle = [load for load in loads if load.running or not load.waiting]
-        if any(map(self._under_pressure, running_or_idle)):
+        if any(
+            load.retracted > 0 or load.token_usage > self._high or load.waiting > max(load.running, FIRST_REQUESTS)
+            for load in running_or_idle
+        ):
             self._slow_start = False
             # From what is really in flight, because a limit far above it would take many steps to have an effect. Only
             # once it has come down to the limit, or long requests would bring the limit down to nothing.
@@ -201,15 +206,6 @@ class InflightCap:
             self.limit = 2 * self.limit if self._slow_start else self.limit + INCREASE * len(loads)
         self.limit = max(self.limit, len(loads))
         return self.limit
-
-    def _rescale(self, servers: int) -> None:
-        """Keeps the limit per server when the number of servers changes."""
-        if servers != self._servers:
-            self.limit = max(1, self.limit * servers // self._servers)
-            self._servers = servers
-
-    def _under_pressure(self, load: ServerLoad) -> bool:
-        return load.retracted > 0 or load.token_usage > self._high or load.waiting > max(load.running, FIRST_REQUESTS)
 
 
 # The quarantine, as a client of servers uses it

@@ -38,13 +38,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import Context
 from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megasync.base.confidential import masked_text
 from megasync.concurrency.foreign import DeadlineExceeded, explain
 from megasync.concurrency.tasks import cancel_and_wait, within
 from megasync.errors import ConfigError, DataError, ServiceFailed
+from megasync.install.missing import require_extra
 from megasync.rollout.breaker import Breaker
 from megasync.rollout.tools import Tool, ToolFailed
 
@@ -114,11 +115,7 @@ class McpServer:
         if (command and headers) or (url and environment):
             wrong, right = ("headers", "url") if command else ("environment", "command")
             raise ConfigError(f"the MCP server {name!r} has `{wrong}`, which only a server with `{right}` reads")
-        if find_spec("mcp") is None:
-            raise ConfigError(
-                f"the MCP server {name!r} needs the package mcp, which is not installed; install the extra `mcp` "
-                f"(`megasync install mcp`)"
-            )
+        require_extra("mcp", "mcp", f"the MCP server {name!r}")
         self.name, self.command, self.url = name, tuple(command), url
         self.environment, self.headers = dict(environment or {}), dict(headers or {})
         self._selected, self._prefix = tuple(tools), prefix
@@ -135,7 +132,7 @@ class McpServer:
             "shared": self.shared,
             "pool": self._pool,
         }
-        return _made, (self.name, self.command, self.url, options)
+        return partial(McpServer, self.name, self.command, self.url, **options), ()
 
     def _reset(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -293,10 +290,6 @@ class McpServer:
         return [
             McpTool(connected, schema, {}, self, remote, connected) for remote, schema in (self._schemas or {}).items()
         ]
-
-
-def _made(name: str, command: Sequence[str], url: str, options: dict[str, Any]) -> McpServer:
-    return McpServer(name, command, url, **options)
 
 
 @dataclass(frozen=True, slots=True)

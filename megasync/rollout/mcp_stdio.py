@@ -24,7 +24,7 @@ from mcp.client.stdio import get_default_environment  # pyright: ignore[reportMi
 from mcp.shared.message import SessionMessage  # pyright: ignore[reportMissingImports]
 
 from megasync.concurrency.tasks import cancel_and_wait, within
-from megasync.errors import ServerError
+from megasync.errors import ServerError, raised_as
 from megasync.serving import supervisor
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ async def stdio_streams(
     """
     script = [sys.executable, "-S", "-E", supervisor.__file__, str(os.getpid()), ""]
     pipe = asyncio.subprocess.PIPE
-    try:
+    with raised_as(ServerError, f"cannot start {command[0]!r}"):
         process = await asyncio.create_subprocess_exec(
             *(*script, *command),
             stdin=pipe,
@@ -60,8 +60,6 @@ async def stdio_streams(
             env={**get_default_environment(), **environment},
             start_new_session=True,
         )
-    except OSError as error:
-        raise ServerError(f"cannot start {command[0]!r}: {error}") from error
     received, messages = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     outgoing, to_send = anyio.create_memory_object_stream[SessionMessage](0)
     work: list[asyncio.Task[None]] = []

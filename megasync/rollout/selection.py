@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megasync.config.schema import GroupConfig
@@ -101,7 +101,8 @@ class Selection:
 
         `scored` holds the trajectories of each sample. `counts` is incremented for removed and penalised ones.
         """
-        usable = _filtered(scored, lambda t: t.reward is not None and t.oldest_version is not None)
+        trainable = ([t for t in sample if t.reward is not None and t.oldest_version is not None] for sample in scored)
+        usable = [sample for sample in trainable if sample]
         if self.config.overlong == "mask":
             # What is left of a sample of which a part was cut off is not what its reward is for.
             complete = [sample for sample in usable if all(t.finish_reason != "length" for t in sample)]
@@ -129,12 +130,10 @@ class Selection:
         """What the estimator compares of a sample: rewards of its tokens if it has any, scores, or the reward."""
         tokens = [t.arrays[TOKEN_REWARDS] for t in sample if TOKEN_REWARDS in t.arrays]
         token_rewards = [float(value) for array in tokens for value in array.tolist() if not math.isnan(value)]
-        scores = [[t.metrics[name] for t in sample if name in t.metrics] for name in self._metrics()]
+        names = [f"reward/{name}" for name in self.compared]
+        scores = [[t.metrics[name] for t in sample if name in t.metrics] for name in names]
         # A missing score differs from every other.
         return (_reward(sample), *token_rewards, *(of_sample(values) if values else math.inf for values in scores))
-
-    def _metrics(self) -> list[str]:
-        return [f"reward/{name}" for name in self.compared]
 
     def _penalised(self, sample: Sequence[Trajectory], counts: Counter[str]) -> Sequence[Trajectory]:
         """The sample with the penalty for all tokens that the model wrote in it, however they are split."""
@@ -171,11 +170,6 @@ def summarize(trajectories: Sequence[Trajectory]) -> Summary:
 
 def _reward(sample: Sequence[Trajectory]) -> float:
     return of_sample([t.reward for t in sample if t.reward is not None])
-
-
-def _filtered(samples: Sequence[Sequence[Trajectory]], keep: Callable[[Trajectory], bool]) -> list[list[Trajectory]]:
-    """Return each sample's trajectories for which `keep` is true. Samples without any are omitted."""
-    return [kept for sample in samples if (kept := [t for t in sample if keep(t)])]
 
 
 def _count(samples: Sequence[Sequence[Trajectory]]) -> int:

@@ -27,7 +27,7 @@ from megasync.base.importing import name_of
 from megasync.concurrency.first_use import prepared
 from megasync.concurrency.foreign import DeadlineExceeded, explain, invoke, is_async, run
 from megasync.concurrency.threads import AllThreadsStuck, DaemonThreads
-from megasync.errors import ConfigError, DataError, is_infrastructure
+from megasync.errors import ConfigError, DataError, is_infrastructure, raised_as
 from megasync.observe import trace
 
 log = logging.getLogger(__name__)
@@ -89,16 +89,12 @@ class Tool:
 
     def bind(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Convert the arguments to their declared types. Raises DataError that names the invalid argument."""
-        try:
+        with raised_as(DataError, f"{self.name} takes {', '.join(self._types) or 'no arguments'}", of=TypeError):
             inspect.signature(self.function).bind(**arguments)
-        except TypeError as error:
-            raise DataError(f"{self.name} takes {', '.join(self._types) or 'no arguments'}: {error}") from None
         bound = {}
         for name, value in arguments.items():
-            try:
+            with raised_as(DataError, f"argument {name!r} of {self.name}", of=msgspec.ValidationError):
                 bound[name] = invoke(msgspec.convert, value, self._types.get(name, Any), strict=False)
-            except msgspec.ValidationError as error:
-                raise DataError(f"argument {name!r} of {self.name}: {error}") from None
         return bound
 
 

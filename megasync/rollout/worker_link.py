@@ -175,12 +175,6 @@ class WorkerEnd(Channel):
     def status(self) -> WorkerStatus:
         return self._worker.status
 
-    def ended(self, group: GroupEnded) -> None:
-        self.tell("ended", group)
-
-    def failed(self, error: BaseException) -> None:
-        self.tell("failed", error)
-
     def abandon(self) -> None:
         """Cancels whatever runs, without waiting for it: nothing is saved or reported anymore."""
         for task in self.answering():

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from megasync.app.hang_request import answer_with_report
+from megasync.app.mailbox import answer_with_report
 from megasync.app.run_directory import AnyRun, OpenedRun, new_run_dir, run_stoppable
 from megasync.app.servers import POISON_FOLDER, reserve_pools
 from megasync.app.workload import stop_ids
@@ -40,9 +40,9 @@ from megasync.concurrency.tasks import gather_or_cancel, wait_for_first
 from megasync.config import CONFIG_FILE, SERVICE_FOLDER, TENANTS_FILE, Config, load_config
 from megasync.config.access import Keys, draw_tenants, read_tenants, router_trust
 from megasync.config.changes import check_changes
+from megasync.config.commands import served_config
 from megasync.config.pools import pool_specs
 from megasync.config.schema import ServeConfig
-from megasync.config.served import served_config
 from megasync.data.tokenizer import load_tokenizer
 from megasync.device import check_machine, resolve_device
 from megasync.errors import ConfigError, MegasyncError

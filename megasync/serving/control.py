@@ -16,7 +16,7 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
-from megasync.errors import HttpStatusError, InvalidAnswer, ServerError
+from megasync.errors import HttpStatusError, InvalidAnswer, ServerError, raised_as
 from megasync.serving.answers import read_bounded
 
 # Idle seconds after which a connection is not reused. SGLang and the router close it after 5 s.
@@ -138,7 +138,5 @@ class ServerControl:
 
 
 async def _body(response: aiohttp.ClientResponse, call: str) -> bytes:
-    try:
+    with raised_as(InvalidAnswer, call, of=InvalidAnswer):
         return await read_bounded(response, _MOST_BYTES)
-    except InvalidAnswer as error:
-        raise InvalidAnswer(f"{call}: {error}") from error

@@ -20,7 +20,7 @@ from megasync.concurrency.tasks import gather_or_cancel
 from megasync.config import Config
 from megasync.config.access import EXTERNAL_KEY_VARIABLE, given_external_key
 from megasync.config.server_args import FLOAT32_HEAD
-from megasync.errors import ConfigError, HttpStatusError, ServerError
+from megasync.errors import ConfigError, HttpStatusError, ServerError, raised_as
 from megasync.layout.model_files import read_hf_config
 from megasync.serving.cache_size import RESERVED_TOKENS
 from megasync.serving.control import ServerControl
@@ -113,10 +113,8 @@ async def _look(control: ServerControl) -> ProcessSeen:
 
 async def check_external_servers(config: Config) -> None:
     """Raises ConfigError, with the first reason, unless all servers of `rollout.external` answer and fit the run."""
-    try:
+    with raised_as(ConfigError, "rollout.external", of=ServerError):
         await gather_or_cancel(*(check_external_server(url, config) for url in config.rollout.external))
-    except ServerError as error:
-        raise ConfigError(f"rollout.external: {error}") from error
 
 
 async def check_external_server(url: str, config: Config, key: str | None = None) -> ProcessSeen:

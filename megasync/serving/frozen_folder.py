@@ -7,18 +7,14 @@ from typing import Any
 
 from megasync.base.files import read_object
 from megasync.config.schema import FrozenModelConfig
-from megasync.errors import ConfigError
+from megasync.errors import ConfigError, raised_as
 from megasync.layout.model_files import check_values
 
 
 def read_frozen_model(key: str, model: FrozenModelConfig) -> dict[str, Any]:
     """The config.json of the model's folder. Raises ConfigError when it cannot be read."""
-    try:
+    with raised_as(ConfigError, f"{key}.path={model.path!r} has no readable config.json", of=ValueError):
         values = read_object(Path(model.path).expanduser() / "config.json")
-    except ValueError as error:
-        raise ConfigError(f"{key}.path={model.path!r} has no readable config.json: {error}") from None
-    try:
+    with raised_as(ConfigError, f"{key}.path={model.path!r}", of=ConfigError):
         check_values(values)
-    except ConfigError as error:
-        raise ConfigError(f"{key}.path={model.path!r}: {error}") from None
     return values

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megasync.config.host import resolve_host
-from megasync.errors import ServerError
+from megasync.errors import ServerError, raised_as
 from megasync.serving.process_watch import ProcessId, process_id
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class ManagedProcess:
         if self._process is not None:
             raise RuntimeError(f"{self.command[0]} was started before")
         supervisor = Path(__file__).with_name("supervisor.py")
-        try:
+        with raised_as(ServerError, f"cannot start {self.command[0]} with its log at {self.log_path}"):
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.log_path, "ab") as out:
                 self._log_start = out.tell()
@@ -107,8 +107,6 @@ class ManagedProcess:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-        except OSError as error:
-            raise ServerError(f"cannot start {self.command[0]} with its log at {self.log_path}: {error}") from error
         if self._stdin is not None and self._process.stdin is not None:
             # A broken pipe means that the process has died already; `returncode` reports that.
             with suppress(BrokenPipeError), self._process.stdin as pipe:
@@ -223,10 +221,8 @@ class Service:
         """The supervisor's identity: it ends with the service. Raises ServerError while the service does not run."""
         if self._process is None or self._process.pid is None:
             raise ServerError(f"{self.name} does not run")
-        try:
+        with raised_as(ServerError, f"{self.name} has ended"):
             return process_id(self._process.pid)
-        except OSError as error:
-            raise ServerError(f"{self.name} has ended: {error}") from error
 
     def tail(self, lines: int = 30) -> str:
         """The last lines of the log since the start."""

@@ -12,7 +12,7 @@
     hooks           SGLang's plugin registry
 
 Nothing of megasync imports this package, besides tests; the two sides meet in `serving.plugin_protocol`. SGLang and
-torch are imported when a hook first runs. `serving.engine_blueprint`, which runs in a process of its own, is the only
+torch are imported when a hook first runs. `lab.engine_blueprint`, which runs in a process of its own, is the only
 other module that imports SGLang.
 
 Two more modules run in these processes and know a model only as named tensors: `layout.load_trace` finds out where a

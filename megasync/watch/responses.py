@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasync.errors import DataError
-from megasync.observe.rollouts import Response, RolloutIndex, Row
+from megasync.observe.rollouts import Response, Row
 from megasync.trajectory import ANSWER, Line, Turn
+from megasync.watch.recorded import RolloutIndex
 
 Numbers = NDArray[np.floating[Any]]
 # What a tokenizer decodes of a part of a character.

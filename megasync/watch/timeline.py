@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasync.observe.spans import Span
+from megasync.watch.spans import Span
 
 Floats = NDArray[np.float64]
 

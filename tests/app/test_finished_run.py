@@ -43,7 +43,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[AsyncTrainer]:
 
     async def execute(trainer: AsyncTrainer) -> RunResult:
         trainers.append(trainer)
-        return RunResult(Path(), 0, 0, [], None)
+        return RunResult(run_dir=Path(), step=0)
 
     monkeypatch.setattr(AsyncTrainer, "_execute", execute)
     return trainers

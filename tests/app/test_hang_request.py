@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megasync.app import hang_request
-from megasync.app.hang_request import answer_with_report, report_of
-from megasync.app.mailbox import Mailbox
+from megasync.app import mailbox
+from megasync.app.mailbox import Mailbox, answer_with_report, report_of
 from megasync.app.run_lock import RunLock
 from megasync.config import CONFIG_FILE
 from megasync.errors import ConfigError, MegasyncError
@@ -44,7 +43,7 @@ async def test_a_report_that_cannot_be_written_is_refused_with_the_reason(run_di
 
 
 def test_a_driver_that_does_not_answer_is_looked_at_from_outside(run_dir: Path, monkeypatch) -> None:
-    monkeypatch.setattr(hang_request, "TOTAL_SECONDS", 0.0)
+    monkeypatch.setattr(mailbox, "TOTAL_SECONDS", 0.0)
     with RunLock(run_dir):
         Mailbox(run_dir).open()
         answer = report_of(run_dir)

@@ -131,19 +131,6 @@ def test_overrides_that_a_run_cannot_change_are_refused_before_anything_starts(
         AsyncTrainer.resume(run_dir, ["schedule.total_steps=5"])
 
 
-def test_a_run_saved_under_old_names_of_keys_is_resumed(name: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "mini"
-    saved = run_dir / CONFIG_FILE
-    saved.write_text(saved.read_text().replace("  stale: regenerate\n", "  over_age: mask\n"))
-    assert "over_age: mask" in saved.read_text()
-    (run_dir / CUSTOM_FILE).write_text("[]")
-    assert AsyncTrainer.resume(run_dir).config.schedule.stale == "mask"
-    assert AsyncTrainer.resume(run_dir, ["schedule.stale=drop"]).config.schedule.stale == "drop"
-    assert AsyncTrainer.begin_or_resume(load_config(saved), name).config.schedule.stale == "mask"
-    with pytest.raises(ConfigError, match=r"'schedule.over_age' was renamed; write 'schedule.stale' instead"):
-        AsyncTrainer.resume(run_dir, ["schedule.over_age=drop"])
-
-
 def test_a_folder_as_the_continue_file_is_refused(config: Config, config_file: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--continue .* is a folder"):
         resolve_config(config_file, [], tmp_path)

@@ -235,13 +235,13 @@ def test_the_result_shows_answers_scores_and_existing_paths(tmp_path, capsys):
     assert resumed in capsys.readouterr().out.replace("\n", "")
 
 
-def test_an_interrupted_run_exits_with_status_130(capsys):
-    import typer
+def test_an_interrupted_run_exits_with_status_130(here, monkeypatch, tmp_path):
+    from megasync.app import async_trainer
 
-    with pytest.raises(typer.Exit) as caught:
-        cli._run(FakeTrainer(KeyboardInterrupt("stopped by SIGINT before the run could finish cleanly")))
-    assert caught.value.exit_code == 130
-    assert "SIGINT" in capsys.readouterr().err
+    interrupt = KeyboardInterrupt("stopped by SIGINT before the run could finish cleanly")
+    monkeypatch.setattr(async_trainer.AsyncTrainer, "resume", lambda *_: FakeTrainer(interrupt))
+    status, _, err = here("resume", tmp_path)
+    assert status == 130 and "stopped by SIGINT" in err
 
 
 def test_an_error_during_training_is_reported(here, monkeypatch, tmp_path):

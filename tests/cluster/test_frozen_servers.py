@@ -107,7 +107,7 @@ async def rig(tmp_path_factory):
         async def no_gpus(index: int) -> str:
             raise AssertionError("GPUs requested on a CPU")
 
-        await asyncio.gather(servers.start_own(), servers.start_shared(no_gpus))
+        await asyncio.gather(servers.start("own"), servers.start("rollout", no_gpus))
         yield Rig(config, servers, rewards, refiner, pools)
     finally:
         await servers.stop()

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -101,7 +102,7 @@ class Crew:
             return await single_turn(client, sample)
 
         spec = GroupSpec(workflow, RewardRunner(self.reward), Selection(GroupConfig(), 2, 8))
-        told = {"on_ended": process.end.ended, "on_failed": process.end.failed}
+        told = {"on_ended": partial(process.end.tell, "ended"), "on_failed": partial(process.end.tell, "failed")}
         worker = GroupWorker(client, self.buffer, spec, FailurePolicy(backoff_seconds=(0.0, 0.0)), **told)
         number = process.number
         commands = {

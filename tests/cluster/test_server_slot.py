@@ -15,9 +15,9 @@ from megasync.config.schema import HealthConfig, TimeoutConfig
 from megasync.errors import ServerError
 from megasync.observe import trace
 from megasync.observe.context import RunContext
-from megasync.observe.spans import TraceReader
 from megasync.serving.control import ServerControl
 from megasync.serving.health import ServerState
+from megasync.watch.spans import TraceReader
 
 LOADS = {"loads": [{"token_usage": 0.25, "num_running_reqs": 2, "num_waiting_reqs": 1}]}
 

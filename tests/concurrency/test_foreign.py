@@ -10,7 +10,7 @@ import pytest
 from megasync.concurrency import foreign
 from megasync.concurrency.foreign import DeadlineExceeded, ForeignExit, explain, invoke, is_async, run, shown
 from megasync.concurrency.threads import DaemonThreads
-from megasync.observe.awaits import describe_tasks
+from megasync.observe.stacks import describe_tasks
 
 
 @pytest.fixture

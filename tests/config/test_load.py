@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, remember, save_config
-from megasync.config.load import RENAMED_KEYS, schema_keys
+from megasync.config import Config, load_config, save_config
+from megasync.config.load import schema_keys
 from megasync.config.schema import DatasetConfig, RewardConfig
 from megasync.errors import ConfigError
 
@@ -104,31 +104,6 @@ def test_an_unknown_key_is_refused_with_its_source_and_a_suggestion(tmp_path):
     message = refused(path)
     assert "run.yaml" in message
     assert "'trainer.tensor_paralel'" in message and "'trainer.tensor_parallel'" in message
-
-
-def test_a_renamed_key_is_refused_with_its_new_name(tmp_path):
-    path = write(tmp_path / "run.yaml", "model: {path: m}\nschedule: {over_age: drop}\n")
-    assert "run.yaml: 'schedule.over_age' was renamed; write 'schedule.stale' instead" in refused(path)
-    assert "'schedule.stale' instead" in refused(MODEL, "schedule.over_age=drop")
-    assert "'schedule.stale' instead" in refused({"model": {"path": "m"}, "schedule": {"over_age": "drop"}})
-
-
-def test_the_saved_configuration_of_a_run_may_use_old_names(tmp_path):
-    saved = write(tmp_path / CONFIG_FILE, "model: {path: m}\nschedule: {over_age: drop, total_steps: 3}\n")
-    assert "'schedule.stale' instead" in refused(saved), "a user's own file of that name"
-    (tmp_path / CUSTOM_FILE).write_text("[]")
-    assert load_config(saved).schedule.stale == "drop"
-    assert load_config(saved, ["schedule.stale=mask"]).schedule.stale == "mask"
-    assert "'schedule.stale' instead" in refused(saved, "schedule.over_age=mask")
-    remember(tmp_path, "rollout.servers", 1)
-    assert "over_age" not in saved.read_text() and load_config(saved).schedule.stale == "drop"
-
-
-@pytest.mark.parametrize("old", RENAMED_KEYS)
-def test_a_renamed_key_stays_in_its_section_and_exists(old):
-    keys, new = dict(schema_keys()), RENAMED_KEYS[old]
-    assert new in keys and old not in keys
-    assert new.rpartition(".")[0] == old.rpartition(".")[0], "only the name within the section is translated"
 
 
 def test_a_key_of_another_section_is_suggested():

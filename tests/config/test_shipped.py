@@ -12,9 +12,9 @@ from megasync.config.builtin import REWARDS
 from megasync.config.schema import Config, DatasetConfig
 from megasync.data import load_dataset
 from megasync.errors import ConfigError
+from megasync.install import missing
 from megasync.models import MODELS
 from megasync.models.digits import digits_tokenizer
-from megasync.preflight import check
 from megasync.preflight.check import check_as_run
 from megasync.preflight.finding import OK
 from megasync.preflight.plan import Plan, resolve
@@ -72,7 +72,7 @@ def test_a_configuration_for_gpus_fits_its_nodes_and_a_node_with_the_model_accep
     shutil.copy(config.model.config, folder / "config.json")
     write_headers(folder, files=16)
     config.model.path = str(folder)
-    monkeypatch.setattr(check, "find_spec", lambda package: package)
+    monkeypatch.setattr(missing, "find_spec", lambda package: package)
     found = find_contradiction(config, lambda as_run: check_as_run(as_run) or ())
     assert (found.status, found.detail) == (OK, "no contradictions")
 

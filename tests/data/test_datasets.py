@@ -104,7 +104,7 @@ def test_invalid_dataset_sources_and_settings_are_rejected(tmp_path):
 @pytest.mark.parametrize(("kind", "package"), [("parquet", "pyarrow"), ("hf", "datasets")])
 def test_a_missing_package_names_the_extra(monkeypatch, tmp_path, kind, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(DataError, match=rf"{kind} needs the package '{package}': pip install 'megasync\[datasets\]'"):
+    with pytest.raises(DataError, match=rf"{kind} needs the package {package}, .*pip install 'megasync\[datasets\]'"):
         load(tmp_path, kind=kind)
 
 

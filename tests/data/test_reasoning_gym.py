@@ -88,6 +88,6 @@ def test_invalid_task_options_are_rejected(arguments, message):
 
 
 def test_a_missing_package_names_the_extra(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "reasoning_gym.factory", None)
+    monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
     with pytest.raises(DataError, match=r"pip install 'megasync\[tasks\]'"):
         load()

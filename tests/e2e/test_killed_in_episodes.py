@@ -26,6 +26,7 @@ from run_metrics import rows_of
 from megasync.buffer.groups import TRAINED
 from megasync.data.digits import CHARACTERS, END_TOKEN
 from megasync.observe import rollouts
+from megasync.watch.recorded import RolloutIndex
 
 pytestmark = [pytest.mark.real, pytest.mark.extra, pytest.mark.timeout(900)]
 
@@ -175,7 +176,7 @@ def check_trained(run_dir: Path, steps: int, sampled: Path) -> None:
         groups = {uid: (state, step) for uid, state, step in database.execute("SELECT uid, state, step FROM groups")}
     assert {state for state, _ in groups.values()} <= {state.value for state in TRAINED}
     assert len(groups) == steps * STEP_GROUPS
-    index = rollouts.RolloutIndex(run_dir)
+    index = RolloutIndex(run_dir)
     # Not `index.rows`, where a response that is trained again takes the place of the first one.
     rows = [row for row in index.update() if not row.dropped]
     # A step after the last checkpoint was trained again when the run was resumed, by a process with files of its own.

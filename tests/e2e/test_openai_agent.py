@@ -8,8 +8,8 @@ from tiny_models import byte_tokenizer
 from tool_model import make_tool_models
 
 import megasync
-from megasync.observe.rollouts import TRAINED, Filters, RolloutIndex
 from megasync.trajectory import ANSWER
+from megasync.watch.recorded import TRAINED, Filters, RolloutIndex
 
 pytestmark = pytest.mark.real
 

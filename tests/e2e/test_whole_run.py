@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import megasync
 from megasync.observe.registry import metric_of
-from megasync.observe.rollouts import Filters
-from megasync.observe.spans import TraceReader
 from megasync.watch.html_page import render_html
+from megasync.watch.recorded import Filters
 from megasync.watch.report import make_report
 from megasync.watch.run_folder import RunFolder
+from megasync.watch.spans import TraceReader
 from megasync.watch.timeline import Timeline
 
 pytestmark = pytest.mark.real

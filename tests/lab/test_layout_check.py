@@ -10,12 +10,11 @@ from fake_engine import fake_engine, traced
 from msgspec import structs
 
 from megasync.cli import commands as cli
-from megasync.lab import transfer_check
+from megasync.lab import engine_blueprint, transfer_check
 from megasync.lab.layout_check import check_layout
 from megasync.lab.render_layout import report_data
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
-from megasync.serving import engine_blueprint
 
 DENSE = {
     "model_type": "llama",

@@ -18,6 +18,7 @@ from oracle import engine_oracle
 from megasync.config.schema import RolloutConfig
 from megasync.config.schema.rollout import PIPELINED, UNTIED
 from megasync.errors import ServerError
+from megasync.lab.engine_blueprint import engine_ranks
 from megasync.lab.layout_check import check_layout
 from megasync.layout.engine_layout import EngineRank
 from megasync.layout.families import sizes_of
@@ -25,7 +26,6 @@ from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
 from megasync.serving.control import ServerControl
-from megasync.serving.engine_blueprint import engine_ranks
 from megasync.serving.plugin_control import PluginControl
 from megasync.serving.plugin_protocol import LOAD_FORMAT, encode
 from megasync.serving.server import ServerSpec, SGLangServer

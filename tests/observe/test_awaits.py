@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from megasync.observe.awaits import describe_tasks
+from megasync.observe.stacks import describe_tasks
 
 
 async def inner(event: asyncio.Event) -> None:

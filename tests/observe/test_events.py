@@ -14,9 +14,9 @@ from megasync.observe.events import (
     Event,
     EventLog,
     EventReader,
-    faults,
     read_events,
 )
+from megasync.watch.faults import faults
 
 
 def written(run_dir, *lines, at=100.0):

@@ -9,21 +9,10 @@ import numpy as np
 import pytest
 
 from megasync.errors import DataError
-from megasync.observe.rollouts import (
-    DROPPED,
-    FOLDER,
-    TRAINED,
-    Filters,
-    Response,
-    RolloutIndex,
-    RolloutLog,
-    Row,
-    chosen,
-    is_sampled,
-    recorded,
-)
+from megasync.observe.rollouts import FOLDER, Response, RolloutLog, Row, chosen, is_sampled, recorded
 from megasync.trajectory import ANSWER, Call, Line, Trajectory, Turn
 from megasync.trajectory.runs import Runs
+from megasync.watch.recorded import DROPPED, TRAINED, Filters, RolloutIndex
 
 LIMIT = 2**20
 
@@ -263,7 +252,7 @@ def test_answers_in_hostile_files_are_looked_for_within_a_bound(tmp_path, monkey
     for number, line in enumerate((b'["0:1",' + b"[" * 100_000, b'["0:1",3]', b'["0:1","a","b"]', b"\xff\n\0")):
         (folder / f"worker-3-{number}.answers").write_bytes(line + b"\n")
     assert index.answer("0:1") == "right"
-    monkeypatch.setattr("megasync.observe.rollouts.ANSWER_BYTES", 1000)
+    monkeypatch.setattr("megasync.watch.recorded.ANSWER_BYTES", 1000)
     (folder / "worker-4-1.answers").write_bytes(b"line\n" * 1000)
     assert index.answer("0:1") is None
 

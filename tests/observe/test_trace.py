@@ -13,7 +13,7 @@ import pytest
 from megasync.config.schema import ObserveConfig
 from megasync.errors import DataError
 from megasync.observe import trace
-from megasync.observe.spans import TraceReader, write_perfetto
+from megasync.watch.spans import TraceReader, write_perfetto
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ from megasync.config.rules import check_rules
 from megasync.config.schema import Config, RewardModelConfig
 from megasync.config.server_args import OF_FROZEN_MODELS, OF_ROLLOUT, RESERVED
 from megasync.errors import ConfigError
+from megasync.install import missing
 from megasync.layout.model_files import FETCHABLE
-from megasync.preflight import check
 from megasync.preflight.check import check_config, check_service, check_supervised, model_layout
 
 MCP = ["rollout.tools.mcp.shop.command=[python,shop.py]", "rollout.chat.tool_format=qwen", "data.prompt.format=chat"]
@@ -345,11 +345,11 @@ def test_checking_loads_neither_torch_nor_ray():
 
 
 def test_a_service_is_refused_without_the_protocols_package_and_at_a_port_that_is_taken(make, monkeypatch):
-    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    monkeypatch.setattr(missing, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"package tinker, which is not installed.*megasync install serve"):
         check_service(make(*SERVED))
     check_service(make(*SERVED), planning=True)
-    monkeypatch.setattr(check, "find_spec", lambda name: name)
+    monkeypatch.setattr(missing, "find_spec", lambda name: name)
     check_service(make(*SERVED))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

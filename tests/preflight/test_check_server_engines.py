@@ -7,18 +7,18 @@ import pytest
 from megasync.config.rules import refusals
 from megasync.config.schema.rollout import HANDED_OVER
 from megasync.errors import ConfigError
-from megasync.preflight import check
+from megasync.install import missing
 from megasync.preflight.check import check_config, run_facts
 
 ENGINES = [*("rollout.servers=1", "rollout.prefill_engines=1", "rollout.decode_engines=2"), "sync.pause_mode=abort"]
-GIVEN = "rollout.prefill_engines=1 and decode_engines=2"
+GIVEN = "rollout.prefill_engines=1 with decode_engines=2"
 
 
 @pytest.fixture(autouse=True)
 def nixl(monkeypatch):
     """Whether nixl is installed: it is, unless the test sets this to false."""
     installed = {"nixl": True}
-    monkeypatch.setattr(check, "find_spec", lambda name: object() if installed[name] else None)
+    monkeypatch.setattr(missing, "find_spec", lambda name: object() if installed[name] else None)
     return installed
 
 
@@ -73,7 +73,7 @@ def test_only_tested_models_have_engines(make, model):
 def test_only_a_start_needs_nixl(make, nixl):
     nixl["nixl"] = False
     config = make(*ENGINES)
-    with pytest.raises(ConfigError, match=f"{GIVEN} move caches with the package nixl, which is not installed"):
+    with pytest.raises(ConfigError, match=f"{GIVEN}, .* needs the package nixl, which is not installed"):
         check_config(config)
     check_config(config, planning=True)
     check_config(make())

@@ -50,6 +50,10 @@ class FakeNode(NodeProbe):
     def all_reduce(self, backend, host, port, rank, world, seconds):
         self.reduced.append((backend, rank, world))
 
+    def close(self):
+        if self._listener is not None:
+            self._listener.close()
+
 
 class FakeNodes:
     """Calls all nodes concurrently, each in a thread; `silent` names those that do not answer a method."""
@@ -260,7 +264,7 @@ def test_a_real_probe_reads_connects_and_reduces(monkeypatch, tmp_path):
         closed.bind(("127.0.0.1", 0))
         failures = here.connect({"there": place, "nowhere": closed.getsockname()}, 5.0)
     assert list(failures) == ["nowhere"]
-    there.close()
+    there._listener.close()
     (tmp_path / "note").write_text("seen")
     assert here.reads(str(tmp_path / "note")) == "seen" and here.reads(str(tmp_path / "missing")) is None
     here.all_reduce("gloo", *here.meeting_point(20.0), rank=0, world=1, seconds=20.0)

@@ -14,7 +14,7 @@ from megasync.errors import ConfigError
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
 from megasync.preflight.check import check_as_run, check_config, model_layout
-from megasync.preflight.memory import checkpoint_bytes, critic_layout, host_memory, server_memory, stage_memory
+from megasync.preflight.memory import checkpoint_bytes, host_memory, server_memory, stage_memory
 from megasync.preflight.plan import Plan, TrainerPlan, resolve, resolve_plan, resolve_supervised
 from megasync.preflight.render import plan_tables
 
@@ -208,7 +208,8 @@ def test_a_critic_offloads_its_own_share():
         for share in (0, 1)
     )
     layout = layout_of(plain)
-    elements = sum(prod(shape) for shape in critic_layout(layout).params(0).values())
+    critic = Layout(layout.hf_config, layout.topology, layout.spec, value_head=True)
+    elements = sum(prod(shape) for shape in critic.params(0).values())
     critics = [stage_memory(config, layout, BUCKET, 0).critic for config in (plain, own)]
     assert critics == [(2 + 4 + 12) * elements, (2 + 4) * elements]
     hosts = [host_memory(config, layout, 1, 0).optimizer for config in (plain, own)]

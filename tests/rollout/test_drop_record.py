@@ -8,11 +8,12 @@ from local_rollouter import local_worker
 
 from megasync.config.schema import Config, GroupConfig, ObserveConfig
 from megasync.errors import DataError
-from megasync.observe.rollouts import NO_SAMPLE, RolloutIndex, RolloutLog
+from megasync.observe.rollouts import NO_SAMPLE, RolloutLog
 from megasync.rewards import RewardRunner
 from megasync.rollout.group_worker import DropRecord, GroupSpec
 from megasync.rollout.selection import Selection
 from megasync.trajectory import Prompt, Trajectory
+from megasync.watch.recorded import RolloutIndex
 
 
 class Client:

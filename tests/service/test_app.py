@@ -13,11 +13,11 @@ from sound_config import make, model
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config import SERVICE_FOLDER, TENANTS_FILE
 from megasync.config.access import read_tenants
-from megasync.config.served import served_config
+from megasync.config.commands import served_config
 from megasync.errors import ConfigError, DataError, ServerError
+from megasync.install import missing
 from megasync.observe.observer import RunParts
 from megasync.observe.state_file import ModelState, TenantState, read_state
-from megasync.preflight import check
 from megasync.service import app, tenant_logs
 from megasync.service.interfaces import Sampling
 from megasync.service.promises import Promise
@@ -67,7 +67,7 @@ def test_a_key_is_drawn_once_for_this_user_alone_and_a_file_of_ones_own_is_left_
 
 @pytest.fixture
 def installed(monkeypatch):
-    monkeypatch.setattr(check, "find_spec", lambda package: package)
+    monkeypatch.setattr(missing, "find_spec", lambda package: package)
 
 
 def test_nothing_starts_where_the_machine_or_the_model_cannot(make, model, monkeypatch, installed):

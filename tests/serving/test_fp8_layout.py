@@ -5,9 +5,9 @@ import json
 import pytest
 from random_models import MODELS, MORE_MODELS
 
+from megasync.lab.engine_blueprint import engine_ranks
 from megasync.lab.layout_check import check_layout
 from megasync.layout.topology import Topology
-from megasync.serving.engine_blueprint import engine_ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.matrix]
 

@@ -11,10 +11,10 @@ import yaml
 
 from megasync.app.start_checks import check_run
 from megasync.config import Config, load_config, saved_values
+from megasync.config.commands import is_supervised
 from megasync.config.load import BASE_KEY, entry_of, section_of
 from megasync.config.reference import comments
 from megasync.config.schema import DatasetConfig
-from megasync.config.supervised import is_supervised
 from megasync.models import fetch
 from megasync.preflight.plan import resolve_plan, resolve_supervised
 from megasync.starters import TEMPLATES, commented, find_model, run_files, write_run

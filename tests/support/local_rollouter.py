@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megasync.config.schema import GroupConfig, ScheduleConfig
@@ -21,7 +22,8 @@ from megasync.rollout.workflow import Workflow
 def local_worker(client: Any, buffer: Any, spec: GroupSpec, failures: FailurePolicy | None = None, **options: Any):
     """The link to a worker on this event loop."""
     end, link = WorkerEnd(), WorkerLink("the worker", {}, {}, 60.0)
-    end.serve(GroupWorker(client, buffer, spec, failures, on_ended=end.ended, on_failed=end.failed, **options), {}, {})
+    told = {"on_ended": partial(end.tell, "ended"), "on_failed": partial(end.tell, "failed")}
+    end.serve(GroupWorker(client, buffer, spec, failures, **told, **options), {}, {})
     join(link, end)
     return link
 

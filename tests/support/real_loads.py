@@ -14,8 +14,8 @@ sys.path.append(str(Path(__file__).parent / "oracle"))
 from engine_oracle import compare
 from sglang.srt.server_args import prepare_server_args
 
+from megasync.lab.engine_blueprint import build, rank_context
 from megasync.layout.load_trace import trace_load
-from megasync.serving.engine_blueprint import build, rank_context
 
 if __name__ == "__main__":
     arguments, specs = (json.loads(text) for text in sys.argv[1:])

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from sglang.srt.server_args import prepare_server_args
 
-from megasync.serving.engine_blueprint import build, rank_context, trace_ranks
+from megasync.lab.engine_blueprint import build, rank_context, trace_ranks
 
 
 def problem_of_last_stage(arguments: list[str]) -> str:

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from trainer_ranks import TWO_RANKS
 
 from megasync.config.schema import AlgorithmConfig
-from megasync.observe.rollouts import RolloutIndex, RolloutLog
+from megasync.observe.rollouts import RolloutLog
+from megasync.watch.recorded import RolloutIndex
 
 # Four groups of three responses.
 ALL = 100

@@ -14,12 +14,12 @@ from made_runs import make_run
 
 from megasync.observe import growing_file
 from megasync.observe.growing_file import GrowingFile
-from megasync.observe.spans import TraceReader
 from megasync.observe.trace import TRACE_FOLDER
 from megasync.watch import run_folder
 from megasync.watch.html_page import render_html
 from megasync.watch.report import make_report
 from megasync.watch.run_folder import RunFolder
+from megasync.watch.spans import TraceReader
 
 DEEP = "[" * 200_000
 FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "events.jsonl", "state.json", "custom.json", "ledger.db")

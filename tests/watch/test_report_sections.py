@@ -9,12 +9,13 @@ from made_runs import BEGIN, HOSTILE, STEP_SECONDS, make_run, write_trace
 from msgspec.structs import replace
 
 from megasync.observe import trace
-from megasync.observe.rollouts import Response, RolloutIndex, RolloutLog, Row
+from megasync.observe.rollouts import Response, RolloutLog, Row
 from megasync.trajectory import Turn
 from megasync.trajectory.runs import Runs
 from megasync.watch.document import Chart, Document, Table, Text, Tokens, Verbatim
 from megasync.watch.html_page import render_html
 from megasync.watch.markdown_page import render_markdown
+from megasync.watch.recorded import RolloutIndex
 from megasync.watch.run_folder import RunFolder
 from megasync.watch.sections.responses import MEMBERS, TOKENS, responses
 from megasync.watch.sections.timeline import MOST_BARS, timeline

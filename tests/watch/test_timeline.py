@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megasync.observe.spans import Span
+from megasync.watch.spans import Span
 from megasync.watch.timeline import OTHER, Timeline
 
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from megasync.observe.spans import Span
+from megasync.watch.spans import Span
 from megasync.watch.timeline import Timeline
 from megasync.watch.timeline_figure import COLOURS, SCORING, SYNC, TRAINING, figure_of, milliseconds, parsed
 

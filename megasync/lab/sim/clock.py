@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 
-from megasync.observe.awaits import describe_tasks
+from megasync.observe.stacks import describe_tasks
 
 # Maximum iterations of the loop at one moment of virtual time; real work needs a few hundred.
 ROUNDS_AT_ONCE = 100_000

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from megasync.observe.spans import TraceReader
 from megasync.observe.trace import TRACE_FOLDER
 from megasync.watch import units
 from megasync.watch.document import Cell, Chart, Section, Table, Text, chart, seconds
 from megasync.watch.run_folder import RunFolder
+from megasync.watch.spans import TraceReader
 from megasync.watch.timeline import MOST_BYTES, TRAIN, Step, Timeline
 from megasync.watch.timeline_figure import still_figure
 

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 from nicegui import background_tasks, ui
 
-from megasync.observe.rollouts import DROPPED, FOLDER, NO_SAMPLE, TRAINED, Bounds, Filters, Response, RolloutIndex, Row
+from megasync.observe.rollouts import FOLDER, NO_SAMPLE, Response, Row
 from megasync.trajectory import ANSWER, Turn, of_sample
 from megasync.watch import responses, units
 from megasync.watch.decoder import decoder_of
 from megasync.watch.elements import Chip, Text, card, notice, swatch, text, trouble
+from megasync.watch.recorded import DROPPED, TRAINED, Bounds, Filters, RolloutIndex
 from megasync.watch.responses import SHADINGS, Decoder, Shading, about, one_line, tree, turns, visible, writer_of
 from megasync.watch.run_folder import ACTIVE, RunFolder
 from megasync.watch.view import Place, Update, address

@@ -19,11 +19,11 @@ from nicegui import run as threads
 from nicegui.events import GenericEventArguments
 
 from megasync.observe.growing_file import PIECE
-from megasync.observe.spans import TraceReader
 from megasync.observe.trace import TRACE_FOLDER
 from megasync.watch import units
 from megasync.watch.elements import Shares, card, swatch, text, trouble
 from megasync.watch.run_folder import ACTIVE, RunFolder
+from megasync.watch.spans import TraceReader
 from megasync.watch.timeline import MOST_BYTES, OTHER, Life, Picture, Step, Timeline
 from megasync.watch.timeline_figure import COLOURS, about, figure_of, parsed
 from megasync.watch.view import Place, Update

@@ -1,6 +1,6 @@
 """Where a server would keep each tensor of a checkpoint, computed without a server, weights or device memory.
 
-    python -m megasync.serving.engine_blueprint REQUEST ANSWER      (two JSON files)
+    python -m megasync.lab.engine_blueprint REQUEST ANSWER      (two JSON files)
 
 For each rank in turn, stage by stage, SGLang's own model class is built on the meta device, and `layout.load_trace`
 runs its loader. Layers take their rank and width from SGLang's runtime context, so no process group is needed. What a
@@ -66,7 +66,7 @@ def engine_ranks(
         # Nothing listens on the port.
         server = SGLangServer(ServerSpec(model, rollout, dtype, device), "127.0.0.1", 30000, log)
         request.write_text(json.dumps({"arguments": server.command()[3:], "specs": specs}))
-        command = [sys.executable, "-m", "megasync.serving.engine_blueprint", str(request), str(answer)]
+        command = [sys.executable, "-m", "megasync.lab.engine_blueprint", str(request), str(answer)]
         process = ManagedProcess(command, server.environment() | {"TMPDIR": folder}, log)
         status = asyncio.run(_status(process))
         if status is None:

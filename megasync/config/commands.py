@@ -1,4 +1,4 @@
-"""The training service (`megasync serve`) in terms of the other sections of the configuration."""
+"""What `megasync sft` and `megasync serve` run, in terms of the other sections of the configuration."""
 
 from __future__ import annotations
 
@@ -45,4 +45,25 @@ def served_config(config: Config, context: int) -> Config:
         auxiliary_models={},
         rollout=replace(config.rollout, context_length=context, **task),
         sync=replace(config.sync, transport="adapters"),
+    )
+
+
+def is_supervised(config: Config) -> bool:
+    """Whether `megasync plan` and `megasync doctor` take it as a configuration of `megasync sft`: it names rows."""
+    return config.sft.train is not None
+
+
+def supervised_config(config: Config) -> Config:
+    """The configuration that ranks of a supervised run start with: no reference, no critic, and nothing for servers."""
+    return replace(
+        config,
+        algorithm=AlgorithmConfig(),
+        critic=replace(config.critic, enabled=False),
+        teachers={},
+        reward_models={},
+        auxiliary_models={},
+        cluster=replace(config.cluster, colocate=False, share_device=False),
+        rollout=replace(config.rollout, fp8=False),
+        # With this transport ranks keep no merged copy of adapted weights.
+        sync=replace(config.sync, transport="adapters") if config.trainer.lora.rank else config.sync,
     )
