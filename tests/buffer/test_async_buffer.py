@@ -1,7 +1,6 @@
 """The buffer with waits. The suite's own timeout ends a test whose wait nobody ends."""
 
 import asyncio
-import inspect
 import pickle
 
 import pytest
@@ -52,14 +51,6 @@ async def train(buffer, *groups, step=1, version=0):
 
 async def pending(buffer):
     return (await buffer.before_checkpoint())["pending"]
-
-
-def test_construction_needs_no_event_loop_and_all_public_methods_are_coroutines():
-    buffer = AsyncBuffer(schedule())
-    public = [name for name in dir(buffer) if not name.startswith("_")]
-    assert all(inspect.iscoroutinefunction(getattr(buffer, name)) for name in public)
-    for _ in range(2):  # a second loop finds nothing left over from the first
-        assert asyncio.run(buffer.counts())["admitted"] == 0
 
 
 # Waits and who ends them

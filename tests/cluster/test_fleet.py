@@ -181,15 +181,6 @@ async def test_a_killed_router_restarts_at_its_address_with_the_serving_servers(
     await rig.fleet.watch()
 
 
-async def test_a_server_whose_sync_failed_leaves_the_router_until_the_next_sync(rig):
-    victim, other = await rig.all_serve(2)
-    answers = await interrupted(rig, lambda: rig.fleet.sync_failed({victim: "version 7 was lost"}))
-    assert any(answer.parts > 1 for answer in answers)
-    assert [control.url for control in rig.fleet.joiners()] == [victim]
-    assert [control.url for control in rig.fleet.serving()] == [other]
-    assert set(await rig.all_serve(2)) == {victim, other}
-
-
 async def test_the_fleet_grows_and_shrinks_while_requests_run(rig, monkeypatch):
     monkeypatch.setattr(fleet_processes, "PLACE_SECONDS", 3.0)
     before = await rig.all_serve(2)
@@ -207,20 +198,3 @@ async def test_the_fleet_grows_and_shrinks_while_requests_run(rig, monkeypatch):
     # The room of those that went is there again.
     await until(lambda: ray.available_resources()["CPU"] >= 1)
     await rig.fleet.watch()
-
-
-async def test_a_fleet_without_restarts_left_ends_with_the_last_log_lines(rig, monkeypatch):
-    await rig.all_serve(1)
-    for slot in rig.fleet.slots:
-        monkeypatch.setattr(slot.health._restarts, "limit", 0)
-    for control in rig.fleet.serving():
-        family(control.url)[1].kill()
-    async with asyncio.timeout(PATIENCE):
-        while rig.fleet.serving():
-            await rig.fleet.changed()
-    with pytest.raises(
-        ServerError, match=r"(?s)0 servers are left, fewer than rollout.min_servers=1.*process has ended"
-    ):
-        while True:
-            await rig.fleet.watch()
-            await asyncio.wait_for(rig.fleet.changed(), PATIENCE)

@@ -138,17 +138,6 @@ def quickly(monkeypatch):
     monkeypatch.setattr(rollout_workers, "ANNOUNCE_SECONDS", 0.05)
 
 
-@pytest.mark.parametrize("workers", [0, 3])
-async def test_workers_end_all_groups_and_report_them(workers):
-    async with Crew(workers, total=12) as crew:
-        await asyncio.wait_for(crew.rollouter.run(), PATIENCE)
-        assert len(crew.buffer.committed) == 12
-        assert all(client.calls for client in crew.clients), "each has worked"
-        await until(lambda: crew.rollouter.metrics()["rollout/tokens"] == 12 * 2 * 2.0)
-        assert crew.rollouter.metrics()["rollout/reward_mean"] == 0.5
-    assert {told[0] for told in crew.told if told[1] == "closed"} == set(range(max(1, workers)))
-
-
 async def test_a_worker_in_the_driver_gets_the_objects_themselves_and_is_not_watched():
     lock, refusal = threading.Lock(), DataError("with a lock", threading.Lock())
     async with Crew(workers=0) as crew:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasync.app.run_directory import new_run_dir
@@ -112,6 +112,7 @@ def test_a_variable_that_is_missing_is_named_with_its_key(environment: pytest.Mo
     assert (tmp_path / "again.yaml").read_text() == path.read_text()
 
 
+@settings(max_examples=30)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text() | st.text("${}\\:.ab"),

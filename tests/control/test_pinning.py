@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from controller_rig import FakeFleet, Rig
+from waits import until
 
 from megasync.control import pinning
 from megasync.errors import EvaluationAbandoned, SyncError
@@ -16,12 +17,6 @@ from megasync.errors import EvaluationAbandoned, SyncError
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinning, "RETRY_SECONDS", 0.0)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not holds():
-            await asyncio.sleep(0)
 
 
 class SlowEvaluation:

@@ -7,16 +7,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from controller_rig import FakeFleet, FakePublisher, FakeTrainer, Rig
+from passing_time import Clock
 
 from megasync.control.watchdog import Watchdog
 from megasync.errors import TrainingError
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_bounded_work_is_excluded_from_the_stall_time_and_is_not_progress() -> None:

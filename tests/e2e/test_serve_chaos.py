@@ -168,6 +168,8 @@ def serve(miniature, launch, tmp_path):
                 script.process.kill()
         service.signal(signal.SIGINT)
         assert service.wait() == 0, service.output
+        assert "stopping: SIGINT" in service.output and service.survivors() == []
+        assert environment["TINKER_API_KEY"] not in service.output
         return [adapters(run_dir, file) for file in files]
 
     return run

@@ -2,18 +2,12 @@
 
 import pytest
 from deepresearch.endpoints import LONGEST_REST, Endpoints
-
-
-class FakeClock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
+from passing_time import Clock
 
 
 @pytest.fixture
 def clock():
-    return FakeClock()
+    return Clock(100.0)
 
 
 def names(endpoints):

@@ -152,12 +152,6 @@ async def test_a_bad_claim_is_refused_and_takes_no_sample(outside, body):
     await outside.claim()
 
 
-async def test_samples_are_claimed_in_the_order_of_their_offers(outside):
-    for n in range(5):
-        outside.offer(n=n)
-    assert [(await outside.claim())["sample"]["n"] for _ in range(5)] == [0, 1, 2, 3, 4]
-
-
 async def test_a_claim_waits_for_a_sample_and_is_answered_without_one_after_its_wait(outside):
     none = await outside.http.post("/sessions", json={"wait": 0})
     assert (none.status_code, none.headers["Retry-After"], none.content) == (204, "1", b"")
@@ -191,21 +185,6 @@ async def test_a_sample_that_the_run_needs_no_more_is_not_claimed(outside):
     assert (await outside.claim())["sample"] == {"n": 2}
 
 
-async def test_a_close_that_is_sent_again_gets_the_same_answer_and_another_is_refused(outside):
-    sample, session = await outside.claimed()
-    await outside.say(session)
-    for _ in range(2):
-        assert (await outside.close(session, reward=1)).json() == {"state": "closed"}
-    refused = await outside.close(session, reward=0)
-    assert (refused.status_code, "another body" in refused.text or "closing" in refused.text) == (409, True)
-    assert (await sample)[0].reward == 1.0
-    # The session is gone now.
-    assert (await outside.close(session, reward=1)).json() == {"state": "closed"}
-    refused = await outside.close(session, reward=0)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "session_closed")
-    assert (await outside.give_back(session)).status_code == 409
-
-
 async def test_a_late_reward_is_taken_after_the_session_has_ended(outside):
     sample, session = await outside.claimed()
     await outside.say(session)
@@ -221,19 +200,6 @@ async def test_a_late_reward_is_taken_after_the_session_has_ended(outside):
     assert trajectory.reward == 0.25
     assert (trajectory.metrics["a"], trajectory.metrics["b"]) == (1.0, 2.0)
     assert (await outside.close(session, reward="later", metrics={"a": 1, "b": 1})).json() == {"state": "waiting"}
-
-
-async def test_without_the_late_reward_the_reward_function_scores(outside):
-    sample, session = await outside.claimed()
-    await outside.say(session)
-    await outside.close(session, reward="later", metrics={"a": 1})
-    await until(lambda: not outside.agents._gateway._sessions)
-    pass_time(LATE)
-    (trajectory,) = await sample
-    assert (trajectory.reward, trajectory.metrics["a"]) == (None, 1.0)
-    refused = await outside.close(session, reward=1)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (410, "session_ungraded")
-    assert "timeouts.late_reward" in refused.text
 
 
 async def test_a_close_before_any_answer_is_refused_with_the_fix(outside):
@@ -316,18 +282,6 @@ async def test_a_program_that_waits_for_an_answer_is_not_silent(outside):
     await playing
     await outside.close(session, reward=1)
     assert (await sample)[0].reward == 1.0
-
-
-async def test_a_sample_that_every_program_leaves_fails_after_some(outside):
-    sample = outside.offer()
-    for number in range(external.SESSIONS):
-        session = await outside.claim()
-        if number % 2:
-            await outside.give_back(session)
-        else:
-            pass_time(HEARTBEAT)
-    with pytest.raises(DataError, match=r"4 programs left the sample.*: 2 were silent for 60 s.*, 2 gave it back"):
-        await sample
 
 
 async def test_a_failed_server_repeats_the_sample_whatever_the_program_says(outside):

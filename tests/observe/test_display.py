@@ -104,13 +104,6 @@ def test_without_a_terminal_the_display_prints_one_plain_line_per_step():
     assert "step 12/300" in line(SNAP) and "reward 0.400" in line(SNAP)
 
 
-def test_the_live_display_can_be_disabled_on_a_terminal():
-    target, text = console(terminal=True)
-    with LiveDisplay(lambda: SNAP, live=False, console=target) as display:
-        display.step()
-    assert text.getvalue().strip() == line(SNAP)
-
-
 @pytest.mark.parametrize("terminal", [True, False])
 def test_warnings_and_errors_are_printed_in_full(terminal):
     target, text = console(terminal)

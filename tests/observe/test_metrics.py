@@ -110,8 +110,3 @@ def test_tensorboard_discards_the_steps_that_a_resumed_run_repeats(tmp_path):
     logged(tmp_path, (1, {"a": 1}), (2, {"a": 2}), (3, {"a": 3}), tensorboard=True)
     logged(tmp_path, (2, {"a": 20}), tensorboard=True)
     assert scalars(tmp_path, "a") == [(1, 1.0), (2, 20.0)]
-
-
-def test_a_run_without_metrics_writes_no_file(tmp_path):
-    logged(tmp_path)
-    assert read_metrics(tmp_path) == {} and not (tmp_path / METRICS_FILE).exists()

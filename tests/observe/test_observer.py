@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from io import StringIO
 
 import pytest
+from passing_time import Clock
 from rich.console import Console
 from waits import until
 
@@ -14,7 +15,7 @@ from megasync.config import load_config
 from megasync.errors import ServerError
 from megasync.observe import names
 from megasync.observe import observer as observer_module
-from megasync.observe.curve import CURVE_FILE, held_out_name, plot_curve, points
+from megasync.observe.curve import CURVE_FILE, held_out_name, plot_curve
 from megasync.observe.display import view
 from megasync.observe.events import EVENTS_FILE, EventReader, read_events
 from megasync.observe.metrics import METRICS_FILE, MetricsLog, read_metrics
@@ -33,16 +34,9 @@ METRICS = {
 }
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture
@@ -52,17 +46,6 @@ def observer(tmp_path, clock):
         ["observe.tensorboard=false", "observe.samples=2", "name=test", "schedule.groups_per_step=4"],
     )
     return RunObserver(config, tmp_path, console=Console(file=StringIO()), clock=clock)
-
-
-def test_the_live_view_can_be_rendered_before_the_first_step(tmp_path):
-    config = load_config(
-        {"model": {"path": "m"}, "data": {"train": {"kind": "digits", "source": "copy"}}}, ["name=test"]
-    )
-    console = Console(file=StringIO(), force_terminal=True, width=100)
-    with RunObserver(config, tmp_path, console=console) as observer:
-        observer.message("starting")
-    assert "╭─ test" in console.file.getvalue()
-    assert "starting" in console.file.getvalue()
 
 
 def test_steps_repeated_after_a_rewind_replace_earlier_metrics(observer, clock, tmp_path):
@@ -100,12 +83,6 @@ def test_a_step_updates_the_snapshot_and_the_metrics_file(observer, clock, tmp_p
     assert snap.eta_seconds == 98 * 5.0
     columns = read_metrics(tmp_path)
     assert columns[names.TRAINED_RATE] == [None, 20.0] and columns["version"] == [1, 2]
-
-
-def test_speed_rewards_and_scores_are_unknown_before_the_first_step(observer):
-    snap = observer.snapshot()
-    assert (snap.step_seconds, snap.eta_seconds, snap.trained_rate, snap.sampled_rate) == (None,) * 4
-    assert snap.rewards == () and snap.scores == ()
 
 
 def test_step_time_and_token_rate_are_measured_over_the_latest_steps(observer, clock):
@@ -169,22 +146,12 @@ def test_an_error_in_the_run_propagates_through_the_observer_which_draws_the_cur
 # Curve
 
 
-def test_no_curve_is_written_without_metrics(tmp_path):
-    assert plot_curve(tmp_path, "empty") is None and not list(tmp_path.iterdir())
-
-
 def test_the_curve_is_plotted_from_sparse_metrics(tmp_path):
     metrics = MetricsLog(tmp_path, tensorboard=False)
     metrics.log(1, {names.REWARD: float("nan")})
     metrics.log(2, {"eval/score@0": 0.5, "eval/score@1": 0.25})
     metrics.close()
     assert plot_curve(tmp_path, "sparse") == tmp_path / CURVE_FILE
-
-
-def test_curve_points_skip_gaps_and_are_sorted_by_step():
-    columns = {"step": [3, 1, 2], "x": [0.3, 0.1, None]}
-    assert points(columns, "step", "x") == [(1, 0.1), (3, 0.3)]
-    assert points(columns, "step", "absent") == []
 
 
 # Samples

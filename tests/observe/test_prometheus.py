@@ -6,7 +6,9 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from contextlib import contextmanager
+from functools import partialmethod
 from io import StringIO
+from socketserver import TCPServer
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -17,7 +19,7 @@ from megasync.config import load_config
 from megasync.config.schema import PrometheusConfig
 from megasync.observe import prometheus
 from megasync.observe.observer import RunObserver
-from megasync.observe.prometheus import CONNECTIONS, Exported, PrometheusSink, state_gauges
+from megasync.observe.prometheus import Exported, PrometheusSink, state_gauges
 from megasync.observe.registry import METRICS, metric_of
 from megasync.observe.sinks import Row
 
@@ -29,6 +31,12 @@ def observer(tmp_path):
         ["observe.tensorboard=false", "observe.live=false", "name=test", "schedule.total_steps=20"],
     )
     return RunObserver(config, tmp_path / "run-1", console=Console(file=StringIO()))
+
+
+@pytest.fixture(autouse=True)
+def prompt_end(monkeypatch):
+    """A server's thread looks every half second whether it is to end."""
+    monkeypatch.setattr(prometheus._Server, "serve_forever", partialmethod(TCPServer.serve_forever, 0.01))
 
 
 @contextmanager
@@ -167,18 +175,19 @@ def test_it_listens_on_its_address_only(observer):
             other.connect(("127.0.0.2", int(port)))
 
 
-def test_connections_that_send_nothing_are_few_and_keep_nobody_out(observer):
+def test_connections_that_send_nothing_are_few_and_keep_nobody_out(observer, monkeypatch):
+    monkeypatch.setattr(prometheus, "CONNECTIONS", 4)
     with endpoint(observer) as (sink, url):
         address = sink._server.server_address
-        clients = [socket.create_connection(address, timeout=60) for _ in range(3 * CONNECTIONS)]
+        clients = [socket.create_connection(address, timeout=60) for _ in range(12)]
         try:
             for client in clients:
                 client.send(b"GET /met")
             assert "megasync_step" in get(url + "/metrics")
             # The oldest were ended; what is left and the request above fit.
-            for client in clients[: 2 * CONNECTIONS]:
+            for client in clients[:8]:
                 assert client.recv(1) == b""
-            assert len(sink._server._ends) <= CONNECTIONS
+            assert len(sink._server._ends) <= 4
         finally:
             for client in clients:
                 client.close()

@@ -80,26 +80,6 @@ def test_a_body_that_was_recorded_without_turns_is_read(tmp_path):
     assert (read.turns, read.text) == ((), "said")
 
 
-def test_a_reader_goes_on_where_it_was_and_leaves_torn_lines(tmp_path):
-    log, index = RolloutLog(tmp_path, "worker-0", LIMIT), RolloutIndex(tmp_path)
-    assert index.update() == []
-    log.append([(row("0:1"), response())])
-    assert [found.uid for found in index.update()] == ["0:1"]
-    assert index.update() == []
-    (path,) = (tmp_path / FOLDER).glob("*.index")
-    with path.open("ab") as file:
-        file.write(b'{"uid": "0:2", "sam')
-    assert index.update() == []
-    assert index.damaged == 0
-
-
-def test_a_writer_that_starts_again_uses_new_files(tmp_path):
-    for uid in ("0:1", "0:2"):
-        RolloutLog(tmp_path, "trainer-0", LIMIT).append([(row(uid), response())])
-    assert {path.name for path in (tmp_path / FOLDER).glob("*.index")} == {"trainer-0-1.index", "trainer-0-2.index"}
-    assert {found.uid for found in index_of(tmp_path).rows} == {"0:1", "0:2"}
-
-
 def test_a_body_whose_index_a_kill_has_prevented_is_not_continued(tmp_path):
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / "trainer-0-3.body").write_bytes(b"the body of a response")

@@ -11,7 +11,6 @@ from itertools import pairwise
 import pytest
 
 from megasync.config.schema import ObserveConfig
-from megasync.errors import DataError
 from megasync.observe import trace
 from megasync.watch.spans import TraceReader, write_perfetto
 
@@ -86,35 +85,6 @@ def test_arguments_of_any_type_are_written(tmp_path):
     (span,) = spans_of(tmp_path)
     assert span.args == {"where": str(tmp_path), "none": None, "error": "x"}
     assert span.start == span.end
-
-
-def test_a_reader_gets_each_span_once_while_the_trace_is_written(tmp_path):
-    reader = TraceReader(tmp_path)
-    assert reader.update() == []
-    start(tmp_path)
-    trace.complete("t", "one", 1.0, 2.0)
-    trace.stop()
-    assert [span.name for span in reader.update()] == ["one"]
-    start(tmp_path)
-    trace.complete("t", "two", 1.0, 2.0)
-    trace.stop()
-    assert [span.name for span in reader.update()] == ["two"]
-    assert reader.update() == []
-
-
-def test_torn_and_damaged_lines_cost_only_themselves(tmp_path):
-    start(tmp_path)
-    for name in "abc":
-        trace.complete("t", name, 1.0, 2.0)
-    trace.stop()
-    (path,) = (tmp_path / "trace").iterdir()
-    lines = path.read_bytes().splitlines(keepends=True)
-    damaged = next(number for number, line in enumerate(lines) if b'"b"' in line)
-    lines[damaged] = b'{"ph":"X","na\xff\n'
-    path.write_bytes(b"".join(lines) + b'{"ph":"X","name":"t')
-    reader = TraceReader(tmp_path)
-    assert [span.name for span in reader.update()] == ["a", "c"]
-    assert reader.damaged == 1
 
 
 def test_the_segments_of_a_process_stay_below_its_limit(tmp_path):
@@ -199,11 +169,6 @@ def test_one_file_has_the_spans_of_all_processes(tmp_path, name):
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) == 4
     assert len({(event["pid"], event["tid"]) for event in spans}) == 4
-
-
-def test_a_run_without_a_trace_is_refused(tmp_path):
-    with pytest.raises(DataError, match="has no trace"):
-        write_perfetto(tmp_path, tmp_path / "out.json")
 
 
 def test_spans_of_a_block_and_of_its_tasks_have_what_they_are_about(tmp_path):

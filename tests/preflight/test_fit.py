@@ -7,7 +7,6 @@ import pytest
 
 from megasync.cli import commands as cli
 from megasync.config import load_config
-from megasync.errors import ConfigError
 from megasync.preflight.check import check_config
 from megasync.preflight.fit import FILL
 from megasync.preflight.plan import resolve_plan
@@ -32,13 +31,6 @@ def test_on_a_shared_device_the_trainer_has_what_the_server_leaves():
     assert "more than a device's 6 GB beside a server of 1.8 GB" in found.refusals[0]
     assert found.nearest == ("trainer.recompute=full",)
     assert plan("first_gpu", 6, *found.nearest).refusals == ()
-
-
-def test_a_shared_device_needs_a_transport_without_nccl():
-    with pytest.raises(
-        ConfigError, match=r"cluster.share_device=true needs sync.transport=disk or adapters, but sync.transport=p2p"
-    ):
-        plan("first_gpu", 16, "sync.transport=p2p")
 
 
 def test_a_configuration_that_fits_is_not_changed():

@@ -6,24 +6,18 @@ import asyncio
 import re
 
 import pytest
+from passing_time import Clock
 
 from megasync.errors import DataError, ServerError, ServiceDown, ServiceFailed
 from megasync.rollout import breaker as module
 from megasync.rollout.breaker import Breaker, breaker_metrics, paused_services
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 class Rig:
     """A breaker whose pauses pass as soon as somebody waits for them."""
 
     def __init__(self, monkeypatch, patience=1e9):
-        self.clock = Clock()
+        self.clock = Clock(100.0)
         self.breaker = Breaker("shop", clock=self.clock, delay_seconds=(5.0, 60.0), patience=patience)
 
         async def passes(event, seconds):

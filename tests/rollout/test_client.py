@@ -112,13 +112,6 @@ async def test_transient_failures_are_retried_without_abort_requests(fake, clien
     assert fake.calls == ["/generate"] * 3
 
 
-async def test_a_retry_keeps_the_partial_tokens(fake, client):
-    fake.script += [finish(3, "abort", [(1, 3)]), refuse(503)]
-    got = await client.generate([1])
-    assert got.token_ids == [2, 3, 4, 5, 6, 7, 8, 9]
-    assert got.versions == [1, 1, 1, 0, 0, 0, 0, 0]
-
-
 async def nothing(fake, body):
     return fake.answer(body, 0, "abort", [])
 
@@ -284,18 +277,6 @@ async def test_routing_key_and_seed_travel_with_every_part_and_without_a_seed_ea
     assert [r["sampling_params"]["sampling_seed"] for r in fake.requests] == [11, 11]
     await asyncio.gather(*(client.generate([1]) for _ in range(20)))
     assert len({r["sampling_params"]["sampling_seed"] for r in fake.requests[2:]}) == 20
-
-
-async def test_chat_renders_the_template_and_returns_the_turn(fake, make_client):
-    client = make_client(tokenizer=byte_tokenizer(), vocab_size=300, context_length=200)
-    messages = [{"role": "user", "content": "hi"}]
-    reply = await client.chat(messages)
-    assert client.tokenizer.decode(fake.requests[0]["input_ids"]) == "user: hi\nassistant:"
-    assert messages == [{"role": "user", "content": "hi"}]
-    assert reply.messages[-1] == {"role": "assistant", "content": reply.text}
-    trajectory = reply.trajectory(reward=0.5)
-    assert trajectory.response_ids.tolist() == reply.generation.token_ids
-    assert (trajectory.loss_mask, trajectory.reward) == ([1] * 8, 0.5)
 
 
 async def test_chat_without_template_or_tokenizer_says_so(client, make_client):

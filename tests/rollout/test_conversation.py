@@ -7,8 +7,6 @@ from collections import Counter
 import numpy as np
 import pytest
 from fake_template import EOS, FakeTemplate
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megasync.errors import DataError
 from megasync.rollout.conversation import ChatTurn, Conversation, Generation
@@ -72,15 +70,6 @@ def test_turns_are_one_trajectory_with_what_the_model_did_not_write_left_out_of_
     assert trajectory.metrics == counts(turns=2)
     assert (trajectory.reward, trajectory.text) == (1.0, "cd")
     assert last.trajectory().response_ids.tolist() == trajectory.response_ids.tolist()
-
-
-def test_sampled_tokens_stay_where_the_tokenizer_would_have_chosen_others():
-    talk = Talk(FakeTemplate())
-    said, first = talk.say([USER], "ab")
-    _, second = talk.say([*said, USER], "x")
-    assert first.token_ids == [ord("a"), ord("b"), ord(EOS)] != talk.template.encode("ab$")
-    assert second.prompt_ids[: len(first.prompt_ids) + 3] == first.prompt_ids + first.token_ids
-    assert talk.counts == (0, 0)
 
 
 def test_an_answer_that_was_cut_is_closed_by_the_template():
@@ -380,52 +369,3 @@ def test_one_answer_without_a_call_needs_no_turns():
 def test_trajectories_of_nothing_are_refused():
     with pytest.raises(DataError, match="before it generated anything"):
         Conversation().trajectories()
-
-
-ANSWERS = st.text(alphabet="abcd ()", max_size=8)
-STEPS = st.lists(st.tuples(st.sampled_from(["user", "tool"]), ANSWERS, st.booleans(), st.integers(0, 3)), max_size=6)
-
-
-@given(STEPS, st.booleans(), st.booleans(), st.booleans())
-def test_whatever_the_template_does_each_sampled_token_is_trained_once_as_it_was_sampled(
-    steps, forgets, tidies, realign
-):
-    talk = Talk(FakeTemplate(forgets=forgets, tidies=tidies), realign_rewritten=realign)
-    said, generation = talk.say([USER], "ab")
-    histories = [said]
-    for role, answer, closed, back in steps:
-        history = histories[max(0, len(histories) - 1 - back)]
-        messages = [*history, *[{"role": role, "content": "ab"}] * (1 + back % 2)]
-        forked = talk.conversation.forked
-        said, generation = talk.say(messages, answer, closed=closed)
-        if talk.conversation.forked > forked:
-            shown = talk.template.render(messages, answer=True)
-            assert talk.template.decode(generation.prompt_ids) == shown
-        else:
-            assert generation.parent is not None
-        histories.append(said)
-    trajectories = talk.conversation.trajectories()
-    trained = Counter()
-    for trajectory in trajectories:
-        entries = zip(
-            trajectory.response_ids.tolist(),
-            trajectory.logprobs.tolist(),
-            trajectory.versions,
-            trajectory.loss_mask,
-            strict=True,
-        )
-        trained.update((token, logprob, version) for token, logprob, version, mask in entries if mask)
-    sampled = Counter(
-        entry for g in talk.conversation.generations for entry in zip(g.token_ids, g.logprobs, g.versions, strict=True)
-    )
-    assert trained == sampled
-    for trajectory in trajectories:
-        # What is trained on is what some request held, and its answer.
-        whole = [*trajectory.prompt_ids, *trajectory.response_ids]
-        assert any(g.prompt_ids + g.token_ids == whole for g in talk.conversation.generations)
-        if trajectory.turns:
-            bounds = [0, *(turn.end for turn in trajectory.turns)]
-            assert [turn.start for turn in trajectory.turns] == bounds[:-1] and bounds[-1] == len(trajectory.loss_mask)
-        for turn in trajectory.turns:
-            trained_turn = set(trajectory.loss_mask.expand()[turn.start : turn.end].tolist())
-            assert trained_turn <= {0, 1} if turn.role == ANSWER else trained_turn == {0}

@@ -62,17 +62,6 @@ async def test_a_sample_at_which_alone_a_service_fails_is_left_out_after_a_bound
     assert calls[1] == 2 * (MAX_REPEATS + 1)
 
 
-async def test_failures_of_the_runs_own_servers_are_repeated_without_that_bound(make_bench):
-    def behave(number):
-        if number <= 5 * MAX_REPEATS:
-            raise ServerError("no server")
-
-    bench = make_bench(total=1, capacity=1, workflow=play(behave))
-    await bench.rollouter.run()
-    assert len(bench.buffer.committed) == 1 and not bench.buffer.dropped
-    assert counted(bench) == {"failures/servers/infrastructure": float(5 * MAX_REPEATS)}
-
-
 async def test_groups_of_a_service_that_stays_down_are_dropped_and_others_go_on(make_bench):
     async def agent(client, sample):
         if sample["answer"]["value"] % 2:
@@ -135,16 +124,6 @@ async def test_the_graders_failure_at_one_response_leaves_that_sample_out(make_b
     assert len(group.trajectories) == 3
     assert all(t.reward is not None for t in group.trajectories)
     assert counted(bench) == {f"failures/{reward.__name__}/grader": 1.0}
-
-
-async def test_a_grader_that_fails_at_all_responses_drops_the_group(make_bench):
-    def broken(completions, **columns):
-        raise RuntimeError("no licence")
-
-    bench = make_bench(max_attempts=2, reward=broken)
-    with pytest.raises(DataError, match=r"reward_error.*no licence"):
-        await bench.rollouter.run()
-    assert set(bench.buffer.dropped.values()) == {"reward_error"}
 
 
 async def test_a_service_of_a_grader_that_is_down_is_no_failure_of_the_grader(make_trajectory):

@@ -6,12 +6,12 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_rollouter import local_rollouter
+from rollout_bench import FakeSource
 
 from megasync.buffer import AsyncBuffer
 from megasync.config.schema import GroupConfig, ScheduleConfig
 from megasync.rollout.conversation import Generation
 from megasync.rollout.selection import Selection
-from megasync.trajectory import Prompt
 
 STEPS = 4
 LOST = {"all_solved", "all_failed", "uniform", "overlong"}
@@ -47,21 +47,6 @@ async def answer(client, sample):
     return generation.trajectory(float(generation.text))
 
 
-class FakeSource:
-    def __init__(self):
-        self.drawn = 0
-
-    def next(self):
-        self.drawn += 1
-        return self.get(f"0:{self.drawn - 1}")
-
-    def get(self, uid):
-        return Prompt(uid, [1], {})
-
-    def admitted(self, uid):
-        pass
-
-
 @settings(max_examples=25)
 @given(
     seed=st.integers(0, 10**6),
@@ -78,7 +63,7 @@ async def test_dropped_groups_give_their_slots_back_and_the_run_gets_its_batches
         groups_per_step=2, samples_per_group=3, max_staleness=staleness, max_inflight_groups=inflight
     )
     groups = GroupConfig(drop_uniform=True, extra_samples=extra, keep=keep, overlong=overlong)
-    client, source = FakeClient(seed), FakeSource()
+    client, source = FakeClient(seed), FakeSource(10**6)
     buffer = AsyncBuffer(schedule, total_groups=STEPS * 2)
     rollouter = local_rollouter(client, source, buffer, answer, schedule, selection=Selection(groups, 3, 8))
     run = asyncio.create_task(rollouter.run())

@@ -25,7 +25,7 @@ from megasync.rollout.chat import AnswerTemplate
 from megasync.rollout.conversation import Conversation, Generation
 from megasync.rollout.lines import FINAL
 from megasync.rollout.tokens import Tokens
-from megasync.trajectory import Trajectory
+from megasync.trajectory import ANSWER, Trajectory
 from megasync.trajectory.runs import Runs
 
 TEMPLATES: dict[str, Callable[[], Any]] = {
@@ -200,6 +200,12 @@ def check(server: list[Asked], trajectories: list[Trajectory]) -> None:
             assert position == len(asked.prompt) + behind, "a token is trained in another place"
             assert whole[: position + 1] == asked.prompt + asked.answer[: behind + 1], "the model saw other tokens"
             assert versions[at] == asked.versions[behind]
+        bounds = [0, *(turn.end for turn in trajectory.turns)]
+        assert [turn.start for turn in trajectory.turns] == bounds[:-1]
+        assert not trajectory.turns or bounds[-1] == len(trajectory.loss_mask)
+        for turn in trajectory.turns:
+            trained = trajectory.loss_mask.expand()[turn.start : turn.end]
+            assert turn.role == ANSWER or not trained.any(), "what another wrote is trained"
     assert len(seen) == len(places), "sampled tokens are lost"
     assert {trajectory.reward for trajectory in trajectories} <= {0.5}
 

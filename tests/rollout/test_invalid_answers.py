@@ -158,7 +158,7 @@ BODIES = [
 
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-async def test_readers_raise_only_server_errors_on_invalid_answers(liar, tmp_path, read):
+async def test_readers_raise_only_server_errors_on_invalid_answers(liar, tmp_path, read, endless_pause):
     for body in BODIES:
         liar.body = body
         try:

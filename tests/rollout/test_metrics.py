@@ -1,16 +1,10 @@
 """Rollout metrics: no key lost, none made up, nothing changed by reading."""
 
 import pytest
+from passing_time import Clock
 
 from megasync.rollout.metrics import RolloutMetrics, WorkerMetrics, WorkerStatus
 from megasync.rollout.selection import summarize
-
-
-class FakeClock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def test_a_metric_that_the_first_sample_lacks_is_kept_and_averaged_over_those_that_have_it(make_trajectory):
@@ -36,7 +30,7 @@ def test_means_are_over_the_last_groups_and_absent_before_the_first(make_traject
 
 
 def test_throughput_counts_the_last_half_minute_idle_time_included(make_trajectory):
-    clock = FakeClock()
+    clock = Clock()
     metrics = WorkerMetrics(clock)
 
     def rate():

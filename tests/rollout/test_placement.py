@@ -85,15 +85,6 @@ def test_without_a_worker_prompts_wait():
     assert placement.place("0:0", prompt("0:0")) == "w"
 
 
-def test_one_loss_isolates_nothing():
-    crew = Crew(2)
-    for row in range(4):
-        crew.place(f"0:{row}")
-    crew.lose(0)
-    assert crew.unplaced == []
-    assert sorted(crew.running(0) + crew.running(1)) == ["0:0", "0:1", "0:2", "0:3"]
-
-
 def test_prompts_of_two_losses_run_in_trials_and_are_free_once_they_complete():
     crew = Crew(1)
     for row in range(4):

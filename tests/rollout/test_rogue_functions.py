@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import rogue_functions
 from local_rollouter import local_worker
+from rollout_bench import FakeSource
 
 from megasync.buffer import AsyncBuffer
 from megasync.concurrency import foreign
@@ -28,21 +29,6 @@ class Client:
         return {}
 
 
-class Source:
-    def __init__(self):
-        self.drawn = 0
-
-    def next(self):
-        self.drawn += 1
-        return Prompt(f"0:{self.drawn}", [1], {"prompt": "p", "answer": "a"})
-
-    def admitted(self, uid):
-        """Nothing to note."""
-
-    def get(self, uid):
-        return Prompt(uid, [1], {"prompt": "p", "answer": "a"})
-
-
 async def answers(client, sample):
     await asyncio.sleep(0)
     return Trajectory([1], [2], [1], [-1.0], [0], text=random.choice("ab"))
@@ -60,7 +46,7 @@ def test_every_group_ends_once_and_the_loop_ends(monkeypatch, caplog):
 
     async def main():
         buffer = AsyncBuffer(schedule, total_groups=GROUPS)
-        rollouter = Rollouter(Source(), buffer, schedule, max_drop_share=1.0)
+        rollouter = Rollouter(FakeSource(10**6), buffer, schedule, max_drop_share=1.0)
         spec = GroupSpec(
             rogue_functions.rollout,
             RewardRunner(rogue_functions.reward, timeout=0.1),

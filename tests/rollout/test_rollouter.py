@@ -381,17 +381,6 @@ async def test_the_gate_waits_while_requests_of_suspects_are_held_back(make_benc
     await run
 
 
-async def test_metrics_of_a_run(make_bench):
-    bench = make_bench(total=5, samples=2)
-    await finish(bench)
-    metrics = bench.rollouter.metrics()
-    assert metrics["rollout/groups"] == 5.0
-    assert metrics["rollout/tokens"] == 5 * 2 * 2
-    assert metrics["rollout/reward_mean"] == 0.5
-    assert metrics["rollout/inflight_groups"] == metrics["rollout/inflight_requests"] == 0.0
-    assert all(isinstance(value, float) for value in metrics.values())
-
-
 # Finished answers
 
 

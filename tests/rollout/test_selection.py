@@ -36,11 +36,6 @@ def rewards(group):
 # Over-long responses
 
 
-def test_masked_overlong_responses_are_excluded_from_loss_and_baseline():
-    group, counts = select([[whole(1.0)], [cut(1.0)], [whole(0.0)]], overlong="mask")
-    assert (rewards(group), counts) == ([1.0, 0.0], {"responses_overlong": 1})
-
-
 @pytest.mark.parametrize("kept", [0, 1])
 def test_a_group_with_too_few_complete_responses_is_dropped_as_overlong(kept):
     group, counts = select([[cut(1.0)]] * (3 - kept) + [[whole(0.0)]] * kept, overlong="mask")

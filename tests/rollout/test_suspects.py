@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from passing_time import Clock
 
 from megasync.rollout.placement import ALONE_DEATHS, CROWD_DEATHS, REMEMBER_SECONDS, Death, Suspects
 
 
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
+def clock() -> Clock:
+    return Clock(1000.0)
 
 
 @pytest.fixture
@@ -26,18 +19,18 @@ def refunds() -> list[int]:
 
 
 @pytest.fixture
-def suspects(clock: FakeClock, refunds: list[int]) -> Suspects:
+def suspects(clock: Clock, refunds: list[int]) -> Suspects:
     return Suspects(refunds.append, clock)
 
 
-def die_in_crowd(suspects: Suspects, clock: FakeClock, keys: list[str], slot: int = 0) -> None:
+def die_in_crowd(suspects: Suspects, clock: Clock, keys: list[str], slot: int = 0) -> None:
     sent, clock.now = clock.now, clock.now + 10
     for key in keys:
         suspects.near(key, Death(clock.now, slot), sent, clock.now)
     clock.now += 1
 
 
-def suspect(suspects: Suspects, clock: FakeClock, keys: list[str]) -> None:
+def suspect(suspects: Suspects, clock: Clock, keys: list[str]) -> None:
     for _ in range(CROWD_DEATHS):
         die_in_crowd(suspects, clock, keys)
     assert all(map(suspects.suspected, keys))
@@ -65,24 +58,6 @@ def test_deaths_that_cut_requests_of_the_same_time_count_once(suspects, clock):
     # It was sent again, and met another one.
     suspects.near("a", Death(clock.now + 2, 0), clock.now + 1, clock.now + 2)
     assert suspects.suspected("a")
-
-
-def test_suspects_share_one_trial_and_run_one_at_a_time_once_its_server_died(suspects, clock):
-    keys = [f"{n}" for n in range(8)]
-    suspect(suspects, clock, keys)
-    sizes, poison = [], None
-    while poison is None:
-        members = suspects.next_trial(key for key in keys if suspects.suspected(key))
-        sizes.append(len(members))
-        if "5" in members:
-            poison = suspects.trial_failed(members, 0)
-        else:
-            for key in members:
-                suspects.completed(key)
-    assert (poison, suspects.poison("5")) == ("5", True)
-    # All, five that complete, and the one that was alone at a death goes on being tried first.
-    assert sizes == [8, *[1] * 7]
-    assert not any(map(suspects.suspected, keys[:5]))
 
 
 def test_a_prompt_that_killed_a_server_alone_is_retried_on_a_different_server(suspects, clock, refunds):

@@ -79,66 +79,6 @@ def test_sequences_that_grow_out_of_each_other_are_as_lists_are(steps):
             assert (tokens == other) == (ids == theirs)
 
 
-class ListConversation:
-    """The plain rule: a generation continues the longest earlier one that its prompt begins with."""
-
-    def __init__(self):
-        self.generations = []
-
-    def add(self, prompt, answer, logprobs, version):
-        parent = None
-        for number, (begin, rest, *_) in enumerate(self.generations):
-            known = begin + rest
-            best = -1 if parent is None else len(self.generations[parent][0] + self.generations[parent][1])
-            if best < len(known) and prompt[: len(known)] == known:
-                parent = number
-        self.generations.append((prompt, answer, logprobs, version, parent))
-
-    def trajectories(self):
-        parents = {generation[4] for generation in self.generations}
-        trained, found = set(), []
-        for leaf in (number for number in range(len(self.generations)) if number not in parents):
-            line, at = [], leaf
-            while at is not None:
-                line.insert(0, at)
-                at = self.generations[at][4]
-            first = self.generations[line[0]][0]
-            ids, mask, logprobs, versions = [], [], [], []
-            for number in line:
-                prompt, answer, given, version, _ = self.generations[number]
-                between = prompt[len(first) + len(ids) :]
-                ids += between + answer
-                mask += [0] * len(between) + [int(number not in trained)] * len(answer)
-                logprobs += [0.0] * len(between) + given
-                versions += [versions[-1] if versions else 0] * len(between) + [version] * len(answer)
-            trained.update(line)
-            found.append((first, ids, mask, logprobs, versions))
-        return found
-
-
-# How a prompt is made: from an earlier generation (or from nothing), cut somewhere, with ids after it; and its answer.
-TURNS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), IDS, IDS, st.booleans()), min_size=1, max_size=12)
-
-
-@given(TURNS)
-def test_trajectories_are_those_of_the_plain_rule_however_prompts_are_given(turns):
-    conversation, plain = Conversation(), ListConversation()
-    for version, (which, cut, added, answer, as_list) in enumerate(turns):
-        earlier = conversation.generations[which] if which < len(conversation.generations) else None
-        base = Tokens.of([1]) if earlier is None else earlier.tokens.first(max(1, len(earlier.tokens) - cut))
-        given = [*base, *added] if as_list else base + added
-        logprobs = [-n / 8 for n in range(len(answer))]
-        prompt = conversation.tokens(given)
-        assert prompt == [*base, *added]
-        conversation.record(Generation.of(prompt, answer, logprobs, [version] * len(answer), "stop"))
-        plain.add([*base, *added], answer, logprobs, version)
-    found = [
-        (t.prompt_ids.tolist(), t.response_ids.tolist(), list(t.loss_mask), t.logprobs.tolist(), list(t.versions))
-        for t in conversation.trajectories()
-    ]
-    assert found == plain.trajectories()
-
-
 def test_a_conversation_of_lists_holds_its_tokens_once():
     conversation = Conversation()
     ids = list(range(100))

@@ -14,7 +14,7 @@ from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config import SERVICE_FOLDER, TENANTS_FILE
 from megasync.config.access import read_tenants
 from megasync.config.commands import served_config
-from megasync.errors import ConfigError, DataError, ServerError
+from megasync.errors import DataError, ServerError
 from megasync.install import missing
 from megasync.observe.observer import RunParts
 from megasync.observe.state_file import ModelState, TenantState, read_state
@@ -208,15 +208,6 @@ async def test_too_few_servers_end_a_service_with_the_reason(started, tmp_path):
     assert state is not None and state.status == "failed" and "0 servers are left" in state.reason
     with pytest.raises(ServiceClosed):
         await service.create_session("local")
-
-
-async def test_a_second_driver_is_refused(started):
-    begin, *_ = started
-    run, _, task = await begin()
-    with pytest.raises(ConfigError, match="is being run by"):
-        await begin()
-    run.request_stop("end")
-    await task
 
 
 async def test_the_service_of_a_program_has_no_port_and_ends_with_its_block(

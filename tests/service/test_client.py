@@ -7,7 +7,6 @@ import base64
 import dataclasses
 import inspect
 import json
-import pickle
 import re
 import threading
 import urllib.request
@@ -306,66 +305,6 @@ async def test_a_large_batch_arrives_in_chunks_as_one(tmp_path):
             return resolved(client.training().forward_backward(data(2500), "cross_entropy"))
 
         assert len((await run(rig, scenario)).loss_fn_outputs) == 2500
-
-
-async def test_an_inflight_sampler_follows_its_model_and_a_snapshot_does_not(rig):
-    def scenario(client):
-        training = client.training()
-
-        def changed() -> None:
-            resolved(training.forward_backward(data(), "cross_entropy"))
-            resolved(training.optim_step(types.AdamParams(learning_rate=3.0)))
-
-        def sampled(sampler: Any) -> list[int]:
-            return resolved(sampler.sample(prompt(), 1, PARAMS)).sequences[0].tokens
-
-        snapshot, inflight = (
-            resolved(training.save_weights_and_get_sampling_client(kind=kind)) for kind in ("snapshot", "inflight")
-        )
-        first = sampled(snapshot), sampled(inflight)
-        changed()
-        newer = resolved(training.save_weights_and_get_sampling_client(kind="inflight"))
-        return first, (sampled(snapshot), sampled(inflight), sampled(newer))
-
-    (old, inflight), (snapshot, followed, newer) = await run(rig, scenario)
-    assert old == inflight == snapshot != followed == newer
-
-
-async def test_copies_of_a_sampling_client_number_their_requests_apart(rig):
-    def scenario(client):
-        sampler = client.sampling()
-        copies = [pickle.loads(pickle.dumps(sampler)) for _ in range(2)]
-        found = [resolved(each.sample(prompt(), 2, PARAMS)) for each in (sampler, *copies)]
-        return [sequence.sequence_id for response in found for sequence in response.sequences]
-
-    ids = await run(rig, scenario)
-    assert len(set(ids)) == 6
-
-
-async def test_a_bad_request_raises_and_the_next_one_works(rig):
-    def scenario(client):
-        training = client.training()
-        wrong = types.Datum(model_input=prompt(1, 999), loss_fn_inputs={"target_tokens": np.array([1, 2])})
-        calls = [training.forward_backward([wrong], "cross_entropy"), training.optim_step(types.AdamParams())]
-        with pytest.raises(tinker.BadRequestError, match="has the token 999"):
-            resolved(calls[0])
-        resolved(calls[1])
-        image = types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png")])
-        for call in (training.forward_backward, None):
-            with pytest.raises(tinker.BadRequestError, match="of type 'image'"):
-                if call is not None:
-                    targets = {"target_tokens": np.array([1])}
-                    resolved(call([types.Datum(model_input=image, loss_fn_inputs=targets)], "cross_entropy"))
-                else:
-                    resolved(client.sampling().sample(image, 1, PARAMS))
-        resolved(training.forward_backward(data(), "cross_entropy"))
-
-    await run(rig, scenario)
-    assert [call[0] for call in rig.trainer.calls if call[0] not in ("copy", "unload")] == [
-        "create",
-        "update",
-        "compute",
-    ]
 
 
 async def test_a_request_that_fails_raises_with_its_category(rig):

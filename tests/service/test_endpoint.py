@@ -24,8 +24,6 @@ from megasync.service import endpoint as module  # noqa: E402
 from megasync.service.endpoint import VERSIONS_HEADER, Endpoint  # noqa: E402
 from megasync.service.limits import Limits  # noqa: E402
 
-PROTOBUF = {"Content_Type": "application/x-protobuf"}
-
 
 @pytest.fixture
 async def rig(tmp_path):
@@ -303,18 +301,6 @@ async def test_a_promise_without_an_outcome_is_asked_for_again(rig, monkeypatch)
     assert await rig.ask("retrieve_futures", target) == (200, {"completions": [], "cursor": 0})
 
 
-async def test_a_thousand_polls_are_woken_by_their_outcomes(rig):
-    rig.servers.pause = asyncio.Event()
-    sampler = await sampler_of(rig, await session_of(rig))
-    promises = [(await rig.ask("asample", sample(sampler, number)))[1]["request_id"] for number in range(1000)]
-    polls = [asyncio.create_task(rig.ask("retrieve_future", {"request_id": promise})) for promise in promises]
-    # Others are answered while they wait.
-    assert (await rig.ask("healthz"))[0] == 200
-    rig.servers.pause.set()
-    answers = await asyncio.gather(*polls)
-    assert {status for status, _ in answers} == {200}
-
-
 async def test_samples_are_protobuf_or_json_and_say_which_version_each_token_has(rig):
     model = await model_of(rig, await session_of(rig))
     saved = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0}
@@ -332,32 +318,6 @@ async def test_samples_are_protobuf_or_json_and_say_which_version_each_token_has
     assert [each.tokens for each in decoded.sequences] == [each["tokens"] for each in plain["sequences"]]
 
 
-async def test_completions_of_a_sampler_are_read_in_order_by_a_cursor(rig):
-    sampler = await sampler_of(rig, await session_of(rig))
-    promises = [(await rig.ask("asample", sample(sampler, number)))[1]["request_id"] for number in range(3)]
-    seen, cursor = [], 0
-    while len(seen) < 3:
-        target = {"target": {"sampling_session_id": sampler}, "prev_cursor": cursor}
-        _, answer = await rig.ask("retrieve_futures", target)
-        seen += [each["request_id"] for each in answer["completions"]]
-        cursor = answer["cursor"]
-    assert sorted(seen) == sorted(promises)
-    acked = {"target": {"sampling_session_id": sampler}, "prev_cursor": cursor, "timeout": 0}
-    _, answer = await rig.ask("retrieve_futures", acked | {"retrieved_request_ids": seen[:1]})
-    assert answer == {"completions": [], "cursor": cursor}
-    assert (await rig.ask("retrieve_future", {"request_id": seen[0]}))[0] == 410
-    assert (await rig.ask("retrieve_future", {"request_id": seen[1]}))[0] == 200
-
-
-async def test_a_cancelled_request_ends_as_the_users(rig):
-    rig.servers.pause = asyncio.Event()
-    sampler = await sampler_of(rig, await session_of(rig))
-    promise = {"request_id": (await rig.ask("asample", sample(sampler, 0)))[1]["request_id"]}
-    assert (await rig.ask("cancel_future", promise))[0] == 204
-    status, outcome = await rig.ask("retrieve_future", promise)
-    assert (status, outcome["category"]) == (200, "user") and "cancelled" in outcome["error"]
-
-
 async def test_a_checkpoint_is_downloaded_as_an_archive(rig):
     model = await model_of(rig, await session_of(rig))
     await rig.outcome("save_weights", {"model_id": model, "seq_id": 1, "path": "w"})
@@ -373,18 +333,6 @@ async def test_lists_are_given_in_pages(rig):
     _, answer = await rig.ask("training_runs?limit=1&offset=1")
     assert answer["cursor"] == {"offset": 1, "limit": 1, "total_count": 3}
     assert [run["training_run_id"] for run in answer["training_runs"]] == [models[1]]
-
-
-async def test_a_slow_client_holds_nobody(rig):
-    host, port = rig.endpoint.url.removeprefix("http://").split(":")
-    _, writer = await asyncio.open_connection(host, int(port))
-    head = (
-        f"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\nX-API-Key: {KEYS['ann']}\r\nContent-Length: 1000\r\n\r\n"
-    )
-    writer.write(head.encode() + b"{")
-    await writer.drain()
-    assert (await rig.ask("get_server_capabilities"))[0] == 200
-    writer.close()
 
 
 async def test_polls_end_when_the_service_closes(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import tarfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -195,23 +195,6 @@ async def test_one_service_holds_a_folder(rig, monkeypatch):
 
 
 # Order
-
-
-async def test_numbers_run_in_order_whatever_order_they_come_in(rig):
-    async with rig.open() as service:
-        model, quiet = await new_model(service), await new_model(service)
-        requests: list[Callable[[str], Request]] = [
-            lambda m: compute(m, 1, 5),
-            lambda m: compute(m, 2, 6),
-            lambda m: step(m, 3),
-            lambda m: compute(m, 4, 7),
-            lambda m: step(m, 5),
-        ]
-        straight = [await ask(service, request(quiet)) for request in requests]
-        turned = [await service.submit("a", request(model)) for request in reversed(requests)]
-        assert await service.outcome("a", turned[0], 0) is None
-        outcomes = [await result(service, promise) for promise in reversed(turned)]
-        assert [str(each) for each in outcomes] == [str(each) for each in straight]
 
 
 async def test_a_request_that_others_wait_for_is_accepted_beyond_the_limits(rig):

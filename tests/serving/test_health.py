@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from passing_time import Clock
 
 from megasync.config.schema import HealthConfig
 from megasync.serving.health import ServerHealth, ServerState
@@ -29,16 +30,8 @@ EVENTS = {
 }
 
 
-class FakeClock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 def healthy(policy=POLICY):
-    health = ServerHealth(policy, FakeClock())
+    health = ServerHealth(policy, Clock())
     health.started()
     health.synced()
     return health
@@ -51,7 +44,7 @@ events = st.lists(st.sampled_from([*(name for name in EVENTS if name != "retire"
 @settings(max_examples=400)
 @given(events)
 def test_a_server_serves_only_if_a_sync_completed_after_its_last_start_and_none_failed_or_was_missed_since(names):
-    health = ServerHealth(POLICY, FakeClock())
+    health = ServerHealth(POLICY, Clock())
     entitled = False
     for name in names:
         before = health.state
@@ -67,7 +60,7 @@ def test_a_server_serves_only_if_a_sync_completed_after_its_last_start_and_none_
 @settings(max_examples=400)
 @given(events)
 def test_retired_is_final_and_only_a_restart_leads_out_of_death(names):
-    health = ServerHealth(POLICY, FakeClock())
+    health = ServerHealth(POLICY, Clock())
     for name in names:
         before = health.state
         EVENTS[name](health)
@@ -142,7 +135,7 @@ LIVES = [
 
 @pytest.mark.parametrize(("names", "state", "reason", "suspected"), LIVES, ids=[life[0] for life in LIVES])
 def test_a_life_ends_in_its_state_with_the_reason_and_the_suspects(names, state, reason, suspected):
-    health = ServerHealth(POLICY, FakeClock())
+    health = ServerHealth(POLICY, Clock())
     for name in names.split():
         EVENTS[name](health)
     assert (health.state, health.reason, health.requests_suspected) == (state, reason, suspected)
@@ -168,7 +161,7 @@ def test_a_server_out_of_restarts_is_retired_with_its_last_reason():
 
 @given(limit=st.integers(0, 5), gaps=st.lists(st.floats(0.0, 60.0), max_size=40))
 def test_no_window_holds_more_restarts_than_allowed_and_waits_grow_within_it(limit, gaps):
-    clock = FakeClock()
+    clock = Clock()
     restarts = RestartBudget(limit, 100.0, clock)
     begun = []
     for gap in gaps:
@@ -184,7 +177,7 @@ def test_no_window_holds_more_restarts_than_allowed_and_waits_grow_within_it(lim
 
 
 def test_waits_double_and_are_forgotten_after_the_window():
-    clock = FakeClock()
+    clock = Clock()
     restarts = RestartBudget(4, 100.0, clock)
     assert [restarts.take() for _ in range(5)] == [0.0, FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT, None]
     clock.now = 105.0

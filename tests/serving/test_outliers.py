@@ -7,16 +7,9 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from passing_time import Clock
 
 from megasync.serving.outliers import BAD_CHECKS, SLOW_RESTARTS, SLOW_SECONDS, OutlierDetector
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass
@@ -25,7 +18,7 @@ class Load:
     throughput: float
 
 
-def report(peers: OutlierDetector, clock: FakeClock, loads: dict[int, Load], seconds: float) -> dict[int, str]:
+def report(peers: OutlierDetector, clock: Clock, loads: dict[int, Load], seconds: float) -> dict[int, str]:
     """Every server reports every two seconds; the first verdict on each, after which it is as if it were new."""
     verdicts: dict[int, str] = {}
     until = clock.now + seconds
@@ -39,8 +32,8 @@ def report(peers: OutlierDetector, clock: FakeClock, loads: dict[int, Load], sec
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
@@ -74,7 +67,7 @@ def test_a_break_begins_the_time_anew(peers, clock):
 @given(batches=st.lists(st.integers(1, 256), min_size=2, max_size=6), exponent=st.floats(0.0, 1.0))
 def test_load_alone_is_no_fault(batches, exponent):
     """Equal servers: tokens per second grow at most in proportion to the batch, however unevenly it is spread."""
-    clock = FakeClock()
+    clock = Clock()
     loads = {slot: Load(batch, 30.0 * batch**exponent) for slot, batch in enumerate(batches)}
     assert report(OutlierDetector(clock), clock, loads, 2 * SLOW_SECONDS) == {}
 

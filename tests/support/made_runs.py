@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from passing_time import Clock
 
 from megasync.buffer.groups import GroupEntry, GroupState
 from megasync.buffer.ledger import FILE as LEDGER_FILE
@@ -37,16 +37,6 @@ SETTINGS = (
 HOSTILE = "<script>alert('x')</script> & \"quoted\" | \u2028 ```"
 
 
-@dataclass
-class Clock:
-    """A clock that the writers read."""
-
-    now: float = BEGIN
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def make_run(
     folder: Path,
     name: str = "made-20260101-000000",
@@ -70,7 +60,7 @@ def make_run(
     begin_run(run_dir, total_steps, *settings)
     if supervised:
         (run_dir / ROWS_FILE).write_text(json.dumps({"rows": 64, "rows_per_step": 4, "digest": "0"}))
-    clock, rng = Clock(), np.random.default_rng(seed)
+    clock, rng = Clock(BEGIN), np.random.default_rng(seed)
     metrics, events = MetricsLog(run_dir, tensorboard=False, clock=clock), EventLog(run_dir, clock=clock)
     if not older:
         events.write(START, name, pid=1, host="made", versions={"megasync": "0.1.0", "torch": "2.11.0"})

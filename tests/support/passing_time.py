@@ -2,11 +2,22 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from megasync.concurrency.tasks import Backoff
+
+
+@dataclass
+class Clock:
+    """A clock that a test sets."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def pass_time(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""A policy of a few tokens whose expected gradients are sums over all outcomes, and a step's estimates for any samples.
+"""A step's estimates for any samples.
 
 The estimates go the way of a run: trajectories, encoded groups, headers, `trajectory_table`, the estimator. Tokens of a
 sample are drawn one after another; a sample may be one trajectory, or forked into several that have the same tokens.

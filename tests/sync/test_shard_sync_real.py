@@ -78,25 +78,6 @@ async def test_deltas_waves_and_a_small_arena_end_with_the_same_bits(world, mode
         expected = held
 
 
-@pytest.mark.parametrize("fault", ["raise", "die", "slow"])
-async def test_a_rank_that_fails_while_servers_stage_changes_nothing(world, models, fault):
-    sync, ranks, servers = await world(seconds=10.0, stall=1.5)
-    await sync.publish(50)
-    await ranks.call("load", str(models[0][1][0]), timeout=20)
-    await ranks.call_one(3, "set_trap", LATE, fault, timeout=5)
-    traffic = [asyncio.create_task(generate(server, 300)) for server in servers]
-    with pytest.raises(SyncError, match=r"version 51 was not published: phase 'stage' failed: .*the previous version"):
-        await sync.publish(51)
-    assert sync.quarantined == {}
-    assert {answer["finish_reason"]["type"] for answer in await asyncio.gather(*traffic)} == {"length"}
-    await check_serves(servers, models[0][0][1], 50)
-    if fault == "die":
-        sync, ranks, servers = await world()
-        await ranks.call("load", str(models[0][1][0]), timeout=20)
-    await sync.publish(52)
-    await check_serves(servers, models[0][1][1], 52)
-
-
 async def test_a_server_that_is_killed_while_it_stages_comes_back_through_a_full_sync(
     world, models, started, monkeypatch
 ):
@@ -174,13 +155,6 @@ async def test_a_suspended_server_delays_no_other_and_recovers(world, models, st
             process.resume()
 
 
-async def test_ranks_that_derive_another_plan_are_refused_before_anything_moves(world):
-    sync, _, _ = await world()
-    sync._bucket_bytes = 2 * BUCKET_BYTES
-    with pytest.raises(SyncError, match=r"phase 'connect' failed: .*trainer ranks \[0, 1, 2, 3\] derived another plan"):
-        await sync.publish(90)
-
-
 @pytest.mark.parametrize("left", ["receiving", "inside a commit"])
 async def test_a_new_driver_takes_over_servers_that_a_dead_one_left(world, models, monkeypatch, caplog, left):
     sync, ranks, servers = await world(seconds=10.0, stall=3.0)
@@ -222,20 +196,6 @@ async def test_a_rank_that_fails_while_a_server_streams_quarantines_it_until_a_w
     assert sync.quarantined == {}
     assert {version for answer in await asyncio.gather(*waiting) for version in spans(answer)} == {"62"}
     await check_serves(servers, models[0][2][1], 62)
-
-
-async def test_restarted_ranks_continue_with_the_same_servers(world, models, local_ranks):
-    sync, ranks, servers = await world()
-    await sync.publish(80)
-    await ranks.stop()
-    with pytest.raises(SyncError, match="version 81 was not published: .*trainer") as failure:
-        await sync.publish(81)
-    assert failure.value.failed == ()
-    await check_serves(servers, models[0][0][1], 80)
-    sync._ranks = await local_ranks(models[0][1][0], TOPOLOGY, BUCKET_BYTES)
-    sync.forget_ranks(TOPOLOGY.data)
-    await sync.publish(82)
-    await check_serves(servers, models[0][1][1], 82)
 
 
 async def test_restarted_ranks_may_be_fewer_and_more_again(world, models, local_ranks):

@@ -368,6 +368,7 @@ def test_a_receiver_that_does_not_come_fails_the_sender_in_time(wires):
     assert all("no links to http://engine" in result.failed["http://engine"] for result in sent)
 
 
+@some_ways
 def test_nothing_is_committed_that_is_not_staged(wires):
     w = wires()
     with pytest.raises(SyncError, match=r"attempt 'x' is not staged here; nothing is"):
@@ -378,12 +379,14 @@ def test_nothing_is_committed_that_is_not_staged(wires):
         w.receivers[0].handle("fly", {})
 
 
+@some_ways
 def test_the_plan_of_one_kind_is_made_once(wires, monkeypatch):
     w = wires()
     monkeypatch.setattr(shard_sender, "plan_shards", None)
     assert w.senders[0].prepare(KIND, [], (1,), [0]) == w.plan.digest
 
 
+@some_ways
 def test_a_request_with_an_unknown_or_missing_field_is_refused_with_its_name(wires):
     w = wires()
     _, to_receive = w.requests("a", "", 1.0)

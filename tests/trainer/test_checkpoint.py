@@ -144,9 +144,12 @@ def contents(path):
     ("model", "dtype", "topologies"),
     [
         ("qwen2", "float32", DENSE),
-        ("llama", "bfloat16", DENSE),
+        pytest.param("llama", "bfloat16", DENSE, marks=pytest.mark.matrix),
         ("qwen2_moe", "bfloat16", EXPERTS),
-        ("qwen2", "bfloat16", [(world, {**trainer, **ADAPTED}) for world, trainer in DENSE]),
+        pytest.param(
+            *("qwen2", "bfloat16", [(world, {**trainer, **ADAPTED}) for world, trainer in DENSE]),
+            marks=pytest.mark.matrix,
+        ),
         ("qwen3_moe", "float32", [(world, {**trainer, **ADAPTED}) for world, trainer in EXPERTS]),
         pytest.param("qwen3_moe", "float32", EXPERTS, marks=pytest.mark.matrix),
         pytest.param(

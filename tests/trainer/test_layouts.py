@@ -158,10 +158,13 @@ CASES = {
 }
 
 
+STANDARD = ("llama", "qwen3")
+
+
 def cases(*names, without=()):
-    """Parameters of a test; the standard tier runs the families without anything special."""
+    """Parameters of a test; the standard tier runs two families, and resumes qwen2 in `test_checkpoint.py`."""
     return [
-        pytest.param(*case, marks=pytest.mark.standard if case[0] == "plain" and case[1] in MODELS else ())
+        pytest.param(*case, marks=pytest.mark.standard if case[0] == "plain" and case[1] in STANDARD else ())
         for case in CASES
         if case[0] in names and case[2] not in without
     ]

@@ -14,7 +14,6 @@ from megasync.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
 from megasync.device import Device, resolve_device
 from megasync.errors import ConfigError
 from megasync.layout.layout import Layout
-from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
 from megasync.trainer.architecture import (
     check_architecture,
@@ -276,14 +275,6 @@ def test_a_number_of_rotated_channels_must_agree_with_a_share(stated, share):
             rope_parameters(config)
     else:
         assert rope_parameters(config)["partial_rotary_factor"] == share
-
-
-def test_a_missing_model_folder_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere.*is not a folder on this machine"):
-        read_hf_config(str(tmp_path / "nowhere"))
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read as JSON"):
-        read_hf_config(str(tmp_path))
 
 
 def test_wrong_worlds_dtypes_and_models_are_refused_by_the_engine(models, monkeypatch, tmp_path):

@@ -50,11 +50,6 @@ def test_a_line_has_the_logged_numbers(run):
     assert line.x.tolist() == logged.steps.tolist() and line.y.tolist() == logged.values.tolist()
 
 
-def test_scores_stand_beside_the_reward(run):
-    names = [trace.name for trace in figures.reward(run).data]
-    assert names == ["training reward", "held-out, temperature 0", "held-out, temperature 1"]
-
-
 def test_the_trainers_time_adds_up_to_one(run):
     figure = figures.time_shares(run)
     assert {trace.name for trace in figure.data} == {"train", "wait for groups", "publish weights", "other"}
@@ -67,24 +62,11 @@ def test_the_bound_is_drawn_where_all_runs_share_it(run, other, tmp_path):
     assert "bound" not in figures.staleness([run, fresher]).to_json()
 
 
-def test_runs_have_colours_and_metrics_have_dashes(run, other):
-    traces = figures.throughput([run, other]).data
-    looks = {trace.name: (trace.line.color, trace.line.dash) for trace in traces}
-    assert len(set(looks.values())) == 4
-    assert looks[f"{run.name}: generated"][0] == looks[f"{run.name}: trained"][0]
-    assert looks[f"{run.name}: generated"][1] == looks[f"{other.name}: generated"][1]
-
-
 @pytest.mark.parametrize(
     ("x", "last"), [("step", 20), ("tokens", sum(320 + step for step in range(1, 21))), ("time", 40 / 60)]
 )
 def test_runs_are_aligned_by_steps_tokens_or_time(run, x, last):
     assert trace_of(figures.lengths(run, x), "generated, mean").x[-1] == pytest.approx(last)
-
-
-def test_a_supervised_run_has_its_losses(tmp_path):
-    figure = figures.losses(RunFolder(make_run(tmp_path, supervised=True)))
-    assert [trace.name for trace in figure.data] == ["training", "validation"]
 
 
 @given(arrays(np.float64, st.integers(1, 400), elements=st.floats(-5, 5)), st.integers(1, 40))

@@ -106,13 +106,6 @@ def test_the_numbers_are_those_of_the_metrics_file(open_page, watch, folder):
     expect(page.locator(".bar .chip")).to_have_text("finished")
 
 
-def test_the_curves_have_every_evaluation(open_page, watch, folder):
-    page = open_page(watch.of("overview", FINISHED))
-    page.wait_for_selector(".js-plotly-plot .main-svg")
-    drawn = page.evaluate("document.querySelector('.js-plotly-plot').calcdata.map(trace => trace.length)")
-    assert len(logged(folder / FINISHED, "eval/score")) in drawn
-
-
 def test_a_live_run_moves_on_and_its_death_is_reported(open_page, watch, live):
     page = open_page(watch.of("overview"))
     expect(page.locator("body")).to_be_visible()
@@ -141,27 +134,11 @@ def _wait_for_run(page: Page, watch: Watch) -> None:
     raise AssertionError("the live run does not appear on the page")
 
 
-def test_a_crashed_run_says_so(open_page, watch):
-    page = open_page(watch.of("overview", CRASHED))
-    expect(page.locator(".bar .chip")).to_have_text("crashed")
-    expect(page.locator(".notice.bad")).to_contain_text("left no reason")
-    assert number(page, "Step") == 40
-
-
 def test_a_half_written_folder_shows_what_there_is_and_names_what_is_missing(open_page, watch):
     page = open_page(watch.of("overview", HALF))
     assert number(page, "Step") == 7
     expect(page.get_by_text("There is no config.yaml")).to_be_visible()
     expect(page.get_by_text("The last line of metrics.jsonl is torn")).to_be_visible()
-
-
-def test_a_run_of_an_older_version_is_shown_from_its_metrics(open_page, watch):
-    page = open_page(watch.of("overview", OLD))
-    expect(page.get_by_text("This run has no state.json")).to_be_visible()
-    expect(page.locator(".chip", has_text="healthy")).to_be_visible()
-    page.goto(watch.of("faults", OLD))
-    expect(page.get_by_text("This run has no events.jsonl.")).to_be_visible()
-    expect(page.get_by_text("from metrics.jsonl")).to_be_visible()
 
 
 def test_faults_have_their_times_and_the_ledger_balances(open_page, watch):
@@ -195,29 +172,11 @@ def test_number_keys_choose_views_and_going_back_returns(open_page, watch):
     expect(page.get_by_text("choose several to see them side by side")).to_be_visible()
 
 
-def test_the_focused_link_is_marked(open_page, watch):
-    page = open_page(watch.of("overview", FINISHED))
-    page.keyboard.press("Tab")
-    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
-    assert page.evaluate("document.activeElement.tagName") == "A"
-    assert outline == "solid"
-
-
 @pytest.mark.parametrize("view", ["overview", "rollouts", "weights", "faults", ""])
 def test_a_narrow_window_does_not_scroll_sideways(open_page, watch, view):
     page = open_page(watch.of(view, FINISHED), width=390)
     page.wait_for_selector("section")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
-
-
-@pytest.mark.parametrize(("scheme", "darker"), [("light", False), ("dark", True)])
-def test_colours_follow_the_system(open_page, watch, scheme, darker):
-    page = open_page(watch.of("overview", FINISHED), scheme=scheme)
-    back, ink = (
-        sum(int(part) for part in page.evaluate(f"getComputedStyle(document.body).{name}")[4:-1].split(","))
-        for name in ("backgroundColor", "color")
-    )
-    assert (back < ink) is darker
 
 
 def test_the_list_tells_runs_apart_and_opens_several_side_by_side(open_page, watch):

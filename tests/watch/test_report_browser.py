@@ -42,15 +42,6 @@ def test_a_page_draws_its_figures_and_asks_for_nothing(page, files, name):
     assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == [] and troubles == []
 
 
-def test_on_paper_the_figures_are_pictures(page, files):
-    page.goto(files["report"].as_uri())
-    page.locator("figure.chart").first.scroll_into_view_if_needed()
-    page.locator(".live .main-svg").first.wait_for()
-    page.emulate_media(media="print")
-    assert page.locator(".drawn .still svg").first.is_visible()
-    assert not page.locator(".drawn .live").first.is_visible()
-
-
 @pytest.mark.parametrize("cause", ["delete window.DecompressionStream", "window.atob = () => 'damaged'"])
 def test_a_browser_that_cannot_inflate_keeps_the_pictures(page, files, cause):
     troubles = []

@@ -96,14 +96,6 @@ def test_a_run_without_a_trace_says_so(tmp_path, supervised):
     assert isinstance(text, Text) and "left no trace" in text.text
 
 
-def test_a_trace_without_a_whole_step_is_drawn(tmp_path):
-    run_dir = make_run(tmp_path, steps=0)
-    with trace.recording(run_dir, "driver"):
-        trace.complete("trainer", "wait for groups", BEGIN, BEGIN + 1.0)
-    section = timeline(RunFolder(run_dir))
-    assert len(of(Chart, section)) == 1 and not of(Table, section)
-
-
 def test_names_of_spans_are_text(run):
     html, _ = rendered(timeline(run))
     assert len(re.findall("<script", html)) == 3

@@ -1,16 +1,13 @@
 """How recorded responses are shown: texts of tokens, turns, colours; and the view that searches and pages them."""
 
 import numpy as np
-from made_runs import make_run
 
 from megasync.observe.rollouts import Response, Row
 from megasync.trajectory import ANSWER, Line, Turn
 from megasync.trajectory.runs import Runs
-from megasync.watch.decoder import decoder_of
 from megasync.watch.responses import (
     SHADINGS,
     Decoder,
-    about,
     by_gap,
     by_logprob,
     by_mask,
@@ -20,7 +17,6 @@ from megasync.watch.responses import (
     visible,
     writer_of,
 )
-from megasync.watch.run_folder import RunFolder
 from megasync.watch.views.rollouts import colour
 
 
@@ -107,16 +103,3 @@ def test_shades_of_logprobs_gaps_versions_and_masks():
     assert by_mask(one).shades.tolist() == [0, 0, 1]
     assert [colour(gap, at) == "transparent" for at in range(3)] == [False, True, True]
     assert SHADINGS["advantage of the token"](one) is None
-
-
-def test_all_facts_of_a_token_are_told():
-    one = response([1, 1], [7, 8], advantages=np.array([np.nan, 0.5], np.float32))
-    versions = one.versions.expand()
-    assert about(one, 1, versions) == "token 1 · id 1 · log-prob -10.0000 · advantage 0.5000 · version 8"
-    assert "advantage" not in about(one, 0, versions)
-
-
-def test_a_run_without_its_model_says_so(tmp_path):
-    decoder, problem = decoder_of(RunFolder(make_run(tmp_path, steps=2, settings=["model.path=/no/such/model"])))
-    assert decoder.text([1]) == "1"
-    assert problem == "Tokens are shown by their ids: there is no folder '/no/such/model' here."

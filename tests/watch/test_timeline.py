@@ -22,19 +22,6 @@ def row(picture, process, track):
     return next(row for row in picture.rows if (row.process, row.track) == (process, track))
 
 
-def test_a_span_is_a_bar_with_its_arguments():
-    found = timeline(span("driver", "trainer", "train", 1.0, 3.0, step=7)).picture(0.0, 4.0)
-    (bar,) = row(found, "driver", "trainer").bars
-    assert (bar.name, bar.start, bar.end, bar.low, bar.high, dict(bar.args)) == (
-        "train",
-        1.0,
-        3.0,
-        0.0,
-        1.0,
-        {"step": 7},
-    )
-
-
 def test_what_probes_learn_of_a_server_is_a_row_of_that_server():
     spans = [span("driver", f"server-{n}", "generating", at, at + 2.0, running=4) for n in (0, 1) for at in (0.0, 2.0)]
     found = timeline(*spans, span("driver", "trainer", "train", 1.0, 3.0)).picture(0.0, 4.0)
@@ -84,11 +71,6 @@ def test_zooming_in_turns_a_density_into_spans():
     assert not near.density and len(near.bars) == 10
 
 
-def test_few_processes_have_rows_of_their_own():
-    found = timeline(*(span(f"worker-{n}", "group", "g", 0.0, 1.0) for n in (10, 2, 0)))
-    assert [row.process for row in found.picture(0.0, 1.0).rows] == ["worker-0", "worker-2", "worker-10"]
-
-
 STEPS = (
     span("driver", "trainer", "wait for groups", 0.0, 4.0, step=1),
     span("driver", "trainer", "train", 5.0, 7.0, step=1),
@@ -106,26 +88,6 @@ def test_the_phases_of_a_step_add_up_to_its_duration():
     assert first.phases == {"wait for groups": 4.0, OTHER: 1.0, "train": 2.0, "publish": 1.0}
     assert (second.number, second.start, second.end) == (2, 8.0, 14.0)
     assert second.phases == {"checkpoint": 0.5, "wait for groups": 0.5, "train": 3.0, "publish": 2.0}
-
-
-def test_what_the_first_rank_does_adds_up_to_the_training():
-    of_rank = (
-        span("trainer-0", "rank", "load", 5.25, 5.5),
-        span("trainer-0", "rank", "forward_backward", 5.5, 6.5),
-        span("trainer-0", "rank", "optimizer", 6.5, 7.0),
-    )
-    (step, _) = timeline(*STEPS, *of_rank).steps()
-    assert step.of_train == {OTHER: 0.25, "load": 0.25, "forward_backward": 1.0, "optimizer": 0.5}
-
-
-def test_a_step_that_failed_counts_into_the_one_that_was_trained():
-    found = timeline(
-        span("driver", "trainer", "train", 0.0, 2.0, step=1, error="RankLost"),
-        span("driver", "trainer", "restart", 2.0, 5.0),
-        span("driver", "trainer", "train", 5.0, 6.0, step=1),
-    )
-    (step,) = found.steps()
-    assert step.phases == {"train": 3.0, "restart": 3.0}
 
 
 def test_a_restart_counts_into_the_step_that_is_trained_next():

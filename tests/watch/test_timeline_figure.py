@@ -45,14 +45,6 @@ def test_a_colour_has_one_meaning():
     assert all("<script" not in text for bars in drawn["data"] for text in bars["hovertext"])
 
 
-def test_a_fault_is_a_line_with_its_text():
-    fault = Span("driver", "faults", 0, "rank 1", 5.0, 5.0, {"kind": "fault", "text": "it died"})
-    drawn = figure(Span("driver", "trainer", 0, "train", 1.0, 3.0), fault)
-    (line,) = drawn["layout"]["shapes"]
-    assert line["x0"] == line["x1"] == milliseconds(5.0)
-    assert drawn["data"][-1]["hovertext"] == ["fault: rank 1<br>it died"]
-
-
 @pytest.mark.parametrize("moment", [1795566214.25, 1782000000.0])
 def test_a_window_that_the_browser_reports_is_the_one_that_was_drawn(moment):
     assert parsed(milliseconds(moment)) == pytest.approx(moment)
