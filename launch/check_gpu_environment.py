@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -84,13 +84,24 @@ def check_driver() -> Iterator[Item]:
 
 
 def check_imports() -> Iterator[Item]:
-    """Every module of megasync can be imported; those of the verl plugin need verl."""
+    """Every module of megasync can be imported, but for what needs verl or an extra that is not installed."""
     import megasync
 
     for name in modules_of(megasync):
-        if ".integrations.verl" in name and not name.endswith("verl_versions"):
-            continue
-        yield attempt(name, lambda name=name: importlib.import_module(name), REINSTALL)
+        if (".integrations.verl" in name and not name.endswith("verl_versions")) or ".starters.parts." in name:
+            continue  # parts of starters are copied into a user's folder, and imported there
+        item = attempt(name, lambda name=name: importlib.import_module(name), REINSTALL)
+        yield Item(name, note=item.problem) if of_an_extra(item.problem) else item
+
+
+def of_an_extra(problem: str) -> bool:
+    """Whether an import failed for a package that only an extra of megasync brings."""
+    missing = re.search(r"No module named '([\w-]+)|needs? the package ([\w-]+)", problem)
+    package = (missing[1] or missing[2]).replace("_", "-") if missing else ""
+    return any(
+        re.split(r"[^\w.-]", requirement)[0] == package and "extra ==" in requirement
+        for requirement in requires("megasync") or ()
+    )
 
 
 def check_names() -> Iterator[Item]:
@@ -474,7 +485,7 @@ def apply_patch(patch: Any, module: ModuleType) -> str:
     for key, owner in owners.items():
         new = [n for n in set(vars(owner)) - before[key] if not inspect.ismodule(vars(owner)[n]) and n[:2] != "__"]
         ours = [n for n in new if "megasync" in (getattr(vars(owner)[n], "__module__", "") or "megasync")]
-        if ours and not inherited(owner, ours):
+        if ours and not inherited(owner, ours) and not all(map(grep, ours)):
             raise AttributeError(f"{owner.__name__} has no {', '.join(ours)} to replace")
     return f"{patch.package} {patch.installed()}"
 

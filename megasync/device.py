@@ -8,6 +8,7 @@ trainer rank, which computes, initializes CUDA (`Device.prepare_process`).
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import warnings
@@ -132,8 +133,15 @@ def import_megatron_uncompiled() -> None:
 
 
 def set_cuda_environment() -> None:
-    """Sets the variables that CUDA and NCCL read at their first use. No effect on a CPU."""
+    """Sets the variables that CUDA and NCCL read at their first use, and loads cuDNN. No effect on a CPU.
+
+    With CUDNN_HOME, Transformer Engine loads the first of cuDNN's libraries by its path, and expects to find the others
+    where the system looks. They are found here because they are loaded already.
+    """
     os.environ.update(_CUDA_ENVIRONMENT | dict(os.environ) | compiler_environment(os.environ))
+    if "CUDNN_HOME" in os.environ:
+        for library in sorted(Path(os.environ["CUDNN_HOME"], "lib").glob("libcudnn*.so.*")):
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def compiler_environment(env: Mapping[str, str]) -> dict[str, str]:

@@ -132,3 +132,35 @@ def test_servers_on_gpus_find_the_compilers_of_their_environment(monkeypatch, tm
         assert "CUDNN_HOME" not in device.compiler_environment({name: "/opt/cudnn"})
     monkeypatch.setattr(device, "find_spec", lambda name: None)
     assert not {"CUDA_HOME", "CUDNN_HOME"} & device.compiler_environment({}).keys()
+
+
+@pytest.mark.processes
+def test_a_library_that_needs_a_part_of_cudnn_finds_it(tmp_path):
+    """As Transformer Engine's library does, which is linked to libcudnn_graph and loaded after libcudnn alone."""
+    folder = tmp_path / "cudnn" / "lib"
+    folder.mkdir(parents=True)
+    for name in ("libcudnn.so.9", "libcudnn_graph.so.9"):
+        built = ["gcc", "-shared", "-xc", os.devnull, f"-Wl,-soname,{name}", "-o", folder / name]
+        subprocess.run(built, check=True)
+    user = tmp_path / "libuser.so"
+    linked = [folder / "libcudnn_graph.so.9", "-Wl,--no-as-needed"]
+    subprocess.run(["gcc", "-shared", "-xc", os.devnull, "-xnone", *reversed(linked), "-o", user], check=True)
+    load = f"import ctypes; ctypes.CDLL({str(user)!r})"
+    prepare = "from megasync.device import set_cuda_environment; set_cuda_environment(); "
+
+    def succeeds(code):
+        env = {**os.environ, "CUDNN_HOME": str(folder.parent)}
+        return (
+            subprocess.run([check.sys.executable, "-c", code], env=env, capture_output=True, check=False).returncode
+            == 0
+        )
+
+    assert not succeeds(load) and succeeds(prepare + load)
+
+
+def test_imports_that_need_an_extra_are_no_faults(monkeypatch):
+    monkeypatch.setattr(check, "requires", lambda name: ["torch==2", "mcp==2.3 ; extra == 'mcp'"])
+    assert check.of_an_extra("ModuleNotFoundError: No module named 'mcp'")
+    assert check.of_an_extra("ConfigError: tools need the package mcp, which is not installed")
+    for fault in ("", "ModuleNotFoundError: No module named 'torch'", "OSError: libcudnn_graph.so.9: no such file"):
+        assert not check.of_an_extra(fault)
