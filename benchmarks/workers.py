@@ -143,7 +143,14 @@ class Work:
         selection = Selection(GroupConfig(), SAMPLES, self.tokens)
         spec = GroupSpec(Converse(self.turns), RewardRunner(by_length), selection)
         buffer: Any = NoBuffer()
-        worker = GroupWorker(client, buffer, spec, on_ended=end.ended, on_failed=end.failed, quarantine=quarantine)
+        worker = GroupWorker(
+            client,
+            buffer,
+            spec,
+            on_ended=partial(end.tell, "ended"),
+            on_failed=partial(end.tell, "failed"),
+            quarantine=quarantine,
+        )
 
         async def cpu() -> float:
             return time.process_time()

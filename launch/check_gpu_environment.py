@@ -203,9 +203,12 @@ def check_hooks() -> Iterator[Item]:
 
 def check_arguments() -> Iterator[Item]:
     """SGLang accepts the command line of a server of every GPU configuration, and its model class takes the weights."""
+    from megasync.device import set_cuda_environment
+    from megasync.serving.server import ServerSpec, SGLangServer
+
+    set_cuda_environment()  # as servers have it: their kernels' packages look for CUDA when they are imported
     if not has_gpu():
         describe_gpu()
-    from megasync.serving.server import ServerSpec, SGLangServer
 
     for path, config, layout in gpu_configurations():
         with tempfile.TemporaryDirectory() as folder:
@@ -224,8 +227,10 @@ def check_arguments() -> Iterator[Item]:
 
 
 def check_rehearsal() -> Iterator[Item]:
-    """`megasync rehearse` finds no difference for any GPU configuration."""
-    for path, _, _ in gpu_configurations():
+    """`megasync rehearse` finds no difference for any GPU configuration of a run."""
+    from megasync.config.commands import is_served
+
+    for path in (path for path, config, _ in gpu_configurations() if not is_served(config)):
         command = [sys.executable, "-m", "megasync", "rehearse", str(path)]
         yield attempt(path.name, lambda c=command: last_line(c), "see `megasync rehearse` for this configuration")
 

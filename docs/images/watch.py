@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 import watched_run
 from watch_process import Watch
 
-from megasync.observe.rollouts import RolloutIndex
 from megasync.trajectory import ANSWER, Call, Turn
+from megasync.watch.recorded import RolloutIndex
 
 HERE = Path(__file__).parent
 WIDE, NARROW = ViewportSize(width=1440, height=900), ViewportSize(width=390, height=844)

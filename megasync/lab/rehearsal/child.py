@@ -56,7 +56,7 @@ def prepare(config: Config, megatron: str) -> Any:
 
     import torch
 
-    from megasync.device import Device, import_megatron_uncompiled
+    from megasync.device import Device, import_megatron_uncompiled, set_cuda_environment
 
     meta = torch.device("meta")
     cpu = config.cluster.device == "cpu"
@@ -66,6 +66,7 @@ def prepare(config: Config, megatron: str) -> Any:
     else:
         from megasync.lab.rehearsal import transformer_engine
 
+        set_cuda_environment()
         transformer_engine.install(meta)
         import_megatron_uncompiled()
         from megasync_patches import megatron_rng_state  # pyright: ignore[reportMissingImports] - the folder patches/

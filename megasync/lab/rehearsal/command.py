@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megasync.config import load_config
+from megasync.config.commands import is_served
 from megasync.errors import ConfigError
 from megasync.lab.rehearsal.driver import MEGATRONS, installed_megatron, rehearse, sampled_ranks
 from megasync.lab.rehearsal.render import rehearsal_data, rehearsal_tables
 from megasync.models.hub import resolve_names
-from megasync.preflight.check import check_config, model_layout
+from megasync.preflight.check import check_as_run, model_layout
 
 
 def rehearse_config(source: Path, overrides: list[str], rank: str, megatron: str | None, as_json: bool) -> bool:
@@ -23,7 +24,9 @@ def rehearse_config(source: Path, overrides: list[str], rank: str, megatron: str
     version of megatron-core and for a package that is missing.
     """
     config = resolve_names(load_config(source, overrides), weights=False)
-    check_config(config, planning=True)
+    if is_served(config):
+        raise ConfigError("serve: the ranks of a service cannot be rehearsed yet; `megasync plan` counts their memory")
+    check_as_run(config, planning=True)
     layout, _ = model_layout(config, planning=True)
     ranks = _chosen_ranks(rank, layout.topology.world, sampled_ranks(layout))
     versions = _chosen_versions(megatron)

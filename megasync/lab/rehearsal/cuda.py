@@ -59,6 +59,9 @@ class StandInStream:
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
     def record_event(self, event: StandInEvent | None = None) -> StandInEvent:
         return event or StandInEvent()
 
@@ -101,6 +104,8 @@ def install(device: torch.device) -> None:
     }
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
+    # Optimizers ask it whether a graph is captured, also for tensors in host memory.
+    torch.accelerator.current_stream = lambda *_: stream  # pyright: ignore[reportAttributeAccessIssue]
     Tensor: Any = torch.Tensor
     Tensor.cuda = lambda self, *_, **__: self
     Tensor.to = _to

@@ -42,10 +42,10 @@ class RehearsalDevice(Device):
         """
         from megasync.lab.rehearsal import cuda, deep_ep, gloo, transformer_engine
 
+        set_cuda_environment()  # in an environment for GPUs, packages that Megatron imports look for CUDA
         transformer_engine.install(self.torch_device)
         deep_ep.install()
         super().prepare_process(local_rank)
-        set_cuda_environment()
         # The patches have replaced some functions of torch.cuda too, for the CPU only.
         cuda.install(self.torch_device)
         gloo.install()

@@ -69,7 +69,9 @@ def rehearse_rank(config: Config, rank: int, device: MetaDevice, saved: dict[int
     try:
         with built_rank(config, rank, device) as learner:
             problems += differences(learner)
-            parameters = sum(weight.numel() for weight in learner.params().values())
+            parameters = sum(weight.numel() for weight in learner.weights.values())
+            if config.sync.transport != "adapters":
+                learner.params()  # merges adapters into weights for servers
             held, plan = held_bytes(learner), planned_bytes(config, rank)
             if ACTIVATIONS in plan:
                 if (stage := learner.coords.pp) not in saved:

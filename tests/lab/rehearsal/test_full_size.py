@@ -18,7 +18,12 @@ from megasync.layout.topology import Topology
 from megasync.preflight.check import model_layout
 
 ROOT = Path(__file__).parents[3]
-SHIPPED = ("configs/qwen3_8b_math.yaml", "configs/qwen3_32b_math.yaml", "examples/deepresearch/qwen3_8b.yaml")
+SHIPPED = (
+    "configs/qwen3_8b_math.yaml",
+    "configs/qwen3_32b_math.yaml",
+    "configs/recipes/qwen3_32b_8_gpus.yaml",
+    "examples/deepresearch/qwen3_8b.yaml",
+)
 
 
 def sizes(tp: int, pp: int = 1, dp: int = 1, ep: int = 0, etp: int = 1, **options) -> dict:
