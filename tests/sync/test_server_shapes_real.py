@@ -83,11 +83,13 @@ async def test_stages_and_groups_serve_what_was_published_under_traffic(served, 
     assert groups == 1 or sockets >= {f"group-{group}" for group in range(groups)}
     for version, (folder, model) in enumerate(reversed(models), await server.weight_version() + 1):
         await ranks.call("load", str(folder), timeout=20)
-        async with steady_traffic([server], tokens=50) as clients:
+        async with steady_traffic([server]) as clients:
             await sync.publish(version)
         check_answers(clients, version, aborting=mode == "abort")
         if groups > 1:
-            assert {answer["dp_rank"] for client in clients for answer in client} == set(range(groups))
+            # One that was aborted before it began has no group.
+            begun = {answer.get("dp_rank") for client in clients for answer in client} - {None}
+            assert begun == set(range(groups))
         # With `in_place`, the cache keeps keys and values of the old weights.
         await server.post("/flush_cache")
         await check_serves([server], model, version)
