@@ -1,4 +1,4 @@
-"""What `megasync sft` and `megasync serve` run, in terms of the other sections of the configuration."""
+"""Translates runs of `megasync sft` and `megasync serve` into the other sections of the configuration."""
 
 from __future__ import annotations
 

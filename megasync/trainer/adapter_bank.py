@@ -91,7 +91,7 @@ class _Planned:
     together: bool
 
     def inputs(self, index: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """What the loss reads at the targets of a microbatch."""
+        """The columns that the loss reads at the targets of a microbatch, on ``device``."""
         starts, sequences = self.work.target_starts, self.microbatches[index].sequences
         columns = {
             name: np.concatenate([column[starts[i] : starts[i + 1]] for i in sequences])
