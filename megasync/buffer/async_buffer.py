@@ -247,7 +247,7 @@ class AsyncBuffer(GroupSink):
     async def counts(self) -> BufferCounts:
         return self._state.counts()
 
-    async def before_checkpoint(self, step: int = 0) -> CheckpointedBuffer:
+    async def before_checkpoint(self, step: int) -> CheckpointedBuffer:
         """The buffer's part of a checkpoint of ``step``. All that it tells is then on disk: no checkpoint knows more.
 
         Does not wait for a broken ledger, and raises LedgerError if that does not have the step.

@@ -50,7 +50,7 @@ async def train(buffer, *groups, step=1, version=0):
 
 
 async def pending(buffer):
-    return (await buffer.before_checkpoint())["pending"]
+    return (await buffer.before_checkpoint(0))["pending"]
 
 
 # Waits and who ends them
@@ -391,7 +391,7 @@ async def test_the_error_of_a_call_that_was_cancelled_still_closes_the_buffer(ga
 
 async def test_a_checkpoint_knows_nothing_that_is_not_on_disk(gated, gate):
     await fill(gated, "a")
-    checkpoint = asyncio.create_task(gated.before_checkpoint())
+    checkpoint = asyncio.create_task(gated.before_checkpoint(0))
     await settle()
     await fill(gated, "b")
     await gate.open()

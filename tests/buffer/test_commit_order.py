@@ -165,7 +165,7 @@ async def test_no_answer_before_its_row_and_no_row_before_its_body(
         assert await sink.commit(each)
         answered.append((len(machine.points), uid))
         machine.dies_here(ANSWERED)
-    await buffer.before_checkpoint()
+    await buffer.before_checkpoint(0)
     on_disk = len(machine.points)
     machine.dies_here(ANSWERED)
     commit = machine.points[begun : answered[0][0] + 1]
@@ -217,7 +217,7 @@ async def test_a_resumed_run_makes_again_what_was_answered_before_its_record(
             await call
             machine.dies_here(ANSWERED)
         if step == 2:
-            await buffer.before_checkpoint()
+            await buffer.before_checkpoint(0)
             saved[step] = len(machine.points)
             machine.dies_here(ANSWERED)
     kill(buffer)
@@ -275,12 +275,12 @@ async def test_a_segment_is_removed_once_the_log_says_so_and_what_is_unneeded_do
         await buffer.ack(step)
         await buffer.publish(step)
     await commit(step)
-    await buffer.before_checkpoint()
+    await buffer.before_checkpoint(0)
     saved = len(machine.points)
     assert machine.points[begun:saved].count(REMOVED) == 3
     # The last checkpoint but one is that of the step before.
     await buffer.checkpointed(step, step - 1)
-    await buffer.before_checkpoint()
+    await buffer.before_checkpoint(0)
     assert machine.points[saved:].count(REMOVED) == bound - 1
     kill(buffer)
     monkeypatch.undo()
@@ -296,7 +296,7 @@ async def test_a_segment_is_removed_once_the_log_says_so_and_what_is_unneeded_do
         assert (await buffer.counts())["damaged"] == 0
         last = buffer._state.status.last_step
         await buffer.checkpointed(last, last)
-        await buffer.before_checkpoint()
+        await buffer.before_checkpoint(0)
         named = {name for (name,) in buffer._ledger._db.execute("SELECT segment FROM payloads")}
         left = [segment.name for segment in segments_in(segments_of(buffer._ledger.path)) if segment.name not in named]
         # A writer's last segment keeps the number.

@@ -74,7 +74,7 @@ class Life:
                 await self.buffer.publish(self.version)
                 if self.random.random() < 0.4 or self.step == self.steps:
                     checkpoint = self.step, self.version, dict(self.trained)
-                    await self.buffer.before_checkpoint()
+                    await self.buffer.before_checkpoint(0)
                 if self.random.random() < 0.1:
                     return checkpoint
             return checkpoint
@@ -195,7 +195,7 @@ async def test_resume_counts_a_batch_as_trained_only_if_the_checkpoint_contains_
     await buffer.lease(2, 1)
     if acknowledged:
         await buffer.ack(2)
-    await buffer.before_checkpoint()
+    await buffer.before_checkpoint(0)
     kill(buffer)
     for step, trained in ((2, 4), (1, 2), (0, 0)):
         resume_ledger(path, SCHEDULE, TOTAL, step)
@@ -235,7 +235,7 @@ async def test_a_new_ledger_continues_the_counters_of_the_checkpoint(tmp_path, g
         await buffer.commit(group(uid, 4, 4))
     await buffer.lease(5, 4)
     await buffer.ack(5)
-    assert (await buffer.before_checkpoint())["buffer"] == counters | {"trained": 10}
+    assert (await buffer.before_checkpoint(0))["buffer"] == counters | {"trained": 10}
     assert (await buffer.counts())["admitted"] == 12
     kill(buffer)
 
