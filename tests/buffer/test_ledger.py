@@ -350,7 +350,7 @@ DAMAGES = {
 
 def segments(buffer):
     # Waits for the thread that removes them.
-    buffer.before_checkpoint()
+    buffer.before_checkpoint(0)
     return sorted(segments_of(buffer.ledger.path).glob("*.seg"))
 
 
