@@ -73,14 +73,15 @@ def make_environment(names: Sequence[str], folder: Path | None = None) -> bool:
         _begin(names, folder.absolute())
     _check_current()
     steps = Steps(Path(sys.prefix))
-    _ensure_pip(steps)
-    for name in [*names, *([UNPACKED] if "gpu" in names else [])]:
-        if name == UNPACKED:
-            _unpack(steps, read_pins(lock_file(name)))
-        elif name in APART:
-            _install_apart(steps, name)
-        else:
-            _install(steps, name)
+    with steps.alone():
+        _ensure_pip(steps)
+        for name in [*names, *([UNPACKED] if "gpu" in names else [])]:
+            if name == UNPACKED:
+                _unpack(steps, read_pins(lock_file(name)))
+            elif name in APART:
+                _install_apart(steps, name)
+            else:
+                _install(steps, name)
     return steps.ran
 
 
@@ -113,13 +114,15 @@ def _begin(names: Sequence[str], folder: Path) -> NoReturn:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot create {folder}: {error.strerror}; choose another folder with --env") from error
-        steps.say(f"creating {folder} with Python {sys.version.split()[0]} (log: {steps.log})")
-        steps.run("virtual environment", [[sys.executable, "-m", "venv", str(folder)]])
-    versions = _versions(folder)
-    pip = _pip(python)
-    if first := absent([pin for pin in read_pins(lock_file("cpu")) if pin.name in FIRST], versions):
-        steps.run("build tools", [[*pip, "--no-deps", *(pin.requirement for pin in first)]])
-    _install_megasync(steps, pip, folder, versions)
+    with steps.alone():
+        if "pip" not in _versions(folder):
+            steps.say(f"creating {folder} with Python {sys.version.split()[0]} (log: {steps.log})")
+            steps.run("virtual environment", [[sys.executable, "-m", "venv", str(folder)]])
+        versions = _versions(folder)
+        pip = _pip(python)
+        if first := absent([pin for pin in read_pins(lock_file("cpu")) if pin.name in FIRST], versions):
+            steps.run("build tools", [[*pip, "--no-deps", *(pin.requirement for pin in first)]])
+        _install_megasync(steps, pip, folder, versions)
     os.execv(python, [str(python), "-P", "-m", "megasync.install", *names])
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from megasync.errors import MegasyncError
@@ -52,6 +54,26 @@ class Steps:
         self.ran = False
         self._env = env
         self._live = sys.stdout.isatty()
+        # The locked log, which commands inherit.
+        self._held: tuple[int, ...] = ()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Waits for another installation into the environment, or a killed one's pip, then keeps others out.
+
+        Where the log cannot be written or locked, nobody is kept out: a step that has something to do fails there.
+        """
+        with ExitStack() as stack:
+            with suppress(OSError):
+                log = stack.enter_context(self.log.open("a"))
+                try:
+                    fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self.say(f"another installation into {self._env} is under way; waiting for its end")
+                    fcntl.flock(log, fcntl.LOCK_EX)
+                self._held = (log.fileno(),)
+            yield
+            self._held = ()
 
     def say(self, text: str, end: str = "\n") -> None:
         """Prints at once, also into a pipe."""
@@ -84,6 +106,7 @@ class Steps:
                     text=True,
                     errors="replace",
                     env={**os.environ, **(environment or {})},
+                    pass_fds=self._held,
                 ) as process,
             ):
                 assert process.stdout is not None

@@ -3,14 +3,18 @@
 These tests install nothing: what would be run is recorded.
 """
 
+import os
 import shutil
+import signal
 import sys
+import threading
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
+from megasync.base.locks import is_locked
 from megasync.errors import ConfigError, MegasyncError
 from megasync.install import apart_program, environment, fix_for_module, make_environment, pins, require
 from megasync.install.steps import Steps
@@ -214,6 +218,32 @@ def test_a_terminal_shows_how_many_packages_pip_has_come_to(tmp_path, capsys, mo
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     Steps(tmp_path).run("packages", [["echo", "Collecting a\nCollecting b"], ["echo", "Collecting c"]], count=3)
     assert "\rpackages ... 2 of 3 \rpackages ... 3 of 3 \rpackages ..." in capsys.readouterr().out
+
+
+def test_a_second_installation_waits_for_the_first_and_for_what_a_killed_one_left_running(tmp_path, capsys):
+    first, second, log = Steps(tmp_path), Steps(tmp_path), tmp_path / "install.log"
+    begun = threading.Event()
+
+    def install():
+        with second.alone():
+            begun.set()
+
+    waiting = threading.Thread(target=install)
+    with first.alone():
+        # As pip does when only its parent is killed: it goes on.
+        first.run("packages", [["sh", "-c", "sleep infinity > /dev/null 2>&1 & echo $!"]])
+        waiting.start()
+        while "is under way" not in capsys.readouterr().out:
+            assert waiting.is_alive() and not begun.is_set()
+    assert is_locked(log) and not begun.is_set()
+    os.kill(int(log.read_text()), signal.SIGKILL)
+    waiting.join()
+    assert begun.is_set() and not is_locked(log)
+
+
+def test_an_environment_that_cannot_be_written_is_not_locked(tmp_path):
+    with Steps(tmp_path / "missing").alone():
+        pass
 
 
 def test_a_missing_package_of_a_run_is_named_with_the_command_that_installs_it():
