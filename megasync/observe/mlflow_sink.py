@@ -17,7 +17,7 @@ from megasync.base.confidential import masked
 from megasync.base.files import atomic_write
 from megasync.config import Config, saved_values
 from megasync.config.schema import MlflowConfig
-from megasync.observe.sinks import Row, Sink
+from megasync.observe.sinks import Sink, StepMetrics
 
 # Below the run directory.
 ID_FILE = "mlflow-run-id"
@@ -53,7 +53,7 @@ class MlflowSink(Sink):
         self._log_params()
         return f"MLflow: run {self._run_id} of experiment {self._settings.experiment}"
 
-    def log(self, row: Row) -> None:
+    def log(self, row: StepMetrics) -> None:
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         metrics = [

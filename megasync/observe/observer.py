@@ -45,7 +45,7 @@ from megasync.observe.events import (
 )
 from megasync.observe.metrics import MetricsLog
 from megasync.observe.samples import append_answers
-from megasync.observe.sinks import Answers, Row, Sinks
+from megasync.observe.sinks import Answers, Sinks, StepMetrics
 from megasync.observe.state_file import (
     BufferState,
     ProcessState,
@@ -451,7 +451,7 @@ class RunObserver:
         with self._guarded("write metrics"):
             self._metrics.log(step, metrics)
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-        self._sinks.log(Row(step, time.time(), finite, evaluation))
+        self._sinks.log(StepMetrics(step, time.time(), finite, evaluation))
         self._pass_on()
 
     def _pass_on(self) -> None:

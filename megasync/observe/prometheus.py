@@ -43,7 +43,7 @@ from megasync.errors import ConfigError, raised_as
 from megasync.observe import names
 from megasync.observe.display import RunSnapshot
 from megasync.observe.registry import Metric, metric_of
-from megasync.observe.sinks import Row, Sink
+from megasync.observe.sinks import Sink, StepMetrics
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Exported:
 Samples = list[tuple[tuple[str, ...], float]]
 
 
-def state_gauges(snapshot: RunSnapshot, rows: Mapping[bool, Row]) -> list[tuple[Exported, Samples]]:
+def state_gauges(snapshot: RunSnapshot, rows: Mapping[bool, StepMetrics]) -> list[tuple[Exported, Samples]]:
     """Gauges of the state of a run. `rows` are the newest of a step (False) and of an evaluation (True)."""
     step, evaluation = rows.get(False), rows.get(True)
     # Numbers in the text would make a series of each.
@@ -141,7 +141,7 @@ class PrometheusSink(Sink):
         self._lock = threading.Lock()
         # By their names in the registry.
         self._values: dict[str, float] = {}
-        self._rows: dict[bool, Row] = {}
+        self._rows: dict[bool, StepMetrics] = {}
         self._server: _Server | None = None
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -153,7 +153,7 @@ class PrometheusSink(Sink):
         threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
         return f"Prometheus can scrape {self._server.url}{METRICS_PATH}, and finds the servers at {SERVERS_PATH}"
 
-    def log(self, row: Row) -> None:
+    def log(self, row: StepMetrics) -> None:
         with self._lock:
             self._rows[row.evaluation] = row
             for name, value in row.values.items():

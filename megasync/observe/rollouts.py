@@ -44,14 +44,14 @@ FILE = re.compile(r"(?P<pair>(?P<process>.+)-(?P<number>[0-9]+))(?P<suffix>\.ind
 PAIRS = 8
 # Characters of a reference answer that are recorded.
 ANSWER_CHARACTERS = 2000
-# `Row.sample` of a dropped group without any response.
+# `IndexRow.sample` of a dropped group without any response.
 NO_SAMPLE = -1
 
 Ints, Floats = NDArray[np.int32], NDArray[np.float32]
 
 
 @prepared
-class Row(msgspec.Struct, omit_defaults=True, gc=False):
+class IndexRow(msgspec.Struct, omit_defaults=True, gc=False):
     """One response in the index."""
 
     uid: str
@@ -184,7 +184,7 @@ def recorded(
     advantages: Floats | None = None,
     dropped: str = "",
     problem: str = "",
-) -> tuple[Row, Response]:
+) -> tuple[IndexRow, Response]:
     """A trajectory as it is recorded.
 
     ``scores`` are the trainer's log-probs of the trained tokens, and ``advantages`` those of the same tokens if they
@@ -197,7 +197,7 @@ def recorded(
     if advantages is not None:
         advantage = float(advantages.mean(dtype=np.float64))
     oldest = trajectory.oldest_version
-    row = Row(
+    row = IndexRow(
         uid=uid,
         sample=sample,
         step=step,
@@ -242,7 +242,9 @@ def _at(values: Floats | None, places: NDArray[Any], tokens: int) -> Floats | No
     return spread
 
 
-def nothing_sampled(uid: str, *, time: float, prompt_tokens: int, dropped: str, problem: str) -> tuple[Row, Response]:
+def nothing_sampled(
+    uid: str, *, time: float, prompt_tokens: int, dropped: str, problem: str
+) -> tuple[IndexRow, Response]:
     """A dropped group that has no response."""
     empty = Trajectory([0], [], [], [], [])
     row, response = recorded(uid, NO_SAMPLE, empty, step=0, version=0, time=time, dropped=dropped, problem=problem)
@@ -262,7 +264,7 @@ class RolloutLog:
         self._size = self._body_size = 0
         self._lock = Lock()
 
-    def append(self, responses: Iterable[tuple[Row, Response]]) -> None:
+    def append(self, responses: Iterable[tuple[IndexRow, Response]]) -> None:
         """Records responses, on any thread. Never raises: logs what could not be written."""
         self._record(lambda: self._encoded(responses))
 
@@ -284,7 +286,7 @@ class RolloutLog:
             self._name = ""
             log.warning("Could not record responses in %s: %s: %s", self._folder, type(error).__name__, error)
 
-    def _encoded(self, responses: Iterable[tuple[Row, Response]]) -> dict[str, bytes]:
+    def _encoded(self, responses: Iterable[tuple[IndexRow, Response]]) -> dict[str, bytes]:
         """Bodies and, to be written after them, the lines that name their places."""
         bodies, lines = [], []
         for row, response in responses:

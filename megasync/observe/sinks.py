@@ -34,7 +34,7 @@ RETRY_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StepMetrics:
     """Measurements of a step, or of an evaluation of its weights, which may come much later."""
 
     step: int
@@ -64,7 +64,7 @@ class Sink(Protocol):
         """Connects, and returns a message for the user, such as an address. Tried again after an error."""
         ...
 
-    def log(self, row: Row) -> None: ...
+    def log(self, row: StepMetrics) -> None: ...
 
     def answers(self, answers: Answers) -> None:
         """Shows held-out answers; a sink of numbers alone leaves it as it is."""
@@ -174,7 +174,7 @@ class Sinks:
         """The messages of sinks since the last call."""
         return [self._said.popleft() for _ in range(len(self._said))]
 
-    def log(self, row: Row) -> None:
+    def log(self, row: StepMetrics) -> None:
         self._put(lambda sink: sink.log(row))
 
     def answers(self, answers: Answers) -> None:

@@ -21,7 +21,7 @@ from megasync.config import Config, saved_values
 from megasync.config.schema import WandbConfig
 from megasync.observe.metrics import STEP
 from megasync.observe.registry import METRICS
-from megasync.observe.sinks import Answers, Row, Sink
+from megasync.observe.sinks import Answers, Sink, StepMetrics
 
 # Below the run directory. W&B writes to the same folder.
 FOLDER = "wandb"
@@ -79,7 +79,7 @@ class WandbSink(Sink):
             return f"Weights & Biases: {self._run.url}"
         return f"Weights & Biases, offline: send it with `wandb sync --append {Path(self._run.dir).parent}`"
 
-    def log(self, row: Row) -> None:
+    def log(self, row: StepMetrics) -> None:
         self._run.log({STEP: row.step, "_timestamp": row.time, **row.values})
 
     def answers(self, answers: Answers) -> None:

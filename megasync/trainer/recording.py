@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from megasync.buffer.payload import LeasedGroup
-from megasync.observe.rollouts import Response, RolloutLog, Row, chosen, recorded
+from megasync.observe.rollouts import IndexRow, Response, RolloutLog, chosen, recorded
 from megasync.trainer.learner import MegatronLearner
 from megasync.trainer.tables import Minibatch, Step, TrajectoryTable
 from megasync.trajectory import Trajectory
@@ -61,7 +61,7 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 - recording must not end a training step
             log.warning("Could not record the responses of step %d: %s: %s", step.number, type(error).__name__, error)
 
-    def _not_computed(self, step: Step) -> Iterator[tuple[Row, Response]]:
+    def _not_computed(self, step: Step) -> Iterator[tuple[IndexRow, Response]]:
         computed = {number for minibatch in step.minibatches for number in minibatch.trajectories.numbers.tolist()}
         rank, ranks = self._data_rank
         trajectories = step.trajectories
@@ -74,7 +74,7 @@ class Recorder:
                 yield _recorded(step, trajectories, row, trajectory)
 
 
-def _computed(step: Step, minibatch: Minibatch) -> Iterator[tuple[Row, Response]]:
+def _computed(step: Step, minibatch: Minibatch) -> Iterator[tuple[IndexRow, Response]]:
     """Yields the responses of a minibatch that this rank has computed and remembers in ``recorded``."""
     for table in minibatch.tables:
         if not table.counted or minibatch.recorded.keys().isdisjoint(table.rows.tolist()):
@@ -103,7 +103,7 @@ def _recorded(
     trajectory: Trajectory,
     scores: NDArray[np.float32] | None = None,
     advantages: NDArray[np.float32] | None = None,
-) -> tuple[Row, Response]:
+) -> tuple[IndexRow, Response]:
     return recorded(
         *(step.groups[int(trajectories.groups[row])].uid, int(trajectories.places[row]), trajectory),
         step=step.number,

@@ -15,7 +15,7 @@ import numpy as np
 from megasync.base.files import open_regular
 from megasync.errors import DataError
 from megasync.observe.growing_file import GrowingFile
-from megasync.observe.rollouts import ANSWERS, BODY, FILE, FOLDER, INDEX, Floats, Response, Row
+from megasync.observe.rollouts import ANSWERS, BODY, FILE, FOLDER, INDEX, Floats, IndexRow, Response
 from megasync.trajectory.runs import Runs
 from megasync.trajectory.trajectory import within
 
@@ -31,7 +31,7 @@ def _from_bytes(kind: Any, data: Any) -> Any:
     return np.frombuffer(data, "<f4" if kind == Floats else "<i4")
 
 
-_row = msgspec.json.Decoder(Row)
+_row = msgspec.json.Decoder(IndexRow)
 _response = msgspec.msgpack.Decoder(Response, dec_hook=_from_bytes)
 _answer = msgspec.json.Decoder(tuple[str, str])
 
@@ -55,7 +55,7 @@ class Filters:
     dropped: str = ""
     uid: str = ""
 
-    def passes(self, row: Row) -> bool:
+    def passes(self, row: IndexRow) -> bool:
         return (
             _within(row.reward, self.reward)
             and _within(row.tokens, self.length)
@@ -89,18 +89,18 @@ class RolloutIndex:
     def __init__(self, run_dir: Path) -> None:
         self._folder = Path(run_dir) / FOLDER
         self._files: dict[str, GrowingFile] = {}
-        self._rows: dict[tuple[str, int], Row] = {}
+        self._rows: dict[tuple[str, int], IndexRow] = {}
         self.damaged = 0
         self.revision = 0
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[IndexRow]:
         return list(self._rows.values())
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def update(self) -> list[Row]:
+    def update(self) -> list[IndexRow]:
         """Reads what was written since the last call; returns the new rows. Without a folder there are none."""
         try:
             files = filter(None, map(FILE.fullmatch, os.listdir(self._folder)))
@@ -115,9 +115,9 @@ class RolloutIndex:
         self.revision += bool(rows or gone)
         return rows
 
-    def _new_rows(self, pair: str) -> list[Row]:
+    def _new_rows(self, pair: str) -> list[IndexRow]:
         file = self._files.get(pair) or self._files.setdefault(pair, GrowingFile(self._folder / f"{pair}{INDEX}"))
-        rows: list[Row] = []
+        rows: list[IndexRow] = []
         try:
             _, pieces = file.read()
             for line in chain.from_iterable(pieces):
@@ -136,18 +136,18 @@ class RolloutIndex:
             pass  # removed meanwhile, or not readable now
         return rows
 
-    def select(self, filters: Filters | None = None, sort: str = "time", descending: bool = True) -> list[Row]:
+    def select(self, filters: Filters | None = None, sort: str = "time", descending: bool = True) -> list[IndexRow]:
         """The rows that pass, sorted by one of their fields; those without a value come last."""
         rows = self.rows if filters is None else [row for row in self._rows.values() if filters.passes(row)]
         with_value = [row for row in rows if getattr(row, sort) is not None]
         with_value.sort(key=lambda row: getattr(row, sort), reverse=descending)
         return with_value + [row for row in rows if getattr(row, sort) is None]
 
-    def group(self, uid: str) -> list[Row]:
+    def group(self, uid: str) -> list[IndexRow]:
         """The recorded responses of a group, by their position in it."""
         return sorted((row for row in self._rows.values() if row.uid == uid), key=lambda row: row.sample)
 
-    def read(self, row: Row) -> Response:
+    def read(self, row: IndexRow) -> Response:
         """The tokens of a response. Raises DataError if they are gone or damaged."""
         path = self._folder / f"{row.pair}{BODY}"
         try:
@@ -186,7 +186,7 @@ class RolloutIndex:
         except OSError:
             return []
 
-    def contains(self, row: Row, text: str, text_of: Callable[[Response], str]) -> bool:
+    def contains(self, row: IndexRow, text: str, text_of: Callable[[Response], str]) -> bool:
         """Whether the recorded text of a response, else what ``text_of`` makes of its tokens, contains ``text``.
 
         Upper and lower case are alike. False for a body that cannot be read.

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasync.errors import DataError
-from megasync.observe.rollouts import Response, Row
+from megasync.observe.rollouts import IndexRow, Response
 from megasync.trajectory import ANSWER, Line, Turn
 from megasync.watch.recorded import RolloutIndex
 
@@ -57,7 +57,7 @@ class Decoder:
         return pieces
 
 
-def read(index: RolloutIndex, row: Row) -> Response | str:
+def read(index: RolloutIndex, row: IndexRow) -> Response | str:
     """The response, or why it cannot be read."""
     try:
         return index.read(row)
@@ -93,17 +93,17 @@ def turns(response: Response) -> list[Turn]:
     return parts[:-1]
 
 
-def tree(rows: Sequence[Row]) -> list[tuple[int, Row, Line]]:
+def tree(rows: Sequence[IndexRow]) -> list[tuple[int, IndexRow, Line]]:
     """The lines of a sample below those that they came from: how deep each of them is, its row and its note.
 
     A line whose origin is not among the rows begins a tree, as do lines that name each other.
     """
     noted = sorted(((row.line, row) for row in rows if row.line is not None), key=lambda each: each[0].first)
     numbers = {line.number for line, _ in noted}
-    below: dict[int | None, list[tuple[Line, Row]]] = {}
+    below: dict[int | None, list[tuple[Line, IndexRow]]] = {}
     for line, row in noted:
         below.setdefault(line.parent if line.parent in numbers else None, []).append((line, row))
-    found: list[tuple[int, Row, Line]] = []
+    found: list[tuple[int, IndexRow, Line]] = []
     waiting = [(0, *each) for each in reversed(below.pop(None, []))]
     while waiting or below:
         if not waiting:

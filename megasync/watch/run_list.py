@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 # Heading, what a run is sorted by under it, whether it is a number, and whether a narrow window shows it.
-COLUMNS: tuple[tuple[str, Callable[[Row], Any], bool, bool], ...] = (
+COLUMNS: tuple[tuple[str, Callable[[RunRow], Any], bool, bool], ...] = (
     ("run", lambda row: row.name, False, True),
     ("status", lambda row: row.summary.status, False, True),
     ("model", lambda row: row.summary.model, False, False),
@@ -69,7 +69,7 @@ def summarize(run: RunFolder) -> Summary:
     )
 
 
-class Row:
+class RunRow:
     """One run of the list. The folder of a run that has ended is let go once it is summarized."""
 
     def __init__(self, name: str, path: Path, first_view: str, on_choice: Callable[[], None]) -> None:
@@ -136,7 +136,7 @@ class RunList:
     def __init__(self, target: Path, paths: Callable[[], Mapping[str, Path]], first_view: str) -> None:
         self._paths = paths
         self._first_view = first_view
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, RunRow] = {}
         self._sort, self._descending = "started", True
         self._order: list[str] = []
         with ui.element("header").classes("bar"), ui.element("div").classes("bar-top"):
@@ -173,7 +173,7 @@ class RunList:
             self._order.remove(name)
         for name in sorted(paths.keys() - self._rows):
             with self._body:
-                self._rows[name] = Row(name, paths[name], self._first_view, self._offer)
+                self._rows[name] = RunRow(name, paths[name], self._first_view, self._offer)
             self._order.append(name)
         self._arrange()
 

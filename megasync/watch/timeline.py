@@ -72,7 +72,7 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Track:
     """A track of a process, or of several alike. `density` is whether bars are buckets; `peak`, spans at a time."""
 
     process: str
@@ -98,7 +98,7 @@ class Picture:
 
     start: float
     end: float
-    rows: list[Row]
+    rows: list[Track]
     marks: list[Mark]
 
 
@@ -187,10 +187,10 @@ class Timeline:
         """Rows with at most `most` bars in all, of the spans between two times."""
         named = self._named_rows()
         share = max(1, most // max(1, len(named)))
-        rows: list[Row] = []
+        rows: list[Track] = []
         for (process, track), tracks in named.items():
             bars, density, peak = _merged(tracks).bars(start, end, share)
-            rows.append(Row(process, track, bars, density, peak))
+            rows.append(Track(process, track, bars, density, peak))
         marks = sorted((mark for mark in self._marks if start <= mark.time <= end), key=lambda mark: mark.time)
         return Picture(start, end, rows, marks[:MOST_MARKS])
 

@@ -12,7 +12,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from megasync.watch import figures, units
-from megasync.watch.timeline import OTHER, Bar, Mark, Picture, Row
+from megasync.watch.timeline import OTHER, Bar, Mark, Picture, Track
 
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW, GRAY = (
     *("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#b5a800", "#98a1ad"),
@@ -135,7 +135,7 @@ def _new_trace(name: str) -> dict[str, Any]:
     }
 
 
-def _height(row: Row) -> int:
+def _height(row: Track) -> int:
     lanes = 6 if row.density else round(row.peak)
     return min(MOST_ROW, ROW + LANE * max(0, lanes - 1))
 
@@ -163,7 +163,7 @@ def _colour_of_mark(mark: Mark) -> str:
     return {"fault": RED, "recovery": GREEN}.get(mark.kind, PURPLE)
 
 
-def _described(row: Row, bar: Bar) -> str:
+def _described(row: Track, bar: Bar) -> str:
     if row.density:
         return _lines([f"{row.process} {row.track}", f"mostly {bar.name}", f"{bar.count} spans", *_pairs(bar)])
     return _lines([f"{row.process} {row.track}", f"{bar.name}: {units.duration(bar.end - bar.start)}", *_pairs(bar)])

@@ -24,7 +24,7 @@ async def test_nodes_of_a_run_make_one_download_and_say_what_they_lack(monkeypat
         cluster.add_node(num_cpus=1)
         ray.init(address=cluster.address, log_to_driver=False)
         pools = Pools({"trainer": PoolSpec("trainer", slots=2, devices=1, slots_per_node=1)}, "cpu")
-        await pools.create(timeout=60)
+        await pools.create(timeout=300)
         folder = tmp_path / "hub" / "models--tiny--model" / "snapshots" / commit
         answers = await pools.ask_nodes(missing_here, {f"tiny/model@{commit}": str(folder)})
         assert [answer for _, answer in answers] == ["", ""]

@@ -83,7 +83,7 @@ def cluster() -> Iterator[None]:
 @pytest.fixture
 async def ranks(cluster: None):
     pools = Pools({"rollout": PoolSpec("rollout", slots=2, devices=1, slots_per_node=8)}, "cpu")
-    await pools.create(timeout=60)
+    await pools.create(timeout=300)
     group = ActorGroup.create("fake", FakeRank, [(0,), (1,)], [pools.options("rollout", slot) for slot in range(2)])
     yield group
     group.kill()
@@ -147,7 +147,7 @@ async def test_a_rollout_worker_imports_what_the_driver_can_and_leaves_no_progra
     (tmp_path / "beside_the_script.py").write_text(USER_CODE)
     monkeypatch.syspath_prepend(str(tmp_path))
     pools = Pools({"rollout": PoolSpec("rollout", slots=1, devices=1, slots_per_node=8)}, "cpu")
-    await pools.create(timeout=60)
+    await pools.create(timeout=300)
     worker = WorkerActor(0, pools, importlib.import_module("beside_the_script").build)
     try:
         await worker.start(60)

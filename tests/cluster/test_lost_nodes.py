@@ -137,7 +137,7 @@ async def test_a_node_that_ray_finds_lost_only_while_ranks_start_on_it_is_not_wa
     assert not restart.done()
     group._pools.lost = {3}
     with pytest.raises(RankLost, match="a node was lost while trainer ranks were started on it"):
-        await asyncio.wait_for(restart, 5.0)
+        await asyncio.wait_for(restart, 300)
     await group.restart()
     assert group.data_parallel == 3
 

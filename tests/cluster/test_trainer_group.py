@@ -50,7 +50,7 @@ async def ranks(tmp_path: Path) -> AsyncIterator[TrainerGroup]:
     cluster = RayCluster(config, devices_needed=specs["trainer"].total_devices)
     await asyncio.to_thread(cluster.connect)
     pools = Pools(specs, "cpu")
-    await pools.create(timeout=60)
+    await pools.create(timeout=300)
     state = RunState(time=time.time())
     reports = HangReporter(tmp_path, lambda: state, lambda text: None)
     group = TrainerGroup(config, tmp_path / "run", pools, RunContext(reports=reports))

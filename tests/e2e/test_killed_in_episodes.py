@@ -200,7 +200,7 @@ def check_trained(run_dir: Path, steps: int, sampled: Path) -> None:
         assert all(_taken(answer, left) for answer in answers), f"no server has sampled {answers}, or not so often"
 
 
-def _number(row: rollouts.Row) -> int:
+def _number(row: rollouts.IndexRow) -> int:
     return int(row.pair.rpartition("-")[2])
 
 

@@ -369,7 +369,7 @@ async def test_the_shell_program_of_the_documentation_plays_samples(outside, tmp
     samples = [outside.offer(prompt=f'say "{n}"', answer="right") for n in range(2)]
     process = await asyncio.create_subprocess_exec("bash", "-c", program, cwd=tmp_path, start_new_session=True)
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             found = await asyncio.gather(*samples)
     finally:
         os.killpg(process.pid, signal.SIGKILL)

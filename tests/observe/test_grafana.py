@@ -23,7 +23,7 @@ from megasync.observe.display import RunSnapshot
 from megasync.observe.observer import RunObserver
 from megasync.observe.prometheus import Exported, PrometheusSink, state_gauges
 from megasync.observe.registry import METRICS
-from megasync.observe.sinks import Row
+from megasync.observe.sinks import StepMetrics
 
 PROMETHEUS = shutil.which("prometheus")
 PANELS = json.loads((Path(__file__).parents[2] / "configs" / "grafana.json").read_text())["panels"]
@@ -109,7 +109,7 @@ def test_prometheus_scrapes_a_run_and_its_servers_and_answers_every_query(tmp_pa
     sink = PrometheusSink(PrometheusConfig(port=0), observer.snapshot, lambda: servers)
     target = urllib.parse.urlsplit(sink.open().split()[3]).netloc
     try:
-        sink.log(Row(4, 1000.0, {"train/server_kl@2": 0.25, "rollout/tokens": 640.0}))
+        sink.log(StepMetrics(4, 1000.0, {"train/server_kl@2": 0.25, "rollout/tokens": 640.0}))
         with prometheus_server(tmp_path, target) as address:
             ((labels, value),) = wait_for(address, "megasync_train_server_kl_versions")
             assert (labels["versions"], labels["job"], value) == ("2", "megasync", 0.25)

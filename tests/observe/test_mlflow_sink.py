@@ -5,7 +5,7 @@ import pytest
 from megasync.config import load_config
 from megasync.observe.mlflow_sink import MlflowSink, metric_name
 from megasync.observe.registry import METRICS
-from megasync.observe.sinks import Row
+from megasync.observe.sinks import StepMetrics
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def only_run(store):
 def test_a_run_is_read_back_with_its_parameters_and_metrics(make_sink, store, tmp_path):
     sink = make_sink("schedule.total_steps=7")
     sink.open()
-    sink.log(Row(1, 1000.5, {"train/loss": 0.5, "rollout/reward/math": 1.0, "rollout/reward/math/none": 0.0}))
-    sink.log(Row(0, 1001.0, {"eval/score@0.7": 0.25}, evaluation=True))
+    sink.log(StepMetrics(1, 1000.5, {"train/loss": 0.5, "rollout/reward/math": 1.0, "rollout/reward/math/none": 0.0}))
+    sink.log(StepMetrics(0, 1001.0, {"eval/score@0.7": 0.25}, evaluation=True))
     sink.close(failed=False)
     client, run = only_run(store)
     assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
@@ -62,7 +62,7 @@ def test_a_resumed_run_is_the_same_run_and_keeps_what_was_trained_twice(make_sin
         sink = make_sink(f"schedule.total_steps={total}")
         sink.open()
         for step in steps:
-            sink.log(Row(step, 1000.0 + total, {"train/loss": 1 / step}))
+            sink.log(StepMetrics(step, 1000.0 + total, {"train/loss": 1 / step}))
         sink.close(failed=total == 4)
     client, run = only_run(store)
     assert run.info.status == "FINISHED"

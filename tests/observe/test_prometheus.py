@@ -21,7 +21,7 @@ from megasync.observe import prometheus
 from megasync.observe.observer import RunObserver
 from megasync.observe.prometheus import Exported, PrometheusSink, state_gauges
 from megasync.observe.registry import METRICS, metric_of
-from megasync.observe.sinks import Row
+from megasync.observe.sinks import StepMetrics
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def samples(url):
 )
 def test_a_metric_has_a_name_without_values_and_labels_with_them(observer, logged, series, labels):
     with endpoint(observer) as (sink, url):
-        sink.log(Row(1, 0.0, {logged: 2.5}))
+        sink.log(StepMetrics(1, 0.0, {logged: 2.5}))
         assert samples(url)[(series, *sorted(labels.items()))] == 2.5
 
 
@@ -98,7 +98,7 @@ def test_every_metric_can_be_scraped_with_its_meaning_and_unit(observer):
     """Both formats of Prometheus accept the names, and the text of the registry arrives."""
     logged = {metric.name.replace("<", "").replace(">", "").replace("...", ""): 1.0 for metric in METRICS}
     with endpoint(observer) as (sink, url):
-        sink.log(Row(1, 5.0, logged))
+        sink.log(StepMetrics(1, 5.0, logged))
         families = {
             family.name: family for family in parse_openmetrics(get(url + "/metrics", "application/openmetrics-text"))
         }
@@ -114,18 +114,18 @@ def test_a_counter_does_not_fall_when_steps_are_trained_again(observer):
     """Otherwise Prometheus would take it for a restart, and count everything twice."""
     with endpoint(observer) as (sink, url):
         for step, trained in ((1, 40.0), (2, 80.0), (1, 40.0), (2, 80.0), (3, 120.0)):
-            sink.log(Row(step, 0.0, {"groups/trained": trained, "groups/live": trained}))
+            sink.log(StepMetrics(step, 0.0, {"groups/trained": trained, "groups/live": trained}))
             assert samples(url)["megasync_groups_live",] == trained
         assert samples(url)["megasync_groups_trained_total",] == 120.0
-        sink.log(Row(2, 0.0, {"groups/trained": 80.0}))
+        sink.log(StepMetrics(2, 0.0, {"groups/trained": 80.0}))
         assert samples(url)["megasync_groups_trained_total",] == 120.0
 
 
 def test_how_old_values_are_can_be_seen(observer):
     with endpoint(observer) as (sink, url):
         assert not any("timestamp" in key[0] for key in samples(url))
-        sink.log(Row(7, 1000.0, {"train/loss": 1.0}))
-        sink.log(Row(5, 900.0, {"eval/score": 0.5}, evaluation=True))
+        sink.log(StepMetrics(7, 1000.0, {"train/loss": 1.0}))
+        sink.log(StepMetrics(5, 900.0, {"eval/score": 0.5}, evaluation=True))
         found = samples(url)
     assert found["megasync_last_step_timestamp_seconds",] == 1000.0
     assert found["megasync_last_evaluation_timestamp_seconds",] == 900.0

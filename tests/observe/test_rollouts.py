@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megasync.errors import DataError
-from megasync.observe.rollouts import FOLDER, Response, RolloutLog, Row, chosen, is_sampled, recorded
+from megasync.observe.rollouts import FOLDER, IndexRow, Response, RolloutLog, chosen, is_sampled, recorded
 from megasync.trajectory import ANSWER, Call, Line, Trajectory, Turn
 from megasync.trajectory.runs import Runs
 from megasync.watch.recorded import DROPPED, TRAINED, Filters, RolloutIndex
@@ -18,7 +18,7 @@ LIMIT = 2**20
 
 
 def row(uid="0:1", sample=0, step=1, **fields):
-    return Row(
+    return IndexRow(
         **{"version": 1, "time": float(step), "tokens": 3, "prompt_tokens": 2} | fields,
         uid=uid,
         sample=sample,

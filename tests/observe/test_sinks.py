@@ -7,7 +7,7 @@ import time
 import pytest
 
 from megasync.observe import sinks
-from megasync.observe.sinks import Answers, Row, Sinks
+from megasync.observe.sinks import Answers, Sinks, StepMetrics
 
 
 class RecordingSink:
@@ -47,7 +47,7 @@ class RecordingSink:
 
 
 def row(step):
-    return Row(step, 0.0, {"train/loss": float(step)})
+    return StepMetrics(step, 0.0, {"train/loss": float(step)})
 
 
 def warnings(caplog):

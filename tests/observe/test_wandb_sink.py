@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megasync.config import load_config
-from megasync.observe.sinks import Answers, Row
+from megasync.observe.sinks import Answers, StepMetrics
 from megasync.observe.wandb_sink import WandbSink
 
 pytest.importorskip("wandb")
@@ -59,8 +59,8 @@ def rows(found):
 def test_a_run_is_read_back_with_its_configuration_metrics_and_answers(make_sink, tmp_path):
     sink = make_sink("schedule.total_steps=7")
     message = sink.open()
-    sink.log(Row(1, 1000.0, {"train/loss": 0.5}))
-    sink.log(Row(0, 1001.0, {"eval/score": 0.25}, evaluation=True))
+    sink.log(StepMetrics(1, 1000.0, {"train/loss": 0.5}))
+    sink.log(StepMetrics(0, 1001.0, {"eval/score": 0.25}, evaluation=True))
     sink.answers(Answers(1, 1, [("2+2=", "4", 1.0), ("2+3=", "?", None)]))
     sink.close(failed=False)
     assert f"{tmp_path}/wandb/offline-run-" in message
@@ -82,7 +82,7 @@ def test_a_resumed_run_is_the_same_run_and_keeps_what_was_trained_twice(make_sin
         sink = make_sink(f"schedule.total_steps={total}")
         sink.open()
         for step in steps:
-            sink.log(Row(step, 1000.0, {"train/loss": 1 / step}))
+            sink.log(StepMetrics(step, 1000.0, {"train/loss": 1 / step}))
         sink.close(failed=False)
     found = records(tmp_path)
     assert len(found["run"]) == 2 and len({run["run_id"] for run in found["run"]}) == 1

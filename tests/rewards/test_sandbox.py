@@ -109,7 +109,7 @@ async def test_cleanup_does_not_block_the_event_loop(monkeypatch, tmp_path_facto
     keeper = Keeper()
     monkeypatch.setattr(Keeper, "_shared", keeper)
     run = asyncio.create_task(run_program("", limits=Limits(wall_seconds=60)))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         await until(begun.exists)
         assert not run.done()
         free.touch()
@@ -181,7 +181,7 @@ asyncio.run(sandbox.run_program("import os, time\\nif os.fork() == 0: os.setsid(
 """
     owner = started(script)
     pids = set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while len([p for p in pids if lives(p)]) < 2:
             pids = {p.pid for p in of_sandboxes(folder) if any("program.py" in word for word in _words(p))}
             await asyncio.sleep(0.01)
@@ -189,7 +189,7 @@ asyncio.run(sandbox.run_program("import os, time\\nif os.fork() == 0: os.setsid(
     owner.wait()
     assert gone(lambda: list(pids))
     # By the keeper that its owner left.
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         await until(lambda: list(folder.iterdir()) == [])
 
 

@@ -123,7 +123,7 @@ async def test_the_death_of_owner_or_keeper_ends_all_sandboxes(victim, kind, mon
     # Its command fails when the keeper dies, and the script with it.
     assert await asyncio.to_thread(owner.wait, 60) != 0
     owner.stdout.close()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         await until(lambda: not lives(keeper))
         if victim != "owner":
             local.sweep()

@@ -46,7 +46,7 @@ async def group(tmp_path: Path) -> AsyncIterator[tuple[TrainerGroup, Trainer]]:
     cluster = RayCluster(config, devices_needed=specs["trainer"].total_devices)
     await asyncio.to_thread(cluster.connect)
     pools = Pools(specs, "cpu")
-    await pools.create(timeout=60)
+    await pools.create(timeout=300)
     state = RunState(time=time.time())
     reports = HangReporter(tmp_path, lambda: state, lambda text: None)
     group = TrainerGroup(config, tmp_path / "run", pools, RunContext(reports=reports))

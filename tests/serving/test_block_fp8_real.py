@@ -65,9 +65,9 @@ async def test_a_server_of_block_fp8_holds_the_dequantized_weights(tmp_path):
     server = ServerControl(await engine.start(180))
     try:
         loaded = await checksums(server)
-        await server.post("/update_weights_from_disk", {"model_path": str(source)}, timeout=60)
+        await server.post("/update_weights_from_disk", {"model_path": str(source)}, timeout=300)
         assert await checksums(server) != loaded
-        await server.post("/update_weights_from_disk", {"model_path": str(plain)}, timeout=60)
+        await server.post("/update_weights_from_disk", {"model_path": str(plain)}, timeout=300)
         assert await checksums(server) == loaded
     finally:
         await server.close()

@@ -456,4 +456,4 @@ class Rig:
             await asyncio.sleep(0)
 
     async def run(self) -> Progress:
-        return await asyncio.wait_for(self.controller.run(), 20)
+        return await asyncio.wait_for(self.controller.run(), 300)

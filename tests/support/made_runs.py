@@ -20,7 +20,7 @@ from megasync.config import CONFIG_FILE, CUSTOM_FILE, ROWS_FILE, Config, load_co
 from megasync.observe import trace
 from megasync.observe.events import CHECKPOINT, END, EVALUATION, FAULT, RECOVERY, START, EventLog
 from megasync.observe.metrics import MetricsLog
-from megasync.observe.rollouts import Response, RolloutLog, Row
+from megasync.observe.rollouts import IndexRow, Response, RolloutLog
 from megasync.observe.samples import append_answers
 from megasync.observe.state_file import BufferState, ProcessState, RankState, RunState, write_state
 from megasync.trajectory.runs import Runs
@@ -189,13 +189,13 @@ def write_trace(run_dir: Path, steps: int) -> None:
 
 def _response(
     uid: str, sample: int, step: int, rng: np.random.Generator, version: int | None = None, reason: str = ""
-) -> tuple[Row, Response]:
+) -> tuple[IndexRow, Response]:
     version = max(0, step - 1) if version is None else version
     count = int(rng.integers(4, 40))
     staleness = min(version, int(rng.integers(0, 2)))
     split = count // 2
     logprobs = -rng.random(count).astype(np.float32)
-    row = Row(
+    row = IndexRow(
         uid=uid,
         sample=sample,
         step=step,

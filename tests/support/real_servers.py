@@ -132,7 +132,7 @@ async def generate(server, tokens, prompt=(3, 4, 5), **options):
         "logprob_start_len": 0,
         **options,
     }
-    return (await server.post("/generate", body, timeout=60))["meta_info"]
+    return (await server.post("/generate", body, timeout=300))["meta_info"]
 
 
 async def until_generating(servers):
@@ -142,7 +142,7 @@ async def until_generating(servers):
         while not any(load["num_running_reqs"] for load in (await server.get("/v1/loads?include=core"))["loads"]):
             await asyncio.sleep(0.01)
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         await asyncio.gather(*map(generating, servers))
 
 
@@ -216,7 +216,7 @@ def reference(model, prompt):
 
 
 async def checksums(server):
-    answer = await server.post("/weights_checker", {"action": "checksum"}, timeout=60)
+    answer = await server.post("/weights_checker", {"action": "checksum"}, timeout=300)
     return [rank["checksums"] for rank in answer["ranks"]]
 
 
@@ -224,7 +224,7 @@ async def check_bits(servers, folder):
     """Checks that each server holds what a load of the folder gives it."""
     held = [await checksums(server) for server in servers]
     for server in servers:
-        await server.post("/update_weights_from_disk", {"model_path": str(folder)}, timeout=60)
+        await server.post("/update_weights_from_disk", {"model_path": str(folder)}, timeout=300)
     assert [await checksums(server) for server in servers] == held
 
 

@@ -22,7 +22,7 @@ from megasync.app.run_lock import RunLock
 from megasync.observe import trace
 from megasync.observe.events import END, FAULT, MESSAGE, RECOVERY, START, EventLog
 from megasync.observe.metrics import MetricsLog
-from megasync.observe.rollouts import Response, RolloutLog, Row, recorded
+from megasync.observe.rollouts import IndexRow, Response, RolloutLog, recorded
 from megasync.observe.state_file import write_state
 from megasync.trajectory import ANSWER, Trajectory, Turn
 from megasync.trajectory.runs import Runs
@@ -62,7 +62,7 @@ def add_responses(run_dir: Path, count: int, step_of: int = 100) -> None:
     logprobs = np.full(6, -0.5, np.float32)
     response = Response(ids, ids, logprobs, Runs.fill(1, 6), Runs.fill(0, 6), logprobs + 0.01, logprobs)
     rows = [
-        Row(
+        IndexRow(
             uid=f"0:{number // 8}", sample=number % 8, step=1 + number // step_of, version=number // step_of,
             time=BEGIN + number / step_of, tokens=6, prompt_tokens=6, reward=float(number % 3 == 0), advantage=0.1,
             staleness=number % 2, finish_reason="stop", gap=0.01,

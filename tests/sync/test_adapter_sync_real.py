@@ -163,6 +163,6 @@ async def test_a_late_server_gets_the_version_that_the_others_have(world, adapte
     await check_serves(servers, adapters[0][1], 40)
     # A request may name another adapter that a server holds, and none is as the model is.
     body = {"input_ids": PROMPTS[0], "return_logprob": True, "logprob_start_len": 0, "lora_path": "policy-40"}
-    answer = await servers[0].post("/generate", body | {"sampling_params": {"max_new_tokens": 1}}, timeout=60)
+    answer = await servers[0].post("/generate", body | {"sampling_params": {"max_new_tokens": 1}}, timeout=300)
     theirs = [value for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
     assert theirs == pytest.approx(await score(servers[0], PROMPTS[0]), abs=1e-5)

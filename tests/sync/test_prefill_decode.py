@@ -95,7 +95,7 @@ async def test_all_engines_serve_what_was_published_under_traffic(served, publis
         for kind in ("p2p", "disk"):
             sync, ranks = await publishing(kind, models[0][0], [server], topology, ranks=ranks, pause_mode="abort")
             for version, (folder, model) in enumerate(reversed(models), await server.weight_version() + 1):
-                await ranks.call("load", str(folder), timeout=20)
+                await ranks.call("load", str(folder), timeout=300)
                 async with steady_traffic([server]) as clients:
                     await sync.publish(version)
                 check_answers(clients, version, aborting=True)
@@ -113,12 +113,12 @@ async def test_a_prompt_of_another_version_is_not_continued(served):
     async with control_of(engines) as server, ServerControl(engines[1].url, ADMIN_KEY) as decode:
         version = await server.weight_version()
         newer = {"model_path": str(models[1][0]), "weight_version": str(version + 1)}
-        await decode.post("/update_weights_from_disk", newer, timeout=60)
+        await decode.post("/update_weights_from_disk", newer, timeout=300)
         with pytest.raises(HttpStatusError, match="Metadata corruption"):
             await generate(server, 8)
         with pytest.raises(ServerError, match="hold different versions"):
             await server.weight_version()
-        await server.post("/update_weights_from_disk", newer, timeout=60)
+        await server.post("/update_weights_from_disk", newer, timeout=300)
         await check_serves([server], models[1][1], version + 1)
         await idle(server)
 

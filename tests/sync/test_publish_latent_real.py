@@ -71,13 +71,13 @@ async def test_each_transport_leaves_what_a_load_leaves(family, folders, publish
     try:
         expected = []
         for folder in folders[1:]:
-            await server.post("/update_weights_from_disk", {"model_path": str(folder)}, timeout=60)
+            await server.post("/update_weights_from_disk", {"model_path": str(folder)}, timeout=300)
             expected.append(await held_and_scored())
         assert expected[0] != expected[1]
         ranks = None
         for version, kind in enumerate(("broadcast", "p2p", "disk"), 1):
             sync, ranks = await publishing(kind, folders[0], [server], topology, BUCKET_BYTES, "bfloat16", ranks)
-            await ranks.call("load", str(folders[1 + version % 2]), timeout=20)
+            await ranks.call("load", str(folders[1 + version % 2]), timeout=300)
             await sync.publish(version)
             assert await server.weight_version() == version
             assert await held_and_scored() == expected[version % 2], kind

@@ -60,7 +60,7 @@ async def test_after_a_publish_under_traffic_servers_hold_the_bits_that_a_load_g
         commands.clear()
         links.append([getattr(server, "links", "") for server in sync._servers.values()])
         folder, model = models[0][seed]
-        await ranks.call("load", str(folder), timeout=20)
+        await ranks.call("load", str(folder), timeout=300)
         async with steady_traffic(servers) as clients:
             report = await sync.publish(version)
         nbytes = sum(p.numel() for p in model.parameters()) * 4
@@ -82,8 +82,8 @@ async def test_after_a_publish_under_traffic_servers_hold_the_bits_that_a_load_g
 
 async def test_a_request_that_arrives_during_a_sync_waits_and_gets_the_new_version(make, models):
     sync, ranks, servers = await make("broadcast", Topology(tensor=2))
-    await ranks.call("load", str(models[0][1][0]), timeout=20)
-    await ranks.call_one(1, "set_trap", "decoder.layers.0.mlp.linear_fc1.weight", "slow", timeout=5)
+    await ranks.call("load", str(models[0][1][0]), timeout=300)
+    await ranks.call_one(1, "set_trap", "decoder.layers.0.mlp.linear_fc1.weight", "slow", timeout=300)
     paused = answered(servers[0], "/pause_generation")
     publish = asyncio.create_task(sync.publish(21))
     await paused.wait()
@@ -95,8 +95,8 @@ async def test_a_request_that_arrives_during_a_sync_waits_and_gets_the_new_versi
 async def test_a_sender_that_fails_before_the_first_bucket_changes_nothing(make, models):
     sync, ranks, servers = await make("broadcast", Topology(tensor=2))
     await sync.publish(30)
-    await ranks.call("load", str(models[0][1][0]), timeout=20)
-    await ranks.call_one(0, "set_trap", "embedding.word_embeddings.weight", "raise", timeout=5)
+    await ranks.call("load", str(models[0][1][0]), timeout=300)
+    await ranks.call_one(0, "set_trap", "embedding.word_embeddings.weight", "raise", timeout=300)
     with pytest.raises(SyncError, match=r"version 31 .*'transfer'.*rank 0 failed to send.*the previous version"):
         await sync.publish(31)
     await check_serves(servers, models[0][0][1], 30)
@@ -106,8 +106,8 @@ async def test_a_sender_that_fails_before_the_first_bucket_changes_nothing(make,
 
 async def test_a_peer_that_fails_in_the_middle_leaves_no_mixture_serving(make, models):
     sync, ranks, servers = await make("broadcast", Topology(tensor=2))
-    await ranks.call("load", str(models[0][2][0]), timeout=20)
-    await ranks.call_one(1, "set_trap", "decoder.layers.1.mlp.linear_fc2.weight", "raise", timeout=5)
+    await ranks.call("load", str(models[0][2][0]), timeout=300)
+    await ranks.call_one(1, "set_trap", "decoder.layers.1.mlp.linear_fc2.weight", "raise", timeout=300)
     with pytest.raises(SyncError, match=r"left paused.*loaded \d of \d+ buckets of version 41"):
         await sync.publish(41)
     waiting = [asyncio.create_task(generate(server, 4)) for server in servers]
@@ -121,7 +121,7 @@ async def test_a_peer_that_fails_in_the_middle_leaves_no_mixture_serving(make, m
 async def test_a_sender_that_is_killed_ends_the_publish_in_time(make, models):
     sync, ranks, servers = await make("broadcast", Topology(tensor=2), seconds=10.0)
     await sync.publish(50)
-    await ranks.call_one(0, "set_trap", "embedding.word_embeddings.weight", "die", timeout=5)
+    await ranks.call_one(0, "set_trap", "embedding.word_embeddings.weight", "die", timeout=300)
     with pytest.raises(SyncError, match=r"version 51 .*'transfer' failed: trainer: .*rank 0 (died|is dead)"):
         await sync.publish(51)
     # No bucket was on the wire, so the servers notice that the sender is gone, and go on.
@@ -136,8 +136,8 @@ async def test_a_sender_that_is_killed_ends_the_publish_in_time(make, models):
 async def test_a_rank_that_fails_while_it_writes_changes_nothing(make, models, tmp_path, fault):
     sync, ranks, servers = await make("disk")
     await sync.publish(50)
-    await ranks.call("load", str(models[0][1][0]), timeout=20)
-    await ranks.call_one(3, "set_trap", LATE, fault, timeout=5)
+    await ranks.call("load", str(models[0][1][0]), timeout=300)
+    await ranks.call_one(3, "set_trap", LATE, fault, timeout=300)
     traffic = [asyncio.create_task(generate(server, 300)) for server in servers]
     with pytest.raises(SyncError, match=r"version 51 was not published: phase 'write' failed: .*the previous version"):
         await sync.publish(51)
@@ -149,7 +149,7 @@ async def test_a_rank_that_fails_while_it_writes_changes_nothing(make, models, t
     if fault == "die":
         await sync.close()
         sync, ranks, servers = await make("disk")
-        await ranks.call("load", str(models[0][1][0]), timeout=20)
+        await ranks.call("load", str(models[0][1][0]), timeout=300)
     await sync.publish(51)
     await check_serves(servers, models[0][1][1], 51)
 
@@ -157,7 +157,7 @@ async def test_a_rank_that_fails_while_it_writes_changes_nothing(make, models, t
 async def test_a_folder_that_a_server_does_not_see_leaves_it_serving_and_a_late_one_is_brought(make, models):
     sync, ranks, servers = await make("disk", known=1)
     await sync.publish(60)
-    await ranks.call("load", str(models[0][2][0]), timeout=20)
+    await ranks.call("load", str(models[0][2][0]), timeout=300)
     visible, sync._folders.seal = sync._folders.seal, lambda *args: hide(visible(*args))
 
     def hide(path):

@@ -82,7 +82,7 @@ async def test_stages_and_groups_serve_what_was_published_under_traffic(served, 
     sockets = {path.name for path in Path(process.environment()["TMPDIR"]).iterdir() if path.is_socket()}
     assert groups == 1 or sockets >= {f"group-{group}" for group in range(groups)}
     for version, (folder, model) in enumerate(reversed(models), await server.weight_version() + 1):
-        await ranks.call("load", str(folder), timeout=20)
+        await ranks.call("load", str(folder), timeout=300)
         async with steady_traffic([server]) as clients:
             await sync.publish(version)
         check_answers(clients, version, aborting=mode == "abort")
@@ -108,7 +108,7 @@ async def test_each_transport_updates_groups_with_and_without_requests(served, p
     trials = list(product(syncs, range(GROUPS)))
     for version, (sync, busy) in enumerate(trials, await server.weight_version() + 1):
         folder, model = models[version % 2]
-        await ranks.call("load", str(folder), timeout=20)
+        await ranks.call("load", str(folder), timeout=300)
         # The other group computes nothing but its part of the experts.
         publish = asyncio.create_task(sync.publish(version))
         answers = []
@@ -129,7 +129,7 @@ async def test_ranks_of_a_server_that_hold_different_experts_get_the_bits_of_a_l
     _, models, _, (url,) = served
     topology, server = Topology(tensor=2, data=2, expert=4, expert_tensor=1), control(url)
     sync, ranks = await publishing("p2p", models[0][0], [server], topology)
-    await ranks.call("load", str(models[1][0]), timeout=20)
+    await ranks.call("load", str(models[1][0]), timeout=300)
     await sync.publish(1)
     assert await server.weight_version() == 1
     await check_bits([server], models[1][0])
@@ -164,7 +164,7 @@ async def check_publishes(models, servers, publishing, sizes):
     sync, ranks = await publishing("p2p", models[0][0], servers, topology)
     newest = max([await server.weight_version() for server in servers])
     for version, (folder, model) in enumerate(models, newest + 1):
-        await ranks.call("load", str(folder), timeout=20)
+        await ranks.call("load", str(folder), timeout=300)
         await sync.publish(version)
         await check_serves(servers, model, version)
         await check_bits(servers, folder)

@@ -67,7 +67,7 @@ async def test_deltas_waves_and_a_small_arena_end_with_the_same_bits(world, mode
             sync._arena_bytes = 10_000
         moved = []
         for step in range(2):
-            await ranks.call("load", str(models[0][step][0]), timeout=20)
+            await ranks.call("load", str(models[0][step][0]), timeout=300)
             moved.append((await sync.publish(version + step)).bytes)
         if "delta" in options:
             again = await sync.publish(version + 2)
@@ -88,8 +88,8 @@ async def test_a_server_that_is_killed_while_it_stages_comes_back_through_a_full
     # The others have it; the late one is brought it alone.
     await sync.publish(70, only=[late.url])
     await check_serves([*servers, late], models[0][0][1], 70)
-    await ranks.call("load", str(models[0][1][0]), timeout=20)
-    await ranks.call_one(3, "set_trap", LATE, "slow", timeout=5)
+    await ranks.call("load", str(models[0][1][0]), timeout=300)
+    await ranks.call_one(3, "set_trap", LATE, "slow", timeout=300)
     links = {other.url: sync._servers[other.url].links for other in servers}
     receiving = after(monkeypatch, "stage")
     publish = asyncio.create_task(sync.publish(71))
@@ -132,7 +132,7 @@ async def test_a_suspended_server_delays_no_other_and_recovers(world, models, st
     try:
         sync.add(late)
         await sync.publish(100)
-        await ranks.call("load", str(models[0][1][0]), timeout=20)
+        await ranks.call("load", str(models[0][1][0]), timeout=300)
         with monkeypatch.context() as patch:
             patch.setattr(ShardServer, phase, still)
             with pytest.raises(
@@ -161,7 +161,7 @@ async def test_a_new_driver_takes_over_servers_that_a_dead_one_left(world, model
     await sync.connect()
     reached = after(monkeypatch, "stage" if left == "receiving" else "load")
     if left == "receiving":
-        await ranks.call_one(3, "set_trap", LATE, "die", timeout=5)
+        await ranks.call_one(3, "set_trap", LATE, "die", timeout=300)
     else:
         monkeypatch.setattr(sync, "_resume", lambda *_: asyncio.Event().wait())
     publish = asyncio.create_task(sync.publish(80))
@@ -172,7 +172,7 @@ async def test_a_new_driver_takes_over_servers_that_a_dead_one_left(world, model
     publish.cancel()
     await asyncio.gather(publish, return_exceptions=True)
     sync, ranks, servers = await world()
-    await ranks.call("load", str(models[0][1][0]), timeout=20)
+    await ranks.call("load", str(models[0][1][0]), timeout=300)
     await sync.publish(81)
     assert ("closing one that may still be open" in caplog.text) == (left != "receiving")
     await check_serves(servers, models[0][1][1], 81)
@@ -182,8 +182,8 @@ async def test_a_rank_that_fails_while_a_server_streams_quarantines_it_until_a_w
     sync, ranks, servers = await world(seconds=10.0, stall=1.5, arena_mb=1)
     sync._arena_bytes = 10_000
     await sync.publish(60)
-    await ranks.call("load", str(models[0][2][0]), timeout=20)
-    await ranks.call_one(3, "set_trap", LATE, "raise", timeout=5)
+    await ranks.call("load", str(models[0][2][0]), timeout=300)
+    await ranks.call_one(3, "set_trap", LATE, "raise", timeout=300)
     with pytest.raises(
         SyncError, match=r"version 61 .*phase 'stream' failed: .*left paused, so as not to serve a mixture"
     ):
@@ -225,7 +225,7 @@ async def test_a_server_that_is_killed_inside_a_commit_harms_no_other(world, mod
 
     sync.add(late)
     await sync.publish(90)
-    await ranks.call("load", str(models[0][1][0]), timeout=20)
+    await ranks.call("load", str(models[0][1][0]), timeout=300)
     monkeypatch.setattr(ShardServer, "load", killed)
     with pytest.raises(SyncError, match=rf"version 91 was not published: phase 'commit' failed: {late.url}") as failure:
         await sync.publish(91)

@@ -9,7 +9,7 @@ from made_runs import BEGIN, HOSTILE, STEP_SECONDS, make_run, write_trace
 from msgspec.structs import replace
 
 from megasync.observe import trace
-from megasync.observe.rollouts import Response, RolloutLog, Row
+from megasync.observe.rollouts import IndexRow, Response, RolloutLog
 from megasync.trajectory import Turn
 from megasync.trajectory.runs import Runs
 from megasync.watch.document import Chart, Document, Table, Text, Tokens, Verbatim
@@ -195,7 +195,9 @@ def test_responses_are_text(run, monkeypatch):
 
 
 def row(sample, reward):
-    return Row("new", sample, step=STEPS, version=STEPS, time=BEGIN + 1e6, tokens=3, prompt_tokens=2, reward=reward)
+    return IndexRow(
+        "new", sample, step=STEPS, version=STEPS, time=BEGIN + 1e6, tokens=3, prompt_tokens=2, reward=reward
+    )
 
 
 def response(count):

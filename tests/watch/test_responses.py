@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megasync.observe.rollouts import Response, Row
+from megasync.observe.rollouts import IndexRow, Response
 from megasync.trajectory import ANSWER, Line, Turn
 from megasync.trajectory.runs import Runs
 from megasync.watch.responses import (
@@ -64,7 +64,7 @@ def test_line_breaks_are_visible_and_control_characters_are_not():
 
 def test_lines_stand_below_those_that_they_came_from():
     def row(number, parent, first):
-        return Row("0:1", number, 1, 1, 0.0, 1, 1, line=Line("side", "branch", number, parent, first, first))
+        return IndexRow("0:1", number, 1, 1, 0.0, 1, 1, line=Line("side", "branch", number, parent, first, first))
 
     def drawn(*lines):
         return [(depth, line.number) for depth, _, line in tree([row(*line) for line in lines])]
@@ -76,7 +76,7 @@ def test_lines_stand_below_those_that_they_came_from():
     assert drawn((5, 9, 1), (6, None, 0)) == [(0, 6), (0, 5)]
     assert sorted(drawn((0, 1, 0), (1, 0, 1))) == [(0, 0), (1, 1)]
     assert drawn((0, 0, 0), (0, 0, 1)) == [(0, 0), (0, 0)]
-    assert tree([Row("0:1", 0, 1, 1, 0.0, 1, 1)]) == []
+    assert tree([IndexRow("0:1", 0, 1, 1, 0.0, 1, 1)]) == []
 
 
 def test_without_notes_masked_tokens_are_turns_that_were_not_generated():

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megasync.observe.rollouts import FOLDER, NO_SAMPLE, Response, Row
+from megasync.observe.rollouts import FOLDER, NO_SAMPLE, IndexRow, Response
 from megasync.observe.samples import before_and_after
 from megasync.trajectory import ANSWER
 from megasync.watch import units
@@ -55,7 +55,7 @@ def responses(run: RunFolder) -> Section:
     if not len(index):
         section.add(Text(f"The run recorded no responses: {FOLDER}/ is missing or empty (observe.rollouts)."))
         return section
-    groups: defaultdict[str, list[Row]] = defaultdict(list)
+    groups: defaultdict[str, list[IndexRow]] = defaultdict(list)
     for row in index.rows:
         groups[row.uid].append(row)
     trained = {uid: rows for uid, rows in groups.items() if not rows[0].dropped}
@@ -76,7 +76,7 @@ def responses(run: RunFolder) -> Section:
     return section
 
 
-def _differ(group: Sequence[Row]) -> bool:
+def _differ(group: Sequence[IndexRow]) -> bool:
     return len({row.reward for row in group}) > 1
 
 
@@ -124,7 +124,7 @@ def _add_group(section: Section, run: RunFolder, uid: str, decoder: Decoder) -> 
         section.add(_token_by_token(*best, decoder))
 
 
-def _token_by_token(row: Row, response: Response, decoder: Decoder) -> Tokens:
+def _token_by_token(row: IndexRow, response: Response, decoder: Decoder) -> Tokens:
     """The whole response, or beginning and end of one of more than `TOKENS`."""
     count = len(response.ids)
     places, pieces, note = np.arange(count), decoder.pieces(response.ids[:TOKENS]), ""
@@ -154,7 +154,7 @@ def _token_by_token(row: Row, response: Response, decoder: Decoder) -> Tokens:
     )
 
 
-def _dropped(groups: Sequence[Sequence[Row]]) -> Table:
+def _dropped(groups: Sequence[Sequence[IndexRow]]) -> Table:
     """Recorded groups without a step, by reason."""
     of_groups = Counter(group[0].dropped for group in groups)
     of_responses = Counter(row.dropped for group in groups for row in group if row.sample != NO_SAMPLE)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from nicegui import background_tasks, ui
 
-from megasync.observe.rollouts import FOLDER, NO_SAMPLE, Response, Row
+from megasync.observe.rollouts import FOLDER, NO_SAMPLE, IndexRow, Response
 from megasync.trajectory import ANSWER, Turn, of_sample
 from megasync.watch import responses, units
 from megasync.watch.decoder import decoder_of
@@ -84,16 +84,16 @@ class _Rollouts:
         self._decoder: Decoder | None = None
         # Why tokens are shown by their ids, until the page has said so.
         self._problem = ""
-        self._rows: list[Row] = []
+        self._rows: list[IndexRow] = []
         self._revision = -1
         self._page = 0
         self._sort, self._descending = "time", True
-        self._matches: list[Row] | None = None
-        self._open: Row | None = None
+        self._matches: list[IndexRow] | None = None
+        self._open: IndexRow | None = None
         # The table row under the open response's one, and the rows of the page by the responses that they show.
         self._detail: ui.element | None = None
         self._lines: dict[int, ui.element] = {}
-        self._drawn: list[Row] = []
+        self._drawn: list[IndexRow] = []
         # The cells with the beginnings of their texts.
         self._previews: dict[int, Text] = {}
         self._troubles = trouble(run)
@@ -295,7 +295,7 @@ class _Rollouts:
         if self._open is not None and id(self._open) in self._lines:
             background_tasks.create(self._show(self._open, False))
 
-    async def _preview(self, rows: Sequence[Row]) -> None:
+    async def _preview(self, rows: Sequence[IndexRow]) -> None:
         """Fills in the beginnings of the responses' texts, which are read from their bodies."""
         decoder = await self._get_decoder(quiet=True)
         read = await asyncio.to_thread(lambda: [responses.read(self._index, row) for row in rows])
@@ -307,7 +307,7 @@ class _Rollouts:
 
     # One response
 
-    async def _show(self, row: Row, by_reader: bool = True) -> None:
+    async def _show(self, row: IndexRow, by_reader: bool = True) -> None:
         """Opens a response under its row, or after the table if that is on another page; a second click closes it."""
         if by_reader and row is self._open and self._detail is not None:
             self._open = None
@@ -370,7 +370,7 @@ def _bound(label: str, value: str) -> ui.number:
     return ui.number(label, value=start if math.isfinite(start) else None).props("dense outlined clearable")
 
 
-def _find(index: RolloutIndex, rows: Sequence[Row], wanted: str, decoder: Decoder) -> tuple[list[Row], int]:
+def _find(index: RolloutIndex, rows: Sequence[IndexRow], wanted: str, decoder: Decoder) -> tuple[list[IndexRow], int]:
     """The rows whose text has `wanted`, and how many were looked at."""
     matches, looked, start = [], 0, time.monotonic()
     for row in rows:
@@ -382,7 +382,7 @@ def _find(index: RolloutIndex, rows: Sequence[Row], wanted: str, decoder: Decode
     return matches, looked
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: IndexRow) -> list[str]:
     return [
         str(row.step) if row.step else "",
         row.uid,
@@ -398,7 +398,7 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _one(row: Row, response: Response | str, answer: str | None, decoder: Decoder) -> None:
+def _one(row: IndexRow, response: Response | str, answer: str | None, decoder: Decoder) -> None:
     """Draws a response with what is known of it, token by token; `answer` is the reference answer of its group."""
     what = f"group {row.uid}" + ("" if row.sample == NO_SAMPLE else f", response {row.sample}")
     with card(f"Response: {what}", units.day_and_clock(row.time)):
@@ -429,7 +429,7 @@ def _reference(answer: str) -> None:
         text("b", line).classes("mono")
 
 
-def _facts(row: Row) -> None:
+def _facts(row: IndexRow) -> None:
     facts = {
         "reward": units.fixed(row.reward),
         "advantage": units.fixed(row.advantage),
@@ -576,7 +576,7 @@ def _step(number: int) -> str:
     return of_list if of_list == "transparent" else f"color-mix(in srgb, {of_list} {STRENGTH}%, transparent)"
 
 
-def _lines(row: Row, members: Sequence[Row], show: Callable[[Row], Any]) -> None:
+def _lines(row: IndexRow, members: Sequence[IndexRow], show: Callable[[IndexRow], Any]) -> None:
     """The lines of a sample as a tree, the open one marked, over the answers from the first to the last."""
     drawn = tree(members)
     count = max(1, *(line.last + 1 for _, _, line in drawn))
@@ -599,7 +599,11 @@ def _lines(row: Row, members: Sequence[Row], show: Callable[[Row], Any]) -> None
 
 
 def _group(
-    row: Row, members: Sequence[Row], read: Sequence[Response | str], decoder: Decoder, show: Callable[[Row], Any]
+    row: IndexRow,
+    members: Sequence[IndexRow],
+    read: Sequence[Response | str],
+    decoder: Decoder,
+    show: Callable[[IndexRow], Any],
 ) -> None:
     """All recorded responses to the same prompt, the open one marked."""
     samples: dict[tuple[int, int], list[float]] = {}

@@ -40,7 +40,7 @@ async def test_a_server_computes_what_trained_ranks_hold(family, tmp_path):
         sync = ShardSync([server], ranks, layout, "float32", "gloo", SyncConfig(bucket_mb=1), timeouts)
         before = [await score(server, prompt) for prompt in PROMPTS]
         for version in (1, 2):
-            ours, *others = await ranks.call("train", PROMPTS, timeout=60)
+            ours, *others = await ranks.call("train", PROMPTS, timeout=300)
             assert all(other == ours for other in others)
             await sync.publish(version)
             assert await server.weight_version() == version
