@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from megasync.app.resume_file import is_resumable, read_resume_file, write_resume_file
 from megasync.app.run import Run
 from megasync.app.run_directory import finished_run, new_run_dir, refuse_running_loop, run_stoppable
 from megasync.app.start_checks import prepare_run
 from megasync.app.workload import PythonArguments
+from megasync.base.terminal import Terminal
 from megasync.concurrency.event_loop import run_to_end
 from megasync.concurrency.foreign import invoke
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config
@@ -139,7 +138,7 @@ class AsyncTrainer:
         """`train` for callers with an event loop: `result = await trainer.run()`."""
         done = None if self._run_dir is None else await asyncio.to_thread(finished_run, self._run_dir, self.config)
         result = done or await self._execute()
-        show_result(result, Console())
+        show_result(result, Terminal())
         return result
 
     async def _execute(self) -> RunResult:

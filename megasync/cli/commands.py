@@ -1094,6 +1094,9 @@ def _interruptible() -> Iterator[None]:
         _print_error(_with_notes(str(interrupt) or "interrupted", interrupt))
         raise typer.Exit(INTERRUPTED) from None
     except SystemExit as error:
+        # Of Rich, which prints the help, once its reader has gone.
+        if isinstance(error.__context__, BrokenPipeError):
+            raise
         # Commands end with typer.Exit: this is of code that they called, which may ask for status 0.
         raise MegasyncError(f"some code ended the program before its goal, with SystemExit: {error.code}") from error
     finally:
@@ -1106,9 +1109,9 @@ def _say(text: str) -> None:
 
 
 def _console() -> Console:
-    from rich.console import Console
+    from megasync.base.terminal import Terminal
 
-    return Console()
+    return Terminal()
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megasync.base.terminal import Terminal
 from megasync.observe.state_file import TenantState
 
 REFRESH_PER_SECOND = 4
@@ -92,7 +93,7 @@ class LiveDisplay:
 
     def __init__(self, snapshot: Callable[[], RunSnapshot], *, live: bool = True, console: Console | None = None):
         self._snapshot = snapshot
-        self._console = console or Console()
+        self._console = console or Terminal()
         self._live: Live | None = None
         if live and self._console.is_terminal:
             self._live = Live(

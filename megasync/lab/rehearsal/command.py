@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import Progress
 
+from megasync.base.terminal import Terminal
 from megasync.config import load_config
 from megasync.config.commands import is_served
 from megasync.errors import ConfigError
@@ -30,13 +30,13 @@ def rehearse_config(source: Path, overrides: list[str], rank: str, megatron: str
     layout, _ = model_layout(config, planning=True)
     ranks = _chosen_ranks(rank, layout.topology.world, sampled_ranks(layout))
     versions = _chosen_versions(megatron)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Progress(console=Terminal(stderr=True), transient=True) as progress:
         task = progress.add_task(f"rehearsing {config.name}", total=len(ranks) * len(versions))
         runs = [rehearse(config, ranks, version, lambda report: progress.advance(task)) for version in versions]
     if as_json:
         print(json.dumps(rehearsal_data(runs, layout), indent=2))
     else:
-        Console().print(rehearsal_tables(runs, layout))
+        Terminal().print(rehearsal_tables(runs, layout))
     return all(run.difference is None for run in runs)
 
 
