@@ -296,8 +296,8 @@ def check_compilers() -> Iterator[Item]:
 
 def check_doctor() -> Iterator[Item]:
     """`megasync doctor` fails nothing, and warns of nothing but a missing GPU."""
-    from megasync.preflight.doctor import examine
-    from megasync.preflight.finding import OK
+    from megasync.planning.doctor import examine
+    from megasync.planning.finding import OK
 
     findings = [finding for finding in examine() if finding.status != OK]
     wanted = [] if has_gpu() else ["gpu"]
@@ -311,9 +311,7 @@ def check_doctor() -> Iterator[Item]:
         missing = (
             "" if subject in [finding.subject for finding in findings] else "doctor does not say that there is no GPU"
         )
-        yield Item(
-            "doctor says that there is no GPU", missing, "repair megasync/preflight/doctor.py" if missing else ""
-        )
+        yield Item("doctor says that there is no GPU", missing, "repair megasync/planning/doctor.py" if missing else "")
 
 
 CHECKS: dict[str, Callable[[], Iterator[Item]]] = {

@@ -19,7 +19,7 @@ from megasync.concurrency.foreign import invoke
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config
 from megasync.config.changes import check_changes
 from megasync.device import check_machine
-from megasync.errors import CheckpointError, ConfigError
+from megasync.errors import CheckpointError, ConfigError, raised_as
 from megasync.models.hub import resolve_names, with_names
 from megasync.observe.result import RunResult, show_result
 from megasync.preflight.check import check_config
@@ -87,13 +87,9 @@ class AsyncTrainer:
                 f"{run_dir} ended before the run began: it has no complete checkpoint and no ledger; "
                 f"start the run again"
             )
-        try:
+        fix = "it lists what the run got from Python; write [] into it if that was nothing"
+        with raised_as(ConfigError, f"{run_dir / CUSTOM_FILE} cannot be read", fix, of=(OSError, ValueError)):
             needed = json.loads((run_dir / CUSTOM_FILE).read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{run_dir / CUSTOM_FILE} cannot be read: {error}; it lists what the run got from Python; write [] "
-                f"into it if that was nothing"
-            ) from None
         if missing := [name for name in needed if custom.get(name) is None]:
             raise ConfigError(
                 f"{run_dir} was started from Python with its own {', '.join(missing)}; resume it from Python too: "

@@ -22,7 +22,7 @@ from megasync.data.curriculum import Curriculum, curriculum_of
 from megasync.data.datasets import default_reward, no_default_reward, warn_of_missing_answers
 from megasync.data.tokenizer import load_tokenizer
 from megasync.environments import Play
-from megasync.errors import ConfigError, DataError, TemplateRefused
+from megasync.errors import ConfigError, DataError, TemplateRefused, raised_as
 from megasync.evaluation.held_out import HeldOutSet, held_out_sets, sets_of_worker
 from megasync.gateway import AgentWorkflow, ExternalAgents, VerifiersWorkflow
 from megasync.layout.model_files import end_tokens, read_hf_config
@@ -319,15 +319,11 @@ def load_workflow(config: Config, custom: PythonArguments, tokenizer: Any) -> Ca
     check_call(workflow, form, None, {})
     if tokenizer is not None and isinstance(workflow, ToolAgent):
         tool_format(config.rollout.chat.tool_format, str(tokenizer.chat_template))
-        try:
-            ChatTemplate(tokenizer, config.rollout.chat.template_options).check_tools(
-                [tool.schema for tool in workflow.offered]
-            )
-        except TemplateRefused as error:
-            raise DataError(
-                f"tools need a chat template that writes their results, but that of model.path={config.model.path!r} "
-                f"cannot: {error}; use a model with such a template, or a workflow of your own"
-            ) from error
+        template = ChatTemplate(tokenizer, config.rollout.chat.template_options)
+        what = "tools need a chat template that writes their results, but that"
+        fix = "use a model with such a template, or a workflow of your own"
+        with raised_as(DataError, f"{what} of model.path={config.model.path!r} cannot", fix, of=TemplateRefused):
+            template.check_tools([tool.schema for tool in workflow.offered])
     return workflow
 
 

@@ -55,7 +55,7 @@ from megasync.buffer.segments import (
     segments_of,
 )
 from megasync.buffer.state import BufferSnapshot, BufferStatus
-from megasync.errors import DataError, LedgerError
+from megasync.errors import DataError, LedgerError, raised_as
 
 FILE = "ledger.db"
 # Identifies a ledger among SQLite files: "mgsy".
@@ -263,10 +263,8 @@ class Ledger:
         """The group with a place for its body, which is written right before the row that names it, if one does."""
         if group.place is not None:
             return group
-        try:
+        with raised_as(LedgerError, f"{self._folder} cannot be read", CONTENT_INTACT):
             place = self._segments.reserve(group.header.body_bytes)
-        except OSError as error:
-            raise LedgerError(f"{self._folder} cannot be read: {error}; {CONTENT_INTACT}") from error
         self._unwritten[place] = group.pieces
         return group.stored(place)
 

@@ -32,7 +32,7 @@ from megasync.buffer.payload import (
     parts_of,
 )
 from megasync.concurrency.batches import Batches, Run
-from megasync.errors import DataError, LedgerError
+from megasync.errors import DataError, LedgerError, raised_as
 from megasync.trajectory import Group, Trajectory
 
 SUFFIX = ".seg"
@@ -149,12 +149,10 @@ class BodyWriter:
         return partial(self._append, bodies)
 
     def _append(self, bodies: list[Sequence[Any]]) -> list[StoredBody]:
-        try:
+        with raised_as(LedgerError, f"{self._folder} cannot be written", CONTENT_INTACT):
             places = [self._segments.append(body) for body in bodies]
             if self._shared:
                 self._segments.sync()
-        except OSError as error:
-            raise LedgerError(f"{self._folder} cannot be written: {error}; {CONTENT_INTACT}") from error
         return places
 
 

@@ -386,8 +386,8 @@ def plan(
     model.config to a config.json to plan without them.
     """
     from megasync.app.start_checks import check_run
-    from megasync.preflight.plan import resolve
-    from megasync.preflight.render import plan_tables
+    from megasync.planning.plan import resolve
+    from megasync.planning.render import plan_tables
 
     loaded = _loaded(config, overrides, weights=False)
     left_out = check_run(loaded, planning=True)
@@ -970,8 +970,8 @@ def launch_render(
     first lines say how it is submitted.
     """
     from megasync.launch.manifests import deployment, render
+    from megasync.planning.plan import resolve_plan
     from megasync.preflight.check import check_config
-    from megasync.preflight.plan import resolve_plan
 
     changes = overrides or []
     loaded = _loaded(config, [*changes, *JOINED], weights=False)
@@ -1001,16 +1001,16 @@ def doctor(
     """
     from megasync.app.start_checks import check_run
     from megasync.models.hub import pending
-    from megasync.preflight.doctor import FAILURE, examine
-    from megasync.preflight.render import findings_table
-    from megasync.preflight.run_doctor import find_contradiction
+    from megasync.planning.doctor import FAILURE, examine
+    from megasync.planning.render import findings_table
+    from megasync.planning.run_doctor import find_contradiction
 
     loaded = _loaded(config, overrides, weights=False) if config else None
     refuse = partial(check_run, planning=loaded is not None and bool(pending(loaded)))
     if cluster is None:
         findings = examine(loaded, refuse=refuse)
     else:
-        from megasync.preflight.cluster_doctor import examine_cluster
+        from megasync.planning.cluster_doctor import examine_cluster
 
         findings = examine_cluster(cluster, nodes, wait, loaded)
         if config is not None and loaded is not None:

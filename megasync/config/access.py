@@ -133,16 +133,13 @@ def check_certificates(cluster: ClusterConfig) -> None:
         if path is not None:
             with raised_as(ConfigError, f"cluster.{name}={path} cannot be read", "name a PEM file that you may read"):
                 Path(path).read_bytes()
-    try:
+    what = f"cluster.tls_cert={cluster.tls_cert} and cluster.tls_key={cluster.tls_key} cannot be used together"
+    fix = "name a PEM certificate and its own PEM key, which must not be encrypted"
+    with raised_as(ConfigError, what, fix, of=(OSError, ValueError)):
         # The dummy password makes an encrypted key fail instead of prompting for its password.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
             cluster.tls_cert, cluster.tls_key, password=lambda: b"-"
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cluster.tls_cert={cluster.tls_cert} and cluster.tls_key={cluster.tls_key} cannot be used together: "
-            f"{error}; name a PEM certificate and its own PEM key, which must not be encrypted"
-        ) from None
     router_trust(cluster)
 
 
@@ -155,10 +152,9 @@ def router_trust(cluster: ClusterConfig) -> ssl.SSLContext | None:
         return None
     name = "tls_ca" if cluster.tls_ca is not None else "tls_cert"
     path = getattr(cluster, name)
-    try:
+    what, fix = f"cluster.{name}={path} cannot be used", "name a PEM file of certificates"
+    with raised_as(ConfigError, what, fix, of=(OSError, ValueError)):
         trust = ssl.create_default_context(cafile=path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cluster.{name}={path} cannot be used: {error}; name a PEM file of certificates") from None
     if cluster.tls_ca is None:
         # Trust the certificate itself, regardless of its issuer.
         trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -171,10 +167,9 @@ def read_tenants(path: str | Path) -> dict[str, str]:
     Raises ConfigError, which names lines and never a key.
     """
     said = f"serve.keys={path}"
-    try:
+    fix = "name a text file with a line `TENANT KEY` each"
+    with raised_as(ConfigError, f"{said} cannot be read", fix, of=(OSError, UnicodeDecodeError)):
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{said} cannot be read: {error}; name a text file with a line `TENANT KEY` each") from None
     keys: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()

@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megasync.errors import EvaluationAbandoned, SyncError
+from megasync.errors import EvaluationAbandoned, SyncError, raised_as
 from megasync.rollout.client import Destination, PinnedVersion
 
 if TYPE_CHECKING:
@@ -104,10 +104,8 @@ class Pinning:
         while not over() and not self.needs_a_wait:
             step, version = self._progress.step, self._progress.version
             if self._adapters is not None:
-                try:
+                with raised_as(EvaluationAbandoned, f"version {version} cannot be kept", of=SyncError):
                     name = await self._adapters.hold(version)
-                except SyncError as error:
-                    raise EvaluationAbandoned(f"version {version} cannot be kept: {error}") from error
                 if name is not None:
                     try:
                         yield step, EveryServer(version, name)

@@ -175,7 +175,8 @@ READERS: dict[str, Callable[[DatasetConfig], Iterable[dict[str, Any]]]] = {
 
 def _files(config: DatasetConfig, suffix: str) -> list[Path]:
     """The source file itself, or the files of a source folder whose names begin with the split, sorted by name."""
-    try:
+    what = f"{config.kind} dataset {config.source!r} cannot be read"
+    with raised_as(DataError, what, "check data.*.source", of=(OSError, RuntimeError, ValueError)):
         path = Path(config.source).expanduser()
         if path.is_file():
             return [path]
@@ -184,10 +185,6 @@ def _files(config: DatasetConfig, suffix: str) -> list[Path]:
         if files := sorted(path.glob(f"{glob.escape(config.split)}*{suffix}")):
             return files
         present = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
-    except (OSError, RuntimeError, ValueError, NotImplementedError) as error:
-        raise DataError(
-            f"{config.kind} dataset {config.source!r} cannot be read: {error}; check data.*.source"
-        ) from error
     raise DataError(f"{path} has no {config.split}*{suffix} file (split {config.split!r}); it holds {present}")
 
 

@@ -26,12 +26,11 @@ _CANARY = re.compile(r"\s*(<!--.*canary.*-->|#.*canary.*)\s*", re.IGNORECASE)
 
 def harbor_rows(config: DatasetConfig) -> Iterator[Row]:
     """The tasks of a folder, or of its subfolder with the name of the split, in the order of their names."""
-    try:
+    what = f"harbor dataset {config.source!r} cannot be read"
+    with raised_as(DataError, what, "check data.*.source", of=(OSError, RuntimeError, ValueError)):
         source = Path(config.source).expanduser()
         folder = source / config.split if (source / config.split).is_dir() else source
         tasks = [folder] if (folder / "task.toml").is_file() else sorted(folder.glob("*/task.toml"))
-    except (OSError, RuntimeError, ValueError) as error:
-        raise DataError(f"harbor dataset {config.source!r} cannot be read: {error}; check data.*.source") from error
     if not tasks:
         raise DataError(f"{folder} has no Harbor tasks: it must be a task, or have folders with a task.toml each")
     for task in tasks:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megasync.config.schema import DatasetConfig
 from megasync.data.rows import HELD_OUT_SHARE, split_of
-from megasync.errors import DataError
+from megasync.errors import DataError, raised_as
 from megasync.install.missing import require_extra
 
 # Items generated per requested row before the task is reported to have too few distinct questions.
@@ -116,7 +116,6 @@ def _create(task: str, options: dict[str, Any]) -> Any:
         near = difflib.get_close_matches(task, DATASETS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {len(DATASETS)}, such as chain_sum"
         raise DataError(f"reasoning-gym has no task {task!r}; {hint}")
-    try:
+    what = f"reasoning_gym:{task} rejects its options {options}"
+    with raised_as(DataError, what, of=(TypeError, AssertionError, ValueError)):
         return create_dataset(task, **options)
-    except (TypeError, AssertionError, ValueError) as error:
-        raise DataError(f"reasoning_gym:{task} rejects its options {options}: {error}") from error

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from megasync.base.files import durable_rename, fsync
 from megasync.data.supervised import TokenRow
-from megasync.errors import CheckpointError
+from megasync.errors import CheckpointError, raised_as
 
 Ints = NDArray[np.int64]
 
@@ -53,7 +53,8 @@ class RowFile:
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError for a file that is missing or damaged."""
-        try:
+        what, fix = f"the rows in {path} cannot be read", "resume the run, which writes them"
+        with raised_as(CheckpointError, what, fix, of=(OSError, SafetensorError)):
             self._file = safe_open(path, "numpy")
             self._ends: Ints = self._file.get_tensor("ends")
             self.prompts: Ints = self._file.get_tensor("prompts")
@@ -61,10 +62,6 @@ class RowFile:
             self.response_inputs: Ints = self._file.get_tensor("fed")
             self.trained_tokens: Ints = self._file.get_tensor("trained_tokens")
             self._ids, self._trained = self._file.get_slice("ids"), self._file.get_slice("trained")
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"the rows in {path} cannot be read: {error}; resume the run, which writes them"
-            ) from None
         if not self._whole():
             raise CheckpointError(
                 f"the rows in {path} cannot be read: their tokens and numbers do not belong together; resume the run, "

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megasync.environments.protocol import Step, episode_seed
-from megasync.errors import DataError
+from megasync.errors import DataError, raised_as
 from megasync.install.missing import require_extra
 
 # Names of the actions 0, 1, ... of Gymnasium's toy-text environments, by id without the version.
@@ -37,11 +37,10 @@ class GymnasiumText:
         require_extra("environments", "gymnasium", "the environment gymnasium", kind=DataError)
         import gymnasium
 
-        try:
+        what = f"gymnasium rejects the environment {id!r} with {options}"
+        with raised_as(DataError, what, of=(gymnasium.error.Error, TypeError, AttributeError)):
             printable = "ansi" in _render_modes(gymnasium, id)
             self._env = gymnasium.make(id, render_mode="ansi" if printable else None, **options)
-        except (gymnasium.error.Error, TypeError, AttributeError) as error:
-            raise DataError(f"gymnasium rejects the environment {id!r} with {options}: {error}") from error
         self._printable = printable
         count = getattr(self._env.action_space, "n", None)
         if count is None:

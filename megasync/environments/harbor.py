@@ -24,7 +24,7 @@ from typing import Any, Self
 
 from megasync.concurrency.tasks import to_its_end
 from megasync.environments.protocol import Step
-from megasync.errors import ConfigError, DataError, SandboxError
+from megasync.errors import ConfigError, DataError, SandboxError, raised_as
 from megasync.sandboxes import Result, Sandbox, Spec, Starter
 from megasync.sandboxes.kinds import starter_of
 from megasync.sandboxes.local import folder_content
@@ -226,10 +226,8 @@ def _from_text(content: bytes, where: str) -> dict[str, float]:
 
 
 def _from_json(content: bytes, where: str) -> dict[str, float]:
-    try:
+    with raised_as(DataError, f"{where} is not valid JSON", of=(ValueError, RecursionError)):
         written = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not valid JSON: {error}") from None
     if not isinstance(written, dict):
         return {"reward": _number(written, where)}
     rewards = {name: _number(value, f"{where}, {name}") for name, value in written.items()}
@@ -251,10 +249,8 @@ def _number(value: Any, where: str) -> float:
 
 
 def _spec(options: Mapping[str, Any]) -> Spec:
-    try:
+    with raised_as(ConfigError, "the option sandbox", of=TypeError):
         spec = Spec.of(options)
-    except TypeError as error:
-        raise ConfigError(f"the option sandbox: {error}") from None
     if spec.folder is not None:
         raise ConfigError(f"the option sandbox: folder={spec.folder!r} has no effect: each task has its own")
     return spec

@@ -26,7 +26,7 @@ from typing import Any
 import aiohttp
 
 from megasync.environments.protocol import Step, episode_seed
-from megasync.errors import ConfigError, DataError, ServerError
+from megasync.errors import ConfigError, DataError, ServerError, raised_as
 from megasync.serving.owned_server import EnvironmentService, OwnedServer
 from megasync.trajectory import finite_float
 
@@ -283,11 +283,9 @@ class _Connection:
 
         Raises _RefusedAction for an action against the schema, ServerError, and DataError.
         """
-        try:
+        with raised_as(ServerError, f"the connection to {self.url} was lost", of=(aiohttp.ClientError, OSError)):
             await self._socket.send_str(json.dumps({"type": kind, "data": data}))
             message = await self._socket.receive()
-        except (aiohttp.ClientError, OSError) as error:
-            raise ServerError(f"the connection to {self.url} was lost: {error}") from error
         if message.type is not aiohttp.WSMsgType.TEXT:
             raise self._lost(message)
         return self._checked(kind, message.data)

@@ -43,7 +43,7 @@ from aiohttp import web
 from megasync.concurrency.first_use import prepared
 from megasync.concurrency.tasks import set_within
 from megasync.config.schema import GatewayConfig, SamplingConfig, TimeoutConfig
-from megasync.errors import DataError, ServerError
+from megasync.errors import DataError, ServerError, raised_as
 from megasync.gateway.errors import RequestError
 from megasync.gateway.server import Gateway, read_body
 from megasync.gateway.session import Session, has_key
@@ -412,10 +412,8 @@ class ExternalAgents:
 
 
 def _as_json(sample: Mapping[str, Any]) -> bytes:
-    try:
+    with raised_as(DataError, "a row cannot be sent to programs outside", "leave that column out", of=TypeError):
         return orjson.dumps(sample, option=orjson.OPT_SERIALIZE_NUMPY)
-    except TypeError as error:
-        raise DataError(f"a row cannot be sent to programs outside: {error}; leave that column out") from None
 
 
 async def _small_body(request: web.BaseRequest) -> bytes:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from megasync.base.files import bytes_text
 from megasync.lab.layout_check import Report
-from megasync.preflight.render import facts
+from megasync.planning.render import facts
 
 SHOWN_NAMES = 3
 SHOWN_PROBLEMS = 20

@@ -24,8 +24,8 @@ from megasync.errors import ConfigError
 from megasync.launch.hosts import Host
 from megasync.launch.launcher import HEAD_PORT, TOKEN_VARIABLE, Job
 from megasync.launch.preemption import UNFINISHED
-from megasync.preflight.plan import Plan
-from megasync.preflight.run_doctor import PROCESS_BYTES
+from megasync.planning.plan import Plan
+from megasync.planning.run_doctor import PROCESS_BYTES
 
 KUBERAY, KUBERNETES_JOB, SKYPILOT, SLURM = TARGETS = ("kuberay", "job", "skypilot", "slurm")
 # The checkout in the image, and the user that it runs as (Dockerfile, launch/image.sh).

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariable
 from torch.nn.functional import one_hot
 
 from megasync.base.files import new_folder
-from megasync.errors import CheckpointError, ConfigError
+from megasync.errors import CheckpointError, ConfigError, raised_as
 from megasync.layout.adapter import (
     OPTIMIZER,
     UNEMBED,
@@ -80,21 +80,17 @@ def check_served_folder(key: str, path: str | Path, served: AdapterLayout) -> No
 
 
 def _check_factors(key: str, path: str | Path, factors: Mapping[str, tuple[int, ...]]) -> None:
-    try:
-        with HfFolder(Path(path).expanduser()) as folder:
-            folder.check(factors)
-    except CheckpointError as error:
-        raise ConfigError(f"{key}: {error}; copy the adapter again") from None
+    refused = raised_as(ConfigError, key, "copy the adapter again", of=CheckpointError)
+    with refused, HfFolder(Path(path).expanduser()) as folder:
+        folder.check(factors)
 
 
 def _adapter_config(key: str, path: str | Path) -> dict[str, Any]:
     config = Path(path).expanduser() / ADAPTER_CONFIG
     if not config.is_file():
         raise ConfigError(f"{key}={str(path)!r} is not a PEFT folder: it has no {ADAPTER_CONFIG}")
-    try:
+    with raised_as(ConfigError, f"{key}={str(path)!r}", of=CheckpointError):
         return read_json(config)
-    except CheckpointError as error:
-        raise ConfigError(f"{key}={str(path)!r}: {error}") from None
 
 
 def read_adapter(path: str | Path, layout: AdapterLayout, rank: int) -> dict[str, torch.Tensor]:
@@ -166,13 +162,11 @@ class SavedAdapter:
         with new_folder(folder, replace=True) as draft:
             config = adapter_config(self.shape, str(Path(self.model_path).resolve()))
             (draft / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-            try:
+            with raised_as(OSError, f"{folder} cannot be written", of=SafetensorError):
                 save_file(dict(self.factors), draft / ADAPTER_WEIGHTS, metadata={"format": "pt"})
                 if self.moments is not None:
                     tensors = {f"{kind}/{name}": each for kind, of in self.moments.items() for name, each in of.items()}
                     save_file(tensors, draft / OPTIMIZER, metadata={"updates": str(self.updates)})
-            except SafetensorError as error:
-                raise OSError(f"{folder} cannot be written: {error}") from error
 
 
 def export_model(checkpoint_dir: str | Path, source: str | Path, out: str | Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 from megasync.base.files import read_object
 from megasync.config.limits import path_problem
 from megasync.config.schema import ModelConfig
-from megasync.errors import ConfigError
+from megasync.errors import ConfigError, raised_as
 from megasync.layout.families import language_model
 from megasync.layout.families.sizes import EXPERT_KEYS
 from megasync.layout.storage import Storage, storage_of
@@ -61,12 +61,10 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     """
     values, _ = _read(path)
     plain = {key: value for key, value in values.items() if key not in ("quantization_config", "compression_config")}
-    try:
+    with raised_as(ConfigError, str(path), of=ConfigError):
         language = language_model(plain)
         check_values(language)
         return language
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 def read_storage(path: str | Path) -> Storage | None:
@@ -82,11 +80,9 @@ def _read(path: str | Path) -> tuple[dict[str, Any], Storage | None]:
         values = read_object(path)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    try:
+    with raised_as(ConfigError, str(path), of=ConfigError):
         check_values(values)
         return values, storage_of(values)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 def check_values(values: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  # annotated as bare dict
 
 from megasync.base.files import atomic_write, fsync, new_folder, read_object
-from megasync.errors import CheckpointError, ConfigError
+from megasync.errors import CheckpointError, ConfigError, raised_as
 from megasync.layout import mxfp4
 from megasync.layout.adapter import AdapterLayout, AdapterShape, adapter_config
 from megasync.layout.block_fp8 import SCALE_DTYPES, SCALES, VALUES, Block, dequantize
@@ -166,10 +166,8 @@ class HfFolder(TensorFiles):
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
         config = self.path / "config.json"
-        try:
+        with raised_as(CheckpointError, str(config), of=ConfigError):
             self._storage = storage_of(read_json(config)) if config.is_file() else None
-        except ConfigError as error:
-            raise CheckpointError(f"{config}: {error}") from None
         self._where = self._index()
 
     def _index(self) -> dict[str, str]:
@@ -576,16 +574,14 @@ def write_folder(source: Path, out: Path, layout: Layout, dtype: str, read: Read
     """
     if not replace:
         check_vacant(out)
-    try:
-        with new_folder(out, replace) as draft:
-            if isinstance(layout, AdapterLayout):
-                config = adapter_config(layout.shape, str(source.resolve()))
-                atomic_write(draft / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
-            else:
-                write_companions(source, draft, dtype, layout)
-            _write_weights(source, draft, layout, read, dtype)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"export to {out} failed: {error}") from error
+    failed = raised_as(CheckpointError, f"export to {out} failed", of=(OSError, SafetensorError))
+    with failed, new_folder(out, replace) as draft:
+        if isinstance(layout, AdapterLayout):
+            config = adapter_config(layout.shape, str(source.resolve()))
+            atomic_write(draft / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
+        else:
+            write_companions(source, draft, dtype, layout)
+        _write_weights(source, draft, layout, read, dtype)
 
 
 def _write_weights(source: Path, out: Path, layout: Layout, read: ReadParam, dtype: str) -> None:

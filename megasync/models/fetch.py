@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from megasync.base.files import new_folder
-from megasync.errors import ConfigError
+from megasync.errors import ConfigError, raised_as
 from megasync.models.digits import write_digits
 from megasync.models.smollm2 import write_smollm2
 
@@ -42,13 +42,11 @@ def fetch(name: str, out: str | Path) -> Path:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not a model folder; move it away or choose another folder")
     log.info("Writing %s to %s", name, out)
-    try:
-        with new_folder(out) as unfinished:
-            MODELS[name](unfinished)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"{name} cannot be written to {out.absolute()}: {error}; free some space, or choose a folder that can be "
-            "written"
-        ) from error
+    what, fix = (
+        f"{name} cannot be written to {out.absolute()}",
+        "free some space, or choose a folder that can be written",
+    )
+    with raised_as(ConfigError, what, fix, of=(OSError, SafetensorError)), new_folder(out) as unfinished:
+        MODELS[name](unfinished)
     log.info("%s is ready: %s", name, out)
     return out

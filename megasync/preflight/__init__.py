@@ -1,1 +1,1 @@
-"""Checks before a run: `check` refuses bad configurations, `plan` resolves them, `doctor` examines the machines."""
+"""Refuses a configuration that contradicts itself, its model or its machine, before any process starts (`check`)."""

@@ -21,7 +21,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from megasync.errors import DataError
+from megasync.errors import DataError, raised_as
 from megasync.layout.routes import RouteArray
 from megasync.trajectory.runs import IntArray, int_array
 
@@ -204,7 +204,5 @@ class _Line:
 
 def id_array(ids: Sequence[int] | NDArray[Any]) -> IntArray:
     """Token ids as a read-only array; see `int_array`. Raises DataError for other values than integers of 32 bits."""
-    try:
+    with raised_as(DataError, "token ids must be integers of 32 bits", of=ValueError):
         return int_array(ids)
-    except ValueError as error:
-        raise DataError(f"token ids must be integers of 32 bits: {error}") from None

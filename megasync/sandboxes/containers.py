@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel, to_its_end
-from megasync.errors import ConfigError, DataError, SandboxError
+from megasync.errors import ConfigError, DataError, SandboxError, raised_as
 from megasync.sandboxes.local import LocalStarter, filled, folder_content
 from megasync.sandboxes.protocol import OUTPUT_BYTES, Result, Snapshot, Spec, Stopping, archive_of
 
@@ -545,13 +545,11 @@ def _one_archive(parts: bytes, deleted: bytes) -> bytes:
 
 def _removals(archive: bytes) -> tuple[bytes, bytes]:
     """The names that are to be cleared before a snapshot is unpacked, and to be removed after it. Raises DataError."""
-    try:
-        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-            members = {os.fsencode(f"./{os.path.normpath(member.name)}"): member for member in tar}
-            content = tar.extractfile(members[kept]) if (kept := f"./{_DELETED}".encode()) in members else None
-            deleted = content.read().split(b"\0")[:-1] if content else []
-    except (tarfile.TarError, OSError, EOFError) as error:
-        raise DataError(f"a snapshot is not an archive (tar): {error}") from None
+    refused = raised_as(DataError, "a snapshot is not an archive (tar)", of=(tarfile.TarError, OSError, EOFError))
+    with refused, tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        members = {os.fsencode(f"./{os.path.normpath(member.name)}"): member for member in tar}
+        content = tar.extractfile(members[kept]) if (kept := f"./{_DELETED}".encode()) in members else None
+        deleted = content.read().split(b"\0")[:-1] if content else []
     first = [name + b"/" * member.isdir() for name, member in members.items()]
     first += [name for name in deleted if name in members]
     last = [name for name in [*deleted, kept] if name not in members or name == kept] if deleted else []

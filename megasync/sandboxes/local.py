@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from megasync.concurrency.tasks import to_its_end
-from megasync.errors import DataError, SandboxError
+from megasync.errors import DataError, SandboxError, raised_as
 from megasync.sandboxes.guest.frames import LENGTHS, lengths, packed, unpacked
 from megasync.sandboxes.protocol import (
     OUTPUT_BYTES,
@@ -251,10 +251,8 @@ class LocalSandbox(Stopping):
             try:
                 async with asyncio.timeout(seconds):
                     loop = asyncio.get_running_loop()
-                    try:
+                    with raised_as(SandboxError, "the sandbox has ended"):
                         await loop.sock_sendall(self._socket, packed(order, body))
-                    except OSError as error:
-                        raise SandboxError(f"the sandbox has ended: {error}") from error
                     return await self._receive()
             except BaseException as error:
                 # The answer to this order would be taken for that to the next.
@@ -310,10 +308,8 @@ class LocalStarter:
 
 async def folder_content(folder: str) -> bytes:
     """The archive of a folder from which sandboxes start. Raises DataError."""
-    try:
+    with raised_as(DataError, f"the folder {folder} of a sandbox cannot be read"):
         return await asyncio.to_thread(archive_of_folder, folder)
-    except OSError as error:
-        raise DataError(f"the folder {folder} of a sandbox cannot be read: {error}") from error
 
 
 async def filled(sandbox: Any, folder: bytes | None, snapshot: bytes | None) -> Any:

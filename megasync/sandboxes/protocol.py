@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from megasync.concurrency.tasks import to_its_end
+from megasync.errors import raised_as
 
 # Seconds of a command that names no limit of its own, and how much of its output is kept.
 RUN_SECONDS, OUTPUT_BYTES = 60.0, 2**20
@@ -113,10 +114,8 @@ class Spec:
         if not isinstance(limits, Mapping):
             raise TypeError(f"limits={limits!r} of a sandbox must be a mapping, such as {{memory_mb: 1024}}")
         merged = {name: getattr(WORK_LIMITS, name) for name in Limits.__slots__} | dict(limits)
-        try:
+        with raised_as(TypeError, "limits of a sandbox", f"it has {', '.join(Limits.__slots__)}", of=TypeError):
             return cls(**values, limits=Limits(**merged))  # pyright: ignore[reportArgumentType] - checked when it starts
-        except TypeError as error:
-            raise TypeError(f"limits of a sandbox: {error}; it has {', '.join(Limits.__slots__)}") from None
 
 
 class Sandbox(Protocol):

@@ -31,7 +31,7 @@ import aiohttp
 from aiohttp import web
 
 from megasync.concurrency.tasks import cancel_and_wait, to_its_end
-from megasync.errors import ConfigError, DataError, SandboxError
+from megasync.errors import ConfigError, DataError, SandboxError, raised_as
 from megasync.sandboxes.local import filled, folder_content
 from megasync.sandboxes.protocol import OUTPUT_BYTES, Result, Sandbox, Snapshot, Spec, Starter, Stopping, archive_of
 
@@ -83,10 +83,8 @@ class SandboxServer:
         app.router.add_delete("/sandboxes/{id}", self._stop)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
-        try:
+        with raised_as(ConfigError, f"sandboxes cannot be served at {host}:{port}"):
             await web.TCPSite(self._runner, host, port).start()
-        except OSError as error:
-            raise ConfigError(f"sandboxes cannot be served at {host}:{port}: {error}") from error
         self.url = "http://{}:{}".format(*self._runner.addresses[0][:2])
         self._expiring = asyncio.create_task(self._expire())
 
@@ -319,11 +317,10 @@ class RemoteStarter:
 
 async def _asked(session: aiohttp.ClientSession, method: str, url: str, **options: Any) -> bytes:
     """The body of an answer. Raises DataError for a status of 400, SandboxError for any other failure."""
-    try:
+    what = f"the server of sandboxes at {url} does not answer"
+    with raised_as(SandboxError, what, of=(aiohttp.ClientError, OSError)):
         async with session.request(method, url, **options) as answer:
             body = await answer.read()
-    except (aiohttp.ClientError, OSError) as error:
-        raise SandboxError(f"the server of sandboxes at {url} does not answer: {error}") from error
     if answer.status >= 400:
         said = body.decode(errors="replace")[:2000]
         if answer.status == 400:

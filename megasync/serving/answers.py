@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasync.concurrency.first_use import prepared
-from megasync.errors import InvalidAnswer
+from megasync.errors import InvalidAnswer, raised_as
 from megasync.layout.routes import RouteArray, RouteFormat
 from megasync.trajectory import Support
 from megasync.trajectory.runs import FloatArray, IntArray
@@ -232,6 +232,13 @@ class StreamedError(Exception):
         self.status = code if isinstance(code, int) else None
 
 
+def _decoded(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
+    try:
+        return decoder.decode(raw)
+    except _BROKEN as error:
+        raise InvalidAnswer(f"{error}: {raw[:_SHOWN]!r}") from error
+
+
 def split_answers(raw: bytes, limits: AnswerLimits) -> list[bytes]:
     """The answers to a request for several responses, or the only one. Raises InvalidAnswer, StreamedError."""
     if limits.responses == 1:
@@ -240,10 +247,7 @@ def split_answers(raw: bytes, limits: AnswerLimits) -> list[bytes]:
         # An error of the whole request.
         read_generated(raw, limits)
         raise InvalidAnswer(f"one answer, and {limits.responses} were requested")
-    try:
-        answers = [bytes(answer) for answer in _several.decode(raw)]
-    except _BROKEN as error:
-        raise InvalidAnswer(f"{error}: {raw[:_SHOWN]!r}") from error
+    answers = [bytes(answer) for answer in _decoded(_several, raw)]
     if len(answers) != limits.responses:
         raise InvalidAnswer(f"{len(answers)} answers, and {limits.responses} were requested")
     return answers
@@ -251,10 +255,7 @@ def split_answers(raw: bytes, limits: AnswerLimits) -> list[bytes]:
 
 def read_generated(raw: bytes, limits: AnswerLimits) -> GeneratedPiece:
     """Parses an answer to /generate, or one piece of it. Raises InvalidAnswer, StreamedError."""
-    try:
-        answer = _generated.decode(raw)
-    except _BROKEN as error:
-        raise InvalidAnswer(f"{error}: {raw[:_SHOWN]!r}") from error
+    answer = _decoded(_generated, raw)
     if answer.error is not None:
         raise StreamedError(answer.error.code, answer.error.message)
     meta = answer.meta_info
@@ -318,10 +319,7 @@ def read_scored(answer: Any, ids: list[int]) -> list[float]:
 
 def read_prompt(raw: bytes, question: PromptQuestion, ids: IntArray, limits: AnswerLimits) -> PromptScores:
     """Parses what an answer to /generate says of its prompt, ``ids``. Raises InvalidAnswer."""
-    try:
-        meta = _prompt.decode(raw).meta_info
-    except _BROKEN as error:
-        raise InvalidAnswer(f"{error}: {raw[:_SHOWN]!r}") from error
+    meta = _decoded(_prompt, raw).meta_info
     asked = ids[question.first :]
     # The first entry is that of the position before, without a log-prob.
     entries = meta.input_token_logprobs[1:]
@@ -404,10 +402,8 @@ def _check_logprobs(logprobs: Sequence[float]) -> None:
 
 def _checked_array(values: Any, shape: int | tuple[int, ...]) -> FloatArray:
     """Log-probs of any tokens, which may be smaller than those of sampled ones."""
-    try:
+    with raised_as(InvalidAnswer, f"not log-probs of {shape} tokens", of=(TypeError, ValueError)):
         array = np.asarray(values, np.float32).reshape(shape)
-    except (TypeError, ValueError) as error:
-        raise InvalidAnswer(f"not log-probs of {shape} tokens: {error}") from error
     if not (np.isfinite(array) & (array <= _LOGPROBS[1])).all():
         raise InvalidAnswer(f"a log-prob is not a finite number of at most 0: {array.ravel()[:8]}")
     return array
@@ -421,10 +417,8 @@ def _check_ids(ids: IntArray, limits: AnswerLimits) -> None:
 
 
 def _flat(text: str, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
-    try:
+    with raised_as(InvalidAnswer, f"not the {shape} likeliest tokens that were requested", of=ValueError):
         return np.frombuffer(binascii.a2b_base64(text, strict_mode=True), dtype).reshape(shape)
-    except ValueError as error:
-        raise InvalidAnswer(f"not the {shape} likeliest tokens that were requested: {error}") from error
 
 
 def _cells(rows: Sequence[_Row], shape: tuple[int, int]) -> tuple[IntArray, FloatArray]:
@@ -445,10 +439,8 @@ def _top(rows: Sequence[list[_Entry]], tokens: int, limits: AnswerLimits) -> Top
 def _routes(text: str, limits: AnswerLimits) -> RouteArray:
     if limits.routes is None:
         raise InvalidAnswer("it has routes, which were not requested")
-    try:
+    with raised_as(InvalidAnswer, "its routes are invalid", of=ValueError):
         routes = limits.routes.parse(binascii.a2b_base64(text, strict_mode=True))
-    except ValueError as error:
-        raise InvalidAnswer(f"its routes are invalid: {error}") from error
     if len(routes) > limits.positions:
         raise InvalidAnswer(f"it has routes of {len(routes)} positions, and at most {limits.positions} were requested")
     return routes

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from megasync.concurrency.first_use import prepared
+from megasync.errors import raised_as
 
 # The driver refuses a plugin whose `Hello` reports another one.
 PROTOCOL = 5
@@ -138,8 +139,6 @@ def encode(message: object) -> str:
 def decode(text: str) -> Any:
     """The parsed JSON of `encode`. Raises ValueError for anything else."""
     if text.startswith(_COMPRESSED):
-        try:
+        with raised_as(ValueError, "not a compressed message", of=zlib.error):
             text = zlib.decompress(base64.b64decode(text.removeprefix(_COMPRESSED))).decode()
-        except zlib.error as error:
-            raise ValueError(f"not a compressed message: {error}") from error
     return json.loads(text)

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Self
 import msgspec
 
 from megasync.concurrency.first_use import prepared
-from megasync.errors import SyncError
+from megasync.errors import SyncError, raised_as
 from megasync.layout.engine_layout import Fill, ParamRectangle
 
 
@@ -22,12 +22,9 @@ class SyncMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def parse(cls, given: object) -> Self:
         """The message in parsed JSON. Raises SyncError, naming the field."""
-        try:
+        fix = "install the same version of megasync for the driver and the servers"
+        with raised_as(SyncError, f"not a {cls.__name__}", fix, of=msgspec.ValidationError):
             return msgspec.convert(given, cls)
-        except msgspec.ValidationError as error:
-            raise SyncError(
-                f"not a {cls.__name__}: {error}; install the same version of megasync for the driver and the servers"
-            ) from error
 
 
 # On the links between trainer ranks and engine ranks

@@ -22,6 +22,7 @@ import torch
 
 from megasync.concurrency.first_use import prepared
 from megasync.device import synchronize
+from megasync.errors import raised_as
 from megasync.sync.groups import Deadline, PeerGroup, Transfer
 
 if TYPE_CHECKING:
@@ -113,14 +114,13 @@ def copy_from(handle: Handle, target: torch.Tensor) -> None:
     if handle.nbytes != target.nbytes:
         raise RuntimeError(f"a message of {handle.nbytes} bytes came where {target.nbytes} were expected")
     if isinstance(handle, HostHandle):
-        try:
-            with open(f"/proc/{handle.pid}/fd/{handle.fd}", "rb") as file:
-                if os.fstat(file.fileno()).st_ino != handle.inode:
-                    raise ValueError("the descriptor is of something else")
-                # Private: torch takes no memory that cannot be written to.
-                memory = mmap.mmap(file.fileno(), handle.nbytes, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:
-            raise RuntimeError(f"the memory of process {handle.pid} cannot be read: {error}") from error
+        what = f"the memory of process {handle.pid} cannot be read"
+        path = f"/proc/{handle.pid}/fd/{handle.fd}"
+        with raised_as(RuntimeError, what, of=(OSError, ValueError)), open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_ino != handle.inode:
+                raise ValueError("the descriptor is of something else")
+            # Private: torch takes no memory that cannot be written to.
+            memory = mmap.mmap(file.fileno(), handle.nbytes, access=mmap.ACCESS_COPY)
         target.view(torch.uint8).copy_(torch.frombuffer(memory, dtype=torch.uint8))
         return
     target.view(torch.uint8).copy_(_opened(handle, target.device))
@@ -207,10 +207,8 @@ class _Coming(Transfer):
 
     def wait(self, limit: timedelta) -> None:
         self._handle.wait(limit)
-        try:
+        with raised_as(RuntimeError, "what came is not a handle of a message", of=msgspec.MsgspecError):
             handle = msgspec.json.decode(self._words.numpy().tobytes(), type=Handle)
-        except msgspec.MsgspecError as error:
-            raise RuntimeError(f"what came is not a handle of a message: {error}") from error
         copy_from(handle, self._message)
         self._confirm().wait(limit)
 

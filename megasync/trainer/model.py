@@ -24,7 +24,7 @@ from torch.nn.functional import gelu, silu
 from megasync.config.megatron_options import converted
 from megasync.config.schema import TrainerConfig
 from megasync.device import Device
-from megasync.errors import ConfigError
+from megasync.errors import ConfigError, raised_as
 from megasync.layout.families.value_head import BIAS, WEIGHT
 from megasync.layout.layout import Layout
 from megasync.trainer.architecture import chunks_of, rope_parameters, window_options
@@ -259,12 +259,9 @@ def transformer_config(layout: Layout, trainer: TrainerConfig, device: Device, d
         **(latent_options(layout, rope_parameters(layout.hf_config)) if latent else {}),
     )
     options |= converted("model", trainer.megatron.model)
-    try:
+    what, fix = "Megatron refuses the options of trainer", "change them (docs/megatron_options.md)"
+    with raised_as(ConfigError, what, fix, of=(ValueError, AssertionError)):
         config = (MLATransformerConfig if latent else TransformerConfig)(**options)
-    except (ValueError, AssertionError) as error:
-        raise ConfigError(
-            f"Megatron refuses the options of trainer: {error}; change them (docs/megatron_options.md)"
-        ) from error
     # Set after Megatron's validation, which forbids it with the allgather dispatcher. Here it is safe: microbatches
     # may differ in length, but those that meet in a dispatcher are padded to the same (`Packing.microbatches`).
     config.variable_seq_lengths = not trainer.pad_microbatches

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megasync.errors import raised_as
 from megasync.trajectory.runs import FloatArray, IntArray, Runs, float_array, int_array
 
 Ids = Sequence[int] | NDArray[Any]
@@ -426,10 +427,8 @@ def sample_rewards(trajectories: Iterable[_OfSample]) -> list[float]:
 
 
 def _field(name: str, convert: Any, values: Any) -> Any:
-    try:
+    with raised_as(ValueError, name, of=ValueError):
         return convert(values)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
 
 
 def _plain(value: Any) -> Any:

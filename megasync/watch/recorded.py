@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from megasync.base.files import open_regular
-from megasync.errors import DataError
+from megasync.errors import DataError, raised_as
 from megasync.observe.growing_file import GrowingFile
 from megasync.observe.rollouts import ANSWERS, BODY, FILE, FOLDER, INDEX, Floats, IndexRow, Response
 from megasync.trajectory.runs import Runs
@@ -150,14 +150,13 @@ class RolloutIndex:
     def read(self, row: IndexRow) -> Response:
         """The tokens of a response. Raises DataError if they are gone or damaged."""
         path = self._folder / f"{row.pair}{BODY}"
-        try:
+        what = f"response {row.sample} of group {row.uid} cannot be read from {path}"
+        with raised_as(DataError, what, of=(OSError, ValueError, TypeError, ArithmeticError, RecursionError)):
             with open_regular(path) as file:
                 if not 0 <= row.size <= os.fstat(file.fileno()).st_size:
                     raise ValueError(f"the file is shorter than its index says ({row.size} bytes at {row.at})")
                 response = _response.decode(os.pread(file.fileno(), row.size, row.at))
             return msgspec.structs.replace(response, turns=within(response.turns, len(response.ids)))
-        except (OSError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
-            raise DataError(f"response {row.sample} of group {row.uid} cannot be read from {path}: {error}") from error
 
     def answer(self, uid: str) -> str | None:
         """The recorded reference answer of a group, or None. Looks through the newest ANSWER_BYTES of answers."""

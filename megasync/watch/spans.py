@@ -15,7 +15,7 @@ from typing import IO, Any
 import msgspec
 
 from megasync.concurrency.first_use import prepared
-from megasync.errors import DataError
+from megasync.errors import DataError, raised_as
 from megasync.observe.growing_file import LATEST_TIME, GrowingFile
 from megasync.observe.trace import LANES, TRACE_FOLDER, ChromeEvent, process_of, segments
 
@@ -115,11 +115,9 @@ def write_perfetto(run_dir: Path, out: Path) -> int:
     paths = segments(Path(run_dir) / TRACE_FOLDER)
     if not paths:
         raise DataError(f"{run_dir} has no trace: {TRACE_FOLDER}/ is empty or missing (observe.trace)")
-    try:
-        with gzip.open(out, "wb") if out.suffix == ".gz" else out.open("wb") as file:
-            return _merge(paths, TraceReader(run_dir), file)
-    except OSError as error:
-        raise DataError(f"cannot write {out}: {error}") from error
+    failed = raised_as(DataError, f"cannot write {out}")
+    with failed, gzip.open(out, "wb") if out.suffix == ".gz" else out.open("wb") as file:
+        return _merge(paths, TraceReader(run_dir), file)
 
 
 def _merge(paths: list[Path], reader: TraceReader, file: IO[bytes] | gzip.GzipFile) -> int:

@@ -19,8 +19,8 @@ from megasync.cli import commands
 from megasync.config import Config, load_config
 from megasync.errors import DataError, MegasyncError
 from megasync.models import fetch
-from megasync.preflight.finding import FAILURE, OK
-from megasync.preflight.run_doctor import find_contradiction
+from megasync.planning.finding import FAILURE, OK
+from megasync.planning.run_doctor import find_contradiction
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 MODULE = '''

@@ -140,7 +140,7 @@ OTHER_WRITERS = {
     "observe/stacks.py": "memory of a process that tells its stacks",
     "observe/state_file.py": "replaced whole, but not flushed: a crash of the machine makes it out of date anyway",
     "observe/trace.py": "a log, appended to; a torn last line is dropped",
-    "preflight/cluster_checks.py": "a probe of a shared folder, removed afterwards",
+    "planning/cluster_checks.py": "a probe of a shared folder, removed afterwards",
     "lab/rehearsal/child.py": "the pipe to another process",
     "lab/rehearsal/driver.py": "the log of a process, in a temporary folder",
     "sandboxes/containers.py": "archives in memory, and errors of a container in a file without a name",

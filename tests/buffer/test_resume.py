@@ -185,26 +185,6 @@ async def test_resume_keeps_finished_groups_and_continues_the_others_from_their_
     kill(again)
 
 
-@pytest.mark.parametrize("acknowledged", [True, False])
-async def test_resume_counts_a_batch_as_trained_only_if_the_checkpoint_contains_it(tmp_path, group, acknowledged):
-    """The step was trained and saved; whether its acknowledgement still reached the ledger makes no difference."""
-    path = tmp_path / "ledger.db"
-    begin_ledger(path, 0, 0, {}, {})
-    buffer = await one_step(path, group)
-    await buffer.commit(group("0:3", 1, 1))
-    await buffer.lease(2, 1)
-    if acknowledged:
-        await buffer.ack(2)
-    await buffer.before_checkpoint(0)
-    kill(buffer)
-    for step, trained in ((2, 4), (1, 2), (0, 0)):
-        resume_ledger(path, SCHEDULE, TOTAL, step)
-        again = AsyncBuffer(SCHEDULE, TOTAL, ledger=path)
-        counts = await again.counts()
-        assert (counts["trained"], counts["live"], counts["admitted"]) == (trained, 4 - trained, 4)
-        kill(again)
-
-
 async def test_a_ledger_that_does_not_match_the_checkpoint_is_rejected(tmp_path, group):
     path = tmp_path / "ledger.db"
     begin_ledger(path, 0, 0, {}, {})

@@ -414,15 +414,6 @@ def test_reclaim_returns_the_same_group_to_its_claimant_and_the_next_to_others(g
     assert buffer.reclaim("x") is None
 
 
-def test_repeated_ack_and_publish_are_idempotent(group):
-    buffer = buffer_of()
-    step(buffer, 1, group("a"), group("b"))
-    before = buffer.counts()
-    buffer.ack(1)
-    buffer.publish(1)
-    assert buffer.counts() == before
-
-
 # Partial responses
 
 

@@ -180,7 +180,7 @@ def test_fetch_creates_a_model_and_refuses_unknown_names(here, tmp_path):
 
 
 def test_doctor_exits_with_status_1_on_a_failure(monkeypatch):
-    from megasync.preflight import doctor
+    from megasync.planning import doctor
 
     findings = [doctor.Finding("disk", doctor.FAILURE, "full", "free some space")]
     asked = []

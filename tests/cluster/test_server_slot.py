@@ -113,9 +113,21 @@ async def until(seen: asyncio.Queue, state: ServerState) -> str:
     return change[2]
 
 
-async def test_a_dead_process_is_replaced_by_another_server_which_is_stale():
+class Reports:
+    """Whether the process still lived when the slot was reported as silent."""
+
+    def __init__(self, process):
+        self.process, self.lived = process, []
+
+    async def report(self, reason, only=None):
+        assert only == {"server-0"} and "does not answer" in reason
+        self.lived.append(self.process.living)
+
+
+async def test_a_dead_process_is_replaced_by_another_server_which_is_stale_and_not_reported_as_silent():
     first, second = FakeProcess(), FakeProcess()
-    async with living(first, second) as (slot, seen):
+    reports = Reports(first)
+    async with living(first, second, context=RunContext(reports=reports)) as (slot, seen):
         old = await until(seen, ServerState.STALE)
         slot.note(slot.health.synced)
         first.end()
@@ -123,6 +135,7 @@ async def test_a_dead_process_is_replaced_by_another_server_which_is_stale():
         assert "its process has ended. Last lines of its log:\nout of memory" in slot.health.reason
         assert await until(seen, ServerState.STALE) == slot.url != old
         assert not slot.health.serves
+        assert reports.lived == []
         await first._runner.cleanup()
 
 
@@ -139,41 +152,10 @@ async def test_probes_trace_what_the_server_does(tmp_path):
     )
 
 
-class Reports:
-    """Whether the process still lived when the slot was reported as silent."""
-
-    def __init__(self, process):
-        self.process, self.lived = process, []
-
-    async def report(self, reason, only=None):
-        assert only == {"server-0"} and "does not answer" in reason
-        self.lived.append(self.process.living)
-
-
-async def test_a_silent_server_is_reported_before_its_process_is_ended():
+async def test_a_hung_scheduler_is_detected_although_probes_are_answered_and_reported_before_its_end():
     first, second = FakeProcess(), FakeProcess()
     reports = Reports(first)
-    async with living(first, second, context=RunContext(reports=reports)) as (_, seen):
-        first.hung = True
-        await until(seen, ServerState.DEAD)
-        await until(seen, ServerState.STALE)
-        assert reports.lived == [True]
-
-
-async def test_a_server_whose_process_has_ended_is_not_reported_as_silent():
-    first, second = FakeProcess(), FakeProcess()
-    reports = Reports(first)
-    async with living(first, second, context=RunContext(reports=reports)) as (_, seen):
-        await until(seen, ServerState.STALE)
-        first.end()
-        await until(seen, ServerState.STALE)
-        assert reports.lived == []
-        await first._runner.cleanup()
-
-
-async def test_a_hung_scheduler_is_detected_although_probes_are_answered():
-    first, second = FakeProcess(), FakeProcess()
-    async with living(first, second) as (slot, seen):
+    async with living(first, second, context=RunContext(reports=reports)) as (slot, seen):
         async with asyncio.timeout(300):
             while slot.load is None:
                 await asyncio.sleep(0.01)
@@ -183,6 +165,7 @@ async def test_a_hung_scheduler_is_detected_although_probes_are_answered():
         assert "2 requests in a row failed" in slot.health.reason
         await until(seen, ServerState.STALE)
         assert not first.living and second.living
+        assert reports.lived == [True]
 
 
 async def test_a_slot_retires_when_failed_starts_have_used_up_its_restarts():

@@ -15,10 +15,10 @@ from megasync.errors import ConfigError
 from megasync.install import missing
 from megasync.models import MODELS
 from megasync.models.digits import digits_tokenizer
+from megasync.planning.finding import OK
+from megasync.planning.plan import Plan, resolve
+from megasync.planning.run_doctor import find_contradiction
 from megasync.preflight.check import check_as_run
-from megasync.preflight.finding import OK
-from megasync.preflight.plan import Plan, resolve
-from megasync.preflight.run_doctor import find_contradiction
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHARED = ("base", "smollm2")

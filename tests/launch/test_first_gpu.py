@@ -133,8 +133,8 @@ def test_one_gpu_is_shared_and_several_are_divided(tmp_path):
 @pytest.mark.parametrize("machine", [ONE, EIGHT, CPU], ids=["one", "eight", "cpu"])
 def test_every_run_of_the_ladder_is_a_valid_configuration_that_fits(machine, tmp_path, monkeypatch):
     from megasync.config import load_config
+    from megasync.planning.plan import resolve_plan
     from megasync.preflight.check import check_config
-    from megasync.preflight.plan import resolve_plan
 
     monkeypatch.chdir(ROOT)
     shapes = {"run": "smollm2_135m", "run-0.6b": "qwen3_0_6b", "run-in-turns": "smollm2_135m"}

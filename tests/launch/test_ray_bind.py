@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from megasync_patches import PatchError, ray_bind
 
-from megasync.preflight import doctor
-from megasync.preflight.finding import OK, WARNING
+from megasync.planning import doctor
+from megasync.planning.finding import OK, WARNING
 
 # Binds each socket of argv[1], a list of (family, kind, for IPv6 only, address); prints where each came to be.
 BIND = """
@@ -153,7 +153,7 @@ def test_the_doctor_warns_of_a_node_that_listens_everywhere(monkeypatch: pytest.
 
 def test_a_nodes_processes_are_confined_and_its_doctor_sees_it() -> None:
     code = (
-        "from megasync.preflight.doctor import check_listening\n"
+        "from megasync.planning.doctor import check_listening\n"
         "(found,) = check_listening()\nprint(found.status, found.detail)"
     )
     command = [sys.executable, "-m", "megasync.launch.node", "--folder", ".", "--peer", "127.0.0.1", "run"]

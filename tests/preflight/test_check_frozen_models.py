@@ -9,9 +9,9 @@ from rich.console import Console
 
 from megasync.config.pools import nodes_needed, pool_specs
 from megasync.errors import ConfigError
+from megasync.planning.plan import resolve_plan
+from megasync.planning.render import plan_tables
 from megasync.preflight.check import check_config
-from megasync.preflight.plan import resolve_plan
-from megasync.preflight.render import plan_tables
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from megasync.config.schema import ModelConfig
 from megasync.errors import ConfigError
+from megasync.planning.memory import host_memory, server_memory
 from megasync.preflight.check import check_config, model_layout
-from megasync.preflight.memory import host_memory, server_memory
 
 
 @pytest.fixture(params=["gemma3", "qwen3_5", "qwen3_5_moe", "llama4"])

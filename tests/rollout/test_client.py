@@ -369,16 +369,9 @@ async def half_true(fake, body):
 
 LIES = {
     "ids above the vocabulary": lie(output_token_logprobs=[[-0.1, 10**6, None]] * 4),
-    "no log-probs": lie(output_token_logprobs=None),
-    "log-probs that are null": lie(output_token_logprobs=[[None, 2, None]] * 4),
-    "versions of fewer tokens": lie(weight_versions=[{"version": "0", "start": 0, "end": 3}]),
     "a version that does not exist yet": lie(weight_versions=[{"version": "9", "start": 0, "end": 4}]),
-    "an unknown end": lie(finish_reason={"type": "tired"}),
-    "NaN": lie(finish_reason={"type": "stop", "matched": "NaN happened"}),
     "more tokens than asked for": finish(9, "length"),
-    "an end without a token": finish(0, "stop"),
     "no JSON": says(b"data: <html>\n\n", "text/event-stream"),
-    "a list": says(b"data: [1]\n\n", "text/event-stream"),
     "a page": says(b"<html>", "text/html"),
     "compressed bytes": compressed,
     "an end, and more": goes_on_behind_its_end,

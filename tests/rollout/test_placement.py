@@ -78,13 +78,6 @@ def test_each_prompt_goes_to_the_worker_with_the_fewest():
     assert crew.place("0:7") == 1
 
 
-def test_without_a_worker_prompts_wait():
-    placement = Placement()
-    assert placement.place("0:0", prompt("0:0")) is None
-    placement.add("w")
-    assert placement.place("0:0", prompt("0:0")) == "w"
-
-
 def test_prompts_of_two_losses_run_in_trials_and_are_free_once_they_complete():
     crew = Crew(1)
     for row in range(4):

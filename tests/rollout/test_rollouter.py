@@ -330,29 +330,6 @@ async def test_seeds_are_the_same_in_every_run_and_differ_by_sample(make_bench):
     assert first == await seeds(1) != await seeds(2)
 
 
-async def test_the_gate_lets_running_requests_finish_and_starts_none_until_it_opens(make_bench):
-    release = asyncio.Event()
-
-    async def behave(ids, options):
-        await release.wait()
-        return "x"
-
-    bench = make_bench(total=6, capacity=2, behave=behave)
-    run = asyncio.create_task(bench.rollouter.run())
-    await until(lambda: bench.client.running == 4)
-    gate = asyncio.create_task(bench.rollouter.gate(600.0))
-    await asyncio.sleep(0.01)
-    assert not gate.done()
-    release.set()
-    await gate
-    asked = len(bench.client.calls)
-    await asyncio.sleep(0.02)
-    assert (bench.client.running, len(bench.client.calls)) == (0, asked)
-    bench.rollouter.open()
-    await run
-    assert len(bench.buffer.committed) == 6
-
-
 @pytest.mark.parametrize("reading", ["busy", "holds"])
 async def test_the_gate_waits_while_requests_of_suspects_are_held_back(make_bench, reading):
     """Their own deadlines are paused meanwhile, so they may end after the gate's."""

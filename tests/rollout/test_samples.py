@@ -81,16 +81,6 @@ async def test_one_scored_sample_is_enough_for_an_estimator_that_compares_none(m
     assert (await buffer.counts())["dropped"] == {}
 
 
-async def test_two_trajectories_of_the_only_scored_sample_are_no_group(make_bench):
-    bench = make_bench(total=1, size=100, samples=2, workflow=forking(None, 1.0), reward=None, max_drop_share=1.0)
-    run = asyncio.create_task(bench.rollouter.run())
-    while not bench.buffer.dropped and not run.done():
-        await asyncio.sleep(0)
-    bench.rollouter.stop()
-    await asyncio.gather(run, return_exceptions=True)
-    assert set(bench.buffer.dropped.values()) == {"lone_survivor"}
-
-
 def several():
     return [
         RewardFunction("exact", lambda completions, **columns: [1.0, 0.0][: len(completions)]),

@@ -122,22 +122,6 @@ async def test_groups_of_a_lost_worker_continue_on_the_others_and_its_late_repor
     await stop(rollouter, run)
 
 
-async def test_groups_wait_while_there_is_no_worker():
-    lost = FakeWorker()
-    _, rollouter, run = start([lost], capacity=3)
-    await settled()
-    groups = set(lost.groups)
-    rollouter.remove(lost)
-    await settled()
-    assert not run.done()
-    assert rollouter.metrics()["rollout/inflight_groups"] == 3.0
-    joined = FakeWorker()
-    rollouter.add(joined)
-    await settled()
-    assert set(joined.groups) == groups
-    await stop(rollouter, run)
-
-
 @pytest.mark.parametrize("outcome", ["taken", "dropped", "declined"])
 @pytest.mark.parametrize("again", [False, True], ids=["finished", "returned since"])
 async def test_a_group_that_is_returned_before_its_end_is_reported_is_started_again_if_the_buffer_says_so(

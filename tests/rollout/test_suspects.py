@@ -36,28 +36,11 @@ def suspect(suspects: Suspects, clock: Clock, keys: list[str]) -> None:
     assert all(map(suspects.suspected, keys))
 
 
-def test_a_single_death_makes_no_prompt_a_suspect(suspects, clock):
-    die_in_crowd(suspects, clock, ["a", "b"])
-    assert not suspects.suspected("a")
-    assert suspects.keys() == ["a", "b"]
-
-
 def test_a_completed_request_clears_its_prompt_of_earlier_deaths(suspects, clock):
     die_in_crowd(suspects, clock, ["a", "b"])
     suspects.completed("a")
     die_in_crowd(suspects, clock, ["a", "b"])
     assert (suspects.suspected("a"), suspects.suspected("b")) == (False, True)
-
-
-def test_deaths_that_cut_requests_of_the_same_time_count_once(suspects, clock):
-    sent = clock.now
-    for slot in range(8):
-        clock.now += 1
-        suspects.near("a", Death(clock.now, slot), sent, clock.now)
-    assert not suspects.suspected("a")
-    # It was sent again, and met another one.
-    suspects.near("a", Death(clock.now + 2, 0), clock.now + 1, clock.now + 2)
-    assert suspects.suspected("a")
 
 
 def test_a_prompt_that_killed_a_server_alone_is_retried_on_a_different_server(suspects, clock, refunds):

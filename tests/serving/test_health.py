@@ -149,16 +149,6 @@ def restart(health, reason):
     health.started()
 
 
-def test_a_server_out_of_restarts_is_retired_with_its_last_reason():
-    health = healthy()
-    for _ in range(POLICY.restarts):
-        restart(health, "killed")
-    health.died("killed again")
-    assert health.next_restart() is None
-    assert health.state is ServerState.RETIRED
-    assert health.reason == "3 restarts in 100 s were not enough; last failure: killed again"
-
-
 @given(limit=st.integers(0, 5), gaps=st.lists(st.floats(0.0, 60.0), max_size=40))
 def test_no_window_holds_more_restarts_than_allowed_and_waits_grow_within_it(limit, gaps):
     clock = Clock()

@@ -16,7 +16,7 @@ from megasync.config.load import BASE_KEY, entry_of, section_of
 from megasync.config.reference import comments
 from megasync.config.schema import DatasetConfig
 from megasync.models import fetch
-from megasync.preflight.plan import resolve_plan, resolve_supervised
+from megasync.planning.plan import resolve_plan, resolve_supervised
 from megasync.starters import TEMPLATES, commented, find_model, run_files, write_run
 from megasync.starters import folder as folder_module
 from megasync.starters.model import Model

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megasync.preflight import memory
+from megasync.planning import memory
 from megasync.trainer import logprobs
 from megasync.trainer.logprobs import TargetSupport, squared_norms, token_logprobs
 from megasync.trajectory import Support

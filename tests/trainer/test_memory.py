@@ -22,7 +22,7 @@ from megasync.config.schema import (
 )
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
-from megasync.preflight.memory import checkpoint_bytes, in_flight, stage_memory
+from megasync.planning.memory import checkpoint_bytes, in_flight, stage_memory
 
 RUNS = {
     "tp2-float32": ("float32", {"tensor_parallel": 2}),

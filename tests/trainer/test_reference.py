@@ -9,7 +9,7 @@ import torch
 from megasync.config.schema import AlgorithmConfig, Config, ModelConfig, TrainerConfig
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
-from megasync.preflight.memory import reference_bytes
+from megasync.planning.memory import reference_bytes
 
 RUNS = {
     1: {"latent-tied": ("deepseek_v3_plain", {})},

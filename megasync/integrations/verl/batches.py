@@ -20,7 +20,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.model import extract_multi_modal_inputs
 
-from megasync.errors import TrainingError
+from megasync.errors import TrainingError, raised_as
 from megasync.layout.routes import RouteArray, RouteFormat
 from megasync.trainer.batch import Batch, Sample
 from megasync.trainer.packing import Microbatch
@@ -124,13 +124,9 @@ def _routes(part: TensorDict, form: RouteFormat | None) -> list[RouteArray] | li
         if not counted.any():
             # A sequence that fills up the batch, without routes.
             routes = np.broadcast_to(np.arange(form.per_token), routes.shape)
-        try:
+        fix = "with router_replay.mode=R3, each token but the last needs its routes"
+        with raised_as(TrainingError, f"routed_experts of a sequence of {len(row)} tokens", fix, of=ValueError):
             arrays.append(form.checked(routes))
-        except ValueError as error:
-            raise TrainingError(
-                f"routed_experts of a sequence of {len(row)} tokens: {error}; with router_replay.mode=R3, each token "
-                f"but the last needs its routes"
-            ) from None
     return arrays
 
 

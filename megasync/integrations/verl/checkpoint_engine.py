@@ -11,8 +11,8 @@ groups, which wakes the others. A sender is done when every worker has confirmed
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import ray
@@ -23,7 +23,7 @@ from verl.utils.device import get_device_name
 
 from megasync.base.store import join_store, open_store
 from megasync.device import resolve_device
-from megasync.errors import ConfigError, SyncError
+from megasync.errors import ConfigError, SyncError, raised_as
 from megasync.integrations.verl.weights import Weights
 from megasync.layout.digest import digest, signed
 from megasync.layout.shards import describe, layout_of
@@ -213,12 +213,9 @@ class MegasyncCheckpointEngine(CheckpointEngine):
     def _word(self) -> torch.Tensor:
         return torch.zeros(WORD, dtype=torch.uint8, device=get_device_name())
 
-    @contextmanager
-    def _step(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except (RuntimeError, ValueError, SyncError) as error:
-            raise SyncError(f"weight transfer, {self._who}: {what} failed: {error}") from error
+    def _step(self, what: str) -> AbstractContextManager[None]:
+        failed = f"weight transfer, {self._who}: {what} failed"
+        return raised_as(SyncError, failed, of=(RuntimeError, ValueError, SyncError))
 
 
 def _senders(plan: BroadcastPlan) -> list[int]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from megasync.errors import ConfigError, MegasyncError
+from megasync.errors import ConfigError, MegasyncError, raised_as
 
 # A slow process is stopped for most of each period, so it runs at a fifth of its speed.
 PERIOD_SECONDS, STOPPED_SHARE = 0.5, 0.8
@@ -124,10 +124,8 @@ class NetworkInterface:
         if not namespace or not interface:
             raise ConfigError(f"--cut {text} must be NAMESPACE/INTERFACE, such as host1/eth0: see `ip netns list`")
         link = cls(namespace, interface)
-        try:
+        with raised_as(ConfigError, f"--cut {text}", of=MegasyncError):
             state = link._ip("-oneline", "link", "show", "dev", interface)
-        except MegasyncError as error:
-            raise ConfigError(f"--cut {text}: {error}") from None
         if ",UP" not in state and "<UP" not in state:
             raise ConfigError(f"--cut {text}: the interface is not up; set it up first")
         return link
@@ -143,10 +141,9 @@ class NetworkInterface:
 
     def _ip(self, *words: str) -> str:
         command = ["ip", "-netns", self.namespace, *words]
-        try:
+        what = f"`{' '.join(command)}` could not be run"
+        with raised_as(MegasyncError, what, of=(OSError, subprocess.TimeoutExpired)):
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=IP_SECONDS)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise MegasyncError(f"`{' '.join(command)}` could not be run: {error}") from error
         if done.returncode:
             raise MegasyncError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
         return done.stdout

@@ -17,7 +17,7 @@ from megasync.config import Config
 from megasync.config.pacing import Pacing
 from megasync.observe import names
 from megasync.observe.metrics import METRICS_FILE, read_rows
-from megasync.preflight.render import facts
+from megasync.planning.render import facts
 from megasync.trainer import checkpoint
 
 # The output of the run's process, in `run_root`.

@@ -2,7 +2,7 @@
 tensors that autograd saves.
 
 Where Megatron reads values, something stands in. Each router sends the same number of tokens to every expert, and this
-rank's experts receive `preflight.memory.IMBALANCE` times their share, as the plan assumes.
+rank's experts receive `planning.memory.IMBALANCE` times their share, as the plan assumes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch.overrides import TorchFunctionMode
 
 from megasync.config.schema import Config
-from megasync.preflight.memory import IMBALANCE, in_flight, longest_sequence, microbatch_tokens, recompute_peak
+from megasync.planning.memory import IMBALANCE, in_flight, longest_sequence, microbatch_tokens, recompute_peak
 from megasync.trainer.architecture import token_multiple
 from megasync.trainer.batch import Batch, Sample, make_batch
 from megasync.trainer.gated_delta_net import CHUNK, GatedDeltaNet

@@ -9,8 +9,8 @@ import torch
 from megasync.config.schema import Config
 from megasync.lab.rehearsal.cuda import PinnedTensor
 from megasync.layout.adapter import adapter_layout
+from megasync.planning.memory import host_state, saved_activations, stage_memory
 from megasync.preflight.check import model_layout
-from megasync.preflight.memory import host_state, saved_activations, stage_memory
 from megasync.trainer.learner import MegatronLearner
 from megasync.trainer.offload import KINDS, OPTIMIZER, WEIGHTS
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megasync.buffer.payload import LeasedGroup
 from megasync.cluster.trainer_group import Saved
-from megasync.errors import CheckpointError, RankLost, TrainingError
+from megasync.errors import CheckpointError, RankLost, TrainingError, raised_as
 from megasync.lab.sim.chance import Chance
 from megasync.lab.sim.invariants import INITIAL, Invariants, Weights
 from megasync.trainer import checkpoint
@@ -103,10 +103,8 @@ class SimRanks:
         self._saving = None
         path = checkpoint.step_path(self._run_dir, step)
         self._invariants.need(not path.exists(), f"step {step} is saved again")
-        try:
+        with raised_as(CheckpointError, f"could not write checkpoint {path}"):
             self._write(path, state, weights)
-        except OSError as error:
-            raise CheckpointError(f"could not write checkpoint {path}: {error}") from error
         self._invariants.note(f"ranks have saved step {step}")
         if self._chance.happens("rank dies after a save", about):
             self.kill()

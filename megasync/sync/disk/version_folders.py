@@ -22,7 +22,7 @@ import msgspec
 
 from megasync.base.files import atomic_write, durable_rename, fsync, remove_tree, sweep
 from megasync.base.locks import FileLock, named_holder
-from megasync.errors import SyncError
+from megasync.errors import SyncError, raised_as
 from megasync.layout.shards import INDEX, index_text, part_name, write_companions
 from megasync.serving.plugin_protocol import MANIFEST
 from megasync.sync.broadcast.plan import BroadcastPlan
@@ -58,10 +58,8 @@ class VersionFolders:
 
         Raises SyncError, also while another run has the folder.
         """
-        try:
+        with raised_as(SyncError, f"sync.disk_dir={self.root} cannot be created"):
             self.root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SyncError(f"sync.disk_dir={self.root} cannot be created: {error}") from error
         try:
             free = self._lock.take()
         except OSError as error:
@@ -85,13 +83,11 @@ class VersionFolders:
 
     def draft(self, version: int) -> Path:
         """An empty folder to write a version into. Raises SyncError."""
-        try:
+        with raised_as(SyncError, f"no version can be written to sync.disk_dir={self.root}"):
             names = (f"v{version}" + (f".{again}" if again else "") for again in count())
             free = next(name for name in names if not (self.root / name).exists())
             draft = self.root / (free + _DRAFT)
             draft.mkdir()
-        except OSError as error:
-            raise SyncError(f"no version can be written to sync.disk_dir={self.root}: {error}") from error
         return draft
 
     def seal(self, draft: Path, version: int, files: Mapping[str, WrittenFile]) -> Path:
@@ -102,7 +98,7 @@ class VersionFolders:
         expected = {part_name(i, len(self._plan.buckets)) for i in range(len(self._plan.buckets))}
         if files.keys() != expected:
             raise SyncError(f"the ranks wrote {sorted(files)} into {draft}, but the plan says {sorted(expected)}")
-        try:
+        with raised_as(SyncError, f"{draft} cannot be completed"):
             for name, written in files.items():
                 path = draft / name
                 if (size := path.stat().st_size if path.exists() else None) != written.bytes:
@@ -123,8 +119,6 @@ class VersionFolders:
             fsync(draft)
             sealed = draft.with_name(draft.name.removesuffix(_DRAFT))
             durable_rename(draft, sealed)
-        except OSError as error:
-            raise SyncError(f"{draft} cannot be completed: {error}") from error
         return sealed
 
     def _complete(self, draft: Path, files: Mapping[str, WrittenFile]) -> Mapping[str, WrittenFile]:

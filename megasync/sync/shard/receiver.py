@@ -24,7 +24,7 @@ import torch
 
 from megasync.base.store import join_store
 from megasync.device import side_stream, synchronize
-from megasync.errors import SyncError
+from megasync.errors import SyncError, raised_as
 from megasync.layout.digest import MASK, combine, digest, signed
 from megasync.serving.plugin_protocol import HOST_VARIABLE
 from megasync.sync.attempt import timed
@@ -90,10 +90,9 @@ class Incoming:
         A rank's first one may take ``patience`` seconds longer, in which it makes links to other engines.
         """
         stall = self.request.stall + (0.0 if bucket.source in self.heard else self.request.patience)
-        try:
+        what = f"bucket {bucket.tag} from trainer rank {bucket.source}"
+        with raised_as(SyncError, what, of=(RuntimeError, SyncError)):
             work.wait(min(self.deadline.left(), timedelta(seconds=stall)))
-        except (RuntimeError, SyncError) as error:
-            raise SyncError(f"bucket {bucket.tag} from trainer rank {bucket.source}: {error}") from error
         self.heard.add(bucket.source)
 
 

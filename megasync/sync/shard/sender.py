@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megasync.base.store import join_store, open_store
-from megasync.errors import SyncError
+from megasync.errors import SyncError, raised_as
 from megasync.layout.digest import MASK, combine, digest, signed
 from megasync.layout.engine_layout import EngineRank
 from megasync.layout.shards import box_of, piece_of
@@ -162,15 +162,13 @@ class ShardSender:
         if server.name in self._links:
             return
         index, size = plan.sources.index(lane.source), len(plan.sources) + plan.engine_ranks
-        try:
+        with raised_as(_LinkError, f"no links to {server.url}", of=(RuntimeError, SyncError)):
             timeout = min(sending.request.join, sending.deadline.left().total_seconds())
             # A store of its own, because a wait in one blocks every other use of it.
             store = join_store(*sending.request.meeting_point, timeout)
             self._links[server.name] = make_links(
                 store, server.name, index, size, self._backend, self._host, timeout, sending.device
             )
-        except (RuntimeError, SyncError) as error:
-            raise _LinkError(f"no links to {server.url}: {error}") from error
 
     def _serve(self, lane: _Lane) -> None:
         """Sends one server everything. A bucket is packed while others are on the wire."""

@@ -11,7 +11,7 @@ import torch
 from family_layouts import PADDED, WHOLE, layout_of
 
 from megasync.config.schema import Config, ModelConfig, TrainerConfig
-from megasync.preflight.memory import user_buffer_bytes
+from megasync.planning.memory import user_buffer_bytes
 
 PLAIN = {"tensor_parallel": 2, "sequence_parallel": True, **PADDED, **WHOLE}
 EXPERTS = {"expert_parallel": 2, "expert_tensor_parallel": 1}

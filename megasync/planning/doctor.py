@@ -32,9 +32,9 @@ from megasync.errors import ConfigError
 from megasync.install.environment import SUPPORTED as PYTHONS
 from megasync.install.pins import applicable, read_pins
 from megasync.integrations.verl_versions import SUPPORTED
+from megasync.planning.finding import FAILURE, OK, WARNING, Finding, check_ports, check_space, verdict
+from megasync.planning.run_doctor import Refuse, examine_for
 from megasync.preflight.check import check_as_run
-from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, check_ports, check_space, verdict
-from megasync.preflight.run_doctor import Refuse, examine_for
 
 LOCK = LOCKS / "cpu.lock"
 SETUP = "run `megasync install cpu`"

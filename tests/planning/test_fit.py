@@ -7,9 +7,9 @@ import pytest
 
 from megasync.cli import commands as cli
 from megasync.config import load_config
+from megasync.planning.fit import FILL
+from megasync.planning.plan import resolve_plan
 from megasync.preflight.check import check_config
-from megasync.preflight.fit import FILL
-from megasync.preflight.plan import resolve_plan
 
 GB = 10**9
 

@@ -16,8 +16,7 @@ from megasync.config.limits import as_typed
 from megasync.config.pools import frozen_models, nodes_needed, pool_specs
 from megasync.config.schema import Config, RolloutConfig, TrainerConfig
 from megasync.errors import ConfigError
-from megasync.preflight.check import check_config, model_layout
-from megasync.preflight.memory import (
+from megasync.planning.memory import (
     RankMemory,
     ServerMemory,
     free_for_servers,
@@ -25,6 +24,7 @@ from megasync.preflight.memory import (
     server_memory,
     stage_memory,
 )
+from megasync.preflight.check import check_config, model_layout
 
 # Fraction of a device's memory that a proposed configuration may fill: activations are estimates, and CUDA, NCCL and
 # fragmentation take memory too.

@@ -32,7 +32,7 @@ class NodeProbe:
 
     def look(self, config: Config | None) -> dict[str, Any]:
         """The node's facts, to be compared with those of other nodes, and its findings about itself."""
-        from megasync.preflight.doctor import check_listening, examine
+        from megasync.planning.doctor import check_listening, examine
 
         gpus = _gpus()
         facts = {

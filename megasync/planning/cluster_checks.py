@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from megasync.config import Config
 from megasync.config.pools import nodes_needed, pool_specs
-from megasync.preflight.doctor import SETUP
-from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, verdict
+from megasync.planning.doctor import SETUP
+from megasync.planning.finding import FAILURE, OK, WARNING, Finding, verdict
 
 # The first call starts a process on the node and imports torch there.
 LOOK_SECONDS = 180.0

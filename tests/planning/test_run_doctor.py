@@ -13,9 +13,9 @@ from megasync.cli.commands import app
 from megasync.config import load_config
 from megasync.device import Device
 from megasync.models import fetch
-from megasync.preflight import run_doctor
-from megasync.preflight.finding import FAILURE, OK, WARNING
-from megasync.preflight.run_doctor import examine_for
+from megasync.planning import run_doctor
+from megasync.planning.finding import FAILURE, OK, WARNING
+from megasync.planning.run_doctor import examine_for
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 ROWS = "{kind: digits, source: increment}"

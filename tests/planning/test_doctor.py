@@ -15,9 +15,9 @@ from rich.console import Console
 from megasync.base import shared_memory
 from megasync.base.files import ray_token
 from megasync.config import Config
-from megasync.preflight import doctor
-from megasync.preflight.finding import FAILURE, OK, WARNING, Finding, check_ports
-from megasync.preflight.render import findings_table
+from megasync.planning import doctor
+from megasync.planning.finding import FAILURE, OK, WARNING, Finding, check_ports
+from megasync.planning.render import findings_table
 
 PLUGINS = doctor.SERVER_PLUGINS
 

@@ -15,9 +15,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megasync.config import Config
 from megasync.errors import MegasyncError
-from megasync.preflight.cluster_checks import Answers, examine_nodes
-from megasync.preflight.finding import FAILURE, OK, Finding
-from megasync.preflight.node_probe import NodeProbe
+from megasync.planning.cluster_checks import Answers, examine_nodes
+from megasync.planning.finding import FAILURE, OK, Finding
+from megasync.planning.node_probe import NodeProbe
 
 POLL_SECONDS = 0.5
 

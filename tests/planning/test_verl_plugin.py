@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from megasync.preflight import doctor
-from megasync.preflight.finding import FAILURE, OK
+from megasync.planning import doctor
+from megasync.planning.finding import FAILURE, OK
 
 # Not `verl`: without the package that is the folder of its examples.
 needs_verl = pytest.mark.skipif(

@@ -13,10 +13,10 @@ from megasync.config import load_config
 from megasync.errors import ConfigError
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Topology
+from megasync.planning.memory import checkpoint_bytes, host_memory, server_memory, stage_memory
+from megasync.planning.plan import Plan, TrainerPlan, resolve, resolve_plan, resolve_supervised
+from megasync.planning.render import plan_tables
 from megasync.preflight.check import check_as_run, check_config, model_layout
-from megasync.preflight.memory import checkpoint_bytes, host_memory, server_memory, stage_memory
-from megasync.preflight.plan import Plan, TrainerPlan, resolve, resolve_plan, resolve_supervised
-from megasync.preflight.render import plan_tables
 
 ROOT = Path(__file__).parents[2]
 PLANS = Path(__file__).parent / "plans"
@@ -45,7 +45,7 @@ def rendered_plan(plan: TrainerPlan, width: int = 110) -> str:
 
 
 def test_the_plan_of_a_cluster_configuration_equals_the_stored_one():
-    """If a change of the plan is intended, write the new text to tests/preflight/plans/."""
+    """If a change of the plan is intended, write the new text to tests/planning/plans/."""
     assert rendered(load("qwen3_32b_math")) == (PLANS / "qwen3_32b_math.txt").read_text(encoding="utf-8")
 
 

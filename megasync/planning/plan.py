@@ -19,9 +19,8 @@ from megasync.errors import ConfigError
 from megasync.layout.adapter import AdapterLayout, adapter_layout
 from megasync.layout.layout import Layout
 from megasync.layout.topology import Coords, ExpertCoords, Topology
-from megasync.preflight.check import model_layout, served_context
-from megasync.preflight.fit import context_needed, nearest_fit, rank_refusals, refusals
-from megasync.preflight.memory import (
+from megasync.planning.fit import context_needed, nearest_fit, rank_refusals, refusals
+from megasync.planning.memory import (
     HostMemory,
     RankMemory,
     ServerMemory,
@@ -33,6 +32,7 @@ from megasync.preflight.memory import (
     stage_memory,
     trained_adapters,
 )
+from megasync.preflight.check import model_layout, served_context
 from megasync.sync.broadcast.plan import BroadcastPlan, plan_broadcast
 
 DEFAULT_DEVICE_BYTES = 80 * 10**9

@@ -21,8 +21,7 @@ from megasync.config.pools import devices_needed, pool_specs, trainer_pool
 from megasync.device import check_machine, resolve_device
 from megasync.errors import ConfigError, DataError
 from megasync.models.hub import pending
-from megasync.preflight.check import model_layout, served_context
-from megasync.preflight.finding import (
+from megasync.planning.finding import (
     FAILURE,
     OK,
     WARNING,
@@ -31,8 +30,9 @@ from megasync.preflight.finding import (
     check_space,
     verdict,
 )
-from megasync.preflight.memory import checkpoint_bytes
-from megasync.preflight.plan import resolve_plan
+from megasync.planning.memory import checkpoint_bytes
+from megasync.planning.plan import resolve_plan
+from megasync.preflight.check import model_layout, served_context
 
 # What a rank or a server takes beside its tensors: the code of torch, Megatron or SGLang.
 PROCESS_BYTES = 10**9

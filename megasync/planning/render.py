@@ -20,9 +20,9 @@ from megasync.config.schema import Config, RolloutConfig
 from megasync.layout.routes import RouteFormat
 from megasync.models.hub import with_names
 from megasync.observe.trackers import describe_sinks
-from megasync.preflight.finding import FAILURE, OK, WARNING, Finding
-from megasync.preflight.memory import HostMemory, RankMemory, ServerMemory, longest_sequence, microbatch_tokens
-from megasync.preflight.plan import Plan, PlannedPool, PlannedRank, TrainerPlan
+from megasync.planning.finding import FAILURE, OK, WARNING, Finding
+from megasync.planning.memory import HostMemory, RankMemory, ServerMemory, longest_sequence, microbatch_tokens
+from megasync.planning.plan import Plan, PlannedPool, PlannedRank, TrainerPlan
 
 # Nodes with more devices than this show them in runs.
 CELLS = 16

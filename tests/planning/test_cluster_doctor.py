@@ -16,10 +16,10 @@ import ray
 
 from megasync.config import load_config
 from megasync.errors import MegasyncError
-from megasync.preflight import cluster_doctor
-from megasync.preflight.cluster_checks import examine_nodes
-from megasync.preflight.finding import FAILURE, OK, WARNING
-from megasync.preflight.node_probe import NodeProbe, code_digest
+from megasync.planning import cluster_doctor
+from megasync.planning.cluster_checks import examine_nodes
+from megasync.planning.finding import FAILURE, OK, WARNING
+from megasync.planning.node_probe import NodeProbe, code_digest
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 USUAL = {"python": "3.11.7", "megasync's code": "abc", "packages": "torch 2, ray 2", "devices": "no GPU"}

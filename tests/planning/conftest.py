@@ -1,0 +1,3 @@
+from sound_config import make, model
+
+__all__ = ["make", "model"]
