@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -53,8 +54,8 @@ class StepRewards:
 
     def each_group(self) -> Iterator[slice]:
         """The samples of each prompt."""
-        starts = np.flatnonzero(np.diff(self.groups, prepend=-1))
-        for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(self.groups)], strict=True):
+        starts = np.flatnonzero(np.diff(self.groups, prepend=-1)).tolist()
+        for start, end in pairwise([*starts, len(self.groups)]):
             yield slice(start, end)
 
     def whitened(self, values: Floats) -> Floats:
@@ -63,6 +64,9 @@ class StepRewards:
         The variance is the unbiased one, of tokens that carry their sample's value.
         """
         count = int(self.tokens.sum())
+        if len(set(values.tolist())) == 1:
+            # Dividing a rounding error of the mean by the deviation would not be zero.
+            return np.zeros(len(values))
         if count < 2:
             return values - (values @ self.tokens) / max(1, count)
         centred = values - (values @ self.tokens) / count
@@ -272,6 +276,8 @@ def grpo_passk(step: StepRewards, *, normalize_std: bool) -> Floats:
     advantages = np.zeros(len(step.rewards))
     for group in step.each_group():
         rewards = step.rewards[group]
+        if len(rewards) < 2:
+            continue
         second, best = np.sort(rewards)[-2:]
         scale = np.std(rewards, ddof=1) + STD_EPS if normalize_std else 1.0
         advantages[group.start + int(np.argmax(rewards))] = (best - second) / scale

@@ -41,7 +41,7 @@ def value_loss(
 
 def explained_variance(sums: dict[str, float]) -> float:
     """The share of the variance of returns that the values before the step explain; 1 is perfect, 0 a constant."""
-    tokens = sums["tokens"]
+    tokens = sums["tokens"] or 1.0
 
     def variance(name: str) -> float:
         return sums[f"{name}_square"] / tokens - (sums[name] / tokens) ** 2

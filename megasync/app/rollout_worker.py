@@ -24,6 +24,7 @@ from megasync.base.files import atomic_write
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.buffer.segments import BodyWriter, GroupSink, segments_of
 from megasync.cluster.rollout_workers import RolloutWorkers, check_travels, worker_name
+from megasync.concurrency.event_loop import ignore_alarms
 from megasync.concurrency.foreign import invoke
 from megasync.concurrency.garbage import short_collections
 from megasync.concurrency.tasks import cancel_and_wait
@@ -149,6 +150,7 @@ async def start_worker(setup: WorkerSetup, clock_offset: float) -> PolledEnd:
     ``clock_offset`` is what to add to this host's clock to get the driver's, in seconds.
     """
     config, name = setup.config, worker_name(setup.number)
+    ignore_alarms()
     end = WorkerEnd()
     polled = PolledEnd(end)
     log_to_file(setup.run_dir / "logs" / f"rollout-{name}.log")

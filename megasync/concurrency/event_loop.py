@@ -14,6 +14,7 @@ because a loop that is blocked cannot. Foreign code that stands at a debugger's 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import signal
@@ -107,6 +108,9 @@ def handle_signals(
         return
     watch = _Watch(asyncio.get_running_loop(), handler, patience, last)
     before = {number: signal.signal(number, watch.received) for number in numbers}
+    if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
+        # It would end the process, and code in a thread can set an alarm, but no handler.
+        before[signal.SIGALRM] = signal.signal(signal.SIGALRM, watch.alarmed)
     watch.start()
     try:
         yield
@@ -114,6 +118,13 @@ def handle_signals(
         watch.stop()
         for number, old in before.items():
             signal.signal(number, old)
+
+
+def ignore_alarms() -> None:
+    """Has this process ignore alarms, which would end it, unless Python code handles them. Any thread may call it."""
+    if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
+        # Python sets handlers in the main thread only, which may belong to Ray.
+        ctypes.CDLL(None).signal(int(signal.SIGALRM), ctypes.c_void_p(int(signal.SIG_IGN)))
 
 
 class _Watch(threading.Thread):
@@ -164,6 +175,13 @@ class _Watch(threading.Thread):
             if self._stops == 2 and self._last is not None:
                 self._deadline = time.monotonic() + self._last
         self._loop.call_soon_threadsafe(self._take, signal.Signals(number))
+
+    def alarmed(self, number: int, frame: FrameType | None) -> None:
+        """Python's handler of alarms, of which the run sets none."""
+        message = (
+            "Ignored an alarm that some code set in a thread; with rollout.reward_processes rewards may set alarms"
+        )
+        self._loop.call_soon_threadsafe(log.warning, message)
 
     def _take(self, number: signal.Signals) -> None:
         self._waiting -= 1

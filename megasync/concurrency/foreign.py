@@ -16,6 +16,10 @@ Invariant: what leaves foreign code is a value or an Exception, so it can fail t
 else. `invoke` and `_Guarded` guarantee it, the latter also for tasks that the code starts. A SystemExit, or a
 CancelledError that nobody asked for, would otherwise end the caller's task or the whole process without an error.
 
+What code leaves changed for the whole process is put back when it returns or awaits (`_put_back`), with a warning: the
+working directory, handlers of signals, and what turns recursion or warnings into errors or logging off. A thread of
+`DaemonThreads` has a working directory of its own.
+
 A coroutine cannot refuse to end. One that is still there LEAVE_SECONDS after its cancellation is left behind: its
 caller goes on, and a warning names it. CUT_SECONDS later it is cut off: it is not resumed any more, whatever it awaits
 (`_Guarded`). A thread cannot be stopped, but threads of `DaemonThreads` keep no process alive.
@@ -23,12 +27,16 @@ caller goes on, and a warning names it. CUT_SECONDS later it is cut off: it is n
 
 from __future__ import annotations
 
+import _signal  # pyright: ignore[reportMissingImports] - the functions of `signal` without its enums
 import asyncio
 import ctypes
 import inspect
 import logging
+import os
 import signal
+import sys
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import ContextVar, copy_context
@@ -79,12 +87,17 @@ _scope: ContextVar[_Scope | None] = ContextVar("foreign code", default=None)
 _running: dict[int, Stretch] = {}
 # Abandoned calls by name. The first, second, fourth, eighth, ... is logged.
 _abandoned: Counter[str] = Counter()
+# Signals whose handlers are the run's.
+_SIGNALS = tuple(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1)))
+_MAIN_THREAD = threading.main_thread().ident
+# What was put back, by the code's name; said once.
+_put_back_for = set[tuple[str, str]]()
 
 
 def invoke(function: Callable[P, T], /, *arguments: P.args, **keywords: P.kwargs) -> T:
     """Calls a sync function here. Raises Exceptions only, apart from a Ctrl-C of the user."""
     thread = threading.get_ident()
-    before = _running.get(thread)
+    before, shared = _running.get(thread), _shared()
     try:
         _running[thread] = before or Stretch(_name(function))
         return function(*arguments, **keywords)
@@ -93,6 +106,7 @@ def invoke(function: Callable[P, T], /, *arguments: P.args, **keywords: P.kwargs
             raise
         raise failure from error
     finally:
+        _put_back(shared, before.name if before else _thread_name() or _name(function))
         if before:
             _running[thread] = before
         else:
@@ -272,10 +286,14 @@ class _Guarded(Coroutine[Any, Any, Any]):
         return getattr(self._coroutine, name)
 
     def _step(self, step: Callable[..., Any], *arguments: Any) -> Any:
-        thread = threading.get_ident()
+        thread, shared, own = threading.get_ident(), _shared(), _of_loop()
         try:
             _running[thread] = Stretch(self._scope.name)
-            awaited = step(*arguments)
+            try:
+                awaited = step(*arguments)
+            finally:
+                _put_back(shared, self._scope.name)
+                _put_back_of_loop(own, self._scope.name)
             _running.pop(thread, None)
             return awaited
         except BaseException as error:
@@ -285,6 +303,66 @@ class _Guarded(Coroutine[Any, Any, Any]):
             if asked or isinstance(error, StopIteration) or (failure := _failure(error)) is error:
                 raise
             raise failure from error
+
+
+def _shared() -> tuple[int, int, list[Any]]:
+    """What may break all code of the process: the recursion limit, the level of logging, warnings that are errors."""
+    errors = [each for each in warnings.filters if each[0] == "error"]
+    return sys.getrecursionlimit(), logging.root.manager.disable, errors
+
+
+def _put_back(before: tuple[int, int, list[Any]], name: str) -> None:
+    """Only what is stricter than before: other threads may have put back in the meantime."""
+    limit, disabled, errors = before
+    if logging.root.manager.disable > disabled:
+        logging.disable(disabled)
+        _say(name, "disabled logging")
+    if sys.getrecursionlimit() < limit:
+        sys.setrecursionlimit(limit)
+        _say(name, "lowered the recursion limit")
+    if added := [each for each in warnings.filters if each[0] == "error" and each not in errors]:
+        warnings.filters[:] = [each for each in warnings.filters if each not in added]  # pyright: ignore[reportIndexIssue]
+        _say(name, "made warnings errors")
+
+
+def _of_loop() -> tuple[str | None, list[Any]] | None:
+    """The working directory and the handlers of the run's signals, in the main thread."""
+    if threading.get_ident() != _MAIN_THREAD:
+        return None
+    # The functions in C: those of `signal` take a hundred times as long, and this is called twice for each step.
+    return _working_directory(), [_signal.getsignal(number) for number in _SIGNALS]
+
+
+def _put_back_of_loop(before: tuple[str | None, list[Any]] | None, name: str) -> None:
+    if before is None or (after := _of_loop()) == before or after is None:
+        return
+    (folder, handlers), (new_folder, new_handlers) = before, after
+    if folder is not None and folder != new_folder:
+        os.chdir(folder)
+        _say(name, f"changed the working directory to {new_folder}")
+    for number, old, new in zip(_SIGNALS, handlers, new_handlers, strict=True):
+        if old is not None and old != new:
+            signal.signal(number, old)
+            _say(name, f"replaced the handler of {signal.Signals(number).name}")
+
+
+def _thread_name() -> str:
+    """The name of this thread, which is its code's; empty for the main thread."""
+    thread = threading.current_thread()
+    return "" if thread is threading.main_thread() else thread.name
+
+
+def _working_directory() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
+
+
+def _say(name: str, change: str) -> None:
+    if (name, change) not in _put_back_for:
+        _put_back_for.add((name, change))
+        log.warning("%s %s, for the whole process; put back. Such code needs a process of its own", name, change)
 
 
 def _keep(coroutine: Coroutine[Any, Any, Any]) -> None:

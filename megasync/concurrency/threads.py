@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import threading
 from collections import OrderedDict
@@ -33,6 +34,9 @@ from megasync.concurrency.foreign import DeadlineExceeded, invoke
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# From Linux's <sched.h>: the working directory, root and umask.
+_CLONE_FS = 0x200
 
 
 class AllThreadsStuck(Exception):
@@ -149,6 +153,7 @@ class DaemonThreads:
 
     def _work(self, name: str, lane: _Lane) -> None:
         """The body of a thread: runs queued calls until the queue is empty."""
+        _own_working_directory()
         while (call := self._next(name, lane)) is not None:
             value, raised = None, None
             try:
@@ -175,6 +180,12 @@ class DaemonThreads:
             if not lane.threads:
                 del self._lanes[name]
             return None
+
+
+def _own_working_directory() -> None:
+    """Gives this thread a working directory of its own, where the system permits it: other threads keep theirs."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).unshare(_CLONE_FS)
 
 
 def call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> bool:

@@ -27,6 +27,13 @@ _REASONING = [
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<unused94>thought", "<unused95>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<mm:think>", "</mm:think>"),
+    ("<|thinking|>", "<|/thinking|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<start_working_out>", "<end_working_out>"),
+    ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
+    ("Here is my thought process:", "Here is my response:"),
     ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
 ]
 _REASONING_MARK = re.compile(
@@ -39,13 +46,23 @@ _BARE_CHANNEL = re.compile(r"\Aanalysis(?=[A-Z])(?:.*assistantfinal)?", re.DOTAL
 
 # Marks around an answer, which may hold a box or a sentence in turn.
 _TAGS = [
-    ("<answer>", "</answer>"),
-    ("<|begin_of_solution|>", "<|end_of_solution|>"),
-    ("<|begin_of_box|>", "<|end_of_box|>"),
-    ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    (re.compile(re.escape(opening), re.IGNORECASE), re.compile(re.escape(closing), re.IGNORECASE))
+    for opening, closing in (
+        ("<answer>", "</answer>"),
+        ("<final_answer>", "</final_answer>"),
+        ("<solution>", "</solution>"),
+        ("<|begin_of_solution|>", "<|end_of_solution|>"),
+        ("<|begin_of_box|>", "<|end_of_box|>"),
+        ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    )
 ]
-_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
+_BOX = re.compile(r"(?:\\(?:begin)?(?:boxed|fbox|framebox)(?![A-Za-z])|(?<![\\A-Za-z])boxed(?=\{))\s*")
 _BARE_CONTENT = re.compile(r"[^\s{}$.,;\\]+")
+# A formula on a line of its own, between the lines that open and close it.
+_DISPLAY = re.compile(
+    r"(?:\\\[|\$\$|\\begin\{(?:align|equation|gather)\*?\})[ \t]*\n[ \t]*([^\n]{1,400}?)[ \t]*\n[ \t]*"
+    r"(?:\\\]|\$\$|\\end\{(?:align|equation|gather)\*?\})"
+)
 # What stands between two boxes that are one answer: x=\boxed{3} or x=\boxed{5}.
 _BETWEEN_BOXES = re.compile(
     r"(?:\s|\$|\\[,;:()\[\] ]|\\q?quad|\w\s*=)*(?:,|;|\b(?:and|or)\b|\\text\{\s*(?:and|or)\s*\})+"
@@ -55,25 +72,50 @@ _BETWEEN_BOXES = re.compile(
 _BETWEEN_LONGEST = 60
 _HASHES = re.compile(r"^[ \t]*####[ \t]*(\S[^\n]*)$", re.MULTILINE)
 _NOUN = r"(?:ans(?:wer)?|(?:correct|right|best)\s+(?:option|choice|statement))"
+# The same in other languages, with and without spaces between words, and their verbs.
+_SPACED = (
+    r"(?:Antwort|R[ée]ponse|Respuesta|Risposta|Resposta|Antwoord|Svar|Odpowied[źz]|Odpov[ěe]ď|Cevap|Yan\u0131t|Jawaban|Jibu"
+    r"|Idahun|Ответ|Відповідь|Đáp\s+án|الإجابة|الجواب|উত্তর|उत्तर|คำตอบ|సమాధానం)"
+)
+_UNSPACED = r"(?:答案|正确选项|正確選項|答え|答|回答|解答|正解|정답|답변|답)"
+_VERBS = r"(?:ist|lautet|est|es|è|é|is|är|er|adalah|ni|to)"
 # A line that begins with it, or a heading above it, states the answer; in a sentence it needs a verb.
 _ANSWER_LINE = re.compile(
-    rf"^[^\w\n]*(?:(?:the|my|so|thus|final|correct)[ \t]+)*{_NOUN}[\"'*_ \t]*(?:[:=\uff1a]|-[ \t])[*_ \t]*(?:\n\s*)?"
-    r"(\S[^\n]*)"
-    rf"|^#+[ \t]*(?:final[ \t]+)?answer[ \t]*\n\s*(\S[^\n]*)",
+    rf"^[^\w\n]*(?:(?:(?:the|my|so|thus|final|correct)[ \t]+)*{_NOUN}"
+    rf"|(?:[^\W\d]+[ \t]+){{0,2}}{_SPACED}(?:[ \t]+[^\W\d]+){{0,2}}|[^\W\d]{{0,8}}{_UNSPACED})"
+    rf"[\"'*_ \t\u00a0\u202f]*(?:[:=\uff1a]|[-\u2013\u2014][ \t])[*_ \t]*(?:\n\s*)?(\S[^\n]*)"
+    rf"|^(?:#+|\*\*|__)[ \t]*(?:final[ \t]+)?answer[ \t]*:?(?:\*\*|__)?[ \t]*\n\s*(\S[^\n]*)",
     re.IGNORECASE | re.MULTILINE,
 )
 _ANSWER_SENTENCE = re.compile(
-    rf"\b{_NOUN}\b[^\n.:=]{{0,40}}?(?:\s(?:is|are|was|would\sbe|should\sbe|must\sbe)(?:\sthus|\stherefore|\sindeed)?\b"
-    rf"[ \t]*:?|:)[*_ \t]*(?:\n\s*)?(\S[^\n]*)",
+    rf"(?:\b{_NOUN}\b[^\n.:=]{{0,40}}?(?:\s(?:is|are|was|equals|would\sbe|should\sbe|must\sbe)"
+    rf"(?:\sthus|\stherefore|\sindeed)?\b[ \t]*:?|:)"
+    rf"|\b{_SPACED}(?:\s+(?:finale?|correct[ae]?|richtige))?\s+{_VERBS}\b[ \t]*:?"
+    rf"|{_UNSPACED}(?:应该|應該|应)?(?:是|为|為|选|選|は|은|는)[ \t]*[:\uff1a]?"
+    rf"|(?<![^\W\d_])(?:故|应该?|應該?|因此|所以|本题|本題)?(?:选择|選擇|选|選)[ \t]*[:\uff1a]?"
+    rf"(?=[\s(\uff08]*[A-J](?![A-Za-z])))"
+    rf"[*_ \t]*(?:\n\s*)?(\S[^\n]*)",
     re.IGNORECASE,
 )
-_SENTENCE_END = re.compile(r"(?<!\b[A-Za-z])[.!?]\s|(?<=\b[A-Za-z])\.\s+(?=[A-Z])")
+_SENTENCE_END = re.compile(
+    r"(?<!\b[A-Za-z])(?<!\b[DMS][rst])(?<!\bRs)(?<!\bMrs)[.!?]\s|(?<=\b[A-Za-z])\.\s+(?=[A-Z])|[\u3002\uff01\uff1f]"
+)
 _CLOSING_WORDS = re.compile(
     r"\W*(?:I\s+)?hope\b|\W*(?:please\s+)?(?:let me know|feel free)\b|\W*if you (?:have|need|want)\b", re.IGNORECASE
 )
 # Who writes one of these around an answer has not decided, if the rest is missing.
 _DOUBT = re.compile(
     r"\?|\b(?:wait|hmm+|maybe|perhaps|guess|actually|alternatively|but|not|try|suppose|check|verify|recheck)\b",
+    re.IGNORECASE,
+)
+
+
+# Who writes one of these behind an answer takes it back.
+_RETRACTED = re.compile(
+    r"(?:^|[.!?\n])\W{0,9}(?:(?:wait|oops|sorry|hold on|hmm+|no,|actually)\b[^.!?\n]{0,80}?"
+    r"\b(?<!no )(?<!any )(?:wrong|incorrect|mistaken?|error|not (?:right|correct))\b(?!\s*\?)|correction\s*:)"
+    r"|\bI (?:made|have made) an? (?:\w+ )?(?:mistake|error)\b|\bscratch that\b"
+    r"|[.!?\n]\W{0,9}or\b(?!\s+(?:equivalently|in|simply|just|about|approximately|as|written)\b)",
     re.IGNORECASE,
 )
 
@@ -94,31 +136,36 @@ class _Mark(NamedTuple):
 def final_answer(response: str, finish_reason: str | None = None) -> Answer | None:
     """The answer of a response: behind its reasoning, the last one, and complete. None if it has none.
 
-    Marks are <answer> tags, \\boxed{...}, "#### 72", and "the answer is". Boxes that only a comma, "and" or "or"
-    separates are one answer. Of a response that was cut off (`finish_reason` is "length") a mark counts whose end is
-    there, unless the text doubts it or goes back on it.
+    Marks are <answer> tags, \\boxed{...}, "#### 72", and "the answer is", also in other languages. Boxes that only a
+    comma, "and" or "or" separates are one answer. A mark that the text behind it takes back is none. Of a response that
+    was cut off (`finish_reason` is "length") a mark counts whose end is there, unless the text doubts it or goes back
+    on it.
     """
     text = outside_reasoning(response)
     if text is None:
         return None
+    text = re.sub(r"</?(?:b|strong)>", "**", text.replace("[END FINAL RESPONSE]", ""))
+    text = _DISPLAY.sub(r"$$\1$$", text)
     cut = finish_reason == CUT_OFF
     for opening, closing in _TAGS:
-        _, opened, rest = text.rpartition(opening)
-        if opened:
-            inside, closed, _ = rest.partition(closing)
+        if opened := list(opening.finditer(text)):
+            closed = closing.search(text, opened[-1].end())
             if cut and not closed:
                 return None
-            nested = final_answer(inside)
+            nested = final_answer(text[opened[-1].end() : closed.start() if closed else len(text)])
             return None if nested is None else Answer(nested.text, True)
     mark = _last_mark(text)
-    if isinstance(mark, _Mark):
+    if isinstance(mark, _Mark) and (cut or not _RETRACTED.search(text[mark.end :])):
         if cut and (mark.end >= len(text.rstrip()) or _doubted(text, mark)):
             return None
         return Answer(mark.text, True)
     lines = [line.strip() for line in text.splitlines() if re.search(r"\w|[^\x00-\x7f]", line)]
     while len(lines) > 1 and _CLOSING_WORDS.match(lines[-1]):
         lines.pop()
-    return None if cut or mark is _BROKEN or not lines else Answer(lines[-1], False)
+    if cut or mark is _BROKEN or not lines:
+        return None
+    # Of a line that took an answer back, what follows.
+    return Answer(lines[-1] if mark is None else _after_retraction(lines[-1]), False)
 
 
 def outside_reasoning(response: str) -> str | None:
@@ -160,13 +207,21 @@ def _last_mark(text: str) -> _Mark | object | None:
     return max(marks, key=lambda mark: mark.start, default=None)
 
 
+def _after_retraction(line: str) -> str:
+    """The last sentence of a line that takes back an answer."""
+    ends = [end.end() for end in _SENTENCE_END.finditer(line) if line[end.end() :].strip()]
+    return line[max(ends, default=0) :]
+
+
 def _stated(mark: _Mark) -> _Mark:
     """A statement up to the end of its sentence."""
+    text = mark.text.lstrip(".\u2026 ") or mark.text
+    mark = _Mark(mark.start + len(mark.text) - len(text), mark.end, text)
     end = _SENTENCE_END.search(mark.text)
     kept = mark.text[: end.start() + 1] if end else mark.text
     end_of_mark = mark.end - len(mark.text) + len(kept)
     if kept.count("}") > kept.count("{"):
-        kept = kept.rstrip(" }")  # of JSON: {"answer": 72}
+        kept = kept.strip(" }")  # of JSON: {"answer": 72}, or of \\textbf{Answer:}
     return _Mark(mark.start, end_of_mark, kept.strip().rstrip("!"))
 
 

@@ -2,7 +2,7 @@
 
 A message of this form is a new dict with text values that are valid Unicode:
 
-    role               as given; "developer" becomes "system", and "function" becomes "tool"
+    role               as given; names of other libraries become system, user, assistant or tool: "developer", "human"
     content            text, possibly empty; parts of text are joined
     reasoning_content  what a model thought before it wrote the content; left out if empty
     tool_calls         [{"id", "type": "function", "function": {"name", "arguments"}}]; left out if empty
@@ -27,7 +27,21 @@ Message = dict[str, Any]
 
 ASSISTANT = "assistant"
 # Names by which datasets and APIs call a role that chat templates know under another one.
-_ROLES = {"developer": "system", "function": "tool"}
+_ROLES = {
+    role: known
+    for known, names in (
+        ("system", "system developer"),
+        ("user", "user human"),
+        (ASSISTANT, "assistant gpt chatgpt ai bot model"),
+        ("tool", "tool function observation ipython tool_response tool_results function_response"),
+    )
+    for role in names.split()
+}
+# The keys of ShareGPT's messages.
+_KEYS = {"from": "role", "value": "content"}
+# The keys of a call's arguments, and of a tool's parameters.
+_ARGUMENTS = ("arguments", "parameters", "input", "args")
+_PARAMETERS = ("input_schema", "inputSchema")
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _REASONING_PARTS = frozenset({"thinking", "reasoning"})
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -46,6 +60,7 @@ def as_messages(messages: Sequence[Any]) -> list[Message]:
     """The messages in the form of this module. The given ones are not changed. Raises DataError."""
     if isinstance(messages, ReadMessages):
         return messages
+    messages = messages.tolist() if hasattr(messages, "tolist") else messages  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise DataError(f"chat messages must be a list, got {messages!r:.80}")
     # Arrow gives all messages of a column the same keys, with null for those that a message does not have; the same
@@ -101,6 +116,7 @@ def as_tools(tools: Any) -> list[dict[str, Any]]:
             tools = _parsed(tools)
         except ValueError as error:
             raise DataError(f"tools are text that is not JSON ({error}): {tools!r:.80}") from None
+    tools = [tools] if isinstance(tools, Mapping) else tools.tolist() if hasattr(tools, "tolist") else tools
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
         raise DataError(f"tools must be a list of functions, got {tools!r:.80}")
     return [as_tool_schema(tool, number, drop_null=not written) for number, tool in enumerate(tools)]
@@ -122,6 +138,11 @@ def as_tool_schema(written: Any, number: int, *, drop_null: bool = False) -> dic
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type", "function") == "function" else None
     if not isinstance(function, dict) or not isinstance(name := function.get("name"), str) or not name:
         raise DataError(f"tools[{number}] must be a function with a name, got {written!r:.80}")
+    # Anthropic's name, and MCP's, of what templates read as parameters.
+    schema = next((function[key] for key in _PARAMETERS if key in function), None)
+    if schema is not None and "parameters" not in function:
+        kept = {key: value for key, value in function.items() if key not in _PARAMETERS}
+        tool = tool | {"function": kept | {"parameters": schema}}
     return {"type": "function"} | tool
 
 
@@ -131,10 +152,15 @@ _BARE = ("function", "object")
 
 def parse_arguments(text: str) -> dict[str, Any] | str:
     """The object that a call's arguments spell in JSON; text that spells no usable object is returned as it is."""
-    try:
-        value = plain_value(_parsed(text))
-    except (ValueError, DataError):
-        return valid_text(text)
+    value: Any = text
+    # Some datasets hold the JSON text of a JSON text.
+    for _ in range(2):
+        try:
+            value = plain_value(_parsed(value))
+        except (ValueError, DataError):
+            break
+        if not isinstance(value, str):
+            break
     return value if isinstance(value, dict) else valid_text(text)
 
 
@@ -185,17 +211,22 @@ def _refuse(name: str) -> Any:
 def _message(values: Any, number: int, from_arrow: bool) -> Message:
     if not isinstance(values, Mapping):
         raise DataError(f"must have a role and a content, got {values!r:.80}")
+    if "role" not in values and "from" in values:
+        values = {_KEYS.get(key, key): value for key, value in values.items()}
     role = values.get("role")
+    if role == "function_call":
+        values = {"role": ASSISTANT, "tool_calls": values.get("content")}
+        role = ASSISTANT
     if not isinstance(role, str) or not role:
         raise DataError(
             f"has the role {role!r:.80}; it must be text, such as user; its keys are {sorted(map(str, values))}"
         )
-    role = _ROLES.get(role, valid_text(role))
+    role = _ROLES.get(role.lower(), valid_text(role))
     for key in _MEDIA & values.keys():
         if values[key]:
             raise DataError(f"has {key}, but only text is supported")
     calls = list(_calls(values, number, from_arrow))
-    thoughts: list[str] = [text for key in _REASONING if isinstance(text := values.get(key), str) and text][:1]
+    thoughts = [text for key in _REASONING if values.get(key) and (text := _content(values[key], ASSISTANT, []))][:1]
     content = _content(values.get("content"), role, thoughts)
     if not content and isinstance(refusal := values.get("refusal"), str):
         content = valid_text(refusal)
@@ -208,7 +239,7 @@ def _message(values: Any, number: int, from_arrow: bool) -> Message:
         message["reasoning_content"] = valid_text(reasoning)
     if calls:
         message["tool_calls"] = calls
-    if (call_id := values.get("tool_call_id")) is not None:
+    if (call_id := values.get("tool_call_id")) not in (None, ""):
         message["tool_call_id"] = valid_text(str(call_id))
     for key, value in values.items():
         if key in _READ or value is None:
@@ -247,9 +278,11 @@ def _part(part: str | Mapping[str, Any], thoughts: list[str]) -> str:
         return part
     kind = _kind(part)
     if kind in _TEXT_PARTS:
-        text = part.get("text")
+        text = part["text"] if "text" in part else part.get("content", 0)
         if text is not None and not isinstance(text, str):
-            raise DataError(f"has a part whose text is {text!r:.80}")
+            raise DataError(
+                f"has a part whose text is {text!r:.80}" if text else f"has a part without a text: {part!r:.80}"
+            )
         return text or ""
     if kind == "refusal" and isinstance(text := part.get("refusal"), str):
         return text
@@ -268,6 +301,8 @@ def _calls(message: Mapping[str, Any], number: int, from_arrow: bool) -> Iterato
     if isinstance(calls, str):
         with raised_as(DataError, "has tool_calls that are text, but not JSON", of=ValueError):
             calls = _parsed(calls)
+    if isinstance(calls, Mapping):
+        calls = [calls]
     if calls and (not isinstance(calls, Sequence) or isinstance(calls, str | bytes)):
         raise DataError(f"has tool_calls that are no list: {calls!r:.80}")
     for place, call in enumerate(calls or ()):
@@ -276,7 +311,7 @@ def _calls(message: Mapping[str, Any], number: int, from_arrow: bool) -> Iterato
         function = (call.get("function") or call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str) or not name:
             raise DataError(f"{where} must have a function with a name, got {call!r:.80}")
-        arguments = function.get("arguments", function.get("parameters"))
+        arguments = next((function[key] for key in _ARGUMENTS if key in function), None)
         if isinstance(arguments, str):
             arguments = parse_arguments(arguments) if arguments.strip() else {}
         elif arguments is None or isinstance(arguments, Mapping):
@@ -288,7 +323,7 @@ def _calls(message: Mapping[str, Any], number: int, from_arrow: bool) -> Iterato
             raise DataError(f"{where}.function.arguments must be an object or its JSON text, got {arguments!r:.80}")
         call_id = call.get("id")
         yield {
-            "id": f"call_{number}_{place}" if call_id is None else valid_text(str(call_id)),
+            "id": f"call_{number}_{place}" if call_id in (None, "") else valid_text(str(call_id)),
             "type": "function",
             "function": {"name": valid_text(name), "arguments": arguments},
         }

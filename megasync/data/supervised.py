@@ -7,6 +7,8 @@ is trained are the tokens that a server would have to generate after the prompt.
 
 Of a row with a prompt and an answer, the answer and the end of the response are trained.
 
+A message with `weight: 0`, as OpenAI's format for fine-tuning has it, is not trained.
+
 Invariant: each trained turn ends with its first stop token, at which a server stops, and nothing behind it is trained.
 `_ended` guarantees it, also for templates that leave the end to the next message.
 """
@@ -123,6 +125,9 @@ class SupervisedRenderer:
         ends = [at + 1 for at, message in enumerate(messages) if message["role"] == ASSISTANT]
         if not ends:
             raise DataError(f"no message has the role {ASSISTANT!r}, so nothing would be trained")
+        ends = [end for end in ends if _weight(messages[end - 1], end - 1)]
+        if not ends:
+            raise DataError(f"all messages with the role {ASSISTANT!r} have weight 0, so nothing would be trained")
         rendering = _Rendering(self._template, self._template.guard(messages), tools)
         pieces = rendering.marked() if self._template.marks_answers else rendering.turns()
         if pieces is not None:
@@ -142,7 +147,7 @@ class SupervisedRenderer:
             at = next((at + 1 for at, token in enumerate(ids) if token in self._stops), 0)
             if turn is not None:
                 kept = 0 if turn == ended else at or len(ids)
-                encoded += [(ids[:kept], True), (ids[kept:], False)]
+                encoded += [(ids[:kept], _weight(messages[turn], turn)), (ids[kept:], False)]
                 begun, ended = turn, turn if at else ended
                 continue
             if begun not in (None, ended) and number > last_pieces[begun] and ids:
@@ -153,7 +158,7 @@ class SupervisedRenderer:
                         f"the chat template ends message {begun} with {between!r:.80}, which is not a stop token, so a "
                         f"server would not stop there; {_FIX}"
                     )
-                encoded.append((ids[:at], True))
+                encoded.append((ids[:at], _weight(messages[begun], begun)))
                 ids, ended = ids[at:], begun
             encoded.append((ids, False))
         if begun != ended:
@@ -165,7 +170,7 @@ class SupervisedRenderer:
                     f"the chat template writes no stop token after message {begun}, so a server would not stop there; "
                     f"the model's stop tokens are {names}; {_FIX}"
                 )
-            encoded.append(([end], True))
+            encoded.append(([end], _weight(messages[begun or 0], begun or 0)))
         return self._checked(encoded)
 
     def _checked(self, pieces: Sequence[tuple[Sequence[int], bool]]) -> TokenRow:
@@ -262,6 +267,13 @@ class _Rendering:
         return [(before, None), (after[len(before) :], end - 1)]
 
     def _render(self, end: int, answer: bool) -> str:
+        if end == 0:
+            # No template takes an empty conversation: what a prompt for the first message would be.
+            text, header = self._render(1, False), self._template.header
+            before, found, _ = text.partition(header)
+            if not (header and found):
+                raise DataError("the chat template shows no beginning of message 0; let a user's message come first")
+            return before + found
         return self._template.render(self._messages[:end], self._tools, answer=answer)
 
     def _check_written(self, end: int, text: str) -> None:
@@ -285,6 +297,16 @@ class _Rendering:
                     f"the chat template does not write call {len(calls) - 1} of message {end - 1}, so it would not be "
                     f"trained; write calls into the content as the model writes them"
                 )
+
+
+def _weight(message: Message, number: int) -> bool:
+    """Whether a message is trained."""
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise DataError(
+            f"message {number} has weight={weight!r:.40}; it must be 1, or 0 for a turn that is not trained"
+        )
+    return bool(weight)
 
 
 def _thoughtless(message: Message) -> Message:

@@ -25,11 +25,16 @@ MOST_WORDS = 5
 ROUNDED_DIGITS = 6
 
 _CHARACTERS = str.maketrans(
-    dict.fromkeys("\u2212\u2013\u2012\ufe63\uff0d", "-")
+    dict.fromkeys("\u2212\u2013\u2012\u2010\u2011\ufe63\uff0d", "-")
     | dict.fromkeys("×·\u22c5\u2219\u2217", "*")
     | dict.fromkeys("÷\u2044\u2215", "/")
-    | dict.fromkeys("\u00a0\u2009\u202f\u2007\u2002\u2003\u205f", " ")
-    | {"°": " degrees ", "\u2019": "'", "\uff05": "%", "\ufe6a": "%"}
+    | dict.fromkeys("\u00a0\u2009\u202f\u2007\u2002\u2003\u205f\u2800\u3000", " ")
+    # Signs without a width.
+    | dict.fromkeys("\u00ad\u200b\u200c\u200d\u2060\u2061\u2062\u2063\u2064\ufe0e\ufe0f\ufeff", "")
+    # No number of the languages that write these has them inside.
+    | dict.fromkeys("\u3001\uff0c\u060c", ", ")
+    | {"°": " degrees ", "\u2019": "'", "\uff05": "%", "\ufe6a": "%", "\u2236": ":", "\u3002": ". "}
+    | {"\u066b": ".", "\u066c": ",", "\u066a": "%", "\u00b5": "\u03bc"}
 )
 _SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻"
 _SUBSCRIPTS = "₀₁₂₃₄₅₆₇₈₉"
@@ -40,15 +45,18 @@ _LATEX = [
         (r"\{\s*,\s*\}|,(?:\s*\\[!,;: ])+\s*(?=\d{3})", ","),
         (r"(?<!\\)\\!\s*", ""),
         (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-z])|\\(?:thin|med|thick)space(?![a-z])", " "),
-        (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![a-zA-Z])", ""),
+        (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|[lL]arge|LARGE|[hH]uge|small)(?![a-zA-Z])", ""),
+        (r"\\(?:text)?color\s*\{[^{}]*\}", ""),
         (
             r"\\(?:text|textbf|textit|textrm|textsf|texttt|mathrm|mathbf|mathit|mathsf|bf|mbox|hbox|operatorname\*?|"
-            r"boldsymbol|emph|underline)\s*\{([^{}]*)\}",
+            r"boldsymbol|emph|underline)\s*\{((?:[^{}]|\{[^{}]*\})*)\}",
             r" \1 ",
         ),
         (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree(?![a-z])|\\circ(?![a-z])", " degrees "),
         (r"\\(?:times|cdot|ast)(?![a-z])", "*"),
         (r"\\div(?![a-z])", "/"),
+        (r"\\cent(?![a-z])", "¢"),
+        (r"(?<=\d)\s*[xX]\s*(?=10\s*(?:\^|\*\*))", "*"),
         (r"\\([$%#&_])", r"\1"),
     )
 ]
@@ -69,6 +77,8 @@ _LITERAL = re.compile(
 _MIXED = re.compile(
     r"(?<![\d.,/^*{(])(\d+)(?:\s+(?:and\s+|&\s*)?|\s*(?=\\frac))(?:(\d+)\s*/\s*(\d+)|\\frac\s*\{(\d+)\}\s*\{(\d+)\})(?![\d.,^!])"
 )
+# 0.1\overline{6}, 0.1\dot{6} and 0.1(6).
+_REPEATING = re.compile(r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*\{(\d+)\}|\((\d+)\)$)")
 _FRACTION = re.compile(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee", "US$": "dollar"}
 _SYMBOL = re.compile(r"(?:US)?\$|[€£¥₹]")
@@ -94,12 +104,22 @@ _UNITS = {
     )
     for name in names.split()
 }  # fmt: skip
+UNIT_NAMES = tuple(_UNITS)
+# LaTeX for units: \Omega, \mu before another unit, and \frac{m}{s^2}.
+_OHM = re.compile(r"([kM]?)(?:\\Omega(?![a-z])|\u03a9|\u2126)")
+# Names of currencies before an amount.
+_CURRENCY_NAME = re.compile(
+    r"^(?:(?P<dollar>USD)|(?P<euro>EUR)|(?P<pound>GBP|\\pounds)|(?P<rupee>Rs\.?|INR))\s*(?=[-\d])"
+)
+_SIGNS = {"dollar": "$", "euro": "€", "pound": "£", "rupee": "₹"}
+_MICRO = re.compile(r"(?:\\mu(?![a-z])|\u03bc)\s*(?=[mgsAFCVLW]\b)")
+_UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*([A-Za-z]+)\s*\}\s*\{\s*([A-Za-z]+)\s*(?:\^\s*\{?(\d)\}?)?\s*\}$")
 # A letter directly behind a number is a factor, unless it is one of these units.
 _GLUED = re.compile(r"(?:[cmk]?m|[km]?g|m?[lL]|h|s|ms|min|[km]?[JNWVA]|Hz|ft|mph|kph|lbs?|oz|k?m/h|m/s)(?![a-zA-Z])")
 # Words that go on with the sentence, or that are mathematics.
 _NO_UNIT = re.compile(
     r"\b(?:or|and|to|not|but|is|are|was|because|since|which|so|as|than|about|pi|sqrt|sin|cos|tan|log|ln|exp|mod|if|where"
-    r"|with|for|when|factorial|squared|cubed|i|e|x|y|z|k|t|c|b|p|q|r|d)\b|\bn\b(?!·)",
+    r"|with|for|when|factorial|squared|cubed|i|e|x|y|z|(?-i:k|t|c)|b|p|q|r|d)\b|(?-i:\bn\b)",
     re.IGNORECASE,
 )
 _UNIT_WORD = re.compile(r"[A-Za-z¢][A-Za-z.]*(?:\^?-?\d)?")
@@ -131,6 +151,10 @@ class WrittenNumber:
             for a, b in zip(mine, theirs, strict=True)
         )
 
+    def is_near(self, other: WrittenNumber) -> bool:
+        """Whether the values differ by a hundredth at most, as of a number and its decimals."""
+        return abs(self.value - other.value) * 100 <= abs(self.value)
+
     def _rounds(self, mine: Fraction, other: Fraction, decimals: bool) -> bool:
         """Whether this is a decimal with enough digits of the other number, behind the point if both are decimals."""
         if not self.digits or self.percent:
@@ -144,7 +168,9 @@ def written_number(text: str) -> WrittenNumber | None:
     """The number that a whole text is, None for any other text."""
     if len(text) > LONGEST:
         return None
-    text = plain_math(text).rstrip(" .,;:?*").lstrip(" ,;:*")
+    text = _UNIT_FRACTION.sub(_unit_fraction, _MICRO.sub("micro", _OHM.sub(r" \1ohm", plain_math(text))))
+    text = _REPEATING.sub(_repeating, text.rstrip(" .,;:?*").lstrip(" ,;:*"))
+    text = _CURRENCY_NAME.sub(lambda name: _SIGNS[name.lastgroup or ""], text)
     sign = ""
     if match := re.match(r"[-+]\s*(?=(?:US)?[$€£¥₹])", text):
         sign, text = match[0].strip(), text[match.end() :]
@@ -152,7 +178,7 @@ def written_number(text: str) -> WrittenNumber | None:
     if match := _SYMBOL.match(text):
         symbol, text = _CURRENCIES[match[0]], text[match.end() :].strip()
     core, rest = _split_unit(text)
-    core, rest = sign + core.strip(), rest.strip()
+    core, rest = sign + core.strip().removesuffix("(").rstrip(), rest.strip()
     if match := _SYMBOL.match(rest):
         symbol, rest = _CURRENCIES[match[0]], rest[match.end() :].strip()
     percent = bool(match := re.match(r"(?:%|percent\b|pct\b|per\s+cent\b)", rest, re.IGNORECASE))
@@ -176,8 +202,8 @@ def written_number(text: str) -> WrittenNumber | None:
 
 def plain_math(text: str) -> str:
     """A text with ASCII signs and digits in place of other characters and of LaTeX for them."""
-    text = _unscripted(text)
-    text = "".join(_folded(character) for character in text).translate(_CHARACTERS)
+    text = _unscripted(unicodedata.normalize("NFC", text))
+    text = "".join(map(_folded, text.translate(_CHARACTERS)))
     for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)
     text = re.sub(r"^(?:\$\$?|\\\(|\\\[)\s*([^$]*?)\s*(?:\$\$?|\\\)|\\\])\.?$", r"\1", text.strip())
@@ -185,12 +211,12 @@ def plain_math(text: str) -> str:
 
 
 def _folded(character: str) -> str:
-    """A vulgar fraction as " 1/2", a fullwidth character as its plain one."""
+    """A vulgar fraction as " 1/2", a fullwidth character as its plain one, a digit of another script as 0 to 9."""
     if unicodedata.decomposition(character).startswith("<fraction>"):
         return " " + unicodedata.normalize("NFKC", character).replace("\u2044", "/")
     if unicodedata.east_asian_width(character) == "F":
         return unicodedata.normalize("NFKC", character)
-    return character
+    return str(unicodedata.decimal(character, character))
 
 
 def _unscripted(text: str) -> str:
@@ -218,7 +244,7 @@ def _split_unit(text: str) -> tuple[str, str]:
     # Up to the first letter that is not part of \frac, of an exponent such as 3.2e5, or of "3 and 1/2".
     number = re.match(r"(?:\\frac|(?<=[\d.])[eE](?=[-+]?\d)|\band\b(?=\s*\d)|[^A-Za-z\\%$€£¥₹¢])*", text)
     end = number.end() if number else 0
-    if end and text[end : end + 1].isalpha() and not text[end - 1].isspace() and not _GLUED.match(text, end):
+    if end and text[end : end + 1].isalpha() and text[end - 1] not in " (" and not _GLUED.match(text, end):
         return text, ""
     return text[:end], text[end:]
 
@@ -290,6 +316,18 @@ def _exact(text: str) -> str | None:
 def _mixed(match: re.Match[str]) -> str:
     units, top, bottom = match[1], match[2] or match[4], match[3] or match[5]
     return f"({units}+{top}/{bottom})" if int(top) < int(bottom) else match[0]
+
+
+def _repeating(match: re.Match[str]) -> str:
+    units, once, again = match[1], match[2], match[3] or match[4]
+    nines = int("9" * len(again)) * 10 ** len(once)
+    return f"({int(units + once + again) - int(units + once or 0)}/{nines})"
+
+
+def _unit_fraction(match: re.Match[str]) -> str:
+    """A quotient of two units in one line; of two variables as it is."""
+    known = all(_UNITS.get(_stem(name)) for name in match.group(1, 2))
+    return f"{match[1]}/{match[2]}{f'^{match[3]}' if match[3] else ''}" if known else match[0]
 
 
 def _decimal(text: str) -> str:

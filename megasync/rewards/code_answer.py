@@ -11,8 +11,18 @@ import re
 import textwrap
 from collections.abc import Collection
 
+from megasync.data.final_answer import outside_reasoning
+
 _FENCE = re.compile(r"(?P<before>[^`~]*?)(?P<marks>`{3,}|~{3,})(?P<info>[^`]*)")
-_PYTHON = frozenset({"python", "py", "python3", "py3", "python2", "cpython", "pypy", "pypy3", "sage"})
+_PYTHON = frozenset({"python", "py", "python3", "py3", "python2", "cpython", "pypy", "pypy3", "sage", "ipython"})
+_PYTHON |= {"ipython3", "python-exec", "python-repl"}
+# Such a block may hold any text, as one without a language.
+_NO_LANGUAGE = frozenset({"", "code", "plain", "plaintext", "text", "txt"})
+# Around a program without a fence.
+_TAGGED = re.compile(
+    r"(?:\[PYTHON\]|<(?:python|code|answer)\b[^>\n]*>)(.*?)(?:\[/PYTHON\]|</(?:python|code|answer)>|\Z)",
+    re.DOTALL | re.IGNORECASE,
+)
 _WORD = re.compile(r"[^\W\d]\w*")
 _DEFINES = re.compile(
     r"^(?:(?:async[ \t]+)?def[ \t]+(?P<function>\w+)"
@@ -35,16 +45,20 @@ _ACTS = re.compile(r"^(?!(?:async[ \t]+)?def\b|class\b|import\b|from\b|@|#|[)\]}
 def program_of(answer: str, names: Collection[str] = ()) -> str | None:
     """The program of an answer whose tests use `names`, or run it if there are none. None if it has no program.
 
-    Reasoning does not count: neither what stands before the last </think>, nor a text whose <think> has no end.
+    Reasoning does not count, and an answer that is nothing else has no program.
     """
-    answer = answer.rpartition("</think>")[2]
-    if "<think>" in answer:
+    outside = outside_reasoning(answer)
+    if outside is None:
         return None
-    blocks = _blocks(answer.replace("\r\n", "\n").replace("\r", "\n"))
+    answer = outside.replace("\r\n", "\n").replace("\r", "\n")
+    blocks = _blocks(answer)
     if not blocks:
         # Prose is no program, but the answer may be nothing but code.
-        return answer if _CODE.search(answer) else None
-    programs = [text for language, text in blocks if language in _PYTHON or (not language and _CODE.search(text))]
+        tagged = [text for text in _TAGGED.findall(answer) if _CODE.search(text)]
+        return tagged[-1] if tagged else answer if _CODE.search(answer) else None
+    programs = [
+        text for language, text in blocks if language in _PYTHON or (language in _NO_LANGUAGE and _CODE.search(text))
+    ]
     if not programs:
         return None
     defined = [_defined(text) for text in programs]

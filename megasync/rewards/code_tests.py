@@ -14,15 +14,19 @@ can fail, or raises DataError. Pure.
 from __future__ import annotations
 
 import ast
+import base64
+import io
 import json
 import math
+import pickle
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from megasync.errors import DataError
+from megasync.errors import DataError, raised_as
 from megasync.rewards.code_checks import UNREADABLE, check_of
 from megasync.rewards.sandbox import Check
 from megasync.rewards.sandbox_check import TOLERANCE
@@ -31,12 +35,15 @@ from megasync.rewards.sandbox_check import TOLERANCE
 _INPUTS, _OUTPUTS = ("input", "inputs", "stdin"), ("output", "outputs", "expected_output", "stdout", "expected")
 _LISTS = ("test_cases", "tests", "test_list", "assert_case", "cases", "official_tests", "public_tests")
 _LISTS += ("public_test_cases", "private_tests", "private_test_cases", "generated_tests")
+_LISTS += ("unit_tests", "examples")
 _CODE = ("test", "test_code", "functional", "unit_test")
 _FUNCTIONS = ("entry_point", "fn_name", "func_name", "function_name")
 _SETUP = ("test_imports", "test_setup_code", "import_prefix", "setup")
 # The columns of a row that are read.
 COLUMNS = frozenset({"tests", "metadata", "starter_code", *_FUNCTIONS, *_SETUP})
 _CALLS = ("functional", "function_call", "call", "call_based")
+# How zlib's header begins in base64, and the most bytes that a text is unpacked to.
+_COMPRESSED, LARGEST = "eJ", 2**29
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
@@ -207,12 +214,36 @@ def _data(value: Any) -> Any:
     for _ in range(3):
         if hasattr(value, "tolist"):
             value = value.tolist()
+        if isinstance(value, str):
+            value = _unpacked(value)
         if not isinstance(value, str) or value.strip()[:1] not in ("{", "[", "(", '"'):
             break
         parsed = next((each for each in _parsed(value) if isinstance(each, str | list | tuple | dict)), None)
         if parsed is None:
             break
         value = parsed
+    return value
+
+
+class _PlainPickle(pickle.Unpickler):
+    """Reads built-in values. Whatever else a pickle may hold needs a class, or a function, and is refused."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        raise ValueError(f"{module_name}.{global_name} is no plain data")
+
+
+def _unpacked(text: str) -> str:
+    """The text of LiveCodeBench's private tests, which are compressed. A text of another form is returned as it is."""
+    if not text.startswith(_COMPRESSED):
+        return text
+    try:
+        pickled = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), LARGEST)
+    except (ValueError, zlib.error):
+        return text
+    with raised_as(DataError, "they are compressed, but hold no text", of=Exception):
+        value = _PlainPickle(io.BytesIO(pickled)).load()
+        if not isinstance(value, str):
+            raise TypeError(f"got a {type(value).__name__}")
     return value
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from megasync.data.final_answer import Answer, scored
 from megasync.data.match import agree, readings
-from megasync.data.written_number import plain_math
+from megasync.data.written_number import UNIT_NAMES, plain_math
 from megasync.errors import DataError
 from megasync.install.missing import require_extra
 
@@ -33,9 +33,23 @@ TIMEOUT_SECONDS = 5
 _CHARACTERS = {
     "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "\u222a": r"\cup ",
     "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", r"\varnothing": r"\emptyset ", "θ": r"\theta ",
+    "⩽": r"\le ", "⩾": r"\ge ",
 }  # fmt: skip
-# Of a sentence, the package finds the mathematics.
+# Of a sentence, the package finds the mathematics, which must be one formula.
 _SENTENCE = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}\b|[$]|\\[(\[]")
+_FORMULA = re.compile(r"\$[^$]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
+# Names as calculators and Python write them.
+_NAMES = re.compile(
+    r"(?<![\\A-Za-z])(pi|theta|alpha|beta|gamma|lambda|phi|omega|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp|infty"
+    r"|infinity)(?![A-Za-z])"
+)
+# A unit, in text or not, at the end of what is no plain number.
+_UNIT = re.compile(
+    r"(?<=.)\\(?:text|mathrm|mbox|textrm)\s*\{\s*(?:(?:square|cubic|sq\.?|cu\.?)\s+)?"
+    rf"(?:{'|'.join(sorted(map(re.escape, UNIT_NAMES), key=len, reverse=True))})s?\.?\s*\}}"
+    r"(?:\s*\^\s*\{?[23]\}?)?\s*$"
+)
+_DEGREES = re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc))\s*\(?\s*(\d+(?:\.\d+)?)\s*degrees\s*\)?")
 # The mathematics of such a sentence is not its answer.
 _DENIAL = re.compile(r"\b(?:not|never|neither|at\s+(?:least|most))\b|n't\b", re.IGNORECASE)
 _ROOT = re.compile(r"(?:√|(?<![\\A-Za-z])sqrt|\\sqrt(?=\s*\())\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[A-Za-z]))")
@@ -82,19 +96,37 @@ def _verified(text: str, reference: str) -> float | None:
 
     # The package takes None for no timeout, but declares int.
     timeout: Any = TIMEOUT_SECONDS if threading.current_thread() is threading.main_thread() else None
-    gold = parse(f"${_latex(reference)}$", parsing_timeout=timeout)
+    # Only the first match: in a formula that it cannot read, the package would find some number.
+    how: dict[str, Any] = {"parsing_timeout": timeout, "extraction_mode": "first_match"}
+    gold = parse(f"${_latex(reference)}$", **how)
     if not gold:
         log.warning("Reference answer %r cannot be parsed as mathematics; its responses are not scored", reference)
         return None
     target = _latex(text)
-    target = parse(target if _SENTENCE.search(target) else f"${target}$", parsing_timeout=timeout)
+    if not _SENTENCE.search(target):
+        target = f"${target}$"
+    elif len(_FORMULA.findall(target)) != 1:
+        return 0.0
+    target = parse(target, **how)
     # An interval may be written as an inequality, on either side.
     return float(verify(gold, target, allow_set_relation_comp=True, timeout_seconds=timeout))
 
 
 def _latex(text: str) -> str:
     """A text as LaTeX, with roots and signs that were written as characters."""
-    text = plain_math(text).rstrip(".")
+    text = plain_math(_UNIT.sub("", text)).rstrip(".")
+    text = re.sub(r"\{\s+|\s+\}", lambda brace: brace[0].strip(), text).replace("**", "^")
+    text = re.sub(r"\+\s*-", "-", text)
+    text = _DEGREES.sub(r"\1(\2\\pi/180)", text)
+    if not _SENTENCE.search(text):
+        text = re.sub(r"(?<![A-Za-z\\])a(?=(?:sin|cos|tan)\s*\()", "arc", text)
+        text = _NAMES.sub(lambda name: rf"\{name[1].replace('infinity', 'infty')} ", text)
+        if opened := re.fullmatch(r"([\[\]])([^\[\]]*,[^\[\]]*)([\[\]])", text):
+            # ]1, 2[ is (1, 2).
+            text = f"{'[' if opened[1] == '[' else '('}{opened[2]}{']' if opened[3] == ']' else ')'}"
+        if rows := re.fullmatch(r"\[\s*(\[[^\[\]]*\](?:\s*,\s*\[[^\[\]]*\])*)\s*\]", text):
+            cells = [row.replace(",", " & ") for row in re.findall(r"\[([^\[\]]*)\]", rows[1])]
+            text = r"\begin{pmatrix}" + r" \\ ".join(cells) + r"\end{pmatrix}"
     for character, command in _CHARACTERS.items():
         text = text.replace(character, command)
     return _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", text)

@@ -10,12 +10,13 @@ import asyncio
 import copy
 import inspect
 import math
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter, UserString
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from enum import Enum
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ from megasync.trajectory.runs import FloatArray
 
 # Threads of one sync function that may be held by calls past their deadline.
 THREADS = 8
+# What can be iterated over, but has no scores, or none in the order of the responses.
+_NO_SEQUENCE = (str, bytes, bytearray, memoryview, UserString, Mapping, Set)
 # What Python says of an alarm outside the main thread.
 NO_MAIN_THREAD = "signal only works in main thread"
 
@@ -239,8 +242,8 @@ def _checked(function: RewardFunction, answer: Any, lengths: Sequence[int], uid:
         items = iter(answer)
     except TypeError:
         raise _error(function, uid, f"must return one score per completion, not {shown(answer)}") from None
-    scores = list(items)
-    if isinstance(answer, (str, bytes, dict)) or len(scores) != count:
+    scores = list(islice(items, count + 1))
+    if isinstance(answer, _NO_SEQUENCE) or len(scores) != count:
         raise _error(function, uid, f"must return {count} scores, one per completion, not {shown(answer)}")
     source = f"the reward function {name_of(function.call)}"
     checked: list[Any] = []

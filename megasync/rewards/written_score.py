@@ -16,7 +16,11 @@ _SCORE = (
 )
 _ANY = re.compile(_SCORE, re.IGNORECASE)
 _BETWEEN = re.compile(rf"between\s+{_DIGITS}\s+and\s+{_DIGITS}", re.IGNORECASE)
-_LABEL = r"(?:scor(?:es?|ed|ing)|ratings?|rated?|grade[ds]?|rewards?|evaluation|assessment)\b"
+# Not the bounds of the scale.
+_LABEL = (
+    r"(?<!max_)(?<!min_)(?<!max )(?<!min )(?<!maximum )(?<!minimum )"
+    r"(?:scor(?:es?|ed|ing)|ratings?|rated?|grade[ds]?|rewards?|evaluation|assessment)\b"
+)
 _OPENING = r"[\s\"'*_`\[({<>$]*(?:\\boxed\{)?"
 # "Score: 7", "Score (0-10): 7", "score of 9", "rate it 8", "## Score" above the number, <score>7</score>.
 _LABELLED = re.compile(
@@ -48,6 +52,8 @@ def written_score(text: str, low: float, high: float) -> float | None:
     A score out of another number than `high`, or in percent, is a share of the scale. On a scale from 0 to 1, a verdict
     such as "yes" or "incorrect" is 1 or 0.
     """
+    # In LaTeX, a tilde is a space.
+    text = re.sub(r"(?<=\d)\s?~\s?(?=\d)", "-", text)
     lines = [line for each in text.splitlines() if (line := plain_math(each))]
     text = "\n".join(lines)
     if labelled := list(_LABELLED.finditer(text)):

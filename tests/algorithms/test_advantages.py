@@ -103,6 +103,15 @@ def test_a_single_response_can_be_enough():
     assert advantages([[(1.0, 1)]], "reinforce_plus_plus") == [0.0]
 
 
+@pytest.mark.parametrize("name", [name for name, item in ADVANTAGES.items() if not (item.tokens or item.baseline)])
+def test_steps_without_a_comparison_have_advantages_of_exactly_zero(name):
+    # The mean of 0.1 over the tokens is not exactly 0.1.
+    assert advantages([[(0.1, 3), (0.1, 7), (0.1, 11)], [(0.1, 2), (0.1, 5)]], name) == [0.0] * 5
+    assert advantages([[(1.0, 3)]], name) == [0.0]
+    empty = StepRewards(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    assert estimator_of(AlgorithmConfig(advantage=name))(empty).tolist() == []
+
+
 def doubled(step: StepRewards, *, factor: float = 2.0, normalize_std: bool) -> np.ndarray:
     """An estimator of a user's own."""
     assert normalize_std

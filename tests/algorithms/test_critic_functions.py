@@ -70,3 +70,6 @@ def test_explained_variance_is_1_for_perfect_values_and_0_for_a_constant():
 
     assert explained(returns) == pytest.approx(1.0)
     assert explained(torch.full((3,), 2.0)) == pytest.approx(0.0)
+    empty = torch.zeros(0)
+    none = value_loss(empty, old_values=empty, returns=empty, mask=empty, clip=None)
+    assert explained_variance({name: value.item() for name, value in none[1].items()}) == 0.0

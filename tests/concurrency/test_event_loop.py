@@ -47,6 +47,54 @@ async def test_signals_are_handled_in_the_loop_and_the_handlers_before_come_back
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+ALARM = """
+import asyncio, logging, signal
+from megasync.concurrency.event_loop import handle_signals
+from megasync.concurrency.threads import DaemonThreads
+
+# As the harness of HumanEval: in a thread, it cannot set the handler of the alarm that it has set.
+def time_limit():
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+
+async def main():
+    ignored = asyncio.Event()
+    handler = logging.Handler()
+    handler.emit = lambda record: ignored.set() if "Ignored an alarm" in record.msg else None
+    logging.getLogger("megasync").addHandler(handler)
+    with handle_signals([], lambda number: None):
+        try:
+            await DaemonThreads(1).call(time_limit, "time limit")
+        except ValueError as error:
+            print(error)
+        await ignored.wait()
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+
+asyncio.run(main())
+"""
+
+
+def test_an_alarm_that_code_sets_in_a_thread_does_not_end_the_process():
+    ended = subprocess.run([sys.executable, "-c", ALARM], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "main thread" in ended.stdout
+
+
+def test_a_process_whose_main_thread_is_another_programs_ignores_alarms():
+    script = """
+import os, signal, threading
+from megasync.concurrency.event_loop import ignore_alarms
+thread = threading.Thread(target=ignore_alarms)
+thread.start()
+thread.join()
+os.kill(os.getpid(), signal.SIGALRM)
+signal.signal(signal.SIGALRM, lambda *_: print("handled"))
+os.kill(os.getpid(), signal.SIGALRM)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "handled\n", "")
+
+
 async def test_a_signal_interrupts_what_blocks_the_loop(quick, caplog):
     received = []
 

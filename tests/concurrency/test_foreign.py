@@ -2,8 +2,11 @@
 
 import asyncio
 import logging
+import os
+import signal
 import sys
 import threading
+import warnings
 
 import pytest
 
@@ -206,6 +209,66 @@ async def test_the_code_that_blocks_a_thread_is_known_from_one_await_to_the_next
     assert {code.name for code in (*first, *second)} == {"the workflow w"}
     assert first[0] is first[1] and second[0] is second[1] and first[0] is not second[0]
     assert look() is None
+
+
+def spoil():
+    """What code may leave changed for the whole process."""
+    sys.setrecursionlimit(sys.getrecursionlimit() - 1)
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("error")
+
+
+async def spoil_the_loop():
+    spoil()
+    os.chdir("/")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, signal.SIG_IGN)
+    await asyncio.sleep(0)
+
+
+def shared_state():
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
+    return sys.getrecursionlimit(), logging.root.manager.disable, list(warnings.filters), os.getcwd(), handlers
+
+
+@pytest.mark.parametrize("place", ["sync", "async", "thread"])
+async def test_what_code_changes_for_the_whole_process_is_put_back(monkeypatch, tmp_path, caplog, place):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(foreign, "_put_back_for", set())
+    before = shared_state()
+    if place == "sync":
+        invoke(spoil)
+    elif place == "async":
+        await run(spoil_the_loop, "spoil the loop")
+    else:
+        await DaemonThreads(1).call(spoil, "spoil")
+    assert shared_state() == before
+    changes = ["lowered the recursion limit", "disabled logging", "made warnings errors"]
+    changes += ["changed the working directory to /", "replaced the handler of SIGTERM"] * (place == "async")
+    name = {"sync": "spoil", "async": "spoil the loop", "thread": "spoil"}[place]
+    assert all(f"{name} {change}" in caplog.text for change in changes)
+
+
+async def test_a_thread_has_a_working_directory_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    moved, released = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def move():
+        os.chdir("/")
+        loop.call_soon_threadsafe(moved.set)
+        released.wait(30)
+        return os.getcwd()
+
+    call = asyncio.create_task(DaemonThreads(1).call(move, "move"))
+    await moved.wait()
+    try:
+        if os.getcwd() == "/":
+            pytest.skip("this system gives a thread no working directory of its own")
+        assert os.getcwd() == str(tmp_path)
+    finally:
+        released.set()
+    assert await call == "/"
 
 
 def test_errors_and_objects_are_shown_whatever_they_do():

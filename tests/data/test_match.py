@@ -104,7 +104,30 @@ def test_a_reference_that_is_boxed_is_right(text):
 
 
 @pytest.mark.parametrize(
-    "piece", ["\\boxed{", "</think>", "<answer>", "(1,", "1,", "x=", "answer is ", "\\frac{", "a", "1"]
+    "piece",
+    [
+        "\\boxed{",
+        "</think>",
+        "<answer>",
+        "(1,",
+        "1,",
+        "x=",
+        "answer is ",
+        "\\frac{",
+        "a",
+        "1",
+        "\\[\n",
+        "$$\n",
+        "\u3001",
+        "\u2234 ",
+        "\u2705",
+        "\u9009",
+        "wait ",
+        ". Or ",
+        "A) 1 ",
+        "boxed{",
+        "[BEGIN FINAL RESPONSE]",
+    ],
 )
 def test_a_text_that_repeats_itself_is_answered_at_once(piece):
     """A model that has collapsed writes such texts; a search that grows with their square would take minutes."""

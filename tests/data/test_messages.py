@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,6 +73,13 @@ def one(**message):
         ({"role": "tool", "content": None}, {"content": "", "tool_call_id": "call_0"}),
         ({"content": "\ud83d\ude00 \ud83d"}, {"content": "\U0001f600 \ufffd"}),
         ({"content": "a", "tool_plan": "p"}, {"tool_plan": "p"}),
+        ({"content": "a", "reasoning": ["h", {"type": "text", "text": "m"}]}, {"reasoning_content": "hm"}),
+        ({"content": [{"type": "text", "content": "a"}]}, {"content": "a"}),
+        # Roles of other libraries, and ShareGPT's keys.
+        *(({"role": role, "content": "x"}, {"role": "assistant"}) for role in ("model", "gpt", "ai", "Assistant")),
+        *(({"role": role, "content": "x"}, {"role": "user"}) for role in ("human", "USER")),
+        *(({"role": role, "content": "x"}, {"role": "tool", "tool_call_id": "call_0"})
+          for role in ("ipython", "observation")),
     ],
 )  # fmt: skip
 def test_a_message_has_one_form(given, changed):
@@ -96,14 +104,49 @@ def test_a_message_has_one_form(given, changed):
         ("[" * 100_000, "[" * 100_000),
         ('{"x": %s}' % ("[" * 90 + "]" * 90), '{"x": %s}' % ("[" * 90 + "]" * 90)),
         ('{"x": "\\ud800"}', {"x": "\ufffd"}),
+        ('"{\\"x\\": 1}"', {"x": 1}),
+        ('"x"', '"x"'),
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_arguments_are_an_object_or_the_text_that_was_written(arguments, expected):
     message = one(tool_calls=[{"id": "a", "function": {"name": "f", "arguments": arguments}}])
     (found,) = message["tool_calls"]
     assert found == {"id": "a", "type": "function", "function": {"name": "f", "arguments": expected}}
     assert as_messages([message]) == [message]
+
+
+def test_messages_of_sharegpt_have_the_same_form():
+    conversation = [("system", "s"), ("human", "q"), ("function_call", '{"name": "f", "arguments": {"x": 1}}')]
+    conversation += [("observation", "r"), ("gpt", "a")]
+    assert as_messages([{"from": role, "value": value} for role, value in conversation]) == as_messages(
+        [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": None, "tool_calls": {"name": "f", "input": {"x": 1}}},
+            {"role": "tool", "content": "r"},
+            {"role": "assistant", "content": "a"},
+        ]
+    )
+
+
+def test_an_empty_id_is_none():
+    calls = [{"id": "", "function": {"name": name}} for name in ("f", "g")]
+    messages = as_messages([one(tool_calls=calls), *[{"role": "tool", "content": "x", "tool_call_id": ""}] * 2])
+    assert [message["tool_call_id"] for message in messages[1:]] == ["call_0_0", "call_0_1"]
+
+
+@pytest.mark.parametrize("key", ["input_schema", "inputSchema", "parameters"])
+def test_parameters_of_tools_have_several_names(key):
+    schema = {"type": "object", "properties": {}}
+    expected = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    assert as_tools([{"name": "f", key: schema}]) == as_tools({"name": "f", key: schema}) == expected
+
+
+def test_arrays_are_lists():
+    rows = [{"role": "user", "content": "a"}], [{"name": "f"}]
+    assert as_messages(np.array(rows[0], dtype=object)) == as_messages(rows[0])
+    assert as_tools(np.array(rows[1], dtype=object)) == as_tools(rows[1])
 
 
 def test_null_that_arrow_adds_is_left_out_and_null_that_somebody_wrote_is_kept():
@@ -135,6 +178,8 @@ def test_results_without_ids_belong_to_the_calls_before_them_in_their_order():
         ([{"content": "a"}], "message 0: has the role None"),
         ([{"role": "user", "content": "a"}, {"role": "user"}], "message 1: has no content"),
         ([{"role": "user", "content": 3}], "neither text nor a list of parts: 3"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "a part without a text"),
+        ([{"role": "assistant", "content": "a", "thinking": {"text": "hm"}}], "neither text nor a list of parts"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "part of the type 'image_url', but only text"),
         ([{"role": "user", "content": "a", "images": ["x.png"]}], "has images, but only text"),
         ([{"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}], r"tool_calls\[0\] must have a function"),

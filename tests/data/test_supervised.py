@@ -61,6 +61,21 @@ def test_turns_that_a_template_rewrites_later_become_rows_of_their_own():
     ]
 
 
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["rendered", "marked"])
+def test_a_conversation_may_begin_with_the_assistant(template):
+    chat = [{"role": "assistant", "content": "hi"}, *CHAT[2:]]
+    whole = "assistant:hi<eos>\nuser:d<eos>\nassistant:e<eos>"
+    assert rendered([{"messages": chat}], template=template) == [(whole, "hi<eos>e<eos>")]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED, FORGETFUL], ids=["rendered", "marked", "rewritten"])
+def test_a_turn_of_weight_0_is_shown_and_not_trained(template):
+    first, second = ([*CHAT[:n], CHAT[n] | {"weight": 0}, *CHAT[n + 1 :]] for n in (1, 3))
+    ((text, trained),) = rendered([{"messages": first}], template=template)
+    assert "bc<eos>\nuser:d" in text and trained == "e<eos>"
+    assert [trained for _, trained in rendered([{"messages": second}], template=template)] == ["x|bc<eos>"]
+
+
 def test_an_answer_is_trained_with_the_end_of_the_response():
     rows = [{"prompt": "1+1=", "answer": "2"}]
     assert rendered(rows) == [("1+1=2<eos>", "2<eos>")]
@@ -96,6 +111,13 @@ def test_long_rows_are_an_error_or_left_out():
     [
         ({"messages": CHAT[:1]}, PLAIN, "no message has the role 'assistant'"),
         ({"messages": CHAT}, None, "the tokenizer of model.path has none"),
+        ({"messages": [CHAT[0], CHAT[1] | {"weight": 0}]}, PLAIN, "have weight 0, so nothing would be trained"),
+        ({"messages": [CHAT[0], CHAT[1] | {"weight": 0.5}]}, PLAIN, "message 1 has weight=0.5; it must be 1, or 0"),
+        (
+            {"messages": CHAT[1:]},
+            TURNS + "{% if add_generation_prompt %}@{% endif %}",
+            "shows no beginning of message 0; let a user's message come first",
+        ),
         ({"prompt": "a"}, PLAIN, r"the column 'answer' \(sft.answer\) must be text, got None"),
         ({"prompt": "a", "answer": 3}, PLAIN, "must be text, got 3"),
         (

@@ -37,6 +37,14 @@ def block(text, info="python", marks="```"):
         # Other languages, what was printed, and how to run it.
         (block(ADD) + block("int add();", "c++") + block("python add.py", "bash") + block("3", "") + block("3", "text"), ADD),
         (f"Call ```add(1, 2)``` like this.\n{block(ADD)}", ADD),
+        # Names of languages that are Python, or none.
+        *((block(ADD, info), ADD) for info in ("Python 3", "python3.11", "ipython", "python-exec", "text", "plaintext", "code")),
+        # Marks in place of a fence.
+        *((f"Here:\n{opening}\n{ADD}\n{closing}\nDone.", ADD) for opening, closing in (
+            ("[PYTHON]", "[/PYTHON]"), ("<code>", "</code>"), ("<python>", "</python>"), ("<answer>", "</answer>"),
+            ('<pre><code class="language-python">', "</code></pre>"),
+        )),
+        (f"[PYTHON]\n{ADD}", ADD),
         # The last definition counts, not an example of its use.
         (block(ADD.replace("+", "-")) + "No, wrong.\n" + block(ADD), ADD),
         (block(ADD) + "For example:\n" + block("print(add(1, 2))"), ADD),
@@ -48,6 +56,10 @@ def block(text, info="python", marks="```"):
         (f"<think>{block(ADD.replace('+', '-'))}</think>\n{block(ADD)}", ADD),
         (f"Try {block(ADD.replace('+', '*'))}</think>\n{block(ADD)}", ADD),
         (f"<think>\n{block(ADD)}", None),
+        (f"\u25c1think\u25b7\n{block(ADD)}", None),
+        (f"[THINK]{block(ADD)}", None),
+        (f"<|channel|>analysis<|message|>{block(ADD)}", None),
+        (f"<THINK>{block(ADD.replace('+', '-'))}</THINK>\n{block(ADD)}", ADD),
         (f"<think>{block(ADD)}</think>I do not know.", None),
         ("I do not know.", None),
         ("", None),
@@ -92,6 +104,7 @@ def test_the_search_is_linear_in_the_answer():
         "=" * 10**6,
         "def " * 10**5,
         "import " + "a," * 10**5,
+        "<code>" * 10**5,
         " " * 10**6,
     ):
         program_of(text, {"add"})

@@ -1,7 +1,10 @@
 """Tests of all known forms are read, others are refused, and outputs are compared as judges do."""
 
+import base64
 import contextlib
 import json
+import pickle
+import zlib
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +17,11 @@ from megasync.rewards.sandbox import Check
 RUNS = [Run("1 2\n", "3\n"), Run("5 6\n", "11\n")]
 CASES = [{"input": run.stdin, "output": run.output} for run in RUNS]
 COLUMNS = {"inputs": [run.stdin for run in RUNS], "outputs": [run.output for run in RUNS]}
+
+
+def packed(pickled: bytes) -> str:
+    """As LiveCodeBench keeps its private tests."""
+    return base64.b64encode(zlib.compress(pickled)).decode()
 
 
 @pytest.mark.parametrize(
@@ -32,6 +40,10 @@ COLUMNS = {"inputs": [run.stdin for run in RUNS], "outputs": [run.output for run
         {"language": "python", "test_cases": CASES},
         {"public_test_cases": json.dumps(CASES[:1]), "private_test_cases": json.dumps(CASES[1:])},
         repr(CASES),
+        packed(pickle.dumps(json.dumps(CASES))),
+        {"public_test_cases": json.dumps(CASES[:1]), "private_test_cases": packed(pickle.dumps(json.dumps(CASES[1:])))},
+        {"unit_tests": COLUMNS},
+        {"examples": CASES},
         [json.dumps(case) for case in CASES],
         json.dumps(json.dumps(CASES)),
     ],
@@ -87,6 +99,10 @@ def test_functions_and_test_code(tests, columns, count):
         (["import math"], {}, "no assertion"),
         (["# comment"], {}, "no assertion"),
         ("eJxtkMEKwjAMhl8l5DzYqugYvomXMbqjh6QubcW", {}, "no assertion"),
+        # A pickle that would run a command.
+        (packed(b"cos\nsystem\n(S'false'\ntR."), {}, "compressed, but hold no text.*os.system is no plain data"),
+        (packed(pickle.dumps([1])), {}, "compressed, but hold no text.*got a list"),
+        (packed(b"no pickle"), {}, "compressed, but hold no text"),
         ("[" * 100_000, {}, "neither JSON nor Python"),
         ({"fn_name": "f", "inputs": [[10**5000]], "outputs": [1]}, {}, "<dict> cannot be used"),
         ({"inputs": [10**5000], "outputs": [1]}, {}, "<dict> cannot be used"),

@@ -6,6 +6,8 @@ import math
 import os
 import signal
 import sys
+from collections import UserString
+from itertools import repeat
 
 import numpy as np
 import pytest
@@ -163,6 +165,12 @@ async def test_the_callers_columns_and_trajectories_are_not_changed(make_traject
         ({"score": 1}, "must return 1 scores"),
         ("1", "must return 1 scores"),
         (["good"], "returned the reward 'good'"),
+        # Without an order, or of no scores.
+        ({1.0}, r"must return 1 scores, one per completion, not \{1.0\}"),
+        (bytearray(b"1"), "must return 1 scores"),
+        (UserString("1"), "must return 1 scores"),
+        # Without an end.
+        (repeat(1.0), r"must return 1 scores, one per completion, not repeat\(1.0\)"),
     ],
 )
 async def test_an_invalid_score_is_a_data_error_that_names_function_and_prompt(make_trajectory, answer, message):
