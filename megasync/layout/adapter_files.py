@@ -16,7 +16,7 @@ from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariable
 from torch.nn.functional import one_hot
 
 from megasync.base.files import new_folder
-from megasync.errors import CheckpointError, ConfigError, raised_as
+from megasync.errors import CheckpointError, ConfigError, DataError, raised_as
 from megasync.layout.adapter import (
     OPTIMIZER,
     UNEMBED,
@@ -158,7 +158,15 @@ class SavedAdapter:
     updates: int = 0
 
     def write(self, folder: Path) -> None:
-        """Writes the folder durably, or not at all; an earlier one gives way. Raises OSError, also for a full disk."""
+        """Writes the folder durably, or not at all; an earlier one gives way. Raises OSError, also for a full disk.
+
+        Raises DataError for weights that are not finite, with which nothing could be computed anymore.
+        """
+        for name, values in self.factors.items():
+            if not np.isfinite(values).all():
+                raise DataError(
+                    f"{name} would have values that are not finite; lower the learning rate or weight decay"
+                )
         with new_folder(folder, replace=True) as draft:
             config = adapter_config(self.shape, str(Path(self.model_path).resolve()))
             (draft / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")

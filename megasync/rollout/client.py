@@ -82,6 +82,8 @@ _CLOSE_SECONDS = 5.0
 # Number of invalid answers that are logged as warnings; later ones are logged at debug level.
 _MAX_WARNINGS = 10
 _BODY_SHOWN = 500
+# Invalid answers, each from another server if there are several, after which a named adapter is at fault.
+_ADAPTER_ANSWERS = 3
 # Tokens that a decode engine samples to be compared with a prefill engine. The first one is the prefill engine's.
 ENGINE_TOKENS = 8
 # Maximum size of an error answer, in bytes.
@@ -735,6 +737,12 @@ class RolloutClient:
             level = logging.WARNING if self._invalid_answers <= _MAX_WARNINGS else logging.DEBUG
             log.log(level, "Invalid answer from %s/generate, retrying: %s", self.url, failure)
             sending.invalid += 1
+            if (adapter := sending.destination.adapter) is not None and sending.invalid >= _ADAPTER_ANSWERS:
+                raise DataError(
+                    f"{sending.invalid} answers with the adapter {adapter} were invalid: {failure!s:.100}; "
+                    f"its weights may be too large to compute with: go back to an earlier checkpoint, and train with a "
+                    f"smaller learning rate"
+                ) from failure
         else:
             return False
         return True

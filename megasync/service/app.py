@@ -374,6 +374,8 @@ class LocalService:
     ) -> None:
         self.config = resolve_names(config if isinstance(config, Config) else load_config(config, overrides))
         self.run_dir = None if run_dir is None else Path(run_dir)
+        if self.run_dir is not None and (self.run_dir / CONFIG_FILE).exists():
+            check_changes(load_config(self.run_dir / CONFIG_FILE), with_names(self.config), 0)
         check_service(self.config)
         _check(self.config)
 

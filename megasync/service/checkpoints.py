@@ -12,13 +12,10 @@ crash, and is removed when the service opens.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import tarfile
-import tempfile
-from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from megasync.base.files import remove_tree, sweep
@@ -29,7 +26,7 @@ from megasync.service.requests import Unknown
 
 log = logging.getLogger(__name__)
 
-STATES, SAVED, ARCHIVE = "states", "checkpoints", ".archive-"
+STATES, SAVED = "states", "checkpoints"
 SCHEME = "tinker://"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 # Seconds: an hour and ten years, as the protocol has it.
@@ -40,7 +37,7 @@ def check_name(name: str) -> str:
     """Returns the name of a checkpoint. Raises DataError for one that is not allowed."""
     if not NAME.fullmatch(name):
         raise DataError(
-            f"{name!r} cannot name a checkpoint: use 1 to 128 letters, digits, '-', '_' and '.', and begin with a "
+            f"{name!r:.200} cannot name a checkpoint: use 1 to 128 letters, digits, '-', '_' and '.', and begin with a "
             f"letter, a digit or '_'"
         )
     return name
@@ -82,6 +79,31 @@ def size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
+def pieces(file: Path, size: int) -> Iterator[bytes]:
+    """The content of a file, up to ``size`` bytes at once."""
+    with file.open("rb") as opened:
+        while piece := opened.read(size):
+            yield piece
+
+
+def tar_pieces(folder: Path, size: int) -> Iterator[bytes]:
+    """A tar file of `tar_bytes` bytes with the files of a folder, which do not change, piece by piece."""
+    for file in sorted(folder.iterdir()):
+        found = file.stat()
+        entry = tarfile.TarInfo(file.name)
+        entry.size, entry.mtime = found.st_size, found.st_mtime
+        yield entry.tobuf(tarfile.GNU_FORMAT)
+        yield from pieces(file, size)
+        if rest := -found.st_size % tarfile.BLOCKSIZE:
+            yield bytes(rest)
+    yield bytes(2 * tarfile.BLOCKSIZE)
+
+
+def tar_bytes(folder: Path) -> int:
+    blocks = sum(1 - -file.stat().st_size // tarfile.BLOCKSIZE for file in folder.iterdir())
+    return (blocks + 2) * tarfile.BLOCKSIZE
+
+
 def remove(folder: Path) -> None:
     """Removes a folder that nothing names anymore. What cannot be removed is left to the next opening."""
     try:
@@ -92,10 +114,13 @@ def remove(folder: Path) -> None:
         log.warning("%s cannot be removed: %s", folder, error)
 
 
+def holds_folders(run: Path) -> bool:
+    """Whether there are states or something that was saved."""
+    return any(any((run / kind).glob("*/*")) for kind in (STATES, SAVED))
+
+
 def remove_others(run: Path, named: Iterable[str]) -> None:
-    """Removes the folders of states and of what was saved that no record names, and what archives have left."""
-    for archive in run.glob(f"{ARCHIVE}*"):
-        remove(archive)
+    """Removes the folders of states and of what was saved that no record names."""
     needed = {run / name for name in named}
     for models in (run / STATES, run / SAVED):
         for model in models.iterdir() if models.is_dir() else ():
@@ -175,24 +200,6 @@ class Checkpoints:
 
     def folder(self, checkpoint: Checkpoint) -> Path:
         return self._run / folder_of(checkpoint.adapter)
-
-    @asynccontextmanager
-    async def archive(self, tenant: str, path: str) -> AsyncGenerator[Path]:
-        """Gives a tar file of the checkpoint's folder, which is removed at the end of the block."""
-        found = self.find(tenant, path)
-
-        def pack(target: Path) -> None:
-            with tarfile.open(target, "w") as archive:
-                for file in sorted(self.folder(found).iterdir()):
-                    archive.add(file, file.name)
-
-        with tempfile.TemporaryDirectory(prefix=ARCHIVE, dir=self._run) as folder:
-            target = Path(folder) / f"{found.name}.tar"
-            try:
-                await asyncio.to_thread(pack, target)
-            except OSError as error:
-                raise DataError(f"the archive of {path} cannot be written: {error}") from error
-            yield target
 
     def _delete(self, checkpoint: Checkpoint) -> None:
         """Drops the folder first: on a full disk nothing could be recorded before. Deleting may be repeated."""

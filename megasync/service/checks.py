@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from typing import Any
 
 from megasync.errors import DataError
 from megasync.service.checkpoints import check_name, check_ttl
+from megasync.service.encoding import encode
 from megasync.service.interfaces import Ints, ServedModel
 from megasync.service.limits import Limits
 from megasync.service.requests import (
@@ -20,6 +22,8 @@ from megasync.service.requests import (
 )
 
 KEY_LENGTH = 200
+# Of what clients say about a session, a model or a checkpoint, which stays in memory as long as that does.
+METADATA_BYTES = 1 << 16
 
 
 def check_request(request: Request, size: int, tokens: int, served: ServedModel, limits: Limits) -> None:
@@ -28,6 +32,8 @@ def check_request(request: Request, size: int, tokens: int, served: ServedModel,
         raise DataError(f"a request has {size} bytes, and the limit is request={limits.request}; send less at once")
     if tokens > limits.tokens:
         raise DataError(f"a request has {tokens} tokens, and the limit is tokens={limits.tokens}; send less at once")
+    if (metadata := getattr(request, "metadata", None)) is not None:
+        check_metadata(metadata)
     match request:
         case CreateModel():
             check_base(request.base_model, served)
@@ -74,6 +80,12 @@ def check_base(name: str | None, served: ServedModel) -> None:
     """Raises DataError for a base model that is not served."""
     if name is not None and name != served.name:
         raise DataError(f"the base model {name!r} is not served; this service has {served.name!r}")
+
+
+def check_metadata(value: Any) -> None:
+    """Raises DataError for metadata that is too large."""
+    if (size := len(encode(value))) > METADATA_BYTES:
+        raise DataError(f"metadata has {size} bytes, and {METADATA_BYTES} are allowed; keep the rest in files")
 
 
 def _check_tokens(tokens: Ints, what: str, served: ServedModel) -> None:

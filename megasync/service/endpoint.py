@@ -22,6 +22,9 @@ An outcome that failed is answered with 200, `error` and `category`: the client 
     -------------------------  ---------------------------  -----------------------------------------------------------
     retrieve_future(s)         an outcome                   the service; `_POLL_SECONDS`; the end of the connection
     the body of a request      the client                   its last byte; a deadline
+    a large request            others of its tenant         the answer to one of them
+    a download                 the client                   room in its socket; a deadline for each piece
+    an idle connection         a request                    the request; `_IDLE_SECONDS`
 
 It is aiohttp's low-level server, as the gateway is.
 """
@@ -37,10 +40,10 @@ import re
 import secrets
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
@@ -51,7 +54,7 @@ from megasync.errors import ConfigError, DataError
 from megasync.gateway.errors import RequestError
 from megasync.gateway.server import read_body
 from megasync.service import wire
-from megasync.service.checkpoints import SCHEME
+from megasync.service.checkpoints import SCHEME, pieces, tar_bytes, tar_pieces
 from megasync.service.interfaces import PassResult, Samples
 from megasync.service.methods import REFUSED
 from megasync.service.records import Checkpoint, Model
@@ -65,6 +68,11 @@ _PREFIX = "/api/v1/"
 _POLL_SECONDS = 30.0
 # Seconds to wait for open connections when the endpoint closes.
 _CLOSE_SECONDS = 1.0
+# Seconds after which a connection without a request ends. Clients keep unused ones for up to 90 s.
+_IDLE_SECONDS = 120.0
+# Seconds for a client to take a piece of a download, and the bytes of a piece.
+_STALL_SECONDS = 60.0
+_PIECE_BYTES = 1 << 20
 # Connections that may wait to be accepted: all samples of a step may be asked for at the same moment.
 _BACKLOG = 4096
 _MIB = 1024**2
@@ -72,6 +80,8 @@ _MIB = 1024**2
 _THREAD_BYTES = 1 << 16
 # Bytes of a body that has no tokens.
 _SMALL_BYTES = 1 << 20
+# Requests of a tenant with larger bodies that are read and decoded at the same time; the others' bodies stay unread.
+_LARGE_REQUESTS = 4
 # Room for the versions in the headers of an answer, of which clients take about 8 KiB. JSON answers always have them.
 _VERSIONS_BYTES = 4096
 # Seconds for which the address of a file is valid.
@@ -127,6 +137,7 @@ class Endpoint:
         self._secret = secrets.token_bytes(32)
         # Decoded, a body may take 30 times its size, so only one large one is at a time.
         self._decoding = asyncio.Lock()
+        self._large_requests: dict[str, asyncio.Semaphore] = {}
         self._runner: web.ServerRunner | None = None
         self._routes: dict[tuple[str, str], _Handler] = {
             ("POST", "client/config"): self._client_config,
@@ -181,6 +192,7 @@ class Endpoint:
             request_factory=self._request,
             access_log=None,
             handler_cancellation=True,
+            keepalive_timeout=_IDLE_SECONDS,
             # aiohttp does not know zstd, and would not bound it.
             auto_decompress=False,
         )
@@ -220,13 +232,14 @@ class Endpoint:
                 return await self._file(request, path.removeprefix("files/"))
             tenant = self._tenant(request.headers.get("X-API-Key", ""))
             handler, names = self._find(request.method, path)
-            call = _Call(tenant, request, names, await self._body(request))
-            try:
-                return await handler(call)
-            except wire.Numbered as refused:
-                # Those behind it do not wait for its number.
-                await self._service.refuse(tenant, refused.model, refused.seq, str(refused))
-                raise
+            async with self._turn(tenant, request):
+                call = _Call(tenant, request, names, await self._body(request))
+                try:
+                    return await handler(call)
+                except wire.Numbered as refused:
+                    # Those behind it do not wait for its number.
+                    await self._service.refuse(tenant, refused.model, refused.seq, str(refused))
+                    raise
         except Exception as error:  # every error is reported to the client
             refused = _refusal(error)
             if refused.status == 500:
@@ -235,13 +248,20 @@ class Endpoint:
             detail = str(refused).encode("utf-8", "backslashreplace").decode()
             return _json({"detail": detail}, refused.status)
 
+    def _turn(self, tenant: str, request: web.BaseRequest) -> AbstractAsyncContextManager[None]:
+        size, encoded = request.content_length, "Content-Encoding" in request.headers
+        most = request.client_max_size if size is None or encoded else size
+        if most <= _SMALL_BYTES:
+            return nullcontext()
+        return self._large_requests.setdefault(tenant, asyncio.Semaphore(_LARGE_REQUESTS))
+
     async def _body(self, request: web.BaseRequest) -> bytes:
         body = await read_body(request)
-        encoding = request.headers.get("Content-Encoding", "identity")
+        encoding = request.headers.get("Content-Encoding", "identity").lower()
         if encoding == "zstd":
             # A short body may be a long one.
             async with self._decoding:
-                return await asyncio.to_thread(wire.unzip, body, self._limit)
+                return await asyncio.to_thread(wire.unzip, body, request.client_max_size)
         if encoding != "identity":
             raise DataError(f"Content-Encoding {encoding!r} is not supported; send zstd, or no compression")
         return body
@@ -382,8 +402,9 @@ class Endpoint:
 
     async def _create_sampler(self, call: _Call) -> web.Response:
         asked = wire.read(call.body, "CreateSamplingSessionRequest")
+        number = wire.number(asked.sampling_session_seq_id, "sampling_session_seq_id")
         sampler = await self._service.create_sampler(
-            call.tenant, asked.session_id, asked.sampling_session_seq_id, asked.model_path, asked.base_model
+            call.tenant, asked.session_id, number, asked.model_path, asked.base_model
         )
         return _json({"type": "create_sampling_session", "sampling_session_id": sampler})
 
@@ -420,7 +441,7 @@ class Endpoint:
             call.tenant,
             target.sampling_session_id,
             target.cloned_sampler_id,
-            asked.prev_cursor,
+            wire.number(asked.prev_cursor, "prev_cursor"),
             seconds,
             asked.retrieved_request_ids,
         )
@@ -493,15 +514,19 @@ class Endpoint:
         return _nothing()
 
     async def _archive(self, call: _Call) -> web.StreamResponse:
-        async with self._service.archive(call.tenant, _path(call)) as file:
-            return await _send_file(call.request, file)
+        async with self._service.folder(call.tenant, _path(call)) as folder:
+            return await _send(call.request, tar_pieces(folder, _PIECE_BYTES), tar_bytes(folder))
 
     async def _file_urls(self, call: _Call) -> web.Response:
         path = _path(call)
         async with self._service.folder(call.tenant, path) as folder:
             files = sorted(file.name for file in folder.iterdir())
         expires = int(time.time()) + _FILE_SECONDS
-        base = f"{call.request.url.origin()}{_PREFIX}files/"
+        try:
+            base = f"{call.request.url.origin()}{_PREFIX}files/"
+        except ValueError:
+            host = call.request.headers.get("Host")
+            raise DataError(f"Host={host!r} is not an address at which files could be asked for") from None
         urls = {file: base + self._signed([call.tenant, path, file, expires]) for file in files}
         return _json({"urls": urls, "expires": _time(expires)})
 
@@ -522,12 +547,23 @@ class Endpoint:
         if expires < time.time():
             raise RequestError(403, f"the address of {file} was valid for {_FILE_SECONDS} s; ask for it again")
         async with self._service.folder(tenant, path) as folder:
-            return await _send_file(request, folder / file)
+            return await _send(request, pieces(folder / file, _PIECE_BYTES), (folder / file).stat().st_size)
 
 
-async def _send_file(request: web.BaseRequest, file: Path) -> web.StreamResponse:
-    response = web.FileResponse(file)
+async def _send(request: web.BaseRequest, parts: Iterator[bytes], size: int) -> web.StreamResponse:
+    """Answers with ``size`` bytes. What is not sent yet stays on the disk; a client that takes nothing loses it."""
+    response = web.StreamResponse(headers={"Content-Length": str(size)})
     await response.prepare(request)
+    try:
+        while part := await asyncio.to_thread(next, parts, b""):
+            async with asyncio.timeout(_STALL_SECONDS):
+                await response.write(part)
+    except (OSError, TimeoutError) as error:
+        # An answer that has begun cannot become another one.
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(f"a download of {size} bytes broke off: {error!r}") from error
+    await response.write_eof()
     return response
 
 

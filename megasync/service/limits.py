@@ -23,6 +23,8 @@ class Limits:
     tokens: int = 16_000_000
     # Requests that have no outcome yet.
     pending: int = 10_000
+    # Bytes of recorded requests: of those without an outcome, and of passes since the last optimizer step.
+    recorded: int = 4 * 10**9
     # Requests for samples that run at the same time.
     samples: int = 256
     # Outcomes that are kept: their number, their bytes, and for how long.

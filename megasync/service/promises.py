@@ -59,13 +59,13 @@ VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 """
 READ = """
 SELECT id, tenant, target, seq, key, request_type, digest, tokens, accepted, position, finished, outcome_type,
-    request IS NOT NULL, length(outcome) FROM promises ORDER BY position, accepted
+    length(request), length(outcome) FROM promises ORDER BY position, accepted
 """
 # Seconds between attempts to write to a full disk.
 FULL_DISK_SECONDS = 1.0
 # Seconds to wait for the file: a killed service takes a moment to exit.
 LOCK_SECONDS = 30.0
-# Bytes of outcomes that are kept in memory too.
+# Bytes of outcomes that are kept in memory too, and of a tenant's requests: later ones are read when they run.
 MEMORY = 256 * 10**6
 
 # A statement and its parameters.
@@ -81,14 +81,20 @@ def drop_record(kind: str, name: str) -> Change:
 
 
 class Store:
-    """The file. `read` and `rows` are for the time before the first `put`."""
+    """The file. `read` and `rows` are for the time before the first `put`.
 
-    def __init__(self, path: Path, run: Run | None = None) -> None:
+    ``named`` tells that there is something which only the file can name, so that it cannot be a new one.
+    """
+
+    def __init__(self, path: Path, run: Run | None = None, named: bool = False) -> None:
         self._path = path
+        self._named = named
         try:
             self._db = sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)
             self._prepare()
         except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                raise self._damaged(error) from error
             fix = "free space on its disk" if is_full(error) else "is another service running in this folder?"
             raise LedgerError(f"{path} cannot be opened: {error}; {fix}") from error
         self._batches: Batches[Callable[[], Any], Any] = Batches(
@@ -98,13 +104,25 @@ class Store:
     def read(self, kind: str, record_type: type[T]) -> dict[str, T]:
         decoder = msgspec.msgpack.Decoder(record_type)
         try:
-            rows = self._db.execute("SELECT id, data FROM records WHERE kind = ?", (kind,))
+            rows = self._select("SELECT id, data FROM records WHERE kind = ?", kind)
             return {name: decoder.decode(data) for name, data in rows}
-        except (sqlite3.Error, msgspec.DecodeError) as error:
-            raise LedgerError(f"{self._path} is damaged: {error}; restore it from a copy, or move it away") from error
+        except msgspec.DecodeError as error:
+            raise self._damaged(error) from error
 
     def rows(self) -> Iterable[tuple[Any, ...]]:
-        return self._db.execute(READ)
+        return self._select(READ)
+
+    def _select(self, statement: str, *values: str) -> Iterable[tuple[Any, ...]]:
+        try:
+            return self._db.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            raise self._damaged(error) from error
+
+    def _damaged(self, why: object) -> LedgerError:
+        self._db.close()
+        return LedgerError(
+            f"{self._path} is damaged: {why}; restore it from a copy, or move it away with all that is beside it"
+        )
 
     async def put(self, changes: Sequence[Change]) -> None:
         """Returns once all of the changes are on disk, or raises and none of them is made."""
@@ -148,6 +166,8 @@ class Store:
         self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
         self._db.execute("PRAGMA synchronous=FULL")
         new = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
+        if new and self._named:
+            raise self._damaged("it has no tables, but there are states and checkpoints beside it")
         found = tuple(self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
         if not new and found != (APPLICATION_ID, SCHEMA_VERSION):
             raise LedgerError(
@@ -177,7 +197,7 @@ class Promise:
     """An accepted request. ``target`` is its model or sampler, ``seq`` its number there.
 
     ``position`` is its place in the order of outcomes, 0 without one. ``request`` is None when it is not in memory,
-    and ``has_request`` tells whether it is on disk.
+    and ``request_bytes`` are 0 when it is not on disk either.
     """
 
     id: str
@@ -190,7 +210,7 @@ class Promise:
     tokens: int
     accepted: float
     request: Request | Refused | None = None
-    has_request: bool = True
+    request_bytes: int = 0
     position: int = 0
     finished: float = 0.0
     outcome_type: str | None = None
@@ -214,6 +234,8 @@ class Account:
 
     pending: int = 0
     tokens: int = 0
+    # Bytes of the requests that are kept, whether they have an outcome or not.
+    request_bytes: int = 0
     kept: OrderedDict[str, Promise] = field(default_factory=OrderedDict[str, Promise])
     kept_bytes: int = 0
 
@@ -289,6 +311,10 @@ class Promises:
         account = self.account(promise.tenant)
         account.pending += 1
         account.tokens += promise.tokens
+        promise.request_bytes = len(body)
+        account.request_bytes += len(body)
+        if account.request_bytes > MEMORY:
+            promise.request = None
         row = (
             *(promise.id, promise.tenant, promise.target, promise.seq, promise.key, promise.request_type),
             *(promise.digest, promise.tokens, promise.accepted, body),
@@ -316,6 +342,7 @@ class Promises:
         except Exception as error:
             self._remove(promise)
             undo()
+            self._release(promise)
             account = self.account(promise.tenant)
             account.pending -= 1
             account.tokens -= promise.tokens
@@ -343,7 +370,8 @@ class Promises:
         promise.position, promise.finished = self._position, self._clock()
         promise.outcome_type, promise.outcome_bytes = type(outcome).__name__, len(data)
         promise.request = None
-        promise.has_request = keep_request
+        if not keep_request:
+            self._release(promise)
         account = self.account(promise.tenant)
         account.pending -= 1
         account.tokens -= promise.tokens
@@ -461,11 +489,15 @@ class Promises:
 
     def release_request(self, promise: Promise) -> Change:
         """The change that drops the body of a request, which nothing needs anymore."""
-        promise.has_request = False
+        self._release(promise)
         if promise.outcome_type is None:
             self._remove(promise)
             return "DELETE FROM promises WHERE id = ?", (promise.id,)
         return "UPDATE promises SET request = NULL WHERE id = ?", (promise.id,)
+
+    def _release(self, promise: Promise) -> None:
+        self.account(promise.tenant).request_bytes -= promise.request_bytes
+        promise.request_bytes = 0
 
     def forget(self, promise: Promise) -> None:
         """Drops an outcome that its client has, or that is past its time."""
@@ -477,7 +509,7 @@ class Promises:
         self._forgotten(promise)
         promise.outcome_type = None
         position = put_record("counter", "position", self._position)
-        if promise.has_request:
+        if promise.request_bytes:
             self.record(
                 ("UPDATE promises SET outcome = NULL, outcome_type = NULL WHERE id = ?", (promise.id,)), position
             )
@@ -528,12 +560,19 @@ class Promises:
             self._by_key.pop((promise.tenant, promise.key), None)
 
     def _restore(
-        self, promise: Promise, position: int, finished: float, outcome_type: str | None, body: int, size: int | None
+        self,
+        promise: Promise,
+        position: int,
+        finished: float,
+        outcome_type: str | None,
+        body: int | None,
+        size: int | None,
     ) -> None:
         promise.position, promise.finished, promise.outcome_type = position, finished, outcome_type
-        promise.has_request, promise.outcome_bytes = bool(body), size or 0
+        promise.request_bytes, promise.outcome_bytes = body or 0, size or 0
         self._add(promise)
         account = self.account(promise.tenant)
+        account.request_bytes += promise.request_bytes
         if not position:
             account.pending += 1
             account.tokens += promise.tokens

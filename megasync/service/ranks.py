@@ -129,6 +129,9 @@ def _check_adam(adam: columns.Adam) -> None:
     for name in ("beta1", "beta2"):
         if (value := getattr(adam, name)) >= 1:
             raise DataError(f"{name} is {value!r}; it must be below 1")
+    if adam.eps < (least := np.finfo(np.float32).tiny):
+        # Fresh adapters have gradients of zero.
+        raise DataError(f"eps is {adam.eps!r}; it must be at least {least:g}, or a gradient of zero has no step")
 
 
 def _joined(work: Pass, parts: Sequence[PassPart]) -> PassResult:

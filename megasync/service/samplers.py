@@ -207,7 +207,16 @@ class Samplers:
         """Runs a request for samples."""
         task = asyncio.create_task(self._run(promise), name=promise.id)
         self._tasks[promise.id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(promise.id, None))
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del self._tasks[promise.id]
+            if promise.id in self._cancelled:
+                self._cancelled.discard(promise.id)
+                # Also if it had not begun, so that nothing in it could notice.
+                if task.cancelled():
+                    self._promises.settle(promise, Failed("the request was cancelled by its client", "user"))
+
+        task.add_done_callback(ended)
 
     def cancel(self, promise: Promise) -> None:
         """Stops a request that runs; has no effect on one that has ended."""
@@ -274,17 +283,11 @@ class Samplers:
                 assert isinstance(request, Sample)
                 async with AsyncExitStack() as used:
                     outcome = await self._sample(promise.tenant, request, used)
-        except asyncio.CancelledError:
-            if promise.id not in self._cancelled:
-                raise
-            self._cancelled.discard(promise.id)
-            outcome = Failed("the request was cancelled by its client", "user")
         except DataError as error:
             outcome = Failed(str(error), "user")
         except Exception as error:  # noqa: BLE001 - whatever it is, the promise ends with it
             log.warning("Request %s for samples failed: %s", promise.id, error)
             outcome = Failed(f"the servers could not sample: {error}; repeat the request", "server")
-        self._cancelled.discard(promise.id)
         self._promises.settle(promise, outcome)
 
     async def _sample(self, tenant: str, request: Sample, used: AsyncExitStack) -> interfaces.Samples:

@@ -33,8 +33,8 @@ from megasync.concurrency.batches import Run
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import DataError
 from megasync.service import interfaces, tenant_logs
-from megasync.service.checkpoints import Checkpoints, folder_of, remove_others
-from megasync.service.checks import check_base, check_key, check_request, tokens_of
+from megasync.service.checkpoints import Checkpoints, folder_of, holds_folders, remove_others
+from megasync.service.checks import check_base, check_key, check_metadata, check_request, tokens_of
 from megasync.service.encoding import encode
 from megasync.service.interfaces import ServedModel
 from megasync.service.limits import Limits
@@ -92,7 +92,7 @@ class Service:
         self.served = served
         self.limits = limits or Limits()
         self._clock = clock
-        store = Store(folder / FILE, run)
+        store = Store(folder / FILE, run, named=holds_folders(folder))
         self._sessions = store.read("session", Session)
         models, checkpoints = store.read("model", Model), store.read("checkpoint", Checkpoint)
         samplers = store.read("sampler", Sampler)
@@ -184,11 +184,13 @@ class Service:
         tokens, now = tokens_of(request, self.served.context), self._clock()
         try:
             check_request(request, len(body), tokens, self.served, self.limits)
+            self._check_room(tenant, request, target, seq, tokens, len(body))
+        except Busy:
+            raise
         except DataError as error:
             if seq > 0 and model_of(request):
                 await self._refuse(name, tenant, target, seq, digest, str(error))
             raise
-        self._check_room(tenant, request, target, seq, tokens)
         promise = Promise(name, tenant, target, seq, key, type(request).__name__, digest, tokens, now, request)
         made = self._make(tenant, request, target)
         self._see(tenant, target)
@@ -254,6 +256,7 @@ class Service:
                 f"the tenant has {living} sessions, and the limit is sessions={self.limits.sessions}; finish one"
             )
         session = Session(secrets.token_hex(8), tenant, self._clock(), list(tags), dict(metadata or {}), name, key)
+        check_metadata([session.tags, session.metadata, session.name])
         change = put_record("session", session.id, session)
         self._sessions[session.id] = session
         self._seen[session.id] = self._clock()
@@ -276,6 +279,7 @@ class Service:
         """Ends a session, its models and its samplers. Checkpoints stay. The first call counts."""
         self._check_open()
         found = self.session(tenant, session)
+        check_metadata(detail)
         if not found.ended:
             found.ended, found.detail, found.ended_at = status, detail, self._clock()
             self._seen.pop(session, None)
@@ -384,13 +388,6 @@ class Service:
         found = self._checkpoints.find(tenant, path)
         async with self._adapters.using(found.adapter):
             yield self._checkpoints.folder(found)
-
-    @asynccontextmanager
-    async def archive(self, tenant: str, path: str) -> AsyncGenerator[Path]:
-        """Gives a tar file of a checkpoint, which is removed at the end of the block."""
-        found = self._checkpoints.find(tenant, path)
-        async with self._adapters.using(found.adapter), self._checkpoints.archive(tenant, path) as file:
-            yield file
 
     # What is past its time, and the view
 
@@ -542,8 +539,10 @@ class Service:
                 f"number the requests of a model 1, 2, 3, ..."
             )
 
-    def _check_room(self, tenant: str, request: Request | Refused, target: str, seq: int, tokens: int) -> None:
-        """Raises DataError for what the tenant cannot have now."""
+    def _check_room(
+        self, tenant: str, request: Request | Refused, target: str, seq: int, tokens: int, size: int
+    ) -> None:
+        """Raises Busy for what the tenant cannot have now, and another DataError for what no waiting changes."""
         account, limits = self._promises.account(tenant), self.limits
         model = self._training.find(target)
         if model is not None and model.waiting and seq == model.record.next:
@@ -559,6 +558,14 @@ class Service:
                 f"{account.tokens} tokens of requests have no outcome yet, {tokens} more are asked for, and the limit "
                 f"is tokens={limits.tokens}; wait for some"
             )
+        if isinstance(request, Compute | Sample) and account.request_bytes + size > limits.recorded:
+            recorded = f"{account.request_bytes} bytes of requests are recorded, and the limit is {limits.recorded}"
+            if not account.pending:
+                raise DataError(
+                    f"{recorded}: all are passes with gradients that no optimizer step has used; take a step of each "
+                    f"model, unload models, or use forward for passes whose gradients nobody needs"
+                )
+            raise Busy(f"{recorded}; wait for outcomes")
         if isinstance(request, CreateModel) or (isinstance(request, LoadWeights) and request.model is None):
             living = sum(
                 not model.record.ended and model.record.session not in self._idle for model in self._training.of(tenant)
@@ -573,7 +580,7 @@ class Service:
         request = Refused(why)
         promise = Promise(name, tenant, target, seq, None, Refused.__name__, digest, 0, self._clock(), request)
         with suppress(Busy):
-            self._check_room(tenant, request, target, seq, 0)
+            self._check_room(tenant, request, target, seq, 0, 0)
             await asyncio.shield(self._promises.accept(promise, encode(request), self._start))
 
     def _make(self, tenant: str, request: Request, target: str) -> Model | None:

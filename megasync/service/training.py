@@ -176,7 +176,7 @@ class Training:
         self._wake = asyncio.Event()
         self.restarts = 0
         for promise in promises:
-            if (model := self._models.get(promise.target)) is not None and promise.position and promise.has_request:
+            if (model := self._models.get(promise.target)) is not None and promise.position and promise.request_bytes:
                 model.replay.append(promise)
         for model in self._models.values():
             model.replay.sort(key=lambda promise: promise.seq)
@@ -455,7 +455,22 @@ class Training:
         model.resident = True
         model.restores = 0
 
+    async def _make_room(self, batch: Sequence[_Turn]) -> None:
+        """Takes models from the ranks, those idle for longest first, of tenants with more than their limit there.
+
+        Models of silent sessions do not count when others are made, and come back all the same.
+        """
+        needed = {turn.model for turn in batch if turn.promise.request_type not in (*SAVING, UnloadModel.__name__)}
+        for tenant in {model.record.tenant for model in needed if not model.resident}:
+            there = [model for model in self.of(tenant) if model.resident or model in needed]
+            others = [model for model in there if model not in needed and not model.saving]
+            others.sort(key=lambda model: model.record.last_request)
+            for model in others[: max(0, len(there) - self._limits.models)]:
+                await self._trainer.unload(model.record.id)
+                model.resident = False
+
     async def _perform(self, batch: Sequence[_Turn]) -> None:
+        await self._make_room(batch)
         for turn in batch:
             saving = turn.promise.request_type in SAVING and turn.model.record.state
             if not saving and turn.promise.request_type not in WITHOUT_STATE:
@@ -592,9 +607,12 @@ class Training:
             self._leaving.add(record.id)
             message = (
                 f"the state after request {turn.promise.seq} cannot be saved: {error}; the request had no effect, and "
-                f"gradients are kept: repeat it once there is room"
+                f"gradients are kept: repeat it"
             )
-            self._finish(turn, Failed(message, "server"))
+            if isinstance(error, DataError):
+                self._finish(turn, Failed(message, "user"))
+            else:
+                self._finish(turn, Failed(f"{message} once there is room", "server"))
 
         await self._save_behind(turn, state, True, "", saved, failed)
 
@@ -667,9 +685,10 @@ class Training:
 
         def saved(size: int) -> None:
             adapter, before = adapter_of(record.id, seq), ""
-            if sampler.id in session.samplers:
-                # Made for another model meanwhile.
-                self._finish(turn, Failed(exists, "user"), then=lambda: self._adapters.drop(adapter))
+            # Another model may have made it meanwhile, or the session may have ended.
+            gone = f"model {record.id} is gone: {record.ended}" if record.ended else ""
+            if refusal := gone or (exists if sampler.id in session.samplers else ""):
+                self._finish(turn, Failed(refusal, "user"), then=lambda: self._adapters.drop(adapter))
                 return
             if request.inflight:
                 sampler.inflight = record.id

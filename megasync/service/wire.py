@@ -2,9 +2,9 @@
 
 Invariant: what leaves `read_*` has the shapes and types that `interfaces` promises, and its tensors took no more memory
 than its `limit`; everything else is a DataError that names the field. The parts of a large body are counted before it
-is parsed (`_check_parts`, `read_json`), because the smallest take far more memory than their bytes. Tokens are moved by
-NumPy, never one by one. A sparse tensor becomes a dense one, whose missing cells are 0 (in `target_prompt_logprobs` -1,
-which asks for nothing).
+is parsed (`_check_parts`, `read_json`), because the smallest take far more memory than their bytes, and what is wrong
+with each of them even more (`_shortened`). Tokens are moved by NumPy, never one by one. A sparse tensor becomes a dense
+one, whose missing cells are 0 (in `target_prompt_logprobs` -1, which asks for nothing).
 
 The client's own modules, of the extra `serve`, say what a message contains. Only this module imports them.
 """
@@ -71,6 +71,8 @@ SEQUENCE = "sampled_sequence"
 _MOST_DATA, _MOST_PARTS = 1 << 14, 1 << 18
 # Messages and fields that a body in protobuf may have, and values that one in JSON may have, of up to 100 bytes each.
 _MOST_FIELDS, _MOST_VALUES = 1 << 20, 1 << 22
+# Values of a body in JSON besides lists of token ids: some 10 kB for each that is wrong. And how long such a list is.
+_MOST_OTHERS, _LONG_LIST = 1 << 14, 64
 # A field has two bytes at least, so shorter bodies need no count.
 _COUNTED_BYTES = 2 * _MOST_FIELDS
 # What a cell of top log-probs without a token has.
@@ -115,7 +117,7 @@ def read_compute(body: bytes, limit: int) -> Compute:
         ) from None
     if not message.model_id:
         raise DataError("model_id is missing; it names the model that create_model or load_weights answered")
-    seq = _number(message.seq_id, "seq_id")
+    seq = number(message.seq_id, "seq_id")
     try:
         work = _pass(message, limit)
     except DataError as error:
@@ -317,7 +319,8 @@ def _sequences(spans: Sequence[pb.ProvenanceSpan], total: int, where: str) -> In
     return np.repeat(np.array(marks, np.int64), [arm.length for arm in arms])
 
 
-def _number(value: int | None, name: str) -> int:
+def number(value: int | None, name: str) -> int:
+    """A number of 64 bits from a client. Raises DataError for any other."""
     if value is None or not 0 <= value < 2**63:
         raise DataError(
             f"{name} is missing, negative or too large; it numbers what the client asks for, in the order of the client"
@@ -354,11 +357,33 @@ def _read(body: bytes, kind: type[Wire]) -> Wire:
 
 def _validated(value: dict[str, Any], kind: type[Wire]) -> Wire:
     try:
+        short = _shortened(value, [_MOST_OTHERS])
+        # Whatever is wrong with one of many token ids is wrong with the first, because all are whole numbers.
+        kind.model_validate(short)
         return kind.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         field = ".".join(str(part) for part in first["loc"])
         raise DataError(f"{kind.__name__}.{field}: {first['msg']}") from None
+    except RecursionError:
+        raise DataError("the body has lists or objects too deep in one another; send a flatter one") from None
+
+
+def _shortened(value: Any, left: list[int]) -> Any:
+    """A copy whose long lists of whole numbers have their first ones only.
+
+    ``left`` says how many values may be beside them. Raises DataError for more.
+    """
+    if not isinstance(value, dict | list):
+        return value
+    if isinstance(value, list) and len(value) > _LONG_LIST and set(map(type, value)) == {int}:
+        return value[:_LONG_LIST]
+    left[0] -= len(value)
+    if left[0] < 0:
+        raise DataError(f"the body has more than {_MOST_OTHERS} values besides lists of token ids; send less at once")
+    if isinstance(value, list):
+        return [_shortened(each, left) for each in value]
+    return {name: _shortened(each, left) for name, each in value.items()}
 
 
 def read_create_model(body: bytes) -> CreateModel:
@@ -372,7 +397,7 @@ def read_create_model(body: bytes) -> CreateModel:
         raise DataError(f"lora_config.rank={lora.rank}; it is at least 1")
     if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
         raise DataError("lora_config trains nothing; set train_attn, train_mlp or train_unembed")
-    seq = _number(message.model_seq_id, "model_seq_id")
+    seq = number(message.model_seq_id, "model_seq_id")
     seed = zlib.crc32(f"{message.session_id}:{seq}".encode()) if lora.seed is None else _seed(lora.seed)
     spec = AdapterSpec(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
     return CreateModel(message.session_id, seq, message.base_model, spec, message.user_metadata)
@@ -386,7 +411,7 @@ def _require_adam(config: Any) -> None:
 def read_optim_step(body: bytes) -> OptimStep:
     """Decodes an `OptimStepRequest`."""
     message = _read(body, types.OptimStepRequest)
-    seq = _number(message.seq_id, "seq_id")
+    seq = number(message.seq_id, "seq_id")
     params = message.optim_params
     if not isinstance(params, types.AdamParams):
         raise Numbered(message.model_id, seq, f"optimizer {params.type!r} is not supported; send AdamParams")
@@ -399,7 +424,7 @@ def read_optim_step(body: bytes) -> OptimStep:
 def read_save_weights(body: bytes) -> SaveWeights:
     """Decodes a `SaveWeightsRequest`."""
     message = _read(body, types.SaveWeightsRequest)
-    seq = _number(message.seq_id, "seq_id")
+    seq = number(message.seq_id, "seq_id")
     return SaveWeights(
         message.model_id, seq, message.path, message.overwrite, message.ttl_seconds, message.user_metadata
     )
@@ -408,9 +433,11 @@ def read_save_weights(body: bytes) -> SaveWeights:
 def read_save_for_sampler(body: bytes) -> SaveForSampler:
     """Decodes a `SaveWeightsForSamplerRequest`."""
     message = _read(body, types.SaveWeightsForSamplerRequest)
-    seq = _number(message.seq_id, "seq_id")
+    seq = number(message.seq_id, "seq_id")
     if (message.path is None) == (message.sampling_session_seq_id is None):
         raise Numbered(message.model_id, seq, "give either path or sampling_session_seq_id")
+    if message.sampling_session_seq_id is not None:
+        number(message.sampling_session_seq_id, "sampling_session_seq_id")
     return SaveForSampler(
         message.model_id,
         seq,
@@ -425,7 +452,7 @@ def read_save_for_sampler(body: bytes) -> SaveForSampler:
 def read_save_external(body: bytes) -> SaveForSampler:
     """Decodes a `SaveWeightsExternalRequest`."""
     message = _read(body, types.SaveWeightsExternalRequest)
-    seq = _number(message.seq_id, "seq_id")
+    seq = number(message.seq_id, "seq_id")
     if message.age_encryption_recipients:
         raise Numbered(
             message.model_id, seq, "age_encryption_recipients is not supported: files are not encrypted; leave it out"
@@ -440,7 +467,7 @@ def read_load_weights(body: bytes, base_model: str) -> LoadWeights:
     new = message.session_id is not None and message.model_seq_id is not None
     if existing == new:
         raise DataError("give either model_id and seq_id, or session_id and model_seq_id")
-    _number(message.seq_id if existing else message.model_seq_id, "seq_id" if existing else "model_seq_id")
+    number(message.seq_id if existing else message.model_seq_id, "seq_id" if existing else "model_seq_id")
     _require_adam(message.optimizer_config)
     if message.weights_access_token is not None:
         raise DataError("weights_access_token is not supported: a tenant loads checkpoints of its own")
@@ -498,7 +525,7 @@ def read_sample(body: bytes, limit: int) -> Sample:
     )
     sampler, seq = message.sampling_session_id, message.seq_id
     if sampler is not None:
-        seq = _number(seq, "seq_id")
+        seq = number(seq, "seq_id")
     return Sample(sampling, sampler, seq, message.model_path, message.base_model)
 
 

@@ -128,7 +128,6 @@ OTHER_WRITERS = {
     "install/steps.py": "a log, appended to",
     "launch/node.py": "copies of logs",
     "layout/adapter_files.py": "files of a draft, which is flushed and renamed whole",
-    "service/checkpoints.py": "an archive for a download, removed afterwards",
     "service/sampling.py": "files of a draft, which is flushed and renamed whole",
     "service/tenant_logs.py": "a log, appended to",
     "base/locks.py": "the lock itself: its inode must stay",

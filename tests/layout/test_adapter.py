@@ -7,7 +7,7 @@ import pytest
 import torch
 from random_models import MODELS, MORE_MODELS
 
-from megasync.errors import CheckpointError, ConfigError
+from megasync.errors import CheckpointError, ConfigError, DataError
 from megasync.layout.adapter import AdapterLayout, AdapterShape, kinds_of_projections
 from megasync.layout.adapter_files import AdapterFiles, SavedAdapter, padded
 from megasync.layout.layout import Box, Layout
@@ -86,6 +86,19 @@ def test_a_folder_without_room_is_an_error_and_leaves_nothing(tmp_path):
             saved.write(tmp_path / "a")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_not_written(tmp_path, value):
+    layout = Layout(CONFIGS["qwen2"], Topology())
+    adapters = AdapterLayout(layout, shape_of(layout, 2))
+    factors = arrays(factors_of(adapters))
+    name = list(factors)[-1]
+    factors[name] = factors[name].copy()
+    factors[name].flat[-1] = value
+    with pytest.raises(DataError, match=f"{name} would have values that are not finite"):
+        SavedAdapter(adapters.shape, str(tmp_path), factors).write(tmp_path / "a")
     assert not any(tmp_path.iterdir())
 
 

@@ -14,7 +14,7 @@ from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config import SERVICE_FOLDER, TENANTS_FILE
 from megasync.config.access import read_tenants
 from megasync.config.commands import served_config
-from megasync.errors import DataError, ServerError
+from megasync.errors import ConfigError, DataError, ServerError
 from megasync.install import missing
 from megasync.observe.observer import RunParts
 from megasync.observe.state_file import ModelState, TenantState, read_state
@@ -223,3 +223,6 @@ async def test_the_service_of_a_program_has_no_port_and_ends_with_its_block(
     assert state is not None and [tenant.name for tenant in state.tenants] == ["me"]
     async with app.LocalService(local.config, run_dir=local.run_dir) as service:
         assert len(service.sessions("me")) == 1
+    # Its adapters are for this model.
+    with pytest.raises(ConfigError, match="model.dtype=float16 cannot replace"):
+        app.LocalService(make(*SERVED, "model.dtype=float16"), run_dir=local.run_dir)

@@ -171,6 +171,15 @@ async def test_a_published_checkpoint_is_everyones_to_read_and_its_owners_to_cha
         ),
         ("sessions/x/finish", {"reason": {"type": "tired"}}, 400, "'tired' is none of success, errored, interrupted"),
         ("weights_info", {"tinker_path": 3}, 400, "tinker_path=3 is not text"),
+        ("create_sampling_session", {"session_id": "x", "sampling_session_seq_id": -1}, 400, "is missing, negative"),
+        ("create_sampling_session", {"session_id": "x", "sampling_session_seq_id": 2**63}, 400, "or too large"),
+        (
+            "save_weights_for_sampler",
+            {"model_id": "m", "seq_id": 1, "sampling_session_seq_id": -1},
+            400,
+            "sampling_session_seq_id is missing, negative",
+        ),
+        ("retrieve_futures", {"target": {"sampling_session_id": "x"}, "prev_cursor": 2**63}, 400, "prev_cursor"),
         ("sessions?limit=x", None, 400, "limit='x'"),
         ("sessions?offset=-1", None, 400, "offset='-1'"),
         ("copy_weights", {}, 404, "POST /api/v1/copy_weights is not supported: a tenant has no projects"),
@@ -201,7 +210,61 @@ async def test_a_body_is_bounded_before_and_after_its_decompression(tmp_path):
         status, answer = await rig.ask("forward_backward", b"x", Content_Encoding="gzip")
         assert status == 400 and "Content-Encoding 'gzip' is not supported" in answer["detail"]
         zipped = zstandard.ZstdCompressor().compress(compute(model, 1))
-        assert "metrics" in await rig.outcome("forward_backward", zipped, Content_Encoding="zstd")
+        assert "metrics" in await rig.outcome("forward_backward", zipped, Content_Encoding="ZSTD")
+
+
+@pytest.mark.parametrize("route", ["optim_step", "create_session", "retrieve_future", "telemetry", "sessions/x/finish"])
+async def test_a_body_without_data_is_small_also_after_its_decompression(rig, route):
+    body = zstandard.ZstdCompressor().compress(b'{"x": "' + bytes(2**21) + b'"}')
+    status, answer = await rig.ask(route, body, Content_Encoding="zstd")
+    assert status == 400 and "1048576 are allowed" in answer["detail"]
+
+
+async def test_large_bodies_of_a_tenant_wait_unread_for_one_another(rig, monkeypatch):
+    reading: list[str] = []
+    go_on, read = asyncio.Event(), module.read_body
+
+    async def slow(request):
+        reading.append(request.headers["X-API-Key"])
+        await go_on.wait()
+        return await read(request)
+
+    model = await model_of(rig, await session_of(rig))
+    monkeypatch.setattr(module, "read_body", slow)
+
+    async def chunks(data):
+        yield data
+
+    # Neither the length that is sent nor that of a compressed body says how large it becomes.
+    zipped = zstandard.ZstdCompressor().compress(compute(model, 1))
+    url, ann, bob = f"{rig.endpoint.url}/api/v1/forward_backward", KEYS["ann"], KEYS["bob"]
+    asked = [
+        asyncio.ensure_future(rig.http.post(url, data=data, headers={"X-API-Key": key} | more))
+        for key, data, more in [
+            *[(ann, zipped, {"Content-Encoding": "zstd"})] * 3,
+            *[(ann, chunks(compute(model, 1)), {}) for _ in range(3)],
+            (bob, bytes(2**21), {}),
+        ]
+    ]
+    small = asyncio.ensure_future(rig.ask("forward_backward", compute(model, 1)))
+    while len(reading) < 6:
+        await asyncio.sleep(0.001)
+    assert sorted(reading) == sorted([ann] * 5 + [bob])
+    go_on.set()
+    assert [(await answer).status for answer in asked] == [200] * 6 + [400]
+    assert (await small)[0] == 200
+    assert rig.trainer.calls.count(("compute", model)) == 1
+
+
+async def test_a_connection_without_a_request_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_IDLE_SECONDS", 0.05)
+    async with serving(tmp_path) as rig:
+        host, port = rig.endpoint.url.removeprefix("http://").split(":")
+        for sent in (b"", b"POST /api/v1/optim_step HTT"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(sent)
+            assert await reader.read() == b""
+            writer.close()
 
 
 @pytest.mark.parametrize(
@@ -318,13 +381,71 @@ async def test_samples_are_protobuf_or_json_and_say_which_version_each_token_has
     assert [each.tokens for each in decoded.sequences] == [each["tokens"] for each in plain["sequences"]]
 
 
-async def test_a_checkpoint_is_downloaded_as_an_archive(rig):
+async def test_a_checkpoint_is_downloaded_as_an_archive(rig, tmp_path, monkeypatch):
     model = await model_of(rig, await session_of(rig))
     await rig.outcome("save_weights", {"model_id": model, "seq_id": 1, "path": "w"})
     status, body = await rig.ask(f"training_runs/{model}/checkpoints/weights/w/archive")
     assert status == 200
     with tarfile.open(fileobj=io.BytesIO(body)) as archive:
         assert json.load(archive.extractfile("state.json")).keys() == {"w", "m"}
+    (folder,) = (tmp_path / "checkpoints").glob("*/1")
+    for size in (0, 1, 511, 512, 513, 1024):
+        (folder / "other").write_bytes(bytes(range(256)) * 4 if size == 1024 else b"x" * size)
+        monkeypatch.setattr(module, "_PIECE_BYTES", 100)
+        status, body = await rig.ask(f"training_runs/{model}/checkpoints/weights/w/archive")
+        assert status == 200
+        with tarfile.open(fileobj=io.BytesIO(body)) as archive:
+            assert archive.getnames() == ["other", "state.json"]
+            assert archive.extractfile("other").read() == (folder / "other").read_bytes()
+
+
+async def test_a_download_is_sent_once_and_what_follows_it_is_the_next_answer(rig, caplog):
+    model = await model_of(rig, await session_of(rig))
+    await rig.outcome("save_weights", {"model_id": model, "seq_id": 1, "path": "w"})
+    checkpoint = f"training_runs/{model}/checkpoints/weights/w"
+    (address,) = (await rig.ask(f"{checkpoint}/external_weights_urls"))[1]["urls"].values()
+    host, port = rig.endpoint.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    for path in (address.removeprefix(rig.endpoint.url), f"/api/v1/{checkpoint}/archive", "/api/v1/healthz") * 2:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nX-API-Key: {KEYS['ann']}\r\n\r\n".encode())
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        assert head.startswith("http/1.1 200")
+        size = int(head.partition("content-length: ")[2].split()[0])
+        body = await reader.readexactly(size)
+    assert json.loads(body) == {"status": "ok"}
+    writer.close()
+    assert not [record for record in caplog.records if record.levelname != "INFO"]
+
+
+@pytest.mark.parametrize("host", ["", "x:99999"])
+async def test_addresses_of_files_need_that_of_the_service(rig, host):
+    model = await model_of(rig, await session_of(rig))
+    await rig.outcome("save_weights", {"model_id": model, "seq_id": 1, "path": "w"})
+    urls = f"training_runs/{model}/checkpoints/weights/w/external_weights_urls"
+    status, answer = await rig.ask(urls, Host=host)
+    assert status == 400 and f"Host={host!r} is not an address" in answer["detail"]
+
+
+async def test_a_client_that_takes_nothing_loses_its_download_and_the_folder_goes(rig, tmp_path, monkeypatch):
+    model = await model_of(rig, await session_of(rig))
+    await rig.outcome("save_weights", {"model_id": model, "seq_id": 1, "path": "w"})
+    (folder,) = (tmp_path / "checkpoints").glob("*/1")
+    (folder / "large").write_bytes(bytes(2**25))
+    monkeypatch.setattr(module, "_STALL_SECONDS", 0.1)
+    host, port = rig.endpoint.url.removeprefix("http://").split(":")
+    path = f"training_runs/{model}/checkpoints/weights/w"
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"GET /api/v1/{path}/archive HTTP/1.1\r\nHost: x\r\nX-API-Key: {KEYS['ann']}\r\n\r\n".encode())
+    writer.transport.pause_reading()
+    assert (await rig.ask(path, method="DELETE"))[0] == 204
+    while folder.exists():
+        await asyncio.sleep(0.01)
+    writer.transport.resume_reading()
+    with pytest.raises(ConnectionError):
+        assert len(await reader.read()) < 2**25
+        raise ConnectionError("it ended")
+    writer.close()
+    assert (await rig.ask("healthz"))[0] == 200
 
 
 async def test_lists_are_given_in_pages(rig):

@@ -163,7 +163,9 @@ def test_a_skipped_step_says_so():
     assert trainer._group.calls[0][-1].clip_grad == 0.0
 
 
-@pytest.mark.parametrize("options", [{"beta1": 1.0}, {"eps": -1.0}, {"weight_decay": float("nan")}])
+@pytest.mark.parametrize(
+    "options", [{"beta1": 1.0}, {"eps": -1.0}, {"eps": 0.0}, {"eps": 1e-60}, {"weight_decay": float("nan")}]
+)
 def test_parameters_of_no_step_are_refused(options):
     with pytest.raises(DataError) as refused:
         asyncio.run(ranks().update("a", Adam(1e-3, **options)))

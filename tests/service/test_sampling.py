@@ -332,6 +332,22 @@ async def test_invalid_answers_about_a_prompt_are_discarded_and_asked_for_again(
     np.testing.assert_array_equal(got.target_logprobs, np.full((3, 1), np.float32(-4 / 128)))
 
 
+@pytest.mark.parametrize("samples", [1, 3])
+async def test_an_adapter_with_which_all_servers_answer_wrongly_is_at_fault(fake, sampler, samples):
+    async def overflowed(fake, body):
+        # What a server says of NaN.
+        meta = {"id": "0", "finish_reason": {"type": "length"}, "output_token_logprobs": [[None, 0, None]]}
+        answer = {"text": "", "output_ids": [0], "meta_info": meta}
+        if not body["stream"]:
+            return web.json_response([answer] * samples if samples > 1 else answer)
+        return web.Response(text=f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+
+    fake.script += [overflowed] * 100
+    with pytest.raises(DataError, match="answers with the adapter tuned were invalid"):
+        await sampler.sample(Sampling(PROMPT, samples, 3), "tuned")
+    assert len(fake.requests) <= 3 * samples
+
+
 async def test_an_adapter_that_a_server_cannot_load_is_asked_for_until_the_deadline(fake, sampler):
     async def unavailable(fake, body):
         stop = {"type": "abort", "status_code": 503, "message": "adapter tuned: no folder"}

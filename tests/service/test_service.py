@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import tarfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -474,16 +473,12 @@ async def test_names_lead_nowhere_else(rig, name):
                 service.checkpoint("a", path)
 
 
-async def test_checkpoints_expire_are_deleted_and_packed(rig):
+async def test_checkpoints_expire_and_are_deleted(rig):
     async with rig.open() as service:
         model = await new_model(service)
         paths = [f"tinker://{model}/weights/{name}" for name in ("x", "y")]
         for seq, name in ((1, "x"), (2, "y")):
             await ask(service, save(model, seq, name))
-        async with service.archive("a", paths[0]) as file:
-            with tarfile.open(file) as archive:
-                assert archive.getnames() == ["state.json"]
-        assert not file.exists()
         with pytest.raises(DataError, match="cannot live for 5 s"):
             await service.set_ttl("a", paths[0], 5)
         await service.set_ttl("a", paths[0], 3600)
@@ -609,6 +604,22 @@ async def test_a_full_disk_fails_only_the_request_that_needs_it(rig, error):
         # The step had no effect, and the gradients are still there.
         assert str(await ask(service, step(model, 5))) == str(await ask(service, step(quiet, 2)))
         assert service.status().restarts == 0
+
+
+async def test_a_step_to_weights_that_are_not_finite_is_refused_and_the_model_stays(rig):
+    async def overflowed() -> None:
+        raise DataError("w would have values that are not finite")
+
+    async with rig.open() as service:
+        model, quiet = await new_model(service), await new_model(service)
+        for each in (model, quiet):
+            await ask(service, step(each, 1, 3.0))
+            await ask(service, compute(each, 2))
+        working, rig.trainer.writing = rig.trainer.writing, overflowed
+        failed = await ask(service, step(model, 3))
+        assert isinstance(failed, Failed) and failed.category == "user" and "not finite" in failed.message
+        rig.trainer.writing = working
+        assert str(await ask(service, step(model, 4))) == str(await ask(service, step(quiet, 3)))
 
 
 async def test_a_record_without_room_refuses_new_requests_and_delays_outcomes(rig, monkeypatch):
@@ -803,7 +814,45 @@ async def test_samples_run_together_up_to_a_number_per_tenant_and_are_cancelled(
         assert rig.servers.most == 3
 
 
+async def test_a_sample_is_cancelled_at_any_moment(rig):
+    """Also between the moment when it is recorded and its first step."""
+    async with rig.open() as service:
+        rig.servers.pause = asyncio.Event()
+        sampler = await new_sampler(service)
+        for moment in range(8):
+            promise = f"{sampler}:{moment}"
+            asked = asyncio.ensure_future(service.submit("a", sample(sampler, moment)))
+            while promise not in service._samplers._tasks:
+                await asyncio.sleep(0)
+            for _ in range(moment):
+                await asyncio.sleep(0)
+            service.cancel("a", promise)
+            assert await asked == promise
+            assert "cancelled" in (await result(service, promise)).message
+        assert service.status().tenants["a"].pending == 0
+
+
 # Sessions, tenants, limits
+
+
+@pytest.mark.parametrize("inflight", [False, True])
+async def test_a_sampler_that_is_saved_when_its_session_ends_is_not_made(rig, inflight):
+    writing = asyncio.Event()
+    async with rig.open() as service:
+        model = await new_model(service)
+        session = model.partition(":")[0]
+        rig.trainer.writing = writing.wait
+        promise = await service.submit("a", snapshot(model, 1, 0, inflight))
+        while not service._training.find(model).saving:
+            await asyncio.sleep(0)
+        await service.finish_session("a", session, "success")
+        writing.set()
+        failed = await result(service, promise)
+        assert isinstance(failed, Failed) and "was finished" in failed.message
+        assert service.session("a", session).samplers == []
+        assert service.status().tenants["a"].disk == 0
+        await asyncio.gather(*service._adapters._tasks)
+        assert not list((rig.folder / "checkpoints").glob("*/*"))
 
 
 async def test_finishing_a_session_ends_what_it_made_but_checkpoints(rig):
@@ -1008,6 +1057,106 @@ async def test_a_tenant_waits_for_its_own_outcomes_only(rig):
         await result(service, promise)
         await result(service, other, "b")
         assert isinstance(await ask(service, sample(tokens=1)), Samples)
+
+
+async def test_bytes_of_recorded_requests_are_limited_until_they_have_had_their_effect(rig):
+    long = range(60)
+    async with rig.open(recorded=2_300) as service:
+        other, model = await new_model(service), await new_model(service)
+        held = await service.submit("a", compute(other, 2, *long))
+        await ask(service, compute(model, 1, *long))
+        await ask(service, compute(model, 2, *long))
+        for big in (compute(model, 3, *long, *long[:4]), sample(tokens=1, path="x" * 3_000)):
+            with pytest.raises(Busy, match="2300; wait"):
+                await service.submit("a", big)
+        assert isinstance(await ask(service, compute(model, 3, 1, backward=False)), PassResult)
+        assert isinstance(await ask(service, step(other, 1)), Updated)
+        await result(service, held)
+    async with rig.open(recorded=2_300) as service:
+        # Waiting for outcomes changes nothing now, so its number is used up.
+        with pytest.raises(DataError, match="take a step"):
+            await service.submit("a", compute(model, 4, *long))
+        for each, seq in ((model, 5), (other, 3)):
+            assert isinstance(await ask(service, step(each, seq)), Updated)
+        assert isinstance(await ask(service, compute(model, 6, *long)), PassResult)
+        assert service._promises.account("b").request_bytes == 0
+
+
+async def test_requests_beyond_their_share_of_memory_are_read_when_they_run(rig, monkeypatch):
+    monkeypatch.setattr(promises_module, "MEMORY", 0)
+    async with rig.open() as service:
+        model = await new_model(service)
+        later = [await service.submit("a", request) for request in (step(model, 3), compute(model, 2, 5))]
+        assert all(promise.request is None for promise in service._promises)
+        await ask(service, compute(model, 1, 4))
+        assert [type(await result(service, promise)) for promise in later] == [Updated, PassResult]
+        assert service._promises.account("a").request_bytes == 0
+
+
+async def test_models_of_silent_sessions_do_not_fill_the_ranks(rig):
+    async with rig.open(models=2) as service:
+        models = []
+        for number in range(3):
+            models += [await new_model(service, seed=2 * number), await new_model(service, seed=2 * number + 1)]
+            for model in models[-2:]:
+                await ask(service, compute(model, 1))
+            rig.now += service.limits.heartbeat_seconds + 1
+            service.tidy()
+        quiet = await new_model(service, "b")
+        for seq in (2, 3):
+            for model in models:
+                rig.now += 1
+                assert isinstance(await ask(service, compute(model, seq)), PassResult)
+                assert len(set(models) & set(rig.trainer.models)) <= 2
+        assert quiet in rig.trainer.models
+        assert set(models) & set(rig.trainer.models) == set(models[-2:])
+        # The gradients that left the ranks with them were made again.
+        alone = await new_model(service, "c", seed=5)
+        for seq in (1, 2, 3):
+            await ask(service, compute(alone, seq), "c")
+        assert str(await ask(service, step(models[-1], 4))) == str(await ask(service, step(alone, 4), "c"))
+
+
+async def test_metadata_are_small(rig):
+    large = {"x": "y" * 2**16}
+    async with rig.open() as service:
+        for refused in ({"tags": ["y" * 2**16]}, {"metadata": large}, {"name": "y" * 2**16}):
+            with pytest.raises(DataError, match="65536 are allowed"):
+                await service.create_session("a", **refused)
+        assert service.sessions("a") == []
+        model = await new_model(service)
+        session = model.partition(":")[0]
+        for request in (
+            CreateModel(session, 1, "tiny", AdapterSpec(1, 1), large),
+            SaveForSampler(model, 1, "x", metadata=large),
+            LoadWeights("x", False, session=session, model_seq=1, metadata=large),
+        ):
+            with pytest.raises(DataError, match="65536 are allowed"):
+                await service.submit("a", request)
+        with pytest.raises(DataError, match="65536 are allowed"):
+            await service.finish_session("a", session, "errored", "y" * 2**17)
+        assert isinstance(await ask(service, step(model, 2)), Updated)
+
+
+@pytest.mark.parametrize("kept", [0, 4096, 20_000])
+async def test_without_its_record_nothing_of_a_service_is_removed(rig, kept):
+    async with rig.open() as service:
+        model = await new_model(service)
+        await ask(service, step(model, 1))
+        await ask(service, save(model, 2, "x"))
+        for seq in range(3, 40):
+            await ask(service, compute(model, seq, *range(50)))
+    record = rig.folder / "service.db"
+    assert record.stat().st_size > 20_000
+    with record.open("rb+") as file:
+        file.truncate(kept)
+    if not kept:
+        record.unlink()
+    for _ in range(2):
+        with pytest.raises(LedgerError, match="service.db is damaged"):
+            async with rig.open():
+                pass
+    assert list((rig.folder / "states").glob("*/1")) and list((rig.folder / "checkpoints").glob("*/2"))
 
 
 async def test_a_full_share_of_the_disk_is_said(rig):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from contextlib import suppress
 
 import numpy as np
@@ -238,6 +239,46 @@ def test_values_of_json_are_counted_before_they_are_parsed(monkeypatch):
     monkeypatch.setattr(wire.orjson, "loads", None)
     with pytest.raises(DataError, match="more than 4194304 values"):
         wire.read_json(b'{"x":[' + b"[]," * wire._MOST_VALUES + b"[]]}")
+
+
+MIXED = [1] * 65 + [1.5]
+MANY_WRONG = {
+    "objects": ("asample", {"prompt": {"chunks": [{"a": 1}] * 20_000}}, "more than 16384 values"),
+    "chunks": ("asample", {"prompt": {"chunks": [{"tokens": [1]}] * 6_000}}, "more than 16384 values"),
+    "fractions": ("asample", {"prompt": {"chunks": [{"tokens": MIXED * 300}]}}, "more than 16384 values"),
+    "texts of numbers": (
+        "asample",
+        {"prompt": {"chunks": [{"tokens": ["1"] * 65 + ["a"] * 20_000}]}},
+        "more than 16384 values",
+    ),
+    "truths": ("asample", {"prompt": {"chunks": [{"tokens": [True] * 20_000}]}}, "more than 16384 values"),
+    "fields": ("asample", {"prompt": {"chunks": []}, "x": {str(i): 1 for i in range(20_000)}}, "more than 16384"),
+    "numbers for texts": ("session", {"tags": [1] * 200_000}, "CreateSessionRequest.tags.0: Input should be"),
+    "depth": ("session", {"tags": []}, "too deep in one another"),
+}
+
+
+@pytest.mark.parametrize(("kind", "body", "words"), MANY_WRONG.values(), ids=MANY_WRONG.keys())
+def test_many_wrong_values_cost_no_more_than_some(kind, body, words):
+    data = json.dumps({"sampling_params": {}} | body if kind == "asample" else body).encode()
+    if words.startswith("too deep"):
+        data = b'{"tags":' + b"[" * 1_000 + b"]" * 1_000 + b"}"
+    with pytest.raises(DataError, match=words):
+        tracemalloc.start()
+        try:
+            wire.read_sample(data, MIB) if kind == "asample" else wire.read(data, "CreateSessionRequest")
+        finally:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+    assert peak < 30 * MIB
+
+
+def test_a_long_prompt_in_parts_is_read_whole():
+    chunks = [{"type": "encoded_text", "tokens": list(range(size))} for size in (1, 64, 65, 100_000)]
+    body = {"prompt": {"chunks": chunks}, "sampling_params": {"stop": list(range(1_000))}}
+    read = wire.read_sample(json.dumps(body).encode(), MIB).sampling
+    assert read.prompt.tolist() == [token for chunk in chunks for token in chunk["tokens"]]
+    assert list(read.stop) == list(range(1_000))
 
 
 def test_a_large_body_of_many_data_is_read():
