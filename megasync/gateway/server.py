@@ -25,6 +25,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
+from megasync.base.server_log import SERVER_LOG
 from megasync.concurrency.first_use import prepared
 from megasync.config.host import reach_directly, resolve_host
 from megasync.config.schema import GatewayConfig, SamplingConfig
@@ -92,7 +93,13 @@ class Gateway:
             if self._runner is not None:
                 return
             # When an agent disconnects, the handler is cancelled, and with it the generation.
-            server = web.Server(self._answer, request_factory=self._request, access_log=None, handler_cancellation=True)
+            server = web.Server(
+                self._answer,
+                request_factory=self._request,
+                access_log=None,
+                logger=SERVER_LOG,
+                handler_cancellation=True,
+            )
             runner = web.ServerRunner(server, shutdown_timeout=_CLOSE_SECONDS)
             await runner.setup()
             host = resolve_host(self._config.host)

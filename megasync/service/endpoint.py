@@ -49,6 +49,7 @@ from typing import Any, TypeVar
 import orjson
 from aiohttp import web
 
+from megasync.base.server_log import SERVER_LOG
 from megasync.config.host import resolve_host
 from megasync.errors import ConfigError, DataError
 from megasync.gateway.errors import RequestError
@@ -191,6 +192,7 @@ class Endpoint:
             self._answer,
             request_factory=self._request,
             access_log=None,
+            logger=SERVER_LOG,
             handler_cancellation=True,
             keepalive_timeout=_IDLE_SECONDS,
             # aiohttp does not know zstd, and would not bound it.
